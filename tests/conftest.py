@@ -1,0 +1,50 @@
+"""What all tests share: a clean environment, and skipping what this machine cannot run."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+
+import pytest
+
+# Set by launchers and schedulers: a test run inside a job must not take itself for one of the job's tasks.
+CLUSTER_VARIABLES = ("TF_CONFIG", "TFDIST_", "SLURM_", "OMPI_", "PMI_", "PMIX_")
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Removes what describes a cluster from the environment of the test and of the processes it starts."""
+    for name in list(os.environ):
+        if name.startswith(CLUSTER_VARIABLES):
+            monkeypatch.delenv(name)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips tests whose marker needs something that is not on this machine."""
+    for marker, (present, reason) in REQUIREMENTS.items():
+        if item.get_closest_marker(marker) and not present():
+            pytest.skip(reason)
+
+
+def _has_slurm() -> bool:
+    return all(shutil.which(command) for command in ("srun", "sbatch", "slurmctld", "slurmd"))
+
+
+def _has_mpi() -> bool:
+    return shutil.which("mpirun") is not None
+
+
+@functools.cache
+def _can_make_network_namespaces() -> bool:
+    if not (shutil.which("unshare") and shutil.which("ip")):
+        return False
+    return subprocess.run(["unshare", "--net", "true"], capture_output=True).returncode == 0
+
+
+REQUIREMENTS = {
+    "slurm": (_has_slurm, "the Slurm commands are not installed"),
+    "mpi": (_has_mpi, "mpirun is not installed"),
+    "netns": (_can_make_network_namespaces, "this user may not make network namespaces here"),
+}

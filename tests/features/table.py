@@ -1,0 +1,429 @@
+"""The feature table: what a Keras user does with a model, and that a strategy computes what one process does.
+
+`FEATURES` maps a name (the row of docs/features.md) to a function of a strategy that raises AssertionError unless
+training under it equals training in one process. Every row runs on two logical devices, on two processes, and on two
+processes with two devices each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers
+
+from tfdist.testing import assert_transparent
+
+FEATURES: dict[str, Callable[[tf.distribute.Strategy], dict[str, float]]] = {}
+BATCH = 16
+
+
+def feature(name: str) -> Callable:
+    """Adds a function to the table."""
+
+    def add(function: Callable) -> Callable:
+        FEATURES[name] = function
+        return function
+
+    return add
+
+
+def rows(n: int = 96, seed: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """`n` rows of 8 features with a binary label."""
+    x = np.random.RandomState(seed).randn(n, 8).astype("float32")
+    return x, (x.sum(1, keepdims=True) > 0).astype("float32")
+
+
+def batches(x: object, y: object, size: int = BATCH) -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices((x, y)).batch(size)
+
+
+def mlp(*extra: Callable[[], layers.Layer], optimizer: Callable | None = None, **compile_arguments: object) -> Callable:
+    """Returns a function that builds and compiles a small classifier; `extra` makes layers in its middle."""
+
+    def build() -> keras.Model:
+        hidden = [layers.Dense(16, activation="relu"), *(make() for make in extra)]
+        model = keras.Sequential([keras.Input((8,)), *hidden, layers.Dense(1, activation="sigmoid", dtype="float32")])
+        arguments = {"loss": "binary_crossentropy", "metrics": ["accuracy"], **compile_arguments}
+        model.compile(optimizer=optimizer() if optimizer else keras.optimizers.SGD(0.1, momentum=0.9), **arguments)
+        return model
+
+    return build
+
+
+def simple(name: str, build: Callable, data: object = None, **arguments: object) -> None:
+    """Adds a row that needs nothing but a model, data and arguments of `assert_transparent`."""
+    if data is None or isinstance(data, tuple):
+        arguments = {"batch_size": BATCH, **arguments}
+    FEATURES[name] = lambda strategy: assert_transparent(strategy, build, rows() if data is None else data, **arguments)
+
+
+def _many_metrics() -> list:
+    metrics = keras.metrics
+    return [
+        "accuracy",
+        metrics.AUC(name="auc"),
+        metrics.Precision(name="precision"),
+        metrics.Recall(name="recall"),
+        metrics.F1Score(threshold=0.5, name="f1"),
+        metrics.MeanSquaredError(name="mse"),
+        metrics.RootMeanSquaredError(name="rmse"),
+    ]
+
+
+# Inputs
+simple("numpy arrays", mlp())
+simple("tf.data", mlp(), lambda: batches(*rows()))
+simple(
+    "tf.data, drop_remainder",
+    mlp(),
+    lambda: tf.data.Dataset.from_tensor_slices(rows(90)).batch(BATCH, drop_remainder=True),
+)
+simple("tf.data, repeat and steps_per_epoch", mlp(), lambda: batches(*rows()).repeat(), steps_per_epoch=6)
+simple(
+    "tf.data, shuffled with a seed",
+    mlp(),
+    lambda: tf.data.Dataset.from_tensor_slices(rows()).shuffle(96, seed=3).batch(BATCH),
+)
+simple("numpy arrays, shuffled by fit", mlp(), shuffle=True)
+simple("sample_weight", mlp(), (*rows(90), np.linspace(0.1, 2, 90).astype("float32")))
+simple("class_weight", mlp(), class_weight={0: 0.3, 1: 2.0})
+simple("validation arrays of another size", mlp(), validation_data=rows(42, seed=2))
+simple("validation dataset, uneven", mlp(), validation_data=lambda: batches(*rows(37, seed=2)))
+simple("validation_split", mlp(), validation_split=0.25)
+
+# Batches that do not divide
+simple("last batch uneven (90 rows)", mlp(), rows(90))
+simple("last batch of one row (81 rows)", mlp(), rows(81))
+simple("last batch of one row, tf.data", mlp(), lambda: batches(*rows(81)))
+simple("batch size odd", mlp(), rows(90), batch_size=7)
+simple("one row in all", mlp(), rows(1))
+
+# Model and loss
+simple("metrics of all kinds", lambda: mlp(metrics=_many_metrics())(), rows(90), validation_data=rows(48, seed=2))
+simple("BatchNormalization", mlp(layers.BatchNormalization), rows(90))
+simple("BatchNormalization(synchronized=True)", mlp(lambda: layers.BatchNormalization(synchronized=True)), rows(81))
+simple(
+    "L2 regularisation and constraints",
+    mlp(lambda: layers.Dense(8, "relu", kernel_regularizer="l2", kernel_constraint="max_norm")),
+    rows(81),
+)
+simple(
+    "loss reduced by sum",
+    lambda: mlp(loss=keras.losses.BinaryCrossentropy(reduction="sum"), optimizer=lambda: keras.optimizers.SGD(0.005))(),
+    rows(81),
+)
+simple(
+    "loss reduced by mean_with_sample_weight",
+    lambda: mlp(loss=keras.losses.BinaryCrossentropy(reduction="mean_with_sample_weight"))(),
+    (*rows(81), np.linspace(0.1, 2, 81).astype("float32")),
+)
+
+# Optimizer
+simple("Adam", mlp(optimizer=lambda: keras.optimizers.Adam(0.01)))
+simple("clipnorm", mlp(optimizer=lambda: keras.optimizers.SGD(0.1, clipnorm=0.05)), rows(81))
+simple("global_clipnorm", mlp(optimizer=lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.1)), rows(81))
+simple("clipvalue", mlp(optimizer=lambda: keras.optimizers.SGD(0.1, clipvalue=0.01)), rows(81))
+simple(
+    "AdamW, weight decay, EMA",
+    mlp(
+        optimizer=lambda: keras.optimizers.AdamW(
+            0.01, weight_decay=0.01, use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=3
+        )
+    ),
+)
+simple(
+    "gradient_accumulation_steps",
+    mlp(optimizer=lambda: keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2, clipnorm=0.1)),
+    rows(90),
+)
+simple(
+    "learning-rate schedule",
+    mlp(optimizer=lambda: keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 3, 0.5))),
+)
+
+# Execution
+simple("steps_per_execution", mlp(steps_per_execution=3))
+simple("steps_per_execution, uneven", mlp(steps_per_execution=4), rows(90), validation_data=rows(33, seed=2))
+simple("jit_compile='auto'", mlp(jit_compile="auto"))
+simple("run_eagerly", mlp(run_eagerly=True), rows(40), epochs=1)
+
+
+@feature("mixed_float16")
+def _mixed_float16(strategy: tf.distribute.Strategy) -> dict[str, float]:
+    # Losses are rounded to float16 in another order; loss scaling itself must not differ at all.
+    return _with_policy("mixed_float16", strategy, tolerance=2e-3)
+
+
+@feature("mixed_bfloat16")
+def _mixed_bfloat16(strategy: tf.distribute.Strategy) -> dict[str, float]:
+    return _with_policy("mixed_bfloat16", strategy, tolerance=2e-2)
+
+
+def _with_policy(policy: str, strategy: tf.distribute.Strategy, tolerance: float) -> dict[str, float]:
+    previous = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(policy)
+    try:
+        return assert_transparent(strategy, mlp(), rows(90), batch_size=BATCH, tolerance=tolerance)
+    finally:
+        keras.config.set_dtype_policy(previous)
+
+
+@feature("Embedding and Adam (sparse gradients)")
+def _embedding(strategy: tf.distribute.Strategy) -> dict[str, float]:
+    x = np.random.RandomState(0).randint(0, 20, (81, 6))
+    y = (x.sum(1, keepdims=True) > 57).astype("float32")
+
+    def build() -> keras.Model:
+        stack = [layers.Embedding(20, 4), layers.GlobalAveragePooling1D(), layers.Dense(1, activation="sigmoid")]
+        model = keras.Sequential([keras.Input((6,), dtype="int32"), *stack])
+        model.compile(keras.optimizers.Adam(0.05), "binary_crossentropy")
+        return model
+
+    return assert_transparent(strategy, build, (x, y), batch_size=BATCH)
+
+
+@feature("masked sequences, a loss per time step")
+def _masked(strategy: tf.distribute.Strategy) -> dict[str, float]:
+    random = np.random.RandomState(0)
+    x = random.randint(1, 20, (81, 7)) * (np.arange(7) < random.randint(1, 8, (81, 1)))
+    y = (x % 2)[..., None].astype("float32")
+
+    def build() -> keras.Model:
+        stack = [
+            layers.Embedding(20, 4, mask_zero=True),
+            layers.LSTM(5, return_sequences=True),
+            layers.Dense(1, activation="sigmoid"),
+        ]
+        model = keras.Sequential([keras.Input((7,), dtype="int32"), *stack])
+        model.compile(keras.optimizers.SGD(0.1), "binary_crossentropy", metrics=["accuracy"])
+        return model
+
+    return assert_transparent(strategy, build, (x, y), batch_size=BATCH)
+
+
+@feature("convolutional network")
+def _cnn(strategy: tf.distribute.Strategy) -> dict[str, float]:
+    random = np.random.RandomState(0)
+    data = random.rand(70, 12, 12, 1).astype("float32"), random.randint(0, 10, 70)
+
+    def build() -> keras.Model:
+        stack = [
+            layers.Conv2D(8, 3, use_bias=False),
+            layers.BatchNormalization(),
+            layers.ReLU(),
+            layers.MaxPooling2D(),
+            layers.Flatten(),
+            layers.Dense(10),
+        ]
+        model = keras.Sequential([keras.Input((12, 12, 1)), *stack])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(0.05), loss, metrics=["accuracy"])
+        return model
+
+    return assert_transparent(strategy, build, data, batch_size=BATCH)
+
+
+@feature("dict inputs, several outputs and losses")
+def _dicts(strategy: tf.distribute.Strategy) -> dict[str, float]:
+    x, y = rows(81)
+
+    def build() -> keras.Model:
+        a, b = keras.Input((4,), name="a"), keras.Input((4,), name="b")
+        hidden = layers.Dense(8, activation="relu")(layers.concatenate([a, b]))
+        outputs = {"p": layers.Dense(1, activation="sigmoid", name="p")(hidden), "q": layers.Dense(2, name="q")(hidden)}
+        model = keras.Model({"a": a, "b": b}, outputs)
+        losses, weights = {"p": "binary_crossentropy", "q": "mse"}, {"p": 1.0, "q": 0.3}
+        model.compile("sgd", losses, loss_weights=weights, metrics={"p": ["accuracy"], "q": ["mae"]})
+        return model
+
+    def dataset() -> tf.data.Dataset:
+        return batches({"a": x[:, :4], "b": x[:, 4:]}, {"p": y, "q": x[:, :2]})
+
+    return assert_transparent(strategy, build, dataset)
+
+
+@feature("PyDataset")
+def _pydataset(strategy: tf.distribute.Strategy) -> dict[str, float]:
+    x, y = rows(90)
+
+    class Batches(keras.utils.PyDataset):
+        def __len__(self) -> int:
+            return 6
+
+        def __getitem__(self, i: int) -> tuple:
+            return x[i * BATCH : (i + 1) * BATCH], y[i * BATCH : (i + 1) * BATCH]
+
+    return assert_transparent(strategy, mlp(), Batches)
+
+
+@feature("Python generator (no batch is lost)")
+def _generator(strategy: tf.distribute.Strategy) -> dict[str, float]:
+    x, y = rows(96)
+
+    def forever() -> object:
+        i = 0
+        while True:
+            yield x[i * BATCH : (i + 1) * BATCH], y[i * BATCH : (i + 1) * BATCH]
+            i = (i + 1) % 6
+
+    return assert_transparent(strategy, mlp(), forever, steps_per_epoch=4, epochs=3)
+
+
+@feature("subclassed model, built by fit")
+def _subclass(strategy: tf.distribute.Strategy) -> dict[str, float]:
+    class Net(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.hidden, self.norm = layers.Dense(16, activation="relu"), layers.BatchNormalization()
+            self.out = layers.Dense(1, activation="sigmoid")
+
+        def call(self, x: object, training: bool = False) -> object:
+            return self.out(self.norm(self.hidden(x), training=training))
+
+    def build() -> keras.Model:
+        model = Net()
+        model.compile(keras.optimizers.SGD(0.1), "binary_crossentropy", metrics=["accuracy"])
+        return model
+
+    return assert_transparent(strategy, build, rows(90), batch_size=BATCH)
+
+
+@feature("custom train_step, written for one process")
+def _train_step(strategy: tf.distribute.Strategy) -> dict[str, float]:
+    class Net(keras.Model):
+        def train_step(self, data: tuple) -> dict:
+            x, y = data
+            with tf.GradientTape() as tape:
+                prediction = self(x, training=True)
+                loss = keras.ops.mean(keras.ops.square(prediction - y)) + self.compute_loss(y=y, y_pred=prediction)
+            variables = self.trainable_variables
+            self.optimizer.apply(tape.gradient(loss, variables), variables)
+            self._loss_tracker.update_state(loss, sample_weight=tf.shape(x)[0])
+            return {**self.compute_metrics(x, y, prediction), "mine": loss * 2.0}
+
+    def build() -> keras.Model:
+        inputs = keras.Input((8,))
+        outputs = layers.Dense(1, activation="sigmoid")(layers.Dense(16, activation="relu")(inputs))
+        model = Net(inputs, outputs)
+        model.compile(keras.optimizers.SGD(0.1), "binary_crossentropy", metrics=["accuracy"])
+        return model
+
+    return assert_transparent(strategy, build, rows(81), batch_size=BATCH)
+
+
+@feature("two optimizers in a train_step (GAN)")
+def _gan(strategy: tf.distribute.Strategy) -> dict[str, float]:
+    class Pair(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = layers.Dense(8), layers.Dense(8)
+            self.second_optimizer = keras.optimizers.SGD(0.05, clipnorm=0.1)
+            self.tracker = keras.metrics.Mean(name="gap")
+
+        def call(self, x: object) -> object:
+            return self.second(self.first(x))
+
+        def train_step(self, data: tuple) -> dict:
+            x, _ = data
+            for layer, optimizer in ((self.first, self.optimizer), (self.second, self.second_optimizer)):
+                with tf.GradientTape() as tape:
+                    loss = keras.ops.mean(keras.ops.square(self(x) - x))
+                optimizer.apply(tape.gradient(loss, layer.trainable_variables), layer.trainable_variables)
+            self.tracker.update_state(loss, sample_weight=tf.shape(x)[0])
+            return {"gap": self.tracker.result()}
+
+        def test_step(self, data: tuple) -> dict:
+            x, _ = data
+            self.tracker.update_state(keras.ops.mean(keras.ops.square(self(x) - x)), sample_weight=tf.shape(x)[0])
+            return {"gap": self.tracker.result()}
+
+        @property
+        def metrics(self) -> list:
+            return [self.tracker]
+
+    def build() -> keras.Model:
+        model = Pair()
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9))
+        return model
+
+    return assert_transparent(strategy, build, rows(81), batch_size=BATCH)
+
+
+@feature("ragged input")
+def _ragged(strategy: tf.distribute.Strategy) -> dict[str, float]:
+    random = np.random.RandomState(0)
+    lengths = random.randint(1, 6, 81)
+    x = tf.RaggedTensor.from_row_lengths(random.randn(lengths.sum()).astype("float32"), lengths)
+    y = np.asarray(tf.reduce_sum(x, 1) > 0, "float32")[:, None]
+
+    class RowSums(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out = layers.Dense(1, activation="sigmoid")
+
+        def build(self, shape: tuple) -> None:
+            self.out.build((None, 1))
+
+        def call(self, x: object) -> object:
+            return self.out(tf.reduce_sum(x, axis=1)[:, None])
+
+    def build() -> keras.Model:
+        model = RowSums()
+        model.compile(keras.optimizers.SGD(0.1), "binary_crossentropy", metrics=["accuracy"])
+        return model
+
+    return assert_transparent(strategy, build, lambda: batches(x, y))
+
+
+@feature("sparse input")
+def _sparse(strategy: tf.distribute.Strategy) -> dict[str, float]:
+    x, y = rows(81)
+    sparse = tf.sparse.from_dense(np.where(np.abs(x) > 1, x, 0))
+
+    def build() -> keras.Model:
+        model = keras.Sequential([keras.Input((8,), sparse=True), layers.Dense(1, activation="sigmoid")])
+        model.compile(keras.optimizers.SGD(0.1), "binary_crossentropy", metrics=["accuracy"])
+        return model
+
+    return assert_transparent(strategy, build, lambda: batches(sparse, y))
+
+
+@feature("train_on_batch, test_on_batch, predict_on_batch")
+def _on_batch(strategy: tf.distribute.Strategy) -> dict[str, float]:
+    x, y = rows(17)
+
+    def observe(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
+        with strategy.scope():
+            keras.utils.set_random_seed(7)
+            model = mlp(layers.BatchNormalization, metrics=["accuracy", keras.metrics.AUC()])()
+        seen = [model.train_on_batch(x[:n], y[:n]) for n in (16, 17, 1)]
+        seen += [model.test_on_batch(x, y), model.predict_on_batch(x)]
+        assert seen[-1].shape == (17, 1), f"predict_on_batch of 17 rows returned {seen[-1].shape}"
+        return [np.asarray(value) for value in [*seen, *model.get_weights()]]
+
+    expected, received = observe(tf.distribute.get_strategy()), observe(strategy)
+    gaps = {str(i): float(np.abs(a - b).max()) for i, (a, b) in enumerate(zip(expected, received, strict=True))}
+    assert max(gaps.values()) < 1e-5, f"Largest absolute differences by position: {gaps}"
+    return gaps
+
+
+@feature("distribute_datasets_from_function")
+def _from_function(strategy: tf.distribute.Strategy) -> dict[str, float]:
+    x, y = rows()
+
+    def data() -> object:
+        if not tf.distribute.has_strategy() and data.calls < 3:
+            data.calls += 1
+            return batches(x, y)
+
+        def of_worker(context: tf.distribute.InputContext) -> tf.data.Dataset:
+            pieces = batches(x, y, context.get_per_replica_batch_size(BATCH)).repeat()
+            return pieces.shard(context.num_input_pipelines, context.input_pipeline_id)
+
+        return strategy.distribute_datasets_from_function(of_worker)
+
+    data.calls = 0
+    return assert_transparent(strategy, mlp(), data, steps_per_epoch=6, epochs=1)

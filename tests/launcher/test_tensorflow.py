@@ -1,0 +1,66 @@
+"""The launcher with TensorFlow itself in the processes."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.cluster]
+
+ALL_REDUCE = """
+    import tensorflow as tf
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+
+    @tf.function
+    def step():
+        def replica():
+            return tf.distribute.get_replica_context().all_reduce("sum", tf.constant(index + 1.0))
+        return strategy.run(replica)
+
+    for number in range(COUNT):
+        print("sum", float(step()), flush=True)
+        if number == 5: Path(name).touch()
+        if number == 5 and index == 1: LAST
+"""
+
+
+def script(count: int, last: str) -> str:
+    return ALL_REDUCE.replace("COUNT", str(count)).replace("LAST", last)
+
+
+def test_all_reduce_over_the_reserved_ports(launch) -> None:
+    started = launch(script(10, "pass"), "-n", "2")
+    result = started.finish(120)
+    assert result.code == 0, result.err
+    assert [line for line in result.out.splitlines() if "sum" in line] == ["[worker 0] sum 3.0"] * 10
+    assert started.log("worker-1").count("sum 3.0\n") == 10
+    started.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize(
+    ("last", "code", "words"),
+    [
+        ("raise ValueError('the culprit')", 1, ["worker 1 failed with exit code 1;", "\n  ValueError: the culprit\n"]),
+        ("os._exit(3)", 3, ["worker 1 failed with exit code 3;"]),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, ["worker 1 was killed by SIGKILL (exit code 137"]),
+    ],
+)
+def test_the_culprit_is_named_not_its_peer(launch, last: str, code: int, words: list[str]) -> None:
+    started = launch(script(1000000, last), "-n", "2")
+    result = started.finish(120)
+    assert result.code == code, result.err
+    for word in words:
+        assert word in result.err
+    started.assert_nothing_is_left()
+
+
+def test_sigterm_that_tensorflow_swallows(launch) -> None:
+    started = launch(script(1000000, "pass"), "-n", "2", "--grace", "2")
+    started.wait_for_file("worker-0", "worker-1", deadline=120)
+    start = time.monotonic()
+    started.popen.send_signal(signal.SIGTERM)
+    assert started.finish(10).code == 143
+    assert time.monotonic() - start < 4.0
+    started.assert_nothing_is_left()

@@ -1,0 +1,111 @@
+"""The launcher on a real (pseudo-)terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import select
+import struct
+import termios
+import time
+
+COLUMNS = 60
+
+
+def read_all(outer: int, deadline: float = 20.0) -> str:
+    """What is written to a terminal until nobody has it open any more."""
+    text, end = b"", time.monotonic() + deadline
+    while time.monotonic() < end:
+        if select.select([outer], [], [], 0.1)[0]:
+            try:
+                text += os.read(outer, 65536)
+            except OSError:
+                return text.decode()
+    raise AssertionError(f"the terminal stayed open; so far: {text!r}")
+
+
+def on_terminal(launch, script: str, *options: str, **env: str) -> tuple[int, str]:
+    outer, inner = os.openpty()
+    try:
+        fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", 25, COLUMNS, 0, 0))
+        env = {"TERM": "xterm", "COLUMNS": "", "LINES": "", **env}
+        started = launch(script, *options, stdin=inner, stdout=inner, stderr=inner, env=env)
+        os.close(inner)
+        inner = -1
+        text = read_all(outer)
+        return started.finish(5).code, text
+    finally:
+        os.close(outer)
+        if inner >= 0:
+            with contextlib.suppress(OSError):
+                os.close(inner)
+
+
+def visible(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+def final_state(row: str) -> str:
+    """What is left of a row after the last time it was erased."""
+    return row.split("\r\x1b[K")[-1]
+
+
+KERAS_BAR = """
+    print("Epoch 1/1")
+    previous = 0
+    for step in range(1, 21):
+        text = f"{step}/20 " + "━" * step + "─" * (20 - step) + f" loss: {1 / step:.4f} - accuracy: {step / 20:.4f}"
+        print("\\b" * previous + "\\r" + f"\\x1b[32m{text}\\x1b[0m", end="\\n" if step == 20 else "", flush=True)
+        previous = len(text)
+        time.sleep(0.02)
+"""
+
+
+def test_progress_bar_stays_one_live_line(launch) -> None:
+    code, text = on_terminal(launch, KERAS_BAR)
+    assert code == 0
+    announcement, epoch, bar, rest = text.split("\r\n")
+    assert announcement.startswith("tfdist: 2 workers on this machine")
+    assert visible(final_state(epoch)) == "[worker 0] Epoch 1/1"
+    assert rest == ""
+    states = [visible(state) for state in bar.split("\r\x1b[K")]
+    assert len(states) >= 5  # fewer than were written where the machine is busy
+    assert all(state.startswith("[worker 0] ") for state in states)
+    # While it is live it never wraps; its final state is complete, whatever its width.
+    assert max(map(len, states[:-1])) < COLUMNS
+    assert states[-1] == "[worker 0] 20/20 " + "━" * 20 + " loss: 0.0500 - accuracy: 1.0000"
+
+
+def test_first_process_is_on_a_terminal_that_leaves_room_for_the_prefix(launch) -> None:
+    script = "import shutil; print(sys.stdout.isatty(), sys.stderr.isatty(), shutil.get_terminal_size().columns)"
+    code, text = on_terminal(launch, script)
+    assert code == 0
+    assert f"[worker 0] True True {COLUMNS - len('[worker 0] ')}" in visible(text)
+
+
+def test_prefix_is_dim_unless_colours_are_unwanted(launch) -> None:
+    assert "\x1b[2m[worker 0] \x1b[22mhello" in on_terminal(launch, "print('hello')")[1]
+    assert "\n[worker 0] hello" in on_terminal(launch, "print('hello')", NO_COLOR="1")[1]
+
+
+def test_failure_is_reported_below_the_live_line(launch) -> None:
+    script = """
+        if index == 0:
+            print("\\r5/20", end="", flush=True)
+            Path("drawn").touch()
+            time.sleep(60)
+        while not Path("drawn").exists(): time.sleep(0.01)
+        sys.exit(3)
+    """
+    code, text = on_terminal(launch, script)
+    assert code == 3
+    rows = [visible(final_state(row)) for row in text.split("\r\n")]
+    assert rows[1:3] == ["[worker 0] 5/20", "tfdist: worker 1 failed with exit code 3; its last lines:"]
+
+
+def test_log_has_plain_line_ends(launch, tmp_path) -> None:
+    on_terminal(launch, "print('a'); print('b')")
+    (log,) = tmp_path.glob("tfdist-logs/*/worker-0.log")
+    assert log.read_bytes() == b"a\nb\n"

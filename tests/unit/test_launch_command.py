@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import tfdist
+from tfdist.launch.command import main
+
+
+def invoke(*arguments: str):
+    return CliRunner().invoke(main, list(arguments))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run"], ["nothing to run", "tfdist run -n 2 train.py"]),
+        (["run", "nowhere.py"], ["nowhere.py: no such script in", "-m MODULE"]),
+        (["run", "-n", "0", "t.py"], ["--workers 0: expected at least 1", "-n 1"]),
+        (["run", "-n", "two", "t.py"], ["'two' is not a valid integer"]),
+        (["run", "--unknown", "t.py"], ["No such option", "--unknown"]),
+        (["run", "--env", "FOO", "t.py"], ["'FOO': expected KEY=VALUE"]),
+        (["run", "--env", "=1", "t.py"], ["'=1': expected KEY=VALUE"]),
+        (["run", "--cpus-per-worker", "few", "t.py"], ["'few': expected a whole number or auto"]),
+        (["run", "--cpus-per-worker", "0", "t.py"], ["0: expected at least 1, or auto"]),
+        (["run", "--output", "none", "t.py"], ["'none' is not one of 'chief', 'all'"]),
+    ],
+)
+def test_usage_errors(arguments: list[str], words: list[str]) -> None:
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    for word in words:
+        assert word in result.output
+
+
+def test_version() -> None:
+    result = invoke("--version")
+    assert (result.exit_code, result.output) == (0, f"tfdist {tfdist.__version__}\n")
+
+
+def test_help_of_run_shows_the_script() -> None:
+    assert "run [OPTIONS] SCRIPT [ARGS]..." in invoke("run", "--help").output
+
+
+def test_help_is_quick() -> None:
+    durations = []
+    for _ in range(3):
+        start = time.monotonic()
+        subprocess.run([sys.executable, "-m", "tfdist", "--help"], check=True, stdout=subprocess.DEVNULL, timeout=30)
+        durations.append(time.monotonic() - start)
+    assert min(durations) < 0.3
+
+
+def test_launcher_imports_no_tensorflow(tmp_path: Path) -> None:
+    code = (
+        "import sys, tfdist.launch.command, tfdist.launch.run, tfdist.launch.report\n"
+        "print(sorted({'tensorflow', 'keras', 'numpy', 'rich'} & set(sys.modules)))"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (answer.stdout, answer.stderr) == ("[]\n", "")

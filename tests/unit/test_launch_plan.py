@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tfdist.launch.machine import Machine
+from tfdist.launch.plan import PlanError, ProcessPlan, RunOptions, default_log_dir, plan_run, share_cpus, share_gpus
+from tfdist.launch.run import announcement
+
+TWO_CORES = Machine((0, 1))
+
+
+def make(options: RunOptions, machine: Machine = TWO_CORES, environ=None, **more) -> list[ProcessPlan]:
+    ports = range(20001, 20001 + len(options.tasks_with_port))
+    return plan_run(options, ["python", "t.py"], machine, ports, environ or {}, "run-1", "/logs", **more)
+
+
+def test_two_workers_know_the_cluster_and_themselves() -> None:
+    plans = make(RunOptions(workers=2))
+    cluster = {"worker": ["127.0.0.1:20001", "127.0.0.1:20002"]}
+    for index, plan in enumerate(plans):
+        assert json.loads(plan.env["TF_CONFIG"]) == {"cluster": cluster, "task": {"type": "worker", "index": index}}
+        assert plan.env["TFDIST_CLUSTER"] == plan.env["TF_CONFIG"]
+        assert plan.env["TFDIST_RUN_ID"] == "run-1"
+        assert plan.env["TFDIST_LOG_DIR"] == "/logs"
+        assert plan.env["PYTHONUNBUFFERED"] == "1"
+        assert plan.command == ("python", "t.py")
+    assert [plan.shown for plan in plans] == [True, False]
+    assert [plan.log_name for plan in plans] == ["worker-0.log", "worker-1.log"]
+
+
+def test_chief_takes_the_place_of_the_first_worker() -> None:
+    plans = make(RunOptions(workers=3, chief=True))
+    assert [plan.name for plan in plans] == ["chief 0", "worker 0", "worker 1"]
+    assert json.loads(plans[1].env["TF_CONFIG"]) == {
+        "cluster": {"chief": ["127.0.0.1:20001"], "worker": ["127.0.0.1:20002", "127.0.0.1:20003"]},
+        "task": {"type": "worker", "index": 0},
+    }
+    assert [plan.shown for plan in plans] == [True, False, False]
+
+
+def test_chief_alone() -> None:
+    (plan,) = make(RunOptions(workers=1, chief=True))
+    assert json.loads(plan.env["TF_CONFIG"])["cluster"] == {"chief": ["127.0.0.1:20001"]}
+
+
+def test_ps_and_evaluator() -> None:
+    plans = make(RunOptions(workers=1, ps=2, evaluator=True))
+    assert [plan.name for plan in plans] == ["worker 0", "ps 0", "ps 1", "evaluator 0"]
+    assert json.loads(plans[3].env["TF_CONFIG"]) == {
+        "cluster": {"worker": ["127.0.0.1:20001"], "ps": ["127.0.0.1:20002", "127.0.0.1:20003"]},
+        "task": {"type": "evaluator", "index": 0},
+    }
+
+
+def test_all_are_shown_when_asked_for() -> None:
+    assert all(plan.shown for plan in make(RunOptions(workers=3, ps=1), show_all=True))
+
+
+def test_ipv6_host_is_bracketed() -> None:
+    (plan,) = make(RunOptions(workers=1, host="::1"))
+    assert json.loads(plan.env["TF_CONFIG"])["cluster"] == {"worker": ["[::1]:20001"]}
+
+
+def test_defaults_of_a_pinned_worker() -> None:
+    plan = make(RunOptions(workers=2), Machine(tuple(range(6))))[0]
+    assert plan.env["TF_NUM_INTRAOP_THREADS"] == plan.env["OMP_NUM_THREADS"] == "3"
+    assert plan.env["TF_NUM_INTEROP_THREADS"] == "3"
+    assert plan.env["TF_CPP_MIN_LOG_LEVEL"] == "2"
+    assert plan.env["MALLOC_TOP_PAD_"] == "67108864"
+
+
+@pytest.mark.parametrize(("ps", "cores", "expected"), [(0, 2, "2"), (0, 16, "8"), (1, 2, "4"), (1, 16, "8")])
+def test_interop_threads(ps: int, cores: int, expected: str) -> None:
+    plan = make(RunOptions(workers=2, ps=ps), Machine(tuple(range(cores))))[0]
+    assert plan.env["TF_NUM_INTEROP_THREADS"] == expected
+
+
+def test_unpinned_processes_get_no_thread_limit() -> None:
+    worker, ps = make(RunOptions(workers=1, ps=1), Machine((0, 1)))
+    for plan in (worker, ps):
+        assert plan.cpus == ()
+        assert "TF_NUM_INTRAOP_THREADS" not in plan.env
+        assert "OMP_NUM_THREADS" not in plan.env
+        assert plan.env["TF_NUM_INTEROP_THREADS"] == "4"
+
+
+def test_users_environment_beats_the_defaults_and_env_option_beats_both() -> None:
+    environ = {"OMP_NUM_THREADS": "7", "TF_CPP_MIN_LOG_LEVEL": "0", "MALLOC_TOP_PAD_": "1", "MINE": "a", "OTHER": "b"}
+    plan = make(RunOptions(env={"MINE": "c", "TF_CPP_MIN_LOG_LEVEL": "1"}), environ=environ)[0]
+    assert plan.env["OMP_NUM_THREADS"] == "7"
+    assert plan.env["TF_CPP_MIN_LOG_LEVEL"] == "1"
+    assert plan.env["MALLOC_TOP_PAD_"] == "1"
+    assert plan.env["MINE"] == "c"
+    assert plan.env["OTHER"] == "b"
+
+
+def test_inherited_cluster_is_replaced() -> None:
+    plan = make(RunOptions(), environ={"TF_CONFIG": "{}", "TFDIST_CLUSTER": "{}"})[1]
+    assert json.loads(plan.env["TF_CONFIG"])["task"] == {"type": "worker", "index": 1}
+    assert plan.env["TFDIST_CLUSTER"] == plan.env["TF_CONFIG"]
+
+
+@pytest.mark.parametrize(
+    ("workers", "cpus", "cores", "expected"),
+    [
+        (2, "auto", (0, 1), [(0,), (1,)]),
+        (2, "auto", (0, 1, 2, 3, 4), [(0, 1), (2, 3)]),
+        (2, "auto", (4, 6), [(4,), (6,)]),
+        (8, "auto", (0, 1), []),
+        (1, "auto", (0, 1), []),
+        (2, 1, (0, 1, 2, 3), [(0,), (1,)]),
+        (1, 2, (0, 1, 2, 3), [(0, 1)]),
+    ],
+)
+def test_share_cpus(workers: int, cpus: int | str, cores: tuple[int, ...], expected: list[tuple[int, ...]]) -> None:
+    shares = share_cpus(RunOptions(workers=workers, ps=1, cpus_per_worker=cpus), Machine(cores))
+    assert shares == {("worker", rank): share for rank, share in enumerate(expected)}
+
+
+def test_too_few_cores() -> None:
+    with pytest.raises(PlanError, match=r"--cpus-per-worker 2: 2 processes need 4 cores, but 2 are usable here.*auto"):
+        make(RunOptions(workers=2, cpus_per_worker=2))
+
+
+@pytest.mark.parametrize(
+    ("options", "gpus", "expected"),
+    [
+        (RunOptions(2), (), {}),
+        (RunOptions(2), ("0", "1"), {("worker", 0): ("0",), ("worker", 1): ("1",)}),
+        (RunOptions(2), ("0", "1", "2", "3"), {("worker", 0): ("0", "1"), ("worker", 1): ("2", "3")}),
+        (RunOptions(2, gpus_per_worker=1), ("4", "5", "6"), {("worker", 0): ("4",), ("worker", 1): ("5",)}),
+        (RunOptions(2, gpus_per_worker=0), ("0",), {("worker", 0): (), ("worker", 1): ()}),
+        (RunOptions(3), ("0", "1"), {("worker", 0): ("0",), ("worker", 1): ("1",), ("worker", 2): ("0",)}),
+        (
+            RunOptions(1, ps=1, evaluator=True, gpus_per_worker=1),
+            ("0", "1"),
+            {("worker", 0): ("0",), ("ps", 0): (), ("evaluator", 0): ("1",)},
+        ),
+    ],
+)
+def test_share_gpus(options: RunOptions, gpus: tuple[str, ...], expected: dict) -> None:
+    assert share_gpus(options, Machine((0,), gpus)) == expected
+
+
+def test_gpus_in_the_environment() -> None:
+    plans = make(RunOptions(2), Machine((0, 1), ("2", "3")), environ={"CUDA_VISIBLE_DEVICES": "2,3"})
+    assert [plan.env["CUDA_VISIBLE_DEVICES"] for plan in plans] == ["2", "3"]
+    assert "TF_FORCE_GPU_ALLOW_GROWTH" not in plans[0].env
+    assert "CUDA_VISIBLE_DEVICES" not in make(RunOptions(2))[0].env
+
+
+def test_shared_gpu_leaves_memory_to_the_others() -> None:
+    plans = make(RunOptions(2), Machine((0, 1), ("0",)))
+    assert [plan.env["CUDA_VISIBLE_DEVICES"] for plan in plans] == ["0", "0"]
+    assert [plan.env["TF_FORCE_GPU_ALLOW_GROWTH"] for plan in plans] == ["true", "true"]
+
+
+def test_too_few_gpus() -> None:
+    with pytest.raises(PlanError, match=r"--gpus-per-worker 1: 2 processes need 2 GPUs, but 1 was found .*auto"):
+        make(RunOptions(2, gpus_per_worker=1), Machine((0, 1), ("0",)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"workers": 0}, "--workers 0: expected at least 1. Use -n 1"),
+        ({"ps": -1}, "--ps -1: expected 0 or more. Leave --ps out"),
+        ({"env": {"TF_CONFIG": "{}"}}, "--env TF_CONFIG=...: tfdist run sets TF_CONFIG for every process itself"),
+        ({"env": {"TFDIST_LOG_DIR": "x"}}, "Use --log-dir."),
+    ],
+)
+def test_impossible_options(arguments: dict, message: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        RunOptions(**arguments)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "show_all", "expected"),
+    [
+        (RunOptions(1), False, "1 worker on this machine; complete logs in logs/"),
+        (RunOptions(2), False, "2 workers on this machine; output of worker 1 goes to logs/"),
+        (RunOptions(2), True, "2 workers on this machine; complete logs in logs/"),
+        (
+            RunOptions(3, ps=2, chief=True, evaluator=True),
+            False,
+            "1 chief, 2 workers, 2 ps and 1 evaluator on this machine; output of the other 5 goes to logs/",
+        ),
+    ],
+)
+def test_announcement(options: RunOptions, show_all: bool, expected: str) -> None:
+    assert announcement(options, "logs", show_all) == expected
+
+
+def test_default_log_dir() -> None:
+    assert default_log_dir("r", "/cwd", "/tmp", writable=True) == "/cwd/tfdist-logs/r"
+    assert default_log_dir("r", "/cwd", "/tmp", writable=False) == "/tmp/tfdist-logs/r"

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tfdist.launch import report
+from tfdist.launch.command import main
+
+TF_CONFIG = json.dumps({"cluster": {"worker": ["localhost:1", "localhost:2"]}, "task": {"type": "worker", "index": 1}})
+
+
+def test_single_process() -> None:
+    facts = report.gather(with_devices=False, env={})
+    assert facts["cluster"] == "single process"
+    assert facts["rank"] == 0
+    assert facts["problems"] == []
+    assert facts["versions"]["python"] == sys.version.split()[0]
+    assert "devices" not in facts
+
+
+def test_cluster_of_tf_config() -> None:
+    facts = report.gather(with_devices=False, env={"TF_CONFIG": TF_CONFIG})
+    assert facts["rank"] == 1
+    assert facts["tf_config"]["cluster"] == {"worker": ["localhost:1", "localhost:2"]}
+    assert facts["environment"] == "TF_CONFIG"
+
+
+def test_problems_make_the_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TF_CONFIG", "{'cluster': {}}")
+    result = CliRunner().invoke(main, ["env", "--no-devices", "--json"])
+    facts = json.loads(result.output)
+    assert result.exit_code == 1
+    assert facts["cluster"] == "invalid"
+    assert "TF_CONFIG" in facts["problems"][0]
+
+
+def test_json_and_text_without_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TF_CONFIG", "TFDIST_CLUSTER", "TF_USE_LEGACY_KERAS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TF_NUM_INTEROP_THREADS", "3")
+    as_json = CliRunner().invoke(main, ["env", "--no-devices", "--json"])
+    assert as_json.exit_code == 0
+    assert json.loads(as_json.output)["variables"]["TF_NUM_INTEROP_THREADS"] == "3"
+    as_text = CliRunner().invoke(main, ["env", "--no-devices"])
+    assert as_text.exit_code == 0
+    assert "cluster:      single process" in as_text.output
+    assert "TF_NUM_INTEROP_THREADS" in as_text.output
+
+
+def test_secrets_are_hidden() -> None:
+    env = {"TFDIST_API_KEY": "a", "TF_PASSWORD": "b", "NCCL_x_secret": "c", "KERAS_BACKEND": "d", "PATH": "e"}
+    assert report.relevant_variables(env) == {
+        "KERAS_BACKEND": "d",
+        "NCCL_x_secret": "(hidden)",
+        "TFDIST_API_KEY": "(hidden)",
+        "TF_PASSWORD": "(hidden)",
+    }
+
+
+def stub_tensorflow(folder: Path, text: str) -> dict[str, str]:
+    (folder / "tensorflow.py").write_text(text)
+    return {"PYTHONPATH": str(folder)}
+
+
+def test_devices(tmp_path: Path) -> None:
+    env = stub_tensorflow(
+        tmp_path,
+        "from types import SimpleNamespace as N\n"
+        "config = N(list_physical_devices=lambda: [N(name='/physical_device:GPU:0')],\n"
+        "           experimental=N(get_device_details=lambda device: {'device_name': 'Some GPU'}))\n"
+        "print('noise')\n",
+    )
+    found = report.devices(env)
+    assert found == [{"name": "/physical_device:GPU:0", "description": "Some GPU"}]
+    text = report.as_text({**report.gather(with_devices=False, env={}), "devices": found})
+    assert "  /physical_device:GPU:0  Some GPU\n" in text
+
+
+def test_devices_of_a_broken_tensorflow(tmp_path: Path) -> None:
+    env = stub_tensorflow(tmp_path, "raise ImportError('no libfoo')")
+    assert report.devices(env) == "unknown: TensorFlow could not list its devices (ImportError: no libfoo)"
+
+
+def test_devices_have_a_deadline(tmp_path: Path) -> None:
+    env = stub_tensorflow(tmp_path, "import time; time.sleep(60)")
+    assert report.devices(env, deadline=0.5) == "unknown: TensorFlow did not list its devices within 0.5 s"

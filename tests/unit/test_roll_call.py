@@ -1,0 +1,403 @@
+"""The roll call, on loopback, with a thread for each task; with processes where a process has to die."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from tfdist.cluster import ClusterConfig, ClusterError, ports, roll_call_chief, roll_call_message
+from tfdist.cluster.roll_call import RollCallTimeout, meet
+
+DEADLINE = 15.0
+
+
+@pytest.fixture
+def cluster() -> Iterator[ClusterConfig]:
+    """Four workers whose ports are held, as the launcher holds them."""
+    with ports.reserve(4) as reservation:
+        yield ClusterConfig({"worker": [f"127.0.0.1:{port}" for port in reservation.ports]})
+
+
+def _all(tasks: list[Callable[[], dict]]) -> list[dict | BaseException]:
+    """Runs all at once; the result or the error of each."""
+    with ThreadPoolExecutor(max_workers=len(tasks)) as pool:
+        futures: list[Future] = [pool.submit(task) for task in tasks]
+        return [future.exception(DEADLINE + 5) or future.result() for future in futures]
+
+
+def _of(config: ClusterConfig, rank: int) -> ClusterConfig:
+    return config.with_task(*config.compute_tasks[rank])
+
+
+def _meet(config: ClusterConfig, rank: int, timeout: float = DEADLINE, info: dict | None = None) -> Callable[[], dict]:
+    return lambda: meet(_of(config, rank), timeout, info, poll=0.05)
+
+
+def _chief_socket(config: ClusterConfig) -> socket.socket:
+    """A connection to the chief, made as soon as it listens."""
+    host, port = str(config.chief_address).rsplit(":", 1)
+    until = time.monotonic() + DEADLINE
+    while True:
+        try:
+            return socket.create_connection((host, int(port)), 5)
+        except ConnectionRefusedError:
+            assert time.monotonic() < until, "the chief does not listen"
+            time.sleep(0.01)
+
+
+def test_all_come(cluster: ClusterConfig) -> None:
+    results = _all([_meet(cluster, rank, info={"rank": rank, "same.keras": "3.15"}) for rank in range(4)])
+    expected = {rank: {"rank": rank, "same.keras": "3.15"} for rank in range(4)}
+    assert results == [expected] * 4
+
+
+@pytest.mark.parametrize("order", [[3, 2, 1, 0], [0, 1, 2, 3], [2, 0, 3, 1]])
+def test_all_come_one_after_the_other(cluster: ClusterConfig, order: list[int]) -> None:
+    def late(rank: int) -> dict:
+        time.sleep(0.15 * order.index(rank))
+        return _meet(cluster, rank, info={"n": rank})()
+
+    results = _all([lambda rank=rank: late(rank) for rank in range(4)])  # type: ignore[misc]
+    assert results == [{rank: {"n": rank} for rank in range(4)}] * 4
+
+
+@pytest.mark.parametrize("host", ["localhost", "[::1]", "127.0.0.1"])
+def test_names_ipv6_and_a_chief_job(host: str) -> None:
+    if host == "[::1]" and not socket.has_dualstack_ipv6():
+        pytest.skip("no IPv6 here")
+    with ports.reserve(3) as reservation:
+        one, two, three = (f"{host}:{port}" for port in reservation.ports)
+        config = ClusterConfig({"worker": [two], "chief": [one], "ps": [three]}, "chief")
+        assert _all([_meet(config, rank, info={"r": rank}) for rank in range(2)]) == [{0: {"r": 0}, 1: {"r": 1}}] * 2
+
+
+def test_the_port_is_free_at_once_even_for_a_plain_bind(cluster: ClusterConfig) -> None:
+    jobs = cluster.jobs
+    port = int(str(cluster.chief_address).rsplit(":", 1)[1])
+    with ports.reserve(4) as other:  # only to have ports that nobody holds
+        numbers = other.ports
+    config = ClusterConfig({"worker": [f"127.0.0.1:{number}" for number in numbers]})
+    for _ in range(5):
+        assert len(_all([_meet(config, rank) for rank in range(4)])) == 4
+        with socket.socket() as plain:
+            plain.bind(("127.0.0.1", numbers[0]))
+            plain.listen()
+    assert all(
+        isinstance(result, dict) for result in _all([_meet(cluster, rank) for rank in range(len(jobs["worker"]))])
+    )
+    with socket.socket() as server:  # held by the launcher, so with SO_REUSEADDR, as TensorFlow
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("", port))
+        server.listen()
+
+
+def test_alone_it_does_not_wait() -> None:
+    assert meet(ClusterConfig.single_process(), info={"a": 1}) == {0: {"a": 1}}
+    assert meet(ClusterConfig({"worker": ["203.0.113.1:1"], "ps": ["203.0.113.2:1"]}), 0.1) == {0: {}}
+
+
+@pytest.mark.parametrize("job", ["ps", "evaluator"])
+def test_tasks_that_take_no_part(job: str) -> None:
+    config = ClusterConfig({"worker": ["a:1"], "ps": ["p:1"]}, job)
+    with pytest.raises(ClusterError, match=f"{job} 0 takes no part in the roll call; only chief and worker tasks do"):
+        meet(config, 0.1)
+
+
+def test_missing_tasks_are_named_by_everyone(cluster: ClusterConfig) -> None:
+    results = _all([_meet(cluster, rank, timeout=1.0) for rank in (0, 2)])
+    for result in results:
+        assert isinstance(result, RollCallTimeout)
+        message = str(result)
+        assert "not all tasks came within 1 s; missing: " in message
+        for index in (1, 3):
+            assert f"worker {index} ({cluster.jobs['worker'][index]})" in message
+        assert "worker 2 (" not in message
+        assert "look into their output" in message
+
+
+def test_a_worker_whose_time_ends_first_names_the_missing_too(cluster: ClusterConfig) -> None:
+    results = _all([_meet(cluster, 0, timeout=1.4), _meet(cluster, 1, timeout=0.7)])
+    assert all(isinstance(result, RollCallTimeout) for result in results)
+    assert f"missing: worker 2 ({cluster.jobs['worker'][2]}), worker 3" in str(results[1])
+    assert f"missing: worker 1 ({cluster.jobs['worker'][1]}), worker 2" in str(results[0])
+
+
+def test_no_chief_refused(cluster: ClusterConfig) -> None:
+    started = time.monotonic()
+    (result,) = _all([_meet(cluster, 1, timeout=0.5)])
+    assert 0.4 < time.monotonic() - started < 3
+    assert isinstance(result, RollCallTimeout)
+    assert str(result).startswith(
+        f"worker 1 could not reach the chief, worker 0 ({cluster.chief_address}), within 0.5 s: connection refused; "
+    )
+    assert "no firewall is in between" in str(result)
+
+
+@pytest.mark.parametrize(
+    ("failure", "words"),
+    [
+        (
+            socket.gaierror(socket.EAI_NONAME, "Name or service not known"),
+            "its name cannot be resolved (Name or service",
+        ),
+        (TimeoutError("timed out"), ": timed out; "),
+        (OSError(113, "No route to host"), ": no route to host; "),
+    ],
+)
+def test_no_chief_other_reasons(monkeypatch: pytest.MonkeyPatch, failure: OSError, words: str) -> None:
+    def fail(*args: object, **options: object) -> socket.socket:
+        raise failure
+
+    monkeypatch.setattr(socket, "create_connection", fail)
+    config = ClusterConfig({"worker": ["node-0:2222", "node-1:2222"]}, "worker", 1)
+    with pytest.raises(RollCallTimeout) as caught:
+        meet(config, 0.2)
+    assert "could not reach the chief, worker 0 (node-0:2222)" in str(caught.value)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("greeting", [b"", b"\x00\x00\x12\x04\x00\x00\n\n", b'{"hello": 1}\n'])
+def test_a_stranger_in_the_place_of_the_chief(
+    monkeypatch: pytest.MonkeyPatch, cluster: ClusterConfig, greeting: bytes
+) -> None:
+    monkeypatch.setattr(roll_call_message, "HELLO_SECONDS", 0.2)
+    server = socket.create_server(("127.0.0.1", 0))
+    address = f"127.0.0.1:{server.getsockname()[1]}"
+    accepted: list[socket.socket] = []
+
+    def serve() -> None:
+        while True:
+            try:
+                accepted.append(server.accept()[0])
+                accepted[-1].sendall(greeting)
+            except OSError:
+                return
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    config = ClusterConfig({"worker": [address, cluster.jobs["worker"][1]]}, "worker", 1)
+    try:
+        with pytest.raises(RollCallTimeout, match="something else than a waiting tfdist chief answers there"):
+            meet(config, 0.7, poll=0.1)
+    finally:
+        server.shutdown(socket.SHUT_RDWR)
+        server.close()
+        thread.join(5)
+        for connection in accepted:
+            connection.close()
+
+
+def test_different_clusters(cluster: ClusterConfig) -> None:
+    jobs = {"worker": [*cluster.jobs["worker"].values()][:2]}
+    config = ClusterConfig(jobs)
+    wrong = ClusterConfig({"worker": [*jobs["worker"], "127.0.0.1:9"]}, "worker", 1)
+    results = _all([_meet(config, 0), lambda: meet(wrong, DEADLINE)])
+    for result in results:
+        assert type(result) is ClusterError
+        assert 'worker 0 and worker 1 have different cluster descriptions; give every task the same "cluster"' in str(
+            result
+        )
+        assert json.dumps(config.to_tf_config()["cluster"]) in str(result)
+        assert json.dumps(wrong.to_tf_config()["cluster"]) in str(result)
+        assert config.fingerprint() in str(result)
+
+
+def test_the_same_task_twice(cluster: ClusterConfig) -> None:
+    results = _all([_meet(cluster, 0), _meet(cluster, 1), _meet(cluster, 1)])
+    for result in results:
+        assert type(result) is ClusterError
+        assert f"two processes claim the same task worker 1: process {os.getpid()} on " in str(result)
+        assert "give each process its own task index" in str(result)
+
+
+def test_two_chiefs_on_one_machine(monkeypatch: pytest.MonkeyPatch, cluster: ClusterConfig) -> None:
+    monkeypatch.setattr(roll_call_chief, "_BIND_SECONDS", 0.2)
+    results = _all([_meet(cluster, 0, timeout=1.0), _meet(cluster, 0, timeout=1.0)])
+    (refused,) = [result for result in results if not isinstance(result, RollCallTimeout)]
+    assert isinstance(refused, ClusterError)
+    assert f"worker 0 cannot listen on its address {cluster.chief_address}: " in str(refused)
+    assert "claims the same task" in str(refused)
+
+
+def test_values_that_must_agree(cluster: ClusterConfig) -> None:
+    config = ClusterConfig({"worker": [*cluster.jobs["worker"].values()][:2]})
+    infos = [
+        {"same.tensorflow": "2.21.0", "same.keras": "3.15.0", "seed": 1, "same.policy": "float32"},
+        {"same.tensorflow": "2.20.0", "same.keras": "3.15.0", "seed": 2},
+    ]
+    results = _all([_meet(config, rank, info=infos[rank]) for rank in range(2)])
+    for result in results:
+        assert isinstance(result, ClusterError)
+        assert result.problems == [
+            "policy is float32 on worker 0 but None on worker 1; make it the same on every task",
+            "tensorflow is 2.21.0 on worker 0 but 2.20.0 on worker 1; make it the same on every task",
+        ]
+
+
+def test_another_version_of_the_roll_call() -> None:
+    own = roll_call_message.hello(ClusterConfig({"worker": ["a:1", "b:1"]}), {})
+    (problem,) = roll_call_message.disagreements(own, {**own, "task": "worker 1", "version": 2, "fingerprint": "x"})
+    assert "different versions of tfdist (roll call 1 and 2); install the same one" in problem
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\x00" * 200_000,
+        b'{"rank": 1}\n',
+        b"[" * 60_000 + b"\n",
+        b'{"rank": NaN, "task": []}\n',
+        b"\xff\xfe\n",
+        b"",
+    ],
+    ids=["http", "endless", "partial", "deep", "types", "not-text", "silent"],
+)
+def test_strangers_do_no_harm(cluster: ClusterConfig, garbage: bytes) -> None:
+    kept = []
+
+    def strange() -> dict:
+        for _ in range(5):
+            connection = _chief_socket(cluster)
+            kept.append(connection)
+            try:
+                connection.sendall(garbage)
+            except OSError:
+                continue  # the chief has had enough
+        return {}
+
+    chief = _meet(cluster, 0)
+    workers = [lambda rank=rank: (time.sleep(0.3), _meet(cluster, rank)())[1] for rank in (1, 2, 3)]  # type: ignore[misc]
+    started = time.monotonic()
+    results = _all([chief, strange, *workers])
+    for connection in kept:
+        connection.close()
+    assert [result for number, result in enumerate(results) if number != 1] == [{rank: {} for rank in range(4)}] * 4
+    assert time.monotonic() - started < 3
+
+
+def test_a_silent_stranger_is_dropped(monkeypatch: pytest.MonkeyPatch, cluster: ClusterConfig) -> None:
+    monkeypatch.setattr(roll_call_message, "HELLO_SECONDS", 0.2)
+
+    def silent() -> dict:
+        with _chief_socket(cluster) as connection:
+            connection.settimeout(5)
+            assert json.loads(connection.recv(1000)) == {"roll_call": 1}
+            started = time.monotonic()
+            with pytest.raises(ConnectionResetError):
+                connection.recv(1000)
+            assert 0.1 < time.monotonic() - started < 2
+        return {}
+
+    results = _all([_meet(cluster, 0, timeout=1.5), silent])
+    assert isinstance(results[0], RollCallTimeout)
+    assert results[1] == {}
+
+
+def test_a_rank_outside_the_cluster_is_a_stranger(cluster: ClusterConfig) -> None:
+    hello = {**roll_call_message.hello(_of(cluster, 1), {}), "rank": 7}
+
+    def strange() -> dict:
+        with _chief_socket(cluster) as connection:
+            connection.sendall(roll_call_message.encode(hello))
+            time.sleep(0.3)
+        return {}
+
+    results = _all(
+        [strange, *[_meet(cluster, rank) for rank in range(3)], lambda: (time.sleep(0.3), _meet(cluster, 3)())[1]]
+    )
+    assert results[1:] == [{rank: {} for rank in range(4)}] * 4
+
+
+def test_a_worker_that_dies_is_missed_and_its_successor_welcome(cluster: ClusterConfig) -> None:
+    code = (
+        "import sys; from tfdist.cluster import ClusterConfig; from tfdist.cluster.roll_call import meet\n"
+        "meet(ClusterConfig.from_tf_config(sys.argv[1]), 10.0)"
+    )
+    command = [sys.executable, "-c", code, _of(cluster, 1).to_json()]
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        chief = pool.submit(_meet(cluster, 0))
+        process = subprocess.Popen(command, stderr=subprocess.PIPE)
+        try:
+            time.sleep(0.7)
+            assert process.poll() is None, process.communicate()[1].decode()
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.communicate(timeout=5)
+        others = [pool.submit(_meet(cluster, rank)) for rank in (1, 2, 3)]
+        assert [future.result(DEADLINE + 5) for future in (chief, *others)] == [{rank: {} for rank in range(4)}] * 4
+
+
+def test_a_chief_that_dies_is_named(cluster: ClusterConfig) -> None:
+    with socket.socket() as dying:
+        dying.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        host, port = str(cluster.chief_address).rsplit(":", 1)
+        dying.bind((host, int(port)))
+        dying.listen()
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            worker = pool.submit(_meet(cluster, 1, timeout=1.0))
+            connection, _ = dying.accept()
+            connection.sendall(roll_call_message.encode(roll_call_message.banner()))
+            connection.sendall(roll_call_message.encode({"waiting": ["worker 2 (x:1)"]}))
+            time.sleep(0.2)
+            connection.close()
+            dying.close()
+            failure = worker.exception(DEADLINE)
+    assert isinstance(failure, RollCallTimeout)
+    assert f"could not reach the chief, worker 0 ({cluster.chief_address})" in str(failure)
+
+
+def test_a_socket_that_reached_itself_counts_as_refused(
+    monkeypatch: pytest.MonkeyPatch, cluster: ClusterConfig
+) -> None:
+    def itself(*args: object, **options: object) -> socket.socket:
+        connection = socket.socket()
+        connection.bind(("127.0.0.1", random.randrange(61000, 65000)))
+        connection.connect(connection.getsockname())
+        return connection
+
+    monkeypatch.setattr(socket, "create_connection", itself)
+    with pytest.raises(RollCallTimeout, match="connection refused"):
+        meet(_of(cluster, 1), 0.2)
+
+
+def test_waiting_is_logged(
+    monkeypatch: pytest.MonkeyPatch, cluster: ClusterConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(roll_call_message, "WAIT_NOTE_SECONDS", 0.3)
+    with caplog.at_level(logging.INFO, "tfdist"):
+        _all([_meet(cluster, 0, timeout=0.8), _meet(cluster, 1, timeout=0.8)])
+        _all([_meet(cluster, 1, timeout=0.6)])
+    addresses = cluster.jobs["worker"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "tfdist"]
+    assert f"waiting for worker 2 ({addresses[2]}), worker 3 ({addresses[3]})" in lines
+    assert f"waiting for worker 0 ({addresses[0]})" in lines
+
+
+def test_large_infos_arrive_and_too_large_ones_are_refused(cluster: ClusterConfig) -> None:
+    info = {"text": "x" * 50_000}
+    assert _all([_meet(cluster, rank, info=info) for rank in range(4)]) == [{rank: info for rank in range(4)}] * 4
+    for rank in (0, 1):
+        with pytest.raises(ValueError, match="info takes 70012 bytes; keep it below"):
+            meet(_of(cluster, rank), 1.0, {"text": "x" * 70_000})
+    with pytest.raises(TypeError, match="JSON"):
+        meet(_of(cluster, 0), 1.0, {"text": object()})
+
+
+def test_many_workers() -> None:
+    with ports.reserve(40) as reservation:
+        config = ClusterConfig({"worker": [f"127.0.0.1:{port}" for port in reservation.ports]})
+        results = _all([_meet(config, rank, info={"r": rank}) for rank in range(40)])
+    assert results == [{rank: {"r": rank} for rank in range(40)}] * 40

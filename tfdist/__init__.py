@@ -1,0 +1,17 @@
+"""tfdist: distributed training for Keras 3 on TensorFlow, with unchanged Keras code.
+
+The public names are loaded on first use, so that `import tfdist.cluster` and the command line import no TensorFlow.
+"""
+
+import lazy_loader
+
+__version__ = "0.1.0"
+
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__,
+    submodules=["cluster", "strategies", "testing"],
+    submod_attrs={
+        "cluster": ["ClusterConfig", "ClusterError", "discover"],
+        "strategies": ["MirroredStrategy", "MultiWorkerMirroredStrategy"],
+    },
+)

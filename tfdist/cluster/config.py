@@ -1,0 +1,209 @@
+"""The cluster as one process sees it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tfdist.cluster import parsing, validation
+from tfdist.cluster.errors import ClusterError
+
+Task = tuple[str, int]
+
+
+class _NoCluster(dict):
+    """The jobs of a single process; a type of its own, so that an empty cluster given by mistake is still refused."""
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """All tasks with their addresses, and which one of them this process is.
+
+    Attributes:
+        jobs: Job name to addresses: a list, or a mapping of task index to `"host:port"` (a sparse cluster). Always the
+            mapping after construction, ordered by index. Jobs are `chief`, `worker`, `ps` and `evaluator`.
+        task_type: The own job.
+        task_index: The own index in that job.
+        source: Where the description came from, for messages; two configurations that differ only in it are equal.
+
+    Raises:
+        ClusterError: With one line for each problem of the description.
+
+    Example:
+        >>> config = ClusterConfig({"worker": ["127.0.0.1:2222", "127.0.0.1:2223"]}, "worker", 1)
+        >>> config.rank, config.num_workers, config.address, config.is_chief
+        (1, 2, '127.0.0.1:2223', False)
+    """
+
+    jobs: Mapping[str, Mapping[int, str] | Sequence[str]] = field(hash=False)
+    task_type: str = "worker"
+    task_index: int = 0
+    source: str = field(default="argument", compare=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.jobs, _NoCluster):
+            return
+        jobs, problems = validation.normalise(self.jobs)
+        if jobs or not problems:  # otherwise "empty" would only repeat what is known
+            problems += validation.job_problems(jobs)
+        if jobs:
+            problems += validation.task_problems(jobs, self.task_type, self.task_index)
+        if problems:
+            prefix = "" if self.source == "argument" else f"{self.source}: "
+            raise ClusterError(prefix + problem for problem in problems)
+        object.__setattr__(self, "jobs", jobs)
+        object.__setattr__(self, "task_index", validation.as_index(self.task_index))
+
+    @classmethod
+    def single_process(cls, source: str = "single process") -> ClusterConfig:
+        """The configuration of a process that has no cluster.
+
+        Example:
+            >>> ClusterConfig.single_process().is_chief
+            True
+        """
+        return cls(_NoCluster(), source=source)
+
+    @classmethod
+    def from_tf_config(cls, value: str | Mapping[str, object], source: str = "TF_CONFIG") -> ClusterConfig:
+        """Reads the form of the TF_CONFIG variable; without a cluster in it, it is a single process.
+
+        Args:
+            value: The JSON text, or what it stands for.
+            source: Where the value came from, for messages.
+
+        Raises:
+            ClusterError: With one line for each problem.
+
+        Example:
+            >>> text = '{"cluster": {"worker": ["a:2222", "b:2222"]}, "task": {"type": "worker", "index": 1}}'
+            >>> ClusterConfig.from_tf_config(text).address
+            'b:2222'
+        """
+        content, problems = parsing.parse(value, source) if isinstance(value, str) else (value, [])
+        problems = [f"{source}: {problem}" for problem in problems]
+        task = content.get("task")
+        config = None
+        if "cluster" not in content:
+            config = cls.single_process(source)
+        elif isinstance(task, Mapping) and {"type", "index"} <= task.keys():
+            try:
+                config = cls(content["cluster"], task["type"], task["index"], source)  # type: ignore[arg-type]
+            except ClusterError as error:
+                problems += error.problems
+        else:
+            got = "missing" if task is None else repr(task)
+            jobs, found = validation.normalise(content["cluster"])
+            found += validation.job_problems(jobs) if jobs or not found else []
+            found.append(
+                f'"task" is {got}; add "task": {{"type": "worker", "index": 0}} with the values of this process'
+            )
+            problems += [f"{source}: {problem}" for problem in found]
+        if config is None or problems:
+            raise ClusterError(problems)
+        return config
+
+    def to_tf_config(self) -> dict[str, object]:
+        """The content of TF_CONFIG: jobs without gaps as lists, others as mappings; `{}` for a single process.
+
+        Example:
+            >>> ClusterConfig({"worker": ["a:1"]}).to_tf_config()
+            {'cluster': {'worker': ['a:1']}, 'task': {'type': 'worker', 'index': 0}}
+        """
+        if self.is_single_process:
+            return {}
+        return {"cluster": self._compact_jobs(), "task": {"type": self.task_type, "index": self.task_index}}
+
+    def to_json(self) -> str:
+        """The text for the TF_CONFIG variable.
+
+        Example:
+            >>> ClusterConfig.single_process().to_json()
+            '{}'
+        """
+        return json.dumps(self.to_tf_config())
+
+    def with_task(self, job: str, index: int) -> ClusterConfig:
+        """The same cluster as another of its tasks sees it.
+
+        Raises:
+            ClusterError: If the cluster has no such task.
+
+        Example:
+            >>> ClusterConfig({"worker": ["a:1", "b:1"]}).with_task("worker", 1).rank
+            1
+        """
+        return type(self)(self.jobs, job, index, self.source)
+
+    def tasks(self) -> tuple[tuple[str, int, str], ...]:
+        """All tasks that have an address, as (job, index, address), in the order of the jobs."""
+        return tuple((job, index, place) for job, tasks in self.jobs.items() for index, place in tasks.items())
+
+    @property
+    def is_single_process(self) -> bool:
+        """Whether there is no cluster at all."""
+        return not self.jobs
+
+    @property
+    def address(self) -> str | None:
+        """The own `host:port`; None for a single process and for an evaluator beside the cluster."""
+        return self.jobs.get(self.task_type, {}).get(self.task_index)
+
+    @property
+    def compute_tasks(self) -> tuple[Task, ...]:
+        """The tasks that train, chief first; their positions are the ranks."""
+        if self.is_single_process:
+            return ((self.task_type, self.task_index),)
+        return tuple((job, index) for job in ("chief", "worker") for index in self.jobs.get(job, ()))
+
+    @property
+    def num_workers(self) -> int:
+        """How many tasks train."""
+        return len(self.compute_tasks)
+
+    @property
+    def rank(self) -> int | None:
+        """The own position among `compute_tasks`; None for a parameter server or an evaluator."""
+        own = (self.task_type, self.task_index)
+        return self.compute_tasks.index(own) if own in self.compute_tasks else None
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process has rank 0; true for a single process."""
+        return self.rank == 0
+
+    @property
+    def chief_address(self) -> str | None:
+        """The `host:port` of rank 0; None for a single process or a cluster without compute tasks."""
+        if self.is_single_process or not self.compute_tasks:
+            return None
+        job, index = self.compute_tasks[0]
+        return self.jobs[job][index]
+
+    def fingerprint(self) -> str:
+        """A short text that is equal exactly when the jobs are: the same on every task of a cluster.
+
+        Example:
+            >>> two = ClusterConfig({"worker": ["a:1", "b:1"]})
+            >>> two.fingerprint() == two.with_task("worker", 1).fingerprint()
+            True
+        """
+        text = json.dumps(self._compact_jobs(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def _compact_jobs(self) -> dict[str, list[str] | dict[str, str]]:
+        compact: dict[str, list[str] | dict[str, str]] = {}
+        for job, tasks in self.jobs.items():
+            dense = list(tasks) == list(range(len(tasks)))
+            compact[job] = list(tasks.values()) if dense else {str(index): place for index, place in tasks.items()}
+        return compact
+
+    def __str__(self) -> str:
+        if self.is_single_process:
+            return "single process"
+        own = f"{self.task_type} {self.task_index}"
+        place = "no rank" if self.rank is None else f"rank {self.rank} of {self.num_workers}"
+        everyone = ", ".join(f"{job} {index} ({where})" for job, index, where in self.tasks())
+        return f"{own}, {place}; cluster: {everyone}; from {self.source}"

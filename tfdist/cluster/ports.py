@@ -1,0 +1,132 @@
+"""Reserving TCP ports for processes that are started later."""
+
+from __future__ import annotations
+
+import errno
+import random
+import socket
+from pathlib import Path
+from types import TracebackType
+
+from tfdist.cluster import sockets
+from tfdist.cluster.errors import ClusterError
+
+_LINUX_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_USUAL_EPHEMERAL = 32768
+
+
+class Reservation:
+    """Ports that are held until `close`; a context manager.
+
+    A held port is bound, but nobody listens on it: a server that sets SO_REUSEADDR, as TensorFlow's does, can bind and
+    listen over it, while a plain bind and every other reservation are refused.
+
+    Attributes:
+        ports: The port numbers.
+    """
+
+    def __init__(self, held: list[socket.socket]) -> None:
+        self._held = held
+        self.ports: tuple[int, ...] = tuple(holder.getsockname()[1] for holder in held)
+
+    def close(self) -> None:
+        """Gives the ports back; a second call does nothing."""
+        while self._held:
+            self._held.pop().close()
+
+    def __enter__(self) -> Reservation:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def reserve(count: int, host: str = "127.0.0.1", low: int = 20000, high: int | None = None) -> Reservation:
+    """Reserves ports on this machine, safely against other reservations made at the same time.
+
+    The ports are held on every interface whatever the host is, because TensorFlow's server binds to every interface.
+
+    Args:
+        count: How many.
+        host: The address under which the processes will be reached; checked to be one of this machine.
+        low: The lowest port to use.
+        high: The end of the range (not used itself). By default the start of the range from which the system takes
+            the ports of outgoing connections, so that no such connection is in the way.
+
+    Returns:
+        The reservation; close it when the processes have ended.
+
+    Raises:
+        ClusterError: If the host is not an address of this machine, or too few ports are free.
+
+    Example:
+        >>> with reserve(2) as reservation:
+        ...     len(set(reservation.ports))
+        2
+    """
+    _check_host(host)
+    high = _default_high(low) if high is None else high
+    candidates = range(low, high)
+    # The system's randomness: processes forked at the same moment must not walk the same way.
+    start = random.SystemRandom().randrange(len(candidates)) if candidates else 0
+    held: list[socket.socket] = []
+    for port in (*candidates[start:], *candidates[:start]):
+        if len(held) == count:
+            break
+        holder = _hold(port)
+        if holder is not None:
+            held.append(holder)
+    if len(held) < count:
+        found = len(held)
+        Reservation(held).close()
+        raise ClusterError(
+            f"only {found} of the {count} ports needed are free in {low} to {high - 1}; "
+            "stop what uses them (see `ss -ltn`) or choose a wider range"
+        )
+    return Reservation(held)
+
+
+def ephemeral_low(path: Path = _LINUX_RANGE) -> int:
+    """The lowest port that the system gives to outgoing connections.
+
+    Example:
+        >>> from pathlib import Path
+        >>> ephemeral_low(Path("/does/not/exist"))
+        32768
+    """
+    try:
+        return int(path.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return _USUAL_EPHEMERAL
+
+
+def _default_high(low: int) -> int:
+    high = ephemeral_low()
+    # A system whose outgoing connections start below leaves nothing free; a port that is held is safe from them too.
+    return high if high > low else max(_USUAL_EPHEMERAL, min(low + 10000, 65536))
+
+
+def _hold(port: int) -> socket.socket | None:
+    try:
+        holder = sockets.bind_everywhere(port, reuse=False)
+    except OSError as error:
+        if error.errno in (errno.EADDRINUSE, errno.EACCES):
+            return None
+        raise
+    # Only now: bound without it, the socket refused, and was refused by, every other reservation. Set afterwards, it
+    # admits the later bind of a server that sets it as well, and still nobody who does not.
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return holder
+
+
+def _check_host(host: str) -> None:
+    try:
+        sockets.bind_host(host, 0, reuse=False).close()
+    except socket.gaierror as error:
+        raise ClusterError(f"host {host!r} has no address ({error.strerror}); use 127.0.0.1 or a known name") from None
+    except OSError:
+        raise ClusterError(
+            f"host {host!r} is not an address of this machine; use 127.0.0.1 or an address that `ip address` shows"
+        ) from None

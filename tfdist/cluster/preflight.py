@@ -1,0 +1,143 @@
+"""Checks before TensorFlow starts: what would otherwise hang or fail far from its cause."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from ipaddress import ip_address
+
+from tfdist.cluster import address, sockets
+from tfdist.cluster.config import ClusterConfig
+from tfdist.cluster.errors import ClusterError
+
+
+def check(config: ClusterConfig, env: Mapping[str, str] | None = None) -> list[str]:
+    """Looks for what would keep this process from taking part in the cluster.
+
+    Args:
+        config: The cluster as this process sees it.
+        env: The environment variables; those of this process by default.
+
+    Returns:
+        The problems, one line each with what to do; empty if all is well.
+
+    Example:
+        >>> check(ClusterConfig.single_process(), env={})
+        []
+    """
+    env = os.environ if env is None else env
+    problems = _keras(env)
+    if config.is_single_process:
+        return problems
+    if config.rank is not None and config.num_workers > 1:
+        problems += _tensorflow()
+    # In Kubernetes a name may appear only when its pod is ready, and may stand for a service instead of the pod.
+    in_kubernetes = "KUBERNETES_SERVICE_HOST" in env
+    if not in_kubernetes:
+        problems += _hosts(config)
+    if config.address is not None:
+        problems += _own_port(config, must_be_local=not in_kubernetes)
+    return problems
+
+
+def require(config: ClusterConfig, env: Mapping[str, str] | None = None) -> None:
+    """The same as `check`, as an error.
+
+    Raises:
+        ClusterError: If there is any problem.
+
+    Example:
+        >>> require(ClusterConfig.single_process(), env={})
+    """
+    problems = check(config, env)
+    if problems:
+        raise ClusterError(problems)
+
+
+def _keras(env: Mapping[str, str]) -> list[str]:
+    value = env.get("TF_USE_LEGACY_KERAS", "")
+    if value.lower() not in ("1", "true"):
+        return []
+    return [f"TF_USE_LEGACY_KERAS={value} selects Keras 2, which is not supported; unset it to use Keras 3"]
+
+
+def _tensorflow() -> list[str]:
+    # Only if somebody else has imported it: a check must not import, let alone initialise, TensorFlow.
+    module = sys.modules.get("tensorflow.python.eager.context")
+    if module is None:
+        return []
+    context = module.context()
+    if not (getattr(context, "_initialized", False) or getattr(context, "_context_handle", None) is not None):
+        return []
+    return [
+        'TensorFlow is already initialised, so it would refuse with "Collective ops must be configured at program '
+        'startup"; create the strategy before any other TensorFlow or Keras operation, as the first line of the script'
+    ]
+
+
+def _hosts(config: ClusterConfig) -> list[str]:
+    places = {(job, index): address.split(place)[0] for job, index, place in config.tasks()}
+    hosts = sorted(set(places.values()))
+    with ThreadPoolExecutor(max_workers=min(16, len(hosts))) as pool:  # a name server that is down costs seconds a name
+        found = dict(zip(hosts, pool.map(_resolve, hosts), strict=True))
+    problems = []
+    mixed = any(isinstance(addresses, set) and not _all_loopback(addresses) for addresses in found.values())
+    for (job, index), host in places.items():
+        addresses = found[host]
+        if isinstance(addresses, str):
+            problems.append(
+                f"{job} {index}: the host {host!r} cannot be resolved ({addresses}); "
+                "correct the name, add it to /etc/hosts, or use an IP address"
+            )
+            continue
+        # The own name may well stand for 127.0.1.1 in the own /etc/hosts; written as such it misleads the others.
+        misleads = (job, index) != (config.task_type, config.task_index) or address.is_loopback(host)
+        if mixed and misleads and _all_loopback(addresses):
+            problems.append(
+                f"{job} {index}: the host {host!r} is only a loopback address here ({', '.join(sorted(addresses))}), "
+                "but other tasks are on the network; use the address that every machine reaches it by"
+            )
+    return problems
+
+
+def _resolve(host: str) -> set[str] | str:
+    try:
+        return {str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except (OSError, UnicodeError) as error:
+        return getattr(error, "strerror", None) or str(error)
+
+
+def _all_loopback(addresses: set[str]) -> bool:
+    return all(ip_address(entry.partition("%")[0]).is_loopback for entry in addresses)
+
+
+def _own_port(config: ClusterConfig, must_be_local: bool) -> list[str]:
+    host, port = address.split(config.address)
+    task = f"{config.task_type} {config.task_index}"
+    if must_be_local:
+        try:
+            sockets.bind_host(host, 0, reuse=True).close()
+        except socket.gaierror:
+            return []  # reported with the other hosts
+        except (OSError, UnicodeError) as error:
+            if getattr(error, "errno", None) == errno.EADDRNOTAVAIL:
+                return [
+                    f"{task}: {config.address} is not an address of this machine; "
+                    "set the task type and index of this process to the task that runs here, or correct the address"
+                ]
+    try:
+        sockets.bind_everywhere(port, reuse=True).close()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            shown = f"`ss -ltnp 'sport = :{port}'` shows it"
+            why = f"address already in use: another process listens there; stop it ({shown})"
+        elif error.errno == errno.EACCES:
+            why = "permission denied: ports below 1024 are for the administrator; start it as one"
+        else:
+            why = f"{error.strerror}; correct the address"
+        return [f"{task}: cannot bind port {port} of {config.address}: {why}, or choose another port"]
+    return []

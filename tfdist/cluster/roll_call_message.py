@@ -1,0 +1,137 @@
+"""What the tasks say to each other in the roll call: one JSON object a line."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import uuid
+from collections.abc import Iterable
+
+from tfdist.cluster.config import ClusterConfig, Task
+from tfdist.cluster.errors import ClusterError
+
+VERSION = 1
+MAX_BYTES = 64 * 1024
+HELLO_SECONDS = 5.0  # how long a fresh connection may stay silent; a stranger that says nothing is dropped then
+WAIT_NOTE_SECONDS = 10.0
+_SHOWN = 2000
+
+
+class RollCallTimeout(ClusterError):
+    """Not every task has come to the roll call in time."""
+
+
+def banner() -> dict:
+    """What the chief says first, by which a worker knows that it is not talking to a stranger."""
+    return {"roll_call": VERSION}
+
+
+def hello(config: ClusterConfig, info: dict) -> dict:
+    """What a task says of itself.
+
+    Raises:
+        TypeError: If `info` contains what JSON does not know.
+        ValueError: If `info` is too large for a roll call.
+    """
+    size = len(json.dumps(info))
+    if size > MAX_BYTES - 2 * _SHOWN:
+        raise ValueError(f"info takes {size} bytes; keep it below {MAX_BYTES - 2 * _SHOWN}")
+    jobs = json.dumps(config.to_tf_config()["cluster"])
+    return {
+        "rank": config.rank,
+        "task": f"{config.task_type} {config.task_index}",
+        "fingerprint": config.fingerprint(),
+        "jobs": jobs if len(jobs) <= _SHOWN else f"{jobs[:_SHOWN]}...",
+        "version": VERSION,
+        "process": f"process {os.getpid()} on {socket.gethostname()}",
+        "token": uuid.uuid4().hex,
+        "info": info,
+    }
+
+
+_HELLO_TYPES = {
+    "rank": int,
+    "task": str,
+    "fingerprint": str,
+    "jobs": str,
+    "version": int,
+    "process": str,
+    "token": str,
+    "info": dict,
+}
+
+
+def is_hello(message: dict) -> bool:
+    """Whether a message has all that a hello has; otherwise it is a stranger's.
+
+    Example:
+        >>> is_hello({"rank": 1})
+        False
+    """
+    return all(isinstance(message.get(key), kind) for key, kind in _HELLO_TYPES.items())
+
+
+def encode(message: dict) -> bytes:
+    """The line for a message."""
+    return json.dumps(message).encode() + b"\n"
+
+
+def decode(line: bytes) -> dict | None:
+    """The message of a line, or None if it is none.
+
+    Example:
+        >>> decode(b'{"a": 1}'), decode(b"GET / HTTP/1.1")
+        ({'a': 1}, None)
+    """
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return message if isinstance(message, dict) else None
+
+
+def named(config: ClusterConfig, tasks: Iterable[Task]) -> list[str]:
+    """Tasks with their addresses, for messages.
+
+    Example:
+        >>> named(ClusterConfig({"worker": ["a:1", "b:1"]}), [("worker", 1)])
+        ['worker 1 (b:1)']
+    """
+    return [f"{job} {index} ({config.jobs[job][index]})" for job, index in tasks]
+
+
+def missing(names: list[str], timeout: float) -> str:
+    """The problem of tasks that have not come."""
+    return (
+        f"not all tasks came within {timeout:g} s; missing: {', '.join(names)}; "
+        "start them, and look into their output for why they did not start"
+    )
+
+
+def disagreements(own: dict, other: dict) -> list[str]:
+    """Why two tasks, by their hellos, cannot train together; the rank is checked elsewhere.
+
+    Example:
+        >>> a = {"task": "worker 0", "version": 1, "fingerprint": "x", "jobs": "", "info": {"same.keras": "3.1"}}
+        >>> disagreements(a, {**a, "task": "worker 1", "info": {"same.keras": "3.2"}})
+        ['keras is 3.1 on worker 0 but 3.2 on worker 1; make it the same on every task']
+    """
+    if own["version"] != other["version"]:
+        return [
+            f"{own['task']} and {other['task']} use different versions of tfdist "
+            f"(roll call {own['version']} and {other['version']}); install the same one on every machine"
+        ]
+    if own["fingerprint"] != other["fingerprint"]:
+        return [
+            f"{own['task']} and {other['task']} have different cluster descriptions; "
+            f'give every task the same "cluster". {own["task"]} ({own["fingerprint"]}): {own["jobs"]}; '
+            f"{other['task']} ({other['fingerprint']}): {other['jobs']}"
+        ]
+    keys = sorted(key for key in own["info"].keys() | other["info"].keys() if key.startswith("same."))
+    return [
+        f"{key.removeprefix('same.')} is {own['info'].get(key)} on {own['task']} but {other['info'].get(key)} on "
+        f"{other['task']}; make it the same on every task"
+        for key in keys
+        if own["info"].get(key) != other["info"].get(key)
+    ]

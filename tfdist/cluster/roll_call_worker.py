@@ -1,0 +1,151 @@
+"""A worker's side of the roll call: it tries until it reaches the chief, then waits for the chief's word."""
+
+from __future__ import annotations
+
+import logging
+import random
+import socket
+import time
+
+from tfdist.cluster import address, sockets
+from tfdist.cluster import roll_call_message as message
+from tfdist.cluster.config import ClusterConfig
+from tfdist.cluster.errors import ClusterError
+from tfdist.cluster.roll_call_message import RollCallTimeout
+
+_LOG = logging.getLogger("tfdist")
+_FIRST_PAUSE = 0.02
+
+
+class _Unreached(Exception):
+    """An attempt that failed; the text says how."""
+
+
+class Worker:
+    """One roll call; `run` it once."""
+
+    def __init__(self, config: ClusterConfig, info: dict, timeout: float, deadline: float, poll: float) -> None:
+        self._config = config
+        self._timeout = timeout
+        self._deadline = deadline
+        self._poll = poll
+        self._own = message.hello(config, info)
+        self._waiting_for: list[str] = []
+        self._noted = time.monotonic()
+
+    def run(self) -> dict[int, dict]:
+        """Takes part; see `tfdist.cluster.roll_call.meet`."""
+        pause = _FIRST_PAUSE
+        chief = message.named(self._config, self._config.compute_tasks[:1])[0]
+        while True:
+            try:
+                return self._attempt()
+            except _Unreached as failure:
+                reason = str(failure)
+            now = time.monotonic()
+            if now >= self._deadline:
+                raise RollCallTimeout(self._why_late(chief, reason))
+            self._note([chief])
+            time.sleep(min(pause * random.uniform(0.5, 1.0), self._deadline - now))
+            pause = min(2 * pause, self._poll)
+
+    def _why_late(self, chief: str, reason: str) -> str:
+        if self._waiting_for:
+            return message.missing(self._waiting_for, self._timeout)
+        return (
+            f"{self._own['task']} could not reach the chief, {chief}, within {self._timeout:g} s: {reason}; start it, "
+            "look into its output for why it did not start, and check the address and that no firewall is in between"
+        )
+
+    def _note(self, names: list[str]) -> None:
+        now = time.monotonic()
+        if now - self._noted >= message.WAIT_NOTE_SECONDS:
+            _LOG.info("waiting for %s", ", ".join(names))
+            self._noted = now
+
+    def _attempt(self) -> dict[int, dict]:
+        connection = self._connect()
+        try:
+            return self._talk(connection)
+        except TimeoutError:
+            raise _Unreached("timed out") from None
+        except OSError as error:
+            self._waiting_for = []  # it is the chief that is missing now
+            raise _Unreached(f"the connection broke: {error.strerror or error}") from error
+        finally:
+            sockets.close_without_trace(connection)
+
+    def _connect(self) -> socket.socket:
+        place = address.split(self._config.chief_address)
+        seconds = min(message.HELLO_SECONDS, max(0.01, self._deadline - time.monotonic()))
+        try:
+            connection = socket.create_connection(place, timeout=seconds)
+        except socket.gaierror as error:
+            raise _Unreached(f"its name cannot be resolved ({error.strerror})") from error
+        except TimeoutError as error:
+            raise _Unreached("timed out") from error
+        except (OSError, UnicodeError) as error:
+            raise _Unreached((getattr(error, "strerror", None) or str(error)).lower()) from error
+        if connection.getsockname() == connection.getpeername():
+            # Connecting to a free local port can, by chance, be given that very port: the socket talks to itself.
+            sockets.close_without_trace(connection)
+            raise _Unreached("connection refused")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        return connection
+
+    def _talk(self, connection: socket.socket) -> dict[int, dict]:
+        lines = _Lines(connection, message.MAX_BYTES * self._config.num_workers)
+        try:
+            greeting = self._next(lines, min(self._deadline, time.monotonic() + message.HELLO_SECONDS))
+        except TimeoutError:
+            greeting = None
+        if greeting is None or "roll_call" not in greeting:
+            raise _Unreached("something else than a waiting tfdist chief answers there")
+        connection.sendall(message.encode(self._own))
+        while True:
+            said = self._next(lines, self._deadline)
+            if said is None:
+                raise ConnectionError("the chief closed it")
+            if "go" in said:
+                return {int(rank): info for rank, info in said["go"].items()}
+            if "error" in said:
+                raise ClusterError(said["error"])
+            if "timeout" in said:
+                raise RollCallTimeout(said["timeout"])
+            self._waiting_for = said.get("waiting", [])
+
+    def _next(self, lines: _Lines, until: float) -> dict | None:
+        """The chief's next message; None if the connection ends or what comes is none."""
+        while True:
+            now = time.monotonic()
+            if now >= until:
+                raise TimeoutError
+            line = lines.read(min(until - now, 1.0))
+            if line is not None:
+                return message.decode(line)
+            if self._waiting_for:
+                self._note(self._waiting_for)
+
+
+class _Lines:
+    """The lines that arrive on a connection."""
+
+    def __init__(self, connection: socket.socket, limit: int) -> None:
+        self._connection = connection
+        self._limit = limit
+        self._rest = b""
+
+    def read(self, seconds: float) -> bytes | None:
+        """The next line, empty at the end of the connection, None if it has not come in time."""
+        until = time.monotonic() + seconds
+        while b"\n" not in self._rest:
+            self._connection.settimeout(max(0.001, until - time.monotonic()))
+            try:
+                data = self._connection.recv(65536)
+            except TimeoutError:
+                return None
+            self._rest += data
+            if not data or len(self._rest) > self._limit:
+                return b""
+        line, _, self._rest = self._rest.partition(b"\n")
+        return line

@@ -1,0 +1,17 @@
+"""The only place where tfdist changes private functions of TensorFlow and Keras."""
+
+from __future__ import annotations
+
+
+def install() -> None:
+    """Installs every patch, once; called when the first tfdist strategy is built, never at import."""
+    for patch in patches():
+        patch.install()
+
+
+def patches() -> list:
+    """All patches, in the order in which they are installed."""
+    from tfdist.compat import deferred_captures, keras_callbacks, keras_losses, keras_saving, keras_trainer
+
+    modules = [deferred_captures, keras_losses, keras_trainer, keras_callbacks, keras_saving]
+    return [patch for module in modules for patch in module.PATCHES]

@@ -1,0 +1,60 @@
+"""Keras' TensorFlow trainer: how it builds its input, and how it builds a model that has no shapes yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.compat.patch import Patch
+from tfdist.strategies.data_parallel import DataParallel
+from tfdist.strategies.global_batches import GlobalBatchDataset
+
+_MODULE = "keras.src.backend.tensorflow.trainer"
+
+
+def _epoch_iterator(original: Callable) -> Callable:
+    def __init__(self: Any, distribute_strategy: Any = None, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(distribute_strategy, DataParallel):
+            original(self, distribute_strategy, *args, **kwargs)
+            return
+        with distribute_strategy.keras_input():
+            original(self, distribute_strategy, *args, **kwargs)
+
+    return __init__
+
+
+def _maybe_symbolic_build(original: Callable) -> Callable:
+    def _maybe_symbolic_build(self: Any, iterator: Any = None, data_batch: Any = None) -> None:
+        dataset = getattr(iterator, "_distributed_dataset", None)
+        if not isinstance(dataset, GlobalBatchDataset):
+            original(self, iterator=iterator, data_batch=data_batch)
+            return
+        # Keras takes a batch from the iterator to learn its shapes: a generator has then lost its first one, and a
+        # shuffled dataset begins with its second order. The specification says the same.
+        specification = tf.nest.map_structure(_none_if_absent, dataset.global_element_spec)
+        with self.distribute_strategy.scope():
+            self._symbolic_build(data_batch=specification)
+
+    return _maybe_symbolic_build
+
+
+def _none_if_absent(spec: Any) -> Any:
+    return spec if hasattr(spec, "shape") and hasattr(spec, "dtype") else None
+
+
+PATCHES = [
+    Patch(
+        f"{_MODULE}:TFEpochIterator.__init__",
+        _epoch_iterator,
+        "keras",
+        "no upstream hook tells a strategy that Keras asks for a dataset",
+    ),
+    Patch(
+        f"{_MODULE}:TensorFlowTrainer._maybe_symbolic_build",
+        _maybe_symbolic_build,
+        "keras",
+        "keras issue 20585",
+    ),
+]

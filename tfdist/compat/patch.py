@@ -1,0 +1,92 @@
+"""How tfdist replaces a private function of TensorFlow or Keras: guarded, bounded to tested versions.
+
+Each patch names the upstream issue that would make it unnecessary, and has a test in `tests/compat/` that fails once
+upstream behaves without it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.metadata
+import logging
+from collections.abc import Callable
+from typing import Any
+
+# First and last version (major.minor) with which the patches were tested.
+TESTED = {"tensorflow": ("2.20", "2.21"), "keras": ("3.12", "3.15")}
+
+_log = logging.getLogger("tfdist")
+_warned: set[str] = set()
+
+
+@dataclasses.dataclass(frozen=True)
+class Patch:
+    """One replaced function.
+
+    Attributes:
+        target: "module:attribute" or "module:Class.attribute".
+        make: receives the original function and returns its replacement, which must fall back on the original where
+            no tfdist strategy is involved.
+        package: distribution that the function belongs to, a key of `TESTED`.
+        upstream: the upstream issue, or the reason why there is none.
+    """
+
+    target: str
+    make: Callable[[Callable], Callable]
+    package: str
+    upstream: str
+
+    def install(self) -> None:
+        """Puts the replacement in place, once.
+
+        Raises:
+            RuntimeError: if the function is not there in the installed version of the package.
+        """
+        module_name, _, path = self.target.partition(":")
+        owner: Any = importlib.import_module(module_name)
+        *parents, name = path.split(".")
+        try:
+            for parent in parents:
+                owner = getattr(owner, parent)
+            original = owner.__dict__[name]
+        except (AttributeError, KeyError):
+            raise RuntimeError(
+                f"tfdist changes {self.target} ({self.upstream}), which {self.package} {_version(self.package)} does "
+                f"not have. Expected: {self.package} {' to '.join(TESTED[self.package])}. "
+                f"Install one of these, or a newer tfdist."
+            ) from None
+        if hasattr(original, "_tfdist_original"):
+            return
+        self._warn_if_untested()
+        replacement = self.make(original)
+        replacement._tfdist_original = original
+        setattr(owner, name, replacement)
+
+    def original(self) -> Callable:
+        """The function as upstream wrote it (for canary tests)."""
+        module_name, _, path = self.target.partition(":")
+        found: Any = importlib.import_module(module_name)
+        for name in path.split("."):
+            found = getattr(found, name)
+        return getattr(found, "_tfdist_original", found)
+
+    def _warn_if_untested(self) -> None:
+        version = _version(self.package)
+        first, last = (_numbers(bound) for bound in TESTED[self.package])
+        if not first <= _numbers(version)[:2] <= last and self.package not in _warned:
+            _warned.add(self.package)
+            _log.warning(
+                "tfdist was tested with %s %s to %s; this is %s. If training misbehaves, install a tested version.",
+                self.package,
+                *TESTED[self.package],
+                version,
+            )
+
+
+def _version(package: str) -> str:
+    return importlib.metadata.version(package)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])

@@ -1,0 +1,225 @@
+"""The plan of a local run: which processes there are and what each of them gets. Pure functions only."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tfdist.cluster.config import ClusterConfig
+from tfdist.launch.machine import Machine
+
+AUTO = "auto"
+
+Task = tuple[str, int]
+
+# What the launcher itself tells every process; a value from --env would make the processes disagree.
+RESERVED = ("TF_CONFIG", "TFDIST_CLUSTER", "TFDIST_RUN_ID", "TFDIST_LOG_DIR")
+
+
+class PlanError(ValueError):
+    """A run that cannot be started as it was asked for; the text names the option, what was found and the remedy."""
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What the user asked for on the command line of `tfdist run`."""
+
+    workers: int = 2
+    ps: int = 0
+    chief: bool = False
+    evaluator: bool = False
+    cpus_per_worker: int | str = AUTO
+    gpus_per_worker: int | str = AUTO
+    env: Mapping[str, str] = field(default_factory=dict)
+    host: str = "127.0.0.1"
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise PlanError(f"--workers {self.workers}: expected at least 1. Use -n 1 for a cluster of one process.")
+        if self.ps < 0:
+            raise PlanError(f"--ps {self.ps}: expected 0 or more. Leave --ps out for a cluster without one.")
+        for name in RESERVED:
+            if name in self.env:
+                remedy = "Use --log-dir." if name == "TFDIST_LOG_DIR" else "Leave it out."
+                raise PlanError(f"--env {name}=...: tfdist run sets {name} for every process itself. {remedy}")
+
+    @property
+    def compute_tasks(self) -> tuple[Task, ...]:
+        """The processes that train, the one with rank 0 first."""
+        if self.chief:
+            return (("chief", 0), *(("worker", index) for index in range(self.workers - 1)))
+        return tuple(("worker", index) for index in range(self.workers))
+
+    @property
+    def tasks_with_port(self) -> tuple[Task, ...]:
+        """The processes of the cluster itself: an evaluator only watches checkpoints, nobody connects to it."""
+        return (*self.compute_tasks, *(("ps", index) for index in range(self.ps)))
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """All processes."""
+        return (*self.tasks_with_port, ("evaluator", 0)) if self.evaluator else self.tasks_with_port
+
+
+@dataclass(frozen=True)
+class ProcessPlan:
+    """One process of a run.
+
+    Attributes:
+        job: "chief", "worker", "ps" or "evaluator".
+        index: position in the job.
+        command: argument vector.
+        env: the complete environment.
+        cpus: cores to pin the process to; empty = not pinned.
+        shown: whether its output also goes to the terminal.
+    """
+
+    job: str
+    index: int
+    command: tuple[str, ...]
+    env: Mapping[str, str]
+    cpus: tuple[int, ...] = ()
+    shown: bool = False
+
+    @property
+    def name(self) -> str:
+        """For people: "worker 1"."""
+        return f"{self.job} {self.index}"
+
+    @property
+    def log_name(self) -> str:
+        """File name of its log: "worker-1.log"."""
+        return f"{self.job}-{self.index}.log"
+
+
+def plan_run(
+    options: RunOptions,
+    command: Sequence[str],
+    machine: Machine,
+    ports: Sequence[int],
+    environ: Mapping[str, str],
+    run_id: str,
+    log_dir: str,
+    show_all: bool = False,
+) -> list[ProcessPlan]:
+    """Works out every process of a run.
+
+    Args:
+        options: what was asked for.
+        command: the argument vector that every process runs.
+        machine: what there is to share out.
+        ports: one port per entry of `options.tasks_with_port`.
+        environ: the launcher's own environment, passed on.
+        run_id: name of the run, the same in every process.
+        log_dir: absolute folder of the logs.
+        show_all: whether all output goes to the terminal, not only that of rank 0.
+
+    Raises:
+        PlanError: there are not as many cores or GPUs as asked for.
+
+    Example:
+        >>> plans = plan_run(RunOptions(), ["python", "t.py"], Machine((0, 1)), [20001, 20002], {}, "r", "/tmp/l")
+        >>> [(plan.name, plan.cpus) for plan in plans]
+        [('worker 0', (0,)), ('worker 1', (1,))]
+    """
+    cpus = share_cpus(options, machine)
+    gpus = share_gpus(options, machine)
+    jobs = _jobs(options, ports)
+    plans = []
+    for task in options.tasks:
+        config = ClusterConfig(jobs=jobs, task_type=task[0], task_index=task[1]).to_json()
+        own = {"TF_CONFIG": config, "TFDIST_CLUSTER": config, "TFDIST_RUN_ID": run_id, "TFDIST_LOG_DIR": log_dir}
+        pinned = cpus.get(task, ())
+        env = {
+            **_runtime_defaults(len(pinned), len(machine.cores), ps_cluster=options.ps > 0),
+            **({"TF_FORCE_GPU_ALLOW_GROWTH": "true"} if shares_gpus(options, machine) else {}),
+            **environ,
+            "PYTHONUNBUFFERED": "1",
+            **({"CUDA_VISIBLE_DEVICES": ",".join(gpus[task])} if task in gpus else {}),
+            **options.env,
+            **own,
+        }
+        shown = show_all or task == options.compute_tasks[0]
+        plans.append(ProcessPlan(*task, command=tuple(command), env=env, cpus=pinned, shown=shown))
+    return plans
+
+
+def share_cpus(options: RunOptions, machine: Machine) -> dict[Task, tuple[int, ...]]:
+    """Cores of each compute process; empty when nothing is to be pinned. Parameter servers and evaluators roam."""
+    tasks, cores = options.compute_tasks, machine.cores
+    if options.cpus_per_worker == AUTO:
+        each = len(cores) // len(tasks)
+        if each == 0 or len(tasks) == 1:
+            return {}
+    else:
+        each = int(options.cpus_per_worker)
+        if each * len(tasks) > len(cores):
+            raise PlanError(
+                f"--cpus-per-worker {each}: {len(tasks)} processes need {each * len(tasks)} cores, but {len(cores)} "
+                f"{'is' if len(cores) == 1 else 'are'} usable here. Ask for fewer, or use --cpus-per-worker auto."
+            )
+    return {task: cores[rank * each : (rank + 1) * each] for rank, task in enumerate(tasks)}
+
+
+def share_gpus(options: RunOptions, machine: Machine) -> dict[Task, tuple[str, ...]]:
+    """Visible GPUs of each process; empty when the machine has none and none were asked for.
+
+    Compute processes get equal disjoint shares, an evaluator what is left, parameter servers nothing. With `auto` and
+    fewer GPUs than compute processes the GPUs are shared in turn.
+    """
+    tasks, gpus = options.compute_tasks, machine.gpus
+    if options.gpus_per_worker == AUTO:
+        if not gpus:
+            return {}
+        each = len(gpus) // len(tasks)
+    else:
+        each = int(options.gpus_per_worker)
+        if each * len(tasks) > len(gpus):
+            raise PlanError(
+                f"--gpus-per-worker {each}: {len(tasks)} processes need {each * len(tasks)} GPUs, but {len(gpus)} "
+                f"{'was' if len(gpus) == 1 else 'were'} found (CUDA_VISIBLE_DEVICES or nvidia-smi -L). "
+                "Ask for fewer, or use --gpus-per-worker auto."
+            )
+    if shares_gpus(options, machine):
+        shares = {task: (gpus[rank % len(gpus)],) for rank, task in enumerate(tasks)}
+    else:
+        shares = {task: gpus[rank * each : (rank + 1) * each] for rank, task in enumerate(tasks)}
+    for task in options.tasks[len(tasks) :]:
+        shares[task] = gpus[each * len(tasks) :] if task[0] == "evaluator" and each else ()
+    return shares
+
+
+def shares_gpus(options: RunOptions, machine: Machine) -> bool:
+    """Whether several compute processes have to use the same GPU."""
+    return options.gpus_per_worker == AUTO and 0 < len(machine.gpus) < len(options.compute_tasks)
+
+
+def _jobs(options: RunOptions, ports: Sequence[int]) -> dict[str, list[str]]:
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    jobs: dict[str, list[str]] = {}
+    for (job, _), port in zip(options.tasks_with_port, ports, strict=True):
+        jobs.setdefault(job, []).append(f"{host}:{port}")
+    return jobs
+
+
+def _runtime_defaults(pinned: int, usable: int, ps_cluster: bool) -> dict[str, str]:
+    """Settings that a user's own value overrides."""
+    # A collective waits inside an inter-op thread: with a single one nothing else could run meanwhile. A parameter
+    # server also answers its clients on those threads.
+    interop = max(pinned or usable, 4 if ps_cluster else 2)
+    defaults = {
+        "TF_NUM_INTEROP_THREADS": str(interop),
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        # glibc returns free pages at the top of the heap to the kernel; the buffers of an all-reduce would be given
+        # back and faulted in again at every step. This keeps 64 MiB of them.
+        "MALLOC_TOP_PAD_": "67108864",
+    }
+    if pinned:
+        defaults["TF_NUM_INTRAOP_THREADS"] = defaults["OMP_NUM_THREADS"] = str(pinned)
+    return defaults
+
+
+def default_log_dir(run_id: str, cwd: str, temp_dir: str, writable: bool) -> str:
+    """Folder of the logs when the user names none: below the current folder where that can be written to."""
+    return os.path.join(cwd if writable else temp_dir, "tfdist-logs", run_id)

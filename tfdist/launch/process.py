@@ -1,0 +1,202 @@
+"""One process of a run: how it is started, heard and ended."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import pty
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tfdist.launch.output import last_lines
+from tfdist.launch.plan import ProcessPlan
+
+_PR_SET_PDEATHSIG = 1
+_TAIL_BYTES = 64 * 1024
+_CHUNK = 64 * 1024
+# How long helpers of a process that has ended (Python's resource tracker, say) may clean up before they are killed.
+_HELPERS_GRACE = 1.0
+
+
+class Process:
+    """A process in a process group of its own, away from the launcher's terminal.
+
+    Its whole output goes to a log; that of a shown process passes through the launcher, which reads `output`.
+
+    Attributes:
+        plan: what it runs.
+        log_path: its log.
+        status: its returncode as `subprocess` defines it; None while it runs.
+        output: file descriptor to read from; None when there is nothing (more) to read.
+    """
+
+    def __init__(self, plan: ProcessPlan, log_dir: Path) -> None:
+        self.plan = plan
+        self.log_path = log_dir / plan.log_name
+        self.status: int | None = None
+        self.output: int | None = None
+        self._ended_at = 0.0
+        self._reaped = False
+        self._log = open(self.log_path, "wb", buffering=0)  # noqa: SIM115
+
+    def start(self, size: os.terminal_size | None) -> None:
+        """Starts the process; with a size, a shown one gets a pseudo-terminal of that size instead of a pipe.
+
+        Raises:
+            OSError: the command cannot be run.
+        """
+        if not self.plan.shown:
+            self._popen = self._spawn(self._log.fileno())
+            return
+        self.output, inner = os.pipe() if size is None else _open_terminal(size)
+        try:
+            self._popen = self._spawn(inner)
+        finally:
+            os.close(inner)
+        os.set_blocking(self.output, False)
+
+    def _spawn(self, output: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            self.plan.command,
+            env=dict(self.plan.env),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_before_exec(self.plan.cpus),
+        )
+
+    @property
+    def group(self) -> int:
+        """Its process group."""
+        return self._popen.pid
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the process and its whole group have ended."""
+        return self._reaped
+
+    def read(self) -> bytes:
+        """What it has printed since the last call, which is also written to its log; empty at the end of the output."""
+        assert self.output is not None
+        try:
+            data = os.read(self.output, _CHUNK)
+        except BlockingIOError:
+            return b""
+        except OSError:
+            data = b""  # EIO: nobody has the pseudo-terminal open any more
+        if data:
+            # A full disk costs the log, not the training.
+            with contextlib.suppress(OSError):
+                self._log.write(data)
+        else:
+            self.close_output()
+        return data
+
+    def close_output(self) -> None:
+        """Stops reading: a process that left the group may keep the other end open for ever."""
+        if self.output is not None:
+            os.close(self.output)
+            self.output = None
+
+    def poll(self) -> bool:
+        """Looks after the process; True exactly once, when it is first seen to have ended.
+
+        The process stays a zombie until its group is empty or was killed: as long as its number is taken, a signal to
+        the group cannot hit a stranger.
+        """
+        if self._reaped:
+            return False
+        if self.status is None:
+            ended = os.waitid(os.P_PID, self.group, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is None:
+                return False
+            self.status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+            self._ended_at = time.monotonic()
+            return True
+        if not _has_other_members(self.group):
+            self._reap()
+        elif time.monotonic() - self._ended_at > _HELPERS_GRACE:
+            self.kill()
+        return False
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to the whole group; nothing once the group has ended."""
+        if not self._reaped:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.group, number)
+
+    def kill(self) -> None:
+        """Kills the whole group."""
+        self.signal(signal.SIGKILL)
+
+    def resize(self, size: os.terminal_size) -> None:
+        """Gives its pseudo-terminal another size."""
+        if self.output is not None:
+            _set_size(self.output, size)
+
+    def tail(self, count: int) -> tuple[str, ...]:
+        """The last lines of its log."""
+        with open(self.log_path, "rb") as log:
+            log.seek(max(log.seek(0, os.SEEK_END) - _TAIL_BYTES, 0))
+            return last_lines(log.read(), count)
+
+    def close(self) -> None:
+        """Closes its files."""
+        self.close_output()
+        self._log.close()
+
+    def _reap(self) -> None:
+        self._popen.wait()
+        self._reaped = True
+
+
+def _before_exec(cpus: tuple[int, ...]) -> Callable[[], None]:
+    """What the child does between fork and exec. The launcher has one thread only, so that Python is safe there."""
+    launcher = os.getpid()
+    prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+
+    def prepare() -> None:
+        if prctl is not None:
+            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if os.getppid() != launcher:
+                os._exit(128 + signal.SIGKILL)  # it died before the kernel was asked to tell us
+        if cpus:
+            os.sched_setaffinity(0, cpus)
+
+    return prepare
+
+
+def _has_other_members(group: int) -> bool:
+    """Whether a process group has members besides its leader that are not zombies."""
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit() or int(entry) == group:
+            continue
+        with contextlib.suppress(OSError):
+            status = Path("/proc", entry, "stat").read_bytes()
+            # The command's name, in brackets, may contain anything; then come state, parent and group.
+            state, _, found = status[status.rindex(b")") + 1 :].split()[:3]
+            if int(found) == group and state not in (b"Z", b"X"):
+                return True
+    return False
+
+
+def _open_terminal(size: os.terminal_size) -> tuple[int, int]:
+    outer, inner = pty.openpty()
+    attributes = termios.tcgetattr(inner)
+    attributes[1] &= ~termios.ONLCR  # lines end with "\n" in the log, as they do through a pipe
+    termios.tcsetattr(inner, termios.TCSANOW, attributes)
+    _set_size(outer, size)
+    return outer, inner
+
+
+def _set_size(terminal: int, size: os.terminal_size) -> None:
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", size.lines, size.columns, 0, 0))

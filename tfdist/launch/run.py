@@ -1,0 +1,102 @@
+"""`tfdist run` from its options to the exit code."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from tfdist.cluster.ports import reserve
+from tfdist.launch.arguments import Target
+from tfdist.launch.machine import Machine
+from tfdist.launch.plan import PlanError, RunOptions, default_log_dir, plan_run, shares_gpus
+from tfdist.launch.supervisor import Supervisor
+from tfdist.launch.terminal import Terminal
+
+
+def run_local(
+    target: Target,
+    workers: int,
+    ps: int,
+    chief: bool,
+    evaluator: bool,
+    cpus_per_worker: int | str,
+    gpus_per_worker: int | str,
+    env: Mapping[str, str],
+    log_dir: str | None,
+    grace: float,
+    output: str,
+    host: str,
+) -> int:
+    """Runs a program as a cluster on this machine and returns the exit code.
+
+    Raises:
+        PlanError: the options ask for something that is not there.
+        ClusterError: there are no free ports.
+        OSError: the logs cannot be written or the program cannot be started.
+    """
+    options = RunOptions(workers, ps, chief, evaluator, cpus_per_worker, gpus_per_worker, env, host)
+    try:
+        command = target.command()
+    except ValueError as error:
+        raise PlanError(str(error)) from None
+    machine = Machine.this_one()
+    run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    with reserve(len(options.tasks_with_port), host=host) as reservation:
+        folder = Path(
+            log_dir or default_log_dir(run_id, os.getcwd(), tempfile.gettempdir(), os.access(os.getcwd(), os.W_OK))
+        )
+        plans = plan_run(
+            options,
+            command,
+            machine,
+            reservation.ports,
+            os.environ,
+            run_id,
+            log_dir=str(folder.absolute()),
+            show_all=output == "all",
+        )
+        folder.mkdir(parents=True, exist_ok=True)
+        shown_folder = _shortest(folder)
+        terminal = Terminal.standard(live=plans[0].name, env=os.environ)
+        terminal.message(announcement(options, str(shown_folder), output == "all"))
+        if shares_gpus(options, machine):
+            terminal.message(
+                f"{len(machine.gpus)} GPU(s) for {len(options.compute_tasks)} processes, which share them; "
+                f"-n {len(machine.gpus)} gives each process its own"
+            )
+        return Supervisor(plans, shown_folder, terminal, grace).run()
+
+
+def announcement(options: RunOptions, log_dir: str, show_all: bool) -> str:
+    """The line at the start: what runs, and where the output is that is not shown.
+
+    Example:
+        >>> announcement(RunOptions(), "logs", show_all=False)
+        '2 workers on this machine; output of worker 1 goes to logs/'
+    """
+    jobs = [job for job, _ in options.tasks]
+    counts = [f"{jobs.count(job)} {job if jobs.count(job) == 1 else _plural(job)}" for job in dict.fromkeys(jobs)]
+    what = counts[0] if len(counts) == 1 else f"{', '.join(counts[:-1])} and {counts[-1]}"
+    hidden = [f"{job} {index}" for job, index in options.tasks[1:]]
+    if show_all or not hidden:
+        where = f"complete logs in {log_dir}/"
+    elif len(hidden) == 1:
+        where = f"output of {hidden[0]} goes to {log_dir}/"
+    else:
+        where = f"output of the other {len(hidden)} goes to {log_dir}/"
+    return f"{what} on this machine; {where}"
+
+
+def _plural(job: str) -> str:
+    return job if job == "ps" else f"{job}s"
+
+
+def _shortest(folder: Path) -> Path:
+    """Relative to the current folder where it lies below that."""
+    try:
+        return folder.relative_to(os.getcwd())
+    except ValueError:
+        return folder

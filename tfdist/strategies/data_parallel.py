@@ -1,0 +1,175 @@
+"""What the data-parallel strategies have in common: Keras' steps see global batches and global gradients.
+
+Subclasses of tf.distribute's strategies mix in `DataParallel`, their extended parts `DataParallelExtended`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.distribute import distribute_utils, mirrored_run
+from tensorflow.python.distribute.values import DistributedValues
+
+from tfdist.strategies import guards
+from tfdist.strategies.global_batches import GlobalBatch, GlobalBatchDataset, share_of
+from tfdist.strategies.gradients import WIRE_DTYPES, all_reduce_sum, scale
+from tfdist.strategies.keras_step import KerasStep, current_step, recognise
+from tfdist.strategies.sharing import cut_rows, static_rows
+from tfdist.strategies.step_shadows import shadows
+from tfdist.strategies.updated_state import kept_where
+
+BATCH_NORM_MODES = ("global", "local")
+
+
+class DataParallel:
+    """Mixin for subclasses of `tf.distribute.Strategy`."""
+
+    def _configure_data_parallel(self, communication: str | None, batch_norm: str) -> None:
+        if communication not in WIRE_DTYPES:
+            raise ValueError(
+                f"Unknown communication. Received: communication={communication!r}. "
+                f"Expected one of {list(WIRE_DTYPES)}: None sends gradients as they are, 'bf16' casts them to bfloat16."
+            )
+        if batch_norm not in BATCH_NORM_MODES:
+            raise ValueError(
+                f"Unknown batch_norm. Received: batch_norm={batch_norm!r}. Expected 'global' (statistics of the global "
+                "batch, as one process computes them) or 'local' (of each replica's rows; one collective a layer less)."
+            )
+        self._wire_dtype = WIRE_DTYPES[communication]
+        self._global_batch_norm = batch_norm == "global"
+        self._keras_step: KerasStep | None = None
+        self._keras_asks_for_data = False
+
+    @contextlib.contextmanager
+    def keras_input(self) -> Iterator[None]:
+        """While Keras builds its input: distributed datasets carry the number of rows of each global batch."""
+        self._keras_asks_for_data = True
+        try:
+            yield
+        finally:
+            self._keras_asks_for_data = False
+
+    def run(self, fn: Callable, args: tuple = (), kwargs: dict | None = None, options: Any = None) -> Any:
+        step = recognise(fn)
+        if step is None or self.num_replicas_in_sync == 1:
+            return super().run(fn, _plain(args), kwargs, options)
+        guards.check(self, step)
+        (batch,) = args
+        if not isinstance(batch, GlobalBatch):
+            if _is_distributed(batch):
+                batch = GlobalBatch(batch, None, None)
+            else:
+                step.on_batch = True
+                batch = self.extended._split_over_replicas(batch)
+        with contextlib.ExitStack() as stack:
+            if step.kind == "predict":
+                replica_step = _predict_on_replica
+            else:
+                replica_step = _step_on_replica
+                stack.enter_context(
+                    shadows(step, wire_dtype=self._wire_dtype, global_batch_norm=self._global_batch_norm)
+                )
+            previous, self._keras_step = self._keras_step, step
+            stack.callback(setattr, self, "_keras_step", previous)
+            outputs = super().run(replica_step, batch, None, options)
+        if step.kind == "predict":
+            return outputs
+        if step.on_batch or not step.logs_are_metrics:
+            results = step.model.get_metrics_result()
+            outputs = results if step.logs_are_metrics else _updated(outputs, results)
+        return tf.nest.map_structure(lambda value: _mark_reduced(_local_mean(self, value)), outputs)
+
+    def reduce(self, reduce_op: Any, value: Any, axis: int | None) -> Any:
+        # Keras passes every log on to `reduce` with axis=0, scalars included (keras issue 20585).
+        if isinstance(value, tf.Tensor) and getattr(value, "_tfdist_reduced", False):
+            return value
+        return super().reduce(reduce_op, value, axis)
+
+
+class DataParallelExtended:
+    """Mixin for subclasses of `tf.distribute.StrategyExtended`."""
+
+    def _use_merge_call(self) -> bool:
+        # Replicas cannot meet inside a branch of `tf.cond` (the update of accumulated gradients is one). Nothing in
+        # there needs them to: gradients are global before the optimizer sees them.
+        thread = threading.current_thread()
+        in_replica = isinstance(thread, mirrored_run._MirroredReplicaThread) and not tf.executing_eagerly()
+        if in_replica and thread.graph is not tf.compat.v1.get_default_graph():
+            return False
+        return super()._use_merge_call()
+
+    def _experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any) -> Any:
+        policy = dataset.options().experimental_distribute.auto_shard_policy
+        own_shards = (tf.data.experimental.AutoShardPolicy.OFF, tf.data.experimental.AutoShardPolicy.FILE)
+        if policy in own_shards:
+            return super()._experimental_distribute_dataset(dataset, options)
+        return GlobalBatchDataset(dataset, self, options, count=self._container_strategy()._keras_asks_for_data)
+
+    def _input_position(self) -> tuple[int, int]:
+        """Returns `(number of workers, index of this worker)`."""
+        return 1, 0
+
+    def _split_over_replicas(self, batch: Any) -> Any:
+        """Gives each replica its rows of a batch that every process holds whole."""
+        workers, worker = self._input_position()
+        replicas = len(self.worker_devices)
+        batch = tf.nest.map_structure(lambda x: x if x is None else tf.convert_to_tensor(x), batch)
+        parts = [share_of(batch, workers * replicas, k * workers + worker) for k in range(replicas)]
+        return distribute_utils.regroup(parts, always_wrap=True)
+
+
+def _plain(args: tuple) -> tuple:
+    return tuple(a.data if isinstance(a, GlobalBatch) else a for a in args)
+
+
+@tf.autograph.experimental.do_not_convert
+def _predict_on_replica(data: Any, rows: Any, global_rows: Any) -> Any:
+    step = current_step()
+    if rows is not None and (static_rows(data) or 0) <= 1:
+        data = cut_rows(data, 0, rows)
+    return step.function(data)
+
+
+@tf.autograph.experimental.do_not_convert
+def _step_on_replica(data: Any, rows: Any, global_rows: Any) -> Any:
+    """Runs a train or test step on one replica.
+
+    Returns:
+        The step's logs. Metrics keep their state on every replica until they are read, and Keras reads them at the
+        end of the epoch: until then they may be this replica's own, which costs nothing. Other logs become global.
+    """
+    step = current_step()
+    # Keras' counters do not depend on the data: without this, some ranks would count the step that finds no data.
+    with tf.control_dependencies([x for x in tf.nest.flatten(data, expand_composites=True) if tf.is_tensor(x)]):
+        step.begin_replica(data, rows, global_rows)
+        with kept_where(step.counts, step.model.metrics_variables):
+            logs = step.function(data)
+        step.logs_are_metrics = isinstance(logs, dict) and set(logs) == set(step.model.get_metrics_result())
+        if step.logs_are_metrics:
+            return logs
+        weighted = [scale(tf.convert_to_tensor(value), step.weight) for value in tf.nest.flatten(logs)]
+        return tf.nest.pack_sequence_as(logs, all_reduce_sum(weighted))
+
+
+def _updated(logs: Any, results: dict) -> Any:
+    """`logs` with global results in place of what one replica knows of them."""
+    return {name: results.get(name, value) for name, value in logs.items()} if isinstance(logs, dict) else logs
+
+
+def _is_distributed(data: Any) -> bool:
+    return any(isinstance(leaf, DistributedValues) for leaf in tf.nest.flatten(data))
+
+
+def _local_mean(strategy: Any, value: Any) -> tf.Tensor:
+    values = strategy.experimental_local_results(value)
+    return values[0] if len(values) == 1 else tf.reduce_mean(tf.stack(values), 0)
+
+
+def _mark_reduced(value: Any) -> tf.Tensor:
+    value = tf.convert_to_tensor(value)
+    value._tfdist_reduced = True
+    return value

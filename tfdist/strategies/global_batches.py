@@ -1,0 +1,164 @@
+"""A distributed dataset in which every step consumes one global batch of the user's dataset, wherever its rows go.
+
+`tf.distribute` shards a dataset and then makes batches of what each worker has; which rows meet in a step, and how
+many, depends on the number of workers. Here every worker runs the user's pipeline and keeps its own rows of each
+global batch, so a step sees exactly the rows that one process would see. All workers have the same number of steps by
+construction; so, unlike `tf.distribute.DistributedDataset`, no collective is needed to find out whether data is left.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+from tensorflow.python.distribute import input_lib
+
+from tfdist.strategies.sharing import count_rows, cut_rows, share, take_share
+
+
+class GlobalBatch(NamedTuple):
+    """A replica's share of a global batch, as Keras' steps receive it.
+
+    Attributes:
+        data: the replica's rows.
+        rows: how many of them count; 0 if a row stands in for none (int32 scalar).
+        global_rows: number of rows of the whole batch (int32 scalar).
+    """
+
+    data: Any
+    rows: Any
+    global_rows: Any
+
+
+def share_of(batch: Any, pieces: int, piece: int) -> GlobalBatch:
+    """Returns one of `pieces` shares of a batch."""
+    data, rows = take_share(batch, pieces, piece)
+    return GlobalBatch(data, tf.convert_to_tensor(rows), count_rows(batch))
+
+
+def rows_of_worker(
+    dataset: tf.data.Dataset, num_workers: int, worker: int, replicas: int, count: bool = False
+) -> tf.data.Dataset:
+    """Cuts each global batch of `dataset` into this worker's pieces, one element per local replica.
+
+    Args:
+        dataset: a dataset of global batches.
+        num_workers: how many workers share each batch.
+        worker: index of this worker.
+        replicas: number of replicas on this worker.
+        count: whether elements are `GlobalBatch`es. Plain elements have no stand-ins: they may have no rows.
+
+    Returns:
+        A dataset with `replicas` elements for each element of `dataset`. Local replica `k` of worker `w` gets piece
+        `k * num_workers + w`: the order in which Keras' `predict` puts the replicas' results together.
+    """
+    is_tuple = isinstance(dataset.element_spec, tuple)
+
+    def cut(components: tuple, replica: int) -> Any:
+        batch = components if is_tuple else components[0]
+        piece = replica * num_workers + worker
+        if count:
+            return share_of(batch, num_workers * replicas, piece)
+        begin, size = share(count_rows(batch), num_workers * replicas, piece)
+        return cut_rows(batch, begin, size)
+
+    if replicas == 1:
+        return dataset.map(lambda *components: cut(components, 0))
+
+    def one_element_per_replica(*components: Any) -> tf.data.Dataset:
+        first, *others = (tf.data.Dataset.from_tensors(cut(components, k)) for k in range(replicas))
+        for other in others:
+            first = first.concatenate(other)
+        return first
+
+    return dataset.flat_map(one_element_per_replica)
+
+
+class GlobalBatchIterator(input_lib.DistributedIterator):
+    """Iterator of `GlobalBatchDataset`: all replicas of all workers run out of data at the same step."""
+
+    def get_next(self, name: str | None = None) -> Any:
+        return self._get_next_no_partial_batch_handling(name)
+
+    def get_next_as_optional(self) -> tf.experimental.Optional:
+        optionals = []
+        for device, iterator in zip(self._input_workers.worker_devices, self._iterators, strict=True):
+            with tf.device(device):
+                optionals.extend(iterator.get_next_as_optional_list())
+
+        def value() -> tf.experimental.Optional:
+            values = [optional.get_value() for optional in optionals]
+            per_replica = input_lib._create_per_replica(values, self._strategy)
+            return tf.experimental.Optional.from_value(per_replica)
+
+        return tf.cond(optionals[0].has_value(), value, lambda: tf.experimental.Optional.empty(self._element_spec))
+
+    @property
+    def _type_spec(self) -> GlobalBatchIteratorSpec:
+        return GlobalBatchIteratorSpec(
+            self._input_workers,
+            self._element_spec,
+            self._strategy,
+            self._options,
+            cardinality=self._cardinality,
+            enable_get_next_as_optional=False,
+        )
+
+
+class GlobalBatchIteratorSpec(input_lib.DistributedIteratorSpec):
+    """Type specification that lets a `GlobalBatchIterator` enter a `tf.function` and stay one."""
+
+    @property
+    def value_type(self) -> type:
+        return GlobalBatchIterator
+
+    def _from_components(self, components: Any) -> GlobalBatchIterator:
+        return GlobalBatchIterator(
+            input_workers=self._input_workers,
+            components=components,
+            element_spec=self._element_spec,
+            strategy=self._strategy,
+            cardinality=self._cardinality,
+            enable_get_next_as_optional=False,
+            options=self._options,
+        )
+
+
+class GlobalBatchDataset(input_lib.DistributedDatasetsFromFunction):
+    """What `experimental_distribute_dataset` of a tfdist strategy returns.
+
+    Attributes:
+        global_element_spec: element spec of the user's dataset, whose batches are global.
+    """
+
+    def __init__(self, dataset: tf.data.Dataset, extended: Any, options: Any = None, *, count: bool = False):
+        self.global_element_spec = dataset.element_spec
+        workers, worker = extended._input_position()
+        replicas = len(extended.worker_devices)
+        if workers * replicas > 1:
+            dataset = rows_of_worker(dataset, workers, worker, replicas, count)
+        super().__init__(
+            input_workers=extended._input_workers_with_options(options),
+            strategy=extended._container_strategy(),
+            input_contexts=[tf.distribute.InputContext(workers, worker, workers * replicas)],
+            dataset_fn=lambda _: dataset,
+            options=options,
+        )
+        self._enable_get_next_as_optional = False
+
+    def __iter__(self) -> GlobalBatchIterator:
+        iterators = input_lib._create_iterators_per_worker(
+            self._datasets,
+            self._input_workers,
+            options=self._options,
+            canonicalize_devices=getattr(self._strategy, "_canonicalize_devices", True),
+        )
+        iterator = GlobalBatchIterator(
+            input_workers=self._input_workers,
+            iterators=iterators,
+            strategy=self._strategy,
+            cardinality=self._cardinality,
+            options=self._options,
+        )
+        iterator._element_spec = self._element_spec
+        return iterator

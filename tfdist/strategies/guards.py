@@ -1,0 +1,68 @@
+"""Refuses, with the reason and the remedy, what cannot be right before a step of a Keras model is run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.distribute.values import DistributedVariable
+
+from tfdist.strategies.keras_step import KerasStep
+from tfdist.strategies.step_shadows import optimizers_of
+
+
+def check(strategy: tf.distribute.Strategy, step: KerasStep) -> None:
+    """Checks the model, its optimizers and its metrics.
+
+    Raises:
+        ValueError: if they cannot be trained under this strategy.
+    """
+    if step.model is None:
+        return
+    _check_jit(strategy, step.model)
+    if step.kind == "train":
+        for optimizer in optimizers_of(step.model):
+            _check_optimizer(strategy, optimizer)
+    for metric in step.model.metrics:
+        for variable in metric.variables:
+            _check_variable(strategy, variable, f"Metric '{metric.name}'")
+    for variable in step.model.variables:
+        _check_variable(strategy, variable, f"Variable '{variable.path}' of the model")
+
+
+def _check_jit(strategy: tf.distribute.Strategy, model: Any) -> None:
+    on_cpu = any("CPU" in device for device in strategy.extended.worker_devices)
+    if model.jit_compile is True and on_cpu:
+        raise ValueError(
+            "Received: compile(jit_compile=True) under a strategy with several replicas on CPU devices. XLA has no "
+            "collectives there, and cannot compile across devices. Expected: jit_compile=False or 'auto' (the default)."
+        )
+
+
+def _check_optimizer(strategy: tf.distribute.Strategy, optimizer: Any) -> None:
+    while optimizer is not None:
+        created_under = optimizer._distribution_strategy
+        if created_under is not strategy:
+            raise ValueError(
+                f"Received: optimizer '{optimizer.name}', created {_where(created_under)}. Its variables would not "
+                "follow the model's. Expected: an optimizer created in this strategy's scope, "
+                "`with strategy.scope(): optimizer = ...`, or its name, `compile('adam', ...)`."
+            )
+        optimizer = getattr(optimizer, "inner_optimizer", None)
+
+
+def _check_variable(strategy: tf.distribute.Strategy, variable: Any, owner: str) -> None:
+    value = variable.value
+    created_under = value.distribute_strategy if isinstance(value, DistributedVariable) else None
+    if created_under is not strategy:
+        raise ValueError(
+            f"Received: {owner}, created {_where(created_under)}; each replica would work on a variable of its own, or "
+            "all on one. Expected: model, metrics and loss objects are created in this strategy's scope: "
+            "`with strategy.scope(): ...`."
+        )
+
+
+def _where(strategy: tf.distribute.Strategy | None) -> str:
+    if strategy is None or type(strategy).__name__.startswith("_Default"):
+        return "outside of strategy.scope()"
+    return f"in the scope of another {type(strategy).__name__}"

@@ -1,0 +1,118 @@
+"""Recognises the step functions that Keras hands to `Strategy.run`, and holds what is known while one is traced.
+
+Keras' trainer calls `strategy.run(model.train_step, ...)`. That bound method is where a strategy meets the model it
+trains, so everything that needs the model (its optimizers, its seeds, its normalisation layers) starts here, and
+nothing of Keras has to be replaced for it. Functions of users' own training loops are not recognised and keep
+`tf.distribute`'s documented semantics.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.strategies.sharing import count_rows, static_rows
+
+
+@dataclasses.dataclass
+class KerasStep:
+    """One `train_step`, `test_step` or predict step of a Keras model, while it is traced or run.
+
+    A replica's `weight` is its share of the rows of the global batch: the mean of a loss over the global batch is the
+    sum over the replicas of weight times local mean. With equal shares it is one over the number of replicas; a
+    replica that got no row of an uneven last batch has weight 0.
+
+    Attributes:
+        kind: "train", "test" or "predict".
+        model: the model, or `None` for "predict".
+        function: what Keras wants to be run on every replica.
+        on_batch: whether the data came from `*_on_batch`, not from a distributed dataset.
+        loss_is_weighted: local replicas whose loss was multiplied by their weight before back-propagation.
+        logs_are_metrics: whether the step returns its model's metrics and nothing else, known once it is traced.
+    """
+
+    kind: str
+    model: keras.Model | None
+    function: Callable
+    on_batch: bool = False
+    loss_is_weighted: set[int] = dataclasses.field(default_factory=set)
+    logs_are_metrics: bool = True
+    _shares: dict[int, tuple[tf.Tensor, tf.Tensor, bool]] = dataclasses.field(default_factory=dict)
+
+    def begin_replica(self, data: Any, rows: tf.Tensor | None, global_rows: tf.Tensor | None) -> None:
+        """Notes this replica's number of rows and weight. Called on every replica before the step function.
+
+        Args:
+            data: this replica's share of the batch.
+            rows: how many of its rows count; `None` for all.
+            global_rows: rows of the global batch; `None` if the dataset does not know.
+        """
+        context = tf.distribute.get_replica_context()
+        fixed = static_rows(data)
+        may_stand_in = rows is not None and (fixed is None or fixed <= 1)
+        if global_rows is None and fixed:
+            # A user's own distributed dataset with a fixed batch size on every replica.
+            weight = tf.constant(1.0 / context.num_replicas_in_sync)
+        else:
+            rows = count_rows(data) if rows is None else rows
+            if global_rows is None:
+                global_rows = context.all_reduce(tf.distribute.ReduceOp.SUM, rows)
+            weight = tf.cast(rows / tf.maximum(global_rows, 1), tf.float32)
+        self._shares[local_replica()] = rows, weight, may_stand_in
+
+    @property
+    def weight(self) -> tf.Tensor:
+        """Share of the current replica in the global batch, a float32 scalar in [0, 1]."""
+        return self._shares[local_replica()][1]
+
+    @property
+    def counts(self) -> tf.Tensor | None:
+        """Whether the current replica has rows of its own, a boolean scalar; `None` if it certainly has."""
+        rows, _, may_stand_in = self._shares[local_replica()]
+        return rows > 0 if may_stand_in else None
+
+
+def recognise(function: Callable) -> KerasStep | None:
+    """Returns the Keras step that `function` is, or `None` if it is something else (a user's own function)."""
+    if isinstance(function, types.MethodType) and isinstance(function.__self__, keras.Model):
+        kind = {"train_step": "train", "test_step": "test"}.get(function.__name__)
+        return KerasStep(kind, function.__self__, function) if kind else None
+    if "make_predict_function.<locals>.one_step_on_data" in getattr(function, "__qualname__", ""):
+        return KerasStep("predict", None, function)
+    return None
+
+
+def current_step() -> KerasStep | None:
+    """The Keras step that is traced (or eagerly run) in this replica, or `None` outside of one."""
+    if tf.distribute.in_cross_replica_context():
+        return None
+    return getattr(tf.distribute.get_strategy(), "_keras_step", None)
+
+
+def local_replica() -> int:
+    """Index of the current replica among those of this process."""
+    return tf.distribute.get_replica_context()._replica_id
+
+
+def global_replica() -> int:
+    """Index of the current replica among those of all workers."""
+    return int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))
+
+
+@contextlib.contextmanager
+def shadowed(owner: Any, **methods: Callable) -> Iterator[None]:
+    """Shadows methods on one instance (never on its class) until the block ends."""
+    for name, method in methods.items():
+        # Past Keras' attribute tracking, which would record the functions as state of the object.
+        object.__setattr__(owner, name, method)
+    try:
+        yield
+    finally:
+        for name in methods:
+            object.__delattr__(owner, name)

@@ -1,0 +1,57 @@
+"""`tfdist.MirroredStrategy`: one process, several local devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.distribute import mirrored_strategy
+
+from tfdist.compat import install
+from tfdist.strategies.data_parallel import DataParallel, DataParallelExtended
+
+
+class _MirroredExtended(DataParallelExtended, mirrored_strategy.MirroredExtended):
+    """The part of `MirroredStrategy` that `tf.distribute` calls."""
+
+
+class MirroredStrategy(DataParallel, tf.distribute.MirroredStrategy):
+    """Data parallelism over the devices of this machine, equal to one process on the same global batches.
+
+    Build and compile a Keras model in `strategy.scope()`; `fit`, `evaluate`, `predict` and the `*_on_batch` methods
+    then split every batch over the devices. `batch_size` is the global batch size.
+
+    Args:
+        devices: device strings such as `["GPU:0", "GPU:1"]`; by default all GPUs, or all logical CPUs without GPUs.
+        cross_device_ops: as in `tf.distribute.MirroredStrategy`.
+        communication: `None`, or `"bf16"` to cast gradients to bfloat16 for the all-reduce: half the bytes, and a
+            relative error of up to 2**-8 in each partial sum.
+        batch_norm: `"global"` (BatchNormalization uses the statistics of the global batch, as one process does; one
+            small collective a layer) or `"local"` (of each replica's rows; moving statistics are averaged every step).
+
+    Raises:
+        ValueError: for an unknown `communication` or `batch_norm`.
+
+    Example:
+        >>> import keras, numpy as np, tfdist
+        >>> strategy = tfdist.MirroredStrategy()
+        >>> with strategy.scope():
+        ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        ...     model.compile("sgd", "mse")
+        >>> history = model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str] | None = None,
+        cross_device_ops: Any = None,
+        *,
+        communication: str | None = None,
+        batch_norm: str = "global",
+    ):
+        install()
+        self._configure_data_parallel(communication, batch_norm)
+        # tf.distribute.MirroredStrategy.__init__ names its extended class; this does the rest of what it does.
+        extended = _MirroredExtended(self, devices=devices, cross_device_ops=cross_device_ops)
+        tf.distribute.Strategy.__init__(self, extended)

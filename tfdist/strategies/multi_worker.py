@@ -1,0 +1,164 @@
+"""`tfdist.MultiWorkerMirroredStrategy`: several processes, each with one or more devices."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+from tensorflow.python.distribute import collective_all_reduce_strategy as collective_strategy
+from tensorflow.python.eager import context
+
+from tfdist.cluster import preflight
+from tfdist.cluster.config import ClusterConfig
+from tfdist.cluster.discovery import discover
+from tfdist.cluster.roll_call import meet
+from tfdist.compat import install
+from tfdist.strategies.chief_files import ChiefFiles
+from tfdist.strategies.data_parallel import DataParallel, DataParallelExtended
+from tfdist.strategies.peers import Peers
+
+
+class _MultiWorkerExtended(DataParallelExtended, collective_strategy.CollectiveAllReduceExtended):
+    """The part of `MultiWorkerMirroredStrategy` that `tf.distribute` calls."""
+
+    def _initialize_local_devices(self, cluster_resolver: Any, worker_device: str) -> tuple[tuple[str, ...], str]:
+        devices, kind = super()._initialize_local_devices(cluster_resolver, worker_device)
+        if kind == "CPU":
+            # Upstream assumes one CPU device, and ignores further logical ones.
+            own = tf.DeviceSpec.from_string(worker_device)
+            specs = [tf.DeviceSpec.from_string(d.name) for d in tf.config.list_logical_devices("CPU")]
+            count = sum(not worker_device or (s.job, s.task) == (own.job, own.task) for s in specs)
+            devices = tuple(f"{worker_device}/device:CPU:{i}" for i in range(count))
+        return devices, kind
+
+    def _input_position(self) -> tuple[int, int]:
+        return self._num_workers, self._id_in_cluster
+
+    def _experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any) -> Any:
+        strategy = self._container_strategy()
+        if strategy.peers and strategy._keras_asks_for_data:
+            strategy.peers.check_same_dataset(dataset)
+        return super()._experimental_distribute_dataset(dataset, options)
+
+
+class MultiWorkerMirroredStrategy(DataParallel, tf.distribute.MultiWorkerMirroredStrategy):
+    """Data parallelism over the processes of a cluster, equal to one process on the same global batches.
+
+    Every process runs the same script. Build and compile a Keras model in `strategy.scope()` and call `fit`,
+    `evaluate` and `predict` as in one process: `batch_size` is the global batch size, every process passes the same
+    data and keeps its own rows, and only the chief writes files. Without a cluster it trains on the local devices.
+
+    Args:
+        cluster_resolver: as in `tf.distribute.MultiWorkerMirroredStrategy`; `cluster` is the shorter way.
+        communication_options: as in `tf.distribute.MultiWorkerMirroredStrategy`.
+        cluster: the cluster and this process' place in it; by default what `tfdist.discover()` finds.
+        communication: `None`, or `"bf16"` to cast gradients to bfloat16 for the all-reduce: half the bytes, and a
+            relative error of up to 2**-8 in each partial sum.
+        batch_norm: `"global"` (BatchNormalization uses the statistics of the global batch, as one process does; one
+            small collective a layer) or `"local"` (of each replica's rows; moving statistics are averaged every step).
+        start_timeout: how long to wait at the start until all processes are there, in seconds.
+        peer_timeout: how long to wait for another process that has not yet come to the same call, in seconds.
+
+    Raises:
+        tfdist.ClusterError: if the cluster description is wrong, the processes' descriptions differ, or a process does
+            not come; the message names it.
+        ValueError: for an unknown `communication` or `batch_norm`.
+
+    Example (started by `tfdist run -n 2 train.py`):
+        >>> import keras, numpy as np, tfdist
+        >>> strategy = tfdist.MultiWorkerMirroredStrategy()
+        >>> with strategy.scope():
+        ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        ...     model.compile("sgd", "mse")
+        >>> history = model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
+        communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
+        *,
+        cluster: ClusterConfig | None = None,
+        communication: str | None = None,
+        batch_norm: str = "global",
+        start_timeout: float = 300.0,
+        peer_timeout: float = 1800.0,
+    ):
+        install()
+        self._configure_data_parallel(communication, batch_norm)
+        config = _cluster_of(cluster, cluster_resolver)
+        self.peers: Peers | None = None
+        self.chief_files: ChiefFiles | None = None
+        if config.num_workers > 1:
+            seed = _join(config, start_timeout)
+            self.peers = Peers(
+                [f"{job} {index} ({config.jobs[job][index]})" for job, index in config.compute_tasks],
+                config.rank,
+                peer_timeout,
+            )
+            self.chief_files = ChiefFiles(self.peers)
+        # The upstream initializer names its extended class; this does the rest of what it does.
+        extended = _MultiWorkerExtended(
+            self,
+            cluster_resolver=cluster_resolver or _resolver(config),
+            communication_options=communication_options or tf.distribute.experimental.CommunicationOptions(),
+        )
+        tf.distribute.Strategy.__init__(self, extended)
+        if self.peers and context.global_seed() != seed:
+            tf.random.set_seed(seed)
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process writes files (rank 0; always true without a cluster)."""
+        return self.peers is None or self.peers.rank == 0
+
+    @contextlib.contextmanager
+    def keras_input(self) -> Iterator[None]:
+        if self.peers:
+            self.peers.share_random_state()
+        with super().keras_input():
+            yield
+
+
+def _cluster_of(cluster: ClusterConfig | None, resolver: Any) -> ClusterConfig:
+    if cluster is not None and resolver is not None:
+        raise ValueError("Received both cluster and cluster_resolver. Expected at most one; leave one out.")
+    if resolver is None:
+        return cluster or discover()
+    jobs = resolver.cluster_spec().as_dict()
+    if not jobs:
+        return ClusterConfig.single_process()
+    return ClusterConfig(jobs, resolver.task_type, resolver.task_id)
+
+
+def _resolver(config: ClusterConfig) -> tf.distribute.cluster_resolver.ClusterResolver:
+    if config.is_single_process:
+        return tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
+    jobs = {job: addresses for job, addresses in config.jobs.items() if job in ("chief", "worker")}
+    return tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec(jobs),
+        task_type=config.task_type,
+        task_id=config.task_index,
+        num_accelerators={"GPU": len(tf.config.list_physical_devices("GPU"))},
+        rpc_layer="grpc",
+    )
+
+
+def _join(config: ClusterConfig, timeout: float) -> int:
+    """Meets the other processes before TensorFlow waits for them in silence; returns the job's global seed."""
+    preflight.require(config)
+    seed = context.global_seed()
+    everyone = meet(
+        config,
+        timeout=timeout,
+        info={
+            "same.tensorflow": tf.__version__,
+            "same.keras": keras.__version__,
+            "seed": random.SystemRandom().randrange(2**31) if seed is None else seed,
+        },
+    )
+    return everyone[0]["seed"]

@@ -1,0 +1,115 @@
+"""What the processes of a job tell each other outside of the training step, through TensorFlow's coordination service.
+
+Used when a dataset is distributed (every process must have the same one, and draw the same random numbers for it) and
+when a file is saved. A collective would do as well only if every process made the same calls in the same order; here
+each message has a name, every wait a deadline, and whoever is late is named.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager import context
+
+_log = logging.getLogger("tfdist")
+_POLL_SECONDS = 10.0
+
+
+class PeerTimeout(TimeoutError):
+    """Another process of the job did not get where this one waits for it."""
+
+
+class Peers:
+    """The processes of a multi-worker job.
+
+    Args:
+        names: a readable name per rank, such as "worker 1 (host:port)".
+        rank: rank of this process.
+        timeout: how long to wait for another process, in seconds.
+    """
+
+    def __init__(self, names: list[str], rank: int, timeout: float):
+        self.names = names
+        self.rank = rank
+        self.timeout = timeout
+        self._counts: dict[str, int] = {}
+
+    def tell(self, key: str, value: Any) -> None:
+        """Publishes a JSON-serialisable value under a key that was never used before."""
+        context.context().set_config_key_value(f"tfdist/{key}", json.dumps(value))
+
+    def hear(self, key: str, rank: int, purpose: str, within: float | None = None) -> Any:
+        """Waits for a value that `rank` publishes.
+
+        Args:
+            key: what `rank` passes to `tell`.
+            rank: who publishes it.
+            purpose: what that process has to do for it; for messages.
+            within: how long to wait, in seconds, if not `timeout`.
+
+        Raises:
+            PeerTimeout: if it does not come in time.
+        """
+        began = time.monotonic()
+        timeout = self.timeout if within is None else within
+        while True:
+            left = timeout - (time.monotonic() - began)
+            try:
+                milliseconds = max(1, int(1000 * min(left, _POLL_SECONDS)))
+                return json.loads(context.context().get_config_key_value(f"tfdist/{key}", milliseconds))
+            except (tf.errors.DeadlineExceededError, tf.errors.NotFoundError):
+                if left <= 0:
+                    raise PeerTimeout(
+                        f"{self.names[self.rank]} waited {timeout:.0f} s for {self.names[rank]} to {purpose}, and "
+                        "it did not. Expected: every process makes the same calls of fit, evaluate, predict and "
+                        "*_on_batch. Look for code that only one rank runs, and at that process' log."
+                    ) from None
+                _log.warning("%s is waiting for %s to %s", self.names[self.rank], self.names[rank], purpose)
+
+    def gather(self, topic: str, value: Any, purpose: str) -> list:
+        """Exchanges a value between all processes; returns the values by rank. All must call it equally often."""
+        number = self._counts[topic] = self._counts.get(topic, 0) + 1
+        self.tell(f"{topic}/{number}/{self.rank}", value)
+        ranks = range(len(self.names))
+        return [value if r == self.rank else self.hear(f"{topic}/{number}/{r}", r, purpose) for r in ranks]
+
+    def share_random_state(self) -> None:
+        """Gives every process the chief's global seed and its place in the sequence of operation seeds.
+
+        tf.data's and Keras' shuffling draws from these. Processes that shuffle differently would train on some rows
+        twice and on others never.
+        """
+        own = [context.global_seed(), _generator_state()]
+        seed, state = self.gather("random-state", own if self.rank == 0 else None, "start fit, evaluate or predict")[0]
+        if self.rank > 0 and own != [seed, state]:
+            tf.random.set_seed(seed)
+            version, internal, gauss = state
+            context.context()._rng.setstate((version, tuple(internal), gauss))
+
+    def check_same_dataset(self, dataset: tf.data.Dataset) -> None:
+        """Compares this process' dataset with the others'.
+
+        Raises:
+            ValueError: on every process, if they differ in the number of batches or in the components of a batch.
+        """
+        own = [int(dataset.cardinality()), str(dataset.element_spec)]
+        everyone = self.gather("dataset", own, "pass its dataset to fit, evaluate or predict")
+        for what, index in (("number of batches", 0), ("components of a batch", 1)):
+            values = [value[index] for value in everyone]
+            if len(set(map(str, values))) > 1:
+                listing = "; ".join(f"{name}: {value}" for name, value in zip(self.names, values, strict=True))
+                raise ValueError(
+                    f"The processes have different datasets. Received: {what}: {listing}. Expected: the same dataset "
+                    "of global batches on every process; tfdist gives each its rows. If the dataset is already cut "
+                    "for this process (`dataset.shard`), remove the cut, or set "
+                    "`options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF`."
+                )
+
+
+def _generator_state() -> list:
+    version, internal, gauss = context.context()._rng.getstate()
+    return [version, list(internal), gauss]

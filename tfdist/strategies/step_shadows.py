@@ -1,0 +1,134 @@
+"""What is different about a Keras model while a strategy traces its step: shadows on instances, gone afterwards.
+
+optimizer.scale_loss   multiplies the loss by the replica's weight (its share of the global batch)
+optimizer.apply        receives the gradient of the global batch: reduced once, before loss-scale test, clipping,
+                       accumulation and update, so that all of these act on the same values on every replica
+BatchNormalization     uses the statistics of the global batch
+SeedGenerator.next     folds the replica's index into the seed: a different Dropout mask on every replica
+Mean.update_state      weights a scalar, such as a loss, by the replica's share of the batch
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.common import global_state
+from keras.src.utils.tracking import TrackedList
+
+from tfdist.strategies import updated_state
+from tfdist.strategies.gradients import all_reduce_sum, scale
+from tfdist.strategies.keras_step import KerasStep, global_replica, local_replica, shadowed
+from tfdist.strategies.normalization import global_moments
+
+# Any odd constant with well-mixed bits keeps the replicas' seeds apart (2**32 divided by the golden ratio).
+_SEED_STRIDE = 0x9E3779B9
+
+
+@contextlib.contextmanager
+def shadows(step: KerasStep, *, wire_dtype: tf.DType | None, global_batch_norm: bool) -> Iterator[None]:
+    """Applies all shadows of a train or test step for as long as the block runs."""
+    with contextlib.ExitStack() as stack:
+        if step.kind == "train":
+            for optimizer in optimizers_of(step.model):
+                _shadow_optimizer(stack, step, optimizer, wire_dtype)
+        for layer in step.model._flatten_layers():
+            if global_batch_norm and isinstance(layer, keras.layers.BatchNormalization):
+                stack.enter_context(shadowed(layer, _moments=global_moments(layer)))
+        for generator in seed_generators_of(step.model):
+            stack.enter_context(shadowed(generator, next=_next_of_replica(generator.next)))
+        for metric in step.model.metrics:
+            if type(metric) is keras.metrics.Mean:
+                stack.enter_context(shadowed(metric, update_state=_scalars_weighted(step, metric.update_state)))
+        yield
+
+
+def _scalars_weighted(step: KerasStep, original: Callable) -> Callable:
+    def update_state(values: Any, sample_weight: Any = None) -> Any:
+        # One value for one batch, in one process; here one value a replica, which have to count as one together.
+        if sample_weight is None and len(keras.ops.shape(values)) == 0:
+            sample_weight = step.weight
+        return original(values, sample_weight=sample_weight)
+
+    return update_state
+
+
+def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+    """The compiled optimizer and those that a custom `train_step` keeps as attributes (a GAN's two, say)."""
+    found: dict[int, Any] = {}
+    for value in [model.optimizer, *vars(model).values()]:
+        for item in value if isinstance(value, (list, tuple, TrackedList)) else [value]:
+            if isinstance(item, keras.optimizers.Optimizer):
+                found[id(item)] = item
+    return list(found.values())
+
+
+def seed_generators_of(model: keras.Model) -> list[keras.random.SeedGenerator]:
+    """Seed generators of all layers, and the global one that `keras.random` functions use without a seed."""
+    found: dict[int, Any] = {}
+    for layer in model._flatten_layers():
+        for generator in getattr(layer, "_seed_generators", []):
+            found[id(generator)] = generator
+    generator = global_state.get_global_attribute("global_seed_generator")
+    if generator is not None:
+        found[id(generator)] = generator
+    return list(found.values())
+
+
+def _next_of_replica(original: Callable) -> Callable:
+    def next_seed(*args: Any, **kwargs: Any) -> tf.Tensor:
+        seed = original(*args, **kwargs)
+        if tf.distribute.in_cross_replica_context():
+            return seed
+        offset = global_replica() * _SEED_STRIDE % 2**32
+        return seed + tf.constant([offset, 0], seed.dtype)
+
+    return next_seed
+
+
+def _shadow_optimizer(stack: contextlib.ExitStack, step: KerasStep, optimizer: Any, wire_dtype: Any) -> None:
+    original_scale, original_apply = optimizer.scale_loss, optimizer.apply
+
+    def scale_loss(loss: tf.Tensor) -> tf.Tensor:
+        step.loss_is_weighted.add(local_replica())
+        return original_scale(loss * tf.cast(step.weight, loss.dtype))
+
+    def apply(grads: Any, trainable_variables: Any = None) -> None:
+        variables = optimizer._trainable_variables if trainable_variables is None else list(trainable_variables)
+        original_apply(_global_gradients(step, list(grads), variables, wire_dtype), trainable_variables)
+
+    stack.enter_context(shadowed(optimizer, scale_loss=scale_loss, apply=apply))
+    while optimizer is not None:
+        stack.enter_context(shadowed(optimizer, _all_reduce_sum_gradients=list))
+        optimizer = getattr(optimizer, "inner_optimizer", None)
+
+
+def _global_gradients(step: KerasStep, grads: list, variables: list, wire_dtype: tf.DType | None) -> list:
+    """Gradients of the global batch's loss, on every replica; averages the state that the step has updated, too."""
+    for variable in variables:
+        if getattr(variable, "overwrite_with_gradient", False):
+            raise NotImplementedError(
+                f"Variable {variable.path} is overwritten with its gradient (float8 scaling factors); a sum over "
+                "replicas of such a value has no meaning, and tfdist does not train float8 layers. "
+                "Use the dtype policy 'mixed_bfloat16' or 'mixed_float16' instead."
+            )
+    present = [i for i, g in enumerate(grads) if g is not None]
+    values = [grads[i] for i in present]
+    if local_replica() not in step.loss_is_weighted:
+        values = [scale(v, step.weight) for v in values]
+    state = updated_state.updated(updated_state.candidates(step.model), local_replica())
+    state_values = [scale(tf.convert_to_tensor(v), step.weight) for v in state]
+    if wire_dtype is None:
+        sums = all_reduce_sum([*values, *state_values])
+    else:
+        # The state is kept from step to step: it must not be rounded to the wire's dtype.
+        sums = all_reduce_sum(values, wire_dtype) + all_reduce_sum(state_values)
+    for variable, average in zip(state, sums[len(values) :], strict=True):
+        variable.assign(average)
+    result: list = [None] * len(grads)
+    for i, value in zip(present, sums[: len(values)], strict=True):
+        result[i] = value
+    return result

@@ -1,0 +1,147 @@
+"""Runs a function in several real processes that form a cluster on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from tfdist.cluster.config import ClusterConfig
+from tfdist.cluster.ports import reserve
+
+_LAST_LINES = 40
+# Started by its path: it finds the parent's modules only after it has read where the parent found them.
+_CHILD = str(Path(__file__).with_name("child.py"))
+
+
+class LocalRunError(RuntimeError):
+    """A process of `run_local` failed or did not end in time; the message holds the logs' last lines.
+
+    Attributes:
+        ranks: ranks that failed, first the one that is to blame.
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int]):
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
+def run_local(
+    fn: Callable[..., Any],
+    workers: int = 2,
+    *,
+    args: Sequence[Any] = (),
+    devices_per_worker: int = 1,
+    timeout: float = 180.0,
+    env: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """Runs `fn(*args)` in `workers` new processes that discover each other as a cluster.
+
+    Args:
+        fn: any function, closures included (it travels by cloudpickle). It finds its cluster by `tfdist.discover()`,
+            as a strategy does by itself.
+        workers: number of processes.
+        args: arguments of `fn`, equal for every process.
+        devices_per_worker: number of logical CPU devices of each process.
+        timeout: seconds after which all processes are killed.
+        env: environment variables to set in every process, in addition to this process' own.
+
+    Returns:
+        What `fn` returned, by rank.
+
+    Raises:
+        LocalRunError: if a process raised, died, or did not end in time. The exception of the first process that
+            raised one is its `__cause__`.
+
+    Example:
+        >>> from tfdist.testing import run_local
+        >>> def rank():
+        ...     import tfdist
+        ...     return tfdist.discover().rank
+        >>> run_local(rank, workers=2)
+        [0, 1]
+    """
+    with tempfile.TemporaryDirectory(prefix="tfdist-local-") as folder, reserve(workers) as ports:
+        root = Path(folder)
+        parts = (list(sys.path), devices_per_worker, (fn, tuple(args)))
+        (root / "call").write_bytes(b"".join(cloudpickle.dumps(part) for part in parts))
+        jobs = {"worker": [f"127.0.0.1:{port}" for port in ports.ports]}
+        processes = [_start(root, ClusterConfig(jobs, "worker", rank), rank, env or {}) for rank in range(workers)]
+        try:
+            late = _wait(processes, timeout)
+        finally:
+            _kill(processes)
+        return _collect(root, processes, late, timeout)
+
+
+def _start(root: Path, config: ClusterConfig, rank: int, env: Mapping[str, str]) -> subprocess.Popen:
+    settings = {"TF_CONFIG": config.to_json(), "TFDIST_CLUSTER": config.to_json(), "PYTHONUNBUFFERED": "1"}
+    threads = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "4", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    with open(root / f"log-{rank}", "wb") as log:
+        return subprocess.Popen(
+            [sys.executable, _CHILD, str(root / "call"), str(root / f"result-{rank}")],
+            env={**threads, **os.environ, **settings, **env},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def _wait(processes: list[subprocess.Popen], timeout: float) -> list[int]:
+    """Waits until all have ended, one has failed, or time is up; returns the ranks that ran out of time."""
+    deadline = time.monotonic() + timeout
+    while any(p.poll() is None for p in processes):
+        if any(p.returncode not in (0, None) for p in processes):
+            # The others fail as a consequence, with messages of their own if they get a moment.
+            time.sleep(1.0)
+            return []
+        if time.monotonic() > deadline:
+            return [rank for rank, p in enumerate(processes) if p.returncode is None]
+        time.sleep(0.02)
+    return []
+
+
+def _kill(processes: list[subprocess.Popen]) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _collect(root: Path, processes: list[subprocess.Popen], late: list[int], timeout: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    errors: dict[int, tuple[float, BaseException | None]] = {}
+    for rank in range(len(processes)):
+        path = root / f"result-{rank}"
+        if path.exists():
+            moment, succeeded, value = pickle.loads(path.read_bytes())
+            if succeeded:
+                results[rank] = value
+            else:
+                errors[rank] = (moment, value)
+    if len(results) == len(processes):
+        return [results[rank] for rank in range(len(processes))]
+    raised = sorted(errors, key=lambda rank: errors[rank][0])
+    died = [r for r, p in enumerate(processes) if r not in results and r not in errors and r not in late]
+    blamed = raised or [r for r in died if processes[r].returncode != -signal.SIGKILL] or died or late
+    lines = [f"Rank {blamed[0]} of {len(processes)} " + ("did not end" if blamed == late else "failed") + "."]
+    if late:
+        lines.append(f"Ranks {late} had not ended after {timeout:.0f} s and were killed.")
+    for rank, process in enumerate(processes):
+        log = (root / f"log-{rank}").read_text(errors="replace").splitlines()[-_LAST_LINES:]
+        lines += [f"--- rank {rank}, exit code {process.returncode}, last lines:", *log]
+    cause = errors[raised[0]][1] if raised else None
+    raise LocalRunError(
+        "\n".join(lines), [*blamed, *(r for r in [*raised, *died, *late] if r not in blamed)]
+    ) from cause
