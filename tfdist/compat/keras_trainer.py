@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.distribute.values import PerReplicaSpec
 
 from tfdist.compat.patch import Patch
 from tfdist.strategies.data_parallel import DataParallel
-from tfdist.strategies.global_batches import GlobalBatchDataset
 
 _MODULE = "keras.src.backend.tensorflow.trainer"
 
@@ -27,20 +27,23 @@ def _epoch_iterator(original: Callable) -> Callable:
 
 def _maybe_symbolic_build(original: Callable) -> Callable:
     def _maybe_symbolic_build(self: Any, iterator: Any = None, data_batch: Any = None) -> None:
-        dataset = getattr(iterator, "_distributed_dataset", None)
-        if not isinstance(dataset, GlobalBatchDataset):
+        if iterator is None or not isinstance(self._distribute_strategy, DataParallel):
             original(self, iterator=iterator, data_batch=data_batch)
             return
-        # Keras takes a batch from the iterator to learn its shapes: a generator has then lost its first one, and a
-        # shuffled dataset begins with its second order. The specification says the same.
-        specification = tf.nest.map_structure(_none_if_absent, dataset.global_element_spec)
+        # Keras takes a batch from the iterator to learn its shapes: a generator has then lost its first one, a
+        # shuffled dataset begins with its second order, and of several workers' batches it cannot make one. The
+        # dataset's specification says the same.
+        dataset = iterator._distributed_dataset
+        specification = getattr(dataset, "global_element_spec", dataset.element_spec)
         with self.distribute_strategy.scope():
-            self._symbolic_build(data_batch=specification)
+            self._symbolic_build(data_batch=tf.nest.map_structure(_of_one_replica, specification))
 
     return _maybe_symbolic_build
 
 
-def _none_if_absent(spec: Any) -> Any:
+def _of_one_replica(spec: Any) -> Any:
+    if isinstance(spec, PerReplicaSpec):
+        spec = spec._value_specs[0]
     return spec if hasattr(spec, "shape") and hasattr(spec, "dtype") else None
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_utils, mirrored_run
-from tensorflow.python.distribute.values import DistributedValues
+from tensorflow.python.distribute.values import DistributedValues, SyncOnReadVariable
 
 from tfdist.strategies import guards
 from tfdist.strategies.global_batches import GlobalBatch, GlobalBatchDataset, share_of
@@ -102,6 +102,12 @@ class DataParallelExtended:
             return False
         return super()._use_merge_call()
 
+    def _create_variable(self, next_creator: Callable, **kwargs: Any) -> Any:
+        variable = super()._create_variable(next_creator, **kwargs)
+        if isinstance(variable, SyncOnReadVariable):
+            _assign_without_reading(variable)
+        return variable
+
     def _experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any) -> Any:
         policy = dataset.options().experimental_distribute.auto_shard_policy
         own_shards = (tf.data.experimental.AutoShardPolicy.OFF, tf.data.experimental.AutoShardPolicy.FILE)
@@ -153,6 +159,16 @@ def _step_on_replica(data: Any, rows: Any, global_rows: Any) -> Any:
             return logs
         weighted = [scale(tf.convert_to_tensor(value), step.weight) for value in tf.nest.flatten(logs)]
         return tf.nest.pack_sequence_as(logs, all_reduce_sum(weighted))
+
+
+def _assign_without_reading(variable: SyncOnReadVariable) -> None:
+    """Shadows `assign` on a metric's variable: it returns the new value, which costs a collective that nobody reads."""
+    original = variable.assign
+
+    def assign(value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = False) -> Any:
+        return original(value, use_locking, name, read_value)
+
+    variable.assign = assign
 
 
 def _updated(logs: Any, results: dict) -> Any:

@@ -23,11 +23,10 @@ def check(strategy: tf.distribute.Strategy, step: KerasStep) -> None:
     if step.kind == "train":
         for optimizer in optimizers_of(step.model):
             _check_optimizer(strategy, optimizer)
-    for metric in step.model.metrics:
-        for variable in metric.variables:
-            _check_variable(strategy, variable, f"Metric '{metric.name}'")
+    for variable in step.model.metrics_variables:
+        _check_variable(strategy, variable, f"metric variable '{variable.path}'")
     for variable in step.model.variables:
-        _check_variable(strategy, variable, f"Variable '{variable.path}' of the model")
+        _check_variable(strategy, variable, f"model variable '{variable.path}'")
 
 
 def _check_jit(strategy: tf.distribute.Strategy, model: Any) -> None:

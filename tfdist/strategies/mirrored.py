@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.distribute import mirrored_strategy
 
+from tfdist.cluster.discovery import discover
 from tfdist.compat import install
 from tfdist.strategies.data_parallel import DataParallel, DataParallelExtended
+
+_log = logging.getLogger("tfdist")
 
 
 class _MirroredExtended(DataParallelExtended, mirrored_strategy.MirroredExtended):
@@ -51,7 +55,18 @@ class MirroredStrategy(DataParallel, tf.distribute.MirroredStrategy):
         batch_norm: str = "global",
     ):
         install()
+        _warn_in_cluster()
         self._configure_data_parallel(communication, batch_norm)
         # tf.distribute.MirroredStrategy.__init__ names its extended class; this does the rest of what it does.
         extended = _MirroredExtended(self, devices=devices, cross_device_ops=cross_device_ops)
         tf.distribute.Strategy.__init__(self, extended)
+
+
+def _warn_in_cluster() -> None:
+    workers = discover().num_workers
+    if workers > 1:
+        _log.warning(
+            "MirroredStrategy trains on the devices of one process, and this is one of %d processes of a cluster: each "
+            "trains a model of its own. Use tfdist.MultiWorkerMirroredStrategy to train one model together.",
+            workers,
+        )

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Iterator
 from typing import Any
 
-import keras
 import tensorflow as tf
 from tensorflow.python.distribute import collective_all_reduce_strategy as collective_strategy
 from tensorflow.python.eager import context
 
-from tfdist.cluster import preflight
 from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.discovery import discover
-from tfdist.cluster.roll_call import meet
+from tfdist.cluster.errors import ClusterError
 from tfdist.compat import install
 from tfdist.strategies.chief_files import ChiefFiles
 from tfdist.strategies.data_parallel import DataParallel, DataParallelExtended
+from tfdist.strategies.job import join
 from tfdist.strategies.peers import Peers
+
+_GROUP_KEYS_PER_STRATEGY = 1000
 
 
 class _MultiWorkerExtended(DataParallelExtended, collective_strategy.CollectiveAllReduceExtended):
     """The part of `MultiWorkerMirroredStrategy` that `tf.distribute` calls."""
+
+    # Read by upstream's initializer; true for the second strategy of a process and all further ones.
+    _std_server_started = False
 
     def _initialize_local_devices(self, cluster_resolver: Any, worker_device: str) -> tuple[tuple[str, ...], str]:
         devices, kind = super()._initialize_local_devices(cluster_resolver, worker_device)
@@ -91,16 +94,10 @@ class MultiWorkerMirroredStrategy(DataParallel, tf.distribute.MultiWorkerMirrore
         install()
         self._configure_data_parallel(communication, batch_norm)
         config = _cluster_of(cluster, cluster_resolver)
-        self.peers: Peers | None = None
-        self.chief_files: ChiefFiles | None = None
-        if config.num_workers > 1:
-            seed = _join(config, start_timeout)
-            self.peers = Peers(
-                [f"{job} {index} ({config.jobs[job][index]})" for job, index in config.compute_tasks],
-                config.rank,
-                peer_timeout,
-            )
-            self.chief_files = ChiefFiles(self.peers)
+        self._job = join(config, start_timeout, peer_timeout) if config.num_workers > 1 else None
+        if self._job:
+            # Each strategy of a process needs keys of its own for its collectives.
+            self._collective_key_base = _GROUP_KEYS_PER_STRATEGY * (self._job.strategies - 1)
         # The upstream initializer names its extended class; this does the rest of what it does.
         extended = _MultiWorkerExtended(
             self,
@@ -108,8 +105,20 @@ class MultiWorkerMirroredStrategy(DataParallel, tf.distribute.MultiWorkerMirrore
             communication_options=communication_options or tf.distribute.experimental.CommunicationOptions(),
         )
         tf.distribute.Strategy.__init__(self, extended)
-        if self.peers and context.global_seed() != seed:
-            tf.random.set_seed(seed)
+        if self._job:
+            _MultiWorkerExtended._std_server_started = True
+            if context.global_seed() != self._job.seed:
+                tf.random.set_seed(self._job.seed)
+
+    @property
+    def peers(self) -> Peers | None:
+        """The other processes of the job; `None` without a cluster."""
+        return self._job.peers if self._job else None
+
+    @property
+    def chief_files(self) -> ChiefFiles | None:
+        """Who writes which file; `None` without a cluster."""
+        return self._job.files if self._job else None
 
     @property
     def is_chief(self) -> bool:
@@ -128,11 +137,21 @@ def _cluster_of(cluster: ClusterConfig | None, resolver: Any) -> ClusterConfig:
     if cluster is not None and resolver is not None:
         raise ValueError("Received both cluster and cluster_resolver. Expected at most one; leave one out.")
     if resolver is None:
-        return cluster or discover()
+        return _of_training_task(cluster or discover())
     jobs = resolver.cluster_spec().as_dict()
     if not jobs:
         return ClusterConfig.single_process()
     return ClusterConfig(jobs, resolver.task_type, resolver.task_id)
+
+
+def _of_training_task(config: ClusterConfig) -> ClusterConfig:
+    if config.task_type == "ps":
+        raise ClusterError(
+            f"Received: task ps {config.task_index}. Expected: chief or worker, which MultiWorkerMirroredStrategy "
+            "trains on. It has no parameter servers: start the job without them."
+        )
+    # An evaluator works by itself, beside the cluster.
+    return ClusterConfig.single_process() if config.task_type == "evaluator" else config
 
 
 def _resolver(config: ClusterConfig) -> tf.distribute.cluster_resolver.ClusterResolver:
@@ -146,19 +165,3 @@ def _resolver(config: ClusterConfig) -> tf.distribute.cluster_resolver.ClusterRe
         num_accelerators={"GPU": len(tf.config.list_physical_devices("GPU"))},
         rpc_layer="grpc",
     )
-
-
-def _join(config: ClusterConfig, timeout: float) -> int:
-    """Meets the other processes before TensorFlow waits for them in silence; returns the job's global seed."""
-    preflight.require(config)
-    seed = context.global_seed()
-    everyone = meet(
-        config,
-        timeout=timeout,
-        info={
-            "same.tensorflow": tf.__version__,
-            "same.keras": keras.__version__,
-            "seed": random.SystemRandom().randrange(2**31) if seed is None else seed,
-        },
-    )
-    return everyone[0]["seed"]
