@@ -89,7 +89,7 @@ def main() -> None:
     model.fit(train, validation_data=test, epochs=options.epochs, shuffle=False)
 
     _, accuracy = model.evaluate(test, verbose=0)
-    # Every worker calls save, as Keras may need all of them for it; tfdist lets only the chief write the file.
+    # Every worker calls save; the chief writes the file.
     model.save(options.model_path or f"{options.dataset}.keras")
     print(f"test accuracy: {accuracy:.3f}")
 

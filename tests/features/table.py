@@ -110,6 +110,7 @@ simple(
     mlp(lambda: layers.Dense(8, "relu", kernel_regularizer="l2", kernel_constraint="max_norm")),
     rows(81),
 )
+simple("activity_regularizer", mlp(lambda: layers.Dense(8, "relu", activity_regularizer="l2")), rows(81))
 simple(
     "loss reduced by sum",
     lambda: mlp(loss=keras.losses.BinaryCrossentropy(reduction="sum"), optimizer=lambda: keras.optimizers.SGD(0.005))(),

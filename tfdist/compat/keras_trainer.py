@@ -9,6 +9,7 @@ import tensorflow as tf
 from tensorflow.python.distribute.values import PerReplicaSpec
 
 from tfdist.compat.patch import Patch
+from tfdist.strategies import guards
 from tfdist.strategies.data_parallel import DataParallel
 
 _MODULE = "keras.src.backend.tensorflow.trainer"
@@ -27,16 +28,23 @@ def _epoch_iterator(original: Callable) -> Callable:
 
 def _maybe_symbolic_build(original: Callable) -> Callable:
     def _maybe_symbolic_build(self: Any, iterator: Any = None, data_batch: Any = None) -> None:
-        if iterator is None or not isinstance(self._distribute_strategy, DataParallel):
+        strategy = self._distribute_strategy
+        if not isinstance(strategy, DataParallel):
             original(self, iterator=iterator, data_batch=data_batch)
             return
-        # Keras takes a batch from the iterator to learn its shapes: a generator has then lost its first one, a
-        # shuffled dataset begins with its second order, and of several workers' batches it cannot make one. The
-        # dataset's specification says the same.
-        dataset = iterator._distributed_dataset
-        specification = getattr(dataset, "global_element_spec", dataset.element_spec)
-        with self.distribute_strategy.scope():
-            self._symbolic_build(data_batch=tf.nest.map_structure(_of_one_replica, specification))
+        guards.check(strategy, self)
+        if iterator is None:
+            original(self, iterator=iterator, data_batch=data_batch)
+        else:
+            # Keras takes a batch from the iterator to learn its shapes: a generator has then lost its first one, a
+            # shuffled dataset begins with its second order, and of several workers' batches it cannot make one. The
+            # dataset's specification says the same.
+            dataset = iterator._distributed_dataset
+            specification = getattr(dataset, "global_element_spec", dataset.element_spec)
+            with strategy.scope():
+                self._symbolic_build(data_batch=tf.nest.map_structure(_of_one_replica, specification))
+        # Once more: Keras builds metrics, and shows their variables, only now.
+        guards.check(strategy, self)
 
     return _maybe_symbolic_build
 

@@ -50,6 +50,16 @@ class ChiefFiles:
                 return self._announce(os.fspath(path), write)
             return None if self._written_by_chief(os.fspath(path)) else write()
 
+    def catch_up(self, purpose: str) -> None:
+        """Waits until all processes are here; then nobody has heard less than the chief has announced.
+
+        The chief's callbacks save what the others' do not: announcements that nobody has asked for, and that must not
+        be taken for later ones.
+        """
+        announced = self._peers.gather("files", self._heard, purpose)[0]
+        self._heard = announced
+        self._announced.clear()
+
     def _announce(self, path: str, write: Callable[[], Any]) -> Any:
         self._heard += 1
         self._peers.tell(f"save/{self._heard}/path", path)

@@ -6,6 +6,7 @@ Subclasses of tf.distribute's strategies mix in `DataParallel`, their extended p
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +15,6 @@ import tensorflow as tf
 from tensorflow.python.distribute import distribute_utils, mirrored_run
 from tensorflow.python.distribute.values import DistributedValues, SyncOnReadVariable
 
-from tfdist.strategies import guards
 from tfdist.strategies.global_batches import GlobalBatch, GlobalBatchDataset, share_of
 from tfdist.strategies.gradients import WIRE_DTYPES, all_reduce_sum, scale
 from tfdist.strategies.keras_step import KerasStep, current_step, recognise
@@ -23,6 +23,9 @@ from tfdist.strategies.step_shadows import shadows
 from tfdist.strategies.updated_state import kept_where
 
 BATCH_NORM_MODES = ("global", "local")
+
+_GROUP_KEYS_PER_STRATEGY = 1000
+_strategies = itertools.count(1)
 
 
 class DataParallel:
@@ -39,6 +42,8 @@ class DataParallel:
                 f"Unknown batch_norm. Received: batch_norm={batch_norm!r}. Expected 'global' (statistics of the global "
                 "batch, as one process computes them) or 'local' (of each replica's rows; one collective a layer less)."
             )
+        # Collectives of different strategies need different keys; stock strategies begin at 0.
+        self._collective_key_base = _GROUP_KEYS_PER_STRATEGY * next(_strategies)
         self._wire_dtype = WIRE_DTYPES[communication]
         self._global_batch_norm = batch_norm == "global"
         self._keras_step: KerasStep | None = None
@@ -57,7 +62,6 @@ class DataParallel:
         step = recognise(fn)
         if step is None or self.num_replicas_in_sync == 1:
             return super().run(fn, _plain(args), kwargs, options)
-        guards.check(self, step)
         (batch,) = args
         if not isinstance(batch, GlobalBatch):
             if _is_distributed(batch):

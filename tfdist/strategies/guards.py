@@ -1,31 +1,30 @@
-"""Refuses, with the reason and the remedy, what cannot be right before a step of a Keras model is run."""
+"""Refuses, with the reason and the remedy, what cannot be right before Keras builds or runs a model."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import keras
 import tensorflow as tf
 from tensorflow.python.distribute.values import DistributedVariable
 
-from tfdist.strategies.keras_step import KerasStep
 from tfdist.strategies.step_shadows import optimizers_of
 
 
-def check(strategy: tf.distribute.Strategy, step: KerasStep) -> None:
-    """Checks the model, its optimizers and its metrics.
+def check(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
+    """Checks a compiled model, before it is built or after, with its optimizers and metrics.
 
     Raises:
         ValueError: if they cannot be trained under this strategy.
     """
-    if step.model is None:
+    if strategy.num_replicas_in_sync == 1:
         return
-    _check_jit(strategy, step.model)
-    if step.kind == "train":
-        for optimizer in optimizers_of(step.model):
-            _check_optimizer(strategy, optimizer)
-    for variable in step.model.metrics_variables:
+    _check_jit(strategy, model)
+    for optimizer in optimizers_of(model):
+        _check_optimizer(strategy, optimizer)
+    for variable in model.metrics_variables:
         _check_variable(strategy, variable, f"metric variable '{variable.path}'")
-    for variable in step.model.variables:
+    for variable in model.variables:
         _check_variable(strategy, variable, f"model variable '{variable.path}'")
 
 

@@ -27,14 +27,12 @@ class Job:
         peers: for messages to the other processes, once TensorFlow's servers run.
         files: who writes which file.
         seed: the chief's global seed; every process uses it.
-        strategies: how many strategies this process has built on it.
     """
 
     cluster: ClusterConfig
     peers: Peers
     files: ChiefFiles
     seed: int
-    strategies: int = 0
 
 
 _joined: Job | None = None
@@ -65,7 +63,6 @@ def join(cluster: ClusterConfig, start_timeout: float, peer_timeout: float) -> J
             f"Received: {cluster}. Expected: {_joined.cluster}, which this process has joined already. TensorFlow's "
             "server cannot be restarted: use one cluster in a process, or start another process."
         )
-    _joined.strategies += 1
     return _joined
 
 

@@ -19,8 +19,6 @@ from tfdist.strategies.data_parallel import DataParallel, DataParallelExtended
 from tfdist.strategies.job import join
 from tfdist.strategies.peers import Peers
 
-_GROUP_KEYS_PER_STRATEGY = 1000
-
 
 class _MultiWorkerExtended(DataParallelExtended, collective_strategy.CollectiveAllReduceExtended):
     """The part of `MultiWorkerMirroredStrategy` that `tf.distribute` calls."""
@@ -95,9 +93,6 @@ class MultiWorkerMirroredStrategy(DataParallel, tf.distribute.MultiWorkerMirrore
         self._configure_data_parallel(communication, batch_norm)
         config = _cluster_of(cluster, cluster_resolver)
         self._job = join(config, start_timeout, peer_timeout) if config.num_workers > 1 else None
-        if self._job:
-            # Each strategy of a process needs keys of its own for its collectives.
-            self._collective_key_base = _GROUP_KEYS_PER_STRATEGY * (self._job.strategies - 1)
         # The upstream initializer names its extended class; this does the rest of what it does.
         extended = _MultiWorkerExtended(
             self,

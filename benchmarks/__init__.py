@@ -1,0 +1,1 @@
+"""Measurements: each package answers one question, and `python -m benchmarks.<package>` asks it."""

@@ -1,0 +1,104 @@
+"""Measures tfdist and its peers in turns and prints the table."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from benchmarks.data_parallel import machine, table, trial
+from benchmarks.data_parallel.arguments import parse
+from benchmarks.data_parallel.measure import Summary
+from benchmarks.data_parallel.peers import Row, Trial, in_turns, make_rows, split_available
+from benchmarks.data_parallel.processes import TrialError
+from benchmarks.data_parallel.workload import Workload
+
+README = Path(__file__).with_name("README.md")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the benchmark; returns 1 if a trial failed."""
+    options = parse(arguments)
+    # As KeyboardInterrupt does: unwinds, so that the processes of the trial are ended.
+    signal.signal(signal.SIGTERM, _leave)
+    peers, reasons = split_available(options.peers)
+    for reason in reasons:
+        _say(reason)
+    try:
+        workloads = [_workload(options, model) for model in options.models]
+        rows = [row for workload in workloads for row in make_rows(peers, options.variants, workload)]
+    except ValueError as error:
+        _say(str(error))
+        return 2
+    setting = trial.Setting(options.cores, options.deadline, trial.make_environ(os.environ, dict(options.env)))
+    facts = machine.describe(options.cores)
+    runs = measure(rows, options.rounds, setting)
+    samples: dict[Trial, list[list[float]]] = {}
+    for run in runs:
+        samples.setdefault(run["trial"], []).extend([run["samples_ms"]] if "samples_ms" in run else [])
+    records = table.as_records(rows, samples)
+    report = f"{table.as_markdown(records)}\n\n{table.machine_line(facts, _terms(options))}"
+    print(report)
+    if options.json:
+        plain = [{**run, "trial": _plain(run["trial"])} for run in runs]
+        content = {"machine": facts, "env": dict(options.env), "rows": records, "runs": plain}
+        options.json.write_text(json.dumps(content, indent=1) + "\n")
+    if options.write_readme:
+        README.write_text(table.fill(README.read_text(), report))
+    return 1 if any("error" in run for run in runs) else 0
+
+
+def measure(rows: Sequence[Row], rounds: int, setting: trial.Setting) -> list[dict]:
+    """Runs all trials in turns; a trial that fails is reported and does not stop the others."""
+    runs = []
+    for number, this in in_turns(rows, rounds):
+        outcome: dict = {"round": number, "trial": this}
+        try:
+            outcome.update(trial.run(this, setting))
+            shown = f"{Summary.of([outcome['samples_ms']]).median:.2f} ms, loss {outcome['loss']:.3f}"
+        except TrialError as error:
+            outcome["error"] = str(error)
+            shown = f"failed: {error}"
+        _say(f"round {number + 1} of {rounds}, {_name(this)}: {shown}")
+        runs.append(outcome)
+    return runs
+
+
+def _workload(options: argparse.Namespace, model: str) -> Workload:
+    return Workload(model, 1, options.batch, options.warmup, options.windows, options.steps)
+
+
+def _terms(options: argparse.Namespace) -> str:
+    return (
+        f"Batch {options.batch} a process; medians of {options.rounds} x {options.windows} windows of "
+        f"{options.steps} steps, lowest and highest window in brackets."
+    )
+
+
+def _name(this: Trial) -> str:
+    workload = this.workload
+    parts = [workload.model, this.peer, f"{workload.processes} process{'es' if workload.processes > 1 else ''}"]
+    parts += [f"steps_per_execution={workload.steps_per_execution}"] if workload.steps_per_execution > 1 else []
+    return " ".join([*parts, *([workload.communication] if workload.communication else [])])
+
+
+def _plain(this: Trial) -> dict:
+    return {"peer": this.peer, **vars(this.workload)}
+
+
+def _say(text: str) -> None:
+    # To stderr: stdout is the table.
+    print(text, file=sys.stderr, flush=True)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

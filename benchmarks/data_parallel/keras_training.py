@@ -1,0 +1,75 @@
+"""The training that Keras 3 and tf_keras have in common; the module `keras` or `tf_keras` is an argument."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import tensorflow as tf
+
+from benchmarks.data_parallel.data import make_batch
+from benchmarks.data_parallel.measure import StepClock
+from benchmarks.data_parallel.models import LEARNING_RATE, MODELS, MOMENTUM, Conv, Dense, Flatten, Layer, Pool
+from benchmarks.data_parallel.workload import Workload
+
+
+def train(keras: Any, strategy: tf.distribute.Strategy | None, workload: Workload) -> tuple[StepClock, float, float]:
+    """Trains in one `fit`.
+
+    Args:
+        keras: `keras` or `tf_keras`.
+        strategy: the strategy, or None for a process on its own.
+        workload: what to train.
+
+    Returns:
+        The clock, which has seen all steps, the loss and the accuracy.
+    """
+    shape = MODELS[workload.model]
+    # What a user writes: one dataset of global batches, the same in every process. Making one costs nothing.
+    dataset = tf.data.Dataset.from_tensors(make_batch(shape, workload.global_batch)).repeat()
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
+    keras.utils.set_random_seed(1)
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        model = keras.Sequential([keras.Input(shape.input_shape), *(_layer(keras, layer) for layer in shape.layers)])
+        model.compile(
+            optimizer=keras.optimizers.SGD(LEARNING_RATE, momentum=MOMENTUM),
+            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+            steps_per_execution=workload.steps_per_execution,
+            jit_compile=False,
+        )
+    clock = StepClock(workload.warmup, workload.windows, workload.steps)
+    history = model.fit(
+        dataset.with_options(options),
+        steps_per_epoch=workload.total_steps,
+        shuffle=False,
+        verbose=0,
+        callbacks=[_timer(keras, clock)],
+    ).history
+    return clock, float(history["loss"][0]), float(history["accuracy"][0])
+
+
+def _layer(keras: Any, layer: Layer) -> Any:
+    match layer:
+        case Conv(filters, size):
+            return keras.layers.Conv2D(filters, size, activation="relu")
+        case Pool(size):
+            return keras.layers.MaxPooling2D(size)
+        case Flatten():
+            return keras.layers.Flatten()
+        case Dense(units, relu):
+            return keras.layers.Dense(units, activation="relu" if relu else None)
+
+
+def _timer(keras: Any, clock: StepClock) -> Any:
+    class Timer(keras.callbacks.Callback):
+        def __init__(self) -> None:
+            super().__init__()
+            # tf_keras would otherwise read loss and accuracy back after every step, which Keras 3 never does.
+            self._supports_tf_logs = True
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            clock.tick(batch + 1)
+
+    return Timer()

@@ -1,0 +1,111 @@
+"""The result as Markdown, and its place in the README."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from benchmarks.data_parallel.measure import Summary, efficiency, relative_time
+from benchmarks.data_parallel.models import MODELS, count_parameters
+from benchmarks.data_parallel.peers import Row, Trial
+
+BEGIN = "<!-- result -->"
+END = "<!-- /result -->"
+_HEADER = ("Framework", "1 process, ms", "2 processes, ms", "Efficiency", "Time / tfdist's")
+_MISSING = "failed"
+
+Samples = Mapping[Trial, Sequence[Sequence[float]]]
+
+
+def summaries(samples: Samples) -> dict[Trial, Summary]:
+    """A summary of every trial that succeeded in at least one round."""
+    return {trial: Summary.of(rounds) for trial, rounds in samples.items() if rounds}
+
+
+def as_records(rows: Sequence[Row], samples: Samples) -> list[dict]:
+    """The lines of the table as plain values; None where a trial failed.
+
+    A line whose model was not measured with tfdist and default settings has no relative time.
+    """
+    found = summaries(samples)
+    references = {
+        row.two.workload.model: found.get(row.two)
+        for row in reversed(rows)
+        if row.two.peer == "tfdist" and row.two.workload.steps_per_execution == 1 and not row.two.workload.communication
+    }
+    records = []
+    for row in rows:
+        model = row.two.workload.model
+        one, two, reference = found.get(row.one), found.get(row.two), references.get(model)
+        records.append(
+            {
+                "model": model,
+                "title": row.title,
+                "one": one and vars(one),
+                "two": two and vars(two),
+                "efficiency": efficiency(one, two) if one and two else None,
+                "relative_time": relative_time(two, reference) if two and reference else None,
+            }
+        )
+    return records
+
+
+def as_markdown(records: Sequence[Mapping]) -> str:
+    """One table for each model; a cell holds the median and, in brackets, the lowest and the highest sample."""
+    parts = []
+    for model in dict.fromkeys(record["model"] for record in records):
+        shape = MODELS[model]
+        lines = [_line(_HEADER), "|---|--:|--:|--:|--:|"]
+        lines += [_line(_cells(record)) for record in records if record["model"] == model]
+        parts.append(f"{shape.title}, {count_parameters(shape):,} parameters:\n\n" + "\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def machine_line(machine: Mapping, workload_text: str) -> str:
+    """One paragraph: what was measured and on what."""
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    cores = ", ".join(str(core) for core in machine["worker_cores"])
+    return (
+        f"{machine['cpu']}, {machine['usable_cores']} cores (workers on {cores}); {versions}. {workload_text} "
+        f"Load before: {machine['load_before']:.1f}."
+    )
+
+
+def fill(text: str, content: str) -> str:
+    """Replaces what stands between the two marks of a README.
+
+    Raises:
+        ValueError: if the text does not have each mark once, in order.
+
+    Example:
+        >>> fill("a <!-- result -->old<!-- /result --> z", "new")
+        'a <!-- result -->\\nnew\\n<!-- /result --> z'
+    """
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+        raise ValueError(
+            f"the README has {text.count(BEGIN)} {BEGIN} and {text.count(END)} {END}; expected one of each, in this "
+            "order. Put both marks where the result belongs."
+        )
+    head, _, rest = text.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    return f"{head}{BEGIN}\n{content}\n{END}{tail}"
+
+
+def _cells(record: Mapping) -> tuple[str, ...]:
+    share, relative = record["efficiency"], record["relative_time"]
+    return (
+        record["title"],
+        _milliseconds(record["one"]),
+        _milliseconds(record["two"]),
+        "" if share is None else f"{share:.0%}",
+        "" if relative is None else f"{relative:.2f}",
+    )
+
+
+def _milliseconds(summary: Mapping | None) -> str:
+    if summary is None:
+        return _MISSING
+    return f"{summary['median']:.2f} ({summary['lowest']:.2f}-{summary['highest']:.2f})"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"

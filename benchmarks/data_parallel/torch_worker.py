@@ -1,0 +1,114 @@
+"""A process of PyTorch: on its own, or a rank of DistributedDataParallel with gloo."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks.data_parallel import result
+from benchmarks.data_parallel.data import make_batch
+from benchmarks.data_parallel.measure import StepClock
+from benchmarks.data_parallel.models import (
+    LEARNING_RATE,
+    MODELS,
+    MOMENTUM,
+    Conv,
+    Dense,
+    Flatten,
+    Layer,
+    ModelShape,
+    Pool,
+    shape_after,
+)
+from benchmarks.data_parallel.workload import Workload
+
+
+def main(text: str, path: str) -> None:
+    """Trains the workload and writes the result."""
+    workload = Workload.from_json(text)
+    torch.set_num_threads(1)
+    if workload.processes == 1:
+        result.write(path, *_train(workload, rank=0))
+        return
+    dist.init_process_group("gloo")
+    try:
+        rank = dist.get_rank()
+        outcome = _train(workload, rank)
+        if rank == 0:
+            result.write(path, *outcome)
+        # Rank 0 serves the rendezvous: it must not leave before the others.
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def build(shape: ModelShape) -> nn.Sequential:
+    """The model; images have their channels first, as PyTorch expects them."""
+    modules: list[nn.Module] = []
+    size = shape.input_shape
+    for layer in shape.layers:
+        modules += _modules(layer, size)
+        size = shape_after(layer, size)
+    return nn.Sequential(*modules)
+
+
+def _modules(layer: Layer, size: tuple[int, ...]) -> list[nn.Module]:
+    match layer:
+        case Conv(filters, kernel):
+            return [_as_keras_starts(nn.Conv2d(size[-1], filters, kernel)), nn.ReLU()]
+        case Pool(kernel):
+            return [nn.MaxPool2d(kernel)]
+        case Flatten():
+            return [nn.Flatten()]
+        case Dense(units, relu):
+            return [_as_keras_starts(nn.Linear(size[-1], units)), *([nn.ReLU()] if relu else [])]
+
+
+def _as_keras_starts(module: nn.Conv2d | nn.Linear) -> nn.Module:
+    """Gives a layer the distribution of Keras' initial weights: the losses of all frameworks can be compared then."""
+    nn.init.xavier_uniform_(module.weight)
+    nn.init.zeros_(module.bias)
+    return module
+
+
+def _train(workload: Workload, rank: int) -> tuple[StepClock, float, float]:
+    shape = MODELS[workload.model]
+    examples, labels = (torch.from_numpy(part) for part in make_batch(shape, workload.global_batch))
+    own = slice(rank * workload.batch, (rank + 1) * workload.batch)
+    examples, labels = examples[own], labels[own].long()
+    if examples.ndim == 4:
+        examples = examples.permute(0, 3, 1, 2).contiguous()
+    torch.manual_seed(1)
+    model: nn.Module = build(shape)
+    if workload.processes > 1:
+        model = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE, momentum=MOMENTUM)
+    loss_function = nn.CrossEntropyLoss()
+    # Summed up on the device, as Keras' metrics are, and read once at the end.
+    loss_sum, correct = torch.zeros(()), torch.zeros((), dtype=torch.long)
+    clock = StepClock(workload.warmup, workload.windows, workload.steps)
+    for step in range(workload.total_steps):
+        optimizer.zero_grad()
+        logits = model(examples)
+        loss = loss_function(logits, labels)
+        loss.backward()
+        optimizer.step()
+        loss_sum += loss.detach()
+        correct += (logits.detach().argmax(1) == labels).sum()
+        clock.tick(step + 1)
+    rows = workload.batch * workload.total_steps
+    return clock, _mean(loss_sum / workload.total_steps), _mean(correct / rows)
+
+
+def _mean(value: torch.Tensor) -> float:
+    if dist.is_initialized():
+        dist.all_reduce(value)
+        value = value / dist.get_world_size()
+    return value.item()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

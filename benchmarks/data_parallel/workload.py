@@ -1,0 +1,73 @@
+"""What one trial trains, and for how long; it travels to the worker processes as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+from benchmarks.data_parallel.models import MODELS
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """Settings of one trial.
+
+    Attributes:
+        model: key of `MODELS`.
+        processes: number of worker processes.
+        batch: rows of each process in each step; the global batch has `batch * processes` rows.
+        warmup: steps before the first window.
+        windows: how many times are measured.
+        steps: steps of each window.
+        steps_per_execution: steps that Keras runs in one call.
+        communication: option of `tfdist.MultiWorkerMirroredStrategy`.
+
+    Raises:
+        ValueError: if the model is not known, a number is too low, or a window would begin or end inside of a call.
+    """
+
+    model: str
+    processes: int
+    batch: int = 64
+    warmup: int = 60
+    windows: int = 5
+    steps: int = 40
+    steps_per_execution: int = 1
+    communication: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.model not in MODELS:
+            raise ValueError(f"model {self.model!r}: expected one of {', '.join(MODELS)}. Choose one of these.")
+        for name in ("processes", "batch", "warmup", "windows", "steps", "steps_per_execution"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)}: expected at least 1. Give a higher number.")
+        for name in ("warmup", "steps"):
+            if getattr(self, name) % self.steps_per_execution:
+                raise ValueError(
+                    f"{name} {getattr(self, name)}: expected a multiple of {self.steps_per_execution}, the steps that "
+                    "one call runs. Choose a multiple, or leave out the variant that runs several steps in a call."
+                )
+
+    @property
+    def global_batch(self) -> int:
+        """Rows of all processes in each step."""
+        return self.batch * self.processes
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole training; a few more than are measured, so that the end of `fit` is not in a window."""
+        return self.warmup + self.windows * self.steps + self.steps_per_execution
+
+    def to_json(self) -> str:
+        """The text that `from_json` reads."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Workload:
+        """The workload that `to_json` has written.
+
+        Example:
+            >>> Workload.from_json(Workload("mlp", 2).to_json()).global_batch
+            128
+        """
+        return cls(**json.loads(text))

@@ -1,0 +1,272 @@
+"""What a strategy refuses, what it leaves alone, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import tfdist
+from tests.features.table import BATCH, batches, mlp, rows
+from tfdist.testing import train_and_observe
+
+
+def fit(model: keras.Model, n: int = 32, **arguments: object) -> None:
+    model.fit(*rows(n), batch_size=BATCH, verbose=0, **arguments)
+
+
+def refusal(model: keras.Model, method: str = "fit") -> str:
+    """The message with which a method is refused."""
+    with pytest.raises(ValueError) as error:
+        getattr(model, method)(*rows(32), batch_size=BATCH, verbose=0)
+    return str(error.value)
+
+
+class TestRefusals:
+    def test_jit_compile(self, mirrored):
+        with mirrored.scope():
+            model = mlp(jit_compile=True)()
+        message = refusal(model)
+        assert message.startswith("Received: compile(jit_compile=True) under a strategy with several replicas on CPU")
+        assert message.endswith("Expected: jit_compile=False or 'auto' (the default).")
+
+    def test_optimizer_created_outside(self, mirrored):
+        optimizer = keras.optimizers.SGD(name="mine")
+        with mirrored.scope():
+            model = mlp(optimizer=lambda: optimizer)()
+        message = refusal(model)
+        assert message.startswith("Received: optimizer 'mine', created outside of strategy.scope().")
+        assert "Expected: an optimizer created in this strategy's scope, `with strategy.scope(): optimizer = ...`" in (
+            message
+        )
+
+    def test_inner_optimizer_created_outside(self, mirrored):
+        inner = keras.optimizers.SGD(name="inner")
+        with mirrored.scope():
+            model = mlp(optimizer=lambda: keras.optimizers.LossScaleOptimizer(inner))()
+        assert refusal(model).startswith("Received: optimizer 'inner', created outside of strategy.scope().")
+
+    def test_second_optimizer_created_outside(self, mirrored):
+        with mirrored.scope():
+            model = mlp()()
+        model.other_optimizer = keras.optimizers.Adam(name="other")
+        assert refusal(model).startswith("Received: optimizer 'other', created outside of strategy.scope().")
+
+    def test_optimizer_created_outside_is_refused_by_evaluate_too(self, mirrored):
+        """Keras builds the optimizer there as well."""
+        optimizer = keras.optimizers.SGD(name="outside")
+        with mirrored.scope():
+            model = mlp(optimizer=lambda: optimizer)()
+        message = refusal(model, "evaluate")
+        assert message.startswith("Received: optimizer 'outside', created outside of strategy.scope().")
+
+    @pytest.mark.parametrize("method", ["fit", "evaluate"])
+    def test_metric_created_outside(self, mirrored, method):
+        metric = keras.metrics.MeanSquaredError(name="outside")
+        with mirrored.scope():
+            model = mlp(metrics=[metric])()
+        message = refusal(model, method)
+        assert "outside" in message.split(",")[0] and message.lower().startswith("received: metric")
+        assert "created outside of strategy.scope()" in message
+        assert "Expected: model, metrics and loss objects are created in this strategy's scope" in message
+
+    @pytest.mark.parametrize("method", ["fit", "evaluate"])
+    def test_layer_created_outside(self, mirrored, method):
+        layer = layers.Dense(16, name="outer")
+        layer.build((None, 16))
+        with mirrored.scope():
+            model = mlp(lambda: layer)()
+        message = refusal(model, method)
+        assert "outer/kernel" in message and "created outside of strategy.scope()" in message
+        assert message.endswith("`with strategy.scope(): ...`.")
+
+    def test_model_of_another_strategy(self, mirrored):
+        other = tfdist.MirroredStrategy()
+        with other.scope():
+            layer = layers.Dense(16, name="others")
+            layer.build((None, 16))
+        with mirrored.scope():
+            model = mlp(lambda: layer)()
+        assert "others/kernel', created in the scope of another MirroredStrategy" in refusal(model)
+
+    def test_float8(self, mirrored):
+        with mirrored.scope():
+            model = mlp(lambda: layers.Dense(16))()
+            model.layers[1].quantize("float8")
+        with pytest.raises(NotImplementedError) as error:
+            fit(model)
+        assert "is overwritten with its gradient (float8 scaling factors)" in str(error.value)
+        assert "Use the dtype policy 'mixed_bfloat16' or 'mixed_float16' instead." in str(error.value)
+
+    @pytest.mark.parametrize(
+        ("arguments", "words"),
+        [
+            ({"communication": "fp8"}, ["Received: communication='fp8'", "Expected one of [None, 'bf16']"]),
+            ({"batch_norm": "sync"}, ["Received: batch_norm='sync'", "Expected 'global'", "'local'"]),
+        ],
+    )
+    def test_unknown_values(self, arguments, words):
+        with pytest.raises(ValueError) as error:
+            tfdist.MirroredStrategy(**arguments)
+        for word in words:
+            assert word in str(error.value)
+
+    def test_batch_without_rows(self, mirrored):
+        with mirrored.scope():
+            model = mlp()()
+        with pytest.raises(ValueError, match=r"without rows cannot be split over replicas.*\.batch\(n\)"):
+            model.fit(tf.data.Dataset.from_tensors((1.0, 2.0)), verbose=0)
+
+
+class TestOwnTrainingLoop:
+    """A function that is not a Keras step keeps what `tf.distribute` documents."""
+
+    def train(self, strategy: tf.distribute.Strategy) -> tuple[list[float], list[np.ndarray]]:
+        with strategy.scope():
+            keras.utils.set_random_seed(3)
+            model = keras.Sequential([keras.Input((8,)), layers.Dense(4), layers.BatchNormalization(), layers.Dense(1)])
+            optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+            optimizer.build(model.trainable_variables)
+
+        @tf.function
+        def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(tf.square(model(x, training=True) - y)) / BATCH
+            gradients = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply(gradients, model.trainable_variables)
+            return loss
+
+        losses = []
+        for x, y in strategy.experimental_distribute_dataset(batches(*rows(96))):
+            losses.append(float(strategy.reduce("SUM", strategy.run(step, (x, y)), axis=None)))
+        return losses, model.get_weights()
+
+    def test_equals_stock_mirrored_strategy(self, mirrored):
+        expected, received = self.train(tf.distribute.MirroredStrategy()), self.train(mirrored)
+        np.testing.assert_allclose(received[0], expected[0], rtol=1e-6)
+        for a, b in zip(expected[1], received[1], strict=True):
+            np.testing.assert_allclose(b, a, atol=1e-6)
+
+    def test_elements_are_plain_rows_in_order(self, mirrored):
+        dataset = mirrored.experimental_distribute_dataset(tf.data.Dataset.range(20).batch(8))
+        seen = [[x.numpy().tolist() for x in mirrored.experimental_local_results(batch)] for batch in dataset]
+        assert seen == [[[0, 1, 2, 3], [4, 5, 6, 7]], [[8, 9, 10, 11], [12, 13, 14, 15]], [[16, 17], [18, 19]]]
+
+    def test_missing_rows_are_not_made_up(self, mirrored):
+        dataset = mirrored.experimental_distribute_dataset(tf.data.Dataset.range(9).batch(8))
+        *_, last = [[x.numpy().tolist() for x in mirrored.experimental_local_results(batch)] for batch in dataset]
+        assert last == [[8], []]
+
+    def test_structure_of_elements_is_the_users(self, mirrored):
+        dataset = tf.data.Dataset.from_tensor_slices({"x": [1, 2], "y": [3, 4]}).batch(2)
+        (element,) = list(mirrored.experimental_distribute_dataset(dataset))
+        assert sorted(element) == ["x", "y"]
+        assert [int(x[0]) for x in mirrored.experimental_local_results(element["y"])] == [3, 4]
+
+    def test_values_of_functions_are_per_replica(self, mirrored):
+        result = mirrored.run(lambda: tf.distribute.get_replica_context().replica_id_in_sync_group)
+        assert [int(x) for x in mirrored.experimental_local_results(result)] == [0, 1]
+
+
+class TestOptions:
+    def trained(self, strategy: tf.distribute.Strategy, build: object, **arguments: object) -> dict[str, np.ndarray]:
+        seen = train_and_observe(strategy, build, rows(96), batch_size=BATCH, epochs=1, **arguments)
+        return {name.split(" (")[0]: value for name, value in seen.items()}
+
+    def test_bf16_is_within_its_bound_and_not_exact(self, mirrored):
+        """One step of plain SGD: the update is the gradient, rounded once a cast and once an addition."""
+        narrow = tfdist.MirroredStrategy(communication="bf16")
+        x, y = rows(BATCH)
+
+        def update(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
+            with strategy.scope():
+                keras.utils.set_random_seed(7)
+                model = mlp(optimizer=lambda: keras.optimizers.SGD(1.0))()
+            before = model.get_weights()
+            model.fit(x, y, batch_size=BATCH, verbose=0)
+            return [a - b for a, b in zip(before, model.get_weights(), strict=True)]
+
+        exact, rounded = update(mirrored), update(narrow)
+        gaps = [np.abs(a - b) for a, b in zip(exact, rounded, strict=True)]
+        assert max(gap.max() for gap in gaps) > 1e-6, "nothing was rounded"
+        # Parts of opposite signs cancel: the bound is relative to the parts, which are no larger than the largest.
+        bound = 3 * 2.0**-8 * max(np.abs(a).max() for a in exact)
+        assert max(gap.max() for gap in gaps) <= bound
+
+    def test_bf16_does_not_touch_moving_statistics(self, mirrored):
+        """They are kept from step to step: rounding them would add up."""
+        build = mlp(layers.BatchNormalization, optimizer=lambda: keras.optimizers.SGD(0.0))
+        exact = self.trained(tfdist.MirroredStrategy(), build)
+        rounded = self.trained(tfdist.MirroredStrategy(communication="bf16"), build)
+        for name, value in exact.items():
+            np.testing.assert_allclose(rounded[name], value, atol=1e-6, err_msg=name)
+
+    def test_local_batch_norm(self, mirrored):
+        local = tfdist.MirroredStrategy(batch_norm="local")
+        x, y = rows(BATCH)
+
+        def build() -> keras.Model:
+            model = keras.Sequential([keras.Input((8,)), layers.BatchNormalization(momentum=0.5), layers.Dense(1)])
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+            return model
+
+        models = []
+        for strategy in (tf.distribute.get_strategy(), local):
+            with strategy.scope():
+                keras.utils.set_random_seed(7)
+                models.append(build())
+            models[-1].fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+        one, model = models
+        norm = model.layers[0]
+        halves = x[: BATCH // 2], x[BATCH // 2 :]
+        mean = 0.5 * np.mean([half.mean(0) for half in halves], 0)
+        variance = 0.5 + 0.5 * np.mean([half.var(0) for half in halves], 0)
+        np.testing.assert_allclose(norm.moving_mean, mean, atol=1e-6)
+        np.testing.assert_allclose(norm.moving_variance, variance, atol=1e-6)
+        for variable in (norm.moving_mean, norm.moving_variance):
+            first, second = (np.asarray(value) for value in local.experimental_local_results(variable.value))
+            assert (first == second).all()
+        assert np.abs(one.layers[0].moving_variance - norm.moving_variance).max() > 1e-3
+        assert np.abs(one.get_weights()[-2] - model.get_weights()[-2]).max() > 1e-4
+
+
+class TestNothingStays:
+    def everything(self, model: keras.Model) -> list[object]:
+        generators = [g for layer in model._flatten_layers() for g in getattr(layer, "_seed_generators", [])]
+        return [model, model.optimizer, *model._flatten_layers(), *model.metrics, *generators]
+
+    @pytest.mark.parametrize("fails", [False, True])
+    def test_no_shadow_after_fit(self, mirrored, fails):
+        with mirrored.scope():
+            model = mlp(layers.BatchNormalization, lambda: layers.Dropout(0.5), jit_compile=False)()
+        before = {id(owner): set(vars(owner)) for owner in self.everything(model)}
+        if fails:
+            original, model.compute_loss = model.compute_loss, lambda *_, **__: 1 / 0
+            with pytest.raises(ZeroDivisionError):
+                fit(model)
+            model.compute_loss = original
+        else:
+            fit(model)
+            model.evaluate(*rows(32), verbose=0)
+        shadows = {"apply", "scale_loss", "_all_reduce_sum_gradients", "_moments", "next", "update_state"}
+        for owner in self.everything(model):
+            assert not shadows & set(vars(owner)), owner
+            added = {
+                name
+                for name in set(vars(owner)) - before.get(id(owner), set(vars(owner)))
+                if callable(vars(owner)[name])
+            }
+            assert not added & shadows, (owner, added)
+        assert mirrored._keras_step is None
+        assert mirrored._keras_asks_for_data is False
+
+    def test_model_trains_alone_afterwards(self, mirrored):
+        """The functions of tfdist that remain in Keras do nothing without a tfdist strategy."""
+        expected = train_and_observe(tf.distribute.get_strategy(), mlp(), rows(81), batch_size=BATCH)
+        with mirrored.scope():
+            fit(mlp()(), 81)
+        again = train_and_observe(tf.distribute.get_strategy(), mlp(), rows(81), batch_size=BATCH)
+        for (name, a), b in zip(expected.items(), again.values(), strict=True):
+            np.testing.assert_array_equal(a, b, err_msg=name)

@@ -1,0 +1,38 @@
+"""What importing tfdist loads: no TensorFlow until a strategy is asked for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("tensorflow", "keras", "numpy")
+
+
+def loaded_by(statement: str) -> list[str]:
+    """Which heavy modules a fresh interpreter has after a statement."""
+    code = f"import sys\n{statement}\nprint(*(m for m in {HEAVY!r} if m in sys.modules))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.split()
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import tfdist",
+        "import tfdist.cluster",
+        "import tfdist.launch.command",
+        "import tfdist; tfdist.discover(); tfdist.ClusterConfig; tfdist.ClusterError; dir(tfdist)",
+        "import tfdist.cluster.preflight, tfdist.cluster.roll_call, tfdist.cluster.ports",
+        "import tfdist.testing; dir(tfdist.testing)",
+        "from tfdist.testing import run_local",
+    ],
+)
+def test_no_tensorflow(statement):
+    assert loaded_by(statement) == []
+
+
+def test_a_strategy_loads_tensorflow():
+    assert loaded_by("import tfdist; tfdist.MirroredStrategy") == list(HEAVY)

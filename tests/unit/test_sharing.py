@@ -1,0 +1,122 @@
+"""Which rows belong to which replica."""
+
+from __future__ import annotations
+
+import pytest
+
+tf = pytest.importorskip("tensorflow")
+
+from tfdist.strategies.global_batches import rows_of_worker, share_of  # noqa: E402
+from tfdist.strategies.sharing import count_rows, cut_rows, is_batched, share, static_rows, take_share  # noqa: E402
+
+
+@pytest.mark.parametrize("pieces", range(1, 9))
+@pytest.mark.parametrize("rows", [*range(0, 20), 96, 97, 1000])
+def test_shares_are_a_partition_in_order(rows, pieces):
+    shares = [share(rows, pieces, piece) for piece in range(pieces)]
+    assert [begin for begin, _ in shares] == [sum(size for _, size in shares[:i]) for i in range(pieces)]
+    sizes = [size for _, size in shares]
+    assert sum(sizes) == rows
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3, 10, 97])
+def test_tensors_and_ints_agree(rows):
+    for pieces in (1, 2, 4, 5):
+        for piece in range(pieces):
+            begin, size = share(tf.constant(rows), pieces, piece)
+            assert (int(begin), int(size)) == share(rows, pieces, piece)
+            assert begin.dtype == size.dtype == tf.int32
+
+
+@pytest.mark.parametrize("static", [True, False])
+@pytest.mark.parametrize(("rows", "pieces"), [(10, 4), (3, 4), (1, 2), (8, 4), (7, 2)])
+def test_take_share_of_nested_batches(rows, pieces, static):
+    dense = tf.range(rows)
+    batch = {"a": dense[:, None] * tf.constant([1, 10]), "b": (dense, tf.constant(5.0), None)}
+
+    def all_shares(batch: dict) -> list:
+        return [take_share(batch, pieces, piece) for piece in range(pieces)]
+
+    if static:
+        shares = all_shares(batch)
+    else:
+        rank_only = tf.TensorSpec([None, 2], tf.int32), tf.TensorSpec([None], tf.int32)
+        traced = tf.function(
+            lambda a, b: all_shares({"a": a, "b": (b, tf.constant(5.0), None)}), input_signature=rank_only
+        )
+        shares = traced(batch["a"], dense)
+    seen = []
+    for piece, (data, counted) in enumerate(shares):
+        begin, size = share(rows, pieces, piece)
+        assert int(counted) == size
+        expected = list(range(begin, begin + size)) or [0]
+        assert data["b"][0].numpy().tolist() == expected
+        assert data["a"].numpy().tolist() == [[row, 10 * row] for row in expected]
+        assert float(data["b"][1]) == 5.0
+        assert data["b"][2] is None
+        seen += expected[: int(counted)]
+    assert seen == list(range(rows))
+
+
+def test_no_rows_at_all():
+    data, counted = take_share(tf.zeros((0, 3)), 2, 0)
+    assert (tuple(data.shape), counted) == ((0, 3), 0)
+
+
+def test_ragged_and_sparse_rows():
+    ragged = tf.RaggedTensor.from_row_lengths(tf.range(10), [1, 2, 3, 4])
+    sparse = tf.sparse.from_dense([[1, 0, 2], [0, 0, 0], [3, 0, 0]])
+    assert cut_rows(ragged, 1, 2).to_list() == [[1, 2], [3, 4, 5]]
+    assert tf.sparse.to_dense(cut_rows(sparse, 1, 2)).numpy().tolist() == [[0, 0, 0], [3, 0, 0]]
+    assert (int(count_rows(ragged)), int(count_rows(sparse))) == (4, 3)
+    (first, one), (second, two) = (take_share(ragged, 3, piece) for piece in (0, 2))
+    assert (first.to_list(), int(one)) == ([[0], [1, 2]], 2)
+    assert (second.to_list(), int(two)) == ([[6, 7, 8, 9]], 1)
+
+
+def test_what_has_rows():
+    optional = tf.experimental.Optional.from_value(tf.zeros(3))
+    assert [is_batched(leaf) for leaf in (tf.zeros(3), tf.zeros(()), None, optional)] == [True, False, False, False]
+    assert static_rows((tf.zeros(()), tf.zeros((7, 2)))) == 7
+    assert static_rows((None, tf.zeros(()))) is None
+    assert int(count_rows((tf.zeros(()), tf.zeros((7, 2))))) == 7
+
+
+def test_a_batch_without_rows_is_an_error():
+    with pytest.raises(ValueError, match=r"without rows cannot be split over replicas\. Received: .*\.batch\(n\)"):
+        count_rows((tf.constant(1.0), None))
+
+
+@pytest.mark.parametrize("count", [True, False])
+@pytest.mark.parametrize(("workers", "replicas"), [(1, 1), (2, 1), (1, 2), (2, 2), (3, 2)])
+def test_order_of_rows_over_workers_and_replicas(workers, replicas, count):
+    """Replica `k` of worker `w` has piece `k * workers + w`, of every global batch."""
+    batches = [list(range(0, 6)), list(range(6, 12)), [12]]
+    dataset = tf.data.Dataset.range(13).batch(6)
+    pieces = workers * replicas
+    for worker in range(workers):
+        elements = list(rows_of_worker(dataset, workers, worker, replicas, count))
+        assert len(elements) == len(batches) * replicas
+        for i, element in enumerate(elements):
+            whole, replica = batches[i // replicas], i % replicas
+            begin, size = share(len(whole), pieces, replica * workers + worker)
+            expected = whole[begin : begin + size]
+            if not count:
+                assert element.numpy().tolist() == expected
+                continue
+            assert (int(element.rows), int(element.global_rows)) == (size, len(whole))
+            assert element.data.numpy().tolist() == (expected or whole[:1])
+
+
+def test_tuples_stay_tuples():
+    dataset = tf.data.Dataset.from_tensor_slices((tf.range(4), tf.range(4) * 10)).batch(4)
+    (element,) = rows_of_worker(dataset, 2, 1, 1)
+    assert [part.numpy().tolist() for part in element] == [[2, 3], [20, 30]]
+
+
+def test_shapes_stay_static_where_the_batch_divides():
+    spec = rows_of_worker(tf.data.Dataset.range(16).batch(8, drop_remainder=True), 2, 0, 2, count=True).element_spec
+    assert spec.data.shape == [2]
+    assert share_of(tf.zeros((8, 3)), 4, 1).data.shape == [2, 3]
