@@ -10,7 +10,6 @@ import os
 import sys
 import tempfile
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import numpy as np
 import pytest
 from keras import layers
 
+from tests.cluster.attempt import attempt, found_on
 from tests.features.table import mlp, rows
 from tfdist.testing import run_local
 
@@ -27,10 +27,6 @@ pytestmark = pytest.mark.cluster
 _DEADLINE = 200
 HAS_TENSORBOARD = importlib.util.find_spec("tensorboard") is not None
 FORMATS = ("model.keras", "only.weights.h5", "model.h5", "export")
-
-
-class Failure(str):
-    """A traceback in place of a result."""
 
 
 class Writes:
@@ -264,12 +260,8 @@ def everything(folder_name: str) -> dict:
     seen: dict = {"pid": os.getpid(), "timings": {}}
 
     def note(name: str, function: object, *arguments: object) -> None:
-        print("check:", name, flush=True)
         before, began = len(writes.paths), time.monotonic()
-        try:
-            seen[name] = function(*arguments)
-        except Exception:
-            seen[name] = Failure(traceback.format_exc())
+        seen[name] = attempt(name, function, *arguments)
         seen["timings"][name] = time.monotonic() - began
         seen[f"{name} writes"] = writes.paths[before:]
 
@@ -323,10 +315,7 @@ def results() -> list[dict]:
 
 
 def check(rank: int, name: str) -> Any:
-    """What one check found on one rank."""
-    found = results()[rank][name]
-    assert not isinstance(found, Failure), f"rank {rank}: {found}"
-    return found
+    return found_on(results(), rank, name)
 
 
 @pytest.fixture(params=[0, 1], ids=["chief", "other"])

@@ -6,7 +6,6 @@ Every process sets another seed here, as scripts do that add the rank to it.
 from __future__ import annotations
 
 import functools
-import traceback
 from typing import Any
 
 import keras
@@ -14,65 +13,14 @@ import numpy as np
 import pytest
 from keras import layers
 
+from tests.cluster.attempt import attempt, found_on
+from tests.cluster.counting import EPOCHS, ROWS, SIZE, masks_of_rows, one_hot_rows, times_seen
 from tests.features.table import BATCH, mlp, rows
 from tfdist.testing import run_local
 
 pytestmark = pytest.mark.cluster
 
 _DEADLINE = 150
-_ROWS, _SIZE, _EPOCHS = 48, 8, 3
-
-
-class Failure(str):
-    """A traceback in place of a result."""
-
-
-class Seen(layers.Layer):
-    """One weight a row of the data; its gradient is the number of times that the row was seen."""
-
-    def build(self, shape: tuple) -> None:
-        self.seen = self.add_weight(shape=(shape[-1], 1), initializer="zeros", name="seen")
-
-    def call(self, x: Any) -> Any:
-        return keras.ops.matmul(x, self.seen)
-
-
-class Masks(layers.Layer):
-    """One weight a row and feature; its gradient is the Dropout mask that the row got."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dropout = layers.Dropout(0.5)
-
-    def build(self, shape: tuple) -> None:
-        self.masks = self.add_weight(shape=(shape[-1], 64), initializer="zeros", name="masks")
-
-    def call(self, x: Any, training: bool = False) -> Any:
-        own = keras.ops.matmul(x, self.masks)
-        return keras.ops.sum(own * self.dropout(keras.ops.ones_like(own), training=training), -1, keepdims=True)
-
-
-def reading(strategy: Any, layer: type, columns: int, learning_rate: float) -> keras.Model:
-    """A model whose weights are minus what its layer has counted: the loss is the output itself."""
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((columns,)), layer()])
-        model.compile(keras.optimizers.SGD(learning_rate), lambda y_true, y_pred: y_pred)
-    return model
-
-
-def times_seen(strategy: Any, make_data: Any, **arguments: object) -> list[float]:
-    """How often `fit` has seen each row."""
-    model = reading(strategy, Seen, _ROWS, float(_SIZE))
-    model.fit(*make_data(), epochs=_EPOCHS, verbose=0, **arguments)
-    return (-model.get_weights()[0][:, 0]).tolist()
-
-
-def masks_of_rows(strategy: Any, n: int) -> np.ndarray:
-    """The Dropout masks that `n` rows got in one step."""
-    keras.utils.set_random_seed(5)
-    model = reading(strategy, Masks, n, float(n))
-    model.fit(np.eye(n, dtype="float32"), np.zeros((n, 1)), batch_size=n, shuffle=False, verbose=0)
-    return -model.get_weights()[0]
 
 
 def dropout_and_norm() -> keras.Model:
@@ -116,26 +64,19 @@ def everything() -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def note(name: str, function: Any, *arguments: Any, seed: int | None = 200 + rank, **more: Any) -> None:
-        print("check:", name, flush=True)
         if seed is not None:
             keras.utils.set_random_seed(seed)
-        try:
-            found[name] = function(*arguments, **more)
-        except Exception:
-            found[name] = Failure(traceback.format_exc())
+        found[name] = attempt(name, function, *arguments, **more)
 
-    def arrays() -> tuple:
-        return np.eye(_ROWS, dtype="float32"), np.zeros((_ROWS, 1))
-
-    def dataset() -> tuple:
-        return (tf.data.Dataset.from_tensor_slices(arrays()).shuffle(_ROWS).batch(_SIZE),)
+    def seen_in_dataset() -> list[float]:
+        return times_seen(strategy, tf.data.Dataset.from_tensor_slices(one_hot_rows()).shuffle(ROWS).batch(SIZE))
 
     note("seed before the strategy", shuffled_weights, strategy, seed=None)
     note("seed before the strategy, one process", shuffled_weights, one, seed=100)
     note("seed after the strategy", shuffled_weights, strategy)
     note("seed after the strategy, one process", shuffled_weights, one, seed=200)
-    note("numpy arrays", times_seen, strategy, arrays, batch_size=_SIZE, shuffle=True)
-    note("tf.data", times_seen, strategy, dataset)
+    note("numpy arrays", times_seen, strategy, *one_hot_rows(), batch_size=SIZE, shuffle=True)
+    note("tf.data", seen_in_dataset)
     note("masks", masks_of_rows, strategy, 8)
     note("masks, one process", masks_of_rows, one, 2)
     note("global", state_after_training, strategy)
@@ -149,10 +90,7 @@ def results() -> list[dict[str, Any]]:
 
 
 def check(rank: int, name: str) -> Any:
-    """What one check found on one rank."""
-    found = results()[rank][name]
-    assert not isinstance(found, Failure), f"rank {rank}: {found}"
-    return found
+    return found_on(results(), rank, name)
 
 
 @pytest.mark.timeout(_DEADLINE + 30)
@@ -172,7 +110,7 @@ class TestRandomness:
     @pytest.mark.parametrize("data", ["numpy arrays", "tf.data"])
     def test_every_row_is_seen_once_an_epoch(self, data):
         for rank in range(2):
-            assert check(rank, data) == [_EPOCHS] * _ROWS, f"rank {rank}"
+            assert check(rank, data) == [EPOCHS] * ROWS, f"rank {rank}"
 
     def test_dropout_masks_differ_between_replicas(self):
         masks = check(0, "masks")

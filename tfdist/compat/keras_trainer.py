@@ -6,11 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
+from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from tensorflow.python.distribute.values import PerReplicaSpec
 
 from tfdist.compat.patch import Patch
 from tfdist.strategies import guards
 from tfdist.strategies.data_parallel import DataParallel
+from tfdist.strategies.global_batches import GlobalBatchDataset
 
 _MODULE = "keras.src.backend.tensorflow.trainer"
 
@@ -22,6 +24,11 @@ def _epoch_iterator(original: Callable) -> Callable:
             return
         with distribute_strategy.keras_input():
             original(self, distribute_strategy, *args, **kwargs)
+        dataset = self._distributed_dataset
+        if isinstance(dataset, GlobalBatchDataset) and isinstance(self.data_adapter, TFDatasetAdapter):
+            # Keras counts the steps of an epoch here; a worker's own shards have more of them than the user's dataset.
+            self.data_adapter._dataset = dataset.source
+            self._num_batches = self.data_adapter.num_batches
 
     return __init__
 
@@ -40,7 +47,7 @@ def _maybe_symbolic_build(original: Callable) -> Callable:
             # shuffled dataset begins with its second order, and of several workers' batches it cannot make one. The
             # dataset's specification says the same.
             dataset = iterator._distributed_dataset
-            specification = getattr(dataset, "global_element_spec", dataset.element_spec)
+            specification = getattr(dataset, "source", dataset).element_spec
             with strategy.scope():
                 self._symbolic_build(data_batch=tf.nest.map_structure(_of_one_replica, specification))
         # Once more: Keras builds metrics, and shows their variables, only now.

@@ -113,11 +113,12 @@ class DataParallelExtended:
         return variable
 
     def _experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any) -> Any:
+        policies = tf.data.experimental.AutoShardPolicy
         policy = dataset.options().experimental_distribute.auto_shard_policy
-        own_shards = (tf.data.experimental.AutoShardPolicy.OFF, tf.data.experimental.AutoShardPolicy.FILE)
-        if policy in own_shards:
+        for_keras = self._container_strategy()._keras_asks_for_data
+        if policy == policies.FILE or (policy == policies.OFF and not for_keras):
             return super()._experimental_distribute_dataset(dataset, options)
-        return GlobalBatchDataset(dataset, self, options, count=self._container_strategy()._keras_asks_for_data)
+        return GlobalBatchDataset(dataset, self, options, count=for_keras, own=policy == policies.OFF)
 
     def _input_position(self) -> tuple[int, int]:
         """Returns `(number of workers, index of this worker)`."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import tensorflow as tf
+from tensorflow.python.data.experimental.ops import distribute
 from tensorflow.python.distribute import input_lib
 
 from tfdist.strategies.sharing import count_rows, cut_rows, share, take_share
@@ -22,7 +23,7 @@ class GlobalBatch(NamedTuple):
     Attributes:
         data: the replica's rows.
         rows: how many of them count; 0 if a row stands in for none (int32 scalar).
-        global_rows: number of rows of the whole batch (int32 scalar).
+        global_rows: number of rows of the whole batch (int32 scalar); `None` if only the workers together know.
     """
 
     data: Any
@@ -30,14 +31,14 @@ class GlobalBatch(NamedTuple):
     global_rows: Any
 
 
-def share_of(batch: Any, pieces: int, piece: int) -> GlobalBatch:
-    """Returns one of `pieces` shares of a batch."""
+def share_of(batch: Any, pieces: int, piece: int, whole: bool = True) -> GlobalBatch:
+    """Returns one of `pieces` shares of a batch, which is the global batch unless not `whole`."""
     data, rows = take_share(batch, pieces, piece)
-    return GlobalBatch(data, tf.convert_to_tensor(rows), count_rows(batch))
+    return GlobalBatch(data, tf.convert_to_tensor(rows), count_rows(batch) if whole else None)
 
 
 def rows_of_worker(
-    dataset: tf.data.Dataset, num_workers: int, worker: int, replicas: int, count: bool = False
+    dataset: tf.data.Dataset, num_workers: int, worker: int, replicas: int, count: bool = False, own: bool = False
 ) -> tf.data.Dataset:
     """Cuts each global batch of `dataset` into this worker's pieces, one element per local replica.
 
@@ -47,6 +48,7 @@ def rows_of_worker(
         worker: index of this worker.
         replicas: number of replicas on this worker.
         count: whether elements are `GlobalBatch`es. Plain elements have no stand-ins: they may have no rows.
+        own: whether the batches are this worker's only, so that nobody knows here how many rows the step has.
 
     Returns:
         A dataset with `replicas` elements for each element of `dataset`. Local replica `k` of worker `w` gets piece
@@ -58,7 +60,7 @@ def rows_of_worker(
         batch = components if is_tuple else components[0]
         piece = replica * num_workers + worker
         if count:
-            return share_of(batch, num_workers * replicas, piece)
+            return share_of(batch, num_workers * replicas, piece, whole=not own)
         begin, size = share(count_rows(batch), num_workers * replicas, piece)
         return cut_rows(batch, begin, size)
 
@@ -132,6 +134,18 @@ _HOST_INPUT = tf.distribute.InputOptions(
 )
 
 
+def _shrink_batches(dataset: tf.data.Dataset, workers: int) -> tf.data.Dataset:
+    """Makes batches of one worker's size of batches of the global size, as `tf.distribute` does with own shards."""
+    size = int(distribute.compute_batch_size(dataset))
+    if size < 0 or size % workers:
+        raise ValueError(
+            f"Received: AutoShardPolicy.OFF and batches of {size if size > 0 else 'unknown'} size for {workers} "
+            f"workers. Expected: a dataset that ends in `.batch(n)`, with n, the global batch size, a multiple of "
+            f"{workers}: each worker takes n / {workers} rows of its own dataset in every step."
+        )
+    return dataset.rebatch(size // workers)
+
+
 def _is_one_cpu(devices: tuple[str, ...]) -> bool:
     return len(devices) == 1 and "CPU" in devices[0]
 
@@ -139,16 +153,25 @@ def _is_one_cpu(devices: tuple[str, ...]) -> bool:
 class GlobalBatchDataset(input_lib.DistributedDatasetsFromFunction):
     """What `experimental_distribute_dataset` of a tfdist strategy returns.
 
+    Args:
+        dataset: a dataset of global batches, the same on every worker; or, with `own`, of this worker's rows.
+        extended: the strategy's extended part.
+        options: the user's `tf.distribute.InputOptions`.
+        count: whether elements are `GlobalBatch`es.
+        own: whether each worker has rows of its own (`AutoShardPolicy.OFF`).
+
     Attributes:
-        global_element_spec: element spec of the user's dataset, whose batches are global.
+        source: the dataset with one element for each step.
     """
 
-    def __init__(self, dataset: tf.data.Dataset, extended: Any, options: Any = None, *, count: bool = False):
-        self.global_element_spec = dataset.element_spec
+    def __init__(
+        self, dataset: tf.data.Dataset, extended: Any, options: Any = None, *, count: bool = False, own: bool = False
+    ):
         workers, worker = extended._input_position()
         replicas = len(extended.worker_devices)
+        self.source = dataset = _shrink_batches(dataset, workers) if own else dataset
         if workers * replicas > 1:
-            dataset = rows_of_worker(dataset, workers, worker, replicas, count)
+            dataset = rows_of_worker(dataset, 1 if own else workers, 0 if own else worker, replicas, count, own)
         super().__init__(
             input_workers=extended._input_workers_with_options(options),
             strategy=extended._container_strategy(),

@@ -55,16 +55,17 @@ class KerasStep:
         """
         context = tf.distribute.get_replica_context()
         fixed = static_rows(data)
-        may_stand_in = rows is not None and (fixed is None or fixed <= 1)
+        rows = count_rows(data) if rows is None else rows
+        may_be_empty = fixed is None or fixed <= 1
         if global_rows is None and fixed:
             # A user's own distributed dataset with a fixed batch size on every replica.
             weight = tf.constant(1.0 / context.num_replicas_in_sync)
         else:
-            rows = count_rows(data) if rows is None else rows
             if global_rows is None:
-                global_rows = context.all_reduce(tf.distribute.ReduceOp.SUM, rows)
+                # A tensor made here, as tf.distribute wants one that has a device.
+                global_rows = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.identity(rows))
             weight = tf.cast(rows / tf.maximum(global_rows, 1), tf.float32)
-        self._shares[local_replica()] = rows, weight, may_stand_in
+        self._shares[local_replica()] = rows, weight, may_be_empty
 
     @property
     def weight(self) -> tf.Tensor:
@@ -74,8 +75,8 @@ class KerasStep:
     @property
     def counts(self) -> tf.Tensor | None:
         """Whether the current replica has rows of its own, a boolean scalar; `None` if it certainly has."""
-        rows, _, may_stand_in = self._shares[local_replica()]
-        return rows > 0 if may_stand_in else None
+        rows, _, may_be_empty = self._shares[local_replica()]
+        return rows > 0 if may_be_empty else None
 
 
 def recognise(function: Callable) -> KerasStep | None:

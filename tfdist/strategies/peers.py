@@ -18,6 +18,17 @@ from tensorflow.python.eager import context
 _log = logging.getLogger("tfdist")
 _POLL_SECONDS = 10.0
 
+_SHARD_REMEDY = (
+    "If the dataset is already cut for this process (`dataset.shard`), remove the cut, or set "
+    "`options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF`."
+)
+_REMEDIES = {
+    "number of batches": _SHARD_REMEDY,
+    "components of a batch": _SHARD_REMEDY,
+    "seeds of its shuffling": "Pass a seed (`dataset.shuffle(n, seed=1)`), or give `keras.utils.set_random_seed` the "
+    "same seed on every process, and build the dataset after the strategy.",
+}
+
 
 class PeerTimeout(TimeoutError):
     """Another process of the job did not get where this one waits for it."""
@@ -94,20 +105,28 @@ class Peers:
         """Compares this process' dataset with the others'.
 
         Raises:
-            ValueError: on every process, if they differ in the number of batches or in the components of a batch.
+            ValueError: on every process, if they differ in size, structure or the seeds of their shuffling.
         """
-        own = [int(dataset.cardinality()), str(dataset.element_spec)]
+        own = {
+            "number of batches": int(dataset.cardinality()),
+            "components of a batch": str(dataset.element_spec),
+            "seeds of its shuffling": _seeds(dataset),
+        }
         everyone = self.gather("dataset", own, "pass its dataset to fit, evaluate or predict")
-        for what, index in (("number of batches", 0), ("components of a batch", 1)):
-            values = [value[index] for value in everyone]
-            if len(set(map(str, values))) > 1:
+        for what in own:
+            values = [value[what] for value in everyone]
+            if any(value != values[0] for value in values):
                 listing = "; ".join(f"{name}: {value}" for name, value in zip(self.names, values, strict=True))
                 raise ValueError(
                     f"The processes have different datasets. Received: {what}: {listing}. Expected: the same dataset "
-                    "of global batches on every process; tfdist gives each its rows. If the dataset is already cut "
-                    "for this process (`dataset.shard`), remove the cut, or set "
-                    "`options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF`."
+                    f"of global batches on every process; tfdist gives each its rows. {_REMEDIES[what]}"
                 )
+
+
+def _seeds(dataset: tf.data.Dataset) -> list[list[int]]:
+    """Seeds of all random transformations in a pipeline; tf.data fixes them when the pipeline is built."""
+    own = [[int(dataset._seed), int(dataset._seed2)]] if hasattr(dataset, "_seed2") else []
+    return own + [seeds for source in dataset._inputs() for seeds in _seeds(source)]
 
 
 def _generator_state() -> list:

@@ -89,6 +89,13 @@ def _next_of_replica(original: Callable) -> Callable:
     return next_seed
 
 
+def _zero_unless(counts: tf.Tensor, value: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tf.IndexedSlices:
+    # What a model makes of no rows may be NaN, which no weight turns into 0. A branch costs less than a pass over it.
+    if isinstance(value, tf.IndexedSlices):
+        return tf.IndexedSlices(_zero_unless(counts, value.values), value.indices, value.dense_shape)
+    return tf.cond(counts, lambda: value, lambda: tf.zeros_like(value))
+
+
 def _shadow_optimizer(stack: contextlib.ExitStack, step: KerasStep, optimizer: Any, wire_dtype: Any) -> None:
     original_scale, original_apply = optimizer.scale_loss, optimizer.apply
 
@@ -119,6 +126,8 @@ def _global_gradients(step: KerasStep, grads: list, variables: list, wire_dtype:
     values = [grads[i] for i in present]
     if local_replica() not in step.loss_is_weighted:
         values = [scale(v, step.weight) for v in values]
+    if step.counts is not None:
+        values = [_zero_unless(step.counts, v) for v in values]
     state = updated_state.updated(updated_state.candidates(step.model), local_replica())
     state_values = [scale(tf.convert_to_tensor(v), step.weight) for v in state]
     if wire_dtype is None:

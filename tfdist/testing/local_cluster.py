@@ -78,10 +78,10 @@ def run_local(
         jobs = {"worker": [f"127.0.0.1:{port}" for port in ports.ports]}
         processes = [_start(root, ClusterConfig(jobs, "worker", rank), rank, env or {}) for rank in range(workers)]
         try:
-            late = _wait(processes, timeout)
+            codes = _wait(processes, timeout)
         finally:
             _kill(processes)
-        return _collect(root, processes, late, timeout)
+        return _collect(root, codes, timeout)
 
 
 def _start(root: Path, config: ClusterConfig, rank: int, env: Mapping[str, str]) -> subprocess.Popen:
@@ -98,18 +98,16 @@ def _start(root: Path, config: ClusterConfig, rank: int, env: Mapping[str, str])
         )
 
 
-def _wait(processes: list[subprocess.Popen], timeout: float) -> list[int]:
-    """Waits until all have ended, one has failed, or time is up; returns the ranks that ran out of time."""
+def _wait(processes: list[subprocess.Popen], timeout: float) -> list[int | None]:
+    """Waits until all have ended, one has failed, or time is up; returns the exit codes, `None` for who still runs."""
     deadline = time.monotonic() + timeout
-    while any(p.poll() is None for p in processes):
-        if any(p.returncode not in (0, None) for p in processes):
+    while None in (codes := [p.poll() for p in processes]) and time.monotonic() < deadline:
+        if any(codes):
             # The others fail as a consequence, with messages of their own if they get a moment.
             time.sleep(1.0)
-            return []
-        if time.monotonic() > deadline:
-            return [rank for rank, p in enumerate(processes) if p.returncode is None]
+            break
         time.sleep(0.02)
-    return []
+    return codes
 
 
 def _kill(processes: list[subprocess.Popen]) -> None:
@@ -119,10 +117,11 @@ def _kill(processes: list[subprocess.Popen]) -> None:
         process.wait()
 
 
-def _collect(root: Path, processes: list[subprocess.Popen], late: list[int], timeout: float) -> list[Any]:
+def _collect(root: Path, codes: list[int | None], timeout: float) -> list[Any]:
+    """Returns the results by rank, or blames whoever raised first, or died first, or did not end."""
     results: dict[int, Any] = {}
     errors: dict[int, tuple[float, BaseException | None]] = {}
-    for rank in range(len(processes)):
+    for rank in range(len(codes)):
         path = root / f"result-{rank}"
         if path.exists():
             moment, succeeded, value = pickle.loads(path.read_bytes())
@@ -130,18 +129,20 @@ def _collect(root: Path, processes: list[subprocess.Popen], late: list[int], tim
                 results[rank] = value
             else:
                 errors[rank] = (moment, value)
-    if len(results) == len(processes):
-        return [results[rank] for rank in range(len(processes))]
+    if len(results) == len(codes):
+        return [results[rank] for rank in range(len(codes))]
     raised = sorted(errors, key=lambda rank: errors[rank][0])
-    died = [r for r, p in enumerate(processes) if r not in results and r not in errors and r not in late]
-    blamed = raised or [r for r in died if processes[r].returncode != -signal.SIGKILL] or died or late
-    lines = [f"Rank {blamed[0]} of {len(processes)} " + ("did not end" if blamed == late else "failed") + "."]
-    if late:
+    died = [rank for rank, code in enumerate(codes) if code and rank not in errors]
+    late = [rank for rank, code in enumerate(codes) if code is None and rank not in errors]
+    # A process that died without an exception was there first: the others' exceptions are about its absence.
+    blamed = died or raised or late
+    lines = [f"Rank {blamed[0]} of {len(codes)} " + ("did not end." if blamed == late else "failed.")]
+    if blamed == late:
         lines.append(f"Ranks {late} had not ended after {timeout:.0f} s and were killed.")
-    for rank, process in enumerate(processes):
+    for rank, code in enumerate(codes):
         log = (root / f"log-{rank}").read_text(errors="replace").splitlines()[-_LAST_LINES:]
-        lines += [f"--- rank {rank}, exit code {process.returncode}, last lines:", *log]
+        state = "killed" if code is None else f"exit code {code}"
+        lines += [f"--- rank {rank}, {state}, last lines:", *log]
     cause = errors[raised[0]][1] if raised else None
-    raise LocalRunError(
-        "\n".join(lines), [*blamed, *(r for r in [*raised, *died, *late] if r not in blamed)]
-    ) from cause
+    ranks = [*blamed, *(rank for rank in (*died, *raised, *late) if rank not in blamed)]
+    raise LocalRunError("\n".join(lines), ranks) from cause

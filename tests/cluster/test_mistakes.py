@@ -1,0 +1,183 @@
+"""What users get wrong with several processes: an error in time, on every process, that names who and says what to do."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import time
+from typing import Any
+
+import pytest
+
+from tests.cluster.attempt import attempt, error_of, found_on
+from tests.cluster.counting import ROWS
+from tfdist.testing import run_local
+
+pytestmark = pytest.mark.cluster
+
+_DEADLINE = 120
+
+
+def wrong_data() -> dict[str, Any]:
+    """Runs on every process: datasets that differ, shards of the user's own, a rank that does not come to `fit`."""
+    import tensorflow as tf
+
+    import tfdist
+    from tests.cluster.counting import SIZE, one_hot_rows, times_seen
+    from tests.features.table import batches, mlp, rows
+
+    found: dict[str, Any] = {}
+    for name, value in (("communication", "fp8"), ("batch_norm", "sync")):
+        found[name] = error_of(tfdist.MultiWorkerMirroredStrategy, **{name: value})
+    strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout=60, peer_timeout=5)
+    rank = strategy.peers.rank
+    found["names"] = strategy.peers.names
+    with strategy.scope():
+        model = mlp()()
+    found["cardinality"] = error_of(model.fit, batches(*rows(96 - 32 * rank)), verbose=0)
+    x, y = rows(96)
+    found["components"] = error_of(model.evaluate, batches(x, y) if rank == 0 else batches(x, (y, y)), verbose=0)
+    found["dtype"] = error_of(model.fit, batches(x if rank == 0 else x.astype("float64"), y), verbose=0)
+    found["fit after the errors"] = attempt("fit", lambda: model.fit(x, y, batch_size=16, verbose=0).history)
+
+    def own_shards() -> list[float]:
+        options = tf.data.Options()
+        options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+        dataset = tf.data.Dataset.from_tensor_slices(one_hot_rows()).shard(2, rank).batch(SIZE)
+        return times_seen(strategy, dataset.with_options(options))
+
+    found["own shards"] = attempt("own shards", own_shards)
+    began = time.monotonic()
+    if rank == 0:
+        found["absent from fit"] = error_of(model.fit, x, y, batch_size=16, verbose=0)
+        found["absent from fit, seconds"] = time.monotonic() - began
+    else:
+        time.sleep(9)
+    return found
+
+
+def wrong_start() -> dict[str, Any]:
+    """Runs on every process: everything that goes wrong before training."""
+    import tensorflow as tf
+
+    import tfdist
+
+    found: dict[str, Any] = {}
+    build = functools.partial(tfdist.MultiWorkerMirroredStrategy, start_timeout=15)
+    cluster = tfdist.discover()
+    rank = cluster.rank
+    found["last place"] = cluster.jobs["worker"][1]
+
+    os.environ["TF_USE_LEGACY_KERAS"] = "1"
+    found["legacy Keras"] = error_of(build)
+    del os.environ["TF_USE_LEGACY_KERAS"]
+
+    original = {name: os.environ[name] for name in ("TF_CONFIG", "TFDIST_CLUSTER")}
+    if rank == 1:
+        for name, text in original.items():
+            config = json.loads(text)
+            config["cluster"]["worker"].append("127.0.0.1:1")
+            os.environ[name] = json.dumps(config)
+    found["different clusters"] = error_of(build)
+    os.environ.update(original)
+
+    began = time.monotonic()
+    if rank == 0:
+        found["absent from the start"] = error_of(tfdist.MultiWorkerMirroredStrategy, start_timeout=3)
+        found["absent from the start, seconds"] = time.monotonic() - began
+
+    tf.zeros(1)
+    found["initialised"] = error_of(build)
+    return found
+
+
+@functools.cache
+def data_results() -> list[dict[str, Any]]:
+    return run_local(wrong_data, timeout=_DEADLINE)
+
+
+@functools.cache
+def start_results() -> list[dict[str, Any]]:
+    return run_local(wrong_start, timeout=_DEADLINE)
+
+
+def assert_error(found: tuple[str, str], kind: str, *words: str) -> None:
+    name, message = found
+    assert name == kind, message
+    for word in words:
+        assert word in message
+
+
+@pytest.fixture(params=[0, 1], ids=["chief", "other"])
+def rank(request) -> int:
+    return request.param
+
+
+@pytest.mark.timeout(_DEADLINE + 30)
+class TestData:
+    def test_other_number_of_batches(self, rank):
+        names = data_results()[rank]["names"]
+        assert names[0].startswith("worker 0 (127.0.0.1:") and names[1].startswith("worker 1 (127.0.0.1:")
+        words = f"Received: number of batches: {names[0]}: 6; {names[1]}: 4."
+        assert_error(data_results()[rank]["cardinality"], "ValueError", words, "Expected: the same dataset", "OFF")
+
+    @pytest.mark.parametrize("what", ["components", "dtype"])
+    def test_other_components(self, rank, what):
+        names = data_results()[rank]["names"]
+        words = [f"Received: components of a batch: {names[0]}: (TensorSpec(", f"; {names[1]}: (TensorSpec("]
+        assert_error(data_results()[rank][what], "ValueError", *words, "Expected: the same dataset of global batches")
+
+    def test_errors_leave_no_trace(self, rank):
+        histories = [found_on(data_results(), each, "fit after the errors") for each in (0, 1)]
+        assert histories[0] == histories[1]
+        assert len(histories[rank]["loss"]) == 1
+
+    def test_shards_of_the_users_own(self, rank):
+        seen = found_on(data_results(), rank, "own shards")
+        assert len(seen) == ROWS and min(seen) > 0, (
+            f"these rows were never seen: {[i for i in range(ROWS) if not seen[i]]}"
+        )
+        assert len(set(seen)) == 1, f"some rows count more than others: {seen}"
+
+    def test_a_rank_that_does_not_come_to_fit(self):
+        chief = data_results()[0]
+        waiting, absent = chief["names"]
+        words = [f"{waiting} waited 5 s for {absent} to start fit, evaluate or predict, and it did not."]
+        words += ["Expected: every process makes the same calls", "Look for code that only one rank runs"]
+        assert_error(chief["absent from fit"], "PeerTimeout", *words)
+        assert 4.5 < chief["absent from fit, seconds"] < 8.0
+
+    def test_unknown_values(self, rank):
+        found = data_results()[rank]
+        assert_error(found["communication"], "ValueError", "communication='fp8'", "Expected one of [None, 'bf16']")
+        assert_error(found["batch_norm"], "ValueError", "batch_norm='sync'", "Expected 'global'", "or 'local'")
+
+
+@pytest.mark.timeout(_DEADLINE + 30)
+class TestStart:
+    def test_legacy_keras(self, rank):
+        words = ["TF_USE_LEGACY_KERAS=1 selects Keras 2", "unset it to use Keras 3"]
+        assert_error(start_results()[rank]["legacy Keras"], "ClusterError", *words)
+
+    def test_different_clusters(self, rank):
+        assert_error(start_results()[rank]["different clusters"], "ClusterError", "worker 0", "worker 1", "127.0.0.1:1")
+
+    def test_a_rank_that_does_not_start(self):
+        chief = start_results()[0]
+        assert_error(chief["absent from the start"], "RollCallTimeout", "worker 1", chief["last place"])
+        assert "worker 0" not in chief["absent from the start"][1]
+        assert 2.5 < chief["absent from the start, seconds"] < 6.0
+
+    def test_timeout_is_a_cluster_error(self):
+        import tfdist
+        from tfdist.cluster.roll_call import RollCallTimeout
+
+        assert issubclass(RollCallTimeout, tfdist.ClusterError)
+
+    def test_tensorflow_already_initialised(self, rank):
+        words = ["TensorFlow is already initialised", "Collective ops must be configured at program startup"]
+        found = start_results()[rank]["initialised"]
+        assert_error(
+            found, "ClusterError", *words, "create the strategy before any other TensorFlow or Keras operation"
+        )

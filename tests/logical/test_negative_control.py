@@ -1,0 +1,127 @@
+"""The comparison with one process must fail when a strategy is wrong: each test here breaks one thing."""
+
+from __future__ import annotations
+
+import keras
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import tfdist
+from tests.features.table import BATCH, FEATURES, batches, mlp, rows
+from tfdist.strategies import global_batches, keras_step, step_shadows
+from tfdist.testing import assert_transparent
+
+
+def assert_noticed(strategy: tf.distribute.Strategy, *names: str, build: object = None, **arguments: object) -> None:
+    """Asserts that the comparison fails, and names what differs."""
+    arguments = {"data": rows(), "batch_size": BATCH, **arguments}
+    with pytest.raises(AssertionError) as error:
+        assert_transparent(strategy, build or mlp(), **arguments)
+    message = str(error.value)
+    assert message.startswith(f"{type(strategy).__name__} with 2 replicas does not equal one process."), message
+    for name in names:
+        assert f"\n  {name}" in message, message
+
+
+def test_gradients_that_are_not_reduced(mirrored, monkeypatch):
+    monkeypatch.setattr(step_shadows, "all_reduce_sum", lambda values, wire_dtype=None: list(values))
+    assert_noticed(mirrored, "weight 0", "history 0 (loss)", "predict 0")
+
+
+def test_gradients_that_are_added_without_weights(mirrored, monkeypatch):
+    monkeypatch.setattr(keras_step.KerasStep, "weight", property(lambda step: tf.constant(1.0)))
+    assert_noticed(mirrored, "weight 0")
+
+
+class TestEqualWeights:
+    """Every replica counts the same, whatever its number of rows."""
+
+    @pytest.fixture(autouse=True)
+    def equal_weights(self, monkeypatch):
+        monkeypatch.setattr(keras_step.KerasStep, "weight", property(lambda step: tf.constant(0.5)))
+
+    @pytest.mark.parametrize("n", [81, 83])
+    def test_noticed_where_the_last_batch_does_not_divide(self, mirrored, n):
+        assert_noticed(mirrored, "weight 0", data=rows(n))
+
+    def test_right_where_all_batches_divide(self, mirrored):
+        gaps = assert_transparent(mirrored, mlp(), rows(96), batch_size=BATCH)
+        assert max(gaps.values()) < 1e-5
+
+
+def test_stand_in_rows_that_count(mirrored, monkeypatch):
+    """81 rows: the second replica has none of the last batch's single row."""
+    original = global_batches.share_of
+
+    def share_of(batch: object, pieces: int, piece: int) -> global_batches.GlobalBatch:
+        part = original(batch, pieces, piece)
+        return part._replace(rows=tf.maximum(part.rows, 1))
+
+    monkeypatch.setattr(global_batches, "share_of", share_of)
+    assert_noticed(mirrored, "weight 0", "history 0 (loss)", data=rows(81))
+
+
+def test_batch_norm_of_each_replicas_rows(mirrored):
+    local = tfdist.MirroredStrategy(batch_norm="local")
+    build = mlp(layers.BatchNormalization)
+    assert_noticed(local, "weight 0", "predict 0", build=build)
+    gaps = assert_transparent(mirrored, build, rows(), batch_size=BATCH)
+    assert max(gaps.values()) < 1e-5
+
+
+def test_moving_statistics_that_are_not_averaged(mirrored, monkeypatch):
+    """Only this: weights do not depend on them, what `predict` returns does."""
+    monkeypatch.setattr(step_shadows.updated_state, "updated", lambda variables, replica: [])
+    monkeypatch.setattr(step_shadows, "global_moments", lambda layer: layer._moments)
+    assert_noticed(mirrored, "weight", "predict 0", build=mlp(layers.BatchNormalization))
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        pytest.param(lambda data: data.skip(1), id="first batch dropped"),
+        pytest.param(lambda data: data.take(5), id="last batch dropped"),
+        pytest.param(lambda data: data.skip(1).concatenate(data.take(1)), id="other order"),
+        pytest.param(lambda data: data.map(lambda x, y: (x[:-1], y[:-1])), id="one row of each batch dropped"),
+        pytest.param(lambda data: data.unbatch().batch(BATCH // 2), id="other batch size"),
+    ],
+)
+def test_data_that_is_not_the_users(mirrored, monkeypatch, broken):
+    original = global_batches.rows_of_worker
+    monkeypatch.setattr(global_batches, "rows_of_worker", lambda data, *arguments: original(broken(data), *arguments))
+    assert_noticed(mirrored, "weight 0", data=lambda: batches(*rows()), batch_size=None)
+
+
+def test_metrics_of_one_replica(mirrored, monkeypatch):
+    """A metric that adds nothing up on the second replica."""
+    original = keras.metrics.MeanMetricWrapper.update_state
+
+    def update_state(
+        self: keras.metrics.Metric, y_true: object, y_pred: object, sample_weight: object = None
+    ) -> object:
+        context = tf.distribute.get_replica_context()
+        if context is not None and context.num_replicas_in_sync > 1 and keras_step.local_replica() == 1:
+            y_true, y_pred = y_true[:0], y_pred[:0]
+        return original(self, y_true, y_pred, sample_weight)
+
+    monkeypatch.setattr(keras.metrics.MeanMetricWrapper, "update_state", update_state)
+    assert_noticed(mirrored, "history 1 (accuracy)")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "BatchNormalization",
+        "last batch uneven (90 rows)",
+        "last batch of one row (81 rows)",
+        "Python generator (no batch is lost)",
+        "gradient_accumulation_steps",
+        "train_on_batch, test_on_batch, predict_on_batch",
+    ],
+)
+def test_stock_strategy(mirrored, name):
+    """What `tf.distribute.MirroredStrategy` does not do, and what the table would say about it."""
+    with pytest.raises(Exception):  # noqa: B017 (wrong results, or any of several errors)
+        FEATURES[name](tf.distribute.MirroredStrategy())
+    FEATURES[name](mirrored)

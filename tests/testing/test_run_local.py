@@ -1,0 +1,246 @@
+"""`run_local`: results by rank, exceptions, deadlines and deaths, and no process that outlives it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import uuid
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tfdist.testing import LocalRunError, run_local
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(90)]
+
+MARK = "RUN_LOCAL_TEST_MARK"
+
+
+@pytest.fixture
+def mark() -> str:
+    """A mark in the environment of all processes of the test, this one not included."""
+    return uuid.uuid4().hex
+
+
+def marked(mark: str) -> list[int]:
+    """The living processes that carry a mark."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and f"{MARK}={mark}".encode() in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def assert_nothing_is_left(mark: str) -> None:
+    end = time.monotonic() + 2.0
+    while marked(mark):
+        assert time.monotonic() < end, f"processes {marked(mark)} are still there"
+        time.sleep(0.02)
+
+
+def rank() -> int:
+    import tfdist
+
+    return tfdist.discover().rank
+
+
+def test_returns_by_rank(mark):
+    secret = "of the closure"
+
+    def function(text: str) -> tuple:
+        import sys
+
+        return rank(), text, secret, os.environ["MORE"], "tensorflow" in sys.modules
+
+    results = run_local(function, 3, args=("argument",), env={"MORE": "yes", MARK: mark}, timeout=30)
+    assert results == [(i, "argument", secret, "yes", False) for i in range(3)]
+    assert_nothing_is_left(mark)
+
+
+def test_cluster_is_described_in_the_environment():
+    def function() -> tuple:
+        import json
+
+        cluster = json.loads(os.environ["TF_CONFIG"])
+        return len(cluster["cluster"]["worker"]), cluster["task"]
+
+    results = run_local(function, timeout=30)
+    assert results == [(2, {"type": "worker", "index": i}) for i in range(2)]
+
+
+def test_logical_devices():
+    def function() -> int:
+        import tensorflow as tf
+
+        return len(tf.config.list_logical_devices("CPU"))
+
+    assert run_local(function, 1, devices_per_worker=3, timeout=60) == [3]
+
+
+def test_an_exception_comes_back_as_the_cause(mark):
+    class OwnError(Exception):
+        pass
+
+    def function() -> None:
+        if rank() == 1:
+            print("just before")
+            raise OwnError("of rank 1", 42)
+        time.sleep(60)
+
+    began = time.monotonic()
+    with pytest.raises(LocalRunError) as error:
+        run_local(function, env={MARK: mark}, timeout=20)
+    assert time.monotonic() - began < 15
+    # The class travels by value: it is equal in all but identity.
+    assert type(error.value.__cause__).__name__ == "OwnError"
+    assert error.value.__cause__.args == ("of rank 1", 42)
+    assert error.value.ranks[0] == 1
+    message = str(error.value)
+    assert message.startswith("Rank 1 of 2 failed.\n")
+    assert "--- rank 1, exit code 1, last lines:\njust before\nTraceback" in message
+    assert "OwnError: ('of rank 1', 42)" in message
+    assert_nothing_is_left(mark)
+
+
+def test_the_first_exception_is_the_cause():
+    def function() -> None:
+        time.sleep(0.6 * (1 - rank()))
+        raise ValueError(f"rank {rank()}")
+
+    with pytest.raises(LocalRunError, match=r"^Rank 1 of 2 failed\.") as error:
+        run_local(function, timeout=30)
+    assert str(error.value.__cause__) == "rank 1"
+    assert error.value.ranks == (1, 0)
+
+
+def test_a_result_that_cannot_be_pickled():
+    def function() -> object:
+        import threading
+
+        return threading.Lock()
+
+    with pytest.raises(LocalRunError) as error:
+        run_local(function, 1, timeout=30)
+    assert "could not be pickled" in str(error.value.__cause__)
+
+
+def test_deadline(mark):
+    def function() -> None:
+        import subprocess
+        import sys
+
+        if rank() == 0:
+            return
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print("child", subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]).pid)
+        time.sleep(60)
+
+    began = time.monotonic()
+    with pytest.raises(LocalRunError) as error:
+        run_local(function, env={MARK: mark}, timeout=4)
+    assert 3.5 < time.monotonic() - began < 12
+    assert str(error.value).startswith(
+        "Rank 1 of 2 did not end.\nRanks [1] had not ended after 4 s and were killed.\n--- rank 0, exit code 0"
+    )
+    assert "--- rank 1, killed, last lines:\nchild " in str(error.value)
+    assert error.value.ranks == (1,)
+    assert error.value.__cause__ is None
+    assert_nothing_is_left(mark)
+
+
+def test_a_process_that_is_killed_is_blamed(mark):
+    def function() -> None:
+        if rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+
+    with pytest.raises(LocalRunError) as error:
+        run_local(function, env={MARK: mark}, timeout=20)
+    assert str(error.value).startswith("Rank 1 of 2 failed.\n")
+    assert "--- rank 1, exit code -9, last lines:" in str(error.value)
+    assert error.value.ranks[0] == 1
+    assert_nothing_is_left(mark)
+
+
+def test_a_process_that_exits_without_a_result_is_blamed():
+    def function() -> None:
+        if rank() == 1:
+            os._exit(7)
+        time.sleep(60)
+
+    with pytest.raises(LocalRunError, match=r"^Rank 1 of 2 failed\.\n(.*\n)*--- rank 1, exit code 7, last lines:"):
+        run_local(function, timeout=20)
+
+
+def test_an_interrupt_leaves_no_process(mark):
+    """Ctrl-C while the function runs."""
+
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 2.0)
+        with pytest.raises(KeyboardInterrupt):
+            run_local(lambda: time.sleep(60), env={MARK: mark}, timeout=50)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    assert_nothing_is_left(mark)
+
+
+class TestDifferences:
+    def test_largest_by_name(self):
+        from tfdist.testing import differences
+
+        expected = {"a": np.array([1.0, 2.0]), "b": np.array(3.0), "gone": np.zeros(1), "shape": np.zeros(2)}
+        received = {"a": np.array([1.5, 1.0]), "b": np.array(np.nan), "new": np.zeros(1), "shape": np.zeros(3)}
+        inf = float("inf")
+        assert differences(expected, received) == {"a": 1.0, "b": inf, "gone": inf, "new": inf, "shape": inf}
+
+    def test_equal_infinities_do_not_count_as_equal(self):
+        from tfdist.testing import differences
+
+        assert differences({"a": np.array(np.inf)}, {"a": np.array(np.inf)}) == {"a": float("inf")}
+
+
+def transparency() -> tuple[dict, str]:
+    """What `assert_transparent` returns for a right strategy, and its message for a model that is not."""
+    import keras
+    import tensorflow as tf
+
+    from tests.features.table import mlp, rows
+    from tfdist.testing import assert_transparent
+
+    one = tf.distribute.get_strategy()
+    gaps = assert_transparent(one, mlp(), rows(32), batch_size=16)
+    calls = []
+
+    def drifting() -> keras.Model:
+        calls.append(None)
+        return mlp(optimizer=lambda: keras.optimizers.SGD(0.1 * len(calls)))()
+
+    try:
+        assert_transparent(lambda: one, drifting, rows(32), batch_size=16)
+    except AssertionError as error:
+        return gaps, str(error)
+    return gaps, "no error"
+
+
+def test_assert_transparent():
+    ((gaps, message),) = run_local(transparency, 1, timeout=60)
+    assert set(gaps.values()) == {0.0}
+    assert {"history 0", "evaluate 0", "predict 0", "weight 0", "optimizer iterations"} <= set(gaps)
+    first, *listing = message.splitlines()
+    assert first == (
+        "_DefaultDistributionStrategy with 1 replicas does not equal one process. "
+        "Largest absolute differences (tolerance 1e-05):"
+    )
+    sizes = [float(line.rpartition(": ")[2]) for line in listing]
+    assert sizes == sorted(sizes, reverse=True) and min(sizes) > 1e-5
+    assert any(line.startswith("  weight 0 (") and "kernel" in line for line in listing)
