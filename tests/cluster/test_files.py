@@ -213,9 +213,9 @@ def tensorboard(strategy: object, folder: Path) -> dict[str, list[str]]:
 def interrupted(strategy: object, folder: Path) -> dict:
     """Crashes in the second epoch and starts again; returns the epochs of the second run and the final weights."""
     arguments = {"batch_size": 16, "epochs": 3, "shuffle": False, "verbose": 0}
-    for attempt in range(2):
+    for is_second in (False, True):
         model = built(strategy)
-        stop = [] if attempt else [Interrupt()]
+        stop = [] if is_second else [Interrupt()]
         try:
             history = model.fit(*rows(96), **arguments, callbacks=[keras.callbacks.BackupAndRestore(folder), *stop])
         except InterruptedError:

@@ -1,4 +1,4 @@
-"""What users get wrong with several processes: an error in time, on every process, that names who and says what to do."""
+"""What users get wrong with several processes: an error in time, on every process, with a name and a remedy."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from keras import layers
 
-from tests.cluster.attempt import attempt, found_on
+from tests.cluster.attempt import attempt, error_of, found_on
 from tests.cluster.counting import EPOCHS, ROWS, SIZE, masks_of_rows, one_hot_rows, times_seen
 from tests.features.table import BATCH, mlp, rows
 from tfdist.testing import run_local
@@ -68,15 +68,19 @@ def everything() -> dict[str, Any]:
             keras.utils.set_random_seed(seed)
         found[name] = attempt(name, function, *arguments, **more)
 
-    def seen_in_dataset() -> list[float]:
-        return times_seen(strategy, tf.data.Dataset.from_tensor_slices(one_hot_rows()).shuffle(ROWS).batch(SIZE))
+    def dataset(seed: int | None = None) -> tf.data.Dataset:
+        return tf.data.Dataset.from_tensor_slices(one_hot_rows()).shuffle(ROWS, seed=seed).batch(SIZE)
 
     note("seed before the strategy", shuffled_weights, strategy, seed=None)
     note("seed before the strategy, one process", shuffled_weights, one, seed=100)
     note("seed after the strategy", shuffled_weights, strategy)
     note("seed after the strategy, one process", shuffled_weights, one, seed=200)
     note("numpy arrays", times_seen, strategy, *one_hot_rows(), batch_size=SIZE, shuffle=True)
-    note("tf.data", seen_in_dataset)
+    note("tf.data", lambda: times_seen(strategy, dataset()), seed=9)
+    note("tf.data with a seed", lambda: times_seen(strategy, dataset(seed=1)), seed=9)
+    note("unlike seeds", lambda: error_of(times_seen, strategy, dataset()))
+    # TensorFlow mixes the seed of a shuffle with that of the process.
+    note("unlike seeds, one in the dataset", lambda: error_of(times_seen, strategy, dataset(seed=1)))
     note("masks", masks_of_rows, strategy, 8)
     note("masks, one process", masks_of_rows, one, 2)
     note("global", state_after_training, strategy)
@@ -107,10 +111,21 @@ class TestRandomness:
             for a, b in zip(expected[count:], received[count:], strict=True):
                 np.testing.assert_allclose(b, a, atol=1e-5, err_msg=f"rank {rank}: weights after training")
 
-    @pytest.mark.parametrize("data", ["numpy arrays", "tf.data"])
+    @pytest.mark.parametrize("data", ["numpy arrays", "tf.data", "tf.data with a seed"])
     def test_every_row_is_seen_once_an_epoch(self, data):
         for rank in range(2):
             assert check(rank, data) == [EPOCHS] * ROWS, f"rank {rank}"
+
+    @pytest.mark.parametrize("name", ["unlike seeds", "unlike seeds, one in the dataset"])
+    def test_datasets_that_shuffle_differently_are_refused(self, name):
+        """They were made before `fit`, with the seeds of their processes: rows would be seen twice, or never."""
+        for rank in range(2):
+            kind, message = check(rank, name)
+            assert kind == "ValueError", f"rank {rank}: {message}"
+            assert "The processes have different datasets. Received: seeds of its shuffling" in message
+            assert "give `keras.utils.set_random_seed` the same seed on every process" in message
+            assert ", or give" not in message, "a seed in the dataset alone does not help"
+            assert "worker 0 (127.0.0.1:" in message and "worker 1 (127.0.0.1:" in message
 
     def test_dropout_masks_differ_between_replicas(self):
         masks = check(0, "masks")

@@ -203,6 +203,7 @@ class TestDifferences:
         inf = float("inf")
         assert differences(expected, received) == {"a": 1.0, "b": inf, "gone": inf, "new": inf, "shape": inf}
 
+    @pytest.mark.filterwarnings("ignore:invalid value encountered")
     def test_equal_infinities_do_not_count_as_equal(self):
         from tfdist.testing import differences
 

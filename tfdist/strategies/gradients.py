@@ -10,6 +10,9 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+# Bytes to which TensorFlow aligns tensors (EIGEN_MAX_ALIGN_BYTES with AVX-512; a multiple of it with less).
+_ALIGNMENT = 64
+
 WIRE_DTYPES = {None: None, "bf16": tf.bfloat16}
 
 
@@ -31,26 +34,46 @@ def all_reduce_sum(values: Sequence[tf.Tensor | tf.IndexedSlices], wire_dtype: t
         if not isinstance(value, tf.IndexedSlices):
             groups.setdefault(value.dtype, []).append(i)
     for dtype, indices in groups.items():
-        flat = tf.concat([tf.reshape(values[i], [-1]) for i in indices], 0) if len(indices) > 1 else values[indices[0]]
+        packed = _pack([values[i] for i in indices])
         narrow = wire_dtype is not None and dtype.is_floating and wire_dtype.size < dtype.size
-        summed = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.cast(flat, wire_dtype) if narrow else flat)
-        summed = tf.cast(summed, dtype) if narrow else summed
-        if len(indices) == 1:
-            results[indices[0]] = summed
-            continue
-        shapes = [values[i].shape for i in indices]
-        if all(shape.is_fully_defined() for shape in shapes):
-            sizes = [shape.num_elements() for shape in shapes]
-        else:
-            shapes = [tf.shape(values[i]) for i in indices]
-            sizes = tf.stack([tf.reduce_prod(shape) for shape in shapes])
-        parts = tf.split(summed, sizes, num=len(indices))
-        for i, part, shape in zip(indices, parts, shapes, strict=True):
-            results[i] = tf.reshape(part, shape)
+        summed = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.cast(packed, wire_dtype) if narrow else packed)
+        parts = _unpack(tf.cast(summed, dtype) if narrow else summed, [values[i] for i in indices])
+        for i, part in zip(indices, parts, strict=True):
+            results[i] = part
     for i, value in enumerate(values):
         if isinstance(value, tf.IndexedSlices):
             results[i] = context.all_reduce(tf.distribute.ReduceOp.SUM, value)
     return results
+
+
+def _pack(values: Sequence[tf.Tensor]) -> tf.Tensor:
+    """One matrix of all values, each beginning at a row of its own; a row is as long as TensorFlow aligns memory.
+
+    That is why `_unpack` costs nothing: rows of an aligned matrix share its memory, parts of a vector are copied.
+    """
+    width = _ALIGNMENT // values[0].dtype.size
+    rows = []
+    for value in values:
+        flat = tf.reshape(value, [-1])
+        padding = -tf.size(flat) % width if flat.shape[0] is None else -flat.shape[0] % width
+        if flat.shape[0] is None or padding:
+            flat = tf.pad(flat, [[0, padding]])
+        rows.append(tf.reshape(flat, [-1, width]))
+    return tf.concat(rows, 0) if len(rows) > 1 else tf.identity(rows[0])
+
+
+def _unpack(packed: tf.Tensor, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Parts of a packed matrix, in the shapes of the values that were packed."""
+    width = packed.shape[1]
+    sizes = [tf.size(v) if v.shape.num_elements() is None else v.shape.num_elements() for v in values]
+    parts = tf.split(packed, [-(-size // width) for size in sizes], num=len(values))
+    unpacked = []
+    for part, size, value in zip(parts, sizes, values, strict=True):
+        flat = tf.reshape(part, [-1])
+        whole = isinstance(size, int) and size % width == 0
+        shape = value.shape if value.shape.is_fully_defined() else tf.shape(value)
+        unpacked.append(tf.reshape(flat if whole else flat[:size], shape))
+    return unpacked
 
 
 def scale(value: tf.Tensor | tf.IndexedSlices, factor: tf.Tensor) -> tf.Tensor | tf.IndexedSlices:

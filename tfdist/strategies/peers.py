@@ -25,8 +25,8 @@ _SHARD_REMEDY = (
 _REMEDIES = {
     "number of batches": _SHARD_REMEDY,
     "components of a batch": _SHARD_REMEDY,
-    "seeds of its shuffling": "Pass a seed (`dataset.shuffle(n, seed=1)`), or give `keras.utils.set_random_seed` the "
-    "same seed on every process, and build the dataset after the strategy.",
+    "seeds of its shuffling": "Give `keras.utils.set_random_seed` the same seed on every process, and build the "
+    "dataset after the strategy.",
 }
 
 

@@ -18,6 +18,7 @@ import cloudpickle
 
 from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.ports import reserve
+from tfdist.launch.guardian import Guardian
 
 _LAST_LINES = 40
 # Started by its path: it finds the parent's modules only after it has read where the parent found them.
@@ -71,16 +72,24 @@ def run_local(
         >>> run_local(rank, workers=2)
         [0, 1]
     """
-    with tempfile.TemporaryDirectory(prefix="tfdist-local-") as folder, reserve(workers) as ports:
+    with (
+        tempfile.TemporaryDirectory(prefix="tfdist-local-") as folder,
+        reserve(workers) as ports,
+        Guardian() as guardian,
+    ):
         root = Path(folder)
         parts = (list(sys.path), devices_per_worker, (fn, tuple(args)))
         (root / "call").write_bytes(b"".join(cloudpickle.dumps(part) for part in parts))
         jobs = {"worker": [f"127.0.0.1:{port}" for port in ports.ports]}
         processes = [_start(root, ClusterConfig(jobs, "worker", rank), rank, env or {}) for rank in range(workers)]
+        for process in processes:
+            guardian.add(process.pid)
         try:
             codes = _wait(processes, timeout)
         finally:
-            _kill(processes)
+            for process in processes:
+                _kill(process)
+                guardian.remove(process.pid)
         return _collect(root, codes, timeout)
 
 
@@ -110,11 +119,10 @@ def _wait(processes: list[subprocess.Popen], timeout: float) -> list[int | None]
     return codes
 
 
-def _kill(processes: list[subprocess.Popen]) -> None:
-    for process in processes:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+def _kill(process: subprocess.Popen) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _collect(root: Path, codes: list[int | None], timeout: float) -> list[Any]:

@@ -1,0 +1,200 @@
+"""What tfdist changes in TensorFlow and Keras is still needed: a test here fails once upstream does without a patch.
+
+Everything runs in fresh processes that have not installed any patch.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.attempt import attempt, error_of
+from tfdist.compat import patches
+from tfdist.testing import run_local
+
+pytestmark = pytest.mark.cluster
+
+_LOSSES = "keras.src.losses.loss"
+_TRAINER = "keras.src.backend.tensorflow.trainer"
+
+
+def two_devices() -> dict[str, Any]:
+    """Runs in one process with two devices, under `tf.distribute.MirroredStrategy`."""
+    import keras
+    import numpy as np
+    import tensorflow as tf
+    from keras.src.losses import loss as losses
+
+    from tests.features.table import batches, mlp, rows
+
+    found: dict[str, Any] = {}
+    strategy = tf.distribute.MirroredStrategy()
+
+    def of_replicas(function: Callable, *values: Any) -> list[float]:
+        """`function` of one value on each replica."""
+        distributed = strategy.experimental_distribute_values_from_function(
+            lambda context: tf.constant(values[context.replica_id_in_sync_group])
+        )
+        return [float(x) for x in strategy.experimental_local_results(strategy.run(function, (distributed,)))]
+
+    found["scale"] = of_replicas(losses.scale_loss_for_distribution, 1.0, 3.0)
+    found["unscale"] = of_replicas(losses.unscale_loss_for_distribution, 1.0, 3.0)
+
+    # Four values of which the first replica has one that is valid, the second three.
+    masks = [[True, False, False, False], [True, True, True, False]]
+    weights = [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0]]
+    values = tf.constant([1.0, 2.0, 3.0, 4.0])
+
+    def masked_mean(mask: tf.Tensor) -> tf.Tensor:
+        keep = losses.apply_mask(None, mask, "float32", "sum_over_batch_size")
+        return losses.reduce_weighted_values(values, keep, None, "sum_over_batch_size")
+
+    def weighted_mean(weight: tf.Tensor) -> tf.Tensor:
+        return losses.reduce_weighted_values(values, weight, None, "mean_with_sample_weight")
+
+    found["masked"] = sum(of_replicas(masked_mean, *masks))
+    found["weighted"] = sum(of_replicas(weighted_mean, *weights))
+
+    calls: list[tuple] = []
+    distribute = strategy.experimental_distribute_dataset
+
+    def note_call(*arguments: Any, **more: Any) -> Any:
+        calls.append((len(arguments), tuple(more)))
+        return distribute(*arguments, **more)
+
+    strategy.experimental_distribute_dataset = note_call
+    x, y = rows(96)
+
+    def six_batches() -> Any:
+        for i in range(0, 96, 16):
+            yield x[i : i + 16], y[i : i + 16]
+
+    with strategy.scope():
+        model = mlp()()
+    model.fit(six_batches(), verbose=0)
+    found["steps of six batches"] = int(np.asarray(model.optimizer.iterations.value))
+    found["hook"] = calls
+
+    with strategy.scope():
+        model = mlp(steps_per_execution=2)()
+    found["steps_per_execution"] = error_of(model.fit, batches(x, y), verbose=0)
+    found["installed"] = hasattr(keras.Model.export, "_tfdist_original")
+    return found
+
+
+def two_processes(folder_name: str) -> dict[str, Any]:
+    """Runs on every process, under `tf.distribute.MultiWorkerMirroredStrategy`: which files it writes."""
+    import keras
+    import tensorflow as tf
+
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    folder = Path(folder_name) / str(strategy.cluster_resolver.task_id)
+    folder.mkdir()
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    found: dict[str, Any] = {}
+
+    def writes(target: str, name: str, write: Callable[[Path], Any]) -> None:
+        problem = attempt(target, write, folder / name)
+        found[target] = (folder / name).exists() or problem
+
+    def log(path: Path) -> None:
+        keras.callbacks.CallbackList([keras.callbacks.CSVLogger(path)], model=model).on_train_begin()
+
+    writes("keras.src.callbacks.callback_list:CallbackList.set_model", "log.csv", log)
+    writes("keras.src.saving.saving_lib:save_model", "model.keras", model.save)
+    writes("keras.src.saving.saving_lib:save_weights_only", "model.weights.h5", model.save_weights)
+    writes("keras.src.legacy.saving.legacy_h5_format:save_model_to_hdf5", "model.h5", model.save)
+    writes("keras.src.models.model:Model.export", "export", lambda path: model.export(path, verbose=False))
+    found["installed"] = hasattr(keras.Model.export, "_tfdist_original")
+    return found
+
+
+@functools.cache
+def local() -> dict[str, Any]:
+    return run_local(two_devices, 1, devices_per_worker=2, timeout=90)[0]
+
+
+@functools.cache
+def cluster() -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory(prefix="tfdist-canaries-") as folder:
+        return run_local(two_processes, args=(folder,), timeout=90)
+
+
+def losses_are_scaled_by_the_number_of_replicas() -> None:
+    assert local()["scale"] == [0.5, 1.5]
+
+
+def losses_are_unscaled_by_the_number_of_replicas() -> None:
+    assert local()["unscale"] == [2.0, 6.0]
+
+
+def masked_means_have_local_denominators() -> None:
+    right = (1 + (1 + 2 + 3)) / 4
+    assert local()["masked"] == pytest.approx((1 / 1 + (1 + 2 + 3) / 3) / 2)
+    assert local()["masked"] != pytest.approx(right)
+
+
+def weighted_means_have_local_denominators() -> None:
+    right = (1 + (1 + 2 + 3)) / 4
+    assert local()["weighted"] == pytest.approx((1 / 1 + (1 + 2 + 3) / 3) / 2)
+    assert local()["weighted"] != pytest.approx(right)
+
+
+def strategies_are_not_told_who_asks_for_a_dataset() -> None:
+    assert set(local()["hook"]) == {(1, ())}
+
+
+def a_generator_loses_its_first_batches() -> None:
+    assert local()["steps of six batches"] < 6
+
+
+def steps_per_execution_cannot_reduce() -> None:
+    kind, message = local()["steps_per_execution"]
+    assert kind == "InvalidArgumentError"
+    assert "You must feed a value for placeholder" in message
+
+
+def every_process_writes(target: str) -> None:
+    assert [found[target] for found in cluster()] == [True, True]
+
+
+CANARIES: dict[str, Callable[[], None]] = {
+    "tensorflow.python.framework.func_graph:FuncGraph.capture_call_time_value": steps_per_execution_cannot_reduce,
+    f"{_LOSSES}:scale_loss_for_distribution": losses_are_scaled_by_the_number_of_replicas,
+    f"{_LOSSES}:unscale_loss_for_distribution": losses_are_unscaled_by_the_number_of_replicas,
+    f"{_LOSSES}:apply_mask": masked_means_have_local_denominators,
+    f"{_LOSSES}:reduce_values": weighted_means_have_local_denominators,
+    f"{_TRAINER}:TFEpochIterator.__init__": strategies_are_not_told_who_asks_for_a_dataset,
+    f"{_TRAINER}:TensorFlowTrainer._maybe_symbolic_build": a_generator_loses_its_first_batches,
+    **{
+        target: functools.partial(every_process_writes, target)
+        for target in (
+            "keras.src.callbacks.callback_list:CallbackList.set_model",
+            "keras.src.saving.saving_lib:save_model",
+            "keras.src.saving.saving_lib:save_weights_only",
+            "keras.src.legacy.saving.legacy_h5_format:save_model_to_hdf5",
+            "keras.src.models.model:Model.export",
+        )
+    },
+}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("patch", patches(), ids=lambda patch: patch.target.rpartition(".")[2])
+def test_upstream_still_needs(patch):
+    assert patch.target in CANARIES, f"{patch.target} has no canary; write one that fails once upstream needs no patch"
+    CANARIES[patch.target]()
+
+
+def test_every_canary_has_a_patch():
+    assert set(CANARIES) == {patch.target for patch in patches()}
+
+
+def test_canaries_ran_without_patches():
+    assert not any(found["installed"] for found in [local(), *cluster()])
