@@ -361,6 +361,61 @@ def _gan(strategy: tf.distribute.Strategy) -> dict[str, float]:
     return assert_transparent(strategy, build, rows(81), batch_size=BATCH)
 
 
+@feature("optimizers in a dict and in a sub-model")
+def _hidden_optimizers(strategy: tf.distribute.Strategy) -> dict[str, float]:
+    class Net(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = layers.Dense(8), keras.Sequential([keras.Input((8,)), layers.Dense(8)])
+            self.second.compile(keras.optimizers.SGD(0.05, momentum=0.5), "mse")
+            self.optimizers = {"first": keras.optimizers.SGD(0.1)}
+
+        def call(self, x: object) -> object:
+            return self.second(self.first(x))
+
+        def train_step(self, data: tuple) -> dict:
+            x, _ = data
+            for layer, optimizer in ((self.first, self.optimizers["first"]), (self.second, self.second.optimizer)):
+                with tf.GradientTape() as tape:
+                    loss = keras.ops.mean(keras.ops.square(self(x) - x))
+                optimizer.apply(tape.gradient(loss, layer.trainable_variables), layer.trainable_variables)
+            # Not the loss tracker's result, though it has its name: one process logs the last batch's.
+            return {"loss": loss}
+
+        def test_step(self, data: tuple) -> dict:
+            x, _ = data
+            return {"loss": keras.ops.mean(keras.ops.square(self(x) - x))}
+
+    def build() -> keras.Model:
+        model = Net()
+        model.compile(loss="mse")
+        return model
+
+    return assert_transparent(strategy, build, rows(83), batch_size=BATCH)
+
+
+@feature("metric functions that return one value a batch")
+def _scalar_metrics(strategy: tf.distribute.Strategy) -> dict[str, float]:
+    def gap(y_true: object, y_pred: object) -> object:
+        return keras.ops.mean(keras.ops.abs(y_true - y_pred))
+
+    return assert_transparent(strategy, mlp(metrics=[gap, keras.losses.Huber()]), rows(83), batch_size=BATCH)
+
+
+@feature("BatchNormalization of data far from zero")
+def _far_from_zero(strategy: tf.distribute.Strategy) -> dict[str, float]:
+    x, y = rows(83)
+
+    def build() -> keras.Model:
+        stack = [layers.BatchNormalization(momentum=0.5), layers.Dense(1, activation="sigmoid")]
+        model = keras.Sequential([keras.Input((8,)), *stack])
+        model.compile("sgd", "binary_crossentropy")
+        return model
+
+    # Float32 itself has steps of 1e-4 at 1000.
+    return assert_transparent(strategy, build, (x + 1000, y), batch_size=BATCH, tolerance=5e-3)
+
+
 @feature("ragged input")
 def _ragged(strategy: tf.distribute.Strategy) -> dict[str, float]:
     random = np.random.RandomState(0)

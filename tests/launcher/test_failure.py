@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 import time
 
+import pytest
+
 IGNORE_SIGTERM = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
 
 
@@ -115,6 +117,37 @@ def test_helper_that_left_the_group_does_not_keep_the_launcher(launch) -> None:
     result = started.finish()
     assert (result.code, result.out) == (0, "[worker 0] end\n")
     assert time.monotonic() - start < 4
+
+
+@pytest.mark.parametrize("leaves_the_group", [False, True])
+def test_helper_that_keeps_printing_does_not_keep_the_launcher(launch, leaves_the_group: bool) -> None:
+    script = f"""
+        if index == 0:
+            subprocess.Popen(["yes", "x" * 1000], start_new_session={leaves_the_group})
+            time.sleep(0.3)
+            sys.exit(3)
+        time.sleep(60)
+    """
+    started = launch(script)
+    result = started.finish(10)
+    assert result.code == 3
+    assert "tfdist: worker 0 failed with exit code 3; its last lines:\n" in result.err
+    started.assert_nothing_is_left()
+
+
+def test_process_that_deleted_its_logs_is_named(launch) -> None:
+    script = """
+        import shutil
+        if index == 1:
+            shutil.rmtree(os.environ["TFDIST_LOG_DIR"])
+            print("no logs any more")
+            sys.exit(3)
+        time.sleep(60)
+    """
+    result = launch(script).finish()
+    assert result.code == 3
+    assert "tfdist: worker 1 failed with exit code 3; its last lines:\n  no logs any more\n" in result.err
+    assert "Traceback" not in result.err
 
 
 def test_command_that_cannot_be_executed(launch, tmp_path) -> None:

@@ -83,6 +83,27 @@ def test_not_an_address_of_this_machine(free: tuple[int, int]) -> None:
     assert preflight.check(config, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}) == []
 
 
+@pytest.mark.parametrize(("value", "count"), [("1", 0), ("true", 0), ("0", 1), ("", 1)])
+def test_forwarded_address(free: tuple[int, int], value: str, count: int) -> None:
+    config = ClusterConfig({"worker": [f"203.0.113.1:{free[0]}"]})
+    problems = preflight.check(config, {"TFDIST_SKIP_ADDRESS_CHECK": value})
+    assert len(problems) == count
+    for problem in problems:
+        assert problem.endswith(
+            "if it is forwarded to this machine (NAT, the published port of a container), "
+            "set TFDIST_SKIP_ADDRESS_CHECK=1"
+        )
+
+
+def test_forwarded_port_must_still_be_free(free: tuple[int, int]) -> None:
+    config = ClusterConfig({"worker": [f"203.0.113.1:{free[0]}"]})
+    with socket.socket() as stranger:
+        stranger.bind(("127.0.0.1", free[0]))
+        stranger.listen()
+        (problem,) = preflight.check(config, {"TFDIST_SKIP_ADDRESS_CHECK": "1"})
+    assert problem.startswith(f"worker 0: cannot bind port {free[0]} of 203.0.113.1:{free[0]}: address already in use")
+
+
 def test_unknown_host(monkeypatch: pytest.MonkeyPatch, free: tuple[int, int]) -> None:
     _names(monkeypatch, {})
     config = ClusterConfig({"worker": [f"127.0.0.1:{free[0]}", "node-7:2222", "node-8:2222"]})

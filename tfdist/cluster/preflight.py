@@ -14,9 +14,14 @@ from tfdist.cluster import address, sockets
 from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.errors import ClusterError
 
+# For processes that the others reach by an address which is not this machine's own.
+_SKIP_ADDRESS_CHECK = "TFDIST_SKIP_ADDRESS_CHECK"
+
 
 def check(config: ClusterConfig, env: Mapping[str, str] | None = None) -> list[str]:
     """Looks for what would keep this process from taking part in the cluster.
+
+    With `TFDIST_SKIP_ADDRESS_CHECK=1` in the environment its address need not be one of this machine.
 
     Args:
         config: The cluster as this process sees it.
@@ -40,7 +45,7 @@ def check(config: ClusterConfig, env: Mapping[str, str] | None = None) -> list[s
     if not in_kubernetes:
         problems += _hosts(config)
     if config.address is not None:
-        problems += _own_port(config, must_be_local=not in_kubernetes)
+        problems += _own_port(config, must_be_local=not in_kubernetes and not _is_on(env, _SKIP_ADDRESS_CHECK))
     return problems
 
 
@@ -59,10 +64,14 @@ def require(config: ClusterConfig, env: Mapping[str, str] | None = None) -> None
 
 
 def _keras(env: Mapping[str, str]) -> list[str]:
-    value = env.get("TF_USE_LEGACY_KERAS", "")
-    if value.lower() not in ("1", "true"):
+    name = "TF_USE_LEGACY_KERAS"
+    if not _is_on(env, name):
         return []
-    return [f"TF_USE_LEGACY_KERAS={value} selects Keras 2, which is not supported; unset it to use Keras 3"]
+    return [f"{name}={env[name]} selects Keras 2, which is not supported; unset it to use Keras 3"]
+
+
+def _is_on(env: Mapping[str, str], name: str) -> bool:
+    return env.get(name, "").lower() in ("1", "true")
 
 
 def _tensorflow() -> list[str]:
@@ -127,7 +136,9 @@ def _own_port(config: ClusterConfig, must_be_local: bool) -> list[str]:
             if getattr(error, "errno", None) == errno.EADDRNOTAVAIL:
                 return [
                     f"{task}: {config.address} is not an address of this machine; "
-                    "set the task type and index of this process to the task that runs here, or correct the address"
+                    "set the task type and index of this process to the task that runs here, or correct the address; "
+                    "if it is forwarded to this machine (NAT, the published port of a container), "
+                    f"set {_SKIP_ADDRESS_CHECK}=1"
                 ]
     try:
         sockets.bind_everywhere(port, reuse=True).close()

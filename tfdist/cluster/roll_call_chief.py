@@ -86,7 +86,7 @@ class Chief:
                 self._say_farewell({"timeout": [problem]})
                 raise RollCallTimeout(problem)
             if now - noted >= message.WAIT_NOTE_SECONDS:
-                _LOG.info("waiting for %s", ", ".join(absent))
+                _LOG.warning("waiting for %s", ", ".join(absent))
                 noted = now
             if absent != known and now - announced >= _TICK:  # so that each of them can name the missing ones by itself
                 for guest in list(self._present.values()):

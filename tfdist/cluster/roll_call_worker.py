@@ -60,7 +60,7 @@ class Worker:
     def _note(self, names: list[str]) -> None:
         now = time.monotonic()
         if now - self._noted >= message.WAIT_NOTE_SECONDS:
-            _LOG.info("waiting for %s", ", ".join(names))
+            _LOG.warning("waiting for %s", ", ".join(names))
             self._noted = now
 
     def _attempt(self) -> dict[int, dict]:

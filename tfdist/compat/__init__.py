@@ -11,7 +11,23 @@ def install() -> None:
 
 def patches() -> list:
     """All patches, in the order in which they are installed."""
-    from tfdist.compat import deferred_captures, keras_callbacks, keras_losses, keras_saving, keras_trainer
+    from tfdist.compat import (
+        deferred_captures,
+        keras_callbacks,
+        keras_losses,
+        keras_metrics,
+        keras_optimizers,
+        keras_saving,
+        keras_trainer,
+    )
 
-    modules = [deferred_captures, keras_losses, keras_trainer, keras_callbacks, keras_saving]
+    modules = [
+        deferred_captures,
+        keras_losses,
+        keras_metrics,
+        keras_optimizers,
+        keras_trainer,
+        keras_callbacks,
+        keras_saving,
+    ]
     return [patch for module in modules for patch in module.PATCHES]

@@ -1,51 +1,83 @@
-"""Keras' callbacks that write files: on a multi-worker strategy only the chief's do."""
+"""Keras' callbacks under a multi-worker strategy: the chief writes the files, and all processes stop together."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import keras
 
 from tfdist.compat.patch import Patch
-from tfdist.strategies.chief_files import ChiefFiles, files_of
+from tfdist.strategies.chief_files import files_of
 
-# Nothing but writers: on the other processes they have nothing to do.
-_WRITERS = (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard)
+# Nothing but writers: on the other processes they have nothing to do. (Not every release of Keras has them all.)
+_WRITERS = tuple(
+    getattr(keras.callbacks, name)
+    for name in ("CSVLogger", "TensorBoard", "RemoteMonitor", "OrbaxCheckpoint")
+    if hasattr(keras.callbacks, name)
+)
 # These do other things, too; only what writes is silenced.
 _SAVERS = (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore)
 
 
-class _FilesAreWritten(keras.callbacks.Callback):
-    """Comes last: when `fit` returns, on any process, the chief's callbacks have written their files."""
+class Together(keras.callbacks.Callback):
+    """Comes last on every process: all begin at the same point, and find all files written when `fit` returns.
 
-    def __init__(self, files: ChiefFiles):
+    Args:
+        restore: undoes what was changed on the other callbacks for the time of the fit.
+    """
+
+    def __init__(self, restore: contextlib.ExitStack):
         super().__init__()
-        self._files = files
+        self._restore = restore
+
+    def on_train_begin(self, logs: dict | None = None) -> None:
+        """Raises ValueError on every process if callbacks have restored different states."""
+        peers, optimizer = self.model.distribute_strategy.peers, self.model.optimizer
+        steps = int(optimizer.iterations.numpy()) if optimizer is not None else 0
+        own = {"epoch": self.model._initial_epoch or 0, "optimizer step": steps}
+        everyone = peers.gather("begin", own, "begin to train")
+        if any(state != own for state in everyone):
+            listing = "; ".join(f"{name}: {state}" for name, state in zip(peers.names, everyone, strict=True))
+            raise ValueError(
+                f"The processes would begin to train at different points. Received: {listing}. Expected: the same on "
+                "all. A backup folder or a checkpoint must be on a file system that all of them share."
+            )
 
     def on_train_end(self, logs: dict | None = None) -> None:
-        self._files.catch_up("finish its callbacks at the end of fit")
+        self.model.distribute_strategy.chief_files.catch_up("finish its callbacks at the end of fit")
+        self._restore.close()
 
 
 def _set_model(original: Callable) -> Callable:
     def set_model(self: Any, model: Any) -> None:
-        files = files_of(model) if model else None
-        if files is not None:
+        if model and files_of(model) is not None and not any(isinstance(c, Together) for c in self.callbacks):
+            restore = contextlib.ExitStack()
             if not model.distribute_strategy.is_chief:
                 self.callbacks = [c for c in self.callbacks if not isinstance(c, _WRITERS)]
-                for callback in self.callbacks:
-                    if isinstance(callback, _SAVERS):
-                        callback._save_model = _save_nothing
-                        callback.delete_checkpoint = False
-            if not any(isinstance(c, _FilesAreWritten) for c in self.callbacks):
-                self.callbacks.append(_FilesAreWritten(files))
+            for callback in self.callbacks:
+                for name, value in _changes(callback, model.distribute_strategy.is_chief).items():
+                    restore.callback(setattr, callback, name, getattr(callback, name, None))
+                    setattr(callback, name, value)
+            self.callbacks.append(Together(restore))
         original(self, model)
 
     return set_model
 
 
-def _save_nothing(*args: Any, **kwargs: Any) -> None:
-    """In place of `_save_model` on every process but the chief."""
+def _changes(callback: keras.callbacks.Callback, is_chief: bool) -> dict[str, Any]:
+    """Attributes to set on a callback while it works on several processes."""
+    if isinstance(callback, _SAVERS) and not is_chief:
+        return {"_save_model": _do_nothing, "delete_checkpoint": False}
+    if isinstance(callback, keras.callbacks.TerminateOnNaN):
+        # Until the end of an epoch each process sees its own loss; one that stops alone leaves the others waiting.
+        return {"on_batch_end": _do_nothing, "on_epoch_end": callback.on_batch_end}
+    return {}
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    """In place of what only the chief, or nobody, is to do."""
 
 
 PATCHES = [

@@ -10,6 +10,7 @@ import click
 from tfdist.launch.arguments import Target, split
 
 _TARGET = "tfdist.launch.target"
+_GRACE_HELP = "Seconds before SIGKILL; also until an evaluator is stopped once the training has ended."
 
 
 class _CountOrAuto(click.ParamType):
@@ -76,12 +77,12 @@ def main() -> None:
 @click.option("-n", "--workers", type=int, default=2, show_default=True, help="Number of training processes.")
 @click.option("--ps", type=int, default=0, show_default=True, help="Number of parameter servers.")
 @click.option("--chief", is_flag=True, help='Let the first worker be the job "chief".')
-@click.option("--evaluator", is_flag=True, help="Start an evaluator, too.")
+@click.option("--evaluator", is_flag=True, help="Start an evaluator, too; it may outlast the training by --grace.")
 @click.option("--cpus-per-worker", type=_CountOrAuto(1), default="auto", show_default=True, help="Cores of each one.")
 @click.option("--gpus-per-worker", type=_CountOrAuto(0), default="auto", show_default=True, help="GPUs of each one.")
 @click.option("--env", multiple=True, metavar="KEY=VALUE", callback=_read_env, help="Set a variable (repeatable).")
 @click.option("--log-dir", metavar="DIR", help="Folder of the logs.  [default: tfdist-logs/<date-time>-<pid>]")
-@click.option("--grace", type=click.FloatRange(min=0), default=10, show_default=True, help="Seconds before SIGKILL.")
+@click.option("--grace", type=click.FloatRange(min=0), default=10, show_default=True, help=_GRACE_HELP)
 @click.option("--output", type=click.Choice(["chief", "all"]), default="chief", help="Whose output to show.")
 @click.option("--host", metavar="ADDRESS", default="127.0.0.1", show_default=True, help="Address of the cluster.")
 @click.pass_context

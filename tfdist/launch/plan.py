@@ -88,6 +88,11 @@ class ProcessPlan:
         return f"{self.job} {self.index}"
 
     @property
+    def trains(self) -> bool:
+        """Whether the training is over only when this one has ended."""
+        return self.job in ("chief", "worker")
+
+    @property
     def log_name(self) -> str:
         """File name of its log: "worker-1.log"."""
         return f"{self.job}-{self.index}.log"
@@ -205,8 +210,9 @@ def _jobs(options: RunOptions, ports: Sequence[int]) -> dict[str, list[str]]:
 
 def _runtime_defaults(pinned: int, usable: int, ps_cluster: bool) -> dict[str, str]:
     """Settings that a user's own value overrides."""
-    # A collective waits inside an inter-op thread: with a single one nothing else could run meanwhile. A parameter
-    # server also answers its clients on those threads.
+    # At least 2: a collective waits inside one inter-op thread while another goes on computing; with a single one
+    # nothing could run meanwhile, not even what the collective waits for. 4 where there are parameter servers, which
+    # answer their clients on those threads, too.
     interop = max(pinned or usable, 4 if ps_cluster else 2)
     defaults = {
         "TF_NUM_INTEROP_THREADS": str(interop),

@@ -45,7 +45,7 @@ class Process:
         self.output: int | None = None
         self._ended_at = 0.0
         self._reaped = False
-        self._log = open(self.log_path, "wb", buffering=0)  # noqa: SIM115
+        self._log = open(self.log_path, "w+b", buffering=0)  # noqa: SIM115
 
     def start(self, size: os.terminal_size | None) -> None:
         """Starts the process; with a size, a shown one gets a pseudo-terminal of that size instead of a pipe.
@@ -144,10 +144,14 @@ class Process:
             _set_size(self.output, size)
 
     def tail(self, count: int) -> tuple[str, ...]:
-        """The last lines of its log."""
-        with open(self.log_path, "rb") as log:
-            log.seek(max(log.seek(0, os.SEEK_END) - _TAIL_BYTES, 0))
-            return last_lines(log.read(), count)
+        """The last lines of its log, even if the program has deleted it; none if it cannot be read."""
+        log = self._log.fileno()
+        try:
+            size = os.fstat(log).st_size
+            # At a place of its own: the process shares this file's position.
+            return last_lines(os.pread(log, _TAIL_BYTES, max(size - _TAIL_BYTES, 0)), count)
+        except OSError:
+            return ()
 
     def close(self) -> None:
         """Closes its files."""

@@ -23,6 +23,9 @@ _FAILURE_GRACE = 2.0
 # Wrappers such as `uv run` pass the Ctrl-C on that we already got from the terminal.
 _SAME_KEY_PRESS = 0.3
 _TAIL_LINES = 200
+# More than a pipe or a pseudo-terminal holds when its process ends. Helpers may go on printing into it for ever.
+_LAST_CHUNKS = 64
+_LAST_BYTES = 256 * 1024
 
 
 class Supervisor:
@@ -50,7 +53,8 @@ class Supervisor:
         self._interrupted_at = 0.0
         self._interrupted: list[Process] = []
         self._stopping = False
-        self._released_ps = False
+        self._trained_at: float | None = None
+        self._released = False
         self._kill_at: float | None = None
 
     def run(self) -> int:
@@ -110,8 +114,14 @@ class Supervisor:
                 self._hear_the_rest(process)
 
     def _hear_what_is_there(self, process: Process) -> None:
-        while process.output is not None and self._hear(process):
-            pass
+        heard = 0
+        for _ in range(_LAST_CHUNKS):
+            if process.output is None or heard >= _LAST_BYTES:
+                return
+            data = self._hear(process)
+            if not data:
+                return
+            heard += len(data)
 
     def _hear_the_rest(self, process: Process) -> None:
         self._hear_what_is_there(process)
@@ -163,11 +173,23 @@ class Supervisor:
             has_culprit = not choose(self._failures).is_consequence
             if has_culprit or now - self._first_failure_at > _MOMENT:
                 self._stop(signal.SIGTERM, min(self._grace, _FAILURE_GRACE))
-        training = (process for process in self._processes if process.plan.job != "ps")
-        if not self._released_ps and all(process.status is not None for process in training):
-            # Parameter servers serve for ever: they end with the training.
-            self._released_ps = True
-            self._stop(signal.SIGTERM, min(self._grace, _FAILURE_GRACE))
+        trainers = (process for process in self._processes if process.plan.trains)
+        if not (self._failures or self._released) and all(process.status is not None for process in trainers):
+            self._trained_at = self._trained_at or now
+            self._release(now - self._trained_at)
+
+    def _release(self, since_training: float) -> None:
+        """Ends what outlasts the training: parameter servers serve for ever, an evaluator may watch for ever."""
+        evaluates = any(p.plan.job == "evaluator" and p.status is None for p in self._processes)
+        if evaluates and (self._stopping or since_training < self._grace):
+            return  # it may have the last checkpoint to evaluate, or has its signal already
+        self._released = True
+        if evaluates:
+            self._terminal.message(
+                f"the evaluator still runs {self._grace:g} s after the end of the training and is stopped now; "
+                "a longer --grace gives it more time"
+            )
+        self._stop(signal.SIGTERM, min(self._grace, _FAILURE_GRACE))
 
     def _conclude(self) -> int:
         if self._failures:

@@ -49,7 +49,7 @@ class Terminal:
         self._buffers: dict[str, LineBuffer] = {}
         self._drawn = ""
         self._on_old_row = False
-        self._pending = ""
+        self._pending: list[str] = []
 
     @classmethod
     def standard(cls, live: str, env: Mapping[str, str]) -> Terminal:
@@ -87,9 +87,9 @@ class Terminal:
         """Writes in place of the live line, or of the row to which the cursor was moved."""
         # Erased first and not behind the text: in the last column some terminals would erase its last character.
         if self._drawn or (self._on_old_row and text):
-            self._pending += _ERASE_ROW
+            self._pending.append(_ERASE_ROW)
             self._on_old_row = False
-        self._pending += text
+        self._pending.append(text)
         self._drawn = ""
 
     def _show_live(self) -> None:
@@ -119,9 +119,10 @@ class Terminal:
         return size if size.columns > 0 else _FALLBACK_SIZE
 
     def _flush(self) -> None:
-        if not self._pending:
+        text = "".join(self._pending)
+        self._pending.clear()
+        if not text:
             return
-        text, self._pending = self._pending, ""
         try:
             self._stream.write(text.encode("utf-8", "surrogateescape"))
             self._stream.flush()

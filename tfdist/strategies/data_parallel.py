@@ -6,7 +6,6 @@ Subclasses of tf.distribute's strategies mix in `DataParallel`, their extended p
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,16 +21,16 @@ from tfdist.strategies.sharing import cut_rows, static_rows
 from tfdist.strategies.step_shadows import shadows
 from tfdist.strategies.updated_state import kept_where
 
-BATCH_NORM_MODES = ("global", "local")
+# A large odd number, so that workers' seeds do not meet in those that users give.
+_SEED_STRIDE = 0x3C6EF373
 
-_GROUP_KEYS_PER_STRATEGY = 1000
-_strategies = itertools.count(1)
+BATCH_NORM_MODES = ("global", "local")
 
 
 class DataParallel:
     """Mixin for subclasses of `tf.distribute.Strategy`."""
 
-    def _configure_data_parallel(self, communication: str | None, batch_norm: str) -> None:
+    def _configure_data_parallel(self, communication: str | None, batch_norm: str, group_keys: Iterator[int]) -> None:
         if communication not in WIRE_DTYPES:
             raise ValueError(
                 f"Unknown communication. Received: communication={communication!r}. "
@@ -40,10 +39,10 @@ class DataParallel:
         if batch_norm not in BATCH_NORM_MODES:
             raise ValueError(
                 f"Unknown batch_norm. Received: batch_norm={batch_norm!r}. Expected 'global' (statistics of the global "
-                "batch, as one process computes them) or 'local' (of each replica's rows; one collective a layer less)."
+                "batch, as one process computes them) or 'local' (of each replica's rows; no collectives)."
             )
         # Collectives of different strategies need different keys; stock strategies begin at 0.
-        self._collective_key_base = _GROUP_KEYS_PER_STRATEGY * next(_strategies)
+        self._collective_key_base = next(group_keys)
         self._wire_dtype = WIRE_DTYPES[communication]
         self._global_batch_norm = batch_norm == "global"
         self._keras_step: KerasStep | None = None
@@ -59,7 +58,7 @@ class DataParallel:
             self._keras_asks_for_data = False
 
     def run(self, fn: Callable, args: tuple = (), kwargs: dict | None = None, options: Any = None) -> Any:
-        step = recognise(fn)
+        step = recognise(fn) if len(args) == 1 and not kwargs else None
         if step is None or self.num_replicas_in_sync == 1:
             return super().run(fn, _plain(args), kwargs, options)
         (batch,) = args
@@ -79,12 +78,13 @@ class DataParallel:
                 )
             previous, self._keras_step = self._keras_step, step
             stack.callback(setattr, self, "_keras_step", previous)
+            stack.enter_context(_other_random_numbers(self.extended._input_position()[1]))
             outputs = super().run(replica_step, batch, None, options)
         if step.kind == "predict":
             return outputs
-        if step.on_batch or not step.logs_are_metrics:
+        if step.metric_logs and (step.on_batch or not step.logs_are_metrics):
             results = step.model.get_metrics_result()
-            outputs = results if step.logs_are_metrics else _updated(outputs, results)
+            outputs = {name: results[name] if name in step.metric_logs else log for name, log in outputs.items()}
         return tf.nest.map_structure(lambda value: _mark_reduced(_local_mean(self, value)), outputs)
 
     def reduce(self, reduce_op: Any, value: Any, axis: int | None) -> Any:
@@ -128,7 +128,7 @@ class DataParallelExtended:
         """Gives each replica its rows of a batch that every process holds whole."""
         workers, worker = self._input_position()
         replicas = len(self.worker_devices)
-        batch = tf.nest.map_structure(lambda x: x if x is None else tf.convert_to_tensor(x), batch)
+        batch = tf.nest.map_structure(lambda x: x if x is None or tf.is_tensor(x) else tf.convert_to_tensor(x), batch)
         parts = [share_of(batch, workers * replicas, k * workers + worker) for k in range(replicas)]
         return distribute_utils.regroup(parts, always_wrap=True)
 
@@ -159,7 +159,7 @@ def _step_on_replica(data: Any, rows: Any, global_rows: Any) -> Any:
         step.begin_replica(data, rows, global_rows)
         with kept_where(step.counts, step.model.metrics_variables):
             logs = step.function(data)
-        step.logs_are_metrics = isinstance(logs, dict) and set(logs) == set(step.model.get_metrics_result())
+        step.note_logs(logs)
         if step.logs_are_metrics:
             return logs
         weighted = [scale(tf.convert_to_tensor(value), step.weight) for value in tf.nest.flatten(logs)]
@@ -176,9 +176,18 @@ def _assign_without_reading(variable: SyncOnReadVariable) -> None:
     variable.assign = assign
 
 
-def _updated(logs: Any, results: dict) -> Any:
-    """`logs` with global results in place of what one replica knows of them."""
-    return {name: results.get(name, value) for name, value in logs.items()} if isinstance(logs, dict) else logs
+@contextlib.contextmanager
+def _other_random_numbers(worker: int) -> Iterator[None]:
+    """Lets `tf.random` operations without a seed draw other numbers on each worker; worker 0 draws as one process."""
+    graph = tf.compat.v1.get_default_graph()
+    if worker == 0 or tf.executing_eagerly() or graph.seed is None:
+        yield
+        return
+    before, graph.seed = graph.seed, (graph.seed + worker * _SEED_STRIDE) % 2**31
+    try:
+        yield
+    finally:
+        graph.seed = before
 
 
 def _is_distributed(data: Any) -> bool:

@@ -162,6 +162,7 @@ class GlobalBatchDataset(input_lib.DistributedDatasetsFromFunction):
 
     Attributes:
         source: the dataset with one element for each step.
+        own: as given.
     """
 
     def __init__(
@@ -169,6 +170,7 @@ class GlobalBatchDataset(input_lib.DistributedDatasetsFromFunction):
     ):
         workers, worker = extended._input_position()
         replicas = len(extended.worker_devices)
+        self.own = own
         self.source = dataset = _shrink_batches(dataset, workers) if own else dataset
         if workers * replicas > 1:
             dataset = rows_of_worker(dataset, 1 if own else workers, 0 if own else worker, replicas, count, own)

@@ -16,13 +16,18 @@ _ALIGNMENT = 64
 WIRE_DTYPES = {None: None, "bf16": tf.bfloat16}
 
 
-def all_reduce_sum(values: Sequence[tf.Tensor | tf.IndexedSlices], wire_dtype: tf.DType | None = None) -> list:
+def all_reduce_sum(
+    values: Sequence[tf.Tensor | tf.IndexedSlices],
+    wire_dtype: tf.DType | None = None,
+    counts: tf.Tensor | None = None,
+) -> list:
     """Sums tensors over all replicas, the dense ones of one dtype in one collective.
 
     Args:
         values: tensors or `tf.IndexedSlices`, with the same shapes (slices: any number of rows) on every replica.
         wire_dtype: dtype to which wider floating dense tensors are cast for the sum, e.g. `tf.bfloat16`: half the
             bytes; every addition then rounds to 8 significant bits (relative error up to 2**-8 of the partial sum).
+        counts: whether this replica's values count (boolean scalar); if not, zeros are added, even for NaN.
 
     Returns:
         A list of the sums, in the dtypes and shapes of `values`.
@@ -34,7 +39,7 @@ def all_reduce_sum(values: Sequence[tf.Tensor | tf.IndexedSlices], wire_dtype: t
         if not isinstance(value, tf.IndexedSlices):
             groups.setdefault(value.dtype, []).append(i)
     for dtype, indices in groups.items():
-        packed = _pack([values[i] for i in indices])
+        packed = _zeros_unless(counts, _pack([values[i] for i in indices]))
         narrow = wire_dtype is not None and dtype.is_floating and wire_dtype.size < dtype.size
         summed = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.cast(packed, wire_dtype) if narrow else packed)
         parts = _unpack(tf.cast(summed, dtype) if narrow else summed, [values[i] for i in indices])
@@ -42,8 +47,14 @@ def all_reduce_sum(values: Sequence[tf.Tensor | tf.IndexedSlices], wire_dtype: t
             results[i] = part
     for i, value in enumerate(values):
         if isinstance(value, tf.IndexedSlices):
-            results[i] = context.all_reduce(tf.distribute.ReduceOp.SUM, value)
+            slices = tf.IndexedSlices(_zeros_unless(counts, value.values), value.indices, value.dense_shape)
+            results[i] = context.all_reduce(tf.distribute.ReduceOp.SUM, slices)
     return results
+
+
+def _zeros_unless(counts: tf.Tensor | None, value: tf.Tensor) -> tf.Tensor:
+    # What a model makes of no rows may be NaN, which no weight turns into 0. A branch costs less than a pass over it.
+    return value if counts is None else tf.cond(counts, lambda: value, lambda: tf.zeros_like(value))
 
 
 def _pack(values: Sequence[tf.Tensor]) -> tf.Tensor:

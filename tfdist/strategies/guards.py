@@ -8,7 +8,8 @@ import keras
 import tensorflow as tf
 from tensorflow.python.distribute.values import DistributedVariable
 
-from tfdist.strategies.step_shadows import optimizers_of
+from tfdist.strategies.keras_step import recognise
+from tfdist.strategies.step_shadows import optimizers_of, parts_of
 
 
 def check(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
@@ -20,8 +21,10 @@ def check(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
     if strategy.num_replicas_in_sync == 1:
         return
     _check_jit(strategy, model)
+    _check_steps(model)
     for optimizer in optimizers_of(model):
-        _check_optimizer(strategy, optimizer)
+        for part in [optimizer, *parts_of(optimizer)]:
+            _check_optimizer(strategy, part)
     for variable in model.metrics_variables:
         _check_variable(strategy, variable, f"metric variable '{variable.path}'")
     for variable in model.variables:
@@ -38,15 +41,23 @@ def _check_jit(strategy: tf.distribute.Strategy, model: Any) -> None:
 
 
 def _check_optimizer(strategy: tf.distribute.Strategy, optimizer: Any) -> None:
-    while optimizer is not None:
-        created_under = optimizer._distribution_strategy
-        if created_under is not strategy:
+    created_under = optimizer._distribution_strategy
+    if created_under is not strategy:
+        raise ValueError(
+            f"Received: optimizer '{optimizer.name}', created {_where(created_under)}. Its variables would not "
+            "follow the model's. Expected: an optimizer created in this strategy's scope, "
+            "`with strategy.scope(): optimizer = ...`, or its name, `compile('adam', ...)`."
+        )
+
+
+def _check_steps(model: keras.Model) -> None:
+    for name in ("train_step", "test_step"):
+        if recognise(getattr(model, name)) is None:
             raise ValueError(
-                f"Received: optimizer '{optimizer.name}', created {_where(created_under)}. Its variables would not "
-                "follow the model's. Expected: an optimizer created in this strategy's scope, "
-                "`with strategy.scope(): optimizer = ...`, or its name, `compile('adam', ...)`."
+                f"Received: a model whose {name} is {getattr(model, name)!r}, not a method of its class. tfdist would "
+                "not know that it is a step of this model. Expected: a plain method, without @tf.function or other "
+                "decorators (Keras compiles the step itself)."
             )
-        optimizer = getattr(optimizer, "inner_optimizer", None)
 
 
 def _check_variable(strategy: tf.distribute.Strategy, variable: Any, owner: str) -> None:

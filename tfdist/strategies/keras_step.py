@@ -33,15 +33,18 @@ class KerasStep:
         model: the model, or `None` for "predict".
         function: what Keras wants to be run on every replica.
         on_batch: whether the data came from `*_on_batch`, not from a distributed dataset.
-        loss_is_weighted: local replicas whose loss was multiplied by their weight before back-propagation.
-        logs_are_metrics: whether the step returns its model's metrics and nothing else, known once it is traced.
+        weighted_losses: (id of an optimizer, local replica) for each loss that was multiplied by the replica's weight
+            before back-propagation.
+        metric_logs: names of the logs that are results of the model's metrics, known once the step is traced.
+        logs_are_metrics: whether all logs are.
     """
 
     kind: str
     model: keras.Model | None
     function: Callable
     on_batch: bool = False
-    loss_is_weighted: set[int] = dataclasses.field(default_factory=set)
+    weighted_losses: set[tuple[int, int]] = dataclasses.field(default_factory=set)
+    metric_logs: set[str] = dataclasses.field(default_factory=set)
     logs_are_metrics: bool = True
     _shares: dict[int, tuple[tf.Tensor, tf.Tensor, bool]] = dataclasses.field(default_factory=dict)
 
@@ -67,6 +70,18 @@ class KerasStep:
             weight = tf.cast(rows / tf.maximum(global_rows, 1), tf.float32)
         self._shares[local_replica()] = rows, weight, may_be_empty
 
+    def mark_metric(self, result: Any) -> tf.Tensor:
+        """Returns a metric's result as a tensor that `note_logs` recognises."""
+        result = tf.identity(result)
+        result._tfdist_metric = True
+        return result
+
+    def note_logs(self, logs: Any) -> None:
+        """Notes which logs of the step are metrics' results."""
+        is_metric = {name: getattr(value, "_tfdist_metric", False) for name, value in _named(logs).items()}
+        self.metric_logs = {name for name, marked in is_metric.items() if marked}
+        self.logs_are_metrics = all(is_metric.values())
+
     @property
     def weight(self) -> tf.Tensor:
         """Share of the current replica in the global batch, a float32 scalar in [0, 1]."""
@@ -77,6 +92,10 @@ class KerasStep:
         """Whether the current replica has rows of its own, a boolean scalar; `None` if it certainly has."""
         rows, _, may_be_empty = self._shares[local_replica()]
         return rows > 0 if may_be_empty else None
+
+
+def _named(logs: Any) -> dict[str, Any]:
+    return logs if isinstance(logs, dict) else {str(i): value for i, value in enumerate(tf.nest.flatten(logs))}
 
 
 def recognise(function: Callable) -> KerasStep | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from tfdist.cluster.discovery import discover
 from tfdist.compat import install
 from tfdist.strategies.data_parallel import DataParallel, DataParallelExtended
 
+_GROUP_KEYS = itertools.count(1_000, 1_000)
 _log = logging.getLogger("tfdist")
 
 
@@ -31,8 +33,9 @@ class MirroredStrategy(DataParallel, tf.distribute.MirroredStrategy):
         cross_device_ops: as in `tf.distribute.MirroredStrategy`.
         communication: `None`, or `"bf16"` to cast gradients to bfloat16 for the all-reduce: half the bytes, and a
             relative error of up to 2**-8 in each partial sum.
-        batch_norm: `"global"` (BatchNormalization uses the statistics of the global batch, as one process does; one
-            small collective a layer) or `"local"` (of each replica's rows; moving statistics are averaged every step).
+        batch_norm: `"global"` (BatchNormalization uses the statistics of the global batch, as one process does; two
+            small collectives a layer and step) or `"local"` (of each replica's rows; the moving statistics are
+            averaged at every step).
 
     Raises:
         ValueError: for an unknown `communication` or `batch_norm`.
@@ -56,7 +59,7 @@ class MirroredStrategy(DataParallel, tf.distribute.MirroredStrategy):
     ):
         install()
         _warn_in_cluster()
-        self._configure_data_parallel(communication, batch_norm)
+        self._configure_data_parallel(communication, batch_norm, _GROUP_KEYS)
         # tf.distribute.MirroredStrategy.__init__ names its extended class; this does the rest of what it does.
         extended = _MirroredExtended(self, devices=devices, cross_device_ops=cross_device_ops)
         tf.distribute.Strategy.__init__(self, extended)

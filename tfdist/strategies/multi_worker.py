@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,9 @@ from tfdist.strategies.chief_files import ChiefFiles
 from tfdist.strategies.data_parallel import DataParallel, DataParallelExtended
 from tfdist.strategies.job import join
 from tfdist.strategies.peers import Peers
+
+# Apart from other strategies', of which the processes may have different numbers.
+_GROUP_KEYS = itertools.count(1_000_000, 1_000)
 
 
 class _MultiWorkerExtended(DataParallelExtended, collective_strategy.CollectiveAllReduceExtended):
@@ -40,10 +44,12 @@ class _MultiWorkerExtended(DataParallelExtended, collective_strategy.CollectiveA
         return self._num_workers, self._id_in_cluster
 
     def _experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any) -> Any:
+        distributed = super()._experimental_distribute_dataset(dataset, options)
         strategy = self._container_strategy()
         if strategy.peers and strategy._keras_asks_for_data:
-            strategy.peers.check_same_dataset(dataset)
-        return super()._experimental_distribute_dataset(dataset, options)
+            own = getattr(distributed, "own", True)
+            strategy.peers.check_same_dataset(getattr(distributed, "source", dataset), own)
+        return distributed
 
 
 class MultiWorkerMirroredStrategy(DataParallel, tf.distribute.MultiWorkerMirroredStrategy):
@@ -59,8 +65,9 @@ class MultiWorkerMirroredStrategy(DataParallel, tf.distribute.MultiWorkerMirrore
         cluster: the cluster and this process' place in it; by default what `tfdist.discover()` finds.
         communication: `None`, or `"bf16"` to cast gradients to bfloat16 for the all-reduce: half the bytes, and a
             relative error of up to 2**-8 in each partial sum.
-        batch_norm: `"global"` (BatchNormalization uses the statistics of the global batch, as one process does; one
-            small collective a layer) or `"local"` (of each replica's rows; moving statistics are averaged every step).
+        batch_norm: `"global"` (BatchNormalization uses the statistics of the global batch, as one process does; two
+            small collectives a layer and step) or `"local"` (of each replica's rows; the moving statistics are
+            averaged at every step).
         start_timeout: how long to wait at the start until all processes are there, in seconds.
         peer_timeout: how long to wait for another process that has not yet come to the same call, in seconds.
 
@@ -90,9 +97,9 @@ class MultiWorkerMirroredStrategy(DataParallel, tf.distribute.MultiWorkerMirrore
         peer_timeout: float = 1800.0,
     ):
         install()
-        self._configure_data_parallel(communication, batch_norm)
         config = _cluster_of(cluster, cluster_resolver)
         self._job = join(config, start_timeout, peer_timeout) if config.num_workers > 1 else None
+        self._configure_data_parallel(communication, batch_norm, _GROUP_KEYS)
         # The upstream initializer names its extended class; this does the rest of what it does.
         extended = _MultiWorkerExtended(
             self,
@@ -136,7 +143,7 @@ def _cluster_of(cluster: ClusterConfig | None, resolver: Any) -> ClusterConfig:
     jobs = resolver.cluster_spec().as_dict()
     if not jobs:
         return ClusterConfig.single_process()
-    return ClusterConfig(jobs, resolver.task_type, resolver.task_id)
+    return _of_training_task(ClusterConfig(jobs, resolver.task_type, resolver.task_id))
 
 
 def _of_training_task(config: ClusterConfig) -> ClusterConfig:

@@ -1,8 +1,9 @@
-"""Batch statistics of the global batch for `keras.layers.BatchNormalization`, in one collective a layer.
+"""Batch statistics of the global batch for `keras.layers.BatchNormalization`, in one collective a layer and direction.
 
 Keras' own `synchronized=True` sends three, ignores masks, and computes `E[x^2] - E[x]^2`, which cancels for data far
-from zero. Here sums of `x - shift` travel together, where `shift` is the layer's moving mean: the same on every
-replica, and close to the batch mean once training has begun.
+from zero. Here every replica writes the count, mean and sum of squared differences of its rows into a row of its own;
+all rows are exchanged at once, and combined as in Chan, Golub and LeVeque, "Algorithms for computing the sample
+variance" (1983).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
-from tfdist.strategies.keras_step import current_step
+from tfdist.strategies.keras_step import current_step, global_replica
 
 
 def global_moments(layer: keras.layers.BatchNormalization) -> Callable[..., tuple[tf.Tensor, tf.Tensor]]:
@@ -23,24 +24,35 @@ def global_moments(layer: keras.layers.BatchNormalization) -> Callable[..., tupl
     """
 
     def moments(inputs: tf.Tensor, mask: tf.Tensor | None = None) -> tuple[tf.Tensor, tf.Tensor]:
-        axes = layer._reduction_axes
+        axes, channels = layer._reduction_axes, inputs.shape[layer.axis]
         shape = [1] * inputs.shape.rank
-        shape[layer.axis] = -1
-        shift = tf.stop_gradient(tf.cast(layer.moving_mean.value, inputs.dtype))
-        centred = inputs - tf.reshape(shift, shape)
-        counts = tf.ones_like(centred)
-        if mask is not None:
-            keep = tf.broadcast_to(tf.expand_dims(tf.cast(mask, bool), -1), tf.shape(inputs))
-            centred, counts = tf.where(keep, centred, 0), tf.cast(keep, inputs.dtype)
+        shape[layer.axis] = channels
+        if mask is None:
+            keep = None
+            count = tf.cast(tf.size(inputs) // channels, inputs.dtype)
+            mean = tf.math.divide_no_nan(tf.reduce_sum(inputs, axes), count)
+        else:
+            keep = tf.broadcast_to(tf.expand_dims(tf.cast(mask, inputs.dtype), -1), tf.shape(inputs))
+            count = tf.reduce_sum(keep) / channels
+            mean = tf.math.divide_no_nan(tf.reduce_sum(inputs * keep, axes), count)
+        squares = tf.square(inputs - tf.reshape(mean, shape))
+        squares = tf.reduce_sum(squares if keep is None else squares * keep, axes)
         own_rows = current_step().counts
-        sums = tf.stack(
-            [tf.reduce_sum(centred, axes), tf.reduce_sum(tf.square(centred), axes), tf.reduce_sum(counts, axes)]
-        )
         if own_rows is not None:
-            sums *= tf.cast(own_rows, sums.dtype)
-        totals = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, sums)
-        mean = tf.math.divide_no_nan(totals[0], totals[2])
-        variance = tf.maximum(tf.math.divide_no_nan(totals[1], totals[2]) - tf.square(mean), 0.0)
-        return mean + shift, variance
+            count *= tf.cast(own_rows, count.dtype)
+            squares *= tf.cast(own_rows, squares.dtype)
+        counts, means, squares = tf.unstack(_of_all_replicas(tf.stack([tf.fill([channels], count), mean, squares])))
+        total = tf.reduce_sum(counts, 0)
+        global_mean = tf.math.divide_no_nan(tf.reduce_sum(counts * means, 0), total)
+        squares = tf.reduce_sum(squares + counts * tf.square(means - global_mean), 0)
+        return global_mean, tf.math.divide_no_nan(squares, total)
 
     return moments
+
+
+def _of_all_replicas(rows: tf.Tensor) -> tf.Tensor:
+    """Stacks a `(3, channels)` tensor of every replica to `(3, replicas, channels)`, differentiably."""
+    context = tf.distribute.get_replica_context()
+    own = tf.one_hot(global_replica(), context.num_replicas_in_sync, dtype=rows.dtype)
+    slots = rows[:, None, :] * own[None, :, None]
+    return context.all_reduce(tf.distribute.ReduceOp.SUM, slots)

@@ -7,6 +7,7 @@ each message has a name, every wait a deadline, and whoever is late is named.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import time
@@ -15,12 +16,18 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.eager import context
 
+from tfdist.strategies import random_state
+
 _log = logging.getLogger("tfdist")
 _POLL_SECONDS = 10.0
 
 _SHARD_REMEDY = (
     "If the dataset is already cut for this process (`dataset.shard`), remove the cut, or set "
     "`options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF`."
+)
+_SAME_STEPS = (
+    "With AutoShardPolicy.OFF or FILE each worker has its own rows, but as many steps as the others: "
+    "cut or repeat the shards to one length, `dataset.take(n)`."
 )
 _REMEDIES = {
     "number of batches": _SHARD_REMEDY,
@@ -89,46 +96,61 @@ class Peers:
         return [value if r == self.rank else self.hear(f"{topic}/{number}/{r}", r, purpose) for r in ranks]
 
     def share_random_state(self) -> None:
-        """Gives every process the chief's global seed and its place in the sequence of operation seeds.
+        """Gives every process the chief's random state: TensorFlow's, Python's and NumPy's global generators.
 
         tf.data's and Keras' shuffling draws from these. Processes that shuffle differently would train on some rows
         twice and on others never.
         """
-        own = [context.global_seed(), _generator_state()]
-        seed, state = self.gather("random-state", own if self.rank == 0 else None, "start fit, evaluate or predict")[0]
-        if self.rank > 0 and own != [seed, state]:
-            tf.random.set_seed(seed)
-            version, internal, gauss = state
-            context.context()._rng.setstate((version, tuple(internal), gauss))
+        own = random_state.capture()
+        digest = hashlib.sha256(json.dumps(own).encode()).hexdigest()
+        digests = self.gather("random-state", digest, "start fit, evaluate or predict")
+        if len(set(digests)) == 1:
+            return
+        key = f"random-state/{self._counts['random-state']}/chief"
+        if self.rank == 0:
+            self.tell(key, own)
+        else:
+            random_state.restore(self.hear(key, 0, "tell its random state"))
 
-    def check_same_dataset(self, dataset: tf.data.Dataset) -> None:
+    def check_same_dataset(self, dataset: tf.data.Dataset, own: bool = False) -> None:
         """Compares this process' dataset with the others'.
+
+        Args:
+            dataset: the dataset, with one element for each step.
+            own: whether each process has rows of its own, in an order of its own.
 
         Raises:
             ValueError: on every process, if they differ in size, structure or the seeds of their shuffling.
         """
-        own = {
+        own_facts = {
             "number of batches": int(dataset.cardinality()),
             "components of a batch": str(dataset.element_spec),
-            "seeds of its shuffling": _seeds(dataset),
+            "seeds of its shuffling": [] if own else _seeds(dataset),
         }
-        everyone = self.gather("dataset", own, "pass its dataset to fit, evaluate or predict")
-        for what in own:
+        if not own and _has_no_order(dataset):
+            raise ValueError(
+                "Received: a dataset with deterministic=False. Every process would have another order, and train on "
+                "some rows twice and on others never. Expected: a deterministic order; remove "
+                "`options.deterministic = False` or `map(..., deterministic=False)`."
+            )
+        everyone = self.gather("dataset", own_facts, "pass its dataset to fit, evaluate or predict")
+        for what in own_facts:
             values = [value[what] for value in everyone]
             if any(value != values[0] for value in values):
                 listing = "; ".join(f"{name}: {value}" for name, value in zip(self.names, values, strict=True))
+                remedy = _SAME_STEPS if own else _REMEDIES[what]
                 raise ValueError(
                     f"The processes have different datasets. Received: {what}: {listing}. Expected: the same dataset "
-                    f"of global batches on every process; tfdist gives each its rows. {_REMEDIES[what]}"
+                    f"of global batches on every process; tfdist gives each its rows. {remedy}"
                 )
+
+
+def _has_no_order(dataset: tf.data.Dataset) -> bool:
+    own = dataset.options().deterministic is False or getattr(dataset, "_deterministic", None) == "false"
+    return own or any(_has_no_order(source) for source in dataset._inputs())
 
 
 def _seeds(dataset: tf.data.Dataset) -> list[list[int]]:
     """Seeds of all random transformations in a pipeline; tf.data fixes them when the pipeline is built."""
     own = [[int(dataset._seed), int(dataset._seed2)]] if hasattr(dataset, "_seed2") else []
     return own + [seeds for source in dataset._inputs() for seeds in _seeds(source)]
-
-
-def _generator_state() -> list:
-    version, internal, gauss = context.context()._rng.getstate()
-    return [version, list(internal), gauss]

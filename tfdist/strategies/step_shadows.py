@@ -17,7 +17,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state
-from keras.src.utils.tracking import TrackedList
 
 from tfdist.strategies import updated_state
 from tfdist.strategies.gradients import all_reduce_sum, scale
@@ -41,29 +40,45 @@ def shadows(step: KerasStep, *, wire_dtype: tf.DType | None, global_batch_norm: 
         for generator in seed_generators_of(step.model):
             stack.enter_context(shadowed(generator, next=_next_of_replica(generator.next)))
         for metric in step.model.metrics:
-            if type(metric) is keras.metrics.Mean:
-                stack.enter_context(shadowed(metric, update_state=_scalars_weighted(step, metric.update_state)))
+            stack.enter_context(shadowed(metric, result=_marked(step, metric.result)))
         yield
 
 
-def _scalars_weighted(step: KerasStep, original: Callable) -> Callable:
-    def update_state(values: Any, sample_weight: Any = None) -> Any:
-        # One value for one batch, in one process; here one value a replica, which have to count as one together.
-        if sample_weight is None and len(keras.ops.shape(values)) == 0:
-            sample_weight = step.weight
-        return original(values, sample_weight=sample_weight)
+def _marked(step: KerasStep, original: Callable) -> Callable:
+    def result() -> Any:
+        return tf.nest.map_structure(step.mark_metric, original())
 
-    return update_state
+    return result
 
 
 def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """The compiled optimizer and those that a custom `train_step` keeps as attributes (a GAN's two, say)."""
+    """The compiled optimizer and those that a custom `train_step` keeps (a GAN's two, say; a sub-model's own).
+
+    They are looked for among the attributes of all layers, in lists and dicts too. Parts of others are left out.
+    """
     found: dict[int, Any] = {}
-    for value in [model.optimizer, *vars(model).values()]:
-        for item in value if isinstance(value, (list, tuple, TrackedList)) else [value]:
+    for layer in model._flatten_layers():
+        for item in _items(vars(layer)):
             if isinstance(item, keras.optimizers.Optimizer):
                 found[id(item)] = item
-    return list(found.values())
+    parts = {id(part) for optimizer in found.values() for part in parts_of(optimizer)}
+    return [optimizer for key, optimizer in found.items() if key not in parts]
+
+
+def _items(value: Any) -> Iterator[Any]:
+    """What lists, tuples and dicts hold, at any depth."""
+    if isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _items(item)
+    else:
+        yield value
+
+
+def parts_of(optimizer: Any) -> list[keras.optimizers.Optimizer]:
+    """The optimizers inside of one: of a `LossScaleOptimizer` or a `MultiOptimizer`, at any depth."""
+    inner = getattr(optimizer, "inner_optimizer", None)
+    parts = [inner] if inner is not None else list(getattr(optimizer, "optimizers", []))
+    return parts + [deeper for part in parts for deeper in parts_of(part)]
 
 
 def seed_generators_of(model: keras.Model) -> list[keras.random.SeedGenerator]:
@@ -89,31 +104,26 @@ def _next_of_replica(original: Callable) -> Callable:
     return next_seed
 
 
-def _zero_unless(counts: tf.Tensor, value: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tf.IndexedSlices:
-    # What a model makes of no rows may be NaN, which no weight turns into 0. A branch costs less than a pass over it.
-    if isinstance(value, tf.IndexedSlices):
-        return tf.IndexedSlices(_zero_unless(counts, value.values), value.indices, value.dense_shape)
-    return tf.cond(counts, lambda: value, lambda: tf.zeros_like(value))
-
-
 def _shadow_optimizer(stack: contextlib.ExitStack, step: KerasStep, optimizer: Any, wire_dtype: Any) -> None:
     original_scale, original_apply = optimizer.scale_loss, optimizer.apply
 
     def scale_loss(loss: tf.Tensor) -> tf.Tensor:
-        step.loss_is_weighted.add(local_replica())
+        step.weighted_losses.add((id(optimizer), local_replica()))
         return original_scale(loss * tf.cast(step.weight, loss.dtype))
 
     def apply(grads: Any, trainable_variables: Any = None) -> None:
         variables = optimizer._trainable_variables if trainable_variables is None else list(trainable_variables)
-        original_apply(_global_gradients(step, list(grads), variables, wire_dtype), trainable_variables)
+        weighted = (id(optimizer), local_replica()) in step.weighted_losses
+        original_apply(_global_gradients(step, list(grads), variables, weighted, wire_dtype), trainable_variables)
 
     stack.enter_context(shadowed(optimizer, scale_loss=scale_loss, apply=apply))
-    while optimizer is not None:
-        stack.enter_context(shadowed(optimizer, _all_reduce_sum_gradients=list))
-        optimizer = getattr(optimizer, "inner_optimizer", None)
+    for part in [optimizer, *parts_of(optimizer)]:
+        stack.enter_context(shadowed(part, _all_reduce_sum_gradients=list))
 
 
-def _global_gradients(step: KerasStep, grads: list, variables: list, wire_dtype: tf.DType | None) -> list:
+def _global_gradients(
+    step: KerasStep, grads: list, variables: list, weighted: bool, wire_dtype: tf.DType | None
+) -> list:
     """Gradients of the global batch's loss, on every replica; averages the state that the step has updated, too."""
     for variable in variables:
         if getattr(variable, "overwrite_with_gradient", False):
@@ -124,17 +134,15 @@ def _global_gradients(step: KerasStep, grads: list, variables: list, wire_dtype:
             )
     present = [i for i, g in enumerate(grads) if g is not None]
     values = [grads[i] for i in present]
-    if local_replica() not in step.loss_is_weighted:
+    if not weighted:
         values = [scale(v, step.weight) for v in values]
-    if step.counts is not None:
-        values = [_zero_unless(step.counts, v) for v in values]
     state = updated_state.updated(updated_state.candidates(step.model), local_replica())
     state_values = [scale(tf.convert_to_tensor(v), step.weight) for v in state]
     if wire_dtype is None:
-        sums = all_reduce_sum([*values, *state_values])
+        sums = all_reduce_sum([*values, *state_values], counts=step.counts)
     else:
         # The state is kept from step to step: it must not be rounded to the wire's dtype.
-        sums = all_reduce_sum(values, wire_dtype) + all_reduce_sum(state_values)
+        sums = all_reduce_sum(values, wire_dtype, step.counts) + all_reduce_sum(state_values, counts=step.counts)
     for variable, average in zip(state, sums[len(values) :], strict=True):
         variable.assign(average)
     result: list = [None] * len(grads)

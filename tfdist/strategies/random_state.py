@@ -1,0 +1,34 @@
+"""The global random state of a process, as JSON: what data is shuffled with."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.eager import context
+
+
+def capture() -> list:
+    """State of TensorFlow's global seed and operation seeds, and of Python's and NumPy's global generators."""
+    name, keys, *rest = np.random.get_state()
+    return [context.global_seed(), _of(context.context()._rng), _of(random), [name, keys.tolist(), *rest]]
+
+
+def restore(state: list) -> None:
+    """Puts this process into a state that `capture` returned (in another one)."""
+    seed, operations, python, (name, keys, *rest) = state
+    tf.random.set_seed(seed)
+    _into(context.context()._rng, operations)
+    _into(random, python)
+    np.random.set_state((name, np.asarray(keys, "uint32"), *rest))
+
+
+def _of(generator: random.Random) -> list:
+    version, internal, gauss = generator.getstate()
+    return [version, list(internal), gauss]
+
+
+def _into(generator: random.Random, state: list) -> None:
+    version, internal, gauss = state
+    generator.setstate((version, tuple(internal), gauss))
