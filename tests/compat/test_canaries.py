@@ -60,6 +60,30 @@ def two_devices() -> dict[str, Any]:
     found["masked"] = sum(of_replicas(masked_mean, *masks))
     found["weighted"] = sum(of_replicas(weighted_mean, *weights))
 
+    with strategy.scope():
+        mean, total = keras.metrics.Mean(), keras.metrics.Sum()
+
+    def update(value: tf.Tensor) -> tf.Tensor:
+        mean.update_state(value)
+        total.update_state(value)
+        return value
+
+    of_replicas(update, 1.0, 3.0)
+    found["values counted by Mean"] = float(np.asarray(mean.count.value.read_value()))
+    found["Sum"] = float(np.asarray(total.result()))
+
+    with strategy.scope():
+        clipped = keras.Variable([0.0])
+        optimizer = keras.optimizers.SGD(1.0, clipvalue=1.0)
+        optimizer.build([clipped])
+
+    @tf.function
+    def apply(gradients: Any) -> None:
+        strategy.run(lambda gradient: optimizer.apply([tf.reshape(gradient, [1])], [clipped]) or gradient, (gradients,))
+
+    apply(strategy.experimental_distribute_values_from_function(lambda context: tf.constant(3.0)))
+    found["clipped gradient of 3 + 3"] = -float(np.asarray(clipped.value)[0])
+
     calls: list[tuple] = []
     distribute = strategy.experimental_distribute_dataset
 
@@ -146,6 +170,18 @@ def weighted_means_have_local_denominators() -> None:
     assert local()["weighted"] != pytest.approx(right)
 
 
+def scalars_are_counted_once_a_replica() -> None:
+    assert local()["values counted by Mean"] == 2.0
+
+
+def scalars_are_summed_over_replicas() -> None:
+    assert local()["Sum"] == 4.0
+
+
+def gradients_are_clipped_before_they_are_reduced() -> None:
+    assert local()["clipped gradient of 3 + 3"] == 2.0
+
+
 def strategies_are_not_told_who_asks_for_a_dataset() -> None:
     assert set(local()["hook"]) == {(1, ())}
 
@@ -170,6 +206,11 @@ CANARIES: dict[str, Callable[[], None]] = {
     f"{_LOSSES}:unscale_loss_for_distribution": losses_are_unscaled_by_the_number_of_replicas,
     f"{_LOSSES}:apply_mask": masked_means_have_local_denominators,
     f"{_LOSSES}:reduce_values": weighted_means_have_local_denominators,
+    "keras.src.metrics.reduction_metrics:Mean.update_state": scalars_are_counted_once_a_replica,
+    "keras.src.metrics.reduction_metrics:Sum.update_state": scalars_are_summed_over_replicas,
+    "keras.src.backend.tensorflow.optimizer:TFOptimizer._all_reduce_sum_gradients": (
+        gradients_are_clipped_before_they_are_reduced
+    ),
     f"{_TRAINER}:TFEpochIterator.__init__": strategies_are_not_told_who_asks_for_a_dataset,
     f"{_TRAINER}:TensorFlowTrainer._maybe_symbolic_build": a_generator_loses_its_first_batches,
     **{

@@ -47,6 +47,12 @@ def test_help_of_run_shows_the_script() -> None:
     assert "run [OPTIONS] SCRIPT [ARGS]..." in invoke("run", "--help").output
 
 
+def test_help_of_run_says_when_an_evaluator_is_stopped() -> None:
+    text = " ".join(invoke("run", "--help").output.split())
+    assert "Start an evaluator, too; it may outlast the training by --grace." in text
+    assert "Seconds before SIGKILL; also until an evaluator is stopped once the training has ended." in text
+
+
 def test_help_is_quick() -> None:
     durations = []
     for _ in range(3):

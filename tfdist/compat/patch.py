@@ -1,4 +1,4 @@
-"""How tfdist replaces a private function of TensorFlow or Keras: guarded, bounded to tested versions.
+"""How tfdist replaces a private function of TensorFlow or Keras: once, if it exists; untested versions are warned of.
 
 Each patch names the upstream issue that would make it unnecessary, and has a test in `tests/compat/` that fails once
 upstream behaves without it.
@@ -44,13 +44,13 @@ class Patch:
             RuntimeError: if the function is not there in the installed version of the package.
         """
         module_name, _, path = self.target.partition(":")
-        owner: Any = importlib.import_module(module_name)
         *parents, name = path.split(".")
         try:
+            owner: Any = importlib.import_module(module_name)
             for parent in parents:
                 owner = getattr(owner, parent)
             original = owner.__dict__[name]
-        except (AttributeError, KeyError):
+        except (ImportError, AttributeError, KeyError):
             raise RuntimeError(
                 f"tfdist changes {self.target} ({self.upstream}), which {self.package} {_version(self.package)} does "
                 f"not have. Expected: {self.package} {' to '.join(TESTED[self.package])}. "

@@ -30,7 +30,7 @@ BATCH_NORM_MODES = ("global", "local")
 class DataParallel:
     """Mixin for subclasses of `tf.distribute.Strategy`."""
 
-    def _configure_data_parallel(self, communication: str | None, batch_norm: str, group_keys: Iterator[int]) -> None:
+    def _configure_data_parallel(self, communication: str | None, batch_norm: str) -> None:
         if communication not in WIRE_DTYPES:
             raise ValueError(
                 f"Unknown communication. Received: communication={communication!r}. "
@@ -41,8 +41,6 @@ class DataParallel:
                 f"Unknown batch_norm. Received: batch_norm={batch_norm!r}. Expected 'global' (statistics of the global "
                 "batch, as one process computes them) or 'local' (of each replica's rows; no collectives)."
             )
-        # Collectives of different strategies need different keys; stock strategies begin at 0.
-        self._collective_key_base = next(group_keys)
         self._wire_dtype = WIRE_DTYPES[communication]
         self._global_batch_norm = batch_norm == "global"
         self._keras_step: KerasStep | None = None

@@ -63,6 +63,7 @@ def join(cluster: ClusterConfig, start_timeout: float, peer_timeout: float) -> J
             f"Received: {cluster}. Expected: {_joined.cluster}, which this process has joined already. TensorFlow's "
             "server cannot be restarted: use one cluster in a process, or start another process."
         )
+    _joined.peers.timeout = peer_timeout
     return _joined
 
 

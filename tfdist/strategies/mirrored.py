@@ -14,6 +14,7 @@ from tfdist.cluster.discovery import discover
 from tfdist.compat import install
 from tfdist.strategies.data_parallel import DataParallel, DataParallelExtended
 
+# Collectives of different strategies need different keys; stock strategies begin at 0.
 _GROUP_KEYS = itertools.count(1_000, 1_000)
 _log = logging.getLogger("tfdist")
 
@@ -59,7 +60,8 @@ class MirroredStrategy(DataParallel, tf.distribute.MirroredStrategy):
     ):
         install()
         _warn_in_cluster()
-        self._configure_data_parallel(communication, batch_norm, _GROUP_KEYS)
+        self._configure_data_parallel(communication, batch_norm)
+        self._collective_key_base = next(_GROUP_KEYS)
         # tf.distribute.MirroredStrategy.__init__ names its extended class; this does the rest of what it does.
         extended = _MirroredExtended(self, devices=devices, cross_device_ops=cross_device_ops)
         tf.distribute.Strategy.__init__(self, extended)

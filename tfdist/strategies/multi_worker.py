@@ -20,7 +20,8 @@ from tfdist.strategies.data_parallel import DataParallel, DataParallelExtended
 from tfdist.strategies.job import join
 from tfdist.strategies.peers import Peers
 
-# Apart from other strategies', of which the processes may have different numbers.
+# Collectives of different strategies need different keys; other kinds of strategies, of which the processes may have
+# different numbers, have keys in another range.
 _GROUP_KEYS = itertools.count(1_000_000, 1_000)
 
 
@@ -97,9 +98,10 @@ class MultiWorkerMirroredStrategy(DataParallel, tf.distribute.MultiWorkerMirrore
         peer_timeout: float = 1800.0,
     ):
         install()
+        self._configure_data_parallel(communication, batch_norm)
         config = _cluster_of(cluster, cluster_resolver)
         self._job = join(config, start_timeout, peer_timeout) if config.num_workers > 1 else None
-        self._configure_data_parallel(communication, batch_norm, _GROUP_KEYS)
+        self._collective_key_base = next(_GROUP_KEYS)
         # The upstream initializer names its extended class; this does the rest of what it does.
         extended = _MultiWorkerExtended(
             self,

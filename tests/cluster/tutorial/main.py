@@ -80,5 +80,5 @@ callbacks = [
 ]
 with strategy.scope():
     multi_worker_model = mnist_setup.build_and_compile_cnn_model()
-history = multi_worker_model.fit(multi_worker_dataset, epochs=3, steps_per_epoch=5, callbacks=callbacks)
+history = multi_worker_model.fit(multi_worker_dataset, epochs=3, steps_per_epoch=35, callbacks=callbacks)
 print("with callbacks:", json.dumps(history.history["loss"]), flush=True)

@@ -1,4 +1,4 @@
-"""The same paths on every process: the chief writes each file once, and every process can read it at once."""
+"""Callbacks that write files, with the same paths on every process: the chief's write, every process can read."""
 
 from __future__ import annotations
 
@@ -6,44 +6,21 @@ import csv
 import functools
 import importlib.util
 import json
-import os
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
-from keras import layers
 
-from tests.cluster.attempt import attempt, found_on
-from tests.cluster.writes import Writes
-from tests.features.table import mlp, rows
-from tfdist.testing import run_local
+from tests.cluster.attempt import found_on
+from tests.cluster.file_checks import DEADLINE, FileChecks, built, gap, on_two_processes
+from tests.features.table import rows
 
 pytestmark = pytest.mark.cluster
 
-_DEADLINE = 200
 HAS_TENSORBOARD = importlib.util.find_spec("tensorboard") is not None
-FORMATS = ("model.keras", "only.weights.h5", "model.h5", "export")
-
-
-class CountsBatches(keras.Model):
-    """A model with a metric of its own, whose state is spread over all replicas."""
-
-    def __init__(self, **arguments: object) -> None:
-        super().__init__(**arguments)
-        self.out = layers.Dense(1, activation="sigmoid")
-        self.seen = keras.metrics.Mean(name="seen")
-
-    def call(self, x: object) -> object:
-        return self.out(x)
-
-    def train_step(self, data: tuple) -> dict:
-        logs = super().train_step(data)
-        self.seen.update_state(keras.ops.mean(data[0], axis=1))
-        return {**logs, "seen": self.seen.result()}
 
 
 class Interrupt(keras.callbacks.Callback):
@@ -59,45 +36,6 @@ class Interrupt(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         if self._epoch == 1 and batch == 2:
             raise InterruptedError("in epoch 2")
-
-
-def gap(first: list, second: list) -> float:
-    assert len(first) == len(second)
-    return max((float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in zip(first, second, strict=True)))
-
-
-def built(strategy: object, build: object = None) -> keras.Model:
-    with strategy.scope():
-        keras.utils.set_random_seed(7)
-        build = build or mlp(layers.BatchNormalization, optimizer=lambda: keras.optimizers.Adam(0.01))
-        return build()
-
-
-def all_formats(strategy: object, folder: Path) -> dict[str, float]:
-    """Saves in every format and loads at once; returns the largest difference of predictions, by format."""
-    import tensorflow as tf
-
-    x, y = rows(96)
-    model = built(strategy)
-    model.fit(x, y, batch_size=16, epochs=1, verbose=0)
-    expected = model.predict(x, verbose=0)
-    model.save(folder / FORMATS[0])
-    gaps = {FORMATS[0]: gap([expected], [keras.models.load_model(folder / FORMATS[0])(x)])}
-    model.save_weights(folder / FORMATS[1])
-    other = mlp(layers.BatchNormalization, optimizer=lambda: keras.optimizers.Adam(0.01))()
-    other.load_weights(folder / FORMATS[1])
-    gaps[FORMATS[1]] = gap([expected], [other(x)])
-    model.save(folder / FORMATS[2])
-    gaps[FORMATS[2]] = gap([expected], [keras.models.load_model(folder / FORMATS[2])(x)])
-    model.export(folder / FORMATS[3], verbose=False)
-    exported = tf.saved_model.load(folder / FORMATS[3])
-    gaps[FORMATS[3]] = gap([expected], [exported.serve(x)])
-    with strategy.scope():
-        again = keras.models.load_model(folder / FORMATS[0])
-    for one in (model, again):
-        one.fit(x, y, batch_size=16, epochs=1, shuffle=False, verbose=0)
-    gaps["training goes on after load_model"] = gap(model.get_weights(), again.get_weights())
-    return gaps
 
 
 def callbacks(strategy: object, folder: Path) -> dict:
@@ -196,111 +134,33 @@ def interrupted(strategy: object, folder: Path) -> dict:
     }
 
 
-def slow_rewrite(strategy: object, folder: Path) -> float:
-    """Saves to the path of a checkpoint; the chief takes its time. Whoever loads it next gets the last version."""
-    path = folder / "again.weights.h5"
-    model = built(strategy)
-    checkpoint = keras.callbacks.ModelCheckpoint(path, save_weights_only=True)
-    model.fit(*rows(96), batch_size=16, epochs=2, verbose=0, callbacks=[checkpoint])
-    with strategy.scope():
-        model.set_weights([value + 1 for value in model.get_weights()])
-    if strategy.is_chief:
-        time.sleep(2)
-    model.save_weights(path)
-    expected = model.get_weights()
-    model.load_weights(path)
-    return gap(expected, model.get_weights())
-
-
-def everything(folder_name: str) -> dict:
+def everything(checks: FileChecks) -> None:
     """Runs on every process."""
     import tensorflow as tf
 
-    import tfdist
-
-    strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout=60, peer_timeout=40)
-    rank = strategy.peers.rank
-    folder = Path(folder_name)
-    writes = Writes(folder_name)
-    alone = Path(tempfile.mkdtemp())
+    strategy, folder = checks.strategy, checks.folder
     one = tf.distribute.get_strategy()
-    seen: dict = {"pid": os.getpid(), "timings": {}}
-
-    def note(name: str, function: object, *arguments: object) -> None:
-        before, began = len(writes.paths), time.monotonic()
-        seen[name] = attempt(name, function, *arguments)
-        seen["timings"][name] = time.monotonic() - began
-        seen[f"{name} writes"] = writes.paths[before:]
-
-    note("formats", all_formats, strategy, folder)
-    note("callbacks", callbacks, strategy, folder / "callbacks")
-    note("callbacks alone", callbacks, one, alone / "callbacks")
-    note("plain tensorboard", plain_tensorboard, strategy, folder / "plain")
+    checks.note("callbacks", callbacks, strategy, folder / "callbacks")
+    checks.note("plain tensorboard", plain_tensorboard, strategy, folder / "plain")
     if HAS_TENSORBOARD:
-        note("tensorboard", tensorboard, strategy, folder / "tensorboard")
-    note("interrupted", interrupted, strategy, folder / "backup")
-    note("interrupted alone", interrupted, one, alone / "backup")
-
-    def own_path() -> float:
-        model = built(strategy)
-        path = folder / f"of-rank-{rank}" / "model.keras"
-        path.parent.mkdir()
-        model.save(path)
-        return gap(model.get_weights(), keras.models.load_model(path).get_weights())
-
-    note("own path", own_path)
-    note("rewrite", slow_rewrite, strategy, folder)
-
-    def metric_attribute() -> dict:
-        def build() -> keras.Model:
-            model = CountsBatches()
-            model.build((None, 8))
-            model.compile("sgd", "binary_crossentropy")
-            return model
-
-        model = built(strategy, build)
-        x, y = rows(96)
-        history = model.fit(x, y, batch_size=16, epochs=1, verbose=0)
-        path = folder / "metric.keras"
-        model.save(path)
-        loaded = keras.models.load_model(path, custom_objects={"CountsBatches": CountsBatches})
-        return {
-            "mean": float(x.mean()),
-            "logged": history.history["seen"][-1],
-            "read": float(model.seen.result()),
-            "weights": gap(model.get_weights(), loaded.get_weights()),
-        }
-
-    note("metric attribute", metric_attribute)
-    return seen
+        checks.note("tensorboard", tensorboard, strategy, folder / "tensorboard")
+    checks.note("interrupted", interrupted, strategy, folder / "backup")
+    with tempfile.TemporaryDirectory() as alone:
+        checks.note("callbacks alone", callbacks, one, Path(alone) / "callbacks")
+        checks.note("interrupted alone", interrupted, one, Path(alone) / "backup")
 
 
 @functools.cache
 def results() -> list[dict]:
-    with tempfile.TemporaryDirectory(prefix="tfdist-files-") as folder:
-        return run_local(everything, args=(folder,), timeout=_DEADLINE)
+    return on_two_processes(everything)
 
 
 def check(rank: int, name: str) -> Any:
     return found_on(results(), rank, name)
 
 
-@pytest.fixture(params=[0, 1], ids=["chief", "other"])
-def rank(request) -> int:
-    return request.param
-
-
-@pytest.mark.timeout(_DEADLINE + 30)
-class TestFiles:
-    @pytest.mark.parametrize("name", [*FORMATS, "training goes on after load_model"])
-    def test_saved_and_loaded_at_once(self, rank, name):
-        assert check(rank, "formats")[name] < 1e-5
-
-    def test_chief_alone_writes_formats(self):
-        written, nothing = (seen["formats writes"] for seen in results())
-        assert sorted({path.split(os.sep)[0] for path in written}) == sorted(FORMATS)
-        assert nothing == []
-
+@pytest.mark.timeout(DEADLINE + 30)
+class TestCallbacks:
     def test_callbacks_write_on_the_chief_alone(self):
         chief, other = results()
         assert set(chief["callbacks writes"]) == {f"callbacks/{name}" for name in check(0, "callbacks")["files"]}
@@ -350,18 +210,3 @@ class TestFiles:
         chief, other = results()
         assert set(chief["interrupted writes"]) == {"backup/latest.weights.h5", "backup/training_metadata.json"}
         assert other["interrupted writes"] == []
-
-    def test_path_with_the_rank_is_written_by_that_rank(self, rank):
-        assert check(rank, "own path") == 0.0
-        seen = results()[rank]
-        assert set(seen["own path writes"]) == {f"of-rank-{rank}/model.keras"}
-        assert seen["timings"]["own path"] < 15.0
-
-    def test_saving_over_a_checkpoint_waits_for_the_chief(self, rank):
-        assert check(rank, "rewrite") == 0.0
-
-    def test_metric_attribute(self, rank):
-        seen = check(rank, "metric attribute")
-        assert seen["logged"] == pytest.approx(seen["mean"], abs=1e-5)
-        assert seen["read"] == pytest.approx(seen["mean"], abs=1e-5)
-        assert seen["weights"] == 0.0
