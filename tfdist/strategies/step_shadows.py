@@ -5,7 +5,7 @@ optimizer.apply        receives the gradient of the global batch: reduced once, 
                        accumulation and update, so that all of these act on the same values on every replica
 BatchNormalization     uses the statistics of the global batch
 SeedGenerator.next     folds the replica's index into the seed: a different Dropout mask on every replica
-Mean.update_state      weights a scalar, such as a loss, by the replica's share of the batch
+Metric.result          marks what it returns, so that logs that are metrics are told from others
 """
 
 from __future__ import annotations
