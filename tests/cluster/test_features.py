@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import traceback
 import unittest
+from pathlib import Path
 
 import pytest
 
+from tests.features import reference
 from tests.features.table import FEATURES
 from tfdist.testing import run_local
 
@@ -17,7 +19,7 @@ pytestmark = pytest.mark.cluster
 _DEADLINE = 540
 
 
-def whole_table(names: list[str], devices: int) -> dict[str, dict[str, float] | str]:
+def whole_table(names: list[str], devices: int, place: Path) -> dict[str, dict[str, float] | str]:
     """Runs on every process: the largest differences, or the traceback, of every row."""
     import tfdist
 
@@ -27,7 +29,8 @@ def whole_table(names: list[str], devices: int) -> dict[str, dict[str, float] | 
     for name in names:
         print("feature:", name, flush=True)
         try:
-            results[name] = FEATURES[name](strategy)
+            with reference.remembered(name, place):
+                results[name] = FEATURES[name](strategy)
         except unittest.SkipTest as reason:
             results[name] = f"skipped: {reason}"
         except Exception:
@@ -38,7 +41,11 @@ def whole_table(names: list[str], devices: int) -> dict[str, dict[str, float] | 
 @functools.cache
 def results(devices: int) -> list[dict[str, dict[str, float] | str]]:
     return run_local(
-        whole_table, workers=2, devices_per_worker=devices, timeout=_DEADLINE, args=(list(FEATURES), devices)
+        whole_table,
+        workers=2,
+        devices_per_worker=devices,
+        timeout=_DEADLINE,
+        args=(list(FEATURES), devices, reference.folder()),
     )
 
 
