@@ -12,6 +12,12 @@ import pytest
 from tfdist.cluster import ClusterConfig, ClusterError, ports, preflight
 
 
+@pytest.fixture(autouse=True)
+def no_tensorflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests of the same run may have initialised TensorFlow, which preflight would rightly complain about."""
+    monkeypatch.delitem(sys.modules, "tensorflow.python.eager.context", raising=False)
+
+
 @pytest.fixture
 def free() -> tuple[int, int]:
     """Two ports that were free a moment ago."""
