@@ -60,7 +60,16 @@ MODELS = {
     "cnn": ModelShape(
         "CNN",
         (28, 28, 1),
-        (Conv(16, 3), Pool(2), Conv(32, 3), Pool(2), Flatten(), Dense(64), Dense(CLASSES, relu=False)),
+        (
+            Conv(32, 3),
+            Conv(64, 3),
+            Pool(2),
+            Conv(48, 3),
+            Pool(5),
+            Flatten(),
+            Dense(48),
+            Dense(CLASSES, relu=False),
+        ),
     ),
     "mlp": ModelShape("MLP", (784,), (Dense(1024), Dense(1024), Dense(CLASSES, relu=False))),
 }
