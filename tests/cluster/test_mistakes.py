@@ -109,11 +109,6 @@ def assert_error(found: tuple[str, str], kind: str, *words: str) -> None:
         assert word in message
 
 
-@pytest.fixture(params=[0, 1], ids=["chief", "other"])
-def rank(request) -> int:
-    return request.param
-
-
 @pytest.mark.timeout(_DEADLINE + 30)
 class TestData:
     def test_other_number_of_batches(self, rank):

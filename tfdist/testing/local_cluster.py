@@ -81,10 +81,11 @@ def run_local(
         parts = (list(sys.path), devices_per_worker, (fn, tuple(args)))
         (root / "call").write_bytes(b"".join(cloudpickle.dumps(part) for part in parts))
         jobs = {"worker": [f"127.0.0.1:{port}" for port in ports.ports]}
-        processes = [_start(root, ClusterConfig(jobs, "worker", rank), rank, env or {}) for rank in range(workers)]
-        for process in processes:
-            guardian.add(process.pid)
+        processes: list[subprocess.Popen] = []
         try:
+            for rank in range(workers):
+                processes.append(_start(root, ClusterConfig(jobs, "worker", rank), rank, env or {}))
+                guardian.add(processes[-1].pid)
             codes = _wait(processes, timeout)
         finally:
             for process in processes:
