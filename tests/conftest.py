@@ -21,6 +21,18 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Makes two logical CPU devices if a test of this run needs them: later, another test may have used TensorFlow."""
+    if (
+        any("mirrored" in getattr(item, "fixturenames", ()) for item in session.items)
+        and not session.config.option.collectonly
+    ):
+        import tensorflow as tf
+
+        cpu = tf.config.list_physical_devices("CPU")[0]
+        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips tests whose marker needs something that is not on this machine."""
     for marker, (present, reason) in REQUIREMENTS.items():

@@ -1,4 +1,4 @@
-"""These tests run in pytest's own process, on two logical CPU devices."""
+"""These tests run in pytest's own process, on the two logical CPU devices that tests/conftest.py makes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,6 @@ import pytest
 
 @pytest.fixture(scope="session")
 def mirrored():
-    import tensorflow as tf
-
-    cpu = tf.config.list_physical_devices("CPU")[0]
-    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
     import tfdist
 
     strategy = tfdist.MirroredStrategy()
