@@ -39,7 +39,9 @@ class Launch:
         self.mark = uuid.uuid4().hex
         env = {**os.environ, "PYTHONPATH": str(SOURCE), MARK: self.mark, **more.pop("env", {})}
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **more}
-        self.popen = subprocess.Popen(command, cwd=folder, env=env, start_new_session=True, **streams)
+        self.popen = subprocess.Popen(
+            command, cwd=folder, env=env, start_new_session=True, preexec_fn=_heed_hangup, **streams
+        )
 
     def finish(self, deadline: float = 20.0) -> Result:
         """Waits for the end and returns the result."""
@@ -85,6 +87,11 @@ class Launch:
         for stream in (self.popen.stdout, self.popen.stderr):
             if stream is not None:
                 stream.close()
+
+
+def _heed_hangup() -> None:
+    """The tests may run below nohup; the launcher would then ignore SIGHUP, as it should."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def wait_until(condition: Callable[[], bool], deadline: float, what: str) -> None:
