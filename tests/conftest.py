@@ -6,6 +6,7 @@ import functools
 import os
 import shutil
 import subprocess
+import tempfile
 
 import pytest
 
@@ -55,8 +56,19 @@ def _can_make_network_namespaces() -> bool:
     return subprocess.run(["unshare", "--net", "true"], capture_output=True).returncode == 0
 
 
+@functools.cache
+def _can_mount() -> bool:
+    if not shutil.which("mount"):
+        return False
+    with tempfile.TemporaryDirectory() as folder:
+        if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", folder], capture_output=True).returncode != 0:
+            return False
+        return subprocess.run(["umount", folder], capture_output=True).returncode == 0
+
+
 REQUIREMENTS = {
     "slurm": (_has_slurm, "the Slurm commands are not installed"),
     "mpi": (_has_mpi, "mpirun is not installed"),
     "netns": (_can_make_network_namespaces, "this user may not make network namespaces here"),
+    "mount": (_can_mount, "this user may not mount file systems here"),
 }

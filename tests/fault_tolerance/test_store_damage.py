@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.fault_tolerance.numbered import write_numbers
+from tfdist.callbacks.damage import DamagedBackups, DamagedCheckpoint
+from tfdist.callbacks.store import CheckpointStore
+
+
+def folder_of(store: CheckpointStore, name: str) -> Path:
+    return Path(store.directory, name)
+
+
+def flip_first_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def append_garbage(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"garbage")
+
+
+DAMAGES = [flip_first_bit, truncate, empty, append_garbage]
+FILES = ["state.index", "state.data-00000-of-00001", "manifest.json"]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("file", FILES)
+def test_damaged_newest_checkpoint_gives_way_to_the_previous(
+    tmp_path: Path, damage: Callable[[Path], None], file: str
+) -> None:
+    store = CheckpointStore(tmp_path)
+    names = write_numbers(store, 3)
+    damage(folder_of(store, names[2]) / file)
+    with pytest.warns(UserWarning) as caught:
+        checkpoint = store.newest()
+    assert [str(warning.message).split(": ")[0] for warning in caught] == [
+        f"The checkpoint {tmp_path}/{names[2]} is damaged"
+    ]
+    assert file in str(caught[0].message)
+    assert f"{names[1]} is used instead" in str(caught[0].message)
+    assert (checkpoint.name, checkpoint.meta) == (names[1], {"number": 1})
+    np.testing.assert_array_equal(checkpoint.tensors["value"], np.full([1000], 1, np.float32))
+    with pytest.raises(DamagedCheckpoint, match=file):
+        store.open(names[2])
+
+
+def test_damaged_checkpoints_are_not_counted_and_go_after_the_next_write(tmp_path: Path) -> None:
+    names = write_numbers(CheckpointStore(tmp_path, keep=3), 3)
+    store = CheckpointStore(tmp_path, keep=3)
+    for name in names[1:]:
+        empty(folder_of(store, name) / "state.index")
+    with pytest.warns(UserWarning, match="is damaged: state.index has 0 bytes") as caught:
+        assert store.newest().name == names[0]
+    assert len(caught) == 2
+    assert store.write({}, {}) == "checkpoint-00000004"
+    assert store.names() == [names[0], "checkpoint-00000004"]
+
+
+@pytest.mark.filterwarnings("error")
+def test_all_damaged_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    names = write_numbers(store, 2)
+    empty(folder_of(store, names[0]) / "manifest.json")
+    (folder_of(store, names[1]) / "state.index").unlink()
+    with pytest.raises(DamagedBackups) as caught:
+        store.newest()
+    assert str(caught.value) == (
+        f"{tmp_path} holds 2 checkpoint(s), but none that is complete and unaltered:\n"
+        f"  {names[1]}: state.index is missing\n"
+        f"  {names[0]}: manifest.json (0 bytes) is incomplete or is not a manifest\n"
+        f"To begin the training anew, move the folder away: mv {tmp_path} {tmp_path}.damaged"
+    )

@@ -1,0 +1,70 @@
+"""Tensor files: tensors in TensorFlow's own checkpoint format, on any file system that TensorFlow knows."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import BinaryIO
+
+import numpy as np
+import tensorflow as tf
+
+
+def save_tensors(prefix: str, tensors: Mapping[str, tf.Tensor]) -> None:
+    """Writes tensors to `<prefix>.index` and `<prefix>.data-00000-of-00001`, without holding Python's lock.
+
+    Raises:
+        tf.errors.OpError: If they cannot be written.
+    """
+    if not tensors:
+        return
+    with tf.device("CPU:0"):
+        tf.raw_ops.SaveV2(
+            prefix=prefix,
+            tensor_names=list(tensors),
+            shape_and_slices=[""] * len(tensors),
+            tensors=list(tensors.values()),
+        )
+
+
+def load_tensors(prefix: str, names: Iterable[str]) -> dict[str, np.ndarray]:
+    """Reads the named tensors from what `save_tensors` wrote; strings come as arrays of `bytes` objects.
+
+    Raises:
+        OSError: If they cannot be read.
+    """
+    names = list(names)
+    if not names:
+        return {}
+    with os_errors():
+        reader = tf.compat.v1.train.NewCheckpointReader(prefix)
+        return {name: _as_array(reader.get_tensor(name)) for name in names}
+
+
+@contextlib.contextmanager
+def open_file(path: str) -> Iterator[BinaryIO]:
+    """Opens a file of any file system for reading; what fails is an `OSError`."""
+    with os_errors(), tf.io.gfile.GFile(path, "rb") as file:
+        yield file
+
+
+@contextlib.contextmanager
+def os_errors() -> Iterator[None]:
+    """Turns TensorFlow's errors about files into the `OSError` that Python's own functions raise."""
+    try:
+        yield
+    except tf.errors.NotFoundError as error:
+        raise FileNotFoundError(_cause(error)) from error
+    except tf.errors.OpError as error:
+        raise OSError(_cause(error)) from error
+
+
+def _cause(error: tf.errors.OpError) -> str:
+    """Returns an error's message without the names of TensorFlow's internal functions."""
+    return re.sub(r"^\{\{function_node [^}]*\}\} | \[Op:\w+\].*$", "", error.message, flags=re.DOTALL)
+
+
+def _as_array(value: np.ndarray | np.generic | bytes) -> np.ndarray:
+    # NumPy's own type for bytes would drop zeros at their end.
+    return np.array(value, dtype=object) if isinstance(value, bytes) else np.asarray(value)
