@@ -1,0 +1,70 @@
+"""The event log: whole lines from several processes, and no failure that costs a training."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tfdist.supervision.events import EventLog
+
+
+def lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+
+
+def test_an_event_has_time_name_and_fields(tmp_path: Path) -> None:
+    before = time.time()
+    EventLog(str(tmp_path), "launcher").write("failure", task="worker 1", step=3, path=Path("a"))
+    (event,) = lines(tmp_path)
+    assert before <= event.pop("time") <= time.time()
+    assert event == {"name": "launcher", "event": "failure", "task": "worker 1", "step": 3, "path": "a"}
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "name"),
+    [
+        ("TFDIST_CLUSTER", '{"task": {"type": "worker", "index": 1}}', "worker 1"),
+        ("TF_CONFIG", '{"task": {"type": "chief", "index": 0}}', "chief 0"),
+        ("TF_CONFIG", "no JSON", f"process {os.getpid()}"),
+        ("TF_CONFIG", "{}", f"process {os.getpid()}"),
+    ],
+)
+def test_the_name_is_the_task(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variable: str, value: str, name: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    monkeypatch.setenv("TFDIST_LOG_DIR", str(tmp_path))
+    EventLog.from_environment().write("saved")
+    assert lines(tmp_path)[0]["name"] == name
+
+
+def test_without_a_run_nothing_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    EventLog.from_environment().write("saved")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_that_is_gone_costs_the_event_only(tmp_path: Path) -> None:
+    EventLog(str(tmp_path / "gone"), "worker 0").write("saved")
+    assert os.listdir(tmp_path) == []
+
+
+def test_lines_of_several_processes_stay_whole(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom tfdist.supervision.events import EventLog\n"
+        "log = EventLog(sys.argv[1], sys.argv[2])\n"
+        "for number in range(300): log.write('e', number=number, text='x' * 500)"
+    )
+    children = [
+        subprocess.Popen([sys.executable, "-c", code, str(tmp_path), name]) for name in ("worker 0", "worker 1")
+    ]
+    assert [child.wait(30) for child in children] == [0, 0]
+    found = lines(tmp_path)
+    for name in ("worker 0", "worker 1"):
+        assert [event["number"] for event in found if event["name"] == name] == list(range(300))

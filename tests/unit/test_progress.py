@@ -1,0 +1,128 @@
+"""Progress: what a process reports is what the launcher reads, whatever happens to either."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tfdist.supervision.progress import (
+    SAVING,
+    STARTING,
+    TRAINING,
+    VARIABLE,
+    ProgressFile,
+    ProgressWriter,
+    read_progress,
+)
+
+
+def test_nothing_before_the_first_report() -> None:
+    with ProgressFile() as file:
+        assert file.read() is None
+        assert read_progress(file.path) is None
+
+
+def test_a_report_is_read() -> None:
+    with ProgressFile() as file:
+        writer = ProgressWriter(file.path)
+        before = time.monotonic()
+        writer.report(TRAINING, 41)
+        writer.report(SAVING, 42)
+        progress = file.read()
+        assert progress is not None
+        assert (progress.reports, progress.phase, progress.step, progress.resumed_step) == (2, "saving", 42, None)
+        assert before <= progress.time <= time.monotonic()
+        assert read_progress(file.path) == progress
+        assert (writer.phase, writer.step) == ("saving", 42)
+
+
+def test_resumption_is_kept_and_claimed_once() -> None:
+    with ProgressFile() as file:
+        writer = ProgressWriter(file.path)
+        writer.resumed(120)
+        progress = file.read()
+        assert progress is not None
+        assert (progress.phase, progress.step, progress.resumed_step) == (STARTING, 120, 120)
+        writer.report(TRAINING, 121)
+        assert file.read().resumed_step == 120  # type: ignore[union-attr]
+        assert [writer.claim_resumption(), writer.claim_resumption()] == [120, None]
+
+
+def test_a_fit_that_begins_forgets_the_resumption_of_the_last_one() -> None:
+    with ProgressFile() as file:
+        writer = ProgressWriter(file.path)
+        writer.resumed(120)
+        writer.begin()
+        progress = file.read()
+        assert progress is not None
+        assert (progress.phase, progress.step, progress.resumed_step) == (STARTING, 0, None)
+        assert writer.claim_resumption() is None
+
+
+def test_resuming_at_step_zero_is_a_resumption() -> None:
+    with ProgressFile() as file:
+        ProgressWriter(file.path).resumed(0)
+        assert file.read().resumed_step == 0  # type: ignore[union-attr]
+
+
+def test_one_writer_for_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ProgressWriter.from_environment() is None
+    with ProgressFile() as file:
+        monkeypatch.setenv(VARIABLE, file.path)
+        writer = ProgressWriter.from_environment()
+        assert writer is not None
+        assert ProgressWriter.from_environment() is writer
+
+
+@pytest.mark.parametrize("content", [None, b"too short"])
+def test_a_file_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "progress"
+    if content is not None:
+        path.write_bytes(content)
+    monkeypatch.setenv(VARIABLE, str(path))
+    assert ProgressWriter.from_environment() is None
+    assert read_progress(str(path)) is None
+
+
+def test_reports_survive_sigkill_and_leave_no_file() -> None:
+    code = (
+        "import os, signal\nfrom tfdist.supervision.progress import ProgressWriter\n"
+        "writer = ProgressWriter.from_environment()\n"
+        "for step in range(1, 1001): writer.report('training', step)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    with ProgressFile() as file:
+        env = {**os.environ, VARIABLE: file.path}
+        ended = subprocess.run([sys.executable, "-c", code], env=env, timeout=30)
+        assert ended.returncode == -signal.SIGKILL
+        progress = file.read()
+        assert progress is not None
+        assert (progress.step, progress.reports) == (1000, 1000)
+    assert not os.path.exists(file.path)
+
+
+def test_the_process_outlives_the_launchers_side() -> None:
+    file = ProgressFile()
+    writer = ProgressWriter(file.path)
+    file.close()
+    file.close()
+    writer.report(TRAINING, 1)
+    assert writer.step == 1
+
+
+def test_a_report_is_cheap() -> None:
+    with ProgressFile() as file:
+        writer = ProgressWriter(file.path)
+        durations = []
+        for _ in range(5):
+            start = time.perf_counter()
+            for step in range(1000):
+                writer.report(TRAINING, step)
+            durations.append(time.perf_counter() - start)
+    assert min(durations) / 1000 < 10e-6
