@@ -9,7 +9,7 @@ __version__ = "0.1.0"
 
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
-    submodules=["cluster", "strategies", "testing"],
+    submodules=["callbacks", "cluster", "strategies", "testing"],
     submod_attrs={
         "cluster": ["ClusterConfig", "ClusterError", "discover"],
         "strategies": ["MirroredStrategy", "MultiWorkerMirroredStrategy"],

@@ -8,15 +8,12 @@ from typing import Any
 
 import keras
 
+from tfdist.callbacks.backup_and_restore import BackupAndRestore
+from tfdist.callbacks.progress_reporter import add_reporter
+from tfdist.callbacks.writers import WRITERS
 from tfdist.compat.patch import Patch
 from tfdist.strategies.chief_files import files_of
 
-# Nothing but writers: on the other processes they have nothing to do. (Not every release of Keras has them all.)
-_WRITERS = tuple(
-    getattr(keras.callbacks, name)
-    for name in ("CSVLogger", "TensorBoard", "RemoteMonitor", "OrbaxCheckpoint")
-    if hasattr(keras.callbacks, name)
-)
 # These do other things, too; only what writes is silenced.
 _SAVERS = (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore)
 
@@ -27,6 +24,8 @@ class Together(keras.callbacks.Callback):
     Args:
         restore: undoes what was changed on the other callbacks for the time of the fit.
     """
+
+    comes_last = True
 
     def __init__(self, restore: contextlib.ExitStack):
         super().__init__()
@@ -52,18 +51,33 @@ class Together(keras.callbacks.Callback):
 
 def _set_model(original: Callable) -> Callable:
     def set_model(self: Any, model: Any) -> None:
-        if model and files_of(model) is not None and not any(isinstance(c, Together) for c in self.callbacks):
-            restore = contextlib.ExitStack()
-            if not model.distribute_strategy.is_chief:
-                self.callbacks = [c for c in self.callbacks if not isinstance(c, _WRITERS)]
-            for callback in self.callbacks:
-                for name, value in _changes(callback, model.distribute_strategy.is_chief).items():
-                    restore.callback(setattr, callback, name, getattr(callback, name, None))
-                    setattr(callback, name, value)
-            self.callbacks.append(Together(restore))
+        if model:
+            _arrange(self, model)
         original(self, model)
 
     return set_model
+
+
+def _arrange(callback_list: Any, model: Any) -> None:
+    """Leaves out what only the chief needs, and gives those a place that need one."""
+    callbacks = callback_list.callbacks
+    if any(isinstance(callback, Together) for callback in callbacks):
+        return
+    if files_of(model) is not None:
+        restore = contextlib.ExitStack()
+        is_chief = model.distribute_strategy.is_chief
+        if not is_chief:
+            callbacks = [callback for callback in callbacks if not isinstance(callback, WRITERS)]
+        for callback in callbacks:
+            for name, value in _changes(callback, is_chief).items():
+                restore.callback(setattr, callback, name, getattr(callback, name, None))
+                setattr(callback, name, value)
+        callbacks = [*callbacks, Together(restore)]
+    for callback in list(callbacks):
+        if isinstance(callback, BackupAndRestore):
+            callbacks = callback.arrange(callback_list, callbacks)
+    add_reporter(callbacks)
+    callback_list.callbacks = callbacks
 
 
 def _changes(callback: keras.callbacks.Callback, is_chief: bool) -> dict[str, Any]:

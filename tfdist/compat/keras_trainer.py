@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import tensorflow as tf
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
-from tensorflow.python.distribute.values import PerReplicaSpec
 
 from tfdist.compat.patch import Patch
-from tfdist.strategies import guards
+from tfdist.strategies import epoch_iterators, guards
 from tfdist.strategies.data_parallel import DataParallel
 from tfdist.strategies.global_batches import GlobalBatchDataset
 
@@ -35,6 +33,8 @@ def _epoch_iterator(original: Callable) -> Callable:
 
 def _maybe_symbolic_build(original: Callable) -> Callable:
     def _maybe_symbolic_build(self: Any, iterator: Any = None, data_batch: Any = None) -> None:
+        if iterator is not None:
+            epoch_iterators.note(self, iterator)
         strategy = self._distribute_strategy
         if not isinstance(strategy, DataParallel):
             original(self, iterator=iterator, data_batch=data_batch)
@@ -46,20 +46,12 @@ def _maybe_symbolic_build(original: Callable) -> Callable:
             # Keras takes a batch from the iterator to learn its shapes: a generator has then lost its first one, a
             # shuffled dataset begins with its second order, and of several workers' batches it cannot make one. The
             # dataset's specification says the same.
-            dataset = iterator._distributed_dataset
-            specification = getattr(dataset, "source", dataset).element_spec
             with strategy.scope():
-                self._symbolic_build(data_batch=tf.nest.map_structure(_of_one_replica, specification))
+                self._symbolic_build(data_batch=epoch_iterators.batch_specification(iterator))
         # Once more: Keras builds metrics, and shows their variables, only now.
         guards.check(strategy, self)
 
     return _maybe_symbolic_build
-
-
-def _of_one_replica(spec: Any) -> Any:
-    if isinstance(spec, PerReplicaSpec):
-        spec = spec._value_specs[0]
-    return spec if hasattr(spec, "shape") and hasattr(spec, "dtype") else None
 
 
 PATCHES = [

@@ -27,12 +27,14 @@ class Job:
         peers: for messages to the other processes, once TensorFlow's servers run.
         files: who writes which file.
         seed: the chief's global seed; every process uses it.
+        seed_is_given: whether the chief's program has set it; otherwise each job has another one.
     """
 
     cluster: ClusterConfig
     peers: Peers
     files: ChiefFiles
     seed: int
+    seed_is_given: bool
 
 
 _joined: Job | None = None
@@ -53,11 +55,11 @@ def join(cluster: ClusterConfig, start_timeout: float, peer_timeout: float) -> J
     global _joined
     if _joined is None:
         preflight.require(cluster)
-        seed = _meet(cluster, start_timeout)
+        seed, seed_is_given = _meet(cluster, start_timeout)
         keep_freed_pages()
         names = [f"{job} {index} ({cluster.jobs[job][index]})" for job, index in cluster.compute_tasks]
         peers = Peers(names, cluster.rank, peer_timeout)
-        _joined = Job(cluster, peers, ChiefFiles(peers), seed)
+        _joined = Job(cluster, peers, ChiefFiles(peers), seed, seed_is_given)
     elif _joined.cluster != cluster:
         raise ClusterError(
             f"Received: {cluster}. Expected: {_joined.cluster}, which this process has joined already. TensorFlow's "
@@ -67,11 +69,13 @@ def join(cluster: ClusterConfig, start_timeout: float, peer_timeout: float) -> J
     return _joined
 
 
-def _meet(cluster: ClusterConfig, timeout: float) -> int:
+def _meet(cluster: ClusterConfig, timeout: float) -> tuple[int, bool]:
     seed = context.global_seed()
     information = {
         "same.tensorflow": tf.__version__,
         "same.keras": keras.__version__,
         "seed": random.SystemRandom().randrange(2**31) if seed is None else seed,
+        "seed is given": seed is not None,
     }
-    return meet(cluster, timeout=timeout, info=information)[0]["seed"]
+    chief = meet(cluster, timeout=timeout, info=information)[0]
+    return chief["seed"], chief["seed is given"]

@@ -15,6 +15,7 @@ from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.discovery import discover
 from tfdist.cluster.errors import ClusterError
 from tfdist.compat import install
+from tfdist.strategies.agreement import Agreement
 from tfdist.strategies.chief_files import ChiefFiles
 from tfdist.strategies.data_parallel import DataParallel, DataParallelExtended
 from tfdist.strategies.job import join
@@ -72,6 +73,10 @@ class MultiWorkerMirroredStrategy(DataParallel, tf.distribute.MultiWorkerMirrore
         start_timeout: how long to wait at the start until all processes are there, in seconds.
         peer_timeout: how long to wait for another process that has not yet come to the same call, in seconds.
 
+    Attributes:
+        agreement: requests that all workers obey after the same step; `None` without a cluster.
+        seed_is_given: whether the program has set a global seed, so that another run of it has the same one.
+
     Raises:
         tfdist.ClusterError: if the cluster description is wrong, the processes' descriptions differ, or a process does
             not come; the message names it.
@@ -109,6 +114,8 @@ class MultiWorkerMirroredStrategy(DataParallel, tf.distribute.MultiWorkerMirrore
             communication_options=communication_options or tf.distribute.experimental.CommunicationOptions(),
         )
         tf.distribute.Strategy.__init__(self, extended)
+        self.seed_is_given = self._job is None or self._job.seed_is_given
+        self.agreement = Agreement() if self._job else None
         if self._job:
             _MultiWorkerExtended._std_server_started = True
             if context.global_seed() != self._job.seed:

@@ -17,6 +17,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 from tfdist.strategies import random_state
+from tfdist.strategies.pipeline_facts import has_no_order, seeds
 
 _log = logging.getLogger("tfdist")
 _POLL_SECONDS = 10.0
@@ -125,9 +126,9 @@ class Peers:
         own_facts = {
             "number of batches": int(dataset.cardinality()),
             "components of a batch": str(dataset.element_spec),
-            "seeds of its shuffling": [] if own else _seeds(dataset),
+            "seeds of its shuffling": [] if own else seeds(dataset),
         }
-        if not own and _has_no_order(dataset):
+        if not own and has_no_order(dataset):
             raise ValueError(
                 "Received: a dataset with deterministic=False. Every process would have another order, and train on "
                 "some rows twice and on others never. Expected: a deterministic order; remove "
@@ -143,14 +144,3 @@ class Peers:
                     f"The processes have different datasets. Received: {what}: {listing}. Expected: the same dataset "
                     f"of global batches on every process; tfdist gives each its rows. {remedy}"
                 )
-
-
-def _has_no_order(dataset: tf.data.Dataset) -> bool:
-    own = dataset.options().deterministic is False or getattr(dataset, "_deterministic", None) == "false"
-    return own or any(_has_no_order(source) for source in dataset._inputs())
-
-
-def _seeds(dataset: tf.data.Dataset) -> list[list[int]]:
-    """Seeds of all random transformations in a pipeline; tf.data fixes them when the pipeline is built."""
-    own = [[int(dataset._seed), int(dataset._seed2)]] if hasattr(dataset, "_seed2") else []
-    return own + [seeds for source in dataset._inputs() for seeds in _seeds(source)]

@@ -19,6 +19,7 @@ import tensorflow as tf
 from keras.src.backend.common import global_state
 
 from tfdist.strategies import updated_state
+from tfdist.strategies.agreement import Agreement
 from tfdist.strategies.gradients import all_reduce_sum, scale
 from tfdist.strategies.keras_step import KerasStep, global_replica, local_replica, shadowed
 from tfdist.strategies.normalization import global_moments
@@ -138,14 +139,26 @@ def _global_gradients(
         values = [scale(v, step.weight) for v in values]
     state = updated_state.updated(updated_state.candidates(step.model), local_replica())
     state_values = [scale(tf.convert_to_tensor(v), step.weight) for v in state]
+    agreement = _agreement_of(step.model)
+    if agreement is not None:
+        state_values.append(agreement.read())
     if wire_dtype is None:
         sums = all_reduce_sum([*values, *state_values], counts=step.counts)
     else:
         # The state is kept from step to step: it must not be rounded to the wire's dtype.
         sums = all_reduce_sum(values, wire_dtype, step.counts) + all_reduce_sum(state_values, counts=step.counts)
+    if agreement is not None:
+        total = sums.pop()
+        if local_replica() == 0:
+            agreement.note(total)
     for variable, average in zip(state, sums[len(values) :], strict=True):
         variable.assign(average)
     result: list = [None] * len(grads)
     for i, value in zip(present, sums[: len(values)], strict=True):
         result[i] = value
     return result
+
+
+def _agreement_of(model: keras.Model) -> Agreement | None:
+    agreement = getattr(model.distribute_strategy, "agreement", None)
+    return agreement if agreement is not None and agreement.in_use else None

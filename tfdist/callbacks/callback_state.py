@@ -1,0 +1,111 @@
+"""The state of the other callbacks of a fit: their plain attributes, without a word from them.
+
+Keras' callbacks keep what they know in attributes: EarlyStopping's `wait`, `best` and `best_weights`,
+ReduceLROnPlateau's `cooldown_counter`, History's `history`. Everything that is made of numbers, text, arrays, lists and
+dicts is saved. A callback that keeps something else has `get_state()`, which returns plain data, and `set_state(data)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+_NOT_STATE = ("_model", "model", "params")
+# The progress bar shows; CSVLogger's attributes belong to an open file (see csv_logger.py).
+_STATELESS = (keras.callbacks.ProgbarLogger, keras.callbacks.CSVLogger)
+
+
+def capture(callbacks: Sequence[keras.callbacks.Callback], arrays: dict[str, np.ndarray]) -> list[dict]:
+    """The state of callbacks as JSON-serialisable data.
+
+    Args:
+        callbacks: in their order in the fit.
+        arrays: receives the arrays, under names to which the data refers.
+
+    Returns:
+        One entry for each callback.
+    """
+    return [
+        {
+            "class": type(callback).__name__,
+            # What compares values is a function; it is known again from the direction that it stands for.
+            "compares": getattr(callback, "monitor_op", None) is not None,
+            "state": encode(_state_of(callback), arrays, f"callbacks/{i}"),
+        }
+        for i, callback in enumerate(callbacks)
+    ]
+
+
+def check(callbacks: Sequence[keras.callbacks.Callback], entries: Sequence[dict]) -> None:
+    """Raises ValueError if these are not the callbacks whose state was saved."""
+    now, then = [type(c).__name__ for c in callbacks], [entry["class"] for entry in entries]
+    if now != then:
+        raise ValueError(
+            f"The backup is of a fit with other callbacks. Received: {now}. Expected, as saved: {then}. Pass the same "
+            "callbacks in the same order, or another backup_dir to begin anew."
+        )
+
+
+def restore(
+    callbacks: Sequence[keras.callbacks.Callback], entries: Sequence[dict], arrays: dict[str, np.ndarray]
+) -> None:
+    """Gives callbacks the state that `capture` returned."""
+    for callback, entry in zip(callbacks, entries, strict=True):
+        state = decode(entry["state"], arrays)
+        if hasattr(callback, "set_state"):
+            callback.set_state(state)
+            continue
+        if entry["compares"] and getattr(callback, "monitor_op", True) is None:
+            # Done lazily by Keras, and it flips the sign of min_delta, which has been flipped in the saved state.
+            callback._set_monitor_op()
+        for name, value in state.items():
+            setattr(callback, name, value)
+
+
+def _state_of(callback: keras.callbacks.Callback) -> Any:
+    if hasattr(callback, "get_state"):
+        return callback.get_state()
+    if isinstance(callback, _STATELESS):
+        return {}
+    return {name: value for name, value in vars(callback).items() if name not in _NOT_STATE and _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return value.dtype != object
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(item) for item in value)
+    if isinstance(value, dict):
+        return all(isinstance(key, (str, int)) and _is_plain(item) for key, item in value.items())
+    return value is None or isinstance(value, (bool, int, float, str, np.generic))
+
+
+def encode(value: Any, arrays: dict[str, np.ndarray], prefix: str) -> Any:
+    if isinstance(value, (np.ndarray, np.generic)):
+        name = f"{prefix}/{len(arrays)}"
+        arrays[name] = np.array(value)
+        return {"array": name, "scalar": isinstance(value, np.generic)}
+    if isinstance(value, (list, tuple)):
+        return {type(value).__name__ if type(value) is tuple else "list": [encode(v, arrays, prefix) for v in value]}
+    if isinstance(value, dict):
+        return {"dict": [[key, encode(item, arrays, prefix)] for key, item in value.items()]}
+    if isinstance(value, float):
+        return {"float": float(value).hex()}  # exact, and JSON has no infinity
+    return value
+
+
+def decode(value: Any, arrays: dict[str, np.ndarray]) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if "array" in value:
+        array = arrays[value["array"]]
+        return array[()] if value["scalar"] else array.copy()
+    if "float" in value:
+        return float.fromhex(value["float"])
+    if "dict" in value:
+        return {key: decode(item, arrays) for key, item in value["dict"]}
+    ((kind, items),) = value.items()
+    return tuple(decode(item, arrays) for item in items) if kind == "tuple" else [decode(i, arrays) for i in items]

@@ -1,0 +1,288 @@
+"""Where training is in its data, and how another process gets there.
+
+Keras asks `EpochIterator._enumerate_iterator` for the steps of an epoch. It is shadowed on the instance by one that
+does the same, tells when a step is done, and can begin in the middle. A position is the number of iterators that were
+made (each may draw seeds for its shuffling) and the number of batches taken from the last one:
+
+iterators made   0   1   2   3 ........          known size: one for each epoch, and one more at its end
+batches taken    0 . 10  0 . 4                   -> position (3, 4): make two, make a third, skip four batches
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
+from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
+from tensorflow.python.eager import context
+
+from tfdist.callbacks import callback_state
+from tfdist.strategies import random_state
+from tfdist.strategies.data_parallel import DataParallel
+from tfdist.strategies.pipeline_facts import seeds, why_not_repeatable
+
+_HOOKS = ("on_epoch_begin", "on_epoch_end")
+
+
+class DataPosition:
+    """The position of a `fit` in its data.
+
+    Args:
+        model: the model that is fitted.
+        epoch_iterator: Keras' iterator over its epochs.
+        dataset_fn: the user's function from an epoch to the dataset of that epoch, if there is one.
+        after_step: called after each execution with the number of steps that the epoch then has.
+
+    Attributes:
+        obstacle: why no position within an epoch can be found again; `None` if it can.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        epoch_iterator: Any,
+        dataset_fn: Callable[[int], tf.data.Dataset] | None,
+        after_step: Callable[[int], None],
+    ):
+        self._model = model
+        self._iterator = epoch_iterator
+        self._dataset_fn = dataset_fn
+        self._after_step = after_step
+        self._made = 0
+        self._in_epoch = 0
+        self._resumed: dict | None = None
+        self._random_at_begin: list | None = None
+        self._random_when_saved: list | None = None
+        adapter = epoch_iterator.data_adapter
+        self._is_arrays = isinstance(adapter, ArrayDataAdapter) and dataset_fn is None
+        self._py_dataset = adapter.py_dataset if isinstance(adapter, PyDatasetAdapter) and dataset_fn is None else None
+        self._array_seed = self._new_array_seed()
+        self.obstacle = self._find_obstacle()
+        self.epoch = 0
+        epoch_iterator._enumerate_iterator = self._enumerate
+
+    def _find_obstacle(self) -> str | None:
+        if self._dataset_fn is not None or self._is_arrays:
+            return None
+        adapter = self._iterator.data_adapter
+        if self._py_dataset is not None:
+            changes = any(
+                getattr(type(self._py_dataset), hook) is not getattr(keras.utils.PyDataset, hook) for hook in _HOOKS
+            )
+            if self._py_dataset.num_batches is None:
+                return "a PyDataset without a length is a generator"
+            if changes and not hasattr(self._py_dataset, "get_state"):
+                return (
+                    f"{type(self._py_dataset).__name__} changes in on_epoch_begin or on_epoch_end; give it get_state() "
+                    "and set_state(state), and that can be saved"
+                )
+            return None
+        if not isinstance(adapter, TFDatasetAdapter):
+            return f"the data come from a {type(adapter).__name__.removesuffix('DataAdapter').lower()}, not a dataset"
+        source = self._source()
+        if not isinstance(source, tf.data.Dataset):
+            return f"the data are a {type(source).__name__}, which is distributed already"
+        reason = why_not_repeatable(source)
+        if reason is None and seeds(source) and not getattr(self._model.distribute_strategy, "seed_is_given", True):
+            reason = "no seed was set, so that the processes agreed on a random one"
+        return reason and f"{reason}; keras.utils.set_random_seed, called first, seeds all that has no seed"
+
+    def _source(self) -> Any:
+        """Keras' dataset of the batches of an epoch, before a strategy cut it."""
+        dataset = self._iterator._distributed_dataset
+        return getattr(dataset, "source", dataset)
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Steps of an epoch; `None` if that is not (yet) known."""
+        return self._iterator.num_batches
+
+    # Saving and resuming
+
+    def state(self, arrays: dict[str, np.ndarray], mid_epoch: bool) -> dict:
+        """The position, as JSON-serialisable data (and arrays, to whose names it refers)."""
+        iterator = self._iterator
+        state = {
+            "made": self._made,
+            "taken": iterator._steps_seen,
+            "steps": self._in_epoch if mid_epoch else 0,
+            "goes on": mid_epoch or (iterator.steps_per_epoch is not None and iterator._current_iterator is not None),
+            "batches": iterator._num_batches,
+            "facts": self._facts(),
+            "array seed": self._array_seed,
+            "global seed": context.global_seed(),
+        }
+        if self._py_dataset is not None:
+            state["random at begin"] = self._random_at_begin
+            if hasattr(self._py_dataset, "get_state"):
+                state["dataset"] = callback_state.encode(self._py_dataset.get_state(), arrays, "dataset")
+        return state
+
+    def _facts(self) -> dict:
+        source = self._source()
+        known = isinstance(source, tf.data.Dataset) and self._dataset_fn is None
+        return {
+            "number of batches": self._iterator.num_batches,
+            "components of a batch": str(source.element_spec),
+            "seeds of its shuffling": seeds(source) if known and not self._is_arrays else [],
+        }
+
+    def resume(self, epoch: int, state: dict, arrays: dict[str, np.ndarray]) -> None:
+        """Lets the first epoch begin at a saved position.
+
+        Raises:
+            ValueError: if that position is within an epoch of other data.
+        """
+        if state["steps"]:
+            if self.obstacle:
+                raise ValueError(
+                    "The backup was made within an epoch of data whose position could be found again. Received data "
+                    f"for which it cannot: {self.obstacle}. "
+                    "Expected: the same data as before; or pass another backup_dir to begin anew."
+                )
+            for what, now in self._facts().items():
+                then = state["facts"][what]
+                if now != then and not (what == "number of batches" and None in (now, then)):
+                    raise ValueError(
+                        f"The backup was made within an epoch of other data. Received: {what}: {now}. Expected, as "
+                        f"saved: {then}. Pass the same data (with the same seeds) as before, or another backup_dir to "
+                        "begin anew."
+                    )
+        self._resumed = state
+        self.epoch = epoch
+        if self._is_arrays:
+            self._array_seed = state["array seed"]
+            if self._array_seed is None and state["global seed"] != context.global_seed():
+                # The chief of a cluster has drawn another seed; the order of the rows depends on it.
+                with _global_seed(state["global seed"]):
+                    self._iterator._distributed_dataset = self._distribute(self._iterator.data_adapter.get_tf_dataset())
+        if "dataset" in state:
+            self._py_dataset.set_state(callback_state.decode(state["dataset"], arrays))
+
+    def leave_random_state(self, state: list) -> None:
+        """What the random state has to be once the position is found (finding it may draw from it)."""
+        self._random_when_saved = state
+        random_state.restore(state)
+
+    # The steps of an epoch
+
+    def _enumerate(self) -> Iterator:
+        """As `EpochIterator._enumerate_iterator`, from wherever training is."""
+        iterator, resumed = self._iterator, self._resumed
+        self._resumed = None
+        if self._py_dataset is not None:
+            if resumed and resumed["steps"]:
+                random_state.restore(resumed["random at begin"])
+            self._random_at_begin = random_state.capture()
+        iterator.data_adapter.on_epoch_begin()
+        first = current = 0
+        if resumed:
+            first, current = resumed["steps"], self._find(resumed)
+        if self._dataset_fn is not None:
+            yield from self._steps_of_own_dataset(first)
+            return
+        size = iterator.steps_per_epoch or iterator._num_batches or -1
+        if not current and (size < 0 or iterator._current_iterator is None or iterator.steps_per_epoch is None):
+            iterator._current_iterator = self._make()
+            iterator._steps_seen = 0
+        step = first
+        while size < 0 or step < size:
+            if size > 0 and iterator._num_batches and iterator._steps_seen >= iterator._num_batches:
+                if iterator.steps_per_epoch:
+                    iterator._interrupted_warning()
+                break
+            yield from self._execution(step)
+            step += iterator.steps_per_execution
+        if iterator._num_batches and iterator._steps_seen >= iterator._num_batches:
+            iterator._current_iterator = self._make()
+            iterator._steps_seen = 0
+        iterator.data_adapter.on_epoch_end()
+
+    def _execution(self, step: int) -> Iterator:
+        iterator = self._iterator
+        iterator._steps_seen += iterator.steps_per_execution
+        yield step, step + iterator.steps_per_execution - 1, iterator._current_iterator
+        self._in_epoch = step + iterator.steps_per_execution
+        self._after_step(self._in_epoch)
+
+    def _steps_of_own_dataset(self, first: int) -> Iterator:
+        iterator = self._iterator
+        dataset = self._dataset_fn(self.epoch)
+        size = iterator.steps_per_epoch or int(dataset.cardinality())
+        iterator._current_iterator = iter(self._distribute(dataset.skip(first) if first else dataset))
+        step = first
+        while size < 0 or step < size:
+            yield from self._execution(step)
+            step += iterator.steps_per_execution
+
+    def _find(self, state: dict) -> bool:
+        """Makes the iterators that were made before; returns whether the current one is to be gone on with."""
+        iterator = self._iterator
+        if self._dataset_fn is not None:
+            return False
+        if iterator._num_batches is None:
+            iterator._num_batches = state["batches"]  # learnt when the data ended for the first time
+        goes_on = state["goes on"]
+        before = state["made"] - int(goes_on)
+        if isinstance(iterator.data_adapter, TFDatasetAdapter):
+            for _ in range(before):
+                self._make()
+        self._made = before
+        if goes_on:
+            iterator._current_iterator = self._make(skip=state["taken"])
+            iterator._steps_seen = state["taken"]
+            if self._random_when_saved is not None:
+                random_state.restore(self._random_when_saved)
+        return goes_on
+
+    def _make(self, skip: int = 0) -> Any:
+        self._made += 1
+        dataset = self._iterator._distributed_dataset
+        if self._array_seed is not None:
+            with _global_seed((self._array_seed + self._made) % 2**31):
+                dataset = self._distribute(self._iterator.data_adapter.get_tf_dataset().skip(skip))
+            return iter(dataset)
+        if self._py_dataset is not None:
+            # Not `Dataset.skip`: the order is drawn when the first batch is, which has to be now.
+            made = iter(dataset)
+            for _ in range(skip):
+                next(made)
+            return made
+        if skip:
+            source, size = self._source(), getattr(dataset, "_cardinality", None)
+            dataset = self._distribute(source.skip(skip))
+            if dataset is not source and size is not None:
+                dataset._cardinality = size  # part of the type of the iterator: another one would be traced again
+        return iter(dataset)
+
+    def _distribute(self, dataset: tf.data.Dataset) -> Any:
+        strategy = self._model.distribute_strategy
+        if not isinstance(strategy, DataParallel):
+            return strategy.experimental_distribute_dataset(dataset)
+        with strategy.keras_input():
+            return strategy.experimental_distribute_dataset(dataset)
+
+    def _new_array_seed(self) -> int | None:
+        """A seed for the order of arrays, if nothing else says what order they come in."""
+        adapter = self._iterator.data_adapter
+        if not self._is_arrays or not adapter._shuffle or context.global_seed() is not None:
+            return None
+        return random.SystemRandom().randrange(2**31)
+
+
+@contextlib.contextmanager
+def _global_seed(seed: int | None) -> Iterator[None]:
+    """Sets TensorFlow's global seed for a block, and leaves no trace of it."""
+    before = random_state.capture()
+    tf.random.set_seed(seed)
+    try:
+        yield
+    finally:
+        random_state.restore(before)

@@ -1,0 +1,314 @@
+"""The backups of one call of `fit`: when it begins, at each step, at the ends of epochs, and at its end."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import time
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import keras
+
+from tfdist.callbacks import callback_state, csv_logger, training_state
+from tfdist.callbacks.background_writer import BackgroundWriter
+from tfdist.callbacks.data_position import DataPosition
+from tfdist.callbacks.fit_number import folder_of_fit, note_finished
+from tfdist.callbacks.preemption import PreemptionSignal
+from tfdist.callbacks.save_schedule import SaveSchedule
+from tfdist.callbacks.shared_store import SharedStore
+from tfdist.callbacks.store import Checkpoint
+from tfdist.callbacks.writers import WRITERS
+from tfdist.strategies import epoch_iterators, random_state
+from tfdist.strategies.agreement import Agreement, Request
+from tfdist.supervision.events import EventLog
+from tfdist.supervision.exit_codes import PREEMPTED
+from tfdist.supervision.progress import ProgressWriter
+
+if TYPE_CHECKING:
+    from tfdist.callbacks.backup_and_restore import BackupAndRestore
+
+_log = logging.getLogger("tfdist")
+
+
+@dataclasses.dataclass
+class _Place:
+    """Where training is.
+
+    Attributes:
+        epoch: the current epoch, or at the end of one the next.
+        steps: training steps of it that are done.
+        total: training steps since the beginning of the fit, over restarts.
+    """
+
+    epoch: int = 0
+    steps: int = 0
+    total: int = 0
+
+
+class FitBackup:
+    """The backups of one fit.
+
+    Args:
+        options: the callback, for its options and its model.
+        callback_list: Keras' list of callbacks.
+        others: the callbacks whose state belongs to the fit.
+    """
+
+    def __init__(
+        self, options: BackupAndRestore, callback_list: Any, others: Sequence[keras.callbacks.Callback]
+    ) -> None:
+        self._options = options
+        self._model = model = options.model
+        self._callback_list = callback_list
+        self._everyone = others
+        # Shown to the user, or the chief's alone; neither changes what is computed.
+        self._others = [c for c in others if not isinstance(c, (keras.callbacks.ProgbarLogger, *WRITERS))]
+        strategy = model.distribute_strategy
+        self._peers = getattr(strategy, "peers", None)
+        self._agreement: Agreement | None = getattr(strategy, "agreement", None)
+        self._is_chief = getattr(strategy, "is_chief", True)
+        self._store = SharedStore(folder_of_fit(options.backup_dir), options.keep, self._peers)
+        self._writer = BackgroundWriter(options.asynchronous, self._warn_not_written)
+        self._schedule = SaveSchedule(options.save_freq)
+        self._signal = PreemptionSignal(options.preemption_signal)
+        self._events = EventLog.from_environment()
+        self._place = _Place()
+        self._validations = 0
+        self._resumed: Checkpoint | None = None
+        self._was_done = False
+        self._until_begun = contextlib.ExitStack()
+        self._at_epoch_end = False
+        self._epochs = 0
+
+    # Beginning
+
+    def begin(self) -> None:
+        """Before any other callback begins: finds the backup, and puts the model into its state."""
+        iterator = epoch_iterators.latest(self._model)
+        if iterator is None:
+            raise RuntimeError("Received: BackupAndRestore outside of Model.fit. Expected: fit(..., callbacks=[...]).")
+        self._epochs = self._callback_list.params["epochs"]
+        self._position = DataPosition(self._model, iterator, self._options.dataset_fn, self._after_step)
+        if self._agreement is not None and not self._agreement.in_use:
+            self._agreement.in_use = True
+            self._model.make_train_function(force=True)
+        checkpoint = self._store.newest(lambda meta: not meta["done"] or meta["epoch"] >= self._epochs)
+        if self._position.obstacle is not None:
+            self._warn_of_obstacle(self._position.obstacle)
+        if checkpoint is not None:
+            self._resume(iterator, checkpoint)
+
+    def _resume(self, iterator: Any, checkpoint: Checkpoint) -> None:
+        meta, model = checkpoint.meta, self._model
+        began = time.monotonic()
+        if model._distribute_strategy is None or not hasattr(model.distribute_strategy, "keras_input"):
+            model._symbolic_build(data_batch=epoch_iterators.batch_specification(iterator))
+        training_state.make_global_seed_generator(model, meta["variables"])
+        training_state.check(model, meta["variables"])
+        callback_state.check(self._others, meta["callbacks"])
+        self._position.resume(meta["epoch"], meta["position"], checkpoint.tensors)
+        training_state.load(model, checkpoint.tensors)
+        self._place = _Place(meta["epoch"], meta["steps"], meta["total"])
+        self._validations = meta["validations"]
+        self._resumed = checkpoint
+        if self._is_chief:
+            csv_logger.rewind(self._everyone, meta["csv"], self._until_begun)
+        # A finished fit that is to have more epochs goes on.
+        self._was_done = meta["done"] and meta["epoch"] >= self._epochs
+        over = self._was_done or meta["stopped"]
+        model._initial_epoch = max(self._epochs, 1) if over else meta["epoch"]
+        if (reporter := ProgressWriter.from_environment()) is not None and not over:
+            reporter.resumed(meta["total"])
+        self._events.write(
+            "resumed", checkpoint=checkpoint.name, epoch=meta["epoch"], step=meta["total"], seconds=_since(began)
+        )
+        if self._is_chief:
+            what = "is finished" if over else f"goes on at step {meta['steps']} of epoch {meta['epoch'] + 1}"
+            _log.warning("The fit %s: %s/%s", what, self._store.directory, checkpoint.name)
+
+    def begun(self) -> None:
+        """After all other callbacks have begun."""
+        self._until_begun.close()
+        self._signal.install()
+        self._schedule.saved(self._place.total)
+        if self._resumed is not None and self._model._initial_epoch >= self._epochs:
+            self._restore_the_rest()  # no epoch begins
+
+    # Epochs
+
+    def epoch_begins(self, epoch: int) -> None:
+        """Before any other callback's `on_epoch_begin`: here a backup from between two epochs was made."""
+        if self._resumed is None:
+            self._place = _Place(epoch, 0, self._place.total)
+        self._position.epoch = epoch
+        if self._resumed is not None and self._place.steps == 0:
+            self._restore_the_rest()
+
+    def epoch_begun(self) -> None:
+        """After all other callbacks' `on_epoch_begin`: what they did belongs to a backup from within an epoch."""
+        if self._resumed is not None:
+            self._restore_the_rest()
+        self._model._initial_epoch = None  # Keras would begin the next fit there, too
+
+    def _restore_the_rest(self) -> None:
+        checkpoint, self._resumed = self._resumed, None
+        training_state.load(self._model, checkpoint.tensors)
+        callback_state.restore(self._others, checkpoint.meta["callbacks"], checkpoint.tensors)
+        self._position.leave_random_state(checkpoint.meta["random"])
+        if self._place.steps:
+            self._show_metrics_of_empty_epoch()
+
+    def _show_metrics_of_empty_epoch(self) -> None:
+        """If no step is left of the epoch, Keras has no logs of a step, and would show none for the epoch."""
+        original = self._model._get_metrics_result_or_logs
+
+        def result_or_logs(logs: Any) -> Any:
+            del self._model._get_metrics_result_or_logs
+            return original(logs) if logs else self._model.get_metrics_result()
+
+        object.__setattr__(self._model, "_get_metrics_result_or_logs", result_or_logs)
+
+    def _after_step(self, steps: int) -> None:
+        """After each execution of steps, with the number of steps of the epoch that are done."""
+        self._place.total += steps - self._place.steps
+        self._place.steps = steps
+        stop, save = self._signal.received, self._schedule.due_by_time
+        if self._agreement is not None:
+            if stop:
+                self._agreement.request(Request.STOP)
+            if save and self._is_chief:
+                self._agreement.request(Request.SAVE)
+            agreed = self._agreement.take()
+            stop, save = Request.STOP in agreed, Request.SAVE in agreed
+        if stop:
+            self._preempt()
+        if not (save or self._schedule.due_after_step(self._place.total)):
+            return
+        size = self._position.steps_per_epoch
+        if self._position.obstacle is not None or (size is not None and steps >= size):
+            self._at_epoch_end = True
+        elif self._agreement is None and self._writer.is_busy:
+            return  # still due after the next step
+        else:
+            self._save(mid_epoch=True)
+
+    def validation_begins(self) -> None:
+        """Before the validation of an epoch: the first one makes the iterators that earlier ones have made."""
+        iterator = getattr(self._model, "_eval_epoch_iterator", None)
+        if iterator is None:
+            return
+        if iterator is not getattr(self, "_validated", None) and self._validations:
+            for _ in range(self._validations * (1 if iterator._num_batches is None else 2)):
+                iter(iterator._get_iterator())
+        self._validated = iterator
+        self._validations += 1
+
+    def epoch_ended(self) -> None:
+        """After all other callbacks' `on_epoch_end`."""
+        self._place = _Place(self._place.epoch + 1, 0, self._place.total)
+        stop, save = self._signal.received, self._schedule.due_by_time
+        if self._peers is not None:
+            flags = self._peers.gather("backup-epoch-end", [stop, save], "finish the epoch")
+            stop, save = any(flag for flag, _ in flags), flags[0][1]
+        is_last = self._model.stop_training or self._place.epoch >= self._epochs
+        if stop and not is_last:
+            self._preempt()
+        due = self._at_epoch_end or self._schedule.due_after_step(self._place.total)
+        if save or due or is_last or self._schedule.every_epoch:
+            self._writer.wait()
+            self._save(mid_epoch=False)
+        self._at_epoch_end = False
+
+    # Saving
+
+    def _save(self, mid_epoch: bool, done: bool = False) -> None:
+        """Takes a snapshot, which on several workers is a collective, and lets the chief write it."""
+        if self._callback_list._async_train:
+            self._callback_list._flush_futures()
+        began = time.monotonic()
+        place = dataclasses.replace(self._place)
+        self._schedule.saved(place.total)
+        tensors: dict[str, Any] = training_state.snapshot(self._model, with_metrics=mid_epoch)
+        if not self._is_chief or self._writer.is_busy:
+            return
+        meta = {
+            **dataclasses.asdict(place),
+            "done": done,
+            "stopped": not mid_epoch and bool(self._model.stop_training),
+            "validations": self._validations,
+            "variables": training_state.describe(self._model),
+            "callbacks": callback_state.capture(self._others, tensors),
+            "csv": csv_logger.lengths(self._everyone),
+            "position": self._position.state(tensors, mid_epoch),
+            "random": random_state.capture(),
+        }
+        taken = _since(began)
+
+        def write() -> None:
+            began = time.monotonic()
+            name = self._store.write(meta, tensors)
+            self._events.write(
+                "saved",
+                checkpoint=name,
+                epoch=place.epoch,
+                step=place.total,
+                snapshot_seconds=taken,
+                seconds=_since(began),
+            )
+
+        self._writer.submit(write)
+
+    def _preempt(self) -> NoReturn:
+        """All workers are after the same step: saves, and ends the process."""
+        place, mid_epoch = self._place, self._place.steps > 0
+        lost = mid_epoch and self._position.obstacle is not None
+        if not lost:
+            self._writer.wait()
+            self._save(mid_epoch)
+        self._writer.wait()
+        if self._peers is not None:
+            self._peers.gather("preempted", True, "save before it exits")
+        self._events.write("preempted", epoch=place.epoch, step=place.total)
+        if self._is_chief:
+            where = f"step {place.steps} of epoch {place.epoch + 1}" if mid_epoch else f"epoch {place.epoch}"
+            what = "is not saved, because no position within an epoch can be found again" if lost else "is saved"
+            _log.warning("%s: stopped after %s, which %s; exit code %d", self._signal.name, where, what, PREEMPTED)
+        self._signal.uninstall()
+        raise SystemExit(PREEMPTED)
+
+    def ended(self) -> None:
+        """After all other callbacks have ended."""
+        self._model._initial_epoch = None
+        self._writer.wait()
+        if not self._was_done:
+            self._save(mid_epoch=False, done=True)
+            self._writer.wait()
+        if self._options.on_finish == "delete" and self._is_chief:
+            self._store.clear()
+        self._signal.uninstall()
+        note_finished(self._options.backup_dir)
+
+    # What the user is told
+
+    def _warn_not_written(self, error: Exception) -> None:
+        self._events.write("not saved", error=str(error))
+        warnings.warn(
+            f"A backup could not be written; training goes on, and the last good one is kept. {error}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    def _warn_of_obstacle(self, obstacle: str) -> None:
+        warnings.warn(
+            f"BackupAndRestore saves at the ends of epochs only: {obstacle}. After a kill within an epoch, that epoch "
+            "is trained again from its beginning, with the data that the program then gives.",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def _since(began: float) -> float:
+    return round(time.monotonic() - began, 4)

@@ -1,0 +1,57 @@
+"""Requests that all workers obey after the same step, carried by the all-reduce of that step's gradients.
+
+worker 0  request (0, 0) --+                       +--> agreed (1, 0)
+worker 1  request (1, 0) --+-- sum, with gradients -+--> agreed (1, 0)     both stop after this step
+
+No message of its own, no race: whoever has finished a step has received what every worker requested before it.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import numpy as np
+import tensorflow as tf
+
+
+class Request(enum.IntEnum):
+    """What a worker may request."""
+
+    STOP = 0
+    SAVE = 1
+
+
+class Agreement:
+    """This worker's requests, and what the workers have agreed on. To be made outside of the strategy's scope."""
+
+    def __init__(self) -> None:
+        self.in_use = False
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._requested = tf.Variable(tf.zeros([len(Request)]), trainable=False)
+            self._agreed = tf.Variable(tf.zeros([len(Request)]), trainable=False)
+
+    def request(self, what: Request) -> None:
+        """Requests something, from the next step on until it is agreed."""
+        values = self._requested.numpy()
+        if not values[what]:
+            values[what] = 1
+            self._requested.assign(values)
+
+    def take(self) -> set[Request]:
+        """What has been agreed since the last call; the same on all workers after the same step."""
+        agreed = self._agreed.numpy()
+        if not agreed.any():
+            return set()
+        self._requested.assign(np.where(agreed > 0, 0, self._requested.numpy()))
+        self._agreed.assign(tf.zeros_like(agreed))
+        return {what for what in Request if agreed[what] > 0}
+
+    # In the traced step
+
+    def read(self) -> tf.Tensor:
+        """What this worker requests, float32: part of the all-reduce."""
+        return self._requested.read_value()
+
+    def note(self, total: tf.Tensor) -> None:
+        """Keeps the sum over all workers; with several steps in an execution, the largest."""
+        self._agreed.assign(tf.maximum(self._agreed.read_value(), total))

@@ -1,0 +1,36 @@
+"""Keras' `EpochIterator` of a call of fit, evaluate or predict: which one it is, and what its batches look like."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import keras
+import tensorflow as tf
+from tensorflow.python.distribute.values import PerReplicaSpec
+
+# Weak on both sides: neither a model nor its data must live longer for it.
+_latest: weakref.WeakKeyDictionary[keras.Model, weakref.ref] = weakref.WeakKeyDictionary()
+
+
+def note(model: keras.Model, epoch_iterator: Any) -> None:
+    """Notes that Keras has made an iterator for a model."""
+    _latest[model] = weakref.ref(epoch_iterator)
+
+
+def latest(model: keras.Model) -> Any:
+    """The iterator that Keras made last for a model, if it is still in use; at the beginning of a fit, that fit's."""
+    reference = _latest.get(model)
+    return reference() if reference is not None else None
+
+
+def batch_specification(epoch_iterator: Any) -> Any:
+    """What a batch looks like, without taking one: `tf.TensorSpec`s, or `None` for what is no tensor."""
+    dataset = epoch_iterator._distributed_dataset
+    return tf.nest.map_structure(_of_one_replica, getattr(dataset, "source", dataset).element_spec)
+
+
+def _of_one_replica(spec: Any) -> Any:
+    if isinstance(spec, PerReplicaSpec):
+        spec = spec._value_specs[0]
+    return spec if hasattr(spec, "shape") and hasattr(spec, "dtype") else None
