@@ -69,6 +69,14 @@ def test_wrong_task(task_type: str, index: object, words: list[str]) -> None:
         assert word in str(caught.value)
 
 
+def test_the_task_of_a_misspelt_job_is_no_second_problem() -> None:
+    with pytest.raises(ClusterError) as caught:
+        ClusterConfig({"wroker": ["a:1", "b:1"]}, "worker", 0)
+    assert caught.value.problems == [
+        "unknown job 'wroker'; did you mean \"worker\"? Valid jobs: chief, worker, ps, evaluator"
+    ]
+
+
 def test_a_long_range_of_indexes_is_shortened() -> None:
     with pytest.raises(ClusterError, match=r'job "worker": 0 to 9$'):
         ClusterConfig({"worker": [f"h{i}:1" for i in range(10)]}, "worker", 10)

@@ -75,6 +75,29 @@ def test_wording(failure: Failure, code: int, text: str) -> None:
     assert str(failure) == text
 
 
+@pytest.mark.parametrize(
+    ("failure", "text"),
+    [
+        (OWN, "worker 1 failed with exit code 1 (ValueError: no such column)"),
+        (SILENT, "worker 2 failed with exit code 3"),
+        (KILLED, "worker 3 was killed by SIGKILL"),
+        (Failure("worker 1", 124, hang="stands still at step 3"), "worker 1 stands still at step 3"),
+        (
+            Failure("worker 1", 1, ("ValueError: " + "x" * 500,)),
+            f"worker 1 failed with exit code 1 (ValueError: {'x' * 148}…)",
+        ),
+    ],
+)
+def test_cause(failure: Failure, text: str) -> None:
+    assert failure.cause == text
+
+
+def test_a_hang_is_reported_as_one() -> None:
+    failure = Failure("worker 1", 124, ("a",), "log", hang="stands still at step 3")
+    assert failure.report().startswith("worker 1 stands still at step 3; its last lines:\n  a\n")
+    assert failure.exit_code == 124
+
+
 def test_report() -> None:
     assert Failure("worker 1", 3, ("a", "b"), "logs/worker-1.log").report() == (
         "worker 1 failed with exit code 3; its last lines:\n  a\n  b\ntfdist: its complete log: logs/worker-1.log"

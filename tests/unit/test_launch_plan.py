@@ -96,6 +96,16 @@ def test_users_environment_beats_the_defaults_and_env_option_beats_both() -> Non
     assert plan.env["OTHER"] == "b"
 
 
+def test_each_process_knows_how_often_the_run_was_started_again() -> None:
+    assert [plan.env["TFDIST_RESTART"] for plan in make(RunOptions())] == ["0", "0"]
+    assert [plan.env["TFDIST_RESTART"] for plan in make(RunOptions(), restart=2)] == ["2", "2"]
+
+
+def test_progress_of_a_launcher_around_this_one_is_not_reported_to() -> None:
+    plan = make(RunOptions(ps=1), environ={"TFDIST_PROGRESS": "/proc/1/fd/3"})[2]
+    assert (plan.name, plan.env["TFDIST_PROGRESS"]) == ("ps 0", "")
+
+
 def test_inherited_cluster_is_replaced() -> None:
     plan = make(RunOptions(), environ={"TF_CONFIG": "{}", "TFDIST_CLUSTER": "{}"})[1]
     assert json.loads(plan.env["TF_CONFIG"])["task"] == {"type": "worker", "index": 1}
@@ -169,6 +179,8 @@ def test_too_few_gpus() -> None:
         ({"ps": -1}, "--ps -1: expected 0 or more. Leave --ps out"),
         ({"env": {"TF_CONFIG": "{}"}}, "--env TF_CONFIG=...: tfdist run sets TF_CONFIG for every process itself"),
         ({"env": {"TFDIST_LOG_DIR": "x"}}, "Use --log-dir."),
+        ({"env": {"TFDIST_RESTART": "1"}}, "tfdist run sets TFDIST_RESTART for every process itself. Leave it out."),
+        ({"env": {"TFDIST_PROGRESS": "x"}}, "tfdist run sets TFDIST_PROGRESS for every process itself"),
     ],
 )
 def test_impossible_options(arguments: dict, message: str) -> None:

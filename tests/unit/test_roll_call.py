@@ -120,7 +120,7 @@ def test_missing_tasks_are_named_by_everyone(cluster: ClusterConfig) -> None:
     for result in results:
         assert isinstance(result, RollCallTimeout)
         message = str(result)
-        assert "not all tasks came within 1 s; missing: " in message
+        assert "not all tasks came within start_timeout=1 s; missing: " in message
         for index in (1, 3):
             assert f"worker {index} ({cluster.jobs['worker'][index]})" in message
         assert "worker 2 (" not in message
@@ -140,7 +140,8 @@ def test_no_chief_refused(cluster: ClusterConfig) -> None:
     assert 0.4 < time.monotonic() - started < 3
     assert isinstance(result, RollCallTimeout)
     assert str(result).startswith(
-        f"worker 1 could not reach the chief, worker 0 ({cluster.chief_address}), within 0.5 s: connection refused; "
+        f"worker 1 could not reach the chief, worker 0 ({cluster.chief_address}), within start_timeout=0.5 s: "
+        "connection refused; "
     )
     assert "no firewall is in between" in str(result)
 
@@ -384,8 +385,23 @@ def test_waiting_is_logged_as_a_warning(
     # Nobody configures this logger: anything below a warning would not be seen.
     assert {record.levelno for record in records} == {logging.WARNING}
     lines = [record.getMessage() for record in records]
-    assert f"waiting for worker 2 ({addresses[2]}), worker 3 ({addresses[3]})" in lines
-    assert f"waiting for worker 0 ({addresses[0]})" in lines
+    assert f"tfdist: waiting for worker 2 ({addresses[2]}), worker 3 ({addresses[3]}) (start_timeout 0.8 s)" in lines
+    assert f"tfdist: waiting for worker 0 ({addresses[0]}) (start_timeout 0.6 s)" in lines
+    # Each process says it once: the next line would come a minute later.
+    assert len(lines) <= 3
+
+
+def test_waiting_is_logged_again(
+    monkeypatch: pytest.MonkeyPatch, cluster: ClusterConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(roll_call_message, "WAIT_NOTE_SECONDS", 0.2)
+    monkeypatch.setattr(roll_call_message, "WAIT_AGAIN_SECONDS", 0.6)
+    _all([_meet(cluster, 0, timeout=2.2)])
+    _all([_meet(cluster, 1, timeout=2.2)])
+    lines = [record.getMessage() for record in caplog.records if record.name == "tfdist"]
+    places = [f"worker {index} ({place})" for index, place in enumerate(cluster.jobs["worker"].values())]
+    assert lines.count(f"tfdist: waiting for {', '.join(places[1:])} (start_timeout 2.2 s)") in (2, 3, 4)
+    assert lines.count(f"tfdist: waiting for {places[0]} (start_timeout 2.2 s)") in (2, 3, 4)
 
 
 def test_large_infos_arrive_and_too_large_ones_are_refused(cluster: ClusterConfig) -> None:

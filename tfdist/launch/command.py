@@ -1,4 +1,4 @@
-"""The command line: `tfdist run` and `tfdist env`. It imports next to nothing until it is known what to do."""
+"""The command line: `tfdist run`, `tfdist drill` and `tfdist env`. Little is imported until it is known what to do."""
 
 from __future__ import annotations
 
@@ -8,27 +8,19 @@ from typing import Any
 import click
 
 from tfdist.launch.arguments import Target, split
+from tfdist.launch.option_types import CountOrAuto, SecondsOrAuto, WorkerRange
 
 _TARGET = "tfdist.launch.target"
+_WORKERS_HELP = "Number of training processes; MIN:MAX begins with MAX and goes on with fewer when some are lost."
+_HANG_HELP = "Without progress for so long, a process counts as hung.  [default: what is unusual for it, 30 at least]"
+_RESTARTS_HELP = "How often to start all processes again after one failed that had begun to train."
+_START_HELP = "Seconds from the call of fit to the first step, until the run counts as hung."
+_WARM_HELP = "Keep a process that has imported TensorFlow, from which restarted processes are forked."
+_DRILL_HANG_HELP = "For the fault that hangs a worker.  [default: from the time between two backups]"
+_ONLY_HELP = "Only this fault (repeatable): kill-worker, kill-chief, hang, corrupt, truncate, disk-full or preempt."
+_KEEP_GOING_HELP = "Go on after a fault that the training did not survive unchanged."
+_POSITIVE = click.FloatRange(min=0, min_open=True)
 _GRACE_HELP = "Seconds before SIGKILL; also until an evaluator is stopped once the training has ended."
-
-
-class _CountOrAuto(click.ParamType):
-    name = "K|auto"
-
-    def __init__(self, minimum: int) -> None:
-        self._minimum = minimum
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
-        if value == "auto":
-            return value
-        try:
-            count = int(value)
-        except ValueError:
-            self.fail(f"{value!r}: expected a whole number or auto.", param, ctx)
-        if count < self._minimum:
-            self.fail(f"{value}: expected at least {self._minimum}, or auto.", param, ctx)
-        return count
 
 
 class _RunCommand(click.Command):
@@ -74,17 +66,21 @@ def main() -> None:
 
 
 @main.command(cls=_RunCommand, short_help="Run a script as a cluster on this machine.")
-@click.option("-n", "--workers", type=int, default=2, show_default=True, help="Number of training processes.")
+@click.option("-n", "--workers", type=WorkerRange(), default="2", show_default=True, help=_WORKERS_HELP)
 @click.option("--ps", type=int, default=0, show_default=True, help="Number of parameter servers.")
 @click.option("--chief", is_flag=True, help='Let the first worker be the job "chief".')
 @click.option("--evaluator", is_flag=True, help="Start an evaluator, too; it may outlast the training by --grace.")
-@click.option("--cpus-per-worker", type=_CountOrAuto(1), default="auto", show_default=True, help="Cores of each one.")
-@click.option("--gpus-per-worker", type=_CountOrAuto(0), default="auto", show_default=True, help="GPUs of each one.")
+@click.option("--cpus-per-worker", type=CountOrAuto(1), default="auto", show_default=True, help="Cores of each one.")
+@click.option("--gpus-per-worker", type=CountOrAuto(0), default="auto", show_default=True, help="GPUs of each one.")
 @click.option("--env", multiple=True, metavar="KEY=VALUE", callback=_read_env, help="Set a variable (repeatable).")
 @click.option("--log-dir", metavar="DIR", help="Folder of the logs.  [default: tfdist-logs/<date-time>-<pid>]")
 @click.option("--grace", type=click.FloatRange(min=0), default=10, show_default=True, help=_GRACE_HELP)
 @click.option("--output", type=click.Choice(["chief", "all"]), default="chief", help="Whose output to show.")
 @click.option("--host", metavar="ADDRESS", default="127.0.0.1", show_default=True, help="Address of the cluster.")
+@click.option("--max-restarts", type=click.IntRange(min=0), default=3, show_default=True, help=_RESTARTS_HELP)
+@click.option("--hang-timeout", type=SecondsOrAuto(), default="auto", help=_HANG_HELP)
+@click.option("--start-timeout", type=_POSITIVE, default=600, show_default=True, help=_START_HELP)
+@click.option("--warm/--no-warm", default=True, show_default=True, help=_WARM_HELP)
 @click.pass_context
 def run(ctx: click.Context, **options: Any) -> None:
     """Run SCRIPT, unchanged, as a cluster on this machine.
@@ -103,6 +99,35 @@ def run(ctx: click.Context, **options: Any) -> None:
     except PlanError as error:
         raise click.UsageError(str(error)) from None
     except (ClusterError, OSError) as error:
+        print(f"tfdist: {error}", file=sys.stderr)
+        code = 1
+    ctx.exit(code)
+
+
+@main.command(cls=_RunCommand, short_help="Try out whether a script survives kills, hangs, damaged backups, ...")
+@click.option("-n", "--workers", type=click.IntRange(min=1), default=2, show_default=True, help="Training processes.")
+@click.option("--only", multiple=True, metavar="NAME", help=_ONLY_HELP)
+@click.option("--timeout", type=_POSITIVE, default=300, show_default=True, help="Seconds that each run may take.")
+@click.option("--hang-timeout", type=SecondsOrAuto(), default="auto", help=_DRILL_HANG_HELP)
+@click.option("--keep-going", is_flag=True, help=_KEEP_GOING_HELP)
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+@click.option("--log-dir", metavar="DIR", help="Folder of logs and backups.  [default: tfdist-logs/drill-<date-time>]")
+@click.pass_context
+def drill(ctx: click.Context, as_json: bool, **options: Any) -> None:
+    """Run SCRIPT once undisturbed and once for each fault, and compare how it ends.
+
+    The script needs tfdist.callbacks.BackupAndRestore; its backups go to a folder of the drill. It is run here several
+    times, with its own arguments: what else it writes is overwritten. The exit code is 0 if each disturbed run ends
+    with the same weights, optimizer and history as the undisturbed one, bit for bit, otherwise 1.
+    """
+    from tfdist.launch.drill.drill import DrillOptions, run_drill
+    from tfdist.launch.plan import PlanError
+
+    try:
+        code = run_drill(ctx.meta[_TARGET], DrillOptions(**options), as_json)
+    except PlanError as error:
+        raise click.UsageError(str(error)) from None
+    except OSError as error:
         print(f"tfdist: {error}", file=sys.stderr)
         code = 1
     ctx.exit(code)

@@ -13,11 +13,12 @@ _CONSEQUENCES = ("UnavailableError", "AbortedError", "CancelledError")
 _EXCEPTION = re.compile(r"^(?:[A-Za-z_]\w*\.)*([A-Z]\w*(?:Error|Exception|Interrupt|Exit|Timeout))(?::|$)")
 
 _LINES_SHOWN = 20
+_EXCEPTION_WIDTH = 160
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A process that ended with something else than 0.
+    """A process that ended with something else than 0, or that stood still.
 
     Attributes:
         name: for people, such as "worker 1".
@@ -25,12 +26,14 @@ class Failure:
         tail: the last lines that it printed, more than are shown: TensorFlow writes long texts behind the name of an
             exception.
         log_path: where all of them are.
+        hang: for a process that did not end but stood still, what was observed, such as "stands still at step 3".
     """
 
     name: str
     status: int
     tail: tuple[str, ...] = ()
     log_path: str = ""
+    hang: str = ""
 
     @property
     def exit_code(self) -> int:
@@ -40,10 +43,30 @@ class Failure:
     @property
     def is_consequence(self) -> bool:
         """Whether its last exception is one that TensorFlow raises because another process went away."""
-        for line in reversed(self.tail):
-            if match := _EXCEPTION.match(line):
-                return match.group(1) in _CONSEQUENCES
-        return False
+        match = _EXCEPTION.match(self.exception)
+        return match is not None and match.group(1) in _CONSEQUENCES
+
+    @property
+    def exception(self) -> str:
+        """The last line that looks like the end of a traceback; empty if there is none."""
+        return next((line for line in reversed(self.tail) if _EXCEPTION.match(line)), "")
+
+    @property
+    def cause(self) -> str:
+        """What happened, in few words.
+
+        Example:
+            >>> Failure("worker 1", 1, ("ValueError: no such column",)).cause
+            'worker 1 failed with exit code 1 (ValueError: no such column)'
+        """
+        if self.hang:
+            return f"{self.name} {self.hang}"
+        if self.status < 0:
+            return f"{self.name} was killed by {signal_name(-self.status)}"
+        exception = self.exception
+        if len(exception) > _EXCEPTION_WIDTH:
+            exception = exception[:_EXCEPTION_WIDTH] + "…"
+        return f"{self.name} failed with exit code {self.status}" + (f" ({exception})" if exception else "")
 
     def report(self) -> str:
         """What the launcher says at the end of the run."""
@@ -51,6 +74,8 @@ class Failure:
         return f"{self}; its last lines:{lines}\ntfdist: its complete log: {self.log_path}"
 
     def __str__(self) -> str:
+        if self.hang:
+            return self.cause
         if self.status >= 0:
             return f"{self.name} failed with exit code {self.status}"
         hint = "; the kernel does that when memory runs out" if self.status == -signal.SIGKILL else ""

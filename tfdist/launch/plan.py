@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 
 from tfdist.cluster.config import ClusterConfig
 from tfdist.launch.machine import Machine
+from tfdist.supervision.progress import VARIABLE as PROGRESS
 
 AUTO = "auto"
 
 Task = tuple[str, int]
 
 # What the launcher itself tells every process; a value from --env would make the processes disagree.
-RESERVED = ("TF_CONFIG", "TFDIST_CLUSTER", "TFDIST_RUN_ID", "TFDIST_LOG_DIR")
+RESERVED = ("TF_CONFIG", "TFDIST_CLUSTER", "TFDIST_RUN_ID", "TFDIST_LOG_DIR", "TFDIST_RESTART", PROGRESS)
 
 
 class PlanError(ValueError):
@@ -107,6 +108,7 @@ def plan_run(
     run_id: str,
     log_dir: str,
     show_all: bool = False,
+    restart: int = 0,
 ) -> list[ProcessPlan]:
     """Works out every process of a run.
 
@@ -119,6 +121,7 @@ def plan_run(
         run_id: name of the run, the same in every process.
         log_dir: absolute folder of the logs.
         show_all: whether all output goes to the terminal, not only that of rank 0.
+        restart: how often the run has been started again.
 
     Raises:
         PlanError: there are not as many cores or GPUs as asked for.
@@ -134,7 +137,14 @@ def plan_run(
     plans = []
     for task in options.tasks:
         config = ClusterConfig(jobs=jobs, task_type=task[0], task_index=task[1]).to_json()
-        own = {"TF_CONFIG": config, "TFDIST_CLUSTER": config, "TFDIST_RUN_ID": run_id, "TFDIST_LOG_DIR": log_dir}
+        own = {
+            "TF_CONFIG": config,
+            "TFDIST_CLUSTER": config,
+            "TFDIST_RUN_ID": run_id,
+            "TFDIST_LOG_DIR": log_dir,
+            "TFDIST_RESTART": str(restart),
+            PROGRESS: "",  # whoever starts the process fills it in; that of a launcher around this one is not ours
+        }
         pinned = cpus.get(task, ())
         env = {
             **_runtime_defaults(len(pinned), len(machine.cores), ps_cluster=options.ps > 0),

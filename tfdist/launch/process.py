@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import os
 import pty
 import signal
 import struct
-import subprocess
-import sys
 import termios
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 from tfdist.launch.output import last_lines
 from tfdist.launch.plan import ProcessPlan
+from tfdist.launch.program_start import StartProgram, start_afresh
 
-_PR_SET_PDEATHSIG = 1
 _TAIL_BYTES = 64 * 1024
 _CHUNK = 64 * 1024
 # How long helpers of a process that has ended (Python's resource tracker, say) may clean up before they are killed.
@@ -31,6 +28,12 @@ class Process:
 
     Its whole output goes to a log; that of a shown process passes through the launcher, which reads `output`.
 
+    Args:
+        plan: what to run.
+        log_dir: folder of the logs.
+        restart: number of the restart; from the first one on, the log is continued.
+        start_program: starts what is planned.
+
     Attributes:
         plan: what it runs.
         log_path: its log.
@@ -38,14 +41,17 @@ class Process:
         output: file descriptor to read from; None when there is nothing (more) to read.
     """
 
-    def __init__(self, plan: ProcessPlan, log_dir: Path) -> None:
+    def __init__(
+        self, plan: ProcessPlan, log_dir: Path, restart: int = 0, start_program: StartProgram = start_afresh
+    ) -> None:
         self.plan = plan
         self.log_path = log_dir / plan.log_name
         self.status: int | None = None
         self.output: int | None = None
+        self._start_program = start_program
         self._ended_at = 0.0
         self._reaped = False
-        self._log = open(self.log_path, "w+b", buffering=0)  # noqa: SIM115
+        self._log, self._log_start = _open_log(self.log_path, restart)
 
     def start(self, size: os.terminal_size | None) -> None:
         """Starts the process; with a size, a shown one gets a pseudo-terminal of that size instead of a pipe.
@@ -54,30 +60,19 @@ class Process:
             OSError: the command cannot be run.
         """
         if not self.plan.shown:
-            self._popen = self._spawn(self._log.fileno())
+            self._program = self._start_program(self.plan, self._log.fileno())
             return
         self.output, inner = os.pipe() if size is None else _open_terminal(size)
         try:
-            self._popen = self._spawn(inner)
+            self._program = self._start_program(self.plan, inner)
         finally:
             os.close(inner)
         os.set_blocking(self.output, False)
 
-    def _spawn(self, output: int) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            self.plan.command,
-            env=dict(self.plan.env),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=_before_exec(self.plan.cpus),
-        )
-
     @property
     def group(self) -> int:
         """Its process group."""
-        return self._popen.pid
+        return self._program.pid
 
     @property
     def is_over(self) -> bool:
@@ -144,12 +139,12 @@ class Process:
             _set_size(self.output, size)
 
     def tail(self, count: int) -> tuple[str, ...]:
-        """The last lines of its log, even if the program has deleted it; none if it cannot be read."""
+        """The last lines it has logged, even if the program has deleted the log; none if it cannot be read."""
         log = self._log.fileno()
         try:
             size = os.fstat(log).st_size
             # At a place of its own: the process shares this file's position.
-            return last_lines(os.pread(log, _TAIL_BYTES, max(size - _TAIL_BYTES, 0)), count)
+            return last_lines(os.pread(log, _TAIL_BYTES, max(size - _TAIL_BYTES, self._log_start)), count)
         except OSError:
             return ()
 
@@ -159,24 +154,31 @@ class Process:
         self._log.close()
 
     def _reap(self) -> None:
-        self._popen.wait()
+        self._program.wait()
         self._reaped = True
 
 
-def _before_exec(cpus: tuple[int, ...]) -> Callable[[], None]:
-    """What the child does between fork and exec. The launcher has one thread only, so that Python is safe there."""
-    launcher = os.getpid()
-    prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+def process_state(pid: int) -> str:
+    """What the kernel says that a process is doing: "R" running, "S" asleep, "T" stopped...; "" if there is none."""
+    try:
+        status = Path("/proc", str(pid), "stat").read_bytes()
+    except OSError:
+        return ""
+    # Behind the command's name, which is in brackets and may contain anything.
+    return status[status.rindex(b")") + 1 :].split()[0].decode()
 
-    def prepare() -> None:
-        if prctl is not None:
-            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            if os.getppid() != launcher:
-                os._exit(128 + signal.SIGKILL)  # it died before the kernel was asked to tell us
-        if cpus:
-            os.sched_setaffinity(0, cpus)
 
-    return prepare
+def _open_log(path: Path, restart: int) -> tuple[BinaryIO, int]:
+    """Opens a log, which a restart continues, and says where this process's own part begins."""
+    if not restart:
+        return open(path, "w+b", buffering=0), 0
+    path.parent.mkdir(parents=True, exist_ok=True)  # the program may have deleted it
+    log = open(path, "a+b", buffering=0)  # noqa: SIM115
+    with contextlib.suppress(OSError):
+        size = os.fstat(log.fileno()).st_size
+        open_line = size > 0 and os.pread(log.fileno(), 1, size - 1) != b"\n"
+        log.write(b"\n" * open_line + f"--- restart {restart} ---\n".encode())
+    return log, os.fstat(log.fileno()).st_size
 
 
 def _has_other_members(group: int) -> bool:

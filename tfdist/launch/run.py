@@ -5,20 +5,32 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from tfdist.cluster.ports import reserve
 from tfdist.launch.arguments import Target
 from tfdist.launch.machine import Machine
-from tfdist.launch.plan import PlanError, RunOptions, default_log_dir, plan_run, shares_gpus
-from tfdist.launch.supervisor import Supervisor
+from tfdist.launch.plan import (
+    PlanError,
+    ProcessPlan,
+    RunOptions,
+    default_log_dir,
+    plan_run,
+    share_cpus,
+    share_gpus,
+    shares_gpus,
+)
+from tfdist.launch.restarts import RestartPolicy
+from tfdist.launch.supervisor import Patience, Supervisor
 from tfdist.launch.terminal import Terminal
 
 
 def run_local(
     target: Target,
-    workers: int,
+    workers: tuple[int, int],
     ps: int,
     chief: bool,
     evaluator: bool,
@@ -29,6 +41,10 @@ def run_local(
     grace: float,
     output: str,
     host: str,
+    max_restarts: int,
+    hang_timeout: float | None,
+    start_timeout: float,
+    warm: bool,
 ) -> int:
     """Runs a program as a cluster on this machine and returns the exit code.
 
@@ -37,37 +53,49 @@ def run_local(
         ClusterError: there are no free ports.
         OSError: the logs cannot be written or the program cannot be started.
     """
-    options = RunOptions(workers, ps, chief, evaluator, cpus_per_worker, gpus_per_worker, env, host)
+    fewest, most = workers
+    options = RunOptions(most, ps, chief, evaluator, cpus_per_worker, gpus_per_worker, env, host)
     try:
         command = target.command()
     except ValueError as error:
         raise PlanError(str(error)) from None
     machine = Machine.this_one()
+    for share in (share_cpus, share_gpus):
+        share(options, machine)  # what is not there is found before anything is announced; fewer workers need less
     run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    with reserve(len(options.tasks_with_port), host=host) as reservation:
-        folder = Path(
-            log_dir or default_log_dir(run_id, os.getcwd(), tempfile.gettempdir(), os.access(os.getcwd(), os.W_OK))
-        )
-        plans = plan_run(
-            options,
-            command,
-            machine,
-            reservation.ports,
-            os.environ,
-            run_id,
-            log_dir=str(folder.absolute()),
-            show_all=output == "all",
-        )
-        folder.mkdir(parents=True, exist_ok=True)
-        shown_folder = _shortest(folder)
-        terminal = Terminal.standard(live=plans[0].name, env=os.environ)
-        terminal.message(announcement(options, str(shown_folder), output == "all"))
-        if shares_gpus(options, machine):
-            terminal.message(
-                f"{len(machine.gpus)} GPU(s) for {len(options.compute_tasks)} processes, which share them; "
-                f"-n {len(machine.gpus)} gives each process its own"
+    folder = Path(
+        log_dir or default_log_dir(run_id, os.getcwd(), tempfile.gettempdir(), os.access(os.getcwd(), os.W_OK))
+    ).absolute()
+
+    @contextmanager
+    def prepare(count: int, restart: int) -> Iterator[list[ProcessPlan]]:
+        now = replace(options, workers=count)
+        with reserve(len(now.tasks_with_port), host=host) as reservation:
+            yield plan_run(
+                now,
+                command,
+                machine,
+                reservation.ports,
+                os.environ,
+                run_id,
+                log_dir=str(folder),
+                show_all=output == "all",
+                restart=restart,
             )
-        return Supervisor(plans, shown_folder, terminal, grace).run()
+
+    folder.mkdir(parents=True, exist_ok=True)
+    shown_folder = _shortest(folder)
+    first_job, first_index = options.tasks[0]
+    terminal = Terminal.standard(live=f"{first_job} {first_index}", env=os.environ)
+    terminal.message(announcement(options, str(shown_folder), output == "all"))
+    if shares_gpus(options, machine):
+        terminal.message(
+            f"{len(machine.gpus)} GPU(s) for {len(options.compute_tasks)} processes, which share them; "
+            f"-n {len(machine.gpus)} gives each process its own"
+        )
+    policy = RestartPolicy(max_restarts, min_workers=fewest if fewest < most else None)
+    patience = Patience(grace, hang_timeout, start_timeout)
+    return Supervisor(prepare, most, policy, shown_folder, terminal, patience, warm and max_restarts > 0).run()
 
 
 def announcement(options: RunOptions, log_dir: str, show_all: bool) -> str:

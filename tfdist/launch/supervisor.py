@@ -1,204 +1,198 @@
-"""The main loop of a run: starts the processes, passes their output and signals on, and sees to it that all end."""
+"""A run with its restarts: one incarnation after another until the training is complete, or given up."""
 
 from __future__ import annotations
 
-import selectors
+import functools
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tfdist.launch.failure import Failure, choose, exit_code
+from tfdist.launch.comeback import Comeback
+from tfdist.launch.failure import Failure, exit_code
+from tfdist.launch.group import ProcessGroup
 from tfdist.launch.guardian import Guardian
+from tfdist.launch.incarnation import Ending, Incarnation
 from tfdist.launch.plan import ProcessPlan
-from tfdist.launch.process import Process
-from tfdist.launch.signals import SignalInbox
+from tfdist.launch.program_start import WarmStarts
+from tfdist.launch.restarts import GiveUp, Incident, Restart, RestartPolicy
+from tfdist.launch.signals import STOP_SIGNALS, SignalInbox
 from tfdist.launch.terminal import Terminal
+from tfdist.launch.watchdog import Watchdog
+from tfdist.supervision.events import EventLog
+from tfdist.supervision.exit_codes import PREEMPTED
+from tfdist.supervision.progress import Progress
 
-_TICK = 0.02
-# After a failure that looks like the consequence of another: how long the culprit may take to end as well.
-_MOMENT = 2.0
-# Once a peer has failed nothing can be saved any more; TensorFlow swallows SIGTERM, so most of this is waiting.
-_FAILURE_GRACE = 2.0
-# Wrappers such as `uv run` pass the Ctrl-C on that we already got from the terminal.
-_SAME_KEY_PRESS = 0.3
-_TAIL_LINES = 200
-# More than a pipe or a pseudo-terminal holds when its process ends. Helpers may go on printing into it for ever.
-_LAST_CHUNKS = 64
-_LAST_BYTES = 256 * 1024
+_TICK = 0.05
+# A program may take twice as long as before until it calls fit.
+_UNUSUAL = 2.0
+_TOO_SOON = "ended before the training began again"
+
+# Given the number of training processes and that of the restart, holds the ports and yields the plans.
+Prepare = Callable[[int, int], AbstractContextManager[Sequence[ProcessPlan]]]
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long to wait for what, in seconds.
+
+    Attributes:
+        grace: between a signal that is passed on and SIGKILL.
+        hang_timeout: without progress, until a process counts as hung; None: what is unusual for it.
+        start_timeout: until the first step.
+    """
+
+    grace: float = 10.0
+    hang_timeout: float | None = None
+    start_timeout: float = 600.0
 
 
 class Supervisor:
-    """Runs the processes of a plan to their end.
+    """Runs a plan to its end, over restarts.
 
     Args:
-        plans: the processes, that with rank 0 first.
+        prepare: plans one incarnation.
+        workers: how many training processes to begin with.
+        policy: decides about restarts.
         log_dir: folder of the logs; it exists.
         terminal: where output and messages go.
-        grace: seconds between a signal that is passed on and SIGKILL.
+        patience: how long to wait for what.
+        warm: whether to keep a process ready for quick restarts, once the program trains.
 
     Example:
-        >>> Supervisor(plans, Path("logs"), terminal, grace=10).run()
+        >>> Supervisor(prepare, 2, RestartPolicy(3), Path("logs"), terminal, Patience()).run()
         0
     """
 
-    def __init__(self, plans: Sequence[ProcessPlan], log_dir: Path, terminal: Terminal, grace: float) -> None:
+    def __init__(
+        self,
+        prepare: Prepare,
+        workers: int,
+        policy: RestartPolicy,
+        log_dir: Path,
+        terminal: Terminal,
+        patience: Patience,
+        warm: bool = False,
+    ) -> None:
+        self._prepare = prepare
+        self._workers = workers
+        self._policy = policy
+        self._log_dir = log_dir
         self._terminal = terminal
-        self._grace = grace
-        self._processes = [Process(plan, log_dir) for plan in plans]
-        self._selector = selectors.DefaultSelector()
-        self._failures: list[Failure] = []
-        self._first_failure_at = 0.0
-        self._interrupt: signal.Signals | None = None
-        self._interrupted_at = 0.0
-        self._interrupted: list[Process] = []
-        self._stopping = False
-        self._trained_at: float | None = None
-        self._released = False
-        self._kill_at: float | None = None
+        self._patience = patience
+        self._warm = warm
+        self._events = EventLog(str(log_dir), "launcher")
+        self._comeback: Comeback | None = None
+        self._started_at = 0.0
+        self._has_reported = False
+        self._preparation = 0.0
 
     def run(self) -> int:
-        """Starts all processes and returns the exit code of the run once none of them exists any more.
+        """Returns the exit code of the run once none of its processes exists any more.
 
         Raises:
             OSError: a process could not be started; those already started have been killed.
+            ClusterError: there are no free ports.
         """
-        with SignalInbox() as inbox, Guardian() as guardian, self._selector:
-            started: list[Process] = []
-            try:
-                for process in self._processes:
-                    self._start(process)
-                    started.append(process)
-                    guardian.add(process.group)
-                while any(not process.is_over for process in started):
-                    self._pass_on_output()
-                    self._look_after(started, guardian)
-                    self._obey(inbox.take())
-                    self._decide()
-            finally:
-                for process in started:
-                    process.kill()
-                while any(not process.is_over for process in started):
-                    self._look_after(started, guardian)
-                    time.sleep(_TICK)
-                for process in self._processes:
-                    process.close()
-        return self._conclude()
+        restart = Restart(0, self._workers, 0.0)
+        with SignalInbox() as inbox, Guardian() as guardian, WarmStarts(guardian, self._warm) as starts:
+            while True:
+                ending = self._live(restart, inbox, guardian, starts)
+                if not isinstance(ending.decision, Restart) or ending.interrupt is not None:
+                    return self._conclude(ending)
+                restart = ending.decision
+                assert ending.incident is not None
+                self._announce(ending.incident, restart)
+                if (number := _wait(restart.delay, inbox, starts)) is not None:
+                    self._terminal.message(f"{number.name} received: not restarted")
+                    self._events.write("interrupted", signal=number.name, exit_code=exit_code(-number))
+                    return exit_code(-number)
 
-    def _start(self, process: Process) -> None:
-        live = self._terminal.is_tty and process is self._processes[0]
-        process.start(self._terminal.size_inside(process.plan.name) if live else None)
-        if process.output is not None:
-            self._selector.register(process.output, selectors.EVENT_READ, process)
-
-    def _pass_on_output(self) -> None:
-        for key, _ in self._selector.select(_TICK):
-            self._hear(key.data)
-
-    def _hear(self, process: Process) -> bytes:
-        descriptor = process.output
-        data = process.read()
-        if process.output is None:
-            self._selector.unregister(descriptor)  # type: ignore[arg-type]
-        self._terminal.feed(process.plan.name, data, final=process.output is None)
-        return data
-
-    def _look_after(self, started: Sequence[Process], guardian: Guardian) -> None:
-        for process in started:
-            if process.is_over:
-                continue
-            if process.poll() and process.status != 0 and not self._stopping:
-                self._note_failure(process)
-            if process.is_over:
-                guardian.remove(process.group)
-                self._hear_the_rest(process)
-
-    def _hear_what_is_there(self, process: Process) -> None:
-        heard = 0
-        for _ in range(_LAST_CHUNKS):
-            if process.output is None or heard >= _LAST_BYTES:
-                return
-            data = self._hear(process)
-            if not data:
-                return
-            heard += len(data)
-
-    def _hear_the_rest(self, process: Process) -> None:
-        self._hear_what_is_there(process)
-        if process.output is not None:
-            self._selector.unregister(process.output)
-            process.close_output()
-            self._terminal.feed(process.plan.name, b"", final=True)
-
-    def _note_failure(self, process: Process) -> None:
-        assert process.status is not None
-        self._hear_what_is_there(process)
-        self._first_failure_at = self._first_failure_at or time.monotonic()
-        tail = process.tail(_TAIL_LINES)
-        self._failures.append(Failure(process.plan.name, process.status, tail, str(process.log_path)))
-
-    def _obey(self, signals: Sequence[signal.Signals]) -> None:
-        for number in signals:
-            if number == signal.SIGWINCH:
-                first = self._processes[0]
-                if self._terminal.is_tty:
-                    first.resize(self._terminal.size_inside(first.plan.name))
-            elif self._interrupt is None:
-                self._begin_interrupt(number)
-            elif number == signal.SIGINT and time.monotonic() - self._interrupted_at > _SAME_KEY_PRESS:
-                self._kill_at = time.monotonic()
-
-    def _begin_interrupt(self, number: signal.Signals) -> None:
-        self._interrupt, self._interrupted_at = number, time.monotonic()
-        self._interrupted = [process for process in self._processes if process.status is None]
-        again = "; press Ctrl-C again to kill them now" if number == signal.SIGINT else ""
-        count = f"{len(self._interrupted)} process{'' if len(self._interrupted) == 1 else 'es'}"
-        self._terminal.message(f"{number.name} received and passed on to {count} (SIGKILL in {self._grace:g} s{again})")
-        self._stop(number, self._grace)
-
-    def _stop(self, number: signal.Signals, grace: float) -> None:
-        self._stopping = True
-        for process in self._processes:
-            if process.status is None:
-                process.signal(number)
-        deadline = time.monotonic() + grace
-        self._kill_at = deadline if self._kill_at is None else min(self._kill_at, deadline)
-
-    def _decide(self) -> None:
-        now = time.monotonic()
-        if self._kill_at is not None and now >= self._kill_at:
-            for process in self._processes:
-                process.kill()
-        if self._failures and not self._stopping:
-            has_culprit = not choose(self._failures).is_consequence
-            if has_culprit or now - self._first_failure_at > _MOMENT:
-                self._stop(signal.SIGTERM, min(self._grace, _FAILURE_GRACE))
-        trainers = (process for process in self._processes if process.plan.trains)
-        if not (self._failures or self._released) and all(process.status is not None for process in trainers):
-            self._trained_at = self._trained_at or now
-            self._release(now - self._trained_at)
-
-    def _release(self, since_training: float) -> None:
-        """Ends what outlasts the training: parameter servers serve for ever, an evaluator may watch for ever."""
-        evaluates = any(p.plan.job == "evaluator" and p.status is None for p in self._processes)
-        if evaluates and (self._stopping or since_training < self._grace):
-            return  # it may have the last checkpoint to evaluate, or has its signal already
-        self._released = True
-        if evaluates:
-            self._terminal.message(
-                f"the evaluator still runs {self._grace:g} s after the end of the training and is stopped now; "
-                "a longer --grace gives it more time"
+    def _live(self, restart: Restart, inbox: SignalInbox, guardian: Guardian, starts: WarmStarts) -> Ending:
+        self._started_at, self._has_reported = time.monotonic(), False
+        # Whether the program trains at all, and how long it takes to prepare for that, is known from the first time.
+        due = self._started_at + _UNUSUAL * self._preparation if restart.number else None
+        watchdog = Watchdog(self._patience.hang_timeout, self._patience.start_timeout, due)
+        with (
+            self._prepare(restart.workers, restart.number) as plans,
+            ProcessGroup(plans, self._log_dir, self._terminal, guardian, restart.number, starts.start) as group,
+        ):
+            processes = {process.plan.name: process.group for process in group.processes}
+            self._events.write("start", restart=restart.number, workers=restart.workers, processes=processes)
+            on_progress = functools.partial(self._on_progress, starts)
+            incarnation = Incarnation(
+                group, inbox, self._terminal, self._patience.grace, watchdog, self._decide, on_progress
             )
-        self._stop(signal.SIGTERM, min(self._grace, _FAILURE_GRACE))
+            return incarnation.run()
 
-    def _conclude(self) -> int:
-        if self._failures:
-            failure = choose(self._failures)
-            self._terminal.message(failure.report())
-            return failure.exit_code
-        codes = {process.status for process in self._interrupted if process.plan.job != "ps"}
-        if self._interrupt is None or not codes:
-            return 0
-        if len(codes) == 1 and (code := codes.pop()) is not None and code >= 0:
-            return code  # all ended by themselves and agree, for instance on "saved, start me again"
-        return exit_code(-self._interrupt)
+    def _decide(self, incident: Incident) -> Restart | GiveUp:
+        self._end_comeback(_TOO_SOON)
+        decision = self._policy.decide(incident)
+        failure = incident.failure
+        self._events.write(
+            "failure",
+            task=failure.name,
+            kind=_kind(failure),
+            cause=incident.cause,
+            exit_code=failure.exit_code,
+            step=incident.step,
+            log=failure.log_path,
+        )
+        return decision
+
+    def _announce(self, incident: Incident, restart: Restart) -> None:
+        self._events.write("restart", restart=restart.number, workers=restart.workers, delay=restart.delay)
+        self._comeback = Comeback(incident, restart, self._policy.limit)
+        if restart.delay:
+            self._terminal.message(f"{self._comeback.headline} in {restart.delay:g} s")
+
+    def _on_progress(self, starts: WarmStarts, progress: Mapping[str, Progress | None]) -> None:
+        if not self._has_reported and any(progress.values()):
+            self._has_reported = True
+            self._preparation = max(self._preparation, time.monotonic() - self._started_at)
+        if any(report is not None and report.has_trained for report in progress.values()):
+            starts.prepare(self._preparation)
+        if self._comeback is not None and self._comeback.is_complete(progress):
+            outcome = self._comeback.outcome(progress, time.monotonic())
+            self._events.write("training-again", **asdict(outcome))
+            self._end_comeback(str(outcome))
+
+    def _end_comeback(self, how: str) -> None:
+        if self._comeback is not None:
+            self._terminal.message(f"{self._comeback.headline}: {how}")
+            self._comeback = None
+
+    def _conclude(self, ending: Ending) -> int:
+        self._end_comeback("complete" if ending.code == 0 else _TOO_SOON)
+        if ending.code == PREEMPTED and ending.failure is None:
+            self._events.write("preempted", exit_code=ending.code)
+        elif ending.failure is not None:
+            reason = ending.decision.reason if isinstance(ending.decision, GiveUp) else ""
+            self._events.write("gave-up", reason=reason, exit_code=ending.code)
+            if reason:
+                self._terminal.message(reason)
+            self._terminal.message(ending.failure.report())
+        elif ending.interrupt is not None:
+            self._events.write("interrupted", signal=ending.interrupt.name, exit_code=ending.code)
+        else:
+            self._events.write("complete", restarts=self._policy.used)
+        return ending.code
+
+
+def _kind(failure: Failure) -> str:
+    if failure.hang:
+        return "hang"
+    return "signal" if failure.status < 0 else "exit"
+
+
+def _wait(seconds: float, inbox: SignalInbox, starts: WarmStarts) -> signal.Signals | None:
+    """Waits, at least so many seconds, and returns the signal that ended the waiting early."""
+    begin = time.monotonic()
+    while True:
+        number = next((number for number in inbox.take() if number in STOP_SIGNALS), None)
+        remaining = begin + max(seconds, starts.worth_waiting()) - time.monotonic()
+        if number is not None or remaining <= 0:
+            return number
+        time.sleep(min(_TICK, remaining))

@@ -54,6 +54,16 @@ class Progress:
     step: int
     resumed_step: int | None = None
 
+    @property
+    def has_trained(self) -> bool:
+        """Whether this process has done a step itself.
+
+        Example:
+            >>> [Progress(0.0, 1, TRAINING, step, resumed_step=120).has_trained for step in (120, 121)]
+            [False, True]
+        """
+        return self.step > (self.resumed_step or 0)
+
 
 class ProgressWriter:
     """The watched process's side; get it with `from_environment`, which gives the same one to all callers.
@@ -76,7 +86,7 @@ class ProgressWriter:
         self._reports = 0
         self._resumed_step = _NOT_RESUMED
         self._unclaimed_resumption: int | None = None
-        # Keras may call callbacks from several threads.
+        # A background thread that saves may report, too.
         self._lock = threading.Lock()
         self._memory = _map(path, mmap.PROT_READ | mmap.PROT_WRITE)
 

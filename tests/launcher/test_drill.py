@@ -1,0 +1,214 @@
+"""`tfdist drill` with a program that saves and resumes as a fit does, but needs no TensorFlow for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Sequence
+
+import pytest
+
+from tests.launcher.conftest import Launch, wait_until
+from tests.launcher.training import program
+from tests.unit.test_import_time import loaded_by
+
+# The chief saves after every fourth step. What is trained is the list of steps; FLAWS is a set of words.
+TRAINING = """
+    from tfdist.callbacks.checkpoint_name import checkpoint_name, committed_checkpoints
+    from tfdist.callbacks.damage import DamagedCheckpoint
+    from tfdist.callbacks.manifest import Manifest, encode_manifest, measure_file, verify_checkpoint
+    from tfdist.supervision.events import EventLog
+
+    flaws = set(sys.argv[1:])
+    events = EventLog.from_environment()
+    folder = Path(os.environ["TFDIST_DRILL_DIR"]) / "backup"
+    workers = len(config["cluster"]["worker"])
+    stopped = []
+    signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))
+    STEPS = 60
+
+    def keep_step(step):
+        # As an all-reduce does: nobody is ahead of the others. The size of its file tells a worker's step.
+        own, other = (folder.parent / f"step-{number}" for number in (index, 1 - index))
+        own.touch()
+        os.truncate(own, step)
+        while workers == 2 and not stopped and not (other.exists() and other.stat().st_size >= step): time.sleep(0.002)
+
+    def save(losses, done=False):
+        if index > 0: return
+        name = checkpoint_name(int(time.time_ns() // 1000))
+        try:
+            (folder / name).mkdir(parents=True)
+            (folder / name / "state.data").write_bytes(bytes(len(losses)) * 1000)
+            history = {"class": "History", "compares": False, "state": {"dict": [["loss", {"list": losses}]]}}
+            meta = {"epoch": 0, "steps": 0, "total": len(losses), "done": done, "stopped": False, "variables": {}}
+            files = {"state.data": measure_file(str(folder / name / "state.data"))}
+            manifest = encode_manifest(Manifest({**meta, "callbacks": [history], "losses": losses}, files, {}))
+            (folder / name / "partial").write_bytes(manifest)
+            (folder / name / "partial").rename(folder / name / "manifest.json")
+            events.write("saved", checkpoint=name, step=len(losses))
+        except OSError as error:
+            events.write("not saved", error=str(error))
+
+    def resume():
+        for name in reversed(committed_checkpoints(str(folder))):
+            try:
+                losses = verify_checkpoint(str(folder / name)).meta["losses"]
+            except DamagedCheckpoint:
+                continue
+            writer.resumed(len(losses))
+            events.write("resumed", checkpoint=name, step=len(losses))
+            return losses[1:] if "forgets" in flaws else losses
+        return []
+
+    writer.begin()
+    if "hangs" in flaws and restart: wait()
+    losses = resume()
+    keep_step(0)
+    while len(losses) < STEPS and not stopped:
+        time.sleep(0.02)
+        losses.append(time.time() if "random" in flaws else len(losses))
+        writer.report("training", len(losses))
+        keep_step(len(losses))
+        if len(losses) % (50 if "rarely" in flaws else 4) == 0 and "never" not in flaws: save(losses)
+    if stopped:
+        save(losses)
+        events.write("preempted", step=len(losses))
+        sys.exit(77)
+    if "never" not in flaws: save(losses, done=True)
+    writer.report("done", len(losses))
+    if "fails" in flaws: sys.exit(3)
+"""
+
+
+@pytest.fixture
+def drill(launch):
+    """`drill(*options, flaws=[...])` starts a drill."""
+
+    def start(*options: str, flaws: Sequence[str] = (), **more) -> Launch:
+        command = [sys.executable, "-m", "tfdist", "drill", "--log-dir", "logs", *options, "script.py", *flaws]
+        return launch(program(TRAINING), command=command, **more)
+
+    return start
+
+
+def test_all_faults_are_survived(drill, tmp_path) -> None:
+    started = drill("--json", "--hang-timeout", "1.5")
+    result = started.finish(120)
+    assert result.code == 0, result.err
+    report = json.loads(result.out)
+    assert report["identical"] is True
+    rows = {row["fault"]: row for row in report["rows"]}
+    assert list(rows) == ["kill-worker", "kill-chief", "hang", "corrupt", "truncate", "disk-full", "preempt"]
+    assert {row["result"] for row in rows.values()} == {"identical"}
+    assert {row["steps_redone"] for row in rows.values()} <= set(range(12))
+    for name, row in rows.items():
+        assert row["detected"] < (4.5 if name == "hang" else 3.0), row
+        assert row["detected"] < row["training_again"] < 10.0, row
+    assert rows["hang"]["detected"] > 1.4
+    assert rows["preempt"]["steps_redone"] == 0
+    # The newest backup was no good: at least its four steps more had to be done again.
+    assert min(rows[name]["steps_redone"] for name in ("corrupt", "truncate")) >= 4
+    assert "tfdist drill: 1/8 an undisturbed run, as the reference\ntfdist drill:   60 steps, 14 backups" in result.err
+    assert "tfdist drill: 4/8 hang a worker\ntfdist drill:   identical: detected after " in result.err
+    # The disk was full indeed, and the backups are not kept.
+    assert (
+        '"event": "not saved", "error": "[Errno 27] File too large'
+        in (tmp_path / "logs/disk-full/events.jsonl").read_text()
+    )
+    assert not list((tmp_path / "logs").glob("*/backups"))
+    started.assert_nothing_is_left()
+
+
+def test_a_difference_ends_the_drill_and_is_told(drill, tmp_path) -> None:
+    result = drill(flaws=["forgets"]).finish(60)
+    assert result.code == 1
+    assert "  kill a worker " in result.out and "kill the chief" not in result.out
+    assert "\nkill-worker: differs\n  History.loss[0]: 0 in the reference, 1 here\n" in result.out
+    assert re.search(r"\n  and \d+ more \(--json shows all\)\n", result.out)
+    assert "a second undisturbed run shows whether that ends like the first\n" in result.err
+    assert "tfdist: logs, and the backups of what is not identical: logs/\n" in result.err
+    assert {path.parent.name for path in tmp_path.glob("logs/*/backups")} == {"reference", "reference-2", "kill-worker"}
+
+
+def test_keep_going(drill) -> None:
+    result = drill("--keep-going", "--only", "kill-chief", "--only", "kill-worker", flaws=["forgets"]).finish(60)
+    assert result.code == 1
+    assert "\nkill-worker: differs\n" in result.out and "\nkill-chief: differs\n" in result.out
+    assert result.err.count("a second undisturbed run") == 1
+
+
+def test_a_script_that_is_not_reproducible(drill) -> None:
+    result = drill("--json", flaws=["random"]).finish(60)
+    assert result.code == 1
+    (row,) = json.loads(result.out)["rows"]
+    assert (row["result"], row["fault"]) == ("not comparable", "kill-worker")
+    assert row["details"][0].startswith("two undisturbed runs differ, too. Call keras.utils.set_random_seed first")
+
+
+@pytest.mark.parametrize(
+    ("flaw", "words"),
+    [
+        ("never", ["saved no backup that tfdist knows of", 'tfdist.callbacks.BackupAndRestore("backup")']),
+        ("rarely", ["saved 1 backup(s) before the last step. Expected: at least 3", "smaller save_freq"]),
+        ("fails", ["the undisturbed run failed: exit code 3; see ", "logs/reference"]),
+    ],
+)
+def test_nothing_to_compare_with(drill, flaw: str, words: list[str]) -> None:
+    result = drill(flaws=[flaw]).finish(30)
+    assert (result.code, result.out) == (1, "")
+    assert all(word in result.err for word in words), result.err
+
+
+def test_a_run_that_does_not_come_back(drill) -> None:
+    started = drill("--timeout", "6", "--only", "kill-worker", flaws=["hangs"])
+    result = started.finish(30)
+    assert result.code == 1
+    assert "kill-worker: failed\n  waited 6 s (--timeout) in vain for its end\n" in result.out
+    started.assert_nothing_is_left()
+
+
+def test_a_single_process(drill) -> None:
+    result = drill("-n", "1", "--only", "kill-chief").finish(30)
+    assert result.code == 0, result.err
+    assert "  kill the chief " in result.out
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_nothing_outlives_a_drill_that_is_ended(drill, tmp_path, number: signal.Signals, code: int) -> None:
+    started = drill("--only", "kill-chief")
+    log = tmp_path / "logs/kill-chief/events.jsonl"
+    wait_until(lambda: log.exists() and '"saved"' in log.read_text(), 20, "a disturbed run that saves")
+    os.kill(started.popen.pid, number)
+    result = started.finish(10)
+    assert result.code == code
+    if number != signal.SIGKILL:
+        assert f"tfdist: {number.name}: the drill and all that it has started are ended\n" in result.err
+    started.assert_nothing_is_left(within=3.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--only", "flood"], "--only flood: expected one of kill-worker, kill-chief, hang, corrupt, truncate"),
+        (["-n", "1", "--only", "kill-worker"], "--only kill-worker: expected one of kill-chief, hang"),
+        (["-n", "0"], "0 is not in the range x>=1"),
+    ],
+)
+def test_options_that_cannot_be(drill, options: list[str], words: str) -> None:
+    result = drill(*options).finish()
+    assert result.code == 2
+    assert words in result.err
+
+
+def test_no_script(launch) -> None:
+    result = launch("", command=[sys.executable, "-m", "tfdist", "drill", "nowhere.py"]).finish()
+    assert result.code == 2
+    assert "nowhere.py: no such script in" in result.err
+
+
+def test_the_drill_itself_loads_no_tensorflow() -> None:
+    assert loaded_by("import tfdist.launch.drill.drill, tfdist.callbacks.drill_folder") == []

@@ -1,0 +1,180 @@
+"""The processes of a run from one start to its end: started, heard, watched and ended together."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import selectors
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tfdist.launch.failure import Failure
+from tfdist.launch.guardian import Guardian
+from tfdist.launch.plan import ProcessPlan
+from tfdist.launch.process import Process
+from tfdist.launch.program_start import StartProgram, start_afresh
+from tfdist.launch.terminal import Terminal
+from tfdist.supervision.progress import VARIABLE, Progress, ProgressFile
+
+_TICK = 0.02
+_TAIL_LINES = 200
+# More than a pipe or a pseudo-terminal holds when its process ends. Helpers may go on printing into it for ever.
+_LAST_CHUNKS = 64
+_LAST_BYTES = 256 * 1024
+
+
+class ProcessGroup:
+    """All processes of a plan. None of them outlives the `with` block.
+
+    Args:
+        plans: the processes, that with rank 0 first.
+        log_dir: folder of the logs.
+        terminal: where their output goes.
+        guardian: ends them if the launcher is killed.
+        restart: how often the run has been started again.
+        start_program: starts what is planned.
+
+    Attributes:
+        processes: the processes in the order of the plans.
+
+    Raises:
+        OSError: on entry; a process could not be started, and those already started have been killed.
+
+    Example:
+        >>> with ProcessGroup(plans, Path("logs"), terminal, guardian) as group:
+        ...     while not group.is_over:
+        ...         group.tick()
+    """
+
+    def __init__(
+        self,
+        plans: Sequence[ProcessPlan],
+        log_dir: Path,
+        terminal: Terminal,
+        guardian: Guardian,
+        restart: int = 0,
+        start_program: StartProgram = start_afresh,
+    ) -> None:
+        self._terminal = terminal
+        self._guardian = guardian
+        self._selector = selectors.DefaultSelector()
+        self._progress_files = {plan.name: ProgressFile() for plan in plans if plan.trains}
+        self.processes = [Process(self._with_progress(plan), log_dir, restart, start_program) for plan in plans]
+        self._started: list[Process] = []
+
+    def _with_progress(self, plan: ProcessPlan) -> ProcessPlan:
+        file = self._progress_files.get(plan.name)
+        return dataclasses.replace(plan, env={**plan.env, VARIABLE: file.path}) if file else plan
+
+    def __enter__(self) -> ProcessGroup:
+        try:
+            for process in self.processes:
+                self._start(process)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill()
+        while not self.is_over:
+            self._look_after()
+            time.sleep(_TICK)
+        for process in self.processes:
+            process.close()
+        for file in self._progress_files.values():
+            file.close()
+        self._selector.close()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no process that was started exists any more."""
+        return all(process.is_over for process in self._started)
+
+    @property
+    def trainers(self) -> list[Process]:
+        """The processes that train."""
+        return [process for process in self.processes if process.plan.trains]
+
+    @property
+    def running(self) -> list[Process]:
+        """The processes that have not ended."""
+        return [process for process in self.processes if process.status is None]
+
+    def tick(self) -> list[Process]:
+        """Passes output on for a moment and returns the processes that were found to have ended."""
+        for key, _ in self._selector.select(_TICK):
+            self._hear(key.data)
+        return self._look_after()
+
+    def progress(self) -> dict[str, Progress | None]:
+        """The last report of each training process, by name."""
+        return {name: file.read() for name, file in self._progress_files.items()}
+
+    def failure(self, process: Process, status: int, hang: str = "") -> Failure:
+        """Describes what became of a process, with the last lines of its log."""
+        self._hear_what_is_there(process)
+        return Failure(process.plan.name, status, process.tail(_TAIL_LINES), str(process.log_path), hang)
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to every process that has not ended, and to its helpers."""
+        for process in self.running:
+            process.signal(number)
+
+    def kill(self) -> None:
+        """Kills every process and all helpers at once."""
+        for process in self._started:
+            process.kill()
+
+    def resize(self) -> None:
+        """Tells the process that is shown live what size the terminal has now."""
+        first = self.processes[0]
+        if self._terminal.is_tty:
+            first.resize(self._terminal.size_inside(first.plan.name))
+
+    def _start(self, process: Process) -> None:
+        live = self._terminal.is_tty and process is self.processes[0]
+        size: os.terminal_size | None = self._terminal.size_inside(process.plan.name) if live else None
+        process.start(size)
+        self._started.append(process)
+        self._guardian.add(process.group)
+        if process.output is not None:
+            self._selector.register(process.output, selectors.EVENT_READ, process)
+
+    def _hear(self, process: Process) -> bytes:
+        descriptor = process.output
+        data = process.read()
+        if process.output is None:
+            self._selector.unregister(descriptor)  # type: ignore[arg-type]
+        self._terminal.feed(process.plan.name, data, final=process.output is None)
+        return data
+
+    def _look_after(self) -> list[Process]:
+        ended = []
+        for process in self._started:
+            if process.is_over:
+                continue
+            if process.poll():
+                ended.append(process)
+            if process.is_over:
+                self._guardian.remove(process.group)
+                self._hear_the_rest(process)
+        return ended
+
+    def _hear_what_is_there(self, process: Process) -> None:
+        heard = 0
+        for _ in range(_LAST_CHUNKS):
+            if process.output is None or heard >= _LAST_BYTES:
+                return
+            data = self._hear(process)
+            if not data:
+                return
+            heard += len(data)
+
+    def _hear_the_rest(self, process: Process) -> None:
+        self._hear_what_is_there(process)
+        if process.output is not None:
+            self._selector.unregister(process.output)
+            process.close_output()
+            self._terminal.feed(process.plan.name, b"", final=True)

@@ -1,0 +1,216 @@
+"""One life of a run: from the start of its processes to the end of the last one, and why it ended."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tfdist.launch.failure import Failure, choose, exit_code
+from tfdist.launch.group import ProcessGroup
+from tfdist.launch.process import Process, process_state
+from tfdist.launch.restarts import GiveUp, Incident, Restart
+from tfdist.launch.signals import SignalInbox
+from tfdist.launch.terminal import Terminal
+from tfdist.launch.watchdog import Watchdog, suspect
+from tfdist.supervision.exit_codes import HUNG, PREEMPTED
+from tfdist.supervision.progress import Progress
+
+# After a failure that looks like the consequence of another: how long the culprit may take to end as well.
+_MOMENT = 2.0
+# Once a peer has failed nothing can be saved any more; TensorFlow swallows SIGTERM, so most of this is waiting.
+_FAILURE_GRACE = 2.0
+# Wrappers such as `uv run` pass the Ctrl-C on that we already got from the terminal.
+_SAME_KEY_PRESS = 0.3
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How an incarnation ended.
+
+    Attributes:
+        code: exit code of the run, if this was the end of it.
+        failure: the process to blame, if one failed.
+        incident: the same with all that is known; None if the processes were being stopped already.
+        decision: what was decided about that.
+        interrupt: the signal that the launcher got, if any.
+    """
+
+    code: int
+    failure: Failure | None = None
+    incident: Incident | None = None
+    decision: Restart | GiveUp | None = None
+    interrupt: signal.Signals | None = None
+
+
+class Incarnation:
+    """Sees a group of processes through to its end.
+
+    Args:
+        group: the processes, already started.
+        inbox: the signals to the launcher.
+        terminal: where messages go.
+        grace: seconds between a signal that is passed on and SIGKILL.
+        watchdog: judges whether the processes get on.
+        decide: is asked about a failure while the processes still exist.
+        on_progress: is told at every tick what the training processes report.
+
+    Example:
+        >>> with ProcessGroup(plans, log_dir, terminal, guardian) as group:
+        ...     Incarnation(group, inbox, terminal, 10.0, watchdog, policy.decide, print).run().code
+        0
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        inbox: SignalInbox,
+        terminal: Terminal,
+        grace: float,
+        watchdog: Watchdog,
+        decide: Callable[[Incident], Restart | GiveUp],
+        on_progress: Callable[[Mapping[str, Progress | None]], object],
+    ) -> None:
+        self._group = group
+        self._inbox = inbox
+        self._terminal = terminal
+        self._grace = grace
+        self._watchdog = watchdog
+        self._ask = decide
+        self._on_progress = on_progress
+        self._failures: list[Failure] = []
+        self._first_failure_at = 0.0
+        self._incident: Incident | None = None
+        self._decision: Restart | GiveUp | None = None
+        self._progressed = False
+        self._preempted = False
+        self._interrupt: signal.Signals | None = None
+        self._interrupted_at = 0.0
+        self._interrupted: list[Process] = []
+        self._stopping = False
+        self._trained_at: float | None = None
+        self._released = False
+        self._kill_at: float | None = None
+
+    def run(self) -> Ending:
+        """Returns once no process exists any more."""
+        while not self._group.is_over:
+            for process in self._group.tick():
+                self._note_end(process)
+            self._obey(self._inbox.take())
+            self._watch()
+            self._decide()
+        if self._failures and not self._stopping:
+            self._end_after(choose(self._failures))  # all ended within a moment
+        failure = choose(self._failures) if self._failures else None
+        return Ending(self._code(failure), failure, self._incident, self._decision, self._interrupt)
+
+    def _note_end(self, process: Process) -> None:
+        if process.status == PREEMPTED and process.plan.trains:
+            self._note_preemption()
+        elif process.status and not self._stopping and not self._preempted:
+            self._first_failure_at = self._first_failure_at or time.monotonic()
+            self._failures.append(self._group.failure(process, process.status))
+
+    def _note_preemption(self) -> None:
+        """The processes save together and leave together; the slowest one has the grace period for that."""
+        if not self._stopping and not self._preempted:
+            self._kill_at = time.monotonic() + self._grace
+        if self._incident is None:
+            self._preempted = True
+            self._failures.clear()  # a peer that leaves looks like a failure to those that are still there
+
+    def _watch(self) -> None:
+        progress = self._group.progress()
+        self._on_progress(progress)
+        self._progressed = self._progressed or any(
+            report is not None and report.has_trained for report in progress.values()
+        )
+        if self._stopping or self._preempted or self._failures:
+            return
+        alive = {process.plan.name: process for process in self._group.trainers if process.status is None}
+        seen = {name: progress[name] for name in alive}
+        overdue = self._watchdog.overdue(seen, time.monotonic())
+        if overdue is not None:
+            states = {name: process_state(process.group) for name, process in alive.items()}
+            found = suspect(overdue, seen, states)
+            self._first_failure_at = time.monotonic()
+            self._failures.append(self._group.failure(alive[found.name], HUNG, found.text))
+
+    def _obey(self, signals: Sequence[signal.Signals]) -> None:
+        for number in signals:
+            if number == signal.SIGWINCH:
+                self._group.resize()
+            elif self._interrupt is None:
+                self._begin_interrupt(number)
+            elif number == signal.SIGINT and time.monotonic() - self._interrupted_at > _SAME_KEY_PRESS:
+                self._kill_at = time.monotonic()
+
+    def _begin_interrupt(self, number: signal.Signals) -> None:
+        self._interrupt, self._interrupted_at = number, time.monotonic()
+        self._interrupted = self._group.running
+        again = "; press Ctrl-C again to kill them now" if number == signal.SIGINT else ""
+        count = f"{len(self._interrupted)} process{'' if len(self._interrupted) == 1 else 'es'}"
+        self._terminal.message(f"{number.name} received and passed on to {count} (SIGKILL in {self._grace:g} s{again})")
+        self._stop(number, self._grace)
+
+    def _stop(self, number: signal.Signals, grace: float) -> None:
+        self._stopping = True
+        self._group.signal(number)
+        deadline = time.monotonic() + grace
+        self._kill_at = deadline if self._kill_at is None else min(self._kill_at, deadline)
+
+    def _decide(self) -> None:
+        now = time.monotonic()
+        if self._kill_at is not None and now >= self._kill_at:
+            self._group.kill()
+        if self._failures and not self._stopping:
+            culprit = choose(self._failures)
+            if not culprit.is_consequence or now - self._first_failure_at > _MOMENT:
+                self._end_after(culprit)
+        if not (self._failures or self._released) and all(p.status is not None for p in self._group.trainers):
+            self._trained_at = self._trained_at or now
+            self._release(now - self._trained_at)
+
+    def _end_after(self, failure: Failure) -> None:
+        trainers = self._group.trainers
+        self._incident = Incident(
+            failure,
+            trains=any(process.plan.name == failure.name for process in trainers),
+            progress=self._group.progress(),
+            progressed=self._progressed,
+            workers=len(trainers),
+            at=self._first_failure_at,
+        )
+        self._decision = self._ask(self._incident)
+        if isinstance(self._decision, Restart):
+            self._stopping = True
+            self._group.kill()
+        else:
+            self._stop(signal.SIGTERM, min(self._grace, _FAILURE_GRACE))
+
+    def _release(self, since_training: float) -> None:
+        """Ends what outlasts the training: parameter servers serve for ever, an evaluator may watch for ever."""
+        evaluates = not self._preempted and any(p.plan.job == "evaluator" for p in self._group.running)
+        if evaluates and (self._stopping or since_training < self._grace):
+            return  # it may have the last checkpoint to evaluate, or has its signal already
+        self._released = True
+        if evaluates:
+            self._terminal.message(
+                f"the evaluator still runs {self._grace:g} s after the end of the training and is stopped now; "
+                "a longer --grace gives it more time"
+            )
+        self._stop(signal.SIGTERM, min(self._grace, _FAILURE_GRACE))
+
+    def _code(self, failure: Failure | None) -> int:
+        if self._preempted:
+            return PREEMPTED
+        if failure is not None:
+            return failure.exit_code
+        codes = {process.status for process in self._interrupted if process.plan.job != "ps"}
+        if self._interrupt is None or not codes:
+            return 0
+        if len(codes) == 1 and (code := codes.pop()) is not None and code >= 0:
+            return code  # all ended by themselves and agree, for instance on "saved, start me again"
+        return exit_code(-self._interrupt)

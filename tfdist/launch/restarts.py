@@ -1,0 +1,134 @@
+"""Whether a failed run is started again, when, and with how many workers. Decisions only: nothing is done here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tfdist.launch.failure import Failure
+from tfdist.supervision.progress import DONE, Progress
+
+_FIRST_DELAY = 1.0
+_LONGEST_DELAY = 30.0
+
+
+@dataclass(frozen=True)
+class Incident:
+    """A failure and how far the run had got.
+
+    Attributes:
+        failure: the process that is to blame.
+        trains: whether that is one of the training processes.
+        progress: last report of every training process, by name.
+        progressed: whether a training step was done since the processes were started.
+        workers: how many training processes there were.
+        at: when it happened, on the clock of `time.monotonic`.
+    """
+
+    failure: Failure
+    trains: bool
+    progress: Mapping[str, Progress | None]
+    progressed: bool
+    workers: int
+    at: float
+
+    @property
+    def step(self) -> int:
+        """The last step of the failed process, or of the run if the process takes no steps of its own."""
+        progress = self.progress.get(self.failure.name)
+        return progress.step if progress else self.furthest_step
+
+    @property
+    def furthest_step(self) -> int:
+        """The last step that any process had done."""
+        return max((progress.step for progress in self.progress.values() if progress), default=0)
+
+    @property
+    def cause(self) -> str:
+        """What happened, in a line."""
+        return self.failure.cause + (f" at step {self.step}" if self.step and not self.failure.hang else "")
+
+
+@dataclass(frozen=True)
+class Restart:
+    """The run goes on.
+
+    Attributes:
+        number: of the restart, from 1.
+        workers: number of training processes from now on.
+        delay: seconds to wait before.
+    """
+
+    number: int
+    workers: int
+    delay: float
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """The run ends; the reason is empty where there is nothing to say about restarts."""
+
+    reason: str
+
+
+class RestartPolicy:
+    """Decides about one failure after another.
+
+    Args:
+        limit: how many restarts there may be.
+        min_workers: with how few workers to go on when one was killed or hung; None: always with the same number.
+
+    Attributes:
+        limit: how many restarts there may be.
+        used: how many there have been.
+
+    Example:
+        >>> incident = Incident(Failure("worker 1", -9), True, {"worker 1": None}, False, 2, 0.0)
+        >>> RestartPolicy(3).decide(incident)
+        GiveUp(reason='')
+    """
+
+    def __init__(self, limit: int, min_workers: int | None = None) -> None:
+        self.limit = limit
+        self._min_workers = min_workers
+        self.used = 0
+        self._in_vain = 0
+        self._trains = False
+        self._previous: Incident | None = None
+
+    def decide(self, incident: Incident) -> Restart | GiveUp:
+        """What to do about a failure."""
+        previous, self._previous = self._previous, incident
+        self._trains = self._trains or any(incident.progress.values())
+        reason = self._against(incident, previous)
+        if reason is not None:
+            return GiveUp(reason)
+        self.used += 1
+        self._in_vain = 0 if incident.progressed else self._in_vain + 1
+        delay = min(_FIRST_DELAY * 2 ** (self._in_vain - 1), _LONGEST_DELAY) if self._in_vain else 0.0
+        return Restart(self.used, self._next_workers(incident), delay)
+
+    def _against(self, incident: Incident, previous: Incident | None) -> str | None:
+        if not self._trains or self.limit == 0:
+            return ""  # perhaps not a program that trains with Keras at all, and a typo fails again at once
+        if not incident.trains:
+            return "not restarted: it is not one of the training processes"
+        own = incident.progress.get(incident.failure.name)
+        if own is not None and own.phase == DONE and incident.failure.status > 0:
+            return "not restarted: the training had ended, what failed came after it"
+        if previous is not None and previous.workers == incident.workers:
+            if incident.step == previous.step:
+                where = f"at step {incident.step}" if incident.step else "before its first step"
+                return f"not restarted: it failed {where} for the second time in a row"
+            exception = incident.failure.exception
+            if exception and exception == previous.failure.exception and not incident.progressed:
+                return "not restarted: it failed with the same exception again, before a single step was done"
+        if self.used >= self.limit:
+            return f"not restarted: {self.used} restart{'' if self.used == 1 else 's'} used up (--max-restarts)"
+        return None
+
+    def _next_workers(self, incident: Incident) -> int:
+        gone = incident.failure.status < 0 or incident.failure.hang
+        if self._min_workers is None or not gone:
+            return incident.workers
+        return max(incident.workers - 1, self._min_workers)
