@@ -35,7 +35,7 @@ bench: $(VENV)/.bench
 	$(RUN)python -m benchmarks.data_parallel $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache tfdist-logs
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache tfdist-logs *.backup
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.made:

@@ -2,6 +2,7 @@
 
 Example:
     tfdist run -n 2 examples/train_digits.py
+    tfdist drill examples/train_digits.py
     python examples/train_digits.py
 """
 
@@ -25,6 +26,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--batch-size", type=int, default=60, help="of all workers together (%(default)s)")
     parser.add_argument("--model-path", help="where the trained model goes (default: DATASET.keras)")
+    parser.add_argument("--backup-dir", help="where an interrupted training is saved (default: DATASET.backup)")
     parser.add_argument("--seed", type=int, default=1)
     return parser.parse_args()
 
@@ -86,12 +88,15 @@ def main() -> None:
     with strategy.scope():
         model = build_model(train.element_spec[0].shape[1:], classes)
     # The dataset shuffles itself; Keras warns unless it is told not to.
-    model.fit(train, validation_data=test, epochs=options.epochs, shuffle=False)
+    # Killed and started again, it goes on where it was; once it has finished, the next start trains anew.
+    backup = tfdist.callbacks.BackupAndRestore(options.backup_dir or f"{options.dataset}.backup", on_finish="delete")
+    model.fit(train, validation_data=test, epochs=options.epochs, shuffle=False, callbacks=[backup])
 
     _, accuracy = model.evaluate(test, verbose=0)
     # Every worker calls save; the chief writes the file.
-    model.save(options.model_path or f"{options.dataset}.keras")
-    print(f"test accuracy: {accuracy:.3f}")
+    path = options.model_path or f"{options.dataset}.keras"
+    model.save(path)
+    print(f"test accuracy: {accuracy:.3f}; saved as {path}")
 
 
 if __name__ == "__main__":

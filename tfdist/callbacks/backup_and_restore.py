@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.callbacks.drill_folder import drill_folder
 from tfdist.callbacks.fit_backup import FitBackup
 from tfdist.callbacks.save_schedule import SaveSchedule
 
@@ -26,6 +28,9 @@ class BackupAndRestore(keras.callbacks.Callback):
     The position within an epoch is found again for arrays, `tf.data` pipelines whose seeds are set
     (`keras.utils.set_random_seed`), `keras.utils.PyDataset`, and `dataset_fn`. With other data (generators, Python code
     in a pipeline, random numbers without seeds) it saves at the ends of epochs only, and says so.
+
+    Under `tfdist drill` (TFDIST_DRILL_DIR is set) it uses a folder of the drill with the last part of `backup_dir` as
+    its name, and keeps the last backup, which the drill compares; the script's own folder is left alone.
 
     Replaces `keras.callbacks.BackupAndRestore`, which loses most of this (keras issues 20333, 19692).
 
@@ -76,11 +81,12 @@ class BackupAndRestore(keras.callbacks.Callback):
         if keep < 1:
             raise ValueError(f"Received: keep={keep}. Expected at least 1: the newest backup has to stay.")
         install()
-        self.backup_dir = str(backup_dir)
+        folder_in_drill = drill_folder(str(backup_dir), os.environ)
+        self.backup_dir = folder_in_drill or str(backup_dir)
         self.save_freq = save_freq
         self.keep = keep
         self.asynchronous = asynchronous
-        self.on_finish = on_finish
+        self.on_finish = "keep" if folder_in_drill else on_finish
         self.dataset_fn = dataset_fn
         self.preemption_signal = None if preemption_signal is None else signal.Signals(preemption_signal)
         self._callback_list: Any = None

@@ -7,6 +7,7 @@ dicts is saved. A callback that keeps something else has `get_state()`, which re
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,11 +19,24 @@ _NOT_STATE = ("_model", "model", "params")
 _STATELESS = (keras.callbacks.ProgbarLogger, keras.callbacks.CSVLogger)
 
 
-def capture(callbacks: Sequence[keras.callbacks.Callback], arrays: dict[str, np.ndarray]) -> list[dict]:
+def settings(callbacks: Sequence[keras.callbacks.Callback]) -> list[dict[str, str]]:
+    """What the user has passed to each callback and it keeps under the same name; to be asked before training."""
+    found = []
+    for callback in callbacks:
+        parameters = inspect.signature(type(callback).__init__).parameters
+        values = {name: value for name, value in vars(callback).items() if name in parameters and _is_plain(value)}
+        found.append({name: repr(value) for name, value in values.items()})
+    return found
+
+
+def capture(
+    callbacks: Sequence[keras.callbacks.Callback], passed: Sequence[dict[str, str]], arrays: dict[str, np.ndarray]
+) -> list[dict]:
     """The state of callbacks as JSON-serialisable data.
 
     Args:
         callbacks: in their order in the fit.
+        passed: their `settings`.
         arrays: receives the arrays, under names to which the data refers.
 
     Returns:
@@ -33,9 +47,10 @@ def capture(callbacks: Sequence[keras.callbacks.Callback], arrays: dict[str, np.
             "class": type(callback).__name__,
             # What compares values is a function; it is known again from the direction that it stands for.
             "compares": getattr(callback, "monitor_op", None) is not None,
+            "settings": own,
             "state": encode(_state_of(callback), arrays, f"callbacks/{i}"),
         }
-        for i, callback in enumerate(callbacks)
+        for i, (callback, own) in enumerate(zip(callbacks, passed, strict=True))
     ]
 
 
@@ -50,10 +65,13 @@ def check(callbacks: Sequence[keras.callbacks.Callback], entries: Sequence[dict]
 
 
 def restore(
-    callbacks: Sequence[keras.callbacks.Callback], entries: Sequence[dict], arrays: dict[str, np.ndarray]
+    callbacks: Sequence[keras.callbacks.Callback],
+    passed: Sequence[dict[str, str]],
+    entries: Sequence[dict],
+    arrays: dict[str, np.ndarray],
 ) -> None:
-    """Gives callbacks the state that `capture` returned."""
-    for callback, entry in zip(callbacks, entries, strict=True):
+    """Gives callbacks the state that `capture` returned, except for settings that the user has changed since."""
+    for callback, own, entry in zip(callbacks, passed, entries, strict=True):
         state = decode(entry["state"], arrays)
         if hasattr(callback, "set_state"):
             callback.set_state(state)
@@ -62,7 +80,8 @@ def restore(
             # Done lazily by Keras, and it flips the sign of min_delta, which has been flipped in the saved state.
             callback._set_monitor_op()
         for name, value in state.items():
-            setattr(callback, name, value)
+            if own.get(name) == entry["settings"].get(name):
+                setattr(callback, name, value)
 
 
 def _state_of(callback: keras.callbacks.Callback) -> Any:

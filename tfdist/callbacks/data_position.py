@@ -11,12 +11,12 @@ batches taken    0 . 10  0 . 4                   -> position (3, 4): make two, m
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
@@ -26,8 +26,11 @@ from tensorflow.python.eager import context
 from tfdist.callbacks import callback_state
 from tfdist.strategies import random_state
 from tfdist.strategies.data_parallel import DataParallel
-from tfdist.strategies.pipeline_facts import seeds, why_not_repeatable
+from tfdist.strategies.pipeline_facts import can_save_iterator, seeds, why_not_repeatable
 
+# Name of the iterator's state among the tensors of a backup, and what TensorFlow does if it has a state elsewhere.
+_ITERATOR = "iterator"
+_FAIL = 2
 _HOOKS = ("on_epoch_begin", "on_epoch_end")
 
 
@@ -58,13 +61,15 @@ class DataPosition:
         self._made = 0
         self._in_epoch = 0
         self._resumed: dict | None = None
+        self._saved_iterator: tf.Tensor | None = None
         self._random_at_begin: list | None = None
         self._random_when_saved: list | None = None
         adapter = epoch_iterator.data_adapter
         self._is_arrays = isinstance(adapter, ArrayDataAdapter) and dataset_fn is None
         self._py_dataset = adapter.py_dataset if isinstance(adapter, PyDatasetAdapter) and dataset_fn is None else None
         self._array_seed = self._new_array_seed()
-        self.obstacle = self._find_obstacle()
+        self._saves_iterator = self._should_save_iterator()
+        self.obstacle = None if self._saves_iterator else self._find_obstacle()
         self.epoch = 0
         epoch_iterator._enumerate_iterator = self._enumerate
 
@@ -94,6 +99,19 @@ class DataPosition:
             reason = "no seed was set, so that the processes agreed on a random one"
         return reason and f"{reason}; keras.utils.set_random_seed, called first, seeds all that has no seed"
 
+    def _should_save_iterator(self) -> bool:
+        """Whether the state of the iterator is saved, instead of what it takes to get there again.
+
+        It holds all rows of a shuffle's buffer, so only where nothing else will do: an order that comes from no seed,
+        or one iterator for the whole training, of which everything before would have to be read again.
+        """
+        dataset, adapter = self._iterator._distributed_dataset, self._iterator.data_adapter
+        if self._dataset_fn is not None or not isinstance(adapter, TFDatasetAdapter):
+            return False
+        if not isinstance(dataset, tf.data.Dataset) or not can_save_iterator(dataset):
+            return False
+        return self._iterator.steps_per_epoch is not None or why_not_repeatable(dataset) is not None
+
     def _source(self) -> Any:
         """Keras' dataset of the batches of an epoch, before a strategy cut it."""
         dataset = self._iterator._distributed_dataset
@@ -106,8 +124,8 @@ class DataPosition:
 
     # Saving and resuming
 
-    def state(self, arrays: dict[str, np.ndarray], mid_epoch: bool) -> dict:
-        """The position, as JSON-serialisable data (and arrays, to whose names it refers)."""
+    def state(self, tensors: dict[str, Any], mid_epoch: bool) -> dict:
+        """The position, as JSON-serialisable data, and in `tensors` what is not."""
         iterator = self._iterator
         state = {
             "made": self._made,
@@ -115,26 +133,32 @@ class DataPosition:
             "steps": self._in_epoch if mid_epoch else 0,
             "goes on": mid_epoch or (iterator.steps_per_epoch is not None and iterator._current_iterator is not None),
             "batches": iterator._num_batches,
-            "facts": self._facts(),
+            "facts": self._facts,
             "array seed": self._array_seed,
             "global seed": context.global_seed(),
         }
+        if state["goes on"] and self._saves_iterator:
+            tensors[_ITERATOR] = tf.raw_ops.SerializeIterator(
+                resource_handle=iterator._current_iterator._iterator_resource, external_state_policy=_FAIL
+            )
         if self._py_dataset is not None:
             state["random at begin"] = self._random_at_begin
             if hasattr(self._py_dataset, "get_state"):
-                state["dataset"] = callback_state.encode(self._py_dataset.get_state(), arrays, "dataset")
+                state["dataset"] = callback_state.encode(self._py_dataset.get_state(), tensors, "dataset")
         return state
 
+    @functools.cached_property
     def _facts(self) -> dict:
+        """What must be the same for a position within an epoch to mean the same."""
         source = self._source()
         known = isinstance(source, tf.data.Dataset) and self._dataset_fn is None
         return {
-            "number of batches": self._iterator.num_batches,
+            "number of batches": self._iterator.data_adapter.num_batches,
             "components of a batch": str(source.element_spec),
             "seeds of its shuffling": seeds(source) if known and not self._is_arrays else [],
         }
 
-    def resume(self, epoch: int, state: dict, arrays: dict[str, np.ndarray]) -> None:
+    def resume(self, epoch: int, state: dict, tensors: Mapping[str, Any]) -> None:
         """Lets the first epoch begin at a saved position.
 
         Raises:
@@ -147,7 +171,7 @@ class DataPosition:
                     f"for which it cannot: {self.obstacle}. "
                     "Expected: the same data as before; or pass another backup_dir to begin anew."
                 )
-            for what, now in self._facts().items():
+            for what, now in self._facts.items():
                 then = state["facts"][what]
                 if now != then and not (what == "number of batches" and None in (now, then)):
                     raise ValueError(
@@ -156,6 +180,7 @@ class DataPosition:
                         "begin anew."
                     )
         self._resumed = state
+        self._saved_iterator = tensors.get(_ITERATOR)
         self.epoch = epoch
         if self._is_arrays:
             self._array_seed = state["array seed"]
@@ -164,7 +189,7 @@ class DataPosition:
                 with _global_seed(state["global seed"]):
                     self._iterator._distributed_dataset = self._distribute(self._iterator.data_adapter.get_tf_dataset())
         if "dataset" in state:
-            self._py_dataset.set_state(callback_state.decode(state["dataset"], arrays))
+            self._py_dataset.set_state(callback_state.decode(state["dataset"], tensors))
 
     def leave_random_state(self, state: list) -> None:
         """What the random state has to be once the position is found (finding it may draw from it)."""
@@ -236,7 +261,12 @@ class DataPosition:
                 self._make()
         self._made = before
         if goes_on:
-            iterator._current_iterator = self._make(skip=state["taken"])
+            iterator._current_iterator = self._make(skip=0 if self._saved_iterator is not None else state["taken"])
+            if self._saved_iterator is not None:
+                tf.raw_ops.DeserializeIterator(
+                    resource_handle=iterator._current_iterator._iterator_resource, serialized=self._saved_iterator
+                )
+                self._saved_iterator = None
             iterator._steps_seen = state["taken"]
             if self._random_when_saved is not None:
                 random_state.restore(self._random_when_saved)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import keras
 
-from tfdist.callbacks import callback_state, csv_logger, training_state
+from tfdist.callbacks import callback_state, csv_logger
 from tfdist.callbacks.background_writer import BackgroundWriter
 from tfdist.callbacks.data_position import DataPosition
 from tfdist.callbacks.fit_number import folder_of_fit, note_finished
@@ -20,6 +20,7 @@ from tfdist.callbacks.preemption import PreemptionSignal
 from tfdist.callbacks.save_schedule import SaveSchedule
 from tfdist.callbacks.shared_store import SharedStore
 from tfdist.callbacks.store import Checkpoint
+from tfdist.callbacks.training_state import TrainingState
 from tfdist.callbacks.writers import WRITERS
 from tfdist.strategies import epoch_iterators, random_state
 from tfdist.strategies.agreement import Agreement, Request
@@ -75,6 +76,7 @@ class FitBackup:
         self._schedule = SaveSchedule(options.save_freq)
         self._signal = PreemptionSignal(options.preemption_signal)
         self._events = EventLog.from_environment()
+        self._state = TrainingState(model)
         self._place = _Place()
         self._validations = 0
         self._resumed: Checkpoint | None = None
@@ -91,11 +93,12 @@ class FitBackup:
         if iterator is None:
             raise RuntimeError("Received: BackupAndRestore outside of Model.fit. Expected: fit(..., callbacks=[...]).")
         self._epochs = self._callback_list.params["epochs"]
+        self._settings = callback_state.settings(self._others)
         self._position = DataPosition(self._model, iterator, self._options.dataset_fn, self._after_step)
         if self._agreement is not None and not self._agreement.in_use:
             self._agreement.in_use = True
             self._model.make_train_function(force=True)
-        checkpoint = self._store.newest(lambda meta: not meta["done"] or meta["epoch"] >= self._epochs)
+        checkpoint = self._store.newest(lambda meta: not meta["done"] or self._is_over(meta))
         if self._position.obstacle is not None:
             self._warn_of_obstacle(self._position.obstacle)
         if checkpoint is not None:
@@ -106,19 +109,18 @@ class FitBackup:
         began = time.monotonic()
         if model._distribute_strategy is None or not hasattr(model.distribute_strategy, "keras_input"):
             model._symbolic_build(data_batch=epoch_iterators.batch_specification(iterator))
-        training_state.make_global_seed_generator(model, meta["variables"])
-        training_state.check(model, meta["variables"])
+        self._state.make_global_seed_generator(meta["variables"])
+        self._state.check(meta["variables"])
         callback_state.check(self._others, meta["callbacks"])
         self._position.resume(meta["epoch"], meta["position"], checkpoint.tensors)
-        training_state.load(model, checkpoint.tensors)
+        self._state.load(checkpoint.tensors)
         self._place = _Place(meta["epoch"], meta["steps"], meta["total"])
         self._validations = meta["validations"]
         self._resumed = checkpoint
         if self._is_chief:
             csv_logger.rewind(self._everyone, meta["csv"], self._until_begun)
-        # A finished fit that is to have more epochs goes on.
-        self._was_done = meta["done"] and meta["epoch"] >= self._epochs
-        over = self._was_done or meta["stopped"]
+        over = self._is_over(meta)
+        self._was_done = meta["done"] and over
         model._initial_epoch = max(self._epochs, 1) if over else meta["epoch"]
         if (reporter := ProgressWriter.from_environment()) is not None and not over:
             reporter.resumed(meta["total"])
@@ -129,12 +131,16 @@ class FitBackup:
             what = "is finished" if over else f"goes on at step {meta['steps']} of epoch {meta['epoch'] + 1}"
             _log.warning("The fit %s: %s/%s", what, self._store.directory, checkpoint.name)
 
+    def _is_over(self, meta: dict) -> bool:
+        """Whether a backup leaves nothing to train. A finished fit that is to have more epochs goes on."""
+        return meta["stopped"] or meta["epoch"] >= self._epochs
+
     def begun(self) -> None:
         """After all other callbacks have begun."""
         self._until_begun.close()
         self._signal.install()
         self._schedule.saved(self._place.total)
-        if self._resumed is not None and self._model._initial_epoch >= self._epochs:
+        if self._resumed is not None and self._is_over(self._resumed.meta):
             self._restore_the_rest()  # no epoch begins
 
     # Epochs
@@ -155,8 +161,8 @@ class FitBackup:
 
     def _restore_the_rest(self) -> None:
         checkpoint, self._resumed = self._resumed, None
-        training_state.load(self._model, checkpoint.tensors)
-        callback_state.restore(self._others, checkpoint.meta["callbacks"], checkpoint.tensors)
+        self._state.load(checkpoint.tensors)
+        callback_state.restore(self._others, self._settings, checkpoint.meta["callbacks"], checkpoint.tensors)
         self._position.leave_random_state(checkpoint.meta["random"])
         if self._place.steps:
             self._show_metrics_of_empty_epoch()
@@ -231,7 +237,7 @@ class FitBackup:
         began = time.monotonic()
         place = dataclasses.replace(self._place)
         self._schedule.saved(place.total)
-        tensors: dict[str, Any] = training_state.snapshot(self._model, with_metrics=mid_epoch)
+        tensors: dict[str, Any] = self._state.snapshot(with_metrics=mid_epoch)
         if not self._is_chief or self._writer.is_busy:
             return
         meta = {
@@ -239,8 +245,8 @@ class FitBackup:
             "done": done,
             "stopped": not mid_epoch and bool(self._model.stop_training),
             "validations": self._validations,
-            "variables": training_state.describe(self._model),
-            "callbacks": callback_state.capture(self._others, tensors),
+            "variables": self._state.description,
+            "callbacks": callback_state.capture(self._others, self._settings, tensors),
             "csv": csv_logger.lengths(self._everyone),
             "position": self._position.state(tensors, mid_epoch),
             "random": random_state.capture(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import keras
@@ -32,8 +31,6 @@ class ProgressReporter(keras.callbacks.Callback):
         self._steps_before_epoch = 0
         self._step = 0
         self._interrupted = ""
-        # Keras calls what follows a batch from several threads if no other callback needs it in order.
-        self._lock = threading.Lock()
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._steps_before_epoch = self._step = 0
@@ -46,9 +43,8 @@ class ProgressReporter(keras.callbacks.Callback):
             self._steps_before_epoch, self._step = resumed - batch, resumed
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        with self._lock:
-            self._step = max(self._step, self._steps_before_epoch + batch + 1)
-            self._writer.report(TRAINING, self._step)
+        self._step = self._steps_before_epoch + batch + 1
+        self._writer.report(TRAINING, self._step)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._steps_before_epoch = self._step

@@ -168,7 +168,8 @@ class CheckpointStore:
         folder = self._path(name)
         manifest = verify_checkpoint(folder, tensor_files.open_file)
         try:
-            tensors = tensor_files.load_tensors(self._path(name, _TENSORS_PREFIX), manifest.tensors)
+            dtypes = {name: record.dtype for name, record in manifest.tensors.items()}
+            tensors = tensor_files.load_tensors(self._path(name, _TENSORS_PREFIX), dtypes)
         except OSError as error:
             raise DamagedCheckpoint(folder, f"TensorFlow cannot read it: {error}") from error
         return Checkpoint(name, manifest.meta, tensors)

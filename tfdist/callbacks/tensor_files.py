@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import BinaryIO
 
 import numpy as np
@@ -28,18 +28,29 @@ def save_tensors(prefix: str, tensors: Mapping[str, tf.Tensor]) -> None:
         )
 
 
-def load_tensors(prefix: str, names: Iterable[str]) -> dict[str, np.ndarray]:
-    """Reads the named tensors from what `save_tensors` wrote; strings come as arrays of `bytes` objects.
+def load_tensors(prefix: str, dtypes: Mapping[str, str]) -> dict[str, np.ndarray | tf.Tensor]:
+    """Reads what `save_tensors` wrote; strings come as arrays of `bytes` objects, variants as tensors.
+
+    Args:
+        prefix: As given to `save_tensors`.
+        dtypes: The tensors to read and the names of their dtypes.
 
     Raises:
         OSError: If they cannot be read.
     """
-    names = list(names)
-    if not names:
+    if not dtypes:
         return {}
     with os_errors():
         reader = tf.compat.v1.train.NewCheckpointReader(prefix)
-        return {name: _as_array(reader.get_tensor(name)) for name in names}
+        return {
+            name: _variant(prefix, name) if dtype == tf.variant.name else _as_array(reader.get_tensor(name))
+            for name, dtype in dtypes.items()
+        }
+
+
+def _variant(prefix: str, name: str) -> tf.Tensor:
+    with tf.device("CPU:0"):
+        return tf.raw_ops.RestoreV2(prefix=prefix, tensor_names=[name], shape_and_slices=[""], dtypes=[tf.variant])[0]
 
 
 @contextlib.contextmanager

@@ -6,7 +6,8 @@ are saved replica by replica: their sum, put back in parts, would round differen
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -18,109 +19,106 @@ from tfdist.strategies.replica_values import combine, gather, is_kept_per_replic
 from tfdist.strategies.step_shadows import optimizers_of, parts_of, seed_generators_of
 
 _PER_REPLICA = "replicas"
+# All other seed generators belong to a layer, and their states to the model's variables.
+_GLOBAL_SEED = "seeds/0"
 
 
 class StateMismatch(ValueError):
     """A backup is of another model or optimizer; the text names the first differences."""
 
 
-def variables_of(model: keras.Model) -> dict[str, list[Any]]:
-    """The Keras variables of a built model by group, each once, in a stable order."""
-    groups = {
-        "model": list(model.variables),
-        "seeds": [generator.state for generator in seed_generators_of(model)],
-        "metrics": list(model.metrics_variables),
-        "optimizer": [v for o in optimizers_of(model) for part in [o, *parts_of(o)] for v in part.variables],
-    }
-    seen: set[int] = set()
-    unique: dict[str, list[Any]] = {}
-    for group, variables in groups.items():
-        unique[group] = []
-        for variable in variables:
-            if id(variable) not in seen:
-                seen.add(id(variable))
-                unique[group].append(variable)
-    return unique
-
-
-def describe(model: keras.Model) -> dict[str, list]:
-    """Path, shape and dtype of every variable, by group: what a backup must fit."""
-    return {
-        group: [[v.path, list(v.shape), keras.backend.standardize_dtype(v.dtype)] for v in variables]
-        for group, variables in variables_of(model).items()
-    }
-
-
-def check(model: keras.Model, saved: Mapping[str, list]) -> None:
-    """Raises StateMismatch if the model has other variables than those that were saved."""
-    for group, now in describe(model).items():
-        then = saved.get(group, [])
-        # Paths count a process' layers (dense, dense_1, ...) and may differ where nothing else does.
-        for (path, shape, dtype), (saved_path, saved_shape, saved_dtype) in zip(now, then, strict=False):
-            if (shape, dtype) != (list(saved_shape), saved_dtype):
-                raise _mismatch(f"{group} variable {path} {shape} {dtype}", f"{saved_path} {saved_shape} {saved_dtype}")
-        if len(now) != len(then):
-            longer = now if len(now) > len(then) else then
-            first = longer[min(len(now), len(then))]
-            raise _mismatch(
-                f"{len(now)} {group} variables",
-                f"{len(then)}; the first one that only {'this fit' if longer is now else 'the backup'} has is {first}",
-            )
-
-
-def make_global_seed_generator(model: keras.Model, saved: Mapping[str, list]) -> None:
-    """Makes the seed generator of `keras.random` now, if it was there when `saved` was made: Keras makes it late."""
-    if len(saved["seeds"]) > len(variables_of(model)["seeds"]):
-        with model.distribute_strategy.scope():
-            global_seed_generator()
-
-
-def _mismatch(received: str, expected: str) -> StateMismatch:
-    return StateMismatch(
-        f"The backup is of another model or optimizer. Received: {received}. Expected, as saved: {expected}. Build and "
-        "compile the model as before, or pass another backup_dir to begin anew."
-    )
-
-
-def snapshot(model: keras.Model, with_metrics: bool) -> dict[str, tf.Tensor]:
-    """Current values of all variables, as tensors that later training steps do not change.
-
-    With several workers and `with_metrics` this is a collective: all workers call it at the same step.
+class TrainingState:
+    """The state of a model in training.
 
     Args:
-        model: a built model.
-        with_metrics: whether metrics are in the middle of an epoch, so that their values are needed.
+        model: a model that is built, and compiled, before anything but `make_global_seed_generator` is called.
     """
-    tensors: dict[str, tf.Tensor] = {}
-    per_replica: dict[str, Any] = {}
-    for name, variable in _named(model):
-        if name.startswith("metrics/") and not with_metrics:
-            continue
-        if is_kept_per_replica(variable):
-            per_replica[f"{_PER_REPLICA}/{name}"] = variable
-        else:
-            # Shares the buffer: TensorFlow copies it when the next step writes to the variable.
-            tensors[name] = tf.identity(parts_of_variable(variable)[0])
-    if per_replica:
-        values = gather(model.distribute_strategy, list(per_replica.values()))
-        tensors.update(zip(per_replica, values, strict=True))
-    return tensors
+
+    def __init__(self, model: keras.Model):
+        self._model = model
+
+    @functools.cached_property
+    def _variables(self) -> dict[str, Any]:
+        """The model's Keras variables by name, each once, in a stable order."""
+        model = self._model
+        if model.optimizer is not None and not model.optimizer.built:
+            # A train_step with optimizers of its own (a GAN's) may never use it, but a model that resumes has it built.
+            model.optimizer.build(model.trainable_variables)
+        groups = {
+            "model": list(model.variables),
+            "seeds": [generator.state for generator in seed_generators_of(model)],
+            "metrics": list(model.metrics_variables),
+            "optimizer": [v for o in optimizers_of(model) for part in [o, *parts_of(o)] for v in part.variables],
+        }
+        seen: set[int] = set()
+        variables: dict[str, Any] = {}
+        for group, members in groups.items():
+            own = [v for v in members if not (id(v) in seen or seen.add(id(v)))]
+            variables.update({f"{group}/{i}": variable for i, variable in enumerate(own)})
+        return variables
+
+    @functools.cached_property
+    def description(self) -> dict[str, list]:
+        """Path, shape and dtype of every variable: what a backup must fit."""
+        return {
+            name: [v.path, list(v.shape), keras.backend.standardize_dtype(v.dtype)]
+            for name, v in self._variables.items()
+        }
+
+    def make_global_seed_generator(self, saved: Mapping[str, list]) -> None:
+        """Makes the seed generator of `keras.random` now, if it was there when `saved` was: Keras makes it late."""
+        if _GLOBAL_SEED in saved:
+            with self._model.distribute_strategy.scope():
+                global_seed_generator()
+
+    def check(self, saved: Mapping[str, list]) -> None:
+        """Raises StateMismatch if the model has other variables than those that were described."""
+        for name in dict.fromkeys([*self.description, *saved]):
+            received, expected = self.description.get(name), saved.get(name)
+            # Paths count a process' layers (dense, dense_1, ...) and may differ where nothing else does.
+            if received is None or expected is None or received[1:] != list(expected[1:]):
+                raise StateMismatch(
+                    f"The backup is of another model or optimizer. Received: {name} is {_words(received)}. Expected, "
+                    f"as saved: {_words(expected)}. Build and compile the model as before, or pass another backup_dir "
+                    "to begin anew."
+                )
+
+    def snapshot(self, with_metrics: bool) -> dict[str, tf.Tensor]:
+        """Current values of all variables, as tensors that later training steps do not change.
+
+        With several workers and `with_metrics` this is a collective: all workers call it at the same step.
+
+        Args:
+            with_metrics: whether metrics are in the middle of an epoch, so that their values are needed.
+        """
+        tensors: dict[str, tf.Tensor] = {}
+        per_replica: dict[str, Any] = {}
+        for name, variable in self._variables.items():
+            if name.startswith("metrics/") and not with_metrics:
+                continue
+            if is_kept_per_replica(variable):
+                per_replica[f"{_PER_REPLICA}/{name}"] = variable
+            else:
+                # Shares the buffer: TensorFlow copies it when the next step writes to the variable.
+                tensors[name] = parts_of_variable(variable)[0].read_value()
+        if per_replica:
+            values = gather(self._model.distribute_strategy, list(per_replica.values()))
+            tensors.update(zip(per_replica, values, strict=True))
+        return tensors
+
+    def load(self, tensors: Mapping[str, np.ndarray]) -> None:
+        """Puts a snapshot back, also one of another number of replicas, or of none."""
+        for name, variable in self._variables.items():
+            whole, replicas = tensors.get(name), tensors.get(f"{_PER_REPLICA}/{name}")
+            if whole is None and replicas is None:
+                continue
+            if is_kept_per_replica(variable):
+                values = whole[np.newaxis] if replicas is None else replicas
+                scatter(self._model.distribute_strategy, variable, values)
+                continue
+            for part in parts_of_variable(variable):
+                part.assign(tf.constant(combine(variable, replicas) if whole is None else whole, dtype=part.dtype))
 
 
-def load(model: keras.Model, tensors: Mapping[str, np.ndarray]) -> None:
-    """Puts a snapshot back, also one of another number of replicas, or of none."""
-    for name, variable in _named(model):
-        whole, replicas = tensors.get(name), tensors.get(f"{_PER_REPLICA}/{name}")
-        if whole is None and replicas is None:
-            continue
-        if is_kept_per_replica(variable):
-            scatter(model.distribute_strategy, variable, whole[np.newaxis] if replicas is None else replicas)
-            continue
-        for part in parts_of_variable(variable):
-            part.assign(tf.constant(combine(variable, replicas) if whole is None else whole, dtype=part.dtype))
-
-
-def _named(model: keras.Model) -> Iterator[tuple[str, Any]]:
-    for group, variables in variables_of(model).items():
-        for i, variable in enumerate(variables):
-            yield f"{group}/{i}", variable
+def _words(description: list | None) -> str:
+    return "not there" if description is None else "{} with shape {} and dtype {}".format(*description)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import tensorflow as tf
 
@@ -49,12 +50,24 @@ def why_not_repeatable(dataset: tf.data.Dataset) -> str | None:
                 return "it runs Python code (from_generator, py_function or numpy_function), whose state is unknown"
             if node.op in _SHARED_GENERATOR:
                 return f"it draws from a tf.random.Generator ({node.op}), whose state is not part of the pipeline"
-            if {"seed", "seed2"} <= set(node.attr) and not node.op.startswith("Stateless"):
+            if _draws(node):
                 if not (node.attr["seed"].i or node.attr["seed2"].i):
                     return f"it draws random numbers without a seed ({node.op})"
                 if "Parallel" in type(part).__name__:
                     return f"it draws random numbers in parallel ({node.op}), in no fixed order"
     return None
+
+
+def can_save_iterator(dataset: tf.data.Dataset) -> bool:
+    """Whether TensorFlow can save an iterator of the pipeline: no function in it has a state of its own."""
+    return not has_no_order(dataset) and not any(
+        node.op in (*_PYTHON, *_SHARED_GENERATOR) or _draws(node) for part in pipeline(dataset) for node in _nodes(part)
+    )
+
+
+def _draws(node: Any) -> bool:
+    """Whether an operation draws random numbers and keeps count of them."""
+    return {"seed", "seed2"} <= set(node.attr) and not node.op.startswith("Stateless")
 
 
 def _nodes(dataset: tf.data.Dataset) -> Iterator:

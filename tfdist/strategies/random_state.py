@@ -12,14 +12,17 @@ from tensorflow.python.eager import context
 def capture() -> list:
     """State of TensorFlow's global seed and operation seeds, and of Python's and NumPy's global generators."""
     name, keys, *rest = np.random.get_state()
-    return [context.global_seed(), _of(context.context()._rng), _of(random), [name, keys.tolist(), *rest]]
+    # TensorFlow has no generator of operation seeds until a global seed is set.
+    operations = getattr(context.context(), "_rng", None)
+    return [context.global_seed(), operations and _of(operations), _of(random), [name, keys.tolist(), *rest]]
 
 
 def restore(state: list) -> None:
     """Puts this process into a state that `capture` returned (in another one)."""
     seed, operations, python, (name, keys, *rest) = state
     tf.random.set_seed(seed)
-    _into(context.context()._rng, operations)
+    if operations is not None:
+        _into(context.context()._rng, operations)
     _into(random, python)
     np.random.set_state((name, np.asarray(keys, "uint32"), *rest))
 
