@@ -1,0 +1,111 @@
+"""One run of a launcher during which one process after another fails."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from benchmarks.checkpointing.launchers import LAUNCHERS
+from benchmarks.checkpointing.recovery import SAVE_EVERY, Failure, Recovery, failures_of_run, last_of, recovery, victim
+from benchmarks.checkpointing.step_log import Step, StepReader, stop_after
+from benchmarks.data_parallel.processes import Command, TrialError, run_together
+from benchmarks.data_parallel.trial import Setting
+
+_TICK = 0.01
+# Enough for every rank to learn of it before the training is there.
+_STEPS_UNTIL_STOP = 3 * SAVE_EVERY
+
+Found = TypeVar("Found")
+
+
+class Schedule(NamedTuple):
+    """When processes fail.
+
+    Attributes:
+        repeats: how often each kill happens in one run.
+        settle: seconds of training before the first failure.
+        between: seconds of training before each of the others.
+    """
+
+    repeats: int
+    settle: float
+    between: float
+
+
+class Saboteur:
+    """Makes processes of a run fail, in a thread of its own, then lets the training come to its end.
+
+    Args:
+        folder: of the run's log of steps.
+        schedule: when they fail.
+
+    Attributes:
+        recoveries: one for each failure that the run has got over.
+    """
+
+    def __init__(self, folder: Path, schedule: Schedule) -> None:
+        self._folder = folder
+        self._schedule = schedule
+        self._log = StepReader(folder)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._work)
+        self.recoveries: list[tuple[Failure, Recovery]] = []
+
+    def __enter__(self) -> Saboteur:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _work(self) -> None:
+        began = self._wait(lambda steps: last_of(steps, 0))
+        not_before = began.time + self._schedule.settle if began else 0.0
+        for failure in failures_of_run(self._schedule.repeats):
+            found = self._sabotage(failure, not_before)
+            if found is None:
+                return
+            self.recoveries.append((failure, found))
+            not_before = time.monotonic() + self._schedule.between
+        stop_after(self._folder, max(step.step for step in self._log.steps) + _STEPS_UNTIL_STOP)
+
+    def _sabotage(self, failure: Failure, not_before: float) -> Recovery | None:
+        last = self._wait(lambda steps: victim(steps, failure.rank, not_before))
+        if last is None:
+            return None
+        failed_at = time.monotonic()
+        os.kill(last.pid, failure.number)
+        return self._wait(lambda steps: recovery(steps, failed_at))
+
+    def _wait(self, find: Callable[[Sequence[Step]], Found | None]) -> Found | None:
+        """What `find` finds in the log, as soon as it finds something; None if the run is over before."""
+        while not self._over.wait(_TICK):
+            if (found := find(self._log.read())) is not None:
+                return found
+        return None
+
+
+def run(name: str, schedule: Schedule, setting: Setting) -> list[tuple[Failure, Recovery]]:
+    """Runs a launcher, whose name is a key of `LAUNCHERS`, and returns how it got over each failure.
+
+    Raises:
+        TrialError: if the run fails or takes too long.
+    """
+    launcher = LAUNCHERS[name]
+    with tempfile.TemporaryDirectory(prefix="tfdist-bench-") as path:
+        folder = Path(path)
+        command = Command(tuple(launcher.words(folder)), {**setting.environ, **launcher.env}, setting.cores)
+        with Saboteur(folder, schedule) as saboteur:
+            run_together([command], folder, setting.deadline)
+        expected = len(failures_of_run(schedule.repeats))
+        if len(saboteur.recoveries) != expected:
+            raise TrialError(
+                f"the run ended after it had got over {len(saboteur.recoveries)} of {expected} failures; expected all."
+            )
+        return saboteur.recoveries
