@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 
 class BackgroundWriter:
     """Runs one job at a time beside the training.
+
+    An interpreter that exits (an exception elsewhere ended the training) lets the last job be finished.
 
     Args:
         asynchronous: whether jobs run in a thread; otherwise `submit` runs them.
@@ -15,40 +17,40 @@ class BackgroundWriter:
     """
 
     def __init__(self, asynchronous: bool, on_error: Callable[[Exception], None]):
-        self._asynchronous = asynchronous
+        # One thread for all jobs: starting one takes milliseconds while both cores compute.
+        self._executor = ThreadPoolExecutor(1, "tfdist-backup") if asynchronous else None
         self._on_error = on_error
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
+        self._job: Future[None] | None = None
 
     @property
     def is_busy(self) -> bool:
         """Whether a job is still running."""
-        if self._thread is not None and not self._thread.is_alive():
+        if self._job is not None and self._job.done():
             self.wait()
-        return self._thread is not None
+        return self._job is not None
 
     def submit(self, job: Callable[[], None]) -> None:
         """Runs a job; waits for the one before, if that has not ended."""
         self.wait()
-        if not self._asynchronous:
-            self._run(job)
-            self.wait()
+        if self._executor is not None:
+            self._job = self._executor.submit(job)
             return
-        # Not a daemon: an interpreter that exits (an exception elsewhere) lets a checkpoint be finished.
-        self._thread = threading.Thread(target=self._run, args=(job,), name="tfdist-backup")
-        self._thread.start()
-
-    def _run(self, job: Callable[[], None]) -> None:
+        self._job = Future()
         try:
-            job()
-        except Exception as error:  # told to the caller's thread, which decides
-            self._error = error
+            self._job.set_result(job())
+        except Exception as error:
+            self._job.set_exception(error)
+        self.wait()
 
     def wait(self) -> None:
         """Waits until the job has ended."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
+        job, self._job = self._job, None
+        error = job.exception() if job is not None else None
+        if error is not None:
             self._on_error(error)
+
+    def close(self) -> None:
+        """Waits, and ends the thread."""
+        self.wait()
+        if self._executor is not None:
+            self._executor.shutdown()

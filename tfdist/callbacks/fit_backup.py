@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import keras
+import tensorflow as tf
 
 from tfdist.callbacks import callback_state, csv_logger
 from tfdist.callbacks.background_writer import BackgroundWriter
@@ -255,7 +256,7 @@ class FitBackup:
 
         def write() -> None:
             began = time.monotonic()
-            name = self._store.write(meta, tensors)
+            name = self._store.write(meta, _copies(tensors))
             self._events.write(
                 "saved",
                 checkpoint=name,
@@ -292,6 +293,7 @@ class FitBackup:
         if not self._was_done:
             self._save(mid_epoch=False, done=True)
             self._writer.wait()
+        self._writer.close()
         if self._options.on_finish == "delete" and self._is_chief:
             self._store.clear()
         self._signal.uninstall()
@@ -314,6 +316,20 @@ class FitBackup:
             UserWarning,
             stacklevel=2,
         )
+
+
+def _copies(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Takes the values out of `tensors`, copied.
+
+    As soon as nobody shares a variable's buffer, the next step writes to it in place; before, that step has to copy it,
+    in the training's own threads.
+    """
+    copies = {}
+    while tensors:
+        name, value = tensors.popitem()
+        is_plain = isinstance(value, tf.Tensor) and value.dtype != tf.variant
+        copies[name] = tf.raw_ops.DeepCopy(x=value) if is_plain else value
+    return copies
 
 
 def _since(began: float) -> float:
