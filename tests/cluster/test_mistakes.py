@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import time
+import warnings
 from typing import Any
 
 import pytest
@@ -39,7 +40,20 @@ def wrong_data() -> dict[str, Any]:
     x, y = rows(96)
     found["components"] = error_of(model.evaluate, batches(x, y) if rank == 0 else batches(x, (y, y)), verbose=0)
     found["dtype"] = error_of(model.fit, batches(x if rank == 0 else x.astype("float64"), y), verbose=0)
+    # Six batches, the last of which is uneven, on both.
+    found["rows"] = error_of(model.fit, x[: 90 - 5 * rank], y[: 90 - 5 * rank], batch_size=16, verbose=0)
     found["fit after the errors"] = attempt("fit", lambda: model.fit(x, y, batch_size=16, verbose=0).history)
+
+    def without_scope() -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            plain = mlp()()
+            plain.fit(x, y, batch_size=16, verbose=0)
+            plain.fit(x, y, batch_size=16, verbose=0)
+            plain.predict(x, verbose=0)
+        return [f"{os.path.basename(w.filename)}: {w.message}" for w in caught if "strategy.scope" in str(w.message)]
+
+    found["without a scope"] = attempt("without a scope", without_scope)
 
     def own_shards() -> list[float]:
         options = tf.data.Options()
@@ -122,6 +136,17 @@ class TestData:
         names = data_results()[rank]["names"]
         words = [f"Received: components of a batch: {names[0]}: (TensorSpec(", f"; {names[1]}: (TensorSpec("]
         assert_error(data_results()[rank][what], "ValueError", *words, "Expected: the same dataset of global batches")
+
+    def test_other_number_of_rows(self, rank):
+        names = data_results()[rank]["names"]
+        words = f"Received: number of rows: {names[0]}: 90; {names[1]}: 85."
+        assert_error(data_results()[rank]["rows"], "ValueError", words, "Pass the arrays whole, and the same")
+
+    def test_a_model_without_a_scope_is_warned_of_once(self, rank):
+        (text,) = found_on(data_results(), rank, "without a scope")
+        assert text.startswith("test_mistakes.py: Received: a call of fit, evaluate or predict for a model that was")
+        assert "Each of the 2 processes does all the work by itself, on a model of its own" in text
+        assert "Expected: `with strategy.scope(): model = ...; model.compile(...)`" in text
 
     def test_errors_leave_no_trace(self, rank):
         histories = [found_on(data_results(), each, "fit after the errors") for each in (0, 1)]

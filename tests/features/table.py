@@ -323,6 +323,97 @@ def _train_step(strategy: tf.distribute.Strategy) -> dict[str, float]:
     return assert_transparent(strategy, build, rows(81), batch_size=BATCH)
 
 
+def _custom(
+    train_step: Callable[[keras.Model, object, object, object, object], dict],
+    *extra: Callable[[], layers.Layer],
+    metrics: tuple = (),
+    **attributes: Callable[[], object],
+) -> Callable[[], keras.Model]:
+    """Returns a function that builds a model with a `train_step` as in Keras' guide, which ends in `train_step`.
+
+    Args:
+        train_step: receives the model, x, y, predictions and loss, and returns the logs.
+        *extra: make layers before the last one.
+        metrics: for `compile`; Keras expects that a step updates them.
+        **attributes: functions that make attributes of the model.
+    """
+
+    class Net(keras.Model):
+        def train_step(self, data: tuple) -> dict:
+            x, y = data
+            with tf.GradientTape() as tape:
+                prediction = self(x, training=True)
+                loss = self.compute_loss(y=y, y_pred=prediction)
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+            return train_step(self, x, y, prediction, loss)
+
+    def build() -> keras.Model:
+        inputs = keras.Input((8,))
+        hidden = layers.Dense(16, activation="relu")(inputs)
+        for make in extra:
+            hidden = make()(hidden)
+        model = Net(inputs, layers.Dense(1, activation="sigmoid")(hidden))
+        for name, make in attributes.items():
+            setattr(model, name, make())
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "binary_crossentropy", metrics=list(metrics) or None)
+        return model
+
+    return build
+
+
+@feature("BatchNormalization in a custom train_step, uneven")
+def _train_step_batch_norm(strategy: tf.distribute.Strategy) -> dict[str, float]:
+    def logs(model: keras.Model, x: object, y: object, prediction: object, loss: object) -> dict:
+        return model.compute_metrics(x, y, prediction)
+
+    norm = layers.BatchNormalization
+    build = _custom(logs, norm, lambda: layers.Dense(8, "relu"), norm, metrics=("accuracy",))
+    return assert_transparent(strategy, build, rows(83), batch_size=15)
+
+
+@feature("metrics that a train_step logs under other names")
+def _renamed_metrics(strategy: tf.distribute.Strategy) -> dict[str, float]:
+    def logs(model: keras.Model, x: object, y: object, prediction: object, loss: object) -> dict:
+        model.hit.update_state(y, prediction)
+        model.others["auc"].update_state(y, prediction)
+        model.mean_loss.update_state(loss)
+        return {"hits": model.hit.result(), "area": model.others["auc"].result(), "l": model.mean_loss.result()}
+
+    build = _custom(
+        logs,
+        hit=lambda: keras.metrics.BinaryAccuracy(name="hit"),
+        others=lambda: {"auc": keras.metrics.AUC(name="auc")},
+        mean_loss=lambda: keras.metrics.Mean(name="mean_loss"),
+    )
+    # What it monitors has to be the same everywhere: otherwise other weights are restored on each rank.
+    stop = keras.callbacks.EarlyStopping("hits", mode="max", patience=9, restore_best_weights=True)
+    return assert_transparent(strategy, build, rows(83), batch_size=15, epochs=6, callbacks=[stop])
+
+
+@feature("metrics and other values in the logs of a train_step")
+def _mixed_logs(strategy: tf.distribute.Strategy) -> dict[str, float]:
+    def logs(model: keras.Model, x: object, y: object, prediction: object, loss: object) -> dict:
+        model.hit.update_state(y, prediction)
+        return {"batch_loss": loss, "hits": model.hit.result(), "step": model.optimizer.iterations.value}
+
+    build = _custom(logs, hit=lambda: keras.metrics.BinaryAccuracy(name="hit"))
+    return assert_transparent(strategy, build, rows(83), batch_size=15)
+
+
+@feature("loop over self.metrics in a train_step (nested logs)")
+def _metric_loop(strategy: tf.distribute.Strategy) -> dict[str, float]:
+    def logs(model: keras.Model, x: object, y: object, prediction: object, loss: object) -> dict:
+        for metric in model.metrics:
+            if metric.name == "loss":
+                metric.update_state(loss)
+            else:
+                metric.update_state(y, prediction)
+        return {metric.name: metric.result() for metric in model.metrics}
+
+    return assert_transparent(strategy, _custom(logs, metrics=("accuracy",)), rows(83), batch_size=15)
+
+
 @feature("two optimizers in a train_step (GAN)")
 def _gan(strategy: tf.distribute.Strategy) -> dict[str, float]:
     class Pair(keras.Model):

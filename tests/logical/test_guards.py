@@ -10,7 +10,8 @@ from keras import layers
 
 import tfdist
 from tests.features.table import BATCH, batches, mlp, rows
-from tfdist.testing import train_and_observe
+from tfdist.strategies.step_shadows import metrics_of
+from tfdist.testing import assert_transparent, train_and_observe
 
 
 def fit(model: keras.Model, n: int = 32, **arguments: object) -> None:
@@ -22,6 +23,45 @@ def refusal(model: keras.Model, method: str = "fit") -> str:
     with pytest.raises(ValueError) as error:
         getattr(model, method)(*rows(32), batch_size=BATCH, verbose=0)
     return str(error.value)
+
+
+class TwoOptimizers(keras.Model):
+    """Trains two layers around a normalisation, one with and one without `scale_loss`.
+
+    Args:
+        apply_at_once: whether the gradients of one loss are applied before the other is back-propagated.
+    """
+
+    def __init__(self, apply_at_once: bool):
+        super().__init__()
+        self.apply_at_once = apply_at_once
+        self.first, self.norm, self.second = layers.Dense(8), layers.BatchNormalization(), layers.Dense(8)
+        self.second_optimizer = keras.optimizers.SGD(0.05)
+
+    def call(self, x: object, training: bool = False) -> object:
+        return self.second(self.norm(self.first(x), training=training))
+
+    def train_step(self, data: tuple) -> dict:
+        x, _ = data
+        pending = []
+        for layer, optimizer in ((self.first, self.optimizer), (self.second, self.second_optimizer)):
+            variables = layer.trainable_variables
+            with tf.GradientTape() as tape:
+                loss = original = keras.ops.mean(keras.ops.square(self(x, training=True) - x))
+                if optimizer is self.optimizer:
+                    loss = optimizer.scale_loss(loss)
+            # The input of the second layer depends on the statistics, too.
+            gradients = tape.gradient(loss, [*variables, self.norm.gamma])[: len(variables)]
+            pending.append((optimizer, gradients, variables))
+            if self.apply_at_once:
+                optimizer.apply(gradients, variables)
+        if not self.apply_at_once:
+            for optimizer, gradients, variables in pending:
+                optimizer.apply(gradients, variables)
+        return {"gap": original}
+
+    def test_step(self, data: tuple) -> dict:
+        return {"gap": keras.ops.mean(keras.ops.square(self(data[0]) - data[0]))}
 
 
 class TestRefusals:
@@ -90,6 +130,48 @@ class TestRefusals:
         with mirrored.scope():
             model = mlp(lambda: layer)()
         assert "others/kernel', created in the scope of another MirroredStrategy" in refusal(model)
+
+    def test_metric_created_outside_that_only_the_step_uses(self, mirrored):
+        class Net(keras.Sequential):
+            metrics = property(lambda self: [])
+
+        with mirrored.scope():
+            model = Net([keras.Input((8,)), layers.Dense(1, activation="sigmoid")])
+            model.compile("sgd", "binary_crossentropy")
+        model.kept = {"mine": keras.metrics.Mean(name="outside")}
+        message = refusal(model)
+        assert message.startswith("Received: metric variable 'outside/total', created outside of strategy.scope();")
+
+    @pytest.mark.parametrize("method", ["fit", "evaluate"])
+    def test_model_created_outside_and_compiled_in_the_scope(self, mirrored, method):
+        model = keras.Sequential([keras.Input((8,)), layers.Dense(1)], name="outer")
+        with mirrored.scope():
+            model.compile(keras.optimizers.SGD(name="inner"), "mse")
+        assert refusal(model, method) == (
+            "Received: model 'outer', created outside of strategy.scope(), with optimizer 'inner', created in the "
+            "scope of a MirroredStrategy. Expected: the model is created and compiled in one scope, "
+            "`with strategy.scope(): model = ...; model.compile(...)`."
+        )
+
+    def test_model_created_outside_with_layers_of_the_scope(self, mirrored):
+        with mirrored.scope():
+            layer = layers.Dense(1, name="inner")
+            layer.build((None, 8))
+        model = keras.Sequential([keras.Input((8,)), layer], name="outer")
+        model.compile("sgd", "mse")
+        assert "model 'outer', created outside of strategy.scope(), with variable 'inner/kernel'" in refusal(model)
+
+    def test_wrong_cluster_ends_in_a_short_traceback(self, monkeypatch):
+        monkeypatch.setenv(
+            "TF_CONFIG", '{"cluster": {"wroker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}'
+        )
+        with pytest.raises(tfdist.ClusterError) as error:
+            tfdist.MultiWorkerMirroredStrategy()
+        assert error.value.problems == [
+            "TF_CONFIG: unknown job 'wroker'; did you mean \"worker\"? Valid jobs: chief, worker, ps, evaluator"
+        ]
+        assert [entry.name for entry in error.traceback][1:] == ["__init__"]
+        assert error.value.__cause__ is None and error.value.__suppress_context__
 
     def test_float8(self, mirrored):
         with mirrored.scope():
@@ -231,11 +313,29 @@ class TestOptions:
         assert np.abs(one.layers[0].moving_variance - norm.moving_variance).max() > 1e-3
         assert np.abs(one.get_weights()[-2] - model.get_weights()[-2]).max() > 1e-4
 
+    def test_synchronized_batch_norm_is_global_all_the_same(self):
+        """In a custom step, too, where Keras' own synchronisation would mix gradients without their weights."""
+        local = tfdist.MirroredStrategy(batch_norm="local")
+        build = mlp(lambda: layers.BatchNormalization(synchronized=True))
+        gaps = assert_transparent(local, build, rows(83), batch_size=15)
+        assert max(gaps.values()) < 1e-5
+
+
+@pytest.mark.parametrize("apply_at_once", [True, False])
+def test_one_of_two_losses_is_scaled(mirrored, apply_at_once):
+    def build() -> keras.Model:
+        model = TwoOptimizers(apply_at_once)
+        model.compile(keras.optimizers.SGD(0.1))
+        return model
+
+    gaps = assert_transparent(mirrored, build, rows(83), batch_size=15)
+    assert max(gaps.values()) < 1e-5
+
 
 class TestNothingStays:
     def everything(self, model: keras.Model) -> list[object]:
         generators = [g for layer in model._flatten_layers() for g in getattr(layer, "_seed_generators", [])]
-        return [model, model.optimizer, *model._flatten_layers(), *model.metrics, *generators]
+        return [model, model.optimizer, *model._flatten_layers(), *metrics_of(model), *generators]
 
     @pytest.mark.parametrize("fails", [False, True])
     def test_no_shadow_after_fit(self, mirrored, fails):
@@ -250,7 +350,7 @@ class TestNothingStays:
         else:
             fit(model)
             model.evaluate(*rows(32), verbose=0)
-        shadows = {"apply", "scale_loss", "_all_reduce_sum_gradients", "_moments", "next", "update_state"}
+        shadows = {"apply", "scale_loss", "_all_reduce_sum_gradients", "_moments", "next", "update_state", "result"}
         for owner in self.everything(model):
             assert not shadows & set(vars(owner)), owner
             added = {

@@ -11,7 +11,7 @@ from keras import layers
 
 import tfdist
 from tests.features.table import BATCH, FEATURES, batches, mlp, rows
-from tfdist.strategies import global_batches, keras_step, step_shadows
+from tfdist.strategies import global_batches, keras_step, normalization, step_logs, step_shadows
 from tfdist.testing import assert_transparent, run_local
 
 STOCK_DIFFERS = ("BatchNormalization", "tf.data, shuffled with a seed", "last batch of one row (81 rows)")
@@ -34,7 +34,7 @@ def test_gradients_that_are_not_reduced(mirrored, monkeypatch):
 
 
 def test_gradients_that_are_added_without_weights(mirrored, monkeypatch):
-    monkeypatch.setattr(keras_step.KerasStep, "weight", property(lambda step: tf.constant(1.0)))
+    monkeypatch.setattr(keras_step.KerasStep, "relative_weight", property(lambda step: tf.constant(2.0)))
     assert_noticed(mirrored, "weight 0")
 
 
@@ -43,7 +43,7 @@ class TestEqualWeights:
 
     @pytest.fixture(autouse=True)
     def equal_weights(self, monkeypatch):
-        monkeypatch.setattr(keras_step.KerasStep, "weight", property(lambda step: tf.constant(0.5)))
+        monkeypatch.setattr(keras_step.KerasStep, "relative_weight", property(lambda step: tf.constant(1.0)))
 
     @pytest.mark.parametrize("n", [81, 83])
     def test_noticed_where_the_last_batch_does_not_divide(self, mirrored, n):
@@ -72,6 +72,19 @@ def test_batch_norm_of_each_replicas_rows(mirrored):
     assert_noticed(local, "weight 0", "predict 0", build=build)
     gaps = assert_transparent(mirrored, build, rows(), batch_size=BATCH)
     assert max(gaps.values()) < 1e-5
+
+
+def test_gradients_of_statistics_without_weights(mirrored, monkeypatch):
+    """Those that come back from the other replicas belong to losses of other weights."""
+    monkeypatch.setattr(normalization, "_sum", normalization._all_reduce)
+    with pytest.raises(AssertionError, match=r"does not equal one process(.|\n)*weight 0"):
+        FEATURES["BatchNormalization in a custom train_step, uneven"](mirrored)
+
+
+def test_metrics_of_a_step_that_are_taken_for_keras_own(mirrored, monkeypatch):
+    monkeypatch.setattr(step_logs, "read_by_keras", lambda step, logs: True)
+    with pytest.raises(AssertionError, match=r"does not equal one process(.|\n)*history \d \(hits\)"):
+        FEATURES["metrics that a train_step logs under other names"](mirrored)
 
 
 def test_moving_statistics_that_are_not_averaged(mirrored, monkeypatch):

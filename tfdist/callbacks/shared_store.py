@@ -41,7 +41,7 @@ class SharedStore:
 
         Raises:
             DamagedBackups: on all processes, if the chief finds none but damaged ones.
-            ValueError: if a process does not find what the chief has found.
+            ValueError: on all processes, if one of them does not find what the chief has found.
         """
         if self._peers is None:
             return self._store.newest(prefer)
@@ -56,12 +56,17 @@ class SharedStore:
         answer = self._peers.gather("backup", answer, "choose a backup")[0]
         if "reasons" in answer:
             raise DamagedBackups(self.directory, answer["reasons"])
-        if self._peers.rank == 0 or answer["name"] is None:
-            return found
-        try:
-            return self._store.open(answer["name"])
-        except DamagedCheckpoint as error:
-            raise ValueError(
-                f"{self._peers.names[0]} resumes from {self.directory}/{answer['name']}, which {error.reason} here. "
-                "Expected: a backup folder on a file system that all workers share."
-            ) from error
+        name, problem = answer["name"], None
+        if name is not None and self._peers.rank != 0:
+            try:
+                found = self._store.open(name)
+            except DamagedCheckpoint as error:
+                problem = f"in {error.folder}, {error.reason}"
+        problems = self._peers.gather("backup-found", problem, "open the backup")
+        for rank, problem in enumerate(problems):
+            if problem is not None:
+                raise ValueError(
+                    f"{self._peers.names[0]} resumes from {name}, but {self._peers.names[rank]} cannot: {problem}. "
+                    "Expected: a backup folder on a file system that all workers share."
+                )
+        return found

@@ -16,7 +16,7 @@ import tensorflow as tf
 from keras.src.random.seed_generator import global_seed_generator
 
 from tfdist.strategies.replica_values import combine, gather, is_kept_per_replica, parts_of_variable, scatter
-from tfdist.strategies.step_shadows import optimizers_of, parts_of, seed_generators_of
+from tfdist.strategies.step_shadows import metrics_of, optimizers_of, parts_of, seed_generators_of
 
 _PER_REPLICA = "replicas"
 # All other seed generators belong to a layer, and their states to the model's variables.
@@ -48,6 +48,8 @@ class TrainingState:
             "model": list(model.variables),
             "seeds": [generator.state for generator in seed_generators_of(model)],
             "metrics": list(model.metrics_variables),
+            # Those that Keras does not know, and does not reset at the beginning of an epoch.
+            "other metrics": [variable for metric in metrics_of(model) for variable in metric.variables],
             "optimizer": [v for o in optimizers_of(model) for part in [o, *parts_of(o)] for v in part.variables],
         }
         seen: set[int] = set()

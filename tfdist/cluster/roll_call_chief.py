@@ -76,7 +76,8 @@ class Chief:
 
     def _gather(self) -> dict[int, dict]:
         count = self._config.num_workers
-        noted = announced = time.monotonic()
+        announced = time.monotonic()
+        note_at = announced + message.WAIT_NOTE_SECONDS
         known: list[str] = []
         while len(self._present) < count - 1 and not self._problems:
             now = time.monotonic()
@@ -85,9 +86,9 @@ class Chief:
                 problem = message.missing(absent, self._timeout)
                 self._say_farewell({"timeout": [problem]})
                 raise RollCallTimeout(problem)
-            if now - noted >= message.WAIT_NOTE_SECONDS:
-                _LOG.warning("waiting for %s", ", ".join(absent))
-                noted = now
+            if now >= note_at:
+                _LOG.warning(message.waiting(absent, self._timeout))
+                note_at = now + message.WAIT_AGAIN_SECONDS
             if absent != known and now - announced >= _TICK:  # so that each of them can name the missing ones by itself
                 for guest in list(self._present.values()):
                     self._send(guest, {"waiting": absent})

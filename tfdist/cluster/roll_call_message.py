@@ -15,6 +15,7 @@ VERSION = 1
 MAX_BYTES = 64 * 1024
 HELLO_SECONDS = 5.0  # how long a fresh connection may stay silent; a stranger that says nothing is dropped then
 WAIT_NOTE_SECONDS = 10.0
+WAIT_AGAIN_SECONDS = 60.0
 _SHOWN = 2000
 
 
@@ -101,10 +102,20 @@ def named(config: ClusterConfig, tasks: Iterable[Task]) -> list[str]:
     return [f"{job} {index} ({config.jobs[job][index]})" for job, index in tasks]
 
 
+def waiting(names: list[str], timeout: float) -> str:
+    """What is said while tasks are missing.
+
+    Example:
+        >>> waiting(["worker 1 (b:1)"], 300.0)
+        'tfdist: waiting for worker 1 (b:1) (start_timeout 300 s)'
+    """
+    return f"tfdist: waiting for {', '.join(names)} (start_timeout {timeout:g} s)"
+
+
 def missing(names: list[str], timeout: float) -> str:
     """The problem of tasks that have not come."""
     return (
-        f"not all tasks came within {timeout:g} s; missing: {', '.join(names)}; "
+        f"not all tasks came within start_timeout={timeout:g} s; missing: {', '.join(names)}; "
         "start them, and look into their output for why they did not start"
     )
 

@@ -31,7 +31,7 @@ class Worker:
         self._poll = poll
         self._own = message.hello(config, info)
         self._waiting_for: list[str] = []
-        self._noted = time.monotonic()
+        self._note_at = time.monotonic() + message.WAIT_NOTE_SECONDS
 
     def run(self) -> dict[int, dict]:
         """Takes part; see `tfdist.cluster.roll_call.meet`."""
@@ -53,15 +53,16 @@ class Worker:
         if self._waiting_for:
             return message.missing(self._waiting_for, self._timeout)
         return (
-            f"{self._own['task']} could not reach the chief, {chief}, within {self._timeout:g} s: {reason}; start it, "
-            "look into its output for why it did not start, and check the address and that no firewall is in between"
+            f"{self._own['task']} could not reach the chief, {chief}, within start_timeout={self._timeout:g} s: "
+            f"{reason}; start it, look into its output for why it did not start, and check the address and that no "
+            "firewall is in between"
         )
 
     def _note(self, names: list[str]) -> None:
         now = time.monotonic()
-        if now - self._noted >= message.WAIT_NOTE_SECONDS:
-            _LOG.warning("waiting for %s", ", ".join(names))
-            self._noted = now
+        if now >= self._note_at:
+            _LOG.warning(message.waiting(names, self._timeout))
+            self._note_at = now + message.WAIT_AGAIN_SECONDS
 
     def _attempt(self) -> dict[int, dict]:
         connection = self._connect()

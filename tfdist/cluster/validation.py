@@ -116,6 +116,8 @@ def task_problems(jobs: Jobs, task_type: object, task_index: object) -> list[str
             return [] if index is not None else [_bad_index(task_index)]
         if task_type not in JOBS:
             return [_unknown(task_type, "task type")]
+        if any(_meant(job) == task_type for job in jobs):
+            return []  # a job whose name has a mistake, which is a problem of its own
         return [f"task type {task_type!r} is not in the cluster; use one of its jobs: {', '.join(jobs)}"]
     if index is None:
         return [_bad_index(task_index)]
@@ -130,9 +132,15 @@ def _bad_index(value: object) -> str:
 
 
 def _unknown(name: object, what: str = "job") -> str:
-    near = _ALIASES.get(str(name).lower()) or next(iter(difflib.get_close_matches(str(name).lower(), JOBS, 1)), None)
+    near = _meant(name)
     hint = f'did you mean "{near}"? Valid jobs' if near else "valid jobs"
     return f"unknown {what} {name!r}; {hint}: {', '.join(JOBS)}"
+
+
+def _meant(name: object) -> str | None:
+    """The job that an unknown name is likely to stand for."""
+    name = str(name).lower()
+    return _ALIASES.get(name) or next(iter(difflib.get_close_matches(name, JOBS, 1)), None)
 
 
 def _ranges(indexes: list[int]) -> str:

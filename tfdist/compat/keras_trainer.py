@@ -18,9 +18,10 @@ _MODULE = "keras.src.backend.tensorflow.trainer"
 def _epoch_iterator(original: Callable) -> Callable:
     def __init__(self: Any, distribute_strategy: Any = None, *args: Any, **kwargs: Any) -> None:
         if not isinstance(distribute_strategy, DataParallel):
+            guards.warn_without_scope()
             original(self, distribute_strategy, *args, **kwargs)
             return
-        with distribute_strategy.keras_input():
+        with distribute_strategy.keras_input(self):
             original(self, distribute_strategy, *args, **kwargs)
         dataset = self._distributed_dataset
         if isinstance(dataset, GlobalBatchDataset) and isinstance(self.data_adapter, TFDatasetAdapter):
@@ -37,6 +38,8 @@ def _maybe_symbolic_build(original: Callable) -> Callable:
             epoch_iterators.note(self, iterator)
         strategy = self._distribute_strategy
         if not isinstance(strategy, DataParallel):
+            guards.warn_without_scope()
+            guards.check_without_strategy(self)
             original(self, iterator=iterator, data_batch=data_batch)
             return
         guards.check(strategy, self)

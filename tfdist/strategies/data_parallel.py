@@ -14,11 +14,12 @@ import tensorflow as tf
 from tensorflow.python.distribute import distribute_utils, mirrored_run
 from tensorflow.python.distribute.values import DistributedValues, SyncOnReadVariable
 
+from tfdist.strategies import step_logs
 from tfdist.strategies.global_batches import GlobalBatch, GlobalBatchDataset, share_of
-from tfdist.strategies.gradients import WIRE_DTYPES, all_reduce_sum, scale
+from tfdist.strategies.gradients import WIRE_DTYPES
 from tfdist.strategies.keras_step import KerasStep, current_step, recognise
 from tfdist.strategies.sharing import cut_rows, static_rows
-from tfdist.strategies.step_shadows import shadows
+from tfdist.strategies.step_shadows import metrics_of, shadows
 from tfdist.strategies.updated_state import kept_where
 
 # A large odd number, so that workers' seeds do not meet in those that users give.
@@ -45,15 +46,20 @@ class DataParallel:
         self._global_batch_norm = batch_norm == "global"
         self._keras_step: KerasStep | None = None
         self._keras_asks_for_data = False
+        self._epoch_iterator: Any = None
 
     @contextlib.contextmanager
-    def keras_input(self) -> Iterator[None]:
-        """While Keras builds its input: distributed datasets carry the number of rows of each global batch."""
-        self._keras_asks_for_data = True
+    def keras_input(self, epoch_iterator: Any = None) -> Iterator[None]:
+        """While Keras builds its input: distributed datasets carry the number of rows of each global batch.
+
+        Args:
+            epoch_iterator: Keras' iterator, if it is what distributes the dataset.
+        """
+        self._keras_asks_for_data, self._epoch_iterator = True, epoch_iterator
         try:
             yield
         finally:
-            self._keras_asks_for_data = False
+            self._keras_asks_for_data, self._epoch_iterator = False, None
 
     def run(self, fn: Callable, args: tuple = (), kwargs: dict | None = None, options: Any = None) -> Any:
         step = recognise(fn) if len(args) == 1 and not kwargs else None
@@ -80,9 +86,6 @@ class DataParallel:
             outputs = super().run(replica_step, batch, None, options)
         if step.kind == "predict":
             return outputs
-        if step.metric_logs and (step.on_batch or not step.logs_are_metrics):
-            results = step.model.get_metrics_result()
-            outputs = {name: results[name] if name in step.metric_logs else log for name, log in outputs.items()}
         return tf.nest.map_structure(lambda value: _mark_reduced(_local_mean(self, value)), outputs)
 
     def reduce(self, reduce_op: Any, value: Any, axis: int | None) -> Any:
@@ -148,20 +151,15 @@ def _step_on_replica(data: Any, rows: Any, global_rows: Any) -> Any:
     """Runs a train or test step on one replica.
 
     Returns:
-        The step's logs. Metrics keep their state on every replica until they are read, and Keras reads them at the
-        end of the epoch: until then they may be this replica's own, which costs nothing. Other logs become global.
+        The step's logs: global, unless Keras replaces them at the end of the epoch.
     """
     step = current_step()
     # Keras' counters do not depend on the data: without this, some ranks would count the step that finds no data.
     with tf.control_dependencies([x for x in tf.nest.flatten(data, expand_composites=True) if tf.is_tensor(x)]):
         step.begin_replica(data, rows, global_rows)
-        with kept_where(step.counts, step.model.metrics_variables):
+        with kept_where(step.counts, [v for metric in metrics_of(step.model) for v in metric.variables]):
             logs = step.function(data)
-        step.note_logs(logs)
-        if step.logs_are_metrics:
-            return logs
-        weighted = [scale(tf.convert_to_tensor(value), step.weight) for value in tf.nest.flatten(logs)]
-        return tf.nest.pack_sequence_as(logs, all_reduce_sum(weighted))
+        return logs if step_logs.read_by_keras(step, logs) else step_logs.of_all_replicas(step, logs)
 
 
 def _assign_without_reading(variable: SyncOnReadVariable) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from tensorflow.python.distribute.values import PerReplicaSpec
 
 # Weak on both sides: neither a model nor its data must live longer for it.
@@ -22,6 +23,12 @@ def latest(model: keras.Model) -> Any:
     """The iterator that Keras made last for a model, if it is still in use; at the beginning of a fit, that fit's."""
     reference = _latest.get(model)
     return reference() if reference is not None else None
+
+
+def rows_of_arrays(epoch_iterator: Any) -> int | None:
+    """The number of rows, if Keras makes the dataset of arrays; its batches do not show it, nor does their number."""
+    adapter = getattr(epoch_iterator, "data_adapter", None)
+    return adapter._num_samples if isinstance(adapter, ArrayDataAdapter) else None
 
 
 def batch_specification(epoch_iterator: Any) -> Any:

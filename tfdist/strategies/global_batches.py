@@ -16,6 +16,9 @@ from tensorflow.python.distribute import input_lib
 
 from tfdist.strategies.sharing import count_rows, cut_rows, share, take_share
 
+# Nothing here needs AutoGraph, which takes a second to find that out.
+_as_it_is = tf.autograph.experimental.do_not_convert
+
 
 class GlobalBatch(NamedTuple):
     """A replica's share of a global batch, as Keras' steps receive it.
@@ -65,8 +68,9 @@ def rows_of_worker(
         return cut_rows(batch, begin, size)
 
     if replicas == 1:
-        return dataset.map(lambda *components: cut(components, 0))
+        return dataset.map(_as_it_is(lambda *components: cut(components, 0)))
 
+    @_as_it_is
     def one_element_per_replica(*components: Any) -> tf.data.Dataset:
         first, *others = (tf.data.Dataset.from_tensors(cut(components, k)) for k in range(replicas))
         for other in others:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from typing import Any
 
 import keras
 import tensorflow as tf
 from tensorflow.python.distribute.values import DistributedVariable
 
+from tfdist.strategies.data_parallel import DataParallel
+from tfdist.strategies.job import joined
 from tfdist.strategies.keras_step import recognise
-from tfdist.strategies.step_shadows import optimizers_of, parts_of
+from tfdist.strategies.step_shadows import metrics_of, optimizers_of, parts_of
 
 
 def check(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
@@ -25,10 +29,48 @@ def check(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
     for optimizer in optimizers_of(model):
         for part in [optimizer, *parts_of(optimizer)]:
             _check_optimizer(strategy, part)
-    for variable in model.metrics_variables:
+    for variable in [variable for metric in metrics_of(model) for variable in metric.variables]:
         _check_variable(strategy, variable, f"metric variable '{variable.path}'")
     for variable in model.variables:
         _check_variable(strategy, variable, f"model variable '{variable.path}'")
+
+
+def check_without_strategy(model: keras.Model) -> None:
+    """Checks a model that was created outside of every scope, before Keras builds or runs it.
+
+    Raises:
+        ValueError: if its optimizers, metrics or variables were created in the scope of a tfdist strategy.
+    """
+    owners = {f"optimizer '{optimizer.name}'": optimizer._distribution_strategy for optimizer in optimizers_of(model)}
+    for variable in [*model.metrics_variables, *model.variables]:
+        owners[f"variable '{variable.path}'"] = getattr(variable.value, "distribute_strategy", None)
+    for owner, created_under in owners.items():
+        if isinstance(created_under, DataParallel):
+            raise ValueError(
+                f"Received: model '{model.name}', created outside of strategy.scope(), with {owner}, created "
+                f"in the scope of a {type(created_under).__name__}. Expected: the model is created and compiled in one "
+                "scope, `with strategy.scope(): model = ...; model.compile(...)`."
+            )
+
+
+def warn_without_scope() -> None:
+    """Warns, once, that Keras works without a strategy in a process of a multi-worker job."""
+    job = joined()
+    if job is None or job.warned_without_scope:
+        return
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and frame.f_globals["__name__"].split(".")[0] in ("tfdist", "keras"):
+        if frame.f_globals["__name__"] == "tfdist.testing.transparency":
+            return  # it compares with one process, and means it
+        frame, level = frame.f_back, level + 1
+    job.warned_without_scope = True
+    warnings.warn(
+        "Received: a call of fit, evaluate or predict for a model that was created outside of strategy.scope(). Each "
+        f"of the {job.cluster.num_workers} processes does all the work by itself, on a model of its own, and all of "
+        "them write their files. Expected: `with strategy.scope(): model = ...; model.compile(...)`, around "
+        "load_model, too, unless this is meant.",
+        stacklevel=level,
+    )
 
 
 def _check_jit(strategy: tf.distribute.Strategy, model: Any) -> None:

@@ -28,6 +28,7 @@ class Job:
         files: who writes which file.
         seed: the chief's global seed; every process uses it.
         seed_is_given: whether the chief's program has set it; otherwise each job has another one.
+        warned_without_scope: whether the program was told that a model does not belong to a strategy.
     """
 
     cluster: ClusterConfig
@@ -35,6 +36,7 @@ class Job:
     files: ChiefFiles
     seed: int
     seed_is_given: bool
+    warned_without_scope: bool = False
 
 
 _joined: Job | None = None
@@ -66,6 +68,11 @@ def join(cluster: ClusterConfig, start_timeout: float, peer_timeout: float) -> J
             "server cannot be restarted: use one cluster in a process, or start another process."
         )
     _joined.peers.timeout = peer_timeout
+    return _joined
+
+
+def joined() -> Job | None:
+    """The job that this process has joined, if it has."""
     return _joined
 
 

@@ -26,26 +26,21 @@ class KerasStep:
 
     A replica's `weight` is its share of the rows of the global batch: the mean of a loss over the global batch is the
     sum over the replicas of weight times local mean. With equal shares it is one over the number of replicas; a
-    replica that got no row of an uneven last batch has weight 0.
+    replica that got no row of an uneven last batch has weight 0. `relative_weight` is weight times number of replicas.
 
     Attributes:
         kind: "train", "test" or "predict".
         model: the model, or `None` for "predict".
         function: what Keras wants to be run on every replica.
         on_batch: whether the data came from `*_on_batch`, not from a distributed dataset.
-        weighted_losses: (id of an optimizer, local replica) for each loss that was multiplied by the replica's weight
-            before back-propagation.
-        metric_logs: names of the logs that are results of the model's metrics, known once the step is traced.
-        logs_are_metrics: whether all logs are.
+        scaled_losses: (id of an optimizer, local replica) for each `scale_loss` that was called.
     """
 
     kind: str
     model: keras.Model | None
     function: Callable
     on_batch: bool = False
-    weighted_losses: set[tuple[int, int]] = dataclasses.field(default_factory=set)
-    metric_logs: set[str] = dataclasses.field(default_factory=set)
-    logs_are_metrics: bool = True
+    scaled_losses: set[tuple[int, int]] = dataclasses.field(default_factory=set)
     _shares: dict[int, tuple[tf.Tensor, tf.Tensor, bool]] = dataclasses.field(default_factory=dict)
 
     def begin_replica(self, data: Any, rows: tf.Tensor | None, global_rows: tf.Tensor | None) -> None:
@@ -62,29 +57,24 @@ class KerasStep:
         may_be_empty = fixed is None or fixed <= 1
         if global_rows is None and fixed:
             # A user's own distributed dataset with a fixed batch size on every replica.
-            weight = tf.constant(1.0 / context.num_replicas_in_sync)
+            relative_weight = tf.constant(1.0)
         else:
             if global_rows is None:
                 # A tensor made here, as tf.distribute wants one that has a device.
                 global_rows = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.identity(rows))
-            weight = tf.cast(rows / tf.maximum(global_rows, 1), tf.float32)
-        self._shares[local_replica()] = rows, weight, may_be_empty
-
-    def mark_metric(self, result: Any) -> tf.Tensor:
-        """Returns a metric's result as a tensor that `note_logs` recognises."""
-        result = tf.identity(result)
-        result._tfdist_metric = True
-        return result
-
-    def note_logs(self, logs: Any) -> None:
-        """Notes which logs of the step are metrics' results."""
-        is_metric = {name: getattr(value, "_tfdist_metric", False) for name, value in _named(logs).items()}
-        self.metric_logs = {name for name, marked in is_metric.items() if marked}
-        self.logs_are_metrics = all(is_metric.values())
+            # In this order it is 1 where all have equally many rows, without any rounding.
+            relative_weight = rows * context.num_replicas_in_sync / tf.maximum(global_rows, 1)
+            relative_weight = tf.cast(relative_weight, tf.float32)
+        self._shares[local_replica()] = rows, relative_weight, may_be_empty
 
     @property
     def weight(self) -> tf.Tensor:
         """Share of the current replica in the global batch, a float32 scalar in [0, 1]."""
+        return self.relative_weight / tf.distribute.get_replica_context().num_replicas_in_sync
+
+    @property
+    def relative_weight(self) -> tf.Tensor:
+        """Rows of the current replica over the mean of all replicas, a float32 scalar."""
         return self._shares[local_replica()][1]
 
     @property
@@ -92,10 +82,6 @@ class KerasStep:
         """Whether the current replica has rows of its own, a boolean scalar; `None` if it certainly has."""
         rows, _, may_be_empty = self._shares[local_replica()]
         return rows > 0 if may_be_empty else None
-
-
-def _named(logs: Any) -> dict[str, Any]:
-    return logs if isinstance(logs, dict) else {str(i): value for i, value in enumerate(tf.nest.flatten(logs))}
 
 
 def recognise(function: Callable) -> KerasStep | None:

@@ -18,6 +18,7 @@ from tfdist.compat import install
 from tfdist.strategies.agreement import Agreement
 from tfdist.strategies.chief_files import ChiefFiles
 from tfdist.strategies.data_parallel import DataParallel, DataParallelExtended
+from tfdist.strategies.epoch_iterators import rows_of_arrays
 from tfdist.strategies.job import join
 from tfdist.strategies.peers import Peers
 
@@ -50,7 +51,8 @@ class _MultiWorkerExtended(DataParallelExtended, collective_strategy.CollectiveA
         strategy = self._container_strategy()
         if strategy.peers and strategy._keras_asks_for_data:
             own = getattr(distributed, "own", True)
-            strategy.peers.check_same_dataset(getattr(distributed, "source", dataset), own)
+            rows = rows_of_arrays(strategy._epoch_iterator)
+            strategy.peers.check_same_dataset(getattr(distributed, "source", dataset), own, rows)
         return distributed
 
 
@@ -75,7 +77,6 @@ class MultiWorkerMirroredStrategy(DataParallel, tf.distribute.MultiWorkerMirrore
 
     Attributes:
         agreement: requests that all workers obey after the same step; `None` without a cluster.
-        seed_is_given: whether the program has set a global seed, so that another run of it has the same one.
 
     Raises:
         tfdist.ClusterError: if the cluster description is wrong, the processes' descriptions differ, or a process does
@@ -104,8 +105,12 @@ class MultiWorkerMirroredStrategy(DataParallel, tf.distribute.MultiWorkerMirrore
     ):
         install()
         self._configure_data_parallel(communication, batch_norm)
-        config = _cluster_of(cluster, cluster_resolver)
-        self._job = join(config, start_timeout, peer_timeout) if config.num_workers > 1 else None
+        try:
+            config = _cluster_of(cluster, cluster_resolver)
+            self._job = join(config, start_timeout, peer_timeout) if config.num_workers > 1 else None
+        except ClusterError as error:
+            # Its text is for who has started the job; where in tfdist it was found out only hides it.
+            raise error.with_traceback(None) from None
         self._collective_key_base = next(_GROUP_KEYS)
         # The upstream initializer names its extended class; this does the rest of what it does.
         extended = _MultiWorkerExtended(
@@ -114,12 +119,16 @@ class MultiWorkerMirroredStrategy(DataParallel, tf.distribute.MultiWorkerMirrore
             communication_options=communication_options or tf.distribute.experimental.CommunicationOptions(),
         )
         tf.distribute.Strategy.__init__(self, extended)
-        self.seed_is_given = self._job is None or self._job.seed_is_given
         self.agreement = Agreement() if self._job else None
         if self._job:
             _MultiWorkerExtended._std_server_started = True
             if context.global_seed() != self._job.seed:
                 tf.random.set_seed(self._job.seed)
+
+    @property
+    def seed_is_given(self) -> bool:
+        """Whether the program has set a global seed, before the strategy or since."""
+        return self._job is None or self._job.seed_is_given or context.global_seed() != self._job.seed
 
     @property
     def peers(self) -> Peers | None:
@@ -137,10 +146,10 @@ class MultiWorkerMirroredStrategy(DataParallel, tf.distribute.MultiWorkerMirrore
         return self.peers is None or self.peers.rank == 0
 
     @contextlib.contextmanager
-    def keras_input(self) -> Iterator[None]:
+    def keras_input(self, epoch_iterator: Any = None) -> Iterator[None]:
         if self.peers:
             self.peers.share_random_state()
-        with super().keras_input():
+        with super().keras_input(epoch_iterator):
             yield
 
 

@@ -52,7 +52,30 @@ def global_moments(layer: keras.layers.BatchNormalization) -> Callable[..., tupl
 
 def _of_all_replicas(rows: tf.Tensor) -> tf.Tensor:
     """Stacks a `(3, channels)` tensor of every replica to `(3, replicas, channels)`, differentiably."""
-    context = tf.distribute.get_replica_context()
-    own = tf.one_hot(global_replica(), context.num_replicas_in_sync, dtype=rows.dtype)
-    slots = rows[:, None, :] * own[None, :, None]
-    return context.all_reduce(tf.distribute.ReduceOp.SUM, slots)
+    replicas = tf.distribute.get_replica_context().num_replicas_in_sync
+    own = tf.one_hot(global_replica(), replicas, dtype=rows.dtype)
+    return _sum(rows[:, None, :] * own[None, :, None])
+
+
+def _sum(values: tf.Tensor) -> tf.Tensor:
+    """Sum over all replicas, whose gradient is that of the global batch's loss.
+
+    The losses of all replicas depend on the sum, so each replica gets the gradients of all. A loss is back-propagated
+    without the weight of its replica, with which the gradients of all parameters are multiplied in the end
+    (step_shadows.py). So those of other replicas come with the other's weight, divided by the own one.
+    """
+
+    @tf.custom_gradient
+    def add(values: tf.Tensor) -> tuple[tf.Tensor, Callable]:
+        return _all_reduce(values), of_all_losses
+
+    @tf.custom_gradient
+    def of_all_losses(gradient: tf.Tensor) -> tuple[tf.Tensor, Callable]:
+        weight = tf.cast(current_step().relative_weight, gradient.dtype)
+        return tf.math.divide_no_nan(_all_reduce(tf.math.multiply_no_nan(gradient, weight)), weight), add
+
+    return add(values)
+
+
+def _all_reduce(values: tf.Tensor) -> tf.Tensor:
+    return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, values)

@@ -31,6 +31,7 @@ _SAME_STEPS = (
     "cut or repeat the shards to one length, `dataset.take(n)`."
 )
 _REMEDIES = {
+    "number of rows": "Pass the arrays whole, and the same, on every process.",
     "number of batches": _SHARD_REMEDY,
     "components of a batch": _SHARD_REMEDY,
     "seeds of its shuffling": "Give `keras.utils.set_random_seed` the same seed on every process, and build the "
@@ -113,17 +114,19 @@ class Peers:
         else:
             random_state.restore(self.hear(key, 0, "tell its random state"))
 
-    def check_same_dataset(self, dataset: tf.data.Dataset, own: bool = False) -> None:
+    def check_same_dataset(self, dataset: tf.data.Dataset, own: bool = False, rows: int | None = None) -> None:
         """Compares this process' dataset with the others'.
 
         Args:
             dataset: the dataset, with one element for each step.
             own: whether each process has rows of its own, in an order of its own.
+            rows: number of rows, where it is known.
 
         Raises:
             ValueError: on every process, if they differ in size, structure or the seeds of their shuffling.
         """
         own_facts = {
+            "number of rows": None if own else rows,
             "number of batches": int(dataset.cardinality()),
             "components of a batch": str(dataset.element_spec),
             "seeds of its shuffling": [] if own else seeds(dataset),

@@ -1,17 +1,18 @@
 """What is different about a Keras model while a strategy traces its step: shadows on instances, gone afterwards.
 
-optimizer.scale_loss   multiplies the loss by the replica's weight (its share of the global batch)
-optimizer.apply        receives the gradient of the global batch: reduced once, before loss-scale test, clipping,
-                       accumulation and update, so that all of these act on the same values on every replica
+optimizer.scale_loss   divides the loss by the number of replicas
+optimizer.apply        receives the gradient of the global batch: weighted by the replicas' rows and reduced once,
+                       before loss-scale test, clipping, accumulation and update, so that all of these act on the same
+                       values on every replica
 BatchNormalization     uses the statistics of the global batch
 SeedGenerator.next     folds the replica's index into the seed: a different Dropout mask on every replica
-Metric.result          marks what it returns, so that logs that are metrics are told from others
+Metric.result          marks what it returns, so that logs that are metrics' results are told from others
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -23,6 +24,7 @@ from tfdist.strategies.agreement import Agreement
 from tfdist.strategies.gradients import all_reduce_sum, scale
 from tfdist.strategies.keras_step import KerasStep, global_replica, local_replica, shadowed
 from tfdist.strategies.normalization import global_moments
+from tfdist.strategies.step_logs import marked_result
 
 # Any odd constant with well-mixed bits keeps the replicas' seeds apart (2**32 divided by the golden ratio).
 _SEED_STRIDE = 0x9E3779B9
@@ -36,20 +38,13 @@ def shadows(step: KerasStep, *, wire_dtype: tf.DType | None, global_batch_norm: 
             for optimizer in optimizers_of(step.model):
                 _shadow_optimizer(stack, step, optimizer, wire_dtype)
         for layer in step.model._flatten_layers():
-            if global_batch_norm and isinstance(layer, keras.layers.BatchNormalization):
+            if isinstance(layer, keras.layers.BatchNormalization) and (global_batch_norm or layer.synchronized):
                 stack.enter_context(shadowed(layer, _moments=global_moments(layer)))
         for generator in seed_generators_of(step.model):
             stack.enter_context(shadowed(generator, next=_next_of_replica(generator.next)))
-        for metric in step.model.metrics:
-            stack.enter_context(shadowed(metric, result=_marked(step, metric.result)))
+        for metric in metrics_of(step.model):
+            stack.enter_context(shadowed(metric, result=marked_result(metric)))
         yield
-
-
-def _marked(step: KerasStep, original: Callable) -> Callable:
-    def result() -> Any:
-        return tf.nest.map_structure(step.mark_metric, original())
-
-    return result
 
 
 def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
@@ -64,6 +59,22 @@ def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
                 found[id(item)] = item
     parts = {id(part) for optimizer in found.values() for part in parts_of(optimizer)}
     return [optimizer for key, optimizer in found.items() if key not in parts]
+
+
+def metrics_of(model: keras.Model) -> list[keras.Metric]:
+    """`model.metrics`, and those among the attributes of all layers (in lists and dicts, too), with their parts."""
+    found: dict[int, keras.Metric] = {}
+
+    def add(items: Iterable[Any]) -> None:
+        for item in items:
+            if isinstance(item, keras.Metric) and id(item) not in found:
+                found[id(item)] = item
+                add(_items(vars(item)))
+
+    add(model.metrics)
+    for layer in model._flatten_layers():
+        add(_items(vars(layer)))
+    return list(found.values())
 
 
 def _items(value: Any) -> Iterator[Any]:
@@ -109,13 +120,16 @@ def _shadow_optimizer(stack: contextlib.ExitStack, step: KerasStep, optimizer: A
     original_scale, original_apply = optimizer.scale_loss, optimizer.apply
 
     def scale_loss(loss: tf.Tensor) -> tf.Tensor:
-        step.weighted_losses.add((id(optimizer), local_replica()))
-        return original_scale(loss * tf.cast(step.weight, loss.dtype))
+        # As many rows as one process has, on average: loss scaling sees gradients of the same size. The weight itself
+        # comes later. A custom step need not call this, and back-propagation must be the same in both cases.
+        step.scaled_losses.add((id(optimizer), local_replica()))
+        return original_scale(loss / tf.distribute.get_replica_context().num_replicas_in_sync)
 
     def apply(grads: Any, trainable_variables: Any = None) -> None:
         variables = optimizer._trainable_variables if trainable_variables is None else list(trainable_variables)
-        weighted = (id(optimizer), local_replica()) in step.weighted_losses
-        original_apply(_global_gradients(step, list(grads), variables, weighted, wire_dtype), trainable_variables)
+        scaled = (id(optimizer), local_replica()) in step.scaled_losses
+        weight = step.relative_weight if scaled else step.weight
+        original_apply(_global_gradients(step, list(grads), variables, weight, wire_dtype), trainable_variables)
 
     stack.enter_context(shadowed(optimizer, scale_loss=scale_loss, apply=apply))
     for part in [optimizer, *parts_of(optimizer)]:
@@ -123,9 +137,17 @@ def _shadow_optimizer(stack: contextlib.ExitStack, step: KerasStep, optimizer: A
 
 
 def _global_gradients(
-    step: KerasStep, grads: list, variables: list, weighted: bool, wire_dtype: tf.DType | None
+    step: KerasStep, grads: list, variables: list, weight: tf.Tensor, wire_dtype: tf.DType | None
 ) -> list:
-    """Gradients of the global batch's loss, on every replica; averages the state that the step has updated, too."""
+    """Gradients of the global batch's loss, on every replica; averages the state that the step has updated, too.
+
+    Args:
+        step: the step that is traced.
+        grads: gradients of this replica's loss, `None` where there is none.
+        variables: what they are gradients of.
+        weight: with what they are multiplied.
+        wire_dtype: as in `all_reduce_sum`.
+    """
     for variable in variables:
         if getattr(variable, "overwrite_with_gradient", False):
             raise NotImplementedError(
@@ -134,9 +156,7 @@ def _global_gradients(
                 "Use the dtype policy 'mixed_bfloat16' or 'mixed_float16' instead."
             )
     present = [i for i, g in enumerate(grads) if g is not None]
-    values = [grads[i] for i in present]
-    if not weighted:
-        values = [scale(v, step.weight) for v in values]
+    values = _scaled([grads[i] for i in present], weight)
     state = updated_state.updated(updated_state.candidates(step.model), local_replica())
     state_values = [scale(tf.convert_to_tensor(v), step.weight) for v in state]
     agreement = _agreement_of(step.model)
@@ -157,6 +177,13 @@ def _global_gradients(
     for i, value in zip(present, sums[: len(values)], strict=True):
         result[i] = value
     return result
+
+
+def _scaled(values: list, factor: tf.Tensor) -> list:
+    if tf.get_static_value(factor) == 1.0:
+        return values
+    # A branch costs less than a pass over all gradients, which most batches do not need.
+    return list(tf.cond(tf.equal(factor, 1.0), lambda: values, lambda: [scale(v, factor) for v in values]))
 
 
 def _agreement_of(model: keras.Model) -> Agreement | None:

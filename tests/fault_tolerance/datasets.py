@@ -1,0 +1,140 @@
+"""The data of these tests: 58 rows, each with its number in the first column, in every form that `fit` takes."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tests.fault_tolerance.job import ROWS
+
+BATCH = 4
+BATCHES = -(-ROWS // BATCH)
+
+
+def arrays(rows: int = ROWS) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of five columns, and labels that can be learnt in part."""
+    generator = np.random.RandomState(0)
+    x = np.concatenate([np.arange(rows)[:, None], generator.randn(rows, 4)], axis=1).astype("float32")
+    return x, (x[:, 1:2] + 0.5 * generator.randn(rows, 1) > 0).astype("float32")
+
+
+def slices() -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices(arrays())
+
+
+def _noisy(noise: Callable[[tf.Tensor], tf.Tensor]) -> Callable[[tf.Tensor, tf.Tensor], tuple[tf.Tensor, tf.Tensor]]:
+    return lambda x, y: (tf.concat([x[:1], x[1:] + 0.1 * noise(x)], 0), y)
+
+
+def _stateless(x: tf.Tensor) -> tf.Tensor:
+    return tf.random.stateless_uniform([4], [1, tf.cast(x[0], tf.int32)])
+
+
+def _as_is(x: tf.Tensor, y: tf.Tensor) -> Any:
+    x, y = tf.py_function(lambda a, b: (a, b), [x, y], [tf.float32, tf.float32])
+    return tf.ensure_shape(x, [5]), tf.ensure_shape(y, [1])
+
+
+def _interleaved() -> tf.data.Dataset:
+    parts = tf.data.Dataset.range(4).shuffle(4)
+    return parts.interleave(lambda i: slices().shard(4, i).shuffle(9), cycle_length=2, num_parallel_calls=2)
+
+
+class Pieces(keras.utils.PyDataset):
+    """Batches by their number."""
+
+    order = np.arange(ROWS)
+
+    def __len__(self) -> int:
+        return BATCHES
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        x, y = arrays()
+        chosen = self.order[BATCH * index : BATCH * (index + 1)]
+        return x[chosen], y[chosen]
+
+
+class Reshuffled(Pieces):
+    """Draws another order after each epoch."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.generator = np.random.default_rng(5)
+        self.on_epoch_end()
+
+    def on_epoch_end(self) -> None:
+        self.order = self.generator.permutation(ROWS)
+
+
+class Remembered(Reshuffled):
+    """Can save and restore its order."""
+
+    def get_state(self) -> dict[str, Any]:
+        # Numbers of 128 bits: not every reader of JSON keeps them.
+        return {"order": self.order, "generator": repr(self.generator.bit_generator.state)}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.order = state["order"]
+        self.generator.bit_generator.state = ast.literal_eval(state["generator"])
+
+
+def of_epoch(epoch: int) -> tf.data.Dataset:
+    """A `dataset_fn`."""
+    return slices().shuffle(ROWS, seed=100 + epoch).batch(BATCH)
+
+
+def _generator() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    while True:
+        yield from (Pieces()[i] for i in range(BATCHES))
+
+
+def _from_generator() -> tf.data.Dataset:
+    x, y = arrays()
+    spec = (tf.TensorSpec([5], tf.float32), tf.TensorSpec([1], tf.float32))
+    return tf.data.Dataset.from_generator(lambda: zip(x, y, strict=True), output_signature=spec).batch(BATCH)
+
+
+# Each returns the first argument of `fit`.
+DATASETS: dict[str, Callable[[], Any]] = {
+    "dataset in order": lambda: slices().batch(BATCH),
+    "shuffle": lambda: slices().shuffle(50).batch(BATCH).prefetch(2),
+    "another shuffle": lambda: slices().shuffle(50, seed=9).batch(BATCH).prefetch(2),
+    "shuffle once": lambda: slices().shuffle(50, reshuffle_each_iteration=False).batch(BATCH),
+    "cache": lambda: slices().cache().shuffle(50).batch(BATCH),
+    "interleave": lambda: _interleaved().batch(BATCH),
+    "map": lambda: slices().shuffle(50).map(_noisy(_stateless), num_parallel_calls=2).batch(BATCH),
+    "random map": lambda: slices().shuffle(50).map(_noisy(lambda x: tf.random.uniform([4]))).batch(BATCH),
+    "parallel random map": lambda: slices().map(_noisy(lambda x: tf.random.uniform([4])), 2).batch(BATCH),
+    "filter": lambda: slices().shuffle(50).filter(lambda x, y: x[0] < 50).batch(BATCH),
+    "repeat": lambda: slices().shuffle(50).repeat().batch(BATCH),
+    "py_function": lambda: slices().map(_as_is).batch(BATCH),
+    "from_generator": _from_generator,
+    "generator": _generator,
+    "PyDataset": Pieces,
+    "PyDataset, 2 workers": lambda: Pieces(workers=2),
+    "PyDataset, reshuffled": Remembered,
+    "PyDataset, forgetful": Reshuffled,
+}
+
+
+def arguments(name: str) -> dict[str, Any]:
+    """Arguments of `fit` for the data of this name."""
+    if name == "arrays":
+        x, y = arrays()
+        return {"x": x, "y": y, "batch_size": BATCH}
+    return {"x": DATASETS[name]()}
+
+
+def validation(name: str) -> dict[str, Any]:
+    """Arguments of `fit` for the validation data of this name."""
+    x, y = arrays(30)
+    if name == "":
+        return {}
+    if name == "shuffle":
+        return {"validation_data": tf.data.Dataset.from_tensor_slices((x, y)).shuffle(30).batch(8)}
+    return {"validation_data": (x, y), "validation_batch_size": 8}

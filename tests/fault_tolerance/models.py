@@ -1,0 +1,152 @@
+"""The models of these tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tests.fault_tolerance.job import Job
+
+_CAPACITY = 1000
+
+
+@keras.saving.register_keras_serializable("tests")
+class RowLog(keras.layers.Layer):
+    """Takes the first column off, the rows' numbers, and keeps those of all training steps as a weight.
+
+    A backup holds it as it holds all weights: after a resumed fit it tells what the surviving steps have read.
+    """
+
+    def build(self, input_shape: Any) -> None:
+        self.log = self.add_weight(shape=(_CAPACITY,), dtype="int32", initializer="zeros", trainable=False)
+        self.count = self.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False)
+
+    def call(self, x: tf.Tensor, training: bool = False) -> tf.Tensor:
+        if training:
+            rows = tf.cast(x[:, 0], "int32")
+            places = self.count + tf.range(tf.size(rows))
+            self.log.assign(tf.tensor_scatter_nd_update(self.log.value, places[:, None], rows))
+            self.count.assign_add(tf.size(rows))
+        return x[:, 1:]
+
+
+def rows_of(model: keras.Model) -> list[int] | None:
+    """The rows of all training steps in their order, if the model keeps them."""
+    for layer in model._flatten_layers():
+        if isinstance(layer, RowLog) and layer.built:
+            return layer.log.numpy()[: int(layer.count)].tolist()
+    return None
+
+
+def _layers(width: int = 8, log_rows: bool = True) -> list[keras.layers.Layer]:
+    # Several replicas cannot write one log.
+    first = RowLog() if log_rows else keras.layers.Rescaling(0.1)
+    hidden = [keras.layers.Dense(width, activation="relu"), keras.layers.BatchNormalization()]
+    return [keras.Input((5,)), first, *hidden, keras.layers.Dropout(0.3), keras.layers.Dense(1)]
+
+
+def _compiled(layers: list[keras.layers.Layer], job: Job, optimizer: Any = None, **options: Any) -> keras.Model:
+    model = keras.Sequential([*layers, keras.layers.Activation("sigmoid", dtype="float32")])
+    options = {"jit_compile": False, "metrics": ["accuracy", "auc"], **options}
+    model.compile(
+        optimizer or keras.optimizers.Adam(0.02),
+        "binary_crossentropy",
+        steps_per_execution=job.steps_per_execution,
+        **options,
+    )
+    return model
+
+
+def _half_precision(job: Job) -> keras.Model:
+    keras.mixed_precision.set_global_policy("mixed_float16")
+    # The scale doubles after 5 finite steps: within and across epochs.
+    optimizer = keras.mixed_precision.LossScaleOptimizer(keras.optimizers.Adam(0.02), dynamic_growth_steps=5)
+    return _compiled(_layers(), job, optimizer)
+
+
+def _smooth(job: Job) -> keras.Model:
+    """Nothing in it magnifies how sums are rounded, which depends on the number of replicas, as do Dropout's masks."""
+    layers = [keras.Input((5,)), keras.layers.Rescaling(0.1), keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)]
+    return _compiled(layers, job, keras.optimizers.SGD(0.05, momentum=0.9))
+
+
+class Adversaries(keras.Model):
+    """Two networks with an optimizer each, trained by steps of their own, as a GAN is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log = RowLog()
+        dense = keras.layers.Dense
+        self.critic = keras.Sequential([dense(8, "relu"), keras.layers.Dropout(0.2), dense(1)])
+        self.maker = keras.Sequential([dense(8, "relu"), dense(4)])
+        self.seed = keras.random.SeedGenerator(3)
+        self.loss_of_critic = keras.metrics.Mean(name="critic")
+
+    def compile(self, critic: Any, maker: Any, **options: Any) -> None:
+        super().compile(**options)
+        self.critic_optimizer, self.maker_optimizer = critic, maker
+
+    def build(self, input_shape: Any = None) -> None:
+        self.log.build((None, 5))
+        self.critic.build((None, 4))
+        self.maker.build((None, 2))
+        self.critic_optimizer.build(self.critic.trainable_variables)
+        self.maker_optimizer.build(self.maker.trainable_variables)
+        self.built = True
+
+    def call(self, x: tf.Tensor, training: bool = False) -> tf.Tensor:
+        return self.critic(self.log(x, training=training), training=training)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        real = self.log(data[0], training=True)
+        noise = keras.random.normal((tf.shape(real)[0], 2), seed=self.seed)
+        with tf.GradientTape() as tape:
+            judged = self.critic(real, training=True), self.critic(self.maker(noise), training=True)
+            loss = tf.reduce_mean(tf.nn.softplus(-judged[0])) + tf.reduce_mean(tf.nn.softplus(judged[1]))
+        variables = self.critic.trainable_variables
+        self.critic_optimizer.apply(tape.gradient(loss, variables), variables)
+        with tf.GradientTape() as tape:
+            fooled = tf.reduce_mean(tf.nn.softplus(-self.critic(self.maker(noise), training=True)))
+        variables = self.maker.trainable_variables
+        self.maker_optimizer.apply(tape.gradient(fooled, variables), variables)
+        self.loss_of_critic.update_state(loss)
+        return {"loss": self.loss_of_critic.result()}
+
+    def test_step(self, data: Any) -> dict[str, Any]:
+        self.loss_of_critic.update_state(tf.reduce_mean(self(data[0])))
+        return {"loss": self.loss_of_critic.result()}
+
+
+def _adversaries(job: Job) -> keras.Model:
+    model = Adversaries()
+    optimizers = {"critic": keras.optimizers.Adam(0.01), "maker": keras.optimizers.RMSprop(0.01)}
+    model.compile(**optimizers, steps_per_execution=job.steps_per_execution, jit_compile=False)
+    model.build()
+    return model
+
+
+def _subclassed(job: Job) -> keras.Model:
+    """A model that is built by its first batch."""
+    model = keras.Sequential([*_layers()[1:], keras.layers.Activation("sigmoid")])
+    model.compile("adam", "binary_crossentropy", steps_per_execution=job.steps_per_execution, jit_compile=False)
+    return model
+
+
+MODELS: dict[str, Callable[[Job], keras.Model]] = {
+    "dense": lambda job: _compiled(_layers(), job),
+    "wider": lambda job: _compiled(_layers(width=9), job),
+    "deeper": lambda job: _compiled([*_layers(), keras.layers.Dense(1)], job),
+    "sgd": lambda job: _compiled(_layers(), job, keras.optimizers.SGD(0.02)),
+    "replicated": lambda job: _compiled(_layers(log_rows=False), job),
+    "smooth": _smooth,
+    "large": lambda job: _compiled(_layers(width=300_000, dropout=0, log_rows=False), job),
+    "compiled by XLA": lambda job: _compiled(_layers(log_rows=False), job, jit_compile=True),
+    "float16": _half_precision,
+    "accumulation": lambda job: _compiled(_layers(), job, keras.optimizers.Adam(0.02, gradient_accumulation_steps=4)),
+    "EMA": lambda job: _compiled(_layers(), job, keras.optimizers.Adam(0.02, use_ema=True, ema_overwrite_frequency=7)),
+    "two optimizers": _adversaries,
+    "built late": _subclassed,
+}

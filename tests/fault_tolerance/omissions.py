@@ -1,0 +1,75 @@
+"""Negative controls: a restored backup in which one piece of state is missing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from tfdist.callbacks.shared_store import SharedStore
+from tfdist.callbacks.store import Checkpoint
+from tfdist.strategies import random_state
+
+
+def _without(chosen: Callable[[str, str], bool]) -> Callable[[Checkpoint], Checkpoint]:
+    """Leaves out the variables whose name and path are chosen: they keep what they begin with."""
+
+    def change(checkpoint: Checkpoint) -> Checkpoint:
+        left_out = {
+            f"{prefix}{name}"
+            for name, (path, *_) in checkpoint.meta["variables"].items()
+            for prefix in ("", "replicas/")
+            if chosen(name, path)
+        }
+        tensors = {name: value for name, value in checkpoint.tensors.items() if name not in left_out}
+        assert len(tensors) < len(checkpoint.tensors)
+        return dataclasses.replace(checkpoint, tensors=tensors)
+
+    return change
+
+
+def _meta(**changes: Callable[[Any], Any]) -> Callable[[Checkpoint], Checkpoint]:
+    def change(checkpoint: Checkpoint) -> Checkpoint:
+        changed = {name: function(checkpoint.meta[name]) for name, function in changes.items()}
+        return dataclasses.replace(checkpoint, meta={**checkpoint.meta, **changed})
+
+    return change
+
+
+def _callback(name: str) -> Callable[[Checkpoint], Checkpoint]:
+    def forget(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        assert any(entry["class"] == name for entry in entries)
+        return [{**entry, "state": {"dict": []}} if entry["class"] == name else entry for entry in entries]
+
+    return _meta(callbacks=forget)
+
+
+OMISSIONS: dict[str, Callable[[Checkpoint], Checkpoint]] = {
+    "seeds": _without(lambda name, path: "seed" in path),
+    "optimizer": _without(lambda name, path: name.startswith("optimizer/")),
+    "learning rate": _without(lambda name, path: "learning_rate" in path),
+    "iterations": _without(lambda name, path: "iteration" in path),
+    "BatchNormalization": _without(lambda name, path: "moving_variance" in path),
+    "metrics": _without(lambda name, path: name.startswith("metrics/")),
+    "EarlyStopping": _callback("EarlyStopping"),
+    "ReduceLROnPlateau": _callback("ReduceLROnPlateau"),
+    "ModelCheckpoint": _callback("ModelCheckpoint"),
+    "History": _callback("History"),
+    "random numbers": _meta(random=lambda state: random_state.capture()),
+    "CSV": _meta(csv=lambda lengths: {}),
+    "batches": _meta(position=lambda position: {**position, "taken": 0}),
+    "orders": _meta(position=lambda position: {**position, "made": 1}),
+    "validations": _meta(validations=lambda count: 0),
+    "nothing": lambda checkpoint: checkpoint,
+}
+
+
+def leave_out(name: str) -> None:
+    """Lets this process miss something of every backup that it finds."""
+    original = SharedStore.newest
+
+    def newest(self: SharedStore, prefer: Callable[[dict], bool]) -> Checkpoint | None:
+        checkpoint = original(self, prefer)
+        return checkpoint and OMISSIONS[name](checkpoint)
+
+    SharedStore.newest = newest

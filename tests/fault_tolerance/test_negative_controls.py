@@ -1,0 +1,57 @@
+"""Does the comparison notice what is not restored? One piece of state is left out, and the results must differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.fault_tolerance.job import CALLBACKS, Job
+from tests.fault_tolerance.trials import KILLED, Case, Trials, about
+
+pytestmark = pytest.mark.slow
+
+# In the fourth epoch; the best one was the third.
+KILL = {"when": "on_train_batch_begin", "number": 18}
+IN_THE_FIFTH_EPOCH = {**KILL, "number": 23}
+AT_A_BOUNDARY = {"when": "writing", "stage": "tensors", "number": 3}
+BY_STEPS = {"save_freq": 4, "asynchronous": False}
+ALL = {"callbacks": CALLBACKS, "epochs": 7}
+
+
+def without(name: str, *expected: str, kill: dict[str, Any] = KILL, **options: Any) -> Any:
+    job = Job(**{"backup": BY_STEPS, "callbacks": ("csv", "plateau"), "epochs": 4, **options})
+    return pytest.param(Case(f"without {name}", (job.with_(kill=kill), job.with_(leave_out=name))), expected, id=name)
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        without("seeds", "weights", "seed", "history"),
+        without("optimizer", "weights", "optimizer"),
+        without("learning rate", "weights", "optimizer"),
+        without("iterations", "weights", "optimizer"),
+        without("BatchNormalization", "weights", "history"),
+        without("metrics", "history"),
+        without("EarlyStopping", "early", **ALL),
+        without("ReduceLROnPlateau", "plateau", "optimizer", kill=IN_THE_FIFTH_EPOCH, **ALL),
+        without("ModelCheckpoint", "best", **ALL),
+        without("History", "history", "epochs"),
+        without("random numbers", "observer", "weights", data="PyDataset", epochs=5),
+        without("batches", "observer", "weights", data="shuffle"),
+        without("orders", "observer", "weights", data="shuffle"),
+        without("CSV", "csv", kill=AT_A_BOUNDARY, backup={}),
+        without("validations", "history", data="shuffle", validation="shuffle"),
+    ],
+)
+def test_left_out_state_is_noticed(case: Case, expected: tuple[str, ...], trials: Trials) -> None:
+    outcome = trials.outcome(case)
+    assert outcome.codes == [KILLED, 0]
+    assert set(expected) <= about(outcome.differences)
+
+
+@pytest.mark.parametrize(("case", "expected"), [without("nothing")])
+def test_nothing_left_out(case: Case, expected: tuple[str, ...], trials: Trials) -> None:
+    outcome = trials.outcome(case)
+    assert outcome.codes == [KILLED, 0]
+    assert outcome.differences == []

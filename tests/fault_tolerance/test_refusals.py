@@ -1,0 +1,160 @@
+"""What cannot be resumed exactly: refused, or resumed at the ends of epochs with a warning, never silently wrong."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+import tfdist
+from tests.fault_tolerance.job import Job
+from tests.fault_tolerance.trials import KILLED, Case, Trials
+from tfdist.callbacks.store import CheckpointStore
+
+pytestmark = pytest.mark.slow
+
+KILL = {"when": "on_train_batch_begin", "number": 8}
+BACKUP = {"save_freq": 1, "asynchronous": False}
+JOB = Job(epochs=3, callbacks=("csv",), backup=BACKUP)
+PYTHON_CODE = "it runs Python code (from_generator, py_function or numpy_function), whose state is unknown"
+SET_SEED = "; keras.utils.set_random_seed, called first, seeds all that has no seed"
+
+
+def at_ends_of_epochs(name: str, reason: str, data: str, **options: Any) -> Any:
+    job = JOB.with_(data=data, **options)
+    return pytest.param(Case(name, (job.with_(kill=KILL), job)), reason, id=name)
+
+
+OBSTACLES = [
+    at_ends_of_epochs(
+        "generator", "the data come from a generator, not a dataset", "generator", fit={"steps_per_epoch": 15}
+    ),
+    at_ends_of_epochs("from_generator", PYTHON_CODE + SET_SEED, "from_generator"),
+    at_ends_of_epochs("py_function", PYTHON_CODE + SET_SEED, "py_function"),
+    at_ends_of_epochs(
+        "parallel random map",
+        "it draws random numbers in parallel (RandomUniform), in no fixed order" + SET_SEED,
+        "parallel random map",
+    ),
+    at_ends_of_epochs(
+        "PyDataset that changes",
+        "Reshuffled changes in on_epoch_begin or on_epoch_end; give it get_state() and set_state(state), and that can "
+        "be saved",
+        "PyDataset, forgetful",
+    ),
+]
+# Their data begin anew with each process or epoch, so that even a resumed epoch sees the same.
+SAME_AGAIN = ("generator", "from_generator", "py_function")
+
+
+@pytest.mark.parametrize(("case", "reason"), OBSTACLES)
+def test_resumes_at_ends_of_epochs_and_says_so(case: Case, reason: str, trials: Trials) -> None:
+    outcome = trials.outcome(case)
+    assert outcome.codes == [KILLED, 0]
+    warning = (
+        f"UserWarning: BackupAndRestore saves at the ends of epochs only: {reason}. After a kill within an epoch, that "
+        "epoch is trained again from its beginning, with the data that the program then gives."
+    )
+    for run in outcome.runs:
+        assert run.log.count(warning) == 1
+    # Killed at step 9 of the second epoch, of which nothing is saved.
+    assert "goes on at step 0 of epoch 2:" in outcome.log
+    assert outcome.steps[1] == outcome.reference.result["steps of this process"] * 2 // 3
+    assert outcome.runs[1].result["fit 1: epochs"] == [0, 1, 2]
+    assert len(outcome.runs[1].result["fit 1: history/loss"]) == 3
+    if case.name in SAME_AGAIN:
+        assert outcome.differences == []
+
+
+def changed(name: str, error: str, **changes: Any) -> Any:
+    before = {key: value for key, value in changes.pop("before", {}).items()}
+    job = JOB.with_(**before)
+    return pytest.param(Case(name, (job.with_(kill=KILL), job.with_(**changes))), error, id=name)
+
+
+CHANGES = [
+    changed(
+        "a wider model",
+        r"StateMismatch: The backup is of another model or optimizer\. Received: model/2 is \S*kernel with shape "
+        r"\[4, 9\] and dtype float32\. Expected, as saved: \S*kernel with shape \[4, 8\] and dtype float32\. Build and "
+        r"compile the model as before, or pass another backup_dir to begin anew\.",
+        model="wider",
+    ),
+    changed(
+        "a deeper model",
+        r"StateMismatch: .* Received: model/11 is \S+/kernel with shape \[1, 1\] and dtype float32\. Expected, as "
+        r"saved: not there\.",
+        model="deeper",
+    ),
+    changed(
+        "another optimizer",
+        r"StateMismatch: .* Received: optimizer/2 is not there\. Expected, as saved: adam/\S+ with shape \[4, 8\]",
+        model="sgd",
+    ),
+    changed(
+        "other callbacks",
+        r"ValueError: The backup is of a fit with other callbacks\. Received: \['Kill', 'ReduceLROnPlateau', "
+        r"'Observer', 'Steps', 'History'\]\. Expected, as saved: \['Kill', 'Observer', 'Steps', 'History'\]\. Pass the "
+        r"same callbacks in the same order, or another backup_dir to begin anew\.",
+        callbacks=("csv", "plateau"),
+    ),
+    changed(
+        "another batch size",
+        r"ValueError: The backup was made within an epoch of other data\. Received: number of batches: 8\. Expected, "
+        r"as saved: 15\. Pass the same data \(with the same seeds\) as before, or another backup_dir to begin anew\.",
+        fit={"batch_size": 8},
+    ),
+    changed(
+        "another order",
+        r"ValueError: The backup was made within an epoch of other data\. Received: seeds of its shuffling: "
+        r"\[\[1, 9\]\]\. Expected, as saved: \[\[1, \d+\]\]\.",
+        before={"data": "shuffle"},
+        data="another shuffle",
+    ),
+    changed(
+        "data that cannot be resumed",
+        r"ValueError: The backup was made within an epoch of data whose position could be found again\. Received data "
+        r"for which it cannot: it runs Python code .*\. Expected: the same data as before; or pass another backup_dir",
+        before={"data": "dataset in order"},
+        data="from_generator",
+    ),
+    changed(
+        "two backups",
+        r"ValueError: Received: two BackupAndRestore callbacks in one fit\. Expected: one; a resumed fit can only "
+        r"follow one\.",
+        backup={**BACKUP, "times": 2},
+    ),
+]
+
+
+@pytest.mark.parametrize(("case", "error"), CHANGES)
+def test_refuses_what_does_not_fit_the_backup(case: Case, error: str, trials: Trials) -> None:
+    outcome = trials.outcome(case)
+    assert outcome.codes == [KILLED, 1]
+    last = outcome.log.strip().splitlines()[-1]
+    assert re.match(rf"(\w+\.)*{error}", last), last
+    assert outcome.steps[1] == 0
+    # The backup is as it was: with the right script the fit can go on.
+    newest = CheckpointStore(str(outcome.folder / "backup"), writer=False).newest()
+    assert (newest.meta["epoch"], newest.meta["steps"]) == (1, 6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"save_freq": 0},
+            "Received: save_freq=0. Expected 'epoch', a number of steps from 1, or a duration such as '10min', '30s' "
+            "or '2h'.",
+        ),
+        ({"save_freq": True}, "Received: save_freq=True. Expected 'epoch', a number"),
+        ({"save_freq": "10 parsecs"}, "Received: save_freq='10 parsecs'. Expected 'epoch', a number"),
+        ({"on_finish": "retain"}, "Received: on_finish='retain'. Expected 'keep' or 'delete'."),
+        ({"keep": 0}, "Received: keep=0. Expected at least 1: the newest backup has to stay."),
+    ],
+)
+def test_refuses_wrong_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        tfdist.callbacks.BackupAndRestore("backup", **options)
+    assert str(caught.value).startswith(message)

@@ -1,0 +1,44 @@
+"""All kinds of state that a model in training may have."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fault_tolerance.job import Job
+from tests.fault_tolerance.trials import KILLED, Case, Trials, interrupted
+
+pytestmark = pytest.mark.slow
+
+KILLS = ({"when": "on_train_batch_begin", "number": 9}, {"when": "on_train_batch_begin", "number": 5})
+
+
+def resumed(name: str, model: str, **options) -> Case:
+    return interrupted(name, Job(model=model, epochs=4, backup={"save_freq": 4}, **options), *KILLS)
+
+
+CASES = [
+    resumed("dynamic loss scale", "float16"),
+    resumed("accumulated gradients", "accumulation"),
+    resumed("moving average of weights", "EMA"),
+    resumed("two optimizers in a step of its own", "two optimizers", callbacks=("csv",)),
+    resumed("built by its first batch", "built late", callbacks=("csv",)),
+    resumed("compiled by XLA", "compiled by XLA"),
+    resumed("two devices", "replicated", strategy="mirrored"),
+    resumed("two devices, a dataset", "replicated", strategy="mirrored", data="shuffle"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kill(case: Case, trials: Trials) -> None:
+    outcome = trials.outcome(case)
+    assert outcome.codes == [KILLED, KILLED, 0]
+    assert outcome.differences == []
+
+
+def test_the_references_have_the_state_that_they_are_for(trials: Trials) -> None:
+    by_name = {case.name: trials.outcome(case).reference.result for case in CASES}
+    scale = [v for name, v in by_name["dynamic loss scale"].items() if "scale" in name and "optimizer" in name]
+    assert any(float(value) > 2.0**15 for value in scale)
+    assert any("accum" in name for name in by_name["accumulated gradients"])
+    assert any("average" in name for name in by_name["moving average of weights"])
+    assert any(name.startswith("fit 1: optimizer/1/") for name in by_name["two optimizers in a step of its own"])

@@ -1,0 +1,188 @@
+"""Two workers: whichever dies, the next start goes on as if nothing had happened, bit by bit; SIGTERM loses no step."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.fault_tolerance.forked_jobs import Ended, ForkedJobs
+from tests.fault_tolerance.job import Job
+from tests.fault_tolerance.test_store_damage import empty
+from tests.fault_tolerance.trials import KILLED, differences
+from tfdist.supervision.exit_codes import PREEMPTED
+
+pytestmark = [pytest.mark.slow, pytest.mark.cluster]
+
+KILL = {"when": "on_train_batch_begin", "number": 9}
+SIGTERM = {**KILL, "signal_number": int(signal.SIGTERM)}
+ARRAYS = Job(model="replicated", strategy="workers", backup={"save_freq": 4})
+DATASET = ARRAYS.with_(data="shuffle", validation="shuffle")
+
+
+@dataclasses.dataclass
+class Cluster:
+    """Runs jobs as several workers, one run after the other in one folder."""
+
+    jobs: ForkedJobs
+    folder: Path
+
+    def run(self, job: Job, workers: int = 2, kill: Mapping[int, dict[str, Any]] | None = None) -> list[Ended]:
+        """Runs a job on all workers; `kill` says how some of them end themselves."""
+        each = [job.with_(kill=(kill or {}).get(rank)) for rank in range(workers)]
+        ended = self.jobs.run_workers(each, self.folder)
+        for rank, run in enumerate(ended):
+            print(f"=== worker {rank}: exit code {run.code}\n{run.log}")
+        return ended
+
+    def complete(self, job: Job, workers: int = 2) -> list[Ended]:
+        """Runs a job to its end."""
+        ended = self.run(job, workers)
+        assert [run.code for run in ended] == [0] * workers
+        return ended
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        """What the workers have written into the log of events."""
+        lines = (self.folder / "events.jsonl").read_text().splitlines()
+        return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+
+@pytest.fixture
+def cluster(jobs: ForkedJobs, tmp_path: Path) -> Cluster:
+    return Cluster(jobs, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def references(jobs: ForkedJobs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Ended]]:
+    """Two workers without interruption and without a backup."""
+    return {
+        job.data: Cluster(jobs, tmp_path_factory.mktemp("reference")).complete(job.reference)
+        for job in (ARRAYS, DATASET)
+    }
+
+
+def assert_same(expected: list[Ended], received: list[Ended]) -> None:
+    for rank, (left, right) in enumerate(zip(expected, received, strict=True)):
+        # The chief's, after a resumption: on the others ModelCheckpoint is idle.
+        idle = {"fit 1: checkpoint/best"} if rank else set()
+        assert set(differences(left, right)) <= idle, f"worker {rank}"
+
+
+@pytest.mark.parametrize(
+    ("job", "killed", "kill"),
+    [
+        pytest.param(ARRAYS, (1,), KILL, id="a worker"),
+        pytest.param(ARRAYS, (0,), KILL, id="the chief"),
+        pytest.param(DATASET, (0, 1), KILL, id="all, a dataset"),
+        pytest.param(DATASET, (1,), {"when": "on_test_batch_begin", "number": 10}, id="in validation"),
+        pytest.param(DATASET, (0,), {"when": "writing", "stage": "tensors", "number": 4}, id="while writing"),
+    ],
+)
+def test_killed(
+    cluster: Cluster, references: dict[str, list[Ended]], job: Job, killed: tuple[int, ...], kill: dict[str, Any]
+) -> None:
+    ended = cluster.run(job, kill=dict.fromkeys(killed, kill))
+    assert [ended[rank].code for rank in killed] == [KILLED] * len(killed)
+    assert all(run.code for run in ended)
+    assert_same(references[job.data], cluster.complete(job))
+
+
+def test_killed_again_and_again(cluster: Cluster, references: dict[str, list[Ended]]) -> None:
+    for rank in (1, 0):
+        cluster.run(ARRAYS, kill={rank: {**KILL, "number": 7}})
+    assert_same(references["arrays"], cluster.complete(ARRAYS))
+    (first, second) = (event["step"] for event in cluster.events("resumed") if event["name"] == "worker 1")
+    assert 0 < first < second
+
+
+@pytest.mark.parametrize(("job", "rank"), [(ARRAYS, 1), (DATASET, 0)], ids=["a worker", "the chief, a dataset"])
+def test_sigterm_to_one_stops_all_at_one_step(
+    cluster: Cluster, references: dict[str, list[Ended]], job: Job, rank: int
+) -> None:
+    job = job.with_(backup={})
+    stopped = cluster.run(job, kill={rank: SIGTERM})
+    assert [run.code for run in stopped] == [PREEMPTED, PREEMPTED]
+    places = {(event["epoch"], event["step"]) for event in cluster.events("preempted")}
+    assert len(cluster.events("preempted")) == 2 and len(places) == 1
+    ((epoch, step),) = places
+    # The one that got the signal begins its ninth execution; agreeing may take one more.
+    assert (epoch, step) in [(1, 27), (1, 30)]
+    assert f"SIGTERM: stopped after step {step - 15} of epoch 2, which is saved; exit code 77" in stopped[0].log
+    resumed = cluster.complete(job)
+    assert_same(references[job.data], resumed)
+    executions = [run.result["steps of this process"] for run in (stopped[0], resumed[0], references[job.data][0])]
+    assert executions[0] + executions[1] == executions[2]
+
+
+def test_sigterm_between_epochs(cluster: Cluster, references: dict[str, list[Ended]]) -> None:
+    job = ARRAYS.with_(backup={})
+    stopped = cluster.run(job, kill={1: {**SIGTERM, "when": "on_epoch_end", "number": 2}})
+    assert [run.code for run in stopped] == [PREEMPTED, PREEMPTED]
+    assert "SIGTERM: stopped after epoch 2, which is saved; exit code 77" in stopped[0].log
+    assert_same(references["arrays"], cluster.complete(job))
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 1), (1, 2)])
+def test_another_number_of_workers(cluster: Cluster, before: int, after: int) -> None:
+    """The result is that of one worker, but for the last bits."""
+    job = ARRAYS.with_(model="smooth", callbacks=("csv",), epochs=4)
+    reference = cluster.jobs.run_workers([job.reference], cluster.folder / "reference")[0]
+    cluster.run(job, workers=before, kill={before - 1: KILL})
+    for run in cluster.complete(job, workers=after):
+        assert run.result["fit 1: epochs"] == [0, 1, 2, 3]
+        for name, expected in reference.result.items():
+            if re.match(r"fit 1: (history|weights|optimizer)/", name):
+                received = run.result[name]
+                np.testing.assert_allclose(received, expected, atol=1e-5, rtol=0, err_msg=name)
+
+
+def test_saved_by_time(cluster: Cluster, references: dict[str, list[Ended]]) -> None:
+    """The workers' clocks differ; they agree on the step at which the snapshot is taken."""
+    job = ARRAYS.with_(backup={"save_freq": "0.02s", "asynchronous": False})
+    cluster.run(job, kill={1: {**KILL, "number": 14}})
+    steps = {event["step"] for event in cluster.events("saved")}
+    assert any(step % 15 for step in steps)
+    assert_same(references["arrays"], cluster.complete(job))
+
+
+def test_only_the_chief_writes(cluster: Cluster) -> None:
+    job = ARRAYS.with_(epochs=2, callbacks=())
+    results = cluster.complete(job)
+    assert {event["name"] for event in cluster.events("saved")} == {"worker 0"}
+    assert len(list((cluster.folder / "backup").iterdir())) == 3
+    again = cluster.complete(job)
+    assert [run.result["steps of this process"] for run in again] == [0, 0]
+    assert_same(results, again)
+
+
+def test_folder_that_is_not_shared(cluster: Cluster) -> None:
+    job = ARRAYS.with_(hook="a backup of each rank")
+    cluster.run(job, kill={1: KILL})
+    ended = cluster.run(job)
+    assert [run.code for run in ended] == [1, 1]
+    for run in ended:
+        assert re.search(
+            r"ValueError: worker 0 \(\S+\) resumes from checkpoint-\d+, but worker 1 \(\S+\) cannot: in "
+            r"\S+/backup-1/checkpoint-\d+, manifest\.json is missing\. Expected: a backup folder on a file system that "
+            r"all workers share\.",
+            run.log,
+        )
+        assert run.result["steps of this process"] == 0
+
+
+def test_all_backups_are_damaged(cluster: Cluster) -> None:
+    cluster.run(ARRAYS, kill={1: KILL})
+    for checkpoint in (cluster.folder / "backup").iterdir():
+        empty(checkpoint / "manifest.json")
+    ended = cluster.run(ARRAYS)
+    assert [run.code for run in ended] == [1, 1]
+    for run in ended:
+        assert re.search(r"DamagedBackups: \S+/backup holds \d checkpoint\(s\), but none that is complete", run.log)
+        assert run.result["steps of this process"] == 0

@@ -1,0 +1,160 @@
+"""Trials: a job that is interrupted and started again in one folder, beside the same job without interruption."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.fault_tolerance.forked_jobs import Ended, ForkedJobs
+from tests.fault_tolerance.job import Job
+
+KILLED = -9
+# As many as a small machine has cores.
+_AT_ONCE = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What is run one after the other in one folder.
+
+    Attributes:
+        name: what the test is called.
+        jobs: in their order.
+        reference: the job whose result the last one must have; without interruption and without a backup by default.
+        between: called with the folder between the last two jobs.
+    """
+
+    name: str
+    jobs: tuple[Job, ...]
+    reference: Job | None = None
+    between: Callable[[Path], None] | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def interrupted(name: str, job: Job, *kills: Mapping[str, Any], **changes: Any) -> Case:
+    """A case of a job that is interrupted by each of `kills` in turn, and then left alone."""
+    return Case(name, (*(job.with_(kill=dict(kill)) for kill in kills), job), **changes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What came of a case.
+
+    Attributes:
+        runs: the jobs of the case.
+        reference: the job without interruption.
+        folder: where the jobs of the case ran.
+    """
+
+    runs: list[Ended]
+    reference: Ended
+    folder: Path
+
+    @property
+    def codes(self) -> list[int]:
+        """The exit codes of the jobs."""
+        return [run.code for run in self.runs]
+
+    @property
+    def steps(self) -> list[int | None]:
+        """How many executions of steps each job has begun; `None` for one that was killed."""
+        return [run.result and run.result["steps of this process"] for run in self.runs]
+
+    @property
+    def log(self) -> str:
+        """What the last job printed."""
+        return self.runs[-1].log
+
+    @property
+    def differences(self) -> list[str]:
+        """What the last job has observed otherwise than the reference, bit by bit."""
+        return differences(self.reference, self.runs[-1])
+
+
+def differences(expected: Ended, received: Ended) -> list[str]:
+    """The names of all observations that differ in any bit."""
+    for run in (expected, received):
+        assert run.result is not None, f"no result, exit code {run.code}:\n{run.log}"
+    left, right = dict(expected.result), dict(received.result)
+    # A run that goes on has fewer of them left.
+    del left["steps of this process"], right["steps of this process"]
+    return [name for name in sorted({*left, *right}) if not _same(left.get(name), right.get(name))]
+
+
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
+        return (left.dtype, left.shape, left.tobytes()) == (right.dtype, right.shape, right.tobytes())
+    return type(left) is type(right) and left == right
+
+
+def about(names: Iterable[str]) -> set[str]:
+    """The kinds of observations that names of differences belong to, such as `weights`, `history` and `csv`."""
+    return {re.sub(r"^fit \d+: ", "", name).split("/")[0] for name in names}
+
+
+class Trials:
+    """Runs cases, two at a time, each once.
+
+    Args:
+        jobs: where their processes come from.
+        folder: gets a folder for each case.
+    """
+
+    def __init__(self, jobs: ForkedJobs, folder: Path) -> None:
+        self.jobs = jobs
+        self.folder = folder
+        self._pool = ThreadPoolExecutor(_AT_ONCE)
+        self._outcomes: dict[str, Future[Outcome]] = {}
+        self._references: dict[str, Future[Ended]] = {}
+        self._lock = threading.Lock()
+
+    def begin(self, cases: Iterable[Case]) -> None:
+        """Lets cases run in the background, in this order."""
+        for case in cases:
+            if case.name not in self._outcomes:
+                self._outcomes[case.name] = self._pool.submit(self._run, case)
+
+    def outcome(self, case: Case) -> Outcome:
+        """Waits for a case; shows what its processes printed (pytest keeps it to itself if the test passes)."""
+        self.begin([case])
+        outcome = self._outcomes[case.name].result()
+        for run in (outcome.reference, *outcome.runs):
+            print(f"=== exit code {run.code}\n{run.log}")
+        return outcome
+
+    def close(self) -> None:
+        """Begins no further case, and waits for those that have begun."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def _run(self, case: Case) -> Outcome:
+        folder = self.folder / re.sub(r"\W+", "-", case.name)
+        shutil.rmtree(folder, ignore_errors=True)
+        runs: list[Ended] = []
+        for i, job in enumerate(case.jobs):
+            if case.between is not None and i == len(case.jobs) - 1:
+                case.between(folder)
+            runs.append(self.jobs.run(job, folder))
+        return Outcome(runs, self._reference(case.reference or case.jobs[-1].reference), folder)
+
+    def _reference(self, job: Job) -> Ended:
+        key = repr(job)
+        with self._lock:
+            is_first = key not in self._references
+            future = self._references.setdefault(key, Future())
+            number = len(self._references)
+        if is_first:
+            try:
+                future.set_result(self.jobs.run(job, self.folder / f"reference-{number}"))
+            except BaseException as error:
+                future.set_exception(error)
+        return future.result()
