@@ -9,12 +9,12 @@ import pytest
 
 from tests.fault_tolerance.job import Job
 from tests.fault_tolerance.test_store_damage import DAMAGES, FILES, empty
-from tests.fault_tolerance.trials import KILLED, Case, Trials, interrupted
+from tests.fault_tolerance.trials import KILLED, Case, Trials, at, interrupted
 
 pytestmark = pytest.mark.slow
 
-JOB = Job(epochs=3, callbacks=("csv", "plateau"), backup={"save_freq": 1, "asynchronous": False})
-KILL = {"when": "on_train_batch_begin", "number": 9}
+JOB = Job(backup={"save_freq": 1, "asynchronous": False}).light.with_(epochs=3)
+KILL = at(9)
 
 
 def newest(count: int, damage: Callable[[Path], None], file: str) -> Callable[[Path], None]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tests.fault_tolerance.job import Job
-from tests.fault_tolerance.trials import Case, Trials
+from tests.fault_tolerance.trials import Case, Trials, at
 
 pytestmark = pytest.mark.slow
 
 STOPPED = Job(backup={})
-WHOLE = Job(epochs=3, callbacks=("csv",), backup={"save_freq": 4})
+WHOLE = Job(backup={"save_freq": 4}).light
 SEVERAL = WHOLE.with_(fits=2, epochs=2)
 KEPT = [
     Case("stopped early", (STOPPED, STOPPED, STOPPED)),
@@ -28,7 +28,7 @@ def test_returns_at_once_with_all_of_its_history(case: Case, trials: Trials) -> 
     assert outcome.log.count("The fit is finished: ") == case.jobs[0].fits
 
 
-@pytest.mark.parametrize("case", [Case("deleted", (Job(backup={"on_finish": "delete"}),) * 2)], ids=str)
+@pytest.mark.parametrize("case", [Case("deleted", (Job(backup={"on_finish": "delete"}).light,) * 2)], ids=str)
 def test_trains_anew_if_the_backup_is_deleted(case: Case, trials: Trials) -> None:
     outcome = trials.outcome(case)
     assert outcome.codes == [0, 0]
@@ -37,7 +37,7 @@ def test_trains_anew_if_the_backup_is_deleted(case: Case, trials: Trials) -> Non
     assert list((outcome.folder / "backup").iterdir()) == []
 
 
-KILL = {"when": "on_train_batch_begin", "number": 9}
+KILL = at(9)
 
 
 @pytest.mark.parametrize("keep", [1, 2])

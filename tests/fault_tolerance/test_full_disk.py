@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from tests.fault_tolerance.job import Job
-from tests.fault_tolerance.trials import KILLED, Case, Trials, differences
+from tests.fault_tolerance.trials import KILLED, Case, Trials, at, differences
 from tfdist.callbacks.store import CheckpointStore
 
 pytestmark = pytest.mark.slow
 
-JOB = Job(epochs=3, callbacks=("csv",), backup={"save_freq": 4, "asynchronous": False})
-KILL = {"when": "on_train_batch_begin", "number": 8}
+JOB = Job(backup={"save_freq": 4, "asynchronous": False}).light.with_(epochs=3)
+KILL = at(8)
 WARNING = "RuntimeWarning: A backup could not be written; training goes on, and the last good one is kept. The "
 
 

@@ -7,20 +7,20 @@ from typing import Any
 import pytest
 
 from tests.fault_tolerance.job import CALLBACKS, Job
-from tests.fault_tolerance.trials import KILLED, Case, Trials, about
+from tests.fault_tolerance.trials import KILLED, Case, Trials, about, at
 
 pytestmark = pytest.mark.slow
 
 # In the fourth epoch; the best one was the third.
-KILL = {"when": "on_train_batch_begin", "number": 18}
+KILL = at(18)
 IN_THE_FIFTH_EPOCH = {**KILL, "number": 23}
 AT_A_BOUNDARY = {"when": "writing", "stage": "tensors", "number": 3}
 BY_STEPS = {"save_freq": 4, "asynchronous": False}
-ALL = {"callbacks": CALLBACKS, "epochs": 7}
+ALL = {"callbacks": CALLBACKS, "validation": "arrays", "epochs": 7}
 
 
 def without(name: str, *expected: str, kill: dict[str, Any] = KILL, **options: Any) -> Any:
-    job = Job(**{"backup": BY_STEPS, "callbacks": ("csv", "plateau"), "epochs": 4, **options})
+    job = Job(**{"backup": BY_STEPS, "callbacks": ("csv", "plateau"), "validation": "", "epochs": 4, **options})
     return pytest.param(Case(f"without {name}", (job.with_(kill=kill), job.with_(leave_out=name))), expected, id=name)
 
 
@@ -31,7 +31,7 @@ def without(name: str, *expected: str, kill: dict[str, Any] = KILL, **options: A
         without("optimizer", "weights", "optimizer"),
         without("learning rate", "weights", "optimizer"),
         without("iterations", "weights", "optimizer"),
-        without("BatchNormalization", "weights", "history"),
+        without("BatchNormalization", "weights", "history", validation="arrays"),
         without("metrics", "history"),
         without("EarlyStopping", "early", **ALL),
         without("ReduceLROnPlateau", "plateau", "optimizer", kill=IN_THE_FIFTH_EPOCH, **ALL),

@@ -18,31 +18,34 @@ def sigterm(number: int, when: str = "on_train_batch_begin", which: int = signal
     return {"when": when, "number": number, "signal_number": int(which)}
 
 
-WITHIN = Case("within an epoch", interrupted("", Job(backup={}), sigterm(9)).jobs)
+LIGHT = Job(backup={}).light
+WITHIN = interrupted("within an epoch", Job(backup={}), sigterm(9))
 CASES = [
     (WITHIN, "SIGTERM: stopped after step 12 of epoch 2, which is saved; exit code 77"),
     (
-        interrupted("twice", Job(backup={"save_freq": 4}), sigterm(9), sigterm(3)),
+        interrupted("twice", LIGHT.with_(backup={"save_freq": 4}), sigterm(9), sigterm(3)),
         "SIGTERM: stopped after step 6 of epoch 3, which is saved; exit code 77",
     ),
     (
-        interrupted("at the last step of an epoch", Job(backup={}), sigterm(10)),
+        interrupted("at the last step of an epoch", LIGHT, sigterm(10)),
         "SIGTERM: stopped after step 15 of epoch 2, which is saved; exit code 77",
     ),
     (
-        interrupted("in validation", Job(backup={}), sigterm(4, "on_test_batch_begin")),
+        interrupted("in validation", LIGHT.with_(validation="arrays"), sigterm(4, "on_test_batch_begin")),
         "SIGTERM: stopped after epoch 2, which is saved; exit code 77",
     ),
     (
-        interrupted("between epochs", Job(backup={}), sigterm(2, "on_epoch_end")),
+        interrupted("between epochs", LIGHT, sigterm(2, "on_epoch_end")),
         "SIGTERM: stopped after epoch 2, which is saved; exit code 77",
     ),
     (
-        interrupted("a dataset", Job(data="shuffle", backup={}), sigterm(9)),
+        interrupted("a dataset", LIGHT.with_(data="shuffle"), sigterm(9)),
         "SIGTERM: stopped after step 12 of epoch 2, which is saved; exit code 77",
     ),
     (
-        interrupted("another signal", Job(backup={"preemption_signal": int(signal.SIGUSR1)}), sigterm(9, which=10)),
+        interrupted(
+            "another signal", LIGHT.with_(backup={"preemption_signal": int(signal.SIGUSR1)}), sigterm(9, which=10)
+        ),
         "SIGUSR1: stopped after step 12 of epoch 2, which is saved; exit code 77",
     ),
 ]
@@ -67,34 +70,33 @@ def test_one_save(case: Case, trials: Trials) -> None:
 
 
 def test_data_whose_position_cannot_be_saved(trials: Trials) -> None:
-    outcome = trials.outcome(interrupted("generator", Job(data="from_generator", backup={}), sigterm(9)))
+    outcome = trials.outcome(interrupted("generator", LIGHT.with_(data="from_generator"), sigterm(9)))
     assert outcome.codes == [PREEMPTED, 0]
     assert (
-        "SIGTERM: stopped after step 9 of epoch 2, which is not saved, because no position within an epoch can be "
-        "found again; exit code 77"
+        "SIGTERM: stopped after step 9 of epoch 2, which is not saved: no position within an epoch can be found again; "
+        "exit code 77"
     ) in outcome.runs[0].log
     assert outcome.differences == []
 
 
 def test_signals_are_left_alone_on_request(trials: Trials) -> None:
-    job = Job(backup={"preemption_signal": None})
+    job = LIGHT.with_(backup={"preemption_signal": None})
     outcome = trials.outcome(interrupted("no signal", job, sigterm(9)))
     assert outcome.codes == [-signal.SIGTERM, 0]
     assert outcome.differences == []
 
 
-def test_the_last_step_is_the_end(trials: Trials) -> None:
-    """The fit is over before it can be stopped: it is finished, not preempted."""
-    job = Job(epochs=2, callbacks=("csv",), backup={})
+def test_the_last_epoch_is_finished_first(trials: Trials) -> None:
+    job = LIGHT.with_(epochs=2)
     outcome = trials.outcome(Case("the last epoch", (job.with_(kill=sigterm(2, "on_epoch_end")), job)))
-    assert outcome.codes == [0, 0]
+    assert outcome.codes == [PREEMPTED, 0]
     assert outcome.steps == [10, 0]
     assert outcome.differences == []
 
 
 def test_after_a_fit_that_failed_the_signal_ends_the_process(trials: Trials) -> None:
     kill = {"when": "on_train_batch_begin", "number": 9, "signal_number": None}
-    job = Job(backup={}, hook="SIGTERM after a fit that failed")
+    job = LIGHT.with_(hook="SIGTERM after a fit that failed")
     outcome = trials.outcome(Case("failed fit", (job.with_(kill=kill), job)))
     assert "fit has raised: the end of this fit" in outcome.runs[0].log
     assert outcome.codes == [-signal.SIGTERM, 0]
@@ -103,7 +105,7 @@ def test_after_a_fit_that_failed_the_signal_ends_the_process(trials: Trials) -> 
 
 def test_a_fit_that_failed_is_gone_on_with_in_the_same_process(trials: Trials) -> None:
     kill = {"when": "on_train_batch_begin", "number": 9, "signal_number": None}
-    job = Job(backup={"save_freq": 4}, hook="another fit after one that failed", kill=kill)
+    job = LIGHT.with_(backup={"save_freq": 4}, hook="another fit after one that failed", kill=kill)
     outcome = trials.outcome(Case("another fit", (job,)))
     assert outcome.codes == [0]
     assert "fit has raised: the end of this fit" in outcome.log

@@ -9,20 +9,20 @@ import pytest
 
 import tfdist
 from tests.fault_tolerance.job import Job
-from tests.fault_tolerance.trials import KILLED, Case, Trials
+from tests.fault_tolerance.trials import KILLED, Case, Trials, at
 from tfdist.callbacks.store import CheckpointStore
 
 pytestmark = pytest.mark.slow
 
-KILL = {"when": "on_train_batch_begin", "number": 8}
+KILL = at(8)
 BACKUP = {"save_freq": 1, "asynchronous": False}
-JOB = Job(epochs=3, callbacks=("csv",), backup=BACKUP)
+JOB = Job(epochs=3, callbacks=("csv",), validation="", backup=BACKUP)
 PYTHON_CODE = "it runs Python code (from_generator, py_function or numpy_function), whose state is unknown"
 SET_SEED = "; keras.utils.set_random_seed, called first, seeds all that has no seed"
 
 
 def at_ends_of_epochs(name: str, reason: str, data: str, **options: Any) -> Any:
-    job = JOB.with_(data=data, **options)
+    job = JOB.light.with_(data=data, epochs=3, **options)
     return pytest.param(Case(name, (job.with_(kill=KILL), job)), reason, id=name)
 
 
@@ -89,7 +89,7 @@ CHANGES = [
     ),
     changed(
         "another optimizer",
-        r"StateMismatch: .* Received: optimizer/2 is not there\. Expected, as saved: adam/\S+ with shape \[4, 8\]",
+        r"StateMismatch: .* Received: optimizer class/0 is SGD\. Expected, as saved: Adam\.",
         model="sgd",
     ),
     changed(

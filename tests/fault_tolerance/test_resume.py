@@ -7,7 +7,7 @@ import random
 import pytest
 
 from tests.fault_tolerance.job import Job
-from tests.fault_tolerance.trials import KILLED, Case, Trials, interrupted
+from tests.fault_tolerance.trials import KILLED, Case, Trials, at, interrupted
 
 pytestmark = pytest.mark.slow
 
@@ -15,10 +15,6 @@ pytestmark = pytest.mark.slow
 EVERY_STEP = Job(backup={"save_freq": 1, "asynchronous": False})
 SOMETIMES = Job(backup={"save_freq": 7})
 EPOCHS = Job(backup={})
-
-
-def at(number: float, when: str = "on_train_batch_begin") -> dict:
-    return {"when": when, "number": number}
 
 
 CASES = [
@@ -42,37 +38,7 @@ CASES = [
     interrupted("while writing a manifest", EPOCHS, {"when": "writing", "stage": "manifest", "number": 2}),
     interrupted("while writing the first", EPOCHS, {"when": "writing", "stage": "tensors", "number": 1}),
     interrupted("saved by time", Job(backup={"save_freq": "0.01s"}), at(13)),
-    interrupted("saved once a second", Job(backup={"save_freq": "1s"}), at(13)),
-    interrupted("saved as rarely as a run ends", Job(backup={"save_freq": 1000}), at(13)),
-    interrupted("one step an execution", Job(steps_per_execution=1, backup={"save_freq": 4}), at(23), at(12)),
-    interrupted("executions that do not divide an epoch", Job(steps_per_execution=4, backup={"save_freq": 1}), at(6)),
-    interrupted("every epoch", EPOCHS, *[at(7)] * 3),
-    interrupted("every execution", EVERY_STEP, *[at(2)] * 4),
-    interrupted(
-        "several fits", Job(epochs=2, fits=3, backup={"save_freq": 4}), {**at(7), "fit": 2}, {**at(4), "fit": 3}
-    ),
-    interrupted("initial_epoch", Job(epochs=6, fit={"initial_epoch": 2}, backup={"save_freq": 4}), at(8), at(3)),
-    interrupted(
-        "with LearningRateScheduler", Job(callbacks=("schedule", "csv"), backup={"save_freq": 4}), at(8), at(3)
-    ),
-    interrupted("with a progress bar", Job(fit={"verbose": 1}, backup={"save_freq": 4}), at(8)),
-    interrupted("with a ProgbarLogger", Job(callbacks=("progress bar", "csv"), backup={"save_freq": 4}), at(8)),
-    interrupted("with no other callback", Job(callbacks=(), validation="", backup={"save_freq": 4}), at(8)),
-    interrupted("keeping one", Job(backup={"save_freq": 1, "keep": 1}), at(8), at(5)),
-    Case(
-        "with more epochs afterwards",
-        (
-            Job(epochs=3, callbacks=("csv", "plateau"), backup={}),
-            Job(epochs=5, callbacks=("csv", "plateau"), backup={}),
-        ),
-    ),
-    Case(
-        "with more epochs after a kill",
-        (
-            Job(epochs=3, callbacks=("csv", "plateau"), backup={"save_freq": 4}, kill=at(12)),
-            Job(epochs=5, callbacks=("csv", "plateau"), backup={"save_freq": 4}),
-        ),
-    ),
+    interrupted("again and again", EVERY_STEP, *[at(2)] * 4),
 ]
 
 

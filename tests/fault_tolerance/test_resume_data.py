@@ -5,55 +5,54 @@ from __future__ import annotations
 import pytest
 
 from tests.fault_tolerance.job import ROWS, Job
-from tests.fault_tolerance.trials import KILLED, Case, Trials, interrupted
+from tests.fault_tolerance.trials import KILLED, Case, Trials, at, interrupted
 
 pytestmark = pytest.mark.slow
 
-# In the second epoch, then again in the third.
-KILLS = ({"when": "on_train_batch_begin", "number": 9}, {"when": "on_train_batch_begin", "number": 5})
-EARLY_KILLS = ({"when": "on_train_batch_begin", "number": 4}, {"when": "on_train_batch_begin", "number": 2})
+# In the second epoch.
+KILL = at(9)
+# And then again in the third.
+KILLS = (KILL, at(5))
+EARLY_KILLS = (at(4), at(2))
 BACKUP = {"save_freq": 4, "asynchronous": False}
 
 
 def resumed(name: str, data: str, *kills: dict, **options) -> Case:
-    options = {"epochs": 4, "callbacks": ("csv",), "backup": BACKUP, **options}
-    return interrupted(name, Job(data=data, **options), *(kills or KILLS))
+    return interrupted(name, Job().light.with_(data=data, **{"backup": BACKUP, **options}), *(kills or KILLS[:1]))
 
 
 CASES = [
-    resumed("arrays", "arrays"),
+    resumed("arrays", "arrays", *KILLS),
     resumed("arrays in order", "arrays", fit={"shuffle": False}),
     resumed("arrays with steps_per_epoch", "arrays", *EARLY_KILLS, fit={"steps_per_epoch": 6}),
+    resumed("shuffle", "shuffle", *KILLS),
+    resumed("filter", "filter", *KILLS),
+    resumed("PyDataset", "PyDataset", *KILLS),
+    resumed("PyDataset, reshuffled", "PyDataset, reshuffled", *KILLS),
     *(
         resumed(name, name)
         for name in (
             "dataset in order",
-            "shuffle",
             "shuffle once",
             "cache",
             "interleave",
             "map",
             "random map",
-            "filter",
-            "PyDataset",
             "PyDataset, 2 workers",
-            "PyDataset, reshuffled",
         )
     ),
     resumed("repeat", "repeat", fit={"steps_per_epoch": 12}),
     resumed("finite, several epochs a pass", "shuffle", fit={"steps_per_epoch": 5}, epochs=6, steps_per_execution=1),
     resumed("finite, executions of several steps", "shuffle", *EARLY_KILLS, fit={"steps_per_epoch": 6}, epochs=5),
     resumed("PyDataset in order", "PyDataset", fit={"shuffle": False}),
-    resumed("killed in the first epoch", "shuffle", {"when": "on_train_batch_begin", "number": 4}),
-    resumed("unknown size, killed in the first epoch", "filter", {"when": "on_train_batch_begin", "number": 4}),
-    resumed(
-        "shuffled validation", "shuffle", *KILLS, {"when": "on_test_batch_begin", "number": 2}, validation="shuffle"
-    ),
+    resumed("killed in the first epoch", "shuffle", at(4)),
+    resumed("unknown size, killed in the first epoch", "filter", at(4)),
+    resumed("shuffled validation", "shuffle", *KILLS, at(2, "on_test_batch_begin"), validation="shuffle"),
     resumed("saved at ends of epochs", "shuffle", backup={}),
     resumed("unknown size, saved at ends of epochs", "filter", backup={}),
     resumed("repeat, saved at ends of epochs", "repeat", fit={"steps_per_epoch": 12}, backup={}),
     resumed("PyDataset, saved at ends of epochs", "PyDataset, reshuffled", backup={}),
-    resumed("several fits", "shuffle", {"when": "on_train_batch_begin", "number": 7, "fit": 2}, fits=2, epochs=2),
+    resumed("several fits", "shuffle", {**at(7), "fit": 2}, fits=2, epochs=2),
 ]
 
 
@@ -78,7 +77,7 @@ def test_every_row_once_an_epoch(case: Case, trials: Trials) -> None:
         assert len({tuple(epoch) for epoch in epochs}) == len(epochs)
 
 
-OWN = Job(data="shuffle", epochs=4, callbacks=("csv",), backup={**BACKUP, "of_epoch": True})
+OWN = Job().light.with_(data="shuffle", backup={**BACKUP, "of_epoch": True})
 DATASET_FN = interrupted("dataset_fn", OWN, *KILLS, reference=OWN)
 
 

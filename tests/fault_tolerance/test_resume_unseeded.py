@@ -7,11 +7,11 @@ import shutil
 import pytest
 
 from tests.fault_tolerance.job import ROWS, Job
-from tests.fault_tolerance.trials import KILLED, Trials, differences
+from tests.fault_tolerance.trials import KILLED, Trials, at, differences
 
 pytestmark = pytest.mark.slow
 
-KILL = {"when": "on_train_batch_begin", "number": 9}
+KILL = at(9)
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ KILL = {"when": "on_train_batch_begin", "number": 9}
     ],
 )
 def test_continuations_of_one_backup(trials: Trials, data: str, known: int) -> None:
-    job = Job(data=data, seed=None, epochs=4, callbacks=("csv",), backup={"save_freq": 4, "asynchronous": False})
+    job = Job().light.with_(data=data, seed=None, backup={"save_freq": 4, "asynchronous": False})
     folder = trials.folder / data
     killed = trials.jobs.run(job.with_(kill=KILL), folder)
     assert killed.code == KILLED, killed.log

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from tests.fault_tolerance.job import Job
 KILLED = -9
 # As many as a small machine has cores.
 _AT_ONCE = 2
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +47,11 @@ class Case:
 def interrupted(name: str, job: Job, *kills: Mapping[str, Any], **changes: Any) -> Case:
     """A case of a job that is interrupted by each of `kills` in turn, and then left alone."""
     return Case(name, (*(job.with_(kill=dict(kill)) for kill in kills), job), **changes)
+
+
+def at(number: float, when: str = "on_train_batch_begin") -> dict[str, Any]:
+    """A kill at the `number`-th call of a callback method in the process."""
+    return {"when": when, "number": number}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +124,7 @@ class Trials:
         self._pool = ThreadPoolExecutor(_AT_ONCE)
         self._outcomes: dict[str, Future[Outcome]] = {}
         self._references: dict[str, Future[Ended]] = {}
+        self._beginnings: dict[str, Future[tuple[Path, list[Ended]]]] = {}
         self._lock = threading.Lock()
 
     def begin(self, cases: Iterable[Case]) -> None:
@@ -138,23 +147,33 @@ class Trials:
 
     def _run(self, case: Case) -> Outcome:
         folder = self.folder / re.sub(r"\W+", "-", case.name)
-        shutil.rmtree(folder, ignore_errors=True)
         runs: list[Ended] = []
-        for i, job in enumerate(case.jobs):
-            if case.between is not None and i == len(case.jobs) - 1:
-                case.between(folder)
-            runs.append(self.jobs.run(job, folder))
-        return Outcome(runs, self._reference(case.reference or case.jobs[-1].reference), folder)
+        if case.jobs[1:]:
+            # Cases that differ in what follows share it.
+            before, runs = self._once(self._beginnings, case.jobs[:-1], self._begin)
+            shutil.copytree(before, folder)
+        if case.between is not None:
+            case.between(folder)
+        runs = [*runs, self.jobs.run(case.jobs[-1], folder)]
+        reference = self._once(self._references, case.reference or case.jobs[-1].reference, self._refer)
+        return Outcome(runs, reference, folder)
 
-    def _reference(self, job: Job) -> Ended:
-        key = repr(job)
+    def _begin(self, jobs: tuple[Job, ...], number: int) -> tuple[Path, list[Ended]]:
+        folder = self.folder / f"beginning-{number}"
+        return folder, [self.jobs.run(job, folder) for job in jobs]
+
+    def _refer(self, job: Job, number: int) -> Ended:
+        return self.jobs.run(job, self.folder / f"reference-{number}")
+
+    def _once(self, futures: dict[str, Future[R]], what: T, run: Callable[[T, int], R]) -> R:
+        """Runs something if nobody else has begun to; waits for it."""
         with self._lock:
-            is_first = key not in self._references
-            future = self._references.setdefault(key, Future())
-            number = len(self._references)
+            is_first = repr(what) not in futures
+            future = futures.setdefault(repr(what), Future())
+            number = len(futures)
         if is_first:
             try:
-                future.set_result(self.jobs.run(job, self.folder / f"reference-{number}"))
+                future.set_result(run(what, number))
             except BaseException as error:
                 future.set_exception(error)
         return future.result()

@@ -1,22 +1,25 @@
 """The state of the other callbacks of a fit: their plain attributes, without a word from them.
 
 Keras' callbacks keep what they know in attributes: EarlyStopping's `wait`, `best` and `best_weights`,
-ReduceLROnPlateau's `cooldown_counter`, History's `history`. Everything that is made of numbers, text, arrays, lists and
-dicts is saved. A callback that keeps something else has `get_state()`, which returns plain data, and `set_state(data)`.
+ReduceLROnPlateau's `cooldown_counter`, History's `history`. Everything that is made of numbers, text, arrays of
+numbers, lists, tuples, dicts, sets and deques is saved. A callback that keeps something else has `get_state()`, which
+returns plain data, and `set_state(data)`.
 """
 
 from __future__ import annotations
 
+import collections
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 
 _NOT_STATE = ("_model", "model", "params")
-# The progress bar shows; CSVLogger's attributes belong to an open file (see csv_logger.py).
-_STATELESS = (keras.callbacks.ProgbarLogger, keras.callbacks.CSVLogger)
+# What NumPy calls booleans, numbers and complex numbers: other arrays do not come back from a checkpoint as they were.
+_NUMBERS = "biufc"
+_CONTAINERS = (list, tuple, dict, set, collections.deque)
 
 
 def settings(callbacks: Sequence[keras.callbacks.Callback]) -> list[dict[str, str]]:
@@ -54,14 +57,26 @@ def capture(
     ]
 
 
-def check(callbacks: Sequence[keras.callbacks.Callback], entries: Sequence[dict]) -> None:
-    """Raises ValueError if these are not the callbacks whose state was saved."""
+def matching(callbacks: Sequence[keras.callbacks.Callback], entries: Sequence[dict], exactly: bool) -> list[dict]:
+    """The saved entries of these callbacks.
+
+    Args:
+        callbacks: those of this fit.
+        entries: what `capture` returned.
+        exactly: whether there have to be no others; on other processes than the chief some may be missing.
+
+    Raises:
+        ValueError: if these are not the callbacks whose state was saved.
+    """
     now, then = [type(c).__name__ for c in callbacks], [entry["class"] for entry in entries]
-    if now != then:
+    rest = iter(entries)
+    found = [entry for name in now if (entry := next((e for e in rest if e["class"] == name), None)) is not None]
+    if len(found) != len(now) or (exactly and now != then):
         raise ValueError(
             f"The backup is of a fit with other callbacks. Received: {now}. Expected, as saved: {then}. Pass the same "
             "callbacks in the same order, or another backup_dir to begin anew."
         )
+    return found
 
 
 def restore(
@@ -81,42 +96,66 @@ def restore(
             callback._set_monitor_op()
         for name, value in state.items():
             if own.get(name) == entry["settings"].get(name):
-                setattr(callback, name, value)
+                _set(callback, name, value)
+
+
+def _set(callback: keras.callbacks.Callback, name: str, value: Any) -> None:
+    """Sets an attribute; a container stays the object that it is, which the user's code may hold, too."""
+    present = getattr(callback, name, None)
+    if isinstance(present, list) and isinstance(value, list):
+        present[:] = value
+    elif isinstance(present, (dict, set)) and isinstance(value, (dict, set)):
+        present.clear()
+        present.update(value)
+    elif isinstance(present, collections.deque) and isinstance(value, collections.deque):
+        present.clear()
+        present.extend(value)
+    else:
+        setattr(callback, name, value)
 
 
 def _state_of(callback: keras.callbacks.Callback) -> Any:
     if hasattr(callback, "get_state"):
         return callback.get_state()
-    if isinstance(callback, _STATELESS):
-        return {}
-    return {name: value for name, value in vars(callback).items() if name not in _NOT_STATE and _is_plain(value)}
+    parameters = inspect.signature(type(callback).__init__).parameters
+    return {
+        name: value
+        for name, value in vars(callback).items()
+        # Arrays that the user has passed (validation data, say) are there again in the next process.
+        if name not in _NOT_STATE and _is_plain(value) and not (isinstance(value, np.ndarray) and name in parameters)
+    }
 
 
 def _is_plain(value: Any) -> bool:
-    if isinstance(value, np.ndarray):
-        return value.dtype != object
-    if isinstance(value, (list, tuple)):
-        return all(_is_plain(item) for item in value)
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.dtype.kind in _NUMBERS
     if isinstance(value, dict):
         return all(isinstance(key, (str, int)) and _is_plain(item) for key, item in value.items())
-    return value is None or isinstance(value, (bool, int, float, str, np.generic))
+    if isinstance(value, tuple):
+        return type(value) is tuple and all(_is_plain(item) for item in value)
+    if isinstance(value, _CONTAINERS):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def encode(value: Any, arrays: dict[str, np.ndarray], prefix: str) -> Any:
+    """Plain data as JSON, and its arrays in `arrays`, under names that begin with `prefix`."""
     if isinstance(value, (np.ndarray, np.generic)):
         name = f"{prefix}/{len(arrays)}"
         arrays[name] = np.array(value)
         return {"array": name, "scalar": isinstance(value, np.generic)}
-    if isinstance(value, (list, tuple)):
-        return {type(value).__name__ if type(value) is tuple else "list": [encode(v, arrays, prefix) for v in value]}
     if isinstance(value, dict):
         return {"dict": [[key, encode(item, arrays, prefix)] for key, item in value.items()]}
+    for kind in _CONTAINERS:
+        if isinstance(value, kind):
+            return {kind.__name__: [encode(item, arrays, prefix) for item in value]}
     if isinstance(value, float):
         return {"float": float(value).hex()}  # exact, and JSON has no infinity
     return value
 
 
-def decode(value: Any, arrays: dict[str, np.ndarray]) -> Any:
+def decode(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
+    """What `encode` was given; containers of the user's own types are plain ones."""
     if not isinstance(value, dict):
         return value
     if "array" in value:
@@ -126,5 +165,6 @@ def decode(value: Any, arrays: dict[str, np.ndarray]) -> Any:
         return float.fromhex(value["float"])
     if "dict" in value:
         return {key: decode(item, arrays) for key, item in value["dict"]}
-    ((kind, items),) = value.items()
-    return tuple(decode(item, arrays) for item in items) if kind == "tuple" else [decode(i, arrays) for i in items]
+    ((name, items),) = value.items()
+    kind = next(kind for kind in _CONTAINERS if kind.__name__ == name)
+    return kind(decode(item, arrays) for item in items)

@@ -26,7 +26,7 @@ from tensorflow.python.eager import context
 from tfdist.callbacks import callback_state
 from tfdist.strategies import random_state
 from tfdist.strategies.data_parallel import DataParallel
-from tfdist.strategies.pipeline_facts import can_save_iterator, seeds, why_not_repeatable
+from tfdist.strategies.pipeline_facts import can_save_iterator, draws_seeds, seeds, why_not_repeatable
 
 # Name of the iterator's state among the tensors of a backup, and what TensorFlow does if it has a state elsewhere.
 _ITERATOR = "iterator"
@@ -60,6 +60,7 @@ class DataPosition:
         self._after_step = after_step
         self._made = 0
         self._in_epoch = 0
+        self._own_size: int | None = None
         self._resumed: dict | None = None
         self._saved_iterator: tf.Tensor | None = None
         self._random_at_begin: list | None = None
@@ -120,7 +121,7 @@ class DataPosition:
     @property
     def steps_per_epoch(self) -> int | None:
         """Steps of an epoch; `None` if that is not (yet) known."""
-        return self._iterator.num_batches
+        return self._own_size if self._dataset_fn is not None else self._iterator.num_batches
 
     # Saving and resuming
 
@@ -153,7 +154,7 @@ class DataPosition:
         source = self._source()
         known = isinstance(source, tf.data.Dataset) and self._dataset_fn is None
         return {
-            "number of batches": self._iterator.data_adapter.num_batches,
+            "number of batches": None if self._dataset_fn else self._iterator.data_adapter.num_batches,
             "components of a batch": str(source.element_spec),
             "seeds of its shuffling": seeds(source) if known and not self._is_arrays else [],
         }
@@ -241,6 +242,7 @@ class DataPosition:
         iterator = self._iterator
         dataset = self._dataset_fn(self.epoch)
         size = iterator.steps_per_epoch or int(dataset.cardinality())
+        self._own_size = size if size > 0 else None
         iterator._current_iterator = iter(self._distribute(dataset.skip(first) if first else dataset))
         step = first
         while size < 0 or step < size:
@@ -256,7 +258,7 @@ class DataPosition:
             iterator._num_batches = state["batches"]  # learnt when the data ended for the first time
         goes_on = state["goes on"]
         before = state["made"] - int(goes_on)
-        if isinstance(iterator.data_adapter, TFDatasetAdapter):
+        if isinstance(iterator.data_adapter, TFDatasetAdapter) and draws_seeds(self._source()):
             for _ in range(before):
                 self._make()
         self._made = before

@@ -25,9 +25,10 @@ from tfdist.callbacks.training_state import TrainingState
 from tfdist.callbacks.writers import WRITERS
 from tfdist.strategies import epoch_iterators, random_state
 from tfdist.strategies.agreement import Agreement, Request
+from tfdist.strategies.pipeline_facts import draws_seeds
 from tfdist.supervision.events import EventLog
 from tfdist.supervision.exit_codes import PREEMPTED
-from tfdist.supervision.progress import ProgressWriter
+from tfdist.supervision.progress import DONE, ProgressWriter
 
 if TYPE_CHECKING:
     from tfdist.callbacks.backup_and_restore import BackupAndRestore
@@ -75,13 +76,15 @@ class FitBackup:
         self._store = SharedStore(folder_of_fit(options.backup_dir), options.keep, self._peers)
         self._writer = BackgroundWriter(options.asynchronous, self._warn_not_written)
         self._schedule = SaveSchedule(options.save_freq)
-        self._signal = PreemptionSignal(options.preemption_signal)
+        self._signal = PreemptionSignal(options.preemption_signal, model)
+        self._stop_at_end = False
         self._events = EventLog.from_environment()
         self._state = TrainingState(model)
         self._place = _Place()
         self._validations = 0
         self._resumed: Checkpoint | None = None
         self._was_done = False
+        self._entries: list[dict] = []
         self._until_begun = contextlib.ExitStack()
         self._at_epoch_end = False
         self._epochs = 0
@@ -93,12 +96,15 @@ class FitBackup:
         iterator = epoch_iterators.latest(self._model)
         if iterator is None:
             raise RuntimeError("Received: BackupAndRestore outside of Model.fit. Expected: fit(..., callbacks=[...]).")
+        self._signal.install()
         self._epochs = self._callback_list.params["epochs"]
         self._settings = callback_state.settings(self._others)
         self._position = DataPosition(self._model, iterator, self._options.dataset_fn, self._after_step)
-        if self._agreement is not None and not self._agreement.in_use:
-            self._agreement.in_use = True
-            self._model.make_train_function(force=True)
+        if self._agreement is not None:
+            self._agreement.clear()
+            if not self._agreement.in_use:
+                self._agreement.in_use = True
+                self._model.make_train_function(force=True)
         checkpoint = self._store.newest(lambda meta: not meta["done"] or self._is_over(meta))
         if self._position.obstacle is not None:
             self._warn_of_obstacle(self._position.obstacle)
@@ -112,7 +118,7 @@ class FitBackup:
             model._symbolic_build(data_batch=epoch_iterators.batch_specification(iterator))
         self._state.make_global_seed_generator(meta["variables"])
         self._state.check(meta["variables"])
-        callback_state.check(self._others, meta["callbacks"])
+        self._entries = callback_state.matching(self._others, meta["callbacks"], exactly=self._is_chief)
         self._position.resume(meta["epoch"], meta["position"], checkpoint.tensors)
         self._state.load(checkpoint.tensors)
         self._place = _Place(meta["epoch"], meta["steps"], meta["total"])
@@ -139,7 +145,6 @@ class FitBackup:
     def begun(self) -> None:
         """After all other callbacks have begun."""
         self._until_begun.close()
-        self._signal.install()
         self._schedule.saved(self._place.total)
         if self._resumed is not None and self._is_over(self._resumed.meta):
             self._restore_the_rest()  # no epoch begins
@@ -163,7 +168,7 @@ class FitBackup:
     def _restore_the_rest(self) -> None:
         checkpoint, self._resumed = self._resumed, None
         self._state.load(checkpoint.tensors)
-        callback_state.restore(self._others, self._settings, checkpoint.meta["callbacks"], checkpoint.tensors)
+        callback_state.restore(self._others, self._settings, self._entries, checkpoint.tensors)
         self._position.leave_random_state(checkpoint.meta["random"])
         if self._place.steps:
             self._show_metrics_of_empty_epoch()
@@ -208,8 +213,10 @@ class FitBackup:
         if iterator is None:
             return
         if iterator is not getattr(self, "_validated", None) and self._validations:
-            for _ in range(self._validations * (1 if iterator._num_batches is None else 2)):
-                iter(iterator._get_iterator())
+            source = iterator._get_iterator()
+            if isinstance(source, tf.data.Dataset) and draws_seeds(source):
+                for _ in range(self._validations * (1 if iterator._num_batches is None else 2)):
+                    iter(source)
         self._validated = iterator
         self._validations += 1
 
@@ -221,8 +228,11 @@ class FitBackup:
             flags = self._peers.gather("backup-epoch-end", [stop, save], "finish the epoch")
             stop, save = any(flag for flag, _ in flags), flags[0][1]
         is_last = self._model.stop_training or self._place.epoch >= self._epochs
+        self._stop_at_end = stop
         if stop and not is_last:
             self._preempt()
+        # What has been made since belongs to the backup as well: a seed generator that was used late, say.
+        self._state = TrainingState(self._model)
         due = self._at_epoch_end or self._schedule.due_after_step(self._place.total)
         if save or due or is_last or self._schedule.every_epoch:
             self._writer.wait()
@@ -272,17 +282,25 @@ class FitBackup:
         """All workers are after the same step: saves, and ends the process."""
         place, mid_epoch = self._place, self._place.steps > 0
         lost = mid_epoch and self._position.obstacle is not None
-        if not lost:
-            self._writer.wait()
-            self._save(mid_epoch)
+        if (reporter := ProgressWriter.from_environment()) is not None:
+            reporter.report(DONE, place.total)  # saving may take longer than any step has: not a hang
         self._writer.wait()
+        if not lost:
+            self._save(mid_epoch)
+            self._writer.wait()
+        where = f"step {place.steps} of epoch {place.epoch + 1}" if mid_epoch else f"epoch {place.epoch}"
+        self._leave(
+            f"after {where}", "is not saved: no position within an epoch can be found again" if lost else "is saved"
+        )
+
+    def _leave(self, where: str, what: str) -> NoReturn:
+        """Ends the process, when all others know that they have to."""
         if self._peers is not None:
             self._peers.gather("preempted", True, "save before it exits")
-        self._events.write("preempted", epoch=place.epoch, step=place.total)
+            self._peers.acknowledge("saved", "hear that the backup is saved")
+        self._events.write("preempted", epoch=self._place.epoch, step=self._place.total)
         if self._is_chief:
-            where = f"step {place.steps} of epoch {place.epoch + 1}" if mid_epoch else f"epoch {place.epoch}"
-            what = "is not saved, because no position within an epoch can be found again" if lost else "is saved"
-            _log.warning("%s: stopped after %s, which %s; exit code %d", self._signal.name, where, what, PREEMPTED)
+            _log.warning("%s: stopped %s, which %s; exit code %d", self._signal.name, where, what, PREEMPTED)
         self._signal.uninstall()
         raise SystemExit(PREEMPTED)
 
@@ -290,14 +308,16 @@ class FitBackup:
         """After all other callbacks have ended."""
         self._model._initial_epoch = None
         self._writer.wait()
-        if not self._was_done:
+        delete = self._options.on_finish == "delete"
+        if not (self._was_done or delete):
             self._save(mid_epoch=False, done=True)
-            self._writer.wait()
         self._writer.close()
-        if self._options.on_finish == "delete" and self._is_chief:
+        if delete and self._is_chief:
             self._store.clear()
-        self._signal.uninstall()
         note_finished(self._options.backup_dir)
+        if self._stop_at_end:
+            self._leave("at the end of the fit", "is complete")
+        self._signal.uninstall()
 
     # What the user is told
 
@@ -327,8 +347,10 @@ def _copies(tensors: dict[str, Any]) -> dict[str, Any]:
     copies = {}
     while tensors:
         name, value = tensors.popitem()
-        is_plain = isinstance(value, tf.Tensor) and value.dtype != tf.variant
-        copies[name] = tf.raw_ops.DeepCopy(x=value) if is_plain else value
+        if isinstance(value, tf.Tensor) and value.dtype != tf.variant:
+            with tf.device("CPU:0"):
+                value = tf.raw_ops.DeepCopy(x=value) if "CPU" in value.device else tf.identity(value)
+        copies[name] = value
     return copies
 
 

@@ -7,6 +7,8 @@ import signal
 import threading
 from types import FrameType
 
+import keras
+
 
 class PreemptionSignal:
     """Notes a signal that arrives while `fit` runs, instead of letting it end the process.
@@ -15,13 +17,15 @@ class PreemptionSignal:
 
     Args:
         number: the signal; `None` notes nothing.
+        model: the model whose `fit` it is.
 
     Attributes:
         received: whether it came.
     """
 
-    def __init__(self, number: signal.Signals | None):
+    def __init__(self, number: signal.Signals | None, model: keras.Model):
         self._number = number
+        self._model = model
         self._previous: object = None
         self._installed = False
         self.received = False
@@ -42,7 +46,7 @@ class PreemptionSignal:
         self._installed = True
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if _in_fit(frame):
+        if _in_fit_of(self._model, frame):
             self.received = True
             return
         self.uninstall()
@@ -56,9 +60,9 @@ class PreemptionSignal:
             signal.signal(self._number, signal.SIG_DFL if self._previous is None else self._previous)
 
 
-def _in_fit(frame: FrameType | None) -> bool:
+def _in_fit_of(model: keras.Model, frame: FrameType | None) -> bool:
     while frame is not None:
-        if frame.f_code.co_name == "fit" and "epoch_iterator" in frame.f_code.co_varnames:
+        if frame.f_code.co_name == "fit" and frame.f_locals.get("self") is model:
             return True
         frame = frame.f_back
     return False

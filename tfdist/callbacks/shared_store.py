@@ -55,6 +55,7 @@ class SharedStore:
                 answer = {"reasons": error.reasons}
         answer = self._peers.gather("backup", answer, "choose a backup")[0]
         if "reasons" in answer:
+            self._peers.acknowledge("backup-damaged", "hear that all backups are damaged")
             raise DamagedBackups(self.directory, answer["reasons"])
         name, problem = answer["name"], None
         if name is not None and self._peers.rank != 0:
@@ -65,6 +66,7 @@ class SharedStore:
         problems = self._peers.gather("backup-found", problem, "open the backup")
         for rank, problem in enumerate(problems):
             if problem is not None:
+                self._peers.acknowledge("backup-missing", "hear that a backup is missing")
                 raise ValueError(
                     f"{self._peers.names[0]} resumes from {name}, but {self._peers.names[rank]} cannot: {problem}. "
                     "Expected: a backup folder on a file system that all workers share."

@@ -62,10 +62,13 @@ class TrainingState:
     @functools.cached_property
     def description(self) -> dict[str, list]:
         """Path, shape and dtype of every variable: what a backup must fit."""
-        return {
+        description = {
             name: [v.path, list(v.shape), keras.backend.standardize_dtype(v.dtype)]
             for name, v in self._variables.items()
         }
+        # Other optimizers may have variables of the same shapes, with another meaning.
+        optimizers = [part for optimizer in optimizers_of(self._model) for part in [optimizer, *parts_of(optimizer)]]
+        return description | {f"optimizer class/{i}": ["", [], type(o).__name__] for i, o in enumerate(optimizers)}
 
     def make_global_seed_generator(self, saved: Mapping[str, list]) -> None:
         """Makes the seed generator of `keras.random` now, if it was there when `saved` was: Keras makes it late."""
@@ -123,4 +126,7 @@ class TrainingState:
 
 
 def _words(description: list | None) -> str:
-    return "not there" if description is None else "{} with shape {} and dtype {}".format(*description)
+    if description is None:
+        return "not there"
+    path, shape, kind = description
+    return f"{path} with shape {shape} and dtype {kind}" if path else kind

@@ -8,6 +8,7 @@ import os
 import pty
 import signal
 import struct
+import sys
 import termios
 import time
 from pathlib import Path
@@ -124,9 +125,17 @@ class Process:
         return False
 
     def signal(self, number: int) -> None:
-        """Sends a signal to the whole group; nothing once the group has ended."""
-        if not self._reaped:
-            with contextlib.suppress(ProcessLookupError):
+        """Sends a signal to the whole group; nothing once the group has ended.
+
+        SIGTERM goes to a Python program alone: its data loading processes would die of it before it has saved.
+        """
+        if self._reaped:
+            return
+        alone = number == signal.SIGTERM and self.status is None and self.plan.command[0] == sys.executable
+        with contextlib.suppress(ProcessLookupError):
+            if alone:
+                os.kill(self.group, number)
+            else:
                 os.killpg(self.group, number)
 
     def kill(self) -> None:

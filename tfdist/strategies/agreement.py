@@ -30,6 +30,11 @@ class Agreement:
             self._requested = tf.Variable(tf.zeros([len(Request)]), trainable=False)
             self._agreed = tf.Variable(tf.zeros([len(Request)]), trainable=False)
 
+    def clear(self) -> None:
+        """Forgets requests: those of a training that has ended are none of the next one."""
+        for variable in (self._requested, self._agreed):
+            variable.assign(tf.zeros_like(variable))
+
     def request(self, what: Request) -> None:
         """Requests something, from the next step on until it is agreed."""
         values = self._requested.numpy()

@@ -21,6 +21,7 @@ from tfdist.strategies.data_parallel import DataParallel, DataParallelExtended
 from tfdist.strategies.epoch_iterators import rows_of_arrays
 from tfdist.strategies.job import join
 from tfdist.strategies.peers import Peers
+from tfdist.strategies.sigterm import heed_sigterm
 
 # Collectives of different strategies need different keys; other kinds of strategies, of which the processes may have
 # different numbers, have keys in another range.
@@ -124,6 +125,7 @@ class MultiWorkerMirroredStrategy(DataParallel, tf.distribute.MultiWorkerMirrore
             _MultiWorkerExtended._std_server_started = True
             if context.global_seed() != self._job.seed:
                 tf.random.set_seed(self._job.seed)
+            heed_sigterm()
 
     @property
     def seed_is_given(self) -> bool:
@@ -148,6 +150,7 @@ class MultiWorkerMirroredStrategy(DataParallel, tf.distribute.MultiWorkerMirrore
     @contextlib.contextmanager
     def keras_input(self, epoch_iterator: Any = None) -> Iterator[None]:
         if self.peers:
+            heed_sigterm()
             self.peers.share_random_state()
         with super().keras_input(epoch_iterator):
             yield

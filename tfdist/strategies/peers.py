@@ -97,6 +97,14 @@ class Peers:
         ranks = range(len(self.names))
         return [value if r == self.rank else self.hear(f"{topic}/{number}/{r}", r, purpose) for r in ranks]
 
+    def acknowledge(self, topic: str, purpose: str) -> None:
+        """Comes after what all processes were told and before they end: rank 0, which keeps the messages, ends last."""
+        number = self._counts[topic] = self._counts.get(topic, 0) + 1
+        self.tell(f"{topic}/{number}/{self.rank}", True)
+        if self.rank == 0:
+            for rank in range(1, len(self.names)):
+                self.hear(f"{topic}/{number}/{rank}", rank, purpose)
+
     def share_random_state(self) -> None:
         """Gives every process the chief's random state: TensorFlow's, Python's and NumPy's global generators.
 
