@@ -26,7 +26,7 @@ BEGIN, END = "<!-- comparison -->", "<!-- /comparison -->"
 _KILLS_WHILE_WRITING = 16
 
 # Nothing but what a row is about: no Dropout, no other callbacks, rows in their order.
-PLAIN = Job(model="replicated without Dropout", callbacks=(), validation="", fit={"shuffle": False})
+PLAIN = Job(model="without Dropout", callbacks=(), validation="", fit={"shuffle": False})
 MIDDLE = {"when": "on_train_batch_begin", "number": 13}
 EARLIER = {"when": "on_train_batch_begin", "number": 8}
 EVERY_EPOCH = {"save_freq": "epoch"}
@@ -69,7 +69,9 @@ def _flip_newest(folder: Path) -> None:
 
 def verdict(outcome: Outcome) -> str:
     """What a job that was started again has come to, in a few words."""
-    last = outcome.runs[-1]
+    *interrupted_runs, last = outcome.runs
+    if any(run.code != KILLED for run in interrupted_runs):
+        raise RuntimeError(f"A job ended before it was killed:\n{interrupted_runs[0].log}")
     if last.result is None:
         return f"**cannot start again**: {_error(last)}"
     kinds = about(outcome.differences) - {"observer", "random"}

@@ -41,11 +41,11 @@ def rows_of(model: keras.Model) -> list[int] | None:
     return None
 
 
-def _layers(width: int = 8, log_rows: bool = True) -> list[keras.layers.Layer]:
+def _layers(width: int = 8, dropout: float = 0.3, log_rows: bool = True) -> list[keras.layers.Layer]:
     # Several replicas cannot write one log.
     first = RowLog() if log_rows else keras.layers.Rescaling(0.1)
     hidden = [keras.layers.Dense(width, activation="relu"), keras.layers.BatchNormalization()]
-    return [keras.Input((5,)), first, *hidden, keras.layers.Dropout(0.3), keras.layers.Dense(1)]
+    return [keras.Input((5,)), first, *hidden, keras.layers.Dropout(dropout), keras.layers.Dense(1)]
 
 
 def _compiled(layers: list[keras.layers.Layer], job: Job, optimizer: Any = None, **options: Any) -> keras.Model:
@@ -149,6 +149,7 @@ MODELS: dict[str, Callable[[Job], keras.Model]] = {
     "sgd": lambda job: _compiled(_layers(), job, keras.optimizers.SGD(0.02)),
     "replicated": lambda job: _compiled(_layers(log_rows=False), job),
     "smooth": _smooth,
+    "without Dropout": lambda job: _compiled(_layers(dropout=0, log_rows=False), job),
     "large": lambda job: _compiled(_layers(width=300_000, dropout=0, log_rows=False), job),
     "compiled by XLA": lambda job: _compiled(_layers(log_rows=False), job, jit_compile=True),
     "float16": _half_precision,
