@@ -213,10 +213,11 @@ class FitBackup:
         if iterator is None:
             return
         if iterator is not getattr(self, "_validated", None) and self._validations:
-            source = iterator._get_iterator()
+            dataset = iterator._get_iterator()
+            source = getattr(dataset, "source", dataset)  # before a strategy cut it
             if isinstance(source, tf.data.Dataset) and draws_seeds(source):
                 for _ in range(self._validations * (1 if iterator._num_batches is None else 2)):
-                    iter(source)
+                    iter(dataset)
         self._validated = iterator
         self._validations += 1
 

@@ -7,6 +7,7 @@ each message has a name, every wait a deadline, and whoever is late is named.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -100,10 +101,13 @@ class Peers:
     def acknowledge(self, topic: str, purpose: str) -> None:
         """Comes after what all processes were told and before they end: rank 0, which keeps the messages, ends last."""
         number = self._counts[topic] = self._counts.get(topic, 0) + 1
-        self.tell(f"{topic}/{number}/{self.rank}", True)
         if self.rank == 0:
             for rank in range(1, len(self.names)):
                 self.hear(f"{topic}/{number}/{rank}", rank, purpose)
+            return
+        # Rank 0 may have heard it, and be gone, before it could say so.
+        with contextlib.suppress(tf.errors.UnavailableError):
+            self.tell(f"{topic}/{number}/{self.rank}", True)
 
     def share_random_state(self) -> None:
         """Gives every process the chief's random state: TensorFlow's, Python's and NumPy's global generators.
