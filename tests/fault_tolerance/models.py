@@ -135,9 +135,14 @@ def _subclassed(job: Job) -> keras.Model:
     return model
 
 
-def _light(job: Job) -> keras.Model:
+def _light(job: Job, log_rows: bool = True) -> keras.Model:
     """A model that is traced in no time, for tests that are about something else."""
-    layers = [keras.Input((5,)), RowLog(), keras.layers.Dropout(0.3), keras.layers.Dense(1)]
+    layers = [
+        keras.Input((5,)),
+        RowLog() if log_rows else keras.layers.Rescaling(0.1),
+        keras.layers.Dropout(0.3),
+        keras.layers.Dense(1),
+    ]
     return _compiled(layers, job, metrics=["accuracy"])
 
 
@@ -147,6 +152,7 @@ MODELS: dict[str, Callable[[Job], keras.Model]] = {
     "wider": lambda job: _compiled(_layers(width=9), job),
     "deeper": lambda job: _compiled([*_layers(), keras.layers.Dense(1)], job),
     "sgd": lambda job: _compiled(_layers(), job, keras.optimizers.SGD(0.02)),
+    "light, replicated": lambda job: _light(job, log_rows=False),
     "replicated": lambda job: _compiled(_layers(log_rows=False), job),
     "smooth": _smooth,
     "without Dropout": lambda job: _compiled(_layers(dropout=0, log_rows=False), job),
