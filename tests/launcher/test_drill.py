@@ -31,11 +31,21 @@ TRAINING = """
     STEPS = 60
 
     def keep_step(step):
-        # As an all-reduce does: nobody is ahead of the others. The size of its file tells a worker's step.
-        own, other = (folder.parent / f"step-{number}" for number in (index, 1 - index))
+        # As an all-reduce does: nobody is ahead of the others, and all stop before the same step.
+        # The size of its file tells a worker's step; LAST more: it stopped before that one.
+        LAST, patience = 10_000, 1.0
+        stops = bool(stopped)
+        start = f"{os.environ['TFDIST_RUN_ID']}-{restart}"
+        own, other = (folder.parent / f"step-{start}-{n}" for n in (index, 1 - index))
         own.touch()
-        os.truncate(own, step)
-        while workers == 2 and not stopped and not (other.exists() and other.stat().st_size >= step): time.sleep(0.002)
+        os.truncate(own, step + LAST * stops)
+        while workers == 2 and not stops and patience > 0:
+            reached = other.stat().st_size if other.exists() else 0
+            stops = LAST <= reached <= LAST + step
+            if reached >= step: break
+            time.sleep(0.002)
+            if stopped: patience -= 0.01  # the other may be dead
+        return not stops
 
     def save(losses, done=False):
         if index > 0: return
@@ -68,13 +78,13 @@ TRAINING = """
     if "hangs" in flaws and restart: wait()
     losses = resume()
     keep_step(0)
-    while len(losses) < STEPS and not stopped:
+    while len(losses) < STEPS:
         time.sleep(0.02)
+        if not keep_step(len(losses) + 1): break
         losses.append(time.time() if "random" in flaws else len(losses))
         writer.report("training", len(losses))
-        keep_step(len(losses))
         if len(losses) % (50 if "rarely" in flaws else 4) == 0 and "never" not in flaws: save(losses)
-    if stopped:
+    if len(losses) < STEPS:
         save(losses)
         events.write("preempted", step=len(losses))
         sys.exit(77)
