@@ -12,6 +12,6 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     submodules=["callbacks", "cluster", "strategies", "testing"],
     submod_attrs={
         "cluster": ["ClusterConfig", "ClusterError", "discover"],
-        "strategies": ["MirroredStrategy", "MultiWorkerMirroredStrategy"],
+        "strategies": ["MirroredStrategy", "MultiWorkerMirroredStrategy", "PipelineStrategy", "stage"],
     },
 )

@@ -11,6 +11,7 @@ from tfdist.compat.patch import Patch
 from tfdist.strategies import epoch_iterators, guards
 from tfdist.strategies.data_parallel import DataParallel
 from tfdist.strategies.global_batches import GlobalBatchDataset
+from tfdist.strategies.pipeline.strategy import PipelineStrategy
 
 _MODULE = "keras.src.backend.tensorflow.trainer"
 
@@ -37,12 +38,12 @@ def _maybe_symbolic_build(original: Callable) -> Callable:
         if iterator is not None:
             epoch_iterators.note(self, iterator)
         strategy = self._distribute_strategy
-        if not isinstance(strategy, DataParallel):
+        if not isinstance(strategy, (DataParallel, PipelineStrategy)):
             guards.warn_without_scope()
             guards.check_without_strategy(self)
             original(self, iterator=iterator, data_batch=data_batch)
             return
-        guards.check(strategy, self)
+        _check(strategy, self, iterator)
         if iterator is None:
             original(self, iterator=iterator, data_batch=data_batch)
         else:
@@ -52,9 +53,16 @@ def _maybe_symbolic_build(original: Callable) -> Callable:
             with strategy.scope():
                 self._symbolic_build(data_batch=epoch_iterators.batch_specification(iterator))
         # Once more: Keras builds metrics, and shows their variables, only now.
-        guards.check(strategy, self)
+        _check(strategy, self, iterator)
 
     return _maybe_symbolic_build
+
+
+def _check(strategy: Any, model: Any, iterator: Any) -> None:
+    if isinstance(strategy, PipelineStrategy):
+        strategy.check_model(model, iterator)
+    else:
+        guards.check(strategy, model)
 
 
 PATCHES = [

@@ -1,6 +1,13 @@
 """tf.distribute strategies that Keras 3's `fit`, `evaluate` and `predict` can use."""
 
-from tfdist.strategies.mirrored import MirroredStrategy
-from tfdist.strategies.multi_worker import MultiWorkerMirroredStrategy
+import lazy_loader
 
-__all__ = ["MirroredStrategy", "MultiWorkerMirroredStrategy"]
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__,
+    submod_attrs={
+        "mirrored": ["MirroredStrategy"],
+        "multi_worker": ["MultiWorkerMirroredStrategy"],
+        "pipeline.stage_scope": ["stage"],
+        "pipeline.strategy": ["PipelineStrategy"],
+    },
+)

@@ -13,6 +13,15 @@ from tensorflow.python.distribute.values import PerReplicaSpec
 # Weak on both sides: neither a model nor its data must live longer for it.
 _latest: weakref.WeakKeyDictionary[keras.Model, weakref.ref] = weakref.WeakKeyDictionary()
 
+_KEEPS_BATCHES = (
+    "_PrefetchDataset",
+    "_RepeatDataset",
+    "_TakeDataset",
+    "_SkipDataset",
+    "_OptionsDataset",
+    "_CacheDataset",
+)
+
 
 def note(model: keras.Model, epoch_iterator: Any) -> None:
     """Notes that Keras has made an iterator for a model."""
@@ -29,6 +38,21 @@ def rows_of_arrays(epoch_iterator: Any) -> int | None:
     """The number of rows, if Keras makes the dataset of arrays; its batches do not show it, nor does their number."""
     adapter = getattr(epoch_iterator, "data_adapter", None)
     return adapter._num_samples if isinstance(adapter, ArrayDataAdapter) else None
+
+
+def batch_size(epoch_iterator: Any) -> int | None:
+    """The number of rows of all batches but the last one, if it is known without taking one."""
+    adapter = getattr(epoch_iterator, "data_adapter", None)
+    if isinstance(adapter, ArrayDataAdapter):
+        return adapter.batch_size
+    dataset = getattr(epoch_iterator, "_distributed_dataset", None)
+    while dataset is not None:
+        size = getattr(dataset, "_batch_size", None)
+        if size is not None:
+            return tf.get_static_value(size)
+        # What comes after batching, and leaves the rows alone.
+        dataset = dataset._input_dataset if type(dataset).__name__ in _KEEPS_BATCHES else None
+    return None
 
 
 def batch_specification(epoch_iterator: Any) -> Any:

@@ -1,0 +1,1 @@
+"""Pipelines: a model cut into stages, one a device, trained with micro-batches."""

@@ -1,0 +1,135 @@
+"""A chunk: the consecutive calls of a model that one stage runs together."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
+
+from tfdist.strategies.pipeline.graph import Call, LayerGraph
+
+
+class Value(NamedTuple):
+    """A tensor on its way through the model, with the mask that Keras has attached to it."""
+
+    tensor: Any
+    mask: Any = None
+
+
+class ChunkResult(NamedTuple):
+    """What a chunk makes of one micro-batch.
+
+    Attributes:
+        outputs: the values that later chunks, or the model's user, need.
+        state: new values of the non-trainable variables, in their order; those that did not change are as before.
+        losses: scalars that the layers have added.
+    """
+
+    outputs: list[Value]
+    state: list[tf.Tensor]
+    losses: list[tf.Tensor]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Chunk:
+    """Consecutive calls, and what goes in and out.
+
+    Attributes:
+        index: its place in the model, from 0.
+        calls: the calls.
+        inputs: keys of the values that it takes from the model's inputs and from earlier chunks.
+        outputs: keys of the values that later chunks take or that the model returns.
+        trainable: trainable variables of its layers.
+        state: all other variables of its layers: statistics, seeds, frozen weights.
+    """
+
+    index: int
+    calls: tuple[Call, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    trainable: tuple[keras.Variable, ...]
+    state: tuple[keras.Variable, ...]
+
+    def run(
+        self,
+        model: keras.Model,
+        trainable: Sequence[tf.Tensor],
+        state: Sequence[tf.Tensor],
+        inputs: Sequence[Value],
+        training: bool,
+    ) -> ChunkResult:
+        """Calls the layers, as a pure function of the variables' values and the inputs."""
+        mapping = [*zip(self.trainable, trainable, strict=True), *zip(self.state, state, strict=True)]
+        values = dict(zip(self.inputs, map(_with_mask, inputs), strict=True))
+        with keras.StatelessScope(mapping, collect_losses=True) as scope, _call_context(model, training):
+            for call in self.calls:
+                call.run(values, training)
+            new_state = [tf.convert_to_tensor(scope.get_current_value(v)) for v in self.state]
+            losses = [tf.convert_to_tensor(loss) for loss in scope.losses]
+        known = {id(v) for v in (*self.trainable, *self.state)}
+        if scope.state_mapping.keys() - known:
+            raise ValueError(
+                f"Received: stage {self.index} with the layers {self.calls[0].name} to {self.calls[-1].name}, one of "
+                "which changes a variable that it does not own. A pipeline cannot tell where that variable lives. "
+                "Expected: layers change their own variables only; give keras.random functions a SeedGenerator that "
+                "is an attribute of the layer."
+            )
+        outputs = [Value(tf.convert_to_tensor(values[key]), get_keras_mask(values[key])) for key in self.outputs]
+        return ChunkResult(outputs, new_state, losses)
+
+
+def make_chunks(graph: LayerGraph, cuts: Sequence[int]) -> list[Chunk]:
+    """Cuts the calls before each of the positions `cuts`, which increase."""
+    pieces = [graph.calls[a:b] for a, b in zip((0, *cuts), (*cuts, len(graph.calls)), strict=True)]
+    taken_by = [[key for call in piece for key in call.inputs.values()] for piece in pieces]
+    chunks = []
+    for index, piece in enumerate(pieces):
+        made = {key for call in piece for key in call.outputs}
+        needed = {*graph.outputs, *(key for later in taken_by[index + 1 :] for key in later)}
+        # dict.fromkeys keeps the order and drops what comes again.
+        variables = list({id(v): v for call in piece for v in call.variables}.values())
+        chunks.append(
+            Chunk(
+                index,
+                piece,
+                tuple(dict.fromkeys(key for key in taken_by[index] if key not in made)),
+                tuple(key for call in piece for key in call.outputs if key in needed),
+                tuple(v for v in variables if v.trainable),
+                tuple(v for v in variables if not v.trainable),
+            )
+        )
+    return chunks
+
+
+def uncuttable(graph: LayerGraph) -> set[int]:
+    """Cut positions that would part the calls of a layer with a state of its own, such as BatchNormalization's."""
+    calls_of: dict[int, list[int]] = {}
+    for position, call in enumerate(graph.calls):
+        if any(not v.trainable for v in call.variables):
+            calls_of.setdefault(id(call.operation), []).append(position)
+    return {cut for positions in calls_of.values() for cut in range(positions[0] + 1, positions[-1] + 1)}
+
+
+def _with_mask(value: Value) -> Any:
+    tensor = tf.identity(value.tensor)  # an attribute of its own: others may see the same tensor without a mask
+    if value.mask is not None:
+        set_keras_mask(tensor, value.mask)
+    return tensor
+
+
+@contextlib.contextmanager
+def _call_context(model: keras.Model, training: bool) -> Iterator[None]:
+    """What `model(x, training=training)` tells layers without a training argument of their own."""
+    context = model._get_call_context()
+    previous = context.get_value("training")
+    context.set_value("training", training)
+    try:
+        yield
+    finally:
+        context.set_value("training", previous)
+        model._maybe_reset_call_context()

@@ -1,0 +1,281 @@
+"""The forward and the backward pass of a chunk as TensorFlow functions, traced once and called for each micro-batch.
+
+A function each keeps the graph of a training step small: it has two calls for every chunk and micro-batch, whatever
+is inside. The backward function is made from the forward graph, as `tf.function` does it under a `GradientTape`, but
+what is kept from one to the other (the residuals) is explicit here: nothing for a chunk that is recomputed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from tensorflow.core.framework import attr_value_pb2
+from tensorflow.python.eager.polymorphic_function import atomic_function
+from tensorflow.python.framework import func_graph
+from tensorflow.python.ops import gradients_util
+
+from tfdist.strategies.pipeline.chunk import Chunk, Value
+from tfdist.strategies.pipeline.weight_gradients import RowProduct, as_row_product
+
+# Grappler would copy the function to each of its calls, and merge what is recomputed with what was computed before.
+_ATTRIBUTES = {"_noinline": attr_value_pb2.AttrValue(b=True)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Forward:
+    """What the forward pass of one micro-batch has left.
+
+    Attributes:
+        outputs: the chunk's outputs, in the order of `Chunk.outputs`.
+        state: the values of the chunk's non-trainable variables afterwards.
+        loss: sum of the losses that the layers have added, a float32 scalar; `None` if there are none.
+        arguments: what went into the function, for the backward pass.
+        residuals: what the backward pass needs besides.
+    """
+
+    outputs: list[Value]
+    state: list[tf.Tensor]
+    loss: tf.Tensor | None
+    arguments: list[tf.Tensor]
+    residuals: list[tf.Tensor]
+
+    @property
+    def tensors(self) -> list[tf.Tensor]:
+        """Everything that is there once the forward pass is over."""
+        return [t for value in self.outputs for t in value if t is not None] or [*self.state, *self.residuals]
+
+
+@dataclasses.dataclass(frozen=True)
+class Backward:
+    """What the backward pass of one micro-batch has left.
+
+    Attributes:
+        inputs: gradients of the chunk's inputs, in the order of `Chunk.inputs`; `None` where there is none.
+        weights: for each trainable variable a gradient (a tensor or `IndexedSlices`), or the two factors of a
+            `RowProduct` in a tuple, or `None`.
+    """
+
+    inputs: list[tf.Tensor | None]
+    weights: list[Any]
+
+    @property
+    def tensors(self) -> list[tf.Tensor]:
+        """Everything that is there once the backward pass is over."""
+        return [t for t in tf.nest.flatten([self.inputs, self.weights], expand_composites=True) if t is not None]
+
+
+class ChunkFunctions:
+    """The functions of one chunk.
+
+    Args:
+        chunk: the chunk.
+        model: whose layers they are.
+        training: as in `model(x, training=training)`.
+        recompute: whether the backward pass runs the forward pass again instead of keeping its residuals.
+        split_weights: whether the backward pass leaves products over rows to be computed later.
+    """
+
+    def __init__(self, chunk: Chunk, model: keras.Model, training: bool, recompute: bool, split_weights: bool):
+        self.chunk, self.model, self.training = chunk, model, training
+        self.recompute, self.split_weights = recompute, split_weights
+        self._traces: dict[Any, _Trace] = {}
+
+    def trace(self, arguments: Sequence[Value], differentiable: bool) -> _Trace:
+        """The functions for inputs of these shapes and dtypes.
+
+        Args:
+            arguments: the chunk's inputs.
+            differentiable: whether a backward pass may follow.
+        """
+        specs = tuple(tf.TensorSpec(t.shape, t.dtype) if t is not None else None for v in arguments for t in v)
+        key = specs, differentiable
+        if key not in self._traces:
+            self._traces[key] = _Trace(self, specs, differentiable)
+        return self._traces[key]
+
+
+class _Trace:
+    def __init__(self, functions: ChunkFunctions, specs: Sequence[tf.TensorSpec | None], differentiable: bool):
+        self.functions, self.specs = functions, specs
+        chunk = functions.chunk
+        # The number and kind of a chunk: it is what one reads in a profile.
+        self._name = f"stage_chunk_{chunk.index}_{'train' if functions.training else 'infer'}"
+        self._variables = [tf.TensorSpec(v.shape, v._value.dtype) for v in (*chunk.trainable, *chunk.state)]
+        graph = self._forward_graph("forward")
+        self._check_captures(graph)
+        self._captures = list(graph.external_captures)
+        self._number_of_outputs = len(graph.outputs)
+        self.products: list[RowProduct | None] = [None] * len(chunk.trainable)
+        self._residuals: list[tf.Tensor] = []
+        if differentiable:
+            self._differentiate(graph)
+        if differentiable and not functions.recompute:
+            graph.outputs = [*graph.outputs, *self._residuals]
+        self._forward = _define(f"{self._name}_forward", graph)
+
+    @property
+    def residual_bytes(self) -> int | None:
+        """Bytes that one micro-batch keeps for its backward pass besides its inputs; `None` if a shape is unknown."""
+        if self.functions.recompute:
+            return 0
+        shapes = [t.shape for t in self._residuals]
+        if not all(shape.is_fully_defined() for shape in shapes):
+            return None
+        return sum(t.shape.num_elements() * max(t.dtype.size, 1) for t in self._residuals)
+
+    def forward(self, trainable: Sequence[tf.Tensor], state: Sequence[tf.Tensor], inputs: Sequence[Value]) -> Forward:
+        """Adds a call of the forward function to the graph."""
+        chunk = self.functions.chunk
+        arguments = [*trainable, *state, *(t for value in inputs for t in value if t is not None), *self._captures]
+        results = list(self._forward.call_flat(*arguments))
+        residuals = results[self._number_of_outputs :]
+        taken = iter(results[: self._number_of_outputs])
+        outputs = [Value(next(taken), next(taken) if masked else None) for masked in self._masked]
+        new_state = [next(taken) if changed else old for changed, old in zip(self._changed, state, strict=True)]
+        loss = next(taken) if self._adds_losses else None
+        assert len(outputs) == len(chunk.outputs)
+        return Forward(outputs, new_state, loss, arguments, residuals)
+
+    def backward(
+        self, forward: Forward, cotangents: Sequence[tf.Tensor | None], loss_cotangent: tf.Tensor | None
+    ) -> Backward:
+        """Adds a call of the backward function to the graph.
+
+        Args:
+            forward: what the forward pass has left.
+            cotangents: gradients of the outputs; `None` counts as zeros.
+            loss_cotangent: gradient of the losses that the layers have added.
+        """
+        given = []
+        for value, cotangent in zip(forward.outputs, cotangents, strict=True):
+            if value.tensor.dtype.is_floating:
+                given.append(tf.zeros_like(value.tensor) if cotangent is None else cotangent)
+        if self._adds_losses:
+            given.append(tf.zeros([]) if loss_cotangent is None else loss_cotangent)
+        if self.functions.recompute:
+            known = forward.arguments
+        else:
+            known = [*(forward.arguments[i] for i in self._kept_arguments), *forward.residuals]
+        taken = iter(self._backward.call_flat(*given, *known))
+        gradients = [_rebuild(kind, taken) for kind in self._gradient_kinds]
+        count = len(self.functions.chunk.trainable)
+        weights, floating = gradients[:count], iter(gradients[count:])
+        dense = [spec is not None and spec.dtype.is_floating for spec in self.specs[::2]]
+        return Backward([next(floating) if is_float else None for is_float in dense], weights)
+
+    def _forward_graph(self, suffix: str) -> func_graph.FuncGraph:
+        def run(*flat: tf.Tensor) -> list[tf.Tensor]:
+            return self._run(list(flat))
+
+        specs = [*self._variables, *(spec for spec in self.specs if spec is not None)]
+        return func_graph.func_graph_from_py_func(f"{self._name}_{suffix}", run, specs, {})
+
+    def _run(self, flat: list[tf.Tensor]) -> list[tf.Tensor]:
+        chunk, functions = self.functions.chunk, self.functions
+        first, second = len(chunk.trainable), len(self._variables)
+        state, given = flat[first:second], iter(flat[second:])
+        tensors = [next(given) if spec is not None else None for spec in self.specs]
+        inputs = [Value(*pair) for pair in zip(tensors[::2], tensors[1::2], strict=True)]
+        result = chunk.run(functions.model, flat[:first], state, inputs, functions.training)
+        self._masked = [value.mask is not None for value in result.outputs]
+        self._changed = [new is not old for new, old in zip(result.state, state, strict=True)]
+        self._adds_losses = bool(result.losses)
+        outputs = [t for value in result.outputs for t in value if t is not None]
+        outputs += [new for new, changed in zip(result.state, self._changed, strict=True) if changed]
+        if result.losses:
+            outputs.append(tf.add_n([tf.cast(loss, tf.float32) for loss in result.losses]))
+        return outputs
+
+    def _differentiated(self, graph: func_graph.FuncGraph) -> list[tf.Tensor]:
+        """The outputs of a forward graph that gradients come back to."""
+        positions, position = [], 0
+        for masked in self._masked:
+            positions.append(position)
+            position += 1 + masked
+        values = [graph.outputs[i] for i in positions]
+        found = [t for t in values if t.dtype.is_floating]
+        return [*found, graph.outputs[-1]] if self._adds_losses else found
+
+    def _differentiate(self, graph: func_graph.FuncGraph) -> None:
+        source = self._forward_graph("recompute") if self.functions.recompute else graph
+        ys = self._differentiated(source)
+        count, begin = len(self.functions.chunk.trainable), len(self._variables)
+        own = source.inputs[begin : begin + sum(spec is not None for spec in self.specs)]
+        kept = [spec is not None for spec in self.specs]
+        is_value = [i % 2 == 0 for i, keep in enumerate(kept) if keep]
+        xs = [
+            *source.inputs[:count],
+            *(t for t, value in zip(own, is_value, strict=True) if value and t.dtype.is_floating),
+        ]
+        if self.functions.recompute:
+            # One graph makes both passes; it takes the gradients of the outputs first.
+            backward = source
+            with backward.as_default():
+                given = [tf.compat.v1.placeholder(y.dtype, y.shape) for y in ys]
+                gradients = gradients_util._GradientsHelper(ys, xs, grad_ys=given)
+                self._set_gradients(backward, gradients, count)
+            backward.inputs = [*given, *backward.inputs]
+            self._backward = _define(f"{self._name}_backward", backward)
+            return
+        with source.as_default():
+            backward = func_graph.FuncGraph(f"{self._name}_backward")
+        with backward.as_default():
+            given = [tf.compat.v1.placeholder(y.dtype, y.shape) for y in ys]
+            gradients = gradients_util._GradientsHelper(ys, xs, grad_ys=given, src_graph=source)
+            self._set_gradients(backward, gradients, count)
+        arguments = {id(t): i for i, t in enumerate(source.inputs)}
+        captured = [(external, internal) for external, internal in backward.captures]
+        passed = [(arguments[id(e)], i) for e, i in captured if id(e) in arguments]
+        kept_residuals = [(e, i) for e, i in captured if id(e) not in arguments]
+        self._kept_arguments = [position for position, _ in passed]
+        self._residuals = [external for external, _ in kept_residuals]
+        backward.inputs = [*given, *(i for _, i in passed), *(i for _, i in kept_residuals)]
+        self._backward = _define(f"{self._name}_backward", backward)
+
+    def _set_gradients(self, graph: func_graph.FuncGraph, gradients: Sequence[Any], count: int) -> None:
+        self._gradient_kinds, outputs = [], []
+        for index, gradient in enumerate(gradients):
+            product = None
+            if index < count and self.functions.split_weights and isinstance(gradient, tf.Tensor):
+                product = self.products[index] = as_row_product(gradient)
+            if gradient is None:
+                self._gradient_kinds.append(None)
+            elif isinstance(gradient, tf.IndexedSlices):
+                self._gradient_kinds.append(gradient.dense_shape if gradient.dense_shape is None else "sparse")
+                shape = tf.constant(self._variables[index].shape.as_list(), gradient.indices.dtype)
+                self._gradient_kinds[-1] = "sparse"
+                outputs += [gradient.values, gradient.indices, shape]
+            elif product is not None:
+                self._gradient_kinds.append("product")
+                outputs += [product.left, product.right]
+            else:
+                self._gradient_kinds.append("dense")
+                outputs.append(gradient)
+        graph.outputs = [tf.identity(t) for t in outputs]
+
+    def _check_captures(self, graph: func_graph.FuncGraph) -> None:
+        for tensor in graph.external_captures:
+            if tensor.dtype == tf.resource:
+                names = ", ".join(call.name for call in self.functions.chunk.calls)
+                raise ValueError(
+                    "Received: a layer that reads a TensorFlow variable or table which is not one of its Keras "
+                    f"variables, among {names}. A pipeline would not train it. Expected: variables made by "
+                    "`self.add_weight(...)`; keep lookup tables in the input pipeline (`dataset.map`)."
+                )
+
+
+def _rebuild(kind: str | None, taken: Any) -> Any:
+    if kind is None:
+        return None
+    if kind == "sparse":
+        return tf.IndexedSlices(values=next(taken), indices=next(taken), dense_shape=next(taken))
+    return (next(taken), next(taken)) if kind == "product" else next(taken)
+
+
+def _define(name: str, graph: func_graph.FuncGraph) -> atomic_function.AtomicFunction:
+    number = tf.compat.v1.get_default_graph().unique_name(name) if not tf.executing_eagerly() else name
+    return atomic_function.from_func_graph(f"__{number}_{id(graph)}", graph, _ATTRIBUTES)

@@ -1,0 +1,79 @@
+"""Calling a model, pipelined: for every step that is not Keras' stock one with a loss that decomposes.
+
+The user's code sees the outputs of the whole batch, and its tape one operation, whose gradient runs the stages
+backwards, again micro-batch by micro-batch (GPipe, arXiv 1811.06965).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+from keras.src.backend import AutocastScope
+from keras.src.backend.common.masking import set_keras_mask
+from tensorflow.python.eager import record
+
+from tfdist.strategies.pipeline.engine import PipelineRun, read_trainable
+from tfdist.strategies.pipeline.micro_batches import MicroBatches
+from tfdist.strategies.pipeline.plan import PipelinePlan
+from tfdist.strategies.sharing import static_rows
+
+
+def call(plan: PipelinePlan, inputs: Any, training: bool) -> Any:
+    """What `model(inputs, training=training)` returns, with masks, and gradients for any tape that watches.
+
+    Args:
+        plan: the stages.
+        inputs: a batch of any number of rows, as the model takes it.
+        training: whether layers behave as in training.
+    """
+    # The layers open autocast scopes of their own; the one of the model would hide the variables' own dtypes.
+    with AutocastScope(None):
+        return _call(plan, plan.functional._standardize_inputs(inputs), training)
+
+
+def _call(plan: PipelinePlan, flat: list[tf.Tensor], training: bool) -> Any:
+    trainable = read_trainable(plan)
+    recorded = [*(value for values in trainable for value in values), *flat]
+    differentiable = record.should_record_backprop(recorded)
+    with record.stop_recording():
+        schedule = plan.schedule
+        if not (training or differentiable):
+            rows = static_rows(flat)
+            schedule = plan.inference_of(schedule.microbatches if rows is None else rows)
+        count = schedule.microbatches
+        micro_batches = MicroBatches(flat, count)
+        run = PipelineRun(plan, micro_batches, flat, trainable, training, differentiable)
+        order = schedule.linear_order()
+        run.execute([item for item in order if item[1].kind == "forward"])
+        if training:
+            run.assign_state()
+        values = [run.output(key) for key in plan.graph.outputs]
+        tensors = [tf.identity(value.tensor) for value in values]
+        weights = [micro_batches.weight(i) for i in range(count)]
+        losses = [loss * weights[i] for i in range(count) for loss in run.losses[i]]
+        loss = [tf.add_n(losses)] if losses else []
+
+    def backward(*cotangents: tf.Tensor) -> list[Any]:
+        with record.stop_recording():
+            # A tape that is persistent comes here more than once.
+            again = run.copy()
+            of_outputs = cotangents[: len(tensors)]
+            again.set_loss_cotangents([weight * cotangents[-1] for weight in weights] if loss else [])
+            keys = [
+                key for key, value in zip(plan.graph.outputs, values, strict=True) if value.tensor.dtype.is_floating
+            ]
+            given = [c for c, value in zip(of_outputs, values, strict=True) if value.tensor.dtype.is_floating]
+            for key, cotangent in zip(keys, given, strict=True):
+                for index, piece in enumerate(micro_batches.cut_gradient(cotangent)):
+                    again.add_cotangents(index, [key], [piece])
+            again.execute([item for item in order if item[1].kind == "backward"])
+            sums = again.sums.of_chunks()
+            return [*sums, *(again.gradient_of_input(key) for key in plan.graph.inputs)]
+
+    record.record_operation("TfdistPipeline", [*tensors, *loss], recorded, backward)
+    for tensor, value in zip(tensors, values, strict=True):
+        if value.mask is not None:
+            set_keras_mask(tensor, value.mask)
+    plan.model._losses.extend(loss)
+    return plan.pack_outputs(tensors)

@@ -1,0 +1,140 @@
+"""Decides how a model is cut, and in which order its stages work."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import keras
+from keras.src.models.functional import Functional
+
+from tfdist.strategies.pipeline.chunk import uncuttable
+from tfdist.strategies.pipeline.costs import costs_of, crossing, measured_costs, weights
+from tfdist.strategies.pipeline.cut_names import cuts_from_names
+from tfdist.strategies.pipeline.graph import LayerGraph, flatten
+from tfdist.strategies.pipeline.partition import balance
+from tfdist.strategies.pipeline.plan import PipelinePlan
+from tfdist.strategies.pipeline.schedule import Schedule, make_schedule
+from tfdist.strategies.pipeline.stage_scope import stages_of
+
+_log = logging.getLogger("tfdist")
+
+SCHEDULES = ("auto", "gpipe", "1f1b", "interleaved")
+BALANCES = ("flops", "memory", "time")
+WEIGHT_GRADIENTS = ("accumulate", "batched")
+
+
+class Planner:
+    """Makes plans; the arguments are those of `PipelineStrategy`.
+
+    Raises:
+        ValueError: for an argument that makes no sense.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str],
+        microbatches: int,
+        schedule: str,
+        chunks_per_device: int | None,
+        cuts: Sequence[str] | None,
+        balance: str,
+        recompute: bool | str | Sequence[bool],
+        weight_gradients: str,
+    ):
+        _check_choice("schedule", schedule, SCHEDULES)
+        _check_choice("balance", balance, BALANCES)
+        _check_choice("weight_gradients", weight_gradients, WEIGHT_GRADIENTS)
+        if not isinstance(microbatches, int) or microbatches < 1:
+            raise ValueError(f"Received: microbatches={microbatches!r}. Expected: a whole number, at least 1.")
+        if chunks_per_device is None:
+            chunks_per_device = 2 if schedule == "interleaved" else 1
+        if chunks_per_device > 1 and schedule != "interleaved":
+            raise ValueError(
+                f"Received: chunks_per_device={chunks_per_device} with schedule={schedule!r}. Expected: "
+                "schedule='interleaved', the only one that gives a device several chunks of the model."
+            )
+        self.devices, self.microbatches, self.schedule = list(devices), microbatches, schedule
+        self.chunks_per_device, self.cuts, self.balance = chunks_per_device, cuts, balance
+        self.split_weights = weight_gradients == "batched"
+        self.recompute = _recompute(recompute, len(devices) * chunks_per_device)
+
+    @property
+    def chunks(self) -> int:
+        """Into how many pieces a model is cut."""
+        return len(self.devices) * self.chunks_per_device
+
+    def plan(self, model: keras.Model, functional: Functional) -> PipelinePlan:
+        """Cuts a model.
+
+        Raises:
+            ValueError: if it cannot be cut into as many pieces, or not where the user wants.
+        """
+        graph = flatten(functional)
+        graph, positions = self._cut(graph)
+        schedule = self.make_schedule("gpipe" if self.schedule == "auto" else self.schedule)
+        return PipelinePlan(
+            model,
+            functional,
+            graph,
+            positions,
+            self.devices,
+            schedule,
+            self.recompute,
+            self.split_weights,
+        )
+
+    def make_schedule(self, name: str) -> Schedule:
+        """The order of the work in a training step."""
+        return make_schedule(name, len(self.devices), self.microbatches, self.chunks_per_device)
+
+    def _cut(self, graph: LayerGraph) -> tuple[LayerGraph, tuple[int, ...]]:
+        scoped = stages_of(graph)
+        if self.cuts is not None and scoped is not None:
+            raise ValueError("Received: cuts=... and layers in tfdist.stage() scopes. Expected: one of the two.")
+        if scoped is not None:
+            graph, positions = scoped
+        elif self.cuts is not None:
+            positions = cuts_from_names(graph, self.cuts)
+        else:
+            costs = (measured_costs if self.balance == "time" else costs_of)(graph, _ROWS)
+            bytes_sent = [_FLOPS_PER_BYTE * _ROWS * sent for sent in crossing(graph)] if self.balance == "flops" else ()
+            positions = balance(weights(costs, self.balance), self.chunks, bytes_sent, uncuttable(graph))
+        if len(positions) != self.chunks - 1:
+            raise ValueError(
+                f"Received: {len(positions)} cuts, which make {len(positions) + 1} pieces. Expected: {self.chunks - 1} "
+                f"cuts, for {len(self.devices)} devices with {self.chunks_per_device} piece(s) each."
+            )
+        parted = sorted(uncuttable(graph) & set(positions))
+        if parted:
+            raise ValueError(
+                f"Received: a cut before layer '{graph.calls[parted[0]].name}', between two calls of a layer that has "
+                "a state (statistics, or seeds). Its calls have to be on one stage. Expected: a cut elsewhere."
+            )
+        return graph, tuple(positions)
+
+
+# What is balanced are ratios; they hardly depend on the number of rows.
+_ROWS = 16
+# What sending a byte to another stage costs, in operations that could be done in that time: a few GB/s, and some tens
+# of GFLOP/s a core. Only ties between good cuts are decided by it.
+_FLOPS_PER_BYTE = 20.0
+
+
+def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"Received: {name}={value!r}. Expected one of {', '.join(map(repr, choices))}.")
+
+
+def _recompute(value: bool | str | Sequence[bool], chunks: int) -> tuple[bool, ...]:
+    if isinstance(value, bool):
+        return (value,) * chunks
+    if value == "auto":
+        return (False,) * chunks
+    values = tuple(value)
+    if len(values) != chunks or not all(isinstance(v, bool) for v in values):
+        raise ValueError(
+            f"Received: recompute={value!r}. Expected: True, False, 'auto', or {chunks} of True and False, one for "
+            "each piece of the model."
+        )
+    return values

@@ -1,0 +1,193 @@
+"""`tfdist.PipelineStrategy`: the layers of a model on several devices, trained with micro-batches."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.models.functional import Functional
+from tensorflow.python.distribute import distribute_lib, one_device_strategy
+
+from tfdist.cluster.config import ClusterConfig
+from tfdist.compat import install
+from tfdist.strategies.keras_step import recognise
+from tfdist.strategies.pipeline import checks, pipelined_call
+from tfdist.strategies.pipeline.clock import Clock
+from tfdist.strategies.pipeline.devices import stage_devices
+from tfdist.strategies.pipeline.graph import functional_of
+from tfdist.strategies.pipeline.loss_head import MASKED, LossHead, why_not_decomposable
+from tfdist.strategies.pipeline.placement import SlotReferences, move, move_slots
+from tfdist.strategies.pipeline.plan import PipelinePlan
+from tfdist.strategies.pipeline.planner import Planner
+from tfdist.strategies.pipeline.train_step import MaskedOutputs, train_step
+
+_log = logging.getLogger("tfdist")
+
+
+class _PipelineExtended(one_device_strategy.OneDeviceExtended):
+    """The part of `PipelineStrategy` that `tf.distribute` calls."""
+
+    def __init__(self, container: Any, device: str):
+        super().__init__(container, device)
+        self.slot_references = SlotReferences()
+
+    def _create_variable(self, next_creator: Callable, **kwargs: Any) -> Any:
+        # Which stage a layer is on is known once the model is there: until then its variables are in main memory.
+        reference = kwargs.pop("colocate_with", None)
+        placed = isinstance(reference, tf.Variable)
+        with tf.device(reference.device if placed else self._host):
+            variable = next_creator(**kwargs)
+        if placed:
+            self.slot_references.note(variable, reference)
+        return variable
+
+    @property
+    def _host(self) -> str:
+        device = tf.DeviceSpec.from_string(self._device)
+        return device.replace(device_type="CPU", device_index=0).to_string()
+
+    def _update(self, var: Any, fn: Callable, args: tuple, kwargs: dict, group: bool) -> Any:
+        # An optimizer updates a variable, and its slots, where they are.
+        with tf.device(var.device), distribute_lib.UpdateContext(var.device):
+            result = fn(var, *args, **kwargs)
+        return result if group else tf.nest.map_structure(self._local_results, result)
+
+    def _validate_colocate_with_variable(self, colocate_with_variable: Any) -> None:
+        pass
+
+    def _experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any) -> tf.data.Dataset:
+        return dataset
+
+
+class PipelineStrategy(tf.distribute.Strategy):
+    """Trains a model that is cut into stages, one a device, with several micro-batches on their way at a time."""
+
+    def __init__(
+        self,
+        devices: Sequence[str] | None = None,
+        *,
+        microbatches: int = 8,
+        schedule: str = "auto",
+        chunks_per_device: int | None = None,
+        cuts: Sequence[str] | None = None,
+        balance: str = "flops",
+        recompute: bool | str | Sequence[bool] = "auto",
+        weight_gradients: str = "accumulate",
+        cluster: ClusterConfig | None = None,
+        start_timeout: float = 300.0,
+    ):
+        install()
+        self._devices = stage_devices(devices, cluster, start_timeout)
+        self._planner = Planner(
+            self._devices, microbatches, schedule, chunks_per_device, cuts, balance, recompute, weight_gradients
+        )
+        self._plans: weakref.WeakKeyDictionary[Functional, PipelinePlan] = weakref.WeakKeyDictionary()
+        self._heads: weakref.WeakKeyDictionary[PipelinePlan, LossHead] = weakref.WeakKeyDictionary()
+        self._running = False
+        self.clock: Clock | None = None
+        super().__init__(_PipelineExtended(self, self._devices[0]))
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """The device of each stage."""
+        return tuple(self._devices)
+
+    def run(self, fn: Callable, args: tuple = (), kwargs: dict | None = None, options: Any = None) -> Any:
+        step = recognise(fn) if len(args) == 1 and not kwargs else None
+        if step is None or tf.executing_eagerly():
+            return super().run(fn, args, kwargs, options)
+        plan = self.prepare(step.model or _model_of(fn))
+        previous, self._running = self._running, True
+        try:
+            if step.kind == "train" and plan.decomposes:
+                fn = self._train_step(plan, fn)
+            return super().run(fn, args, kwargs, options)
+        finally:
+            self._running = previous
+
+    def prepare(self, model: keras.Model) -> PipelinePlan:
+        """Cuts a model into stages and moves its variables there, at the first call.
+
+        Raises:
+            ValueError: if the model has no graph of layers, or fewer layers than there are stages.
+        """
+        functional = functional_of(model)
+        if functional is None:
+            raise ValueError(
+                f"Received: model '{model.name}' of class {type(model).__name__}, which has a call method of its own or "
+                "no known input shape, so that its layers cannot be told apart. Expected: a Sequential model with an "
+                "Input, or a functional one, `keras.Model(inputs, outputs)`; a subclass may build its layers so in "
+                "__init__ and pass them to `super().__init__(inputs, outputs)`."
+            )
+        plan = self._plans.get(functional)
+        if plan is None:
+            plan = self._plans[functional] = self._planner.plan(model, functional)
+            self._place(plan)
+            _shadow_call(functional, self)
+        if plan.model.compiled:
+            plan.choose_schedule(self._planner, why_not_decomposable(plan.model, plan.functional))
+        return plan
+
+    def check_model(self, model: keras.Model, epoch_iterator: Any = None) -> None:
+        """Refuses what cannot be trained in a pipeline, and cuts the model, before Keras builds or runs it.
+
+        Args:
+            model: a model, compiled in this strategy's scope.
+            epoch_iterator: Keras' iterator over the training data, if there is one.
+
+        Raises:
+            ValueError: with the reason and the remedy.
+        """
+        checks.check(self, model)
+        checks.check_batch_size(epoch_iterator, self._planner.microbatches)
+        if functional_of(model) is not None:
+            self.prepare(model)
+
+    def _train_step(self, plan: PipelinePlan, stock: Callable) -> Callable:
+        head = self._heads.get(plan)
+        if head is None:
+            head = self._heads[plan] = LossHead(plan)
+
+        @tf.autograph.experimental.do_not_convert
+        def run(data: Any) -> Any:
+            if plan.decomposes:
+                try:
+                    return train_step(plan, head, data, self.clock)
+                except MaskedOutputs:
+                    plan.choose_schedule(self._planner, MASKED)
+            return stock(data)
+
+        return run
+
+    def _place(self, plan: PipelinePlan) -> None:
+        moved = {variable._value._unique_id: variable for variable, _ in plan.variables}
+        for variable, device in plan.variables:
+            move(variable, device)
+        move_slots(plan.model, self.extended.slot_references, moved)
+
+
+def _model_of(function: Callable) -> keras.Model:
+    """The model that Keras' predict function belongs to."""
+    variables = inspect.getclosurevars(inspect.unwrap(function)).nonlocals
+    return variables["self"] if "self" in variables else _model_of(variables["step_func"])
+
+
+def _shadow_call(functional: Functional, strategy: PipelineStrategy) -> None:
+    """Has a Functional model called through the pipeline, while the strategy runs a step of Keras."""
+    original = functional.call
+    plans = strategy._plans
+    reference = weakref.ref(strategy)
+
+    def call(self: Functional, inputs: Any, training: bool | None = None, mask: Any = None, **kwargs: Any) -> Any:
+        owner = reference()
+        if owner is None or not owner._running or mask is not None or kwargs:
+            return original(inputs, training=training, mask=mask, **kwargs)
+        return pipelined_call.call(plans[self], inputs, bool(training))
+
+    object.__setattr__(functional, "call", types.MethodType(call, functional))
