@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import keras
 import tensorflow as tf
 
-from tfdist.strategies import epoch_iterators
 from tfdist.strategies.step_shadows import optimizers_of
 
 
@@ -25,21 +22,24 @@ def check(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
     for optimizer in optimizers_of(model):
         if optimizer._distribution_strategy is not strategy:
             raise ValueError(
-                f"Received: optimizer '{optimizer.name}', created outside of this strategy's scope. Its variables would "
-                "not follow the model's to the stages. Expected: an optimizer created in the scope, "
+                f"Received: optimizer '{optimizer.name}', created outside of this strategy's scope. Its variables "
+                "would not follow the model's to the stages. Expected: an optimizer created in the scope, "
                 "`with strategy.scope(): optimizer = ...`, or its name, `compile('adam', ...)`."
             )
 
 
-def check_batch_size(epoch_iterator: Any, microbatches: int) -> None:
+def check_batch_size(rows: int | None, microbatches: int) -> None:
     """Checks the training data, where its batch size is known beforehand.
+
+    Args:
+        rows: of a batch; `None`: not known.
+        microbatches: of all pipelines together.
 
     Raises:
         ValueError: if there are fewer rows in a batch than micro-batches.
     """
-    size = epoch_iterators.batch_size(epoch_iterator)
-    if size is not None and size < microbatches:
+    if rows is not None and rows < microbatches:
         raise ValueError(
-            f"Received: batches of {size} rows, for {microbatches} micro-batches. Expected: at least one row a "
-            f"micro-batch. Use a larger batch size, or PipelineStrategy(microbatches={size}) or less."
+            f"Received: batches of {rows} rows, for {microbatches} micro-batches. Expected: at least one row a "
+            "micro-batch. Use a larger batch size, or PipelineStrategy(microbatches=...) with a smaller number."
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import tensorflow as tf
 
@@ -13,20 +15,23 @@ class Clock:
     """Collects time stamps while a step is traced; a variable holds those of the step that ran last."""
 
     def __init__(self) -> None:
+        self._graph: tf.Graph | None = None
         self._labels: list[tuple[int, Instruction]] = []
         self._begins: list[tf.Tensor] = []
         self._ends: list[tf.Tensor] = []
-        self._times: tf.Variable | None = None
-
-    def restart(self) -> None:
-        """Forgets what was collected: the step is traced anew."""
-        self._labels, self._begins, self._ends, self._times = [], [], [], None
+        # Made here: while a step is traced, no variables can be. How many times there are is known afterwards.
+        with tf.device("/CPU:0"):
+            self._times = tf.Variable(tf.zeros([2, 0], tf.float64), trainable=False, shape=[2, None])
 
     def begin(self, stage: int, instruction: Instruction) -> tf.Tensor:
         """Adds the time stamp at which an instruction begins, on the current device's machine."""
+        began = tf.timestamp()
+        if began.graph is not self._graph:
+            # The step is traced anew, for another kind of batch.
+            self._graph, self._labels, self._begins, self._ends = began.graph, [], [], []
         self._labels.append((stage, instruction))
-        self._begins.append(tf.timestamp())
-        return self._begins[-1]
+        self._begins.append(began)
+        return began
 
     def end(self, stage: int, instruction: Instruction) -> tf.Tensor:
         """Adds the time stamp at which the instruction that began last ends."""
@@ -36,20 +41,24 @@ class Clock:
 
     def store(self) -> None:
         """Adds the operation that keeps the times of a step."""
-        with tf.init_scope(), tf.device("/CPU:0"):
-            self._times = tf.Variable(tf.zeros([2, len(self._labels)], tf.float64), trainable=False)
         with tf.device("/CPU:0"):
             self._times.assign(tf.stack([tf.stack(self._begins), tf.stack(self._ends)]))
 
     @property
     def has_times(self) -> bool:
-        """Whether a step was traced with this clock."""
-        return self._times is not None
+        """Whether a step has run with this clock."""
+        return self._times.read_value().shape[1] > 0
 
-    def intervals(self) -> list[Interval]:
-        """When each instruction of the last step ran, in seconds since the first one began."""
-        times = np.asarray(self._times)
-        times = times - times[0].min()
+    def intervals(self, offsets: Sequence[float] | None = None) -> list[Interval]:
+        """When each instruction of the last step ran, in seconds since the first one began.
+
+        Args:
+            offsets: by how much the clock of each stage's machine is ahead; `None`: they all have the same time.
+        """
+        times = self._times.numpy().copy()
+        if offsets is not None:
+            times -= np.array([offsets[stage] for stage, _ in self._labels])
+        times -= times[0].min()
         return [
             Interval(stage, instruction, float(begin), float(end))
             for (stage, instruction), begin, end in zip(self._labels, times[0], times[1], strict=True)

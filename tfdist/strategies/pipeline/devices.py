@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -11,17 +12,23 @@ from tfdist.cluster.discovery import discover
 from tfdist.strategies.servers import connect, serve
 
 
-def stage_devices(devices: Sequence[str] | None, cluster: ClusterConfig | None, start_timeout: float) -> list[str]:
-    """The device of each stage. In a cluster's workers other than the chief this serves, and does not return.
+def pipeline_devices(
+    devices: Sequence[str] | Sequence[Sequence[str]] | None,
+    replicas: int | None,
+    cluster: ClusterConfig | None,
+    start_timeout: float,
+) -> list[list[str]]:
+    """For each pipeline the device of each stage. In a cluster's workers other than the chief this does not return.
 
     Args:
         devices: what the user wants; by default one device of each worker of a cluster of several, else all GPUs of
-            this process, else all its logical CPU devices.
+            this process, else all its logical CPU devices. A list of lists has one pipeline in each.
+        replicas: the number of pipelines that a flat list, or what is found, is dealt out to.
         cluster: the cluster; by default what `tfdist.discover()` finds.
         start_timeout: how long to wait for the cluster's processes, in seconds.
 
     Raises:
-        ValueError: for a device that does not exist.
+        ValueError: for a device that does not exist, or devices that do not make equally long pipelines.
         tfdist.ClusterError: if a process of the cluster does not come.
     """
     config = cluster or discover()
@@ -30,10 +37,29 @@ def stage_devices(devices: Sequence[str] | None, cluster: ClusterConfig | None, 
         if config.rank > 0:
             serve(config, start_timeout)
         found = connect(config, start_timeout)
-    if devices is None:
+    if devices is not None and not all(isinstance(device, str) for device in devices):
+        rows = [[_checked(device) for device in row] for row in devices]
+        if not rows or not rows[0] or len({len(row) for row in rows}) > 1 or replicas not in (None, len(rows)):
+            raise ValueError(
+                f"Received: devices={devices!r} with replicas={replicas}. Expected: equally many devices, one a stage, "
+                "in each of the inner lists, one a pipeline."
+            )
+        return rows
+    if devices is not None:
+        flat = [_checked(device) for device in devices]
+    elif found:
+        flat = found
+    else:
         local = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
-        return found or [device.name for device in local]
-    return [_checked(device) for device in devices]
+        flat = [device.name for device in local]
+    replicas = int(os.environ.get("TFDIST_REPLICAS") or 1) if replicas is None else replicas
+    if replicas < 1 or len(flat) % replicas or not flat:
+        raise ValueError(
+            f"Received: {len(flat)} devices for replicas={replicas}. Expected: a multiple of the number of "
+            "replicas, each of which is a pipeline with one stage a device."
+        )
+    stages = len(flat) // replicas
+    return [flat[i : i + stages] for i in range(0, len(flat), stages)]
 
 
 def _checked(device: str) -> str:

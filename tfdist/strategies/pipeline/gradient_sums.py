@@ -38,19 +38,6 @@ class GradientSums:
         self._factors = {}
         return [self._sums.get((chunk.index, i)) for chunk in self._plan.chunks for i in range(len(chunk.trainable))]
 
-    def of_variables(self) -> dict[int, Any]:
-        """The gradients by the variables' ids, on their devices; variables without one are missing."""
-        variables = [variable for chunk in self._plan.chunks for variable in chunk.trainable]
-        total: dict[int, Any] = {}
-        for variable, gradient in zip(variables, self.of_chunks(), strict=True):
-            if gradient is None:
-                continue
-            # Several chunks may use a variable.
-            with tf.device(self._plan.device_of(self._plan.homes[id(variable)])):
-                known = total.get(id(variable))
-                total[id(variable)] = gradient if known is None else added(known, gradient)
-        return total
-
 
 def added(first: Any, second: Any) -> Any:
     """The sum of two gradients, each a tensor or `IndexedSlices`."""

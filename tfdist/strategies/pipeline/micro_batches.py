@@ -19,25 +19,26 @@ class MicroBatches:
     Args:
         data: the batch, any structure of tensors.
         count: number of micro-batches.
+        may_be_fewer: whether there may be fewer rows than that.
 
     Raises:
-        ValueError: if the batch certainly has fewer rows than that.
+        ValueError: if the batch certainly has fewer rows, and may not.
     """
 
-    def __init__(self, data: Any, count: int):
+    def __init__(self, data: Any, count: int, may_be_fewer: bool = False):
         self.count = count
         self._static_rows = static_rows(data)
-        if self._static_rows is not None and self._static_rows < count:
+        if self._static_rows is not None and self._static_rows < count and not may_be_fewer:
             raise ValueError(
-                f"Received: batches of {self._static_rows} rows, for {count} micro-batches. Expected: at least one row "
-                f"a micro-batch. Use a larger batch size, or PipelineStrategy(microbatches={self._static_rows}) or less."
+                f"Received: a batch of {self._static_rows} rows, for {count} micro-batches. Expected: at least one row "
+                "a micro-batch. Use a larger batch size, or PipelineStrategy(microbatches=...) with a smaller number."
             )
         self.rows = self._static_rows if self._static_rows is not None else count_rows(data)
 
     @property
     def may_be_empty(self) -> bool:
         """Whether there may be batches with fewer rows than micro-batches (a last, partial one)."""
-        return self._static_rows is None
+        return self._static_rows is None or self._static_rows < self.count
 
     def size(self, index: int) -> Any:
         """Number of rows of a micro-batch: an int where the batch size is static, else an int32 scalar."""

@@ -13,9 +13,9 @@ from keras.src.backend import AutocastScope
 from keras.src.backend.common.masking import set_keras_mask
 from tensorflow.python.eager import record
 
-from tfdist.strategies.pipeline.engine import PipelineRun, read_trainable
 from tfdist.strategies.pipeline.micro_batches import MicroBatches
 from tfdist.strategies.pipeline.plan import PipelinePlan
+from tfdist.strategies.pipeline.replicas import ReplicatedRun, read_trainable
 from tfdist.strategies.sharing import static_rows
 
 
@@ -40,10 +40,10 @@ def _call(plan: PipelinePlan, flat: list[tf.Tensor], training: bool) -> Any:
         schedule = plan.schedule
         if not (training or differentiable):
             rows = static_rows(flat)
-            schedule = plan.inference_of(schedule.microbatches if rows is None else rows)
-        count = schedule.microbatches
-        micro_batches = MicroBatches(flat, count)
-        run = PipelineRun(plan, micro_batches, flat, trainable, training, differentiable)
+            schedule = plan.inference_of(rows)
+        count = plan.replicas * schedule.microbatches
+        micro_batches = MicroBatches(flat, count, may_be_fewer=not (training or differentiable))
+        run = ReplicatedRun(plan, micro_batches, flat, trainable, training, differentiable)
         order = schedule.linear_order()
         run.execute([item for item in order if item[1].kind == "forward"])
         if training:
@@ -68,7 +68,7 @@ def _call(plan: PipelinePlan, flat: list[tf.Tensor], training: bool) -> Any:
                 for index, piece in enumerate(micro_batches.cut_gradient(cotangent)):
                     again.add_cotangents(index, [key], [piece])
             again.execute([item for item in order if item[1].kind == "backward"])
-            sums = again.sums.of_chunks()
+            sums = again.gradients_of_chunks()
             return [*sums, *(again.gradient_of_input(key) for key in plan.graph.inputs)]
 
     record.record_operation("TfdistPipeline", [*tensors, *loss], recorded, backward)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import logging
@@ -15,6 +16,7 @@ from keras.src.models.functional import Functional
 from tfdist.strategies.pipeline.chunk import Chunk, make_chunks
 from tfdist.strategies.pipeline.chunk_functions import ChunkFunctions
 from tfdist.strategies.pipeline.graph import LayerGraph
+from tfdist.strategies.pipeline.partition import Cost
 from tfdist.strategies.pipeline.schedule import Schedule, forward_only
 
 _log = logging.getLogger("tfdist")
@@ -28,8 +30,10 @@ class PipelinePlan:
         model: the model.
         functional: its graph of layers, as Keras has it.
         graph: the same, flat.
+        costs: of each call.
         cuts: positions of the calls that each chunk after the first one begins with.
-        devices: one for each stage; a list of them where there are replicas.
+        devices: one for each stage, of the pipeline that the variables live on.
+        others: the devices of further pipelines, which train the same variables.
         schedule: the order of the work in a training step.
         recompute: for each chunk, whether its backward pass runs the forward pass again.
         split_weights: whether weight gradients are made later, of several micro-batches at once.
@@ -38,8 +42,10 @@ class PipelinePlan:
     model: keras.Model
     functional: Functional
     graph: LayerGraph
+    costs: Sequence[Cost]
     cuts: Sequence[int]
     devices: Sequence[str]
+    others: Sequence[Sequence[str]]
     schedule: Schedule
     recompute: Sequence[bool]
     split_weights: bool
@@ -58,6 +64,11 @@ class PipelinePlan:
                 chunk, self.model, training, self.recompute[chunk.index], self.split_weights
             )
         return self._functions[key]
+
+    def costs_of_chunk(self, chunk: int) -> Sequence[Cost]:
+        """Costs of a chunk's calls."""
+        bounds = (0, *self.cuts, len(self.graph.calls))
+        return self.costs[bounds[chunk] : bounds[chunk + 1]]
 
     def device_of(self, chunk: int) -> str:
         """The device that runs a chunk."""
@@ -90,9 +101,11 @@ class PipelinePlan:
         if self.schedule.name != name:
             self.schedule = planner.make_schedule(name)
 
-    def inference_of(self, rows: int) -> Schedule:
-        """The order of the work where nothing is trained, with no more micro-batches than rows."""
-        microbatches = max(1, min(rows, self.schedule.microbatches))
+    def inference_of(self, rows: int | None) -> Schedule:
+        """The order of the work where nothing is trained, with no more micro-batches than rows if that is possible."""
+        microbatches = self.schedule.microbatches
+        if rows is not None:
+            microbatches = max(1, min(rows // self.replicas, microbatches))
         return forward_only(len(self.devices), microbatches, self.schedule.chunks_per_device)
 
     @functools.cached_property
@@ -103,6 +116,25 @@ class PipelinePlan:
             for variable in (*chunk.trainable, *chunk.state):
                 homes.setdefault(id(variable), chunk.index)
         return homes
+
+    @property
+    def replicas(self) -> int:
+        """The number of pipelines."""
+        return 1 + len(self.others)
+
+    @property
+    def pipelines(self) -> list[PipelinePlan]:
+        """A plan for each pipeline alone; they share what is traced."""
+        return [self, *(self._on(devices) for devices in self.others)]
+
+    def _on(self, devices: Sequence[str]) -> PipelinePlan:
+        other = copy.copy(self)
+        other.devices, other.others = devices, ()
+        return other
+
+    def device_of_value(self, key: int) -> str:
+        """The device on which a value is made; that of the first stage for the model's inputs."""
+        return self.device_of(next((chunk.index for chunk in self.chunks if key in chunk.outputs), 0))
 
     @property
     def variables(self) -> list[tuple[keras.Variable, str]]:

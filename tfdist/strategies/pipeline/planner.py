@@ -12,6 +12,7 @@ from tfdist.strategies.pipeline.chunk import uncuttable
 from tfdist.strategies.pipeline.costs import costs_of, crossing, measured_costs, weights
 from tfdist.strategies.pipeline.cut_names import cuts_from_names
 from tfdist.strategies.pipeline.graph import LayerGraph, flatten
+from tfdist.strategies.pipeline.memory_limit import memory_limit
 from tfdist.strategies.pipeline.partition import balance
 from tfdist.strategies.pipeline.plan import PipelinePlan
 from tfdist.strategies.pipeline.schedule import Schedule, make_schedule
@@ -33,7 +34,7 @@ class Planner:
 
     def __init__(
         self,
-        devices: Sequence[str],
+        devices: Sequence[Sequence[str]],
         microbatches: int,
         schedule: str,
         chunks_per_device: int | None,
@@ -54,18 +55,23 @@ class Planner:
                 f"Received: chunks_per_device={chunks_per_device} with schedule={schedule!r}. Expected: "
                 "schedule='interleaved', the only one that gives a device several chunks of the model."
             )
-        self.devices, self.microbatches, self.schedule = list(devices), microbatches, schedule
+        (self.devices, *self.others), self.microbatches, self.schedule = devices, microbatches, schedule
         self.chunks_per_device, self.cuts, self.balance = chunks_per_device, cuts, balance
         self.split_weights = weight_gradients == "batched"
-        self.recompute = _recompute(recompute, len(devices) * chunks_per_device)
+        self.recompute = _recompute(recompute, self.chunks)
 
     @property
     def chunks(self) -> int:
         """Into how many pieces a model is cut."""
         return len(self.devices) * self.chunks_per_device
 
-    def plan(self, model: keras.Model, functional: Functional) -> PipelinePlan:
+    def plan(self, model: keras.Model, functional: Functional, rows: int | None) -> PipelinePlan:
         """Cuts a model.
+
+        Args:
+            model: the model.
+            functional: its graph of layers.
+            rows: of a batch; `None` if that is not known.
 
         Raises:
             ValueError: if it cannot be cut into as many pieces, or not where the user wants.
@@ -73,16 +79,29 @@ class Planner:
         graph = flatten(functional)
         graph, positions = self._cut(graph)
         schedule = self.make_schedule("gpipe" if self.schedule == "auto" else self.schedule)
-        return PipelinePlan(
+        costs = costs_of(graph, _ROWS)
+        plan = PipelinePlan(
             model,
             functional,
             graph,
+            costs,
             positions,
             self.devices,
+            self.others,
             schedule,
-            self.recompute,
+            self.recompute or (False,) * self.chunks,
             self.split_weights,
         )
+        if self.recompute is None and rows is not None:
+            plan.recompute = [self._needs_recompute(plan, chunk.index, rows) for chunk in plan.chunks]
+        return plan
+
+    def _needs_recompute(self, plan: PipelinePlan, chunk: int, rows: int) -> bool:
+        """Whether what the layers of a chunk return, for all micro-batches in flight, takes half of the memory."""
+        in_flight = max(self.make_schedule("gpipe" if self.schedule == "auto" else self.schedule).in_flight())
+        per_row = sum(cost.output_bytes for cost in plan.costs_of_chunk(chunk)) / _ROWS
+        rows_in_flight = rows / plan.replicas / self.microbatches * in_flight
+        return per_row * rows_in_flight > memory_limit(plan.device_of(chunk), self.devices) / 2
 
     def make_schedule(self, name: str) -> Schedule:
         """The order of the work in a training step."""
@@ -97,7 +116,7 @@ class Planner:
         elif self.cuts is not None:
             positions = cuts_from_names(graph, self.cuts)
         else:
-            costs = (measured_costs if self.balance == "time" else costs_of)(graph, _ROWS)
+            costs = measured_costs(graph, _ROWS) if self.balance == "time" else costs_of(graph, _ROWS)
             bytes_sent = [_FLOPS_PER_BYTE * _ROWS * sent for sent in crossing(graph)] if self.balance == "flops" else ()
             positions = balance(weights(costs, self.balance), self.chunks, bytes_sent, uncuttable(graph))
         if len(positions) != self.chunks - 1:
@@ -126,11 +145,12 @@ def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
         raise ValueError(f"Received: {name}={value!r}. Expected one of {', '.join(map(repr, choices))}.")
 
 
-def _recompute(value: bool | str | Sequence[bool], chunks: int) -> tuple[bool, ...]:
+def _recompute(value: bool | str | Sequence[bool], chunks: int) -> tuple[bool, ...] | None:
+    """For each chunk; `None`: to be decided when the batch size is known."""
     if isinstance(value, bool):
         return (value,) * chunks
     if value == "auto":
-        return (False,) * chunks
+        return None
     values = tuple(value)
     if len(values) != chunks or not all(isinstance(v, bool) for v in values):
         raise ValueError(

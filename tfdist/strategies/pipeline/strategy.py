@@ -16,10 +16,12 @@ from tensorflow.python.distribute import distribute_lib, one_device_strategy
 
 from tfdist.cluster.config import ClusterConfig
 from tfdist.compat import install
+from tfdist.strategies import epoch_iterators
 from tfdist.strategies.keras_step import recognise
 from tfdist.strategies.pipeline import checks, pipelined_call
 from tfdist.strategies.pipeline.clock import Clock
-from tfdist.strategies.pipeline.devices import stage_devices
+from tfdist.strategies.pipeline.description import describe
+from tfdist.strategies.pipeline.devices import pipeline_devices
 from tfdist.strategies.pipeline.graph import functional_of
 from tfdist.strategies.pipeline.loss_head import MASKED, LossHead, why_not_decomposable
 from tfdist.strategies.pipeline.placement import SlotReferences, move, move_slots
@@ -66,11 +68,52 @@ class _PipelineExtended(one_device_strategy.OneDeviceExtended):
 
 
 class PipelineStrategy(tf.distribute.Strategy):
-    """Trains a model that is cut into stages, one a device, with several micro-batches on their way at a time."""
+    """Trains a model that is cut into stages, one a device, with several micro-batches on their way at a time.
+
+    Build and compile a Sequential or functional Keras model in `strategy.scope()`; `fit`, `evaluate` and `predict` then
+    run it on all devices, each of which holds the weights and the optimizer's slots of its own layers only. The
+    gradient is that of the whole batch. BatchNormalization and Dropout see one micro-batch at a time, as they do in
+    GPipe (arXiv 1811.06965). One process drives: the other workers of a cluster serve, and their scripts go no further
+    than this constructor.
+
+    Args:
+        devices: a device string for each stage, or a list of such lists for several pipelines side by side. By default
+            the workers of the discovered cluster, one stage each; without one, all GPUs of this process, or all its
+            logical CPU devices.
+        microbatches: into how many parts each pipeline cuts its rows of a batch; any batch size of at least that.
+        schedule: "gpipe", "1f1b" (PipeDream-flush: keeps fewer micro-batches in memory), "interleaved" (several chunks
+            of the model on a device, a smaller bubble), or "auto": 1F1B where the compiled loss is a mean over rows,
+            GPipe where it may not be.
+        chunks_per_device: of the interleaved schedule; 2 by default.
+        cuts: names of the layers after which the model is cut; by default it is balanced. `tfdist.stage(i)` around
+            layer calls is another way to say it.
+        balance: what is made even over the stages: "flops", "memory" (weights and activations) or "time" (measured).
+        recompute: whether backward passes run the forward pass again instead of keeping what it computed; one value
+            for all or one for each chunk. "auto": where the activations would take half of the device's memory.
+        weight_gradients: "accumulate" adds up the micro-batches' gradients; "batched" keeps their factors and makes one
+            larger product of them at the end of the step: faster for small micro-batches, more memory.
+        replicas: how many pipelines the devices are dealt out to; their gradients are added up.
+        cluster: the cluster and this process' place in it; by default what `tfdist.discover()` finds.
+        start_timeout: how long to wait at the start until all processes are there, in seconds.
+
+    Raises:
+        ValueError: for arguments that make no sense, or devices that do not exist.
+        tfdist.ClusterError: if a process of the cluster does not come; the message names it.
+
+    Example (two stages on the CPU):
+        >>> import keras, numpy as np, tfdist
+        >>> strategy = tfdist.PipelineStrategy(["CPU:0", "CPU:0"], microbatches=4)
+        >>> with strategy.scope():
+        ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(1)])
+        ...     model.compile("sgd", "mse")
+        >>> history = model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
+        >>> len(strategy.summary().splitlines()) > 4
+        True
+    """
 
     def __init__(
         self,
-        devices: Sequence[str] | None = None,
+        devices: Sequence[str] | Sequence[Sequence[str]] | None = None,
         *,
         microbatches: int = 8,
         schedule: str = "auto",
@@ -79,24 +122,45 @@ class PipelineStrategy(tf.distribute.Strategy):
         balance: str = "flops",
         recompute: bool | str | Sequence[bool] = "auto",
         weight_gradients: str = "accumulate",
+        replicas: int | None = None,
         cluster: ClusterConfig | None = None,
         start_timeout: float = 300.0,
     ):
         install()
-        self._devices = stage_devices(devices, cluster, start_timeout)
+        self._devices = pipeline_devices(devices, replicas, cluster, start_timeout)
         self._planner = Planner(
             self._devices, microbatches, schedule, chunks_per_device, cuts, balance, recompute, weight_gradients
         )
         self._plans: weakref.WeakKeyDictionary[Functional, PipelinePlan] = weakref.WeakKeyDictionary()
         self._heads: weakref.WeakKeyDictionary[PipelinePlan, LossHead] = weakref.WeakKeyDictionary()
         self._running = False
+        self._rows: int | None = None
+        self._latest: PipelinePlan | None = None
         self.clock: Clock | None = None
-        super().__init__(_PipelineExtended(self, self._devices[0]))
+        super().__init__(_PipelineExtended(self, self._devices[0][0]))
 
     @property
-    def stages(self) -> tuple[str, ...]:
-        """The device of each stage."""
-        return tuple(self._devices)
+    def devices(self) -> list[list[str]]:
+        """For each pipeline, the device of each stage."""
+        return [list(row) for row in self._devices]
+
+    def summary(self, model: keras.Model | None = None, width: int = 100) -> str:
+        """The stages, the schedule and what to expect of them, as text.
+
+        Args:
+            model: a built model, created in this strategy's scope; by default the one that was trained last.
+            width: of the text, in characters.
+
+        Raises:
+            ValueError: if there is no model to tell about, or it cannot be cut.
+        """
+        if model is None and self._latest is None:
+            raise ValueError(
+                "Received: no model. Expected: strategy.summary(model) with a built model, or a call of fit, evaluate "
+                "or predict before."
+            )
+        plan = self._latest if model is None else self.prepare(model)
+        return describe(plan, self._rows, width)
 
     def run(self, fn: Callable, args: tuple = (), kwargs: dict | None = None, options: Any = None) -> Any:
         step = recognise(fn) if len(args) == 1 and not kwargs else None
@@ -120,15 +184,16 @@ class PipelineStrategy(tf.distribute.Strategy):
         functional = functional_of(model)
         if functional is None:
             raise ValueError(
-                f"Received: model '{model.name}' of class {type(model).__name__}, which has a call method of its own or "
-                "no known input shape, so that its layers cannot be told apart. Expected: a Sequential model with an "
-                "Input, or a functional one, `keras.Model(inputs, outputs)`; a subclass may build its layers so in "
+                f"Received: model '{model.name}' of class {type(model).__name__}, which has a call method of its own "
+                "or no known input shape, so that its layers cannot be told apart. Expected: a Sequential model with "
+                "an Input, or a functional one, `keras.Model(inputs, outputs)`; a subclass may build its layers so in "
                 "__init__ and pass them to `super().__init__(inputs, outputs)`."
             )
         plan = self._plans.get(functional)
         if plan is None:
-            plan = self._plans[functional] = self._planner.plan(model, functional)
+            plan = self._plans[functional] = self._planner.plan(model, functional, self._rows)
             self._place(plan)
+            self._latest = plan
             _shadow_call(functional, self)
         if plan.model.compiled:
             plan.choose_schedule(self._planner, why_not_decomposable(plan.model, plan.functional))
@@ -145,7 +210,9 @@ class PipelineStrategy(tf.distribute.Strategy):
             ValueError: with the reason and the remedy.
         """
         checks.check(self, model)
-        checks.check_batch_size(epoch_iterator, self._planner.microbatches)
+        rows = epoch_iterators.batch_size(epoch_iterator)
+        checks.check_batch_size(rows, len(self._devices) * self._planner.microbatches)
+        self._rows = rows or self._rows
         if functional_of(model) is not None:
             self.prepare(model)
 

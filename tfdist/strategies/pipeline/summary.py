@@ -46,7 +46,7 @@ class RunSummary:
     Attributes:
         schedule: name of the schedule.
         micro_batches: number of micro-batches of a step.
-        rows: rows of a micro-batch.
+        rows: rows of a micro-batch; `None`: not known.
         bubble: ideal share of time in which devices wait, from 0 to 1.
         speed_up: predicted by simulation with the stages' costs; None: not shown.
         replicas: number of copies of the pipeline that share a step.
@@ -58,7 +58,7 @@ class RunSummary:
 
     schedule: str
     micro_batches: int
-    rows: int
+    rows: int | None
     bubble: float
     speed_up: float | None = None
     replicas: int = 1
@@ -116,14 +116,18 @@ def _lines(devices: int, stages: int, run: RunSummary) -> list[str]:
     formula = "(K - 1) / (M + K - 1)" if chunks == 1 else "(K - 1) / (V M + K - 1)"
     numbers = f"K = {devices} devices, M = {run.micro_batches}" + (f", V = {chunks} chunks" if chunks > 1 else "")
     copies = f"{run.replicas} replicas x " if run.replicas > 1 else ""
-    rows = run.replicas * run.micro_batches * run.rows
+    rows = "" if run.rows is None else f" of {run.rows} rows"
+    batch = f"the batch of fit, in {copies}{run.micro_batches} micro-batches"
+    if run.rows is not None:
+        total = run.replicas * run.micro_batches * run.rows
+        batch = f"{copies}{run.micro_batches} micro-batches x {run.rows} rows = {total} rows per step"
     lines = [
-        f"Schedule: {run.schedule}, {run.micro_batches} micro-batches of {run.rows} rows",
+        f"Schedule: {run.schedule}, {run.micro_batches} micro-batches{rows}",
         f"Bubble: {run.bubble:.1%} = {formula}, {numbers}",
-        f"Effective batch: {copies}{run.micro_batches} micro-batches x {run.rows} rows = {rows} rows per step",
+        f"Effective batch: {batch}",
     ]
     if run.speed_up is not None:
-        lines.insert(2, f"Predicted speed-up: {run.speed_up:.2f} x one device (at most {devices})")
+        lines.insert(2, f"Predicted speed-up: {run.speed_up:.2f} x one device (at most {devices * run.replicas})")
     return lines
 
 

@@ -9,11 +9,11 @@ import tensorflow as tf
 from keras.src.trainers.data_adapters import data_adapter_utils
 
 from tfdist.strategies.pipeline.clock import Clock
-from tfdist.strategies.pipeline.engine import PipelineRun, read_trainable
 from tfdist.strategies.pipeline.gradient_sums import added
 from tfdist.strategies.pipeline.loss_head import LossHead
 from tfdist.strategies.pipeline.micro_batches import MicroBatches
 from tfdist.strategies.pipeline.plan import PipelinePlan
+from tfdist.strategies.pipeline.replicas import ReplicatedRun, read_trainable
 
 
 class MaskedOutputs(Exception):
@@ -29,15 +29,14 @@ def train_step(plan: PipelinePlan, head: LossHead, data: Any, clock: Clock | Non
     model = plan.model
     x, y, sample_weight = data_adapter_utils.unpack_x_y_sample_weight(data)
     inputs = plan.functional._standardize_inputs(x)
-    micro_batches = MicroBatches(inputs, plan.schedule.microbatches)
+    micro_batches = MicroBatches(inputs, plan.replicas * plan.schedule.microbatches)
     trainable = read_trainable(plan)
-    run = PipelineRun(plan, micro_batches, inputs, trainable, training=True, differentiable=True, clock=clock)
+    run = ReplicatedRun(plan, micro_batches, inputs, trainable, training=True, differentiable=True, clock=clock)
     count = micro_batches.count
     scale = tf.ones([]) if model.optimizer is None else tf.cast(model.optimizer.scale_loss(tf.ones([])), tf.float32)
-    with tf.device(plan.device_of(len(plan.chunks) - 1)):
-        targets = micro_batches.cut((y, sample_weight))
-        weights = [micro_batches.weight(i) for i in range(count)]
-        cotangents = [weight * scale for weight in weights]
+    targets = micro_batches.cut((y, sample_weight))
+    weights = [micro_batches.weight(i) for i in range(count)]
+    cotangents = [weight * scale for weight in weights]
     run.set_loss_cotangents(cotangents)
     losses, trackers = [], []
 
@@ -57,7 +56,7 @@ def train_step(plan: PipelinePlan, head: LossHead, data: Any, clock: Clock | Non
     run.assign_state()
     with tf.device(plan.device_of(len(plan.chunks) - 1)):
         added_losses = [loss * weights[i] for i in range(count) for loss in run.losses[i]]
-        regularization = _regularize(plan, trainable, run.sums.of_variables(), scale)
+        regularization = _regularize(plan, trainable, run.gradients_of_variables(), scale)
         loss = tf.add_n([tf.cast(part, tf.float32) for part in (*losses, *added_losses, *regularization.losses)])
     head.track([tf.add_n(list(parts)) for parts in zip(*trackers, strict=True)], micro_batches.rows)
     model._loss_tracker.update_state(loss, sample_weight=micro_batches.rows)
@@ -106,5 +105,5 @@ def _needs_predictions(model: keras.Model) -> bool:
     return model._compile_metrics is not None
 
 
-def _predictions(plan: PipelinePlan, run: PipelineRun) -> Any:
+def _predictions(plan: PipelinePlan, run: ReplicatedRun) -> Any:
     return plan.pack_outputs([run.output(key).tensor for key in plan.graph.outputs])
