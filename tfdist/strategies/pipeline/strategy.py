@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import types
@@ -23,6 +24,7 @@ from tfdist.strategies.pipeline.clock import Clock
 from tfdist.strategies.pipeline.description import describe
 from tfdist.strategies.pipeline.devices import pipeline_devices
 from tfdist.strategies.pipeline.graph import functional_of
+from tfdist.strategies.pipeline.locality import LocalScalars, local_optimizers, near_inputs
 from tfdist.strategies.pipeline.loss_head import MASKED, LossHead, why_not_decomposable
 from tfdist.strategies.pipeline.placement import SlotReferences, move, move_slots
 from tfdist.strategies.pipeline.plan import PipelinePlan
@@ -38,6 +40,7 @@ class _PipelineExtended(one_device_strategy.OneDeviceExtended):
     def __init__(self, container: Any, device: str):
         super().__init__(container, device)
         self.slot_references = SlotReferences()
+        self.scalars: LocalScalars | None = None
 
     def _create_variable(self, next_creator: Callable, **kwargs: Any) -> Any:
         # Which stage a layer is on is known once the model is there: until then its variables are in main memory.
@@ -56,7 +59,11 @@ class _PipelineExtended(one_device_strategy.OneDeviceExtended):
 
     def _update(self, var: Any, fn: Callable, args: tuple, kwargs: dict, group: bool) -> Any:
         # An optimizer updates a variable, and its slots, where they are.
-        with tf.device(var.device), distribute_lib.UpdateContext(var.device):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(tf.device(var.device))
+            stack.enter_context(distribute_lib.UpdateContext(var.device))
+            if self.scalars is not None:
+                stack.enter_context(self.scalars.on(var.device))
             result = fn(var, *args, **kwargs)
         return result if group else tf.nest.map_structure(self._local_results, result)
 
@@ -171,7 +178,8 @@ class PipelineStrategy(tf.distribute.Strategy):
         try:
             if step.kind == "train" and plan.decomposes:
                 fn = self._train_step(plan, fn)
-            return super().run(fn, args, kwargs, options)
+            with near_inputs(), local_optimizers(plan.model, lambda s: setattr(self.extended, "scalars", s)):
+                return super().run(fn, args, kwargs, options)
         finally:
             self._running = previous
 
