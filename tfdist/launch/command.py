@@ -11,7 +11,9 @@ from tfdist.launch.arguments import Target, split
 from tfdist.launch.option_types import CountOrAuto, SecondsOrAuto, WorkerRange
 
 _TARGET = "tfdist.launch.target"
-_WORKERS_HELP = "Number of training processes; MIN:MAX begins with MAX and goes on with fewer when some are lost."
+_WORKERS_HELP = "Number of training processes; MIN:MAX begins with MAX, goes on with fewer when some die.  [default: 2]"
+_STAGES_HELP = "Instead of -n: a process for each of the K stages that tfdist.PipelineStrategy cuts a model into."
+_REPLICAS_HELP = "With --stages: R copies of the whole pipeline, K*R processes in all.  [default: 1]"
 _HANG_HELP = "Without progress for so long, a process counts as hung.  [default: what is unusual for it, 30 at least]"
 _RESTARTS_HELP = "How often to start all processes again after one failed that had begun to train."
 _START_HELP = "Seconds from the call of fit to the first step, until the run counts as hung."
@@ -66,7 +68,9 @@ def main() -> None:
 
 
 @main.command(cls=_RunCommand, short_help="Run a script as a cluster on this machine.")
-@click.option("-n", "--workers", type=WorkerRange(), default="2", show_default=True, help=_WORKERS_HELP)
+@click.option("-n", "--workers", type=WorkerRange(), help=_WORKERS_HELP)
+@click.option("--stages", type=click.IntRange(min=1), metavar="K", help=_STAGES_HELP)
+@click.option("--replicas", type=click.IntRange(min=1), metavar="R", help=_REPLICAS_HELP)
 @click.option("--ps", type=int, default=0, show_default=True, help="Number of parameter servers.")
 @click.option("--chief", is_flag=True, help='Let the first worker be the job "chief".')
 @click.option("--evaluator", is_flag=True, help="Start an evaluator, too; it may outlast the training by --grace.")

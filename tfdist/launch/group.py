@@ -59,7 +59,7 @@ class ProcessGroup:
         self._terminal = terminal
         self._guardian = guardian
         self._selector = selectors.DefaultSelector()
-        self._progress_files = {plan.name: ProgressFile() for plan in plans if plan.trains}
+        self._progress_files = {plan.name: ProgressFile() for plan in plans if plan.trains and not plan.serves}
         self.processes = [Process(self._with_progress(plan), log_dir, restart, start_program) for plan in plans]
         self._started: list[Process] = []
 
@@ -109,7 +109,7 @@ class ProcessGroup:
         return self._look_after()
 
     def progress(self) -> dict[str, Progress | None]:
-        """The last report of each training process, by name."""
+        """The last report of each training process that makes reports, by name."""
         return {name: file.read() for name, file in self._progress_files.items()}
 
     def failure(self, process: Process, status: int, hang: str = "") -> Failure:

@@ -130,7 +130,7 @@ class Incarnation:
         if self._stopping or self._preempted or self._failures:
             return
         alive = {process.plan.name: process for process in self._group.trainers if process.status is None}
-        seen = {name: progress[name] for name in alive}
+        seen = {name: report for name, report in progress.items() if name in alive}
         overdue = self._watchdog.overdue(seen, time.monotonic())
         if overdue is not None:
             states = {name: process_state(process.group) for name, process in alive.items()}
@@ -169,9 +169,12 @@ class Incarnation:
             culprit = choose(self._failures)
             if not culprit.is_consequence or now - self._first_failure_at > _MOMENT:
                 self._end_after(culprit)
-        if not (self._failures or self._released) and all(p.status is not None for p in self._group.trainers):
+        if not (self._failures or self._released) and self._training_has_ended():
             self._trained_at = self._trained_at or now
             self._release(now - self._trained_at)
+
+    def _training_has_ended(self) -> bool:
+        return all(process.status is not None or process.plan.serves for process in self._group.trainers)
 
     def _end_after(self, failure: Failure) -> None:
         trainers = self._group.trainers
@@ -191,7 +194,7 @@ class Incarnation:
             self._stop(signal.SIGTERM, min(self._grace, _FAILURE_GRACE))
 
     def _release(self, since_training: float) -> None:
-        """Ends what outlasts the training: parameter servers serve for ever, an evaluator may watch for ever."""
+        """Ends what outlasts the training: servers may serve for ever, an evaluator may watch for ever."""
         evaluates = not self._preempted and any(p.plan.job == "evaluator" for p in self._group.running)
         if evaluates and (self._stopping or since_training < self._grace):
             return  # it may have the last checkpoint to evaluate, or has its signal already
@@ -208,7 +211,7 @@ class Incarnation:
             return PREEMPTED
         if failure is not None:
             return failure.exit_code
-        codes = {process.status for process in self._interrupted if process.plan.job != "ps"}
+        codes = {p.status for p in self._interrupted if p.plan.job != "ps" and not p.plan.serves}
         if self._interrupt is None or not codes:
             return 0
         if len(codes) == 1 and (code := codes.pop()) is not None and code >= 0:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 from tfdist.cluster.config import ClusterConfig
 from tfdist.launch.machine import Machine
+from tfdist.launch.stages import VARIABLES as OF_STAGES
+from tfdist.launch.stages import Stages
 from tfdist.supervision.progress import VARIABLE as PROGRESS
 
 AUTO = "auto"
@@ -15,7 +17,9 @@ AUTO = "auto"
 Task = tuple[str, int]
 
 # What the launcher itself tells every process; a value from --env would make the processes disagree.
-RESERVED = ("TF_CONFIG", "TFDIST_CLUSTER", "TFDIST_RUN_ID", "TFDIST_LOG_DIR", "TFDIST_RESTART", PROGRESS)
+RESERVED = ("TF_CONFIG", "TFDIST_CLUSTER", "TFDIST_RUN_ID", "TFDIST_LOG_DIR", "TFDIST_RESTART", *OF_STAGES, PROGRESS)
+
+_REMEDIES = {"TFDIST_LOG_DIR": "Use --log-dir.", **dict.fromkeys(OF_STAGES, "Use --stages and --replicas.")}
 
 
 class PlanError(ValueError):
@@ -34,6 +38,7 @@ class RunOptions:
     gpus_per_worker: int | str = AUTO
     env: Mapping[str, str] = field(default_factory=dict)
     host: str = "127.0.0.1"
+    stages: Stages | None = None
 
     def __post_init__(self) -> None:
         if self.workers < 1:
@@ -42,7 +47,7 @@ class RunOptions:
             raise PlanError(f"--ps {self.ps}: expected 0 or more. Leave --ps out for a cluster without one.")
         for name in RESERVED:
             if name in self.env:
-                remedy = "Use --log-dir." if name == "TFDIST_LOG_DIR" else "Leave it out."
+                remedy = _REMEDIES.get(name, "Leave it out.")
                 raise PlanError(f"--env {name}=...: tfdist run sets {name} for every process itself. {remedy}")
 
     @property
@@ -74,6 +79,7 @@ class ProcessPlan:
         env: the complete environment.
         cpus: cores to pin the process to; empty = not pinned.
         shown: whether its output also goes to the terminal.
+        serves: whether it only works for the first process: it reports no progress, and ends when that one has ended.
     """
 
     job: str
@@ -82,6 +88,7 @@ class ProcessPlan:
     env: Mapping[str, str]
     cpus: tuple[int, ...] = ()
     shown: bool = False
+    serves: bool = False
 
     @property
     def name(self) -> str:
@@ -134,6 +141,8 @@ def plan_run(
     cpus = share_cpus(options, machine)
     gpus = share_gpus(options, machine)
     jobs = _jobs(options, ports)
+    # The stages of a launcher around this one are not ours.
+    inherited = {name: value for name, value in environ.items() if name not in OF_STAGES}
     plans = []
     for task in options.tasks:
         config = ClusterConfig(jobs=jobs, task_type=task[0], task_index=task[1]).to_json()
@@ -143,20 +152,22 @@ def plan_run(
             "TFDIST_RUN_ID": run_id,
             "TFDIST_LOG_DIR": log_dir,
             "TFDIST_RESTART": str(restart),
+            **(options.stages.environment() if options.stages else {}),
             PROGRESS: "",  # whoever starts the process fills it in; that of a launcher around this one is not ours
         }
         pinned = cpus.get(task, ())
         env = {
             **_runtime_defaults(len(pinned), len(machine.cores), ps_cluster=options.ps > 0),
             **({"TF_FORCE_GPU_ALLOW_GROWTH": "true"} if shares_gpus(options, machine) else {}),
-            **environ,
+            **inherited,
             "PYTHONUNBUFFERED": "1",
             **({"CUDA_VISIBLE_DEVICES": ",".join(gpus[task])} if task in gpus else {}),
             **options.env,
             **own,
         }
-        shown = show_all or task == options.compute_tasks[0]
-        plans.append(ProcessPlan(*task, command=tuple(command), env=env, cpus=pinned, shown=shown))
+        first = task == options.compute_tasks[0]
+        serves = options.stages is not None and task in options.compute_tasks and not first
+        plans.append(ProcessPlan(*task, tuple(command), env, pinned, shown=show_all or first, serves=serves))
     return plans
 
 

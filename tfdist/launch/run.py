@@ -24,13 +24,16 @@ from tfdist.launch.plan import (
     shares_gpus,
 )
 from tfdist.launch.restarts import RestartPolicy
+from tfdist.launch.stages import stages_of
 from tfdist.launch.supervisor import Patience, Supervisor
 from tfdist.launch.terminal import Terminal
 
 
 def run_local(
     target: Target,
-    workers: tuple[int, int],
+    workers: tuple[int, int] | None,
+    stages: int | None,
+    replicas: int | None,
     ps: int,
     chief: bool,
     evaluator: bool,
@@ -53,9 +56,10 @@ def run_local(
         ClusterError: there are no free ports.
         OSError: the logs cannot be written or the program cannot be started.
     """
-    fewest, most = workers
-    options = RunOptions(most, ps, chief, evaluator, cpus_per_worker, gpus_per_worker, env, host)
     try:
+        parts = stages_of(workers, stages, replicas, ps, chief)
+        fewest, most = (parts.workers, parts.workers) if parts else workers or (2, 2)
+        options = RunOptions(most, ps, chief, evaluator, cpus_per_worker, gpus_per_worker, env, host, parts)
         command = target.command()
     except ValueError as error:
         raise PlanError(str(error)) from None
@@ -107,6 +111,8 @@ def announcement(options: RunOptions, log_dir: str, show_all: bool) -> str:
     """
     jobs = [job for job, _ in options.tasks]
     counts = [f"{jobs.count(job)} {job if jobs.count(job) == 1 else _plural(job)}" for job in dict.fromkeys(jobs)]
+    if options.stages:
+        counts[0] += f" ({options.stages})"
     what = counts[0] if len(counts) == 1 else f"{', '.join(counts[:-1])} and {counts[-1]}"
     hidden = [f"{job} {index}" for job, index in options.tasks[1:]]
     if show_all or not hidden:

@@ -114,7 +114,7 @@ def suspect(overdue: Overdue, seen: Mapping[str, Progress | None], states: Mappi
     Args:
         overdue: the process whose time was up first.
         seen: the last report of every training process that exists.
-        states: their states as the kernel calls them: T is stopped.
+        states: states, as the kernel calls them, of these and of processes that report nothing: T is stopped.
 
     Example:
         >>> seen = {"worker 0": Progress(5.0, 9, "training", 8), "worker 1": Progress(5.0, 8, "training", 7)}
@@ -123,8 +123,8 @@ def suspect(overdue: Overdue, seen: Mapping[str, Progress | None], states: Mappi
     """
     option = "--start-timeout" if overdue.starting else "--hang-timeout"
     silence = f"no progress for {overdue.waited:.3g} s ({option})"
-    for name in seen:
-        if states.get(name) in ("T", "t"):
+    for name, state in states.items():
+        if state in ("T", "t"):
             return Suspect(name, f"is stopped (process state T): {silence}")
     for name, progress in seen.items():
         if progress is None and overdue.starting:

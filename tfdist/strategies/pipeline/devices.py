@@ -32,14 +32,16 @@ def pipeline_devices(
         tfdist.ClusterError: if a process of the cluster does not come.
     """
     config = cluster or discover()
+    replicas = int(os.environ.get("TFDIST_REPLICAS") or 1) if replicas is None else replicas
     found = None
     if config.num_workers > 1 and config.task_type in ("chief", "worker"):
         if config.rank > 0:
             serve(config, start_timeout)
-        found = connect(config, start_timeout)
+        stages = max(1, config.num_workers // max(1, replicas))
+        found = connect(config, start_timeout, lambda rank: f"stage {rank % stages}")
     if devices is not None and not all(isinstance(device, str) for device in devices):
         rows = [[_checked(device) for device in row] for row in devices]
-        if not rows or not rows[0] or len({len(row) for row in rows}) > 1 or replicas not in (None, len(rows)):
+        if not rows or not rows[0] or len({len(row) for row in rows}) > 1 or replicas not in (1, len(rows)):
             raise ValueError(
                 f"Received: devices={devices!r} with replicas={replicas}. Expected: equally many devices, one a stage, "
                 "in each of the inner lists, one a pipeline."
@@ -52,7 +54,6 @@ def pipeline_devices(
     else:
         local = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
         flat = [device.name for device in local]
-    replicas = int(os.environ.get("TFDIST_REPLICAS") or 1) if replicas is None else replicas
     if replicas < 1 or len(flat) % replicas or not flat:
         raise ValueError(
             f"Received: {len(flat)} devices for replicas={replicas}. Expected: a multiple of the number of "

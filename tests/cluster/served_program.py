@@ -1,0 +1,145 @@
+"""A program that one process drives and others serve: `python -m tests.cluster.served_program WHAT`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import keras
+import tensorflow as tf
+
+from tfdist.cluster import ClusterConfig, ClusterError, discover
+from tfdist.cluster.roll_call import meet
+from tfdist.strategies.servers import connect, serve
+from tfdist.supervision.progress import ProgressWriter
+
+SIZE = 50
+START_TIMEOUT = 90.0
+
+
+def tell(**found: object) -> None:
+    """One line of what the test asserts."""
+    print(json.dumps(found), flush=True)
+
+
+def wait_for(name: str) -> None:
+    """Waits until the test, or another process, has made a file."""
+    while not Path(name).exists():
+        time.sleep(0.01)
+
+
+class Chain:
+    """Matrices on one device after the other, each twice the unit matrix."""
+
+    def __init__(self, devices: list[str]) -> None:
+        self.devices = devices
+        self.weights = []
+        for device in devices:
+            with tf.device(device):
+                self.weights.append(tf.Variable(2.0 * tf.eye(SIZE)))
+
+    def through(self, x: tf.Tensor) -> tf.Tensor:
+        for device, weight in zip(self.devices, self.weights, strict=True):
+            with tf.device(device):
+                x = tf.matmul(x, weight)
+        return x
+
+    @tf.function
+    def step(self) -> tf.Tensor:
+        """SIZE ** 2 times 2 ** len(devices)."""
+        return tf.reduce_sum(self.through(tf.ones((SIZE, SIZE))))
+
+    @tf.function
+    def endless(self) -> tf.Tensor:
+        x = tf.ones((SIZE, SIZE))
+        while tf.reduce_sum(x) > 0.0:
+            x = tf.math.sign(self.through(x))
+        return x
+
+
+def steps(cluster: ClusterConfig) -> None:
+    """A few steps, then idle until the test says so."""
+    devices = connect(cluster, START_TIMEOUT)
+    tell(devices=devices, again=connect(cluster, START_TIMEOUT) == devices)
+    try:
+        connect(ClusterConfig({"worker": ["127.0.0.1:1", "127.0.0.1:2"]}), START_TIMEOUT)
+    except ClusterError as error:
+        tell(other=str(error))
+    chain = Chain(devices)
+    tell(sums=[float(chain.step()) for _ in range(3)])
+    wait_for("stop")
+    tell(sums=[float(chain.step())])
+
+
+def endless(cluster: ClusterConfig) -> None:
+    """A step that lasts until a server dies, then another one."""
+    chain = Chain(connect(cluster, START_TIMEOUT, role=lambda rank: f"stage {rank}"))
+    chain.step()
+    threading.Thread(target=lambda: (time.sleep(0.5), tell(running=True)), daemon=True).start()
+    for function in (chain.endless, chain.step):
+        try:
+            function()
+        except (tf.errors.UnavailableError, tf.errors.AbortedError) as error:
+            tell(raised=type(error).__name__, at=time.time())
+    wait_for("stop")
+
+
+def absent(cluster: ClusterConfig) -> None:
+    """The others come to the roll call, but have no server."""
+    wait_for("imported")
+    start = time.monotonic()
+    try:
+        connect(cluster, 6.0)
+    except ClusterError as error:
+        tell(error=str(error), seconds=time.monotonic() - start)
+
+
+def restarted(cluster: ClusterConfig) -> None:
+    """Kills a server at the second step of the first life; `tfdist run` starts both processes again."""
+    writer = ProgressWriter.from_environment()
+    assert writer is not None
+    first_life = os.environ["TFDIST_RESTART"] == "0"
+    chain = Chain(connect(cluster, START_TIMEOUT, role=lambda rank: f"stage {rank}"))
+    writer.begin()
+    for step in range(1, 4):
+        if first_life and step == 2:
+            os.kill(int(Path("server-0").read_text()), signal.SIGKILL)
+        tell(sum=float(chain.step()), step=step, restart=os.environ["TFDIST_RESTART"])
+        writer.report("training", step)
+    writer.report("done", 3)
+
+
+def preempted(cluster: ClusterConfig) -> None:
+    """At SIGTERM it needs the servers once more, a while later, and ends with the code of a preemption."""
+    chain = Chain(connect(cluster, START_TIMEOUT))
+    asked = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    chain.step()
+    Path("ready").touch()
+    asked.wait()
+    time.sleep(1.0)
+    tell(saved=float(chain.step()))
+    sys.exit(77)
+
+
+def main(what: str) -> None:
+    cluster = discover()
+    if cluster.rank == 0:
+        programs = (steps, endless, absent, restarted, preempted)
+        {program.__name__: program for program in programs}[what](cluster)
+    elif what == "absent":
+        Path("imported").touch()
+        meet(cluster, START_TIMEOUT, {"same.tensorflow": tf.__version__, "same.keras": keras.__version__})
+        wait_for("stop")
+    else:
+        Path(f"server-{os.environ.get('TFDIST_RESTART', cluster.rank)}").write_text(str(os.getpid()))
+        serve(cluster, START_TIMEOUT)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

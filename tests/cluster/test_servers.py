@@ -1,0 +1,321 @@
+"""One process that drives the devices of others: real processes, killed and signalled."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import tfdist
+from tfdist.cluster import ClusterConfig
+from tfdist.cluster.ports import reserve
+from tfdist.strategies.server_watch import ServerWatch
+from tfdist.strategies.servers import connect, gone
+
+SOURCE = Path(tfdist.__file__).parent.parent
+THREADS = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2", "TF_CPP_MIN_LOG_LEVEL": "2"}
+# Importing TensorFlow in several processes at once takes its time on a busy machine.
+DEADLINE = 120.0
+# What has to follow the death of a process soon.
+SOON = 10.0
+
+
+class Cluster:
+    """Processes of `served_program` in a folder of their own."""
+
+    def __init__(self, folder: Path, what: str, workers: int, ports: tuple[int, ...]) -> None:
+        self.folder = folder
+        self.places = [f"127.0.0.1:{port}" for port in ports]
+        self.processes = []
+        for rank in range(workers):
+            config = ClusterConfig({"worker": self.places}, "worker", rank).to_json()
+            env = {**os.environ, **THREADS, "TF_CONFIG": config, "PYTHONPATH": str(SOURCE), "PYTHONUNBUFFERED": "1"}
+            with open(self._log(rank), "wb") as log:
+                command = [sys.executable, "-m", "tests.cluster.served_program", what]
+                self.processes.append(
+                    subprocess.Popen(
+                        command, cwd=folder, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                    )
+                )
+
+    def log(self, rank: int) -> str:
+        return self._log(rank).read_text(errors="replace")
+
+    def told(self) -> list[dict]:
+        """What the first process has said."""
+        return [json.loads(line) for line in self.log(0).splitlines() if line.startswith("{")]
+
+    def wait_until(self, condition: Callable[[], object], deadline: float = DEADLINE) -> None:
+        end = time.monotonic() + deadline
+        while not condition():
+            assert time.monotonic() < end, f"waited {deadline} s in vain"
+            time.sleep(0.02)
+
+    def code(self, rank: int, deadline: float = SOON) -> int:
+        """How a process has ended."""
+        try:
+            return self.processes[rank].wait(deadline)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"worker {rank} did not end within {deadline} s")
+
+    def stop(self) -> None:
+        (self.folder / "stop").touch()
+
+    def clean_up(self, show: bool) -> None:
+        """Ends every process, that with rank 0 first."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.terminate()
+        for rank, process in enumerate(self.processes):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(2)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(5)
+            if show:
+                print(f"--- worker {rank}, exit code {process.returncode}\n{self.log(rank)[-4000:]}")
+
+    def _log(self, rank: int) -> Path:
+        return self.folder / f"log-{rank}"
+
+
+@pytest.fixture
+def start(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[[str, int], Cluster]]:
+    """`start(what, workers)` starts a cluster."""
+    failed_before = request.session.testsfailed
+    clusters: list[Cluster] = []
+    with contextlib.ExitStack() as stack:
+
+        def begin(what: str, workers: int) -> Cluster:
+            ports = stack.enter_context(reserve(workers)).ports
+            clusters.append(Cluster(tmp_path, what, workers, ports))
+            return clusters[-1]
+
+        yield begin
+        for cluster in clusters:
+            cluster.clean_up(show=request.session.testsfailed > failed_before)
+
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.mark.slow
+def test_a_step_across_servers_and_a_quiet_end(start) -> None:
+    cluster = start("steps", 3)
+    cluster.wait_until(lambda: len(cluster.told()) >= 3 or cluster.processes[0].poll() is not None)
+    devices, other, first = cluster.told()
+    assert devices == {
+        "devices": [f"/job:worker/replica:0/task:{task}/device:CPU:0" for task in range(3)],
+        "again": True,
+    }
+    assert other["other"].startswith("Received: worker 0, rank 0 of 2; cluster: worker 0 (127.0.0.1:1)")
+    assert "which this process has joined already" in other["other"]
+    assert first == {"sums": [20000.0] * 3}
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        cluster.processes[1].send_signal(number)
+    refusal = f"received: worker 1 ({cluster.places[1]}) serves until worker 0 ({cluster.places[0]}) has ended\n"
+    cluster.wait_until(lambda: cluster.log(1).count(refusal) == 3, SOON)
+    cluster.stop()
+    assert cluster.code(0) == 0
+    ended = time.monotonic()
+    assert [cluster.code(rank) for rank in (1, 2)] == [0, 0]
+    assert time.monotonic() - ended < 5.0
+    assert cluster.told()[-1] == {"sums": [20000.0]}
+    assert "tfdist:" not in cluster.log(0)
+    end = f"tfdist: worker 0 ({cluster.places[0]}) has ended, and worker 2 ({cluster.places[2]}) ends as well\n"
+    assert cluster.log(2).count(end) == 1
+
+
+@pytest.mark.slow
+def test_a_killed_server_ends_the_step_and_is_named(start) -> None:
+    cluster = start("endless", 3)
+    cluster.wait_until(lambda: cluster.told() or cluster.processes[0].poll() is not None)
+    assert cluster.told() == [{"running": True}]
+    cluster.processes[2].kill()
+    killed = time.time()
+    cluster.wait_until(lambda: len(cluster.told()) == 3, SOON)
+    _, first, second = cluster.told()
+    assert first["raised"] in ("UnavailableError", "AbortedError")
+    assert 0.0 < first["at"] - killed < 5.0
+    assert second["at"] - first["at"] < 5.0
+    lines = [line for line in cluster.log(0).splitlines() if line.startswith("tfdist:")]
+    assert lines == [f"tfdist: {gone(f'worker 2 ({cluster.places[2]})', 'stage 2', '')}"]
+    assert cluster.processes[1].poll() is None
+    cluster.stop()
+    assert [cluster.code(rank) for rank in (0, 1)] == [0, 0]
+
+
+@pytest.mark.slow
+def test_servers_end_with_a_killed_chief(start) -> None:
+    cluster = start("endless", 3)
+    cluster.wait_until(lambda: cluster.told() or cluster.processes[0].poll() is not None)
+    cluster.processes[0].kill()
+    killed = time.monotonic()
+    assert [cluster.code(rank) for rank in (1, 2)] == [0, 0]
+    assert time.monotonic() - killed < 5.0
+
+
+@pytest.mark.slow
+def test_a_server_that_does_not_come_up_is_named(start) -> None:
+    cluster = start("absent", 2)
+    cluster.wait_until(lambda: cluster.told() or cluster.processes[0].poll() is not None)
+    (told,) = cluster.told()
+    assert told["error"] == (
+        f"no TensorFlow server within start_timeout=6 s: worker 1 ({cluster.places[1]}); "
+        "look into their output for why not"
+    )
+    assert 5.9 < told["seconds"] < 9.0
+
+
+def launched(folder: Path, what: str, *options: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tfdist", "run", "--stages", "2", "--no-warm", "--log-dir", "logs", *options]
+    return subprocess.Popen(
+        [*command, "-m", "tests.cluster.served_program", what],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(launcher: subprocess.Popen[str], folder: Path, deadline: float = DEADLINE) -> tuple[int, str, str]:
+    """Exit code and output; the launcher's guardian ends what it leaves behind."""
+    try:
+        out, err = launcher.communicate(timeout=deadline)
+    except subprocess.TimeoutExpired:
+        launcher.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            launcher.wait(15)
+        launcher.kill()
+        launcher.wait()
+        logs = "".join(f"--- {path}\n{path.read_text()[-3000:]}" for path in folder.glob("logs/*.log"))
+        pytest.fail(f"the launcher did not end within {deadline} s\n{logs}")
+    return launcher.returncode, out, err
+
+
+@pytest.mark.slow
+def test_the_launcher_restarts_all_after_a_server_was_killed(tmp_path: Path) -> None:
+    code, out, err = finish(launched(tmp_path, "restarted", "--max-restarts", "1"), tmp_path)
+    assert code == 0, err
+    lines = [line.removeprefix("[worker 0] ") for line in out.splitlines()]
+    told = [json.loads(line) for line in lines if line.startswith("{")]
+    assert [(step["restart"], step["step"], step["sum"]) for step in told] == [
+        ("0", 1, 10000.0),
+        ("1", 1, 10000.0),
+        ("1", 2, 10000.0),
+        ("1", 3, 10000.0),
+    ]
+    assert re.search(r"tfdist: worker 1 was killed by SIGKILL at step 1; restart 1 of 1: training again after", err)
+    (line,) = [line for line in lines if line.startswith("tfdist: worker 1")]
+    assert re.match(
+        r"tfdist: worker 1 \(127\.0\.0\.1:\d+\), which holds stage 1, is gone; /.*/logs/worker-1\.log ", line
+    )
+
+
+@pytest.mark.slow
+def test_a_preempted_chief_can_save_what_the_servers_hold(tmp_path: Path) -> None:
+    launcher = launched(tmp_path, "preempted")
+    end = time.monotonic() + DEADLINE
+    while not (tmp_path / "ready").exists() and launcher.poll() is None and time.monotonic() < end:
+        time.sleep(0.02)
+    launcher.send_signal(signal.SIGTERM)
+    code, out, err = finish(launcher, tmp_path)
+    assert code == 77, err
+    assert '[worker 0] {"saved": 10000.0}\n' in out
+    assert "is gone" not in out
+    assert "SIGTERM received: worker 1" in (tmp_path / "logs/worker-1.log").read_text()
+
+
+def test_a_single_task_needs_no_servers() -> None:
+    for cluster in (ClusterConfig.single_process(), ClusterConfig({"worker": ["127.0.0.1:2222"]})):
+        (device,) = connect(cluster, 1.0)
+        assert re.fullmatch(r"/job:localhost/replica:0/task:0/device:(CPU|GPU):0", device)
+
+
+# --- How the end of a process is noticed ------------------------------------------------------------------------------
+
+
+class Watched:
+    """A `ServerWatch` over a listener of the test."""
+
+    def __init__(self) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.listener.settimeout(SOON)
+        self.watch = ServerWatch(f"127.0.0.1:{self.listener.getsockname()[1]}")
+        self.is_over = threading.Event()
+
+    def begin(self) -> socket.socket:
+        assert self.watch.reach(within=SOON)
+        threading.Thread(target=lambda: (self.watch.wait(), self.is_over.set()), daemon=True).start()
+        return self.accept()
+
+    def accept(self) -> socket.socket:
+        return self.listener.accept()[0]
+
+
+@pytest.fixture
+def watched() -> Iterator[Watched]:
+    watched = Watched()
+    yield watched
+    watched.listener.close()
+
+
+def test_a_server_that_hangs_up_is_called_again(watched: Watched) -> None:
+    connection = watched.begin()
+    for _ in range(3):
+        connection.sendall(b"\0\0\x18\x04")
+        connection.close()
+        connection = watched.accept()
+        assert not watched.is_over.wait(0.1)
+    watched.listener.close()
+    connection.close()
+    assert watched.is_over.wait(2.0)
+
+
+def test_a_reset_is_an_end_too(watched: Watched) -> None:
+    connection = watched.begin()
+    watched.listener.close()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    connection.close()
+    assert watched.is_over.wait(2.0)
+
+
+def test_the_chief_of_another_job_at_the_same_address_is_somebody_else(watched: Watched) -> None:
+    connection = watched.begin()
+    connection.close()
+    with watched.accept() as connection:
+        connection.sendall(b'{"roll_call": 1}\n')
+        assert watched.is_over.wait(2.0)
+
+
+def test_a_server_is_waited_for(watched: Watched) -> None:
+    place = watched.listener.getsockname()
+    watched.listener.close()
+    start = time.monotonic()
+    assert not watched.watch.reach(within=0.3)
+    assert 0.3 <= time.monotonic() - start < 1.0
+    later = threading.Timer(0.3, lambda: setattr(watched, "listener", socket.create_server(place)))
+    later.start()
+    assert watched.watch.reach(within=SOON)
+    later.join()
+
+
+def test_what_is_said_of_a_server_that_is_gone() -> None:
+    assert gone("worker 1 (b:1)", "stage 1", "/logs/worker-1.log") == (
+        "worker 1 (b:1), which holds stage 1, is gone; /logs/worker-1.log may tell why. To go on from the last backup "
+        "after such a loss, train with tfdist.callbacks.BackupAndRestore and start with `tfdist run --max-restarts 3`"
+    )
+    assert gone("worker 1 (b:1)", "", "").startswith("worker 1 (b:1) is gone; its output may tell why.")

@@ -1,0 +1,256 @@
+"""`tfdist run --stages K --replicas R`: one process drives and trains, the others serve it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from inspect import cleandoc
+
+import pytest
+from click.testing import CliRunner
+
+from tests.launcher.conftest import wait_until
+from tests.launcher.training import events, of_kind, program
+from tfdist.launch.command import main
+from tfdist.launch.machine import Machine
+from tfdist.launch.plan import PlanError, RunOptions, plan_run
+from tfdist.launch.run import announcement
+from tfdist.launch.stages import Stages, stages_of
+from tfdist.launch.watchdog import Overdue, suspect
+from tfdist.supervision.progress import Progress
+
+# What tfdist.strategies.servers does, without TensorFlow: a lock is free when its owner's process is gone.
+SERVE = """
+    import fcntl, threading
+    life = Path("life-" + os.environ["TFDIST_RESTART"])
+    if index:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        Path(f"serving-{index}").touch()
+    else:
+        held = open(life, "w")
+        fcntl.flock(held, fcntl.LOCK_EX)
+        life.with_suffix(".held").touch()
+    def serve():
+        while not life.with_suffix(".held").exists(): time.sleep(0.01)
+        fcntl.flock(open(life), fcntl.LOCK_EX)
+        sys.exit(0)
+"""
+
+
+def stages(text: str) -> str:
+    """A program whose first process does what the text says, with `serve()` for the others to call."""
+    return program(f"{cleandoc(SERVE)}\n{cleandoc(text)}")
+
+
+def drive(text: str) -> str:
+    return stages(f"if index: serve()\n{cleandoc(text)}")
+
+
+def invoke(*arguments: str):
+    return CliRunner().invoke(main, ["run", *arguments])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            ["-n", "2", "--stages", "3", "t.py"],
+            "-n 2 and --stages 3: expected only one of them. "
+            "--stages starts a process for each stage and replica, here 3: leave -n out.",
+        ),
+        (["-n", "1:2", "--stages", "2", "--replicas", "2", "t.py"], "-n 1:2 and --stages 2: expected only one"),
+        (["--replicas", "2", "t.py"], "--replicas 2: expected --stages K as well. Use -n 2 for copies of a whole"),
+        (["--stages", "2", "--ps", "1", "t.py"], "--ps 1 and --stages 2: expected only one of them."),
+        (["--stages", "2", "--chief", "t.py"], "--chief and --stages 2: expected only one of them."),
+        (["--stages", "0", "t.py"], "0 is not in the range x>=1"),
+        (["--stages", "2", "--replicas", "0", "t.py"], "0 is not in the range x>=1"),
+        (
+            ["--stages", "2", "--env", "TFDIST_STAGES=3", "t.py"],
+            "--env TFDIST_STAGES=...: tfdist run sets TFDIST_STAGES for every process itself. "
+            "Use --stages and --replicas.",
+        ),
+    ],
+)
+def test_usage_errors(arguments: list[str], text: str) -> None:
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert text in " ".join(result.output.split())
+
+
+def test_what_the_options_ask_for() -> None:
+    assert stages_of(None, None, None, ps=0, chief=False) is None
+    assert stages_of(None, 3, 2, ps=0, chief=False) == Stages(3, 2)
+    with pytest.raises(ValueError, match=r"-n 4 and --stages 2: .* here 4: leave -n out\."):
+        stages_of((4, 4), 2, 2, ps=0, chief=False)
+
+
+def test_announcement() -> None:
+    assert announcement(RunOptions(3, stages=Stages(3)), "logs", show_all=False) == (
+        "3 workers (3 stages) on this machine; output of the other 2 goes to logs/"
+    )
+    assert announcement(RunOptions(2, evaluator=True, stages=Stages(1, 2)), "logs", show_all=True) == (
+        "2 workers (2 replicas of 1 stage) and 1 evaluator on this machine; complete logs in logs/"
+    )
+
+
+def test_plan() -> None:
+    options = RunOptions(2, evaluator=True, stages=Stages(2))
+    inherited = {"TFDIST_STAGES": "7", "TFDIST_REPLICAS": "7"}
+    plans = plan_run(options, ["t"], Machine((0, 1)), [2001, 2002], inherited, "r", "/logs")
+    assert [(plan.name, plan.serves, plan.shown) for plan in plans] == [
+        ("worker 0", False, True),
+        ("worker 1", True, False),
+        ("evaluator 0", False, False),
+    ]
+    assert [(plan.env["TFDIST_STAGES"], plan.env["TFDIST_REPLICAS"]) for plan in plans] == [("2", "1")] * 3
+    plans = plan_run(RunOptions(2), ["t"], Machine((0, 1)), [2001, 2002], inherited, "r", "/logs")
+    assert not any(plan.serves or "TFDIST_STAGES" in plan.env or "TFDIST_REPLICAS" in plan.env for plan in plans)
+    with pytest.raises(PlanError, match="--env TFDIST_REPLICAS"):
+        RunOptions(env={"TFDIST_REPLICAS": "2"})
+
+
+def test_a_stopped_server_is_named_and_a_silent_one_is_not() -> None:
+    seen = {"worker 0": Progress(1.0, 1, "starting", 0)}
+    overdue = Overdue("worker 0", 600.0, True)
+    silence = "no progress for 600 s (--start-timeout)"
+    assert suspect(overdue, seen, {"worker 0": "S", "worker 1": "T"}).text == f"is stopped (process state T): {silence}"
+    assert suspect(overdue, seen, {"worker 0": "S", "worker 1": "T"}).name == "worker 1"
+    assert suspect(overdue, seen, {"worker 0": "S", "worker 1": "S"}).text == f"stands still at step 0: {silence}"
+
+
+def test_every_process_learns_the_stages_and_replicas(launch) -> None:
+    script = """
+        names = ("TFDIST_STAGES", "TFDIST_REPLICAS")
+        Path(name).write_text(json.dumps([os.environ[n] for n in names] + [len(config["cluster"]["worker"])]))
+        if index == 0:
+            while len(list(Path().glob("worker-?"))) < 4: time.sleep(0.01)
+        time.sleep(0.2)
+    """
+    started = launch(script, "--stages", "2", "--replicas", "2")
+    result = started.finish()
+    assert result.code == 0
+    assert "tfdist: 4 workers (2 replicas of 2 stages) on this machine; output of the other 3 goes to" in result.err
+    told = [json.loads((started.folder / f"worker-{index}").read_text()) for index in range(4)]
+    assert told == [["2", "2", 4]] * 4
+    started.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("code", [0, 3, 77])
+def test_the_exit_code_is_that_of_the_process_that_drives(launch, code: int) -> None:
+    started = launch(drive(f"train(3)\nsys.exit({code})"), "--stages", "3", "--max-restarts", "0")
+    result = started.finish()
+    assert result.code == code
+    assert ("worker 0 failed with exit code 3" in result.err) == (code == 3)
+    assert "worker 1" not in result.err.partition("\n")[2]
+    started.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("code", [0, 3, 77])
+def test_servers_may_be_seen_to_end_first(launch, tmp_path, code: int) -> None:
+    script = f"if index: sys.exit(0)\ntrain(3)\ntime.sleep(0.5)\nsys.exit({code})"
+    result = launch(stages(script), "--stages", "2", "--max-restarts", "0").finish()
+    assert result.code == code
+
+
+def test_a_failure_is_not_put_down_to_servers_that_end_after_it(launch, tmp_path) -> None:
+    script = "if index: time.sleep(0.3); sys.exit(9)\ntrain(3)\nsys.exit(3)"
+    result = launch(stages(script), "--stages", "2", "--max-restarts", "0").finish()
+    assert result.code == 3
+    assert [event["event"] for event in events(tmp_path)] == ["start", "failure", "gave-up"]
+
+
+def test_servers_that_outlast_the_driver_are_ended(launch) -> None:
+    started = launch(
+        stages("if index: wait()\nwhile not Path('serving-1').exists(): time.sleep(0.01)"), "--stages", "2"
+    )
+    begin = time.monotonic()
+    assert started.finish().code == 0
+    assert time.monotonic() - begin < 6
+    started.assert_nothing_is_left()
+
+
+def test_a_killed_server_restarts_all(launch, tmp_path) -> None:
+    script = """
+        if index == 2 and restart == 0:
+            while not Path("begun").exists(): time.sleep(0.01)
+            kill()
+        if index: serve()
+        writer.begin()
+        writer.report("training", 1)
+        Path("begun").touch()
+        if restart == 0:
+            time.sleep(0.3)
+            print("tensorflow.python.framework.errors_impl.UnavailableError: gone"); sys.exit(1)
+        writer.resumed(1)
+        writer.report("training", 2)
+        print("restart", restart, flush=True)
+    """
+    started = launch(stages(script), "--stages", "3", "--max-restarts", "1", "--no-warm")
+    result = started.finish()
+    assert result.code == 0, result.err
+    assert "[worker 0] restart 1\n" in result.out
+    assert "worker 2 was killed by SIGKILL at step 1; restart 1 of 1" in result.err
+    starts = of_kind(tmp_path, "start")
+    assert [list(start["processes"]) for start in starts] == [["worker 0", "worker 1", "worker 2"]] * 2
+    assert not set(starts[0]["processes"].values()) & set(starts[1]["processes"].values())
+    (failure,) = of_kind(tmp_path, "failure")
+    assert (failure["task"], failure["kind"]) == ("worker 2", "signal")
+    started.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("code", [0, 3, 77])
+def test_a_preempted_driver_is_served_until_it_has_saved(launch, tmp_path, code: int) -> None:
+    script = f"""
+        if index:
+            def answer():
+                while True:
+                    if Path("ask").exists(): Path(f"answer-{{index}}").touch()
+                    time.sleep(0.01)
+            threading.Thread(target=answer, daemon=True).start()
+            serve()
+        def save(*_):
+            time.sleep(0.5)
+            Path("ask").touch()
+            while not (Path("answer-1").exists() and Path("answer-2").exists()): time.sleep(0.01)
+            sys.exit({code})
+        signal.signal(signal.SIGTERM, save)
+        while not (Path("serving-1").exists() and Path("serving-2").exists()): time.sleep(0.01)
+        Path("ready").touch()
+        train(100000)
+    """
+    started = launch(stages(script), "--stages", "3")
+    started.wait_for_file("ready")
+    wait_until(lambda: len(of_kind(tmp_path, "start")) == 1, 5, "the event")
+    started.popen.send_signal(signal.SIGTERM)
+    assert started.finish().code == code
+    assert [event["event"] for event in events(tmp_path)] == ["start", "preempted" if code == 77 else "interrupted"]
+    started.assert_nothing_is_left()
+
+
+def test_servers_that_say_nothing_do_not_count_as_hung(launch) -> None:
+    started = launch(drive("train(250)"), "--stages", "2", "--hang-timeout", "0.8", "--max-restarts", "0")
+    result = started.finish()
+    assert (result.code, "no progress" in result.err) == (0, False)
+
+
+@pytest.mark.parametrize(
+    ("hang", "words"),
+    [
+        ("if index: serve()\ntrain(3)\nwait()", "worker 0 stands still at step 3: no progress for"),
+        ("if index: serve()\nwriter.begin()\nwait()", "worker 0 stands still at step 0: no progress for"),
+        (
+            "if index: os.kill(os.getpid(), signal.SIGSTOP)\ntrain(3)\nwait()",
+            "worker 1 is stopped (process state T): no progress for",
+        ),
+    ],
+    ids=["driver", "before the first step", "stopped server"],
+)
+def test_who_is_blamed_for_a_hang(launch, hang: str, words: str) -> None:
+    options = ("--hang-timeout", "1", "--start-timeout", "1.5", "--max-restarts", "0")
+    started = launch(stages(hang), "--stages", "2", *options)
+    result = started.finish()
+    assert result.code == 124
+    assert words in result.err
+    started.assert_nothing_is_left()
