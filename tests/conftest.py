@@ -23,15 +23,13 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Makes two logical CPU devices if a test of this run needs them: later, another test may have used TensorFlow."""
-    if (
-        any("mirrored" in getattr(item, "fixturenames", ()) for item in session.items)
-        and not session.config.option.collectonly
-    ):
+    """Makes logical CPU devices if a test of this run needs them: later, another test may have used TensorFlow."""
+    used = {name for item in session.items for name in getattr(item, "fixturenames", ())}
+    if used & {"mirrored", "four_devices"} and not session.config.option.collectonly:
         import tensorflow as tf
 
         cpu = tf.config.list_physical_devices("CPU")[0]
-        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 4)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -92,7 +92,11 @@ RESUMED = """
                     if f"TFDIST_RUN_ID={os.environ['TFDIST_RUN_ID']}" in environment and '"index": 1' in environment:
                         os.kill(int(entry), signal.SIGKILL)
 
-    callbacks = [tfdist.callbacks.BackupAndRestore("backup-" + sys.argv[1], save_freq=3, asynchronous=False),
+        if "preempt" in sys.argv and int(model.optimizer.iterations) == 13:
+            os.kill(os.getppid(), signal.SIGTERM)
+            sys.argv.remove("preempt")
+
+    callbacks = [tfdist.callbacks.BackupAndRestore("backup-" + sys.argv[2], save_freq=3, asynchronous=False),
                  keras.callbacks.LambdaCallback(on_train_batch_begin=kill)]
     history = model.fit(x, y, batch_size=16, epochs=6, verbose=0, callbacks=callbacks)
     weights = [float(np.abs(w).sum()) for w in model.get_weights()]
@@ -130,9 +134,17 @@ def test_two_processes_equal_one(launch, options) -> None:
 
 def test_a_lost_stage_costs_nothing(launch) -> None:
     options = ("--max-restarts", "1")
-    undisturbed = told(stages(launch, RESUMED, 2, "leave", options=options))
-    result = stages(launch, RESUMED, 2, "kill", options=options)
+    undisturbed = told(stages(launch, RESUMED, 2, "leave", "alone", options=options))
+    result = stages(launch, RESUMED, 2, "kill", "killed", options=options)
     resumed = told(result)
     assert len(undisturbed["loss"]) == 6
     assert resumed == undisturbed
     assert "worker 1 was killed by SIGKILL at step 13; restart 1 of 1: training again after " in result.err
+
+
+def test_sigterm_saves_and_the_next_start_goes_on(launch) -> None:
+    undisturbed = told(stages(launch, RESUMED, 2, "leave", "alone"))
+    preempted = stages(launch, RESUMED, 2, "preempt", "preempted")
+    assert preempted.code == 77, f"{preempted.out[-3000:]}\n{preempted.err[-3000:]}"
+    assert '{"weights"' not in preempted.out
+    assert told(stages(launch, RESUMED, 2, "leave", "preempted")) == undisturbed

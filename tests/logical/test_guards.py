@@ -10,6 +10,7 @@ from keras import layers
 
 import tfdist
 from tests.features.table import BATCH, batches, mlp, rows
+from tests.logical.conftest import DEVICES
 from tfdist.strategies.step_shadows import metrics_of
 from tfdist.testing import assert_transparent, train_and_observe
 
@@ -226,7 +227,7 @@ class TestOwnTrainingLoop:
         return losses, model.get_weights()
 
     def test_equals_stock_mirrored_strategy(self, mirrored):
-        expected, received = self.train(tf.distribute.MirroredStrategy()), self.train(mirrored)
+        expected, received = self.train(tf.distribute.MirroredStrategy(DEVICES)), self.train(mirrored)
         np.testing.assert_allclose(received[0], expected[0], rtol=1e-6)
         for a, b in zip(expected[1], received[1], strict=True):
             np.testing.assert_allclose(b, a, atol=1e-6)
@@ -259,7 +260,7 @@ class TestOptions:
 
     def test_bf16_is_within_its_bound_and_not_exact(self, mirrored):
         """One step of plain SGD: the update is the gradient, rounded once a cast and once an addition."""
-        narrow = tfdist.MirroredStrategy(communication="bf16")
+        narrow = tfdist.MirroredStrategy(DEVICES, communication="bf16")
         x, y = rows(BATCH)
 
         def update(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
@@ -280,13 +281,13 @@ class TestOptions:
     def test_bf16_does_not_touch_moving_statistics(self, mirrored):
         """They are kept from step to step: rounding them would add up."""
         build = mlp(layers.BatchNormalization, optimizer=lambda: keras.optimizers.SGD(0.0))
-        exact = self.trained(tfdist.MirroredStrategy(), build)
-        rounded = self.trained(tfdist.MirroredStrategy(communication="bf16"), build)
+        exact = self.trained(tfdist.MirroredStrategy(DEVICES), build)
+        rounded = self.trained(tfdist.MirroredStrategy(DEVICES, communication="bf16"), build)
         for name, value in exact.items():
             np.testing.assert_allclose(rounded[name], value, atol=1e-6, err_msg=name)
 
     def test_local_batch_norm(self, mirrored):
-        local = tfdist.MirroredStrategy(batch_norm="local")
+        local = tfdist.MirroredStrategy(DEVICES, batch_norm="local")
         x, y = rows(BATCH)
 
         def build() -> keras.Model:
@@ -315,7 +316,7 @@ class TestOptions:
 
     def test_synchronized_batch_norm_is_global_all_the_same(self):
         """In a custom step, too, where Keras' own synchronisation would mix gradients without their weights."""
-        local = tfdist.MirroredStrategy(batch_norm="local")
+        local = tfdist.MirroredStrategy(DEVICES, batch_norm="local")
         build = mlp(lambda: layers.BatchNormalization(synchronized=True))
         gaps = assert_transparent(local, build, rows(83), batch_size=15)
         assert max(gaps.values()) < 1e-5

@@ -11,6 +11,7 @@ from keras import layers
 
 import tfdist
 from tests.features.table import BATCH, FEATURES, batches, mlp, rows
+from tests.logical.conftest import DEVICES
 from tfdist.strategies import global_batches, keras_step, normalization, step_logs, step_shadows
 from tfdist.testing import assert_transparent, run_local
 
@@ -67,7 +68,7 @@ def test_stand_in_rows_that_count(mirrored, monkeypatch):
 
 
 def test_batch_norm_of_each_replicas_rows(mirrored):
-    local = tfdist.MirroredStrategy(batch_norm="local")
+    local = tfdist.MirroredStrategy(DEVICES, batch_norm="local")
     build = mlp(layers.BatchNormalization)
     assert_noticed(local, "weight 0", "predict 0", build=build)
     gaps = assert_transparent(mirrored, build, rows(), batch_size=BATCH)

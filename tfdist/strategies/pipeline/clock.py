@@ -22,10 +22,11 @@ class Clock:
         # Made here: while a step is traced, no variables can be. How many times there are is known afterwards.
         with tf.device("/CPU:0"):
             self._times = tf.Variable(tf.zeros([2, 0], tf.float64), trainable=False, shape=[2, None])
+        self._function = tf.function(tf.timestamp).get_concrete_function()
 
     def begin(self, stage: int, instruction: Instruction) -> tf.Tensor:
         """Adds the time stamp at which an instruction begins, on the current device's machine."""
-        began = tf.timestamp()
+        began = self._now()
         if began.graph is not self._graph:
             # The step is traced anew, for another kind of batch.
             self._graph, self._labels, self._begins, self._ends = began.graph, [], [], []
@@ -36,8 +37,13 @@ class Clock:
     def end(self, stage: int, instruction: Instruction) -> tf.Tensor:
         """Adds the time stamp at which the instruction that began last ends."""
         assert self._labels[-1] == (stage, instruction)
-        self._ends.append(tf.timestamp())
+        self._ends.append(self._now())
         return self._ends[-1]
+
+    def ends_of(self, instructions: Sequence[Instruction]) -> list[tf.Tensor]:
+        """The time stamps at which instructions end that are in the graph already."""
+        ends = {instruction: end for (_, instruction), end in zip(self._labels, self._ends, strict=False)}
+        return [ends[instruction] for instruction in instructions]
 
     def store(self) -> None:
         """Adds the operation that keeps the times of a step."""
@@ -63,3 +69,11 @@ class Clock:
             Interval(stage, instruction, float(begin), float(end))
             for (stage, instruction), begin, end in zip(self._labels, times[0], times[1], strict=True)
         ]
+
+    def _now(self) -> tf.Tensor:
+        """The time, as what TensorFlow takes for a function without side effects.
+
+        It lets operations with side effects wait for each other, so that no stage would work beside another one.
+        """
+        (now,) = tf.raw_ops.PartitionedCall(args=[], Tout=[tf.float64], f=self._function)
+        return now

@@ -97,8 +97,10 @@ class PipelineRun:
                 with tf.control_dependencies(self._last[stage]):
                     yield
                 return
-            needed = [*self._last[stage], *(t.op for t in self._inputs_of(instruction))]
-            with tf.control_dependencies(needed):
+            # It begins when its inputs are here: their way from another device is no work of this one.
+            needed = [*self._clock.ends_of(self.plan.schedule.requirements(instruction)), *self._inputs_of(instruction)]
+            here = [tf.identity(tensor).op for tensor in needed]
+            with tf.control_dependencies([*self._last[stage], *here]):
                 began = self._clock.begin(stage, instruction)
             with tf.control_dependencies([began.op]):
                 yield

@@ -118,11 +118,13 @@ class LossHead:
             mapping = [(v, tf.zeros(v.shape, v.dtype)) for v in variables]
             with keras.StatelessScope(mapping) as scope, tf.GradientTape() as tape:
                 tape.watch(predictions)
-                loss = loss_object(targets, self._pack(list(predictions)), weights)
-                scaled = tf.cast(loss, cotangent.dtype) * cotangent
+                # Models of float64 have losses of float64.
+                loss = tf.cast(loss_object(targets, self._pack(list(predictions)), weights), cotangent.dtype)
+                scaled = loss * cotangent
             gradients = tape.gradient(scaled, predictions, unconnected_gradients="zero")
             values = [tf.convert_to_tensor(scope.get_current_value(v)) for v in variables]
-            tracked = [total / count for total, count in zip(values[::2], values[1::2], strict=True)]
+            means = [total / count for total, count in zip(values[::2], values[1::2], strict=True)]
+            tracked = [tf.cast(mean, cotangent.dtype) for mean in means]
             return [loss, *tracked, *gradients]
 
         specs = [tf.TensorSpec([], tf.float32), *(tf.TensorSpec(t.shape, t.dtype) for t in flat)]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
-from typing import Any
-
 import keras
 import tensorflow as tf
 
@@ -15,16 +12,16 @@ class SlotReferences:
     """Remembers which variable each optimizer's slot was created for, from `colocate_with`."""
 
     def __init__(self) -> None:
-        self._reference_of: dict[Any, weakref.ref] = {}
+        # Ids, not the variables: the one that a slot was created for is gone once it has moved.
+        self._reference_of: dict[str, str] = {}
 
     def note(self, slot: tf.Variable, reference: tf.Variable) -> None:
         """Notes that `slot` belongs to `reference`."""
-        self._reference_of[slot._unique_id] = weakref.ref(reference)
+        self._reference_of[slot._unique_id] = reference._unique_id
 
-    def reference(self, slot: tf.Variable) -> tf.Variable | None:
-        """The variable that a slot belongs to; `None` for what is no slot."""
-        found = self._reference_of.get(slot._unique_id)
-        return found() if found is not None else None
+    def reference(self, slot: tf.Variable) -> str | None:
+        """The unique id of the variable that a slot belongs to; `None` for what is no slot."""
+        return self._reference_of.get(slot._unique_id)
 
 
 def move(variable: keras.Variable, device: str) -> None:
@@ -51,7 +48,7 @@ def move_slots(model: keras.Model, references: SlotReferences, moved: dict[str, 
         for part in [optimizer, *parts_of(optimizer)]:
             for slot in part.variables:
                 reference = references.reference(slot._value)
-                variable = moved.get(reference._unique_id) if reference is not None else None
+                variable = moved.get(reference) if reference is not None else None
                 if variable is not None:
                     move(slot, variable._value.device)
                     references.note(slot._value, variable._value)

@@ -1,0 +1,63 @@
+"""The example of a pipeline: two processes train what one trains, and draw what each of them did."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.launcher.conftest import SOURCE
+
+EXAMPLE = SOURCE / "examples" / "train_language_model.py"
+SMALL = ["--epochs=1", "--batch-size=1024", "--length=16", "--width=16", "--blocks=1", "--microbatches=3"]
+DEADLINE = 150.0
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(2 * DEADLINE + 30)]
+
+
+def results(printed: str) -> tuple[float, str]:
+    """Perplexity and sample."""
+    ((perplexity, sample),) = re.findall(r"text: ([\d.]+) \(by chance: 256\)\n.*a sample: '(.*)'", printed)
+    return float(perplexity), sample
+
+
+def test_two_stages_train_what_one_device_trains(launch, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    options = [*SMALL, "--timeline", "timeline.png"]
+    command = [sys.executable, "-m", "tfdist", "run", "--stages", "2", str(EXAMPLE), *options]
+    started = launch("", command=command)
+    result = started.finish(DEADLINE)
+    assert result.code == 0, f"{result.out[-3000:]}\n{result.err[-3000:]}\n{started.log('worker-1')[-3000:]}"
+    started.assert_nothing_is_left()
+    perplexity, sample = results(result.out)
+    assert 10.0 < perplexity < 100.0
+    assert sample.startswith("The ")
+
+    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    boxes = Counter((e["pid"], e["tid"], e["name"]) for e in events if e["ph"] == "X")
+    assert boxes == Counter(
+        (process, stage, f"{kind} {i}")
+        for process in (1, 2)
+        for stage in (0, 1)
+        for kind in ("forward", "backward")
+        for i in range(3)
+    )
+    assert (tmp_path / "timeline.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert (tmp_path / "language_model.keras").stat().st_size > 10_000
+
+    alone = subprocess.run(
+        [sys.executable, str(EXAMPLE), *SMALL, "--model-path", "alone.keras"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+    )
+    assert alone.returncode == 0, alone.stderr[-3000:]
+    assert results(alone.stdout) == (pytest.approx(perplexity, abs=0.02), sample)

@@ -1,0 +1,279 @@
+"""Models of all kinds, cut into stages: layers with masks, states and losses, and training steps of the user's own."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+
+import tfdist
+from tests.logical.pipelines import assert_trains_equally, labelled, mlp, numbers, pipeline
+
+pytestmark = pytest.mark.usefixtures("four_devices")
+
+X, Y = numbers(37, 8), numbers(37, 3, seed=2)
+
+
+def transformer() -> keras.Model:
+    """With SGD: the gradient of a key's bias is zero, and Adam would make steps of its rounding errors."""
+    inputs = keras.Input((6,), dtype="int32")
+    x = layers.Embedding(20, 8)(inputs)
+    for _ in range(2):
+        attended = layers.MultiHeadAttention(2, 4)(layers.LayerNormalization()(x), x, use_causal_mask=True)
+        x = layers.Add()([x, attended])
+        hidden = layers.Dense(16, "gelu")(layers.LayerNormalization()(x))
+        x = layers.Add()([x, layers.Dense(8)(hidden)])
+    model = keras.Model(inputs, layers.Dense(20)(x))
+    model.compile(keras.optimizers.SGD(0.02), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+def recurrent() -> keras.Model:
+    """Masked steps do not count in the loss: how many there are only the whole batch knows."""
+    inputs = keras.Input((6,), dtype="int32")
+    x = layers.LSTM(8, return_sequences=True)(layers.Embedding(20, 8, mask_zero=True)(inputs))
+    model = keras.Model(inputs, layers.Dense(3, "softmax")(layers.Dense(8, "tanh")(x)))
+    model.compile(keras.optimizers.Adam(0.01), "sparse_categorical_crossentropy", metrics=["accuracy"])
+    return model
+
+
+def tokens() -> np.ndarray:
+    """Sentences of one to six words, padded with zeros."""
+    words = np.random.RandomState(3).randint(1, 20, (37, 6))
+    return np.where(np.arange(6) <= np.arange(37)[:, None] % 6, words, 0)
+
+
+def residual() -> keras.Model:
+    inputs = x = keras.Input((8, 8, 3))
+    for filters, strides in ((4, 1), (8, 2)):
+        short = layers.Conv2D(filters, 1, strides)(x)
+        x = layers.ReLU()(layers.BatchNormalization(momentum=0.5)(layers.Conv2D(filters, 3, strides, "same")(x)))
+        x = layers.BatchNormalization(momentum=0.5)(layers.Conv2D(filters, 3, padding="same")(x))
+        x = layers.ReLU()(layers.Add()([x, short]))
+    x = layers.Dropout(0.3)(layers.GlobalAveragePooling2D()(x))
+    model = keras.Model(inputs, layers.Dense(3, "softmax")(x))
+    model.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy", metrics=["accuracy"])
+    return model
+
+
+def several_inputs() -> keras.Model:
+    inputs = {"a": keras.Input((8,), name="a"), "b": keras.Input((4,), name="b")}
+    x = layers.Concatenate()([layers.Dense(8, "relu")(inputs["a"]), layers.Dense(8, "tanh")(inputs["b"])])
+    x = layers.Dense(8, "tanh")(x)
+    model = keras.Model(inputs, {"p": layers.Dense(3, name="p")(x), "q": layers.Dense(1, name="q")(inputs["b"])})
+    model.compile("adam", {"p": "mse", "q": "mae"}, metrics={"p": ["mae"]}, loss_weights={"p": 1.0, "q": 0.3})
+    return model
+
+
+def shared() -> keras.Model:
+    """One layer in three stages."""
+    inputs = keras.Input((8,))
+    layer = layers.Dense(8, "tanh")
+    x = layers.Dense(8)(layer(layers.Dense(8)(layer(inputs))))
+    model = keras.Model(inputs, layers.Dense(3)(layer(x)))
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    return model
+
+
+def nested() -> keras.Model:
+    """A model in a model, twice; one of the layers in it is trained with a penalty."""
+    inner = keras.Sequential(
+        [keras.Input((8,)), layers.Dense(8, "relu", kernel_regularizer="l2"), layers.Dense(8, "tanh")]
+    )
+    inputs = keras.Input((8,))
+    model = keras.Model(inputs, layers.Dense(3)(inner(inner(inputs))))
+    model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
+    return model
+
+
+class Penalty(layers.Layer):
+    """Adds a loss of its own, a mean over the rows."""
+
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        self.add_loss(0.1 * ops.mean(ops.square(x)))
+        return x
+
+
+class Pairwise(keras.Model):
+    """A loss that compares all rows of a batch with each other."""
+
+    def train_step(self, data: tuple) -> dict:
+        x, y = data
+        with tf.GradientTape() as tape:
+            made = self(x, training=True)
+            gaps = tf.reduce_sum((made[:, None] - made[None]) ** 2, -1)
+            wanted = tf.reduce_sum((y[:, None] - y[None]) ** 2, -1)
+            loss = tf.reduce_mean(tf.sqrt(tf.abs(gaps - wanted) + 1e-3))
+        self.optimizer.apply_gradients(
+            zip(tape.gradient(loss, self.trainable_variables), self.trainable_variables, strict=True)
+        )
+        return {"pairs": loss}
+
+
+def pairwise() -> keras.Model:
+    inputs = keras.Input((8,))
+    x = layers.Dense(8, "tanh")(layers.Dense(16, "relu", kernel_regularizer="l2")(inputs))
+    model = Pairwise(inputs, layers.Dense(3, use_bias=False)(x))
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    return model
+
+
+class Gan(keras.Model):
+    """Generator and discriminator, each with an optimizer, trained in turn. Calling it runs both."""
+
+    def __init__(self) -> None:
+        noise, picture = keras.Input((4,)), keras.Input((8,))
+        generator = keras.Model(noise, layers.Dense(8)(layers.Dense(16, "relu")(noise)))
+        discriminator = keras.Model(picture, layers.Dense(1)(layers.Dense(16, "relu")(picture)))
+        super().__init__(noise, discriminator(generator(noise)))
+        self.generator, self.discriminator = generator, discriminator
+        self.second_optimizer = keras.optimizers.Adam(0.02)
+
+    def train_step(self, pictures: tf.Tensor) -> dict:
+        noise = pictures[:, :4]
+        loss = keras.losses.BinaryCrossentropy(from_logits=True)
+        with tf.GradientTape() as tape:
+            real, made = self.discriminator(pictures, training=True), self(noise, training=True)
+            first = loss(tf.ones_like(real), real) + loss(tf.zeros_like(made), made)
+        variables = self.discriminator.trainable_variables
+        self.second_optimizer.apply_gradients(zip(tape.gradient(first, variables), variables, strict=True))
+        with tf.GradientTape() as tape:
+            second = loss(tf.ones_like(made), self(noise, training=True))
+        variables = self.generator.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(second, variables), variables, strict=True))
+        return {"discriminator": first, "generator": second}
+
+    def test_step(self, pictures: tf.Tensor) -> dict:
+        return {"mean": tf.reduce_mean(self(pictures[:, :4], training=False))}
+
+    def predict_step(self, pictures: tf.Tensor) -> tf.Tensor:
+        return self(pictures[:, :4], training=False)
+
+
+def gan() -> keras.Model:
+    model = Gan()
+    model.compile(keras.optimizers.Adam(0.01))
+    return model
+
+
+def regression(*extra: layers.Layer, loss: object = "mse") -> keras.Model:
+    dense = [layers.Dense(16, "relu"), *extra, layers.Dense(8, "tanh"), layers.Dense(3)]
+    model = keras.Sequential([keras.Input((8,)), *dense])
+    model.compile(keras.optimizers.Adam(0.01), loss, metrics=["mae"])
+    return model
+
+
+def regularized() -> keras.Model:
+    return regression(layers.Dense(16, kernel_regularizer="l1l2", bias_regularizer="l2", activity_regularizer="l1"))
+
+
+def with_added_loss() -> keras.Model:
+    return regression(Penalty())
+
+
+def one_of_the_users_own() -> keras.Model:
+    """A loss that is no mean over rows: the standard deviation over the batch comes in."""
+    return regression(loss=lambda y, p: tf.reduce_mean((y - p) ** 2) + tf.math.reduce_std(p))
+
+
+def summed() -> keras.Model:
+    return regression(loss=keras.losses.MeanSquaredError(reduction="sum"))
+
+
+def with_operations() -> keras.Model:
+    """`keras.ops` between layers, slices, and an output that is an input."""
+    inputs = keras.Input((8,))
+    x = ops.tanh(layers.Dense(8)(inputs) * 2.0 + inputs)
+    x = layers.Dense(3)(ops.concatenate([x[:, :4], ops.square(x[:, 4:])], axis=-1))
+    model = keras.Model(inputs, [x, inputs])
+    model.compile(keras.optimizers.Adam(0.01), ["mse", None])
+    return model
+
+
+DICTIONARIES = {"a": X, "b": X[:, :4]}, {"p": Y, "q": Y[:, :1]}
+CASES = {
+    "transformer": (transformer, (tokens(), tokens()), {}),
+    "transformer, 3 stages": (transformer, (tokens(), tokens()), {"stages": 3}),
+    "LSTM with masks": (recurrent, (tokens(), tokens() % 3), {}),
+    "LSTM with masks, recomputed": (recurrent, (tokens(), tokens() % 3), {"stages": 3, "recompute": True}),
+    "dictionaries": (several_inputs, DICTIONARIES, {}),
+    "shared layer": (shared, (X, Y), {"stages": 3, "microbatches": 3}),
+    "shared layer, batched": (shared, (X, Y), {"stages": 2, "weight_gradients": "batched"}),
+    "model in a model": (nested, (X, Y), {"stages": 3}),
+    "regularizers": (regularized, (X, Y), {"stages": 3}),
+    "add_loss": (with_added_loss, (X, Y), {}),
+    "a loss of the user's": (one_of_the_users_own, (X, Y), {}),
+    "a sum": (summed, (X, Y), {}),
+    "operations": (with_operations, (X, [Y]), {}),
+    "pairwise loss in train_step": (pairwise, (X, Y), {}),
+    "pairwise loss, recomputed, batched": (
+        pairwise,
+        (X, Y),
+        {"stages": 3, "recompute": True, "weight_gradients": "batched"},
+    ),
+    "GAN": (gan, (X,), {}),
+    "GAN, 3 stages": (gan, (X,), {"stages": 3}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_one_process(name):
+    build, data, options = CASES[name]
+    assert_trains_equally(build, data, pipeline(**options))
+
+
+@pytest.mark.parametrize("options", [{}, {"stages": 4, "recompute": True, "weight_gradients": "batched"}])
+def test_residual_network(options):
+    """Statistics, seeds and convolutions, one micro-batch after the other."""
+    data = numbers(21, 8, 8, 3), np.arange(21) % 3
+    assert_trains_equally(residual, data, pipeline(**options), stateful=True, batch_size=8)
+
+
+def test_dropout_in_attention():
+    def build() -> keras.Model:
+        inputs = keras.Input((5, 8))
+        x = layers.Add()([inputs, layers.MultiHeadAttention(2, 4, dropout=0.2)(inputs, inputs)])
+        x = layers.Dropout(0.2)(layers.Dense(8, "gelu")(x))
+        model = keras.Model(inputs, layers.Dense(2)(x))
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        return model
+
+    data = numbers(22, 5, 8), numbers(22, 5, 2)
+    assert_trains_equally(build, data, pipeline(microbatches=3, recompute=True), stateful=True)
+
+
+def test_sequential_without_an_input_is_cut_once_its_shape_is_known():
+    def build() -> keras.Model:
+        model = keras.Sequential([layers.Dense(8, "relu"), layers.Dense(8), layers.Dense(3)])
+        model.compile("sgd", "mse")
+        return model
+
+    assert_trains_equally(build, (X, Y))
+
+
+def test_layers_in_scopes():
+    """Stages by `tfdist.stage`: an order of calls that is not Keras' own."""
+
+    def build() -> keras.Model:
+        inputs = keras.Input((8,))
+        with tfdist.stage(0):
+            left = layers.Dense(8, "relu", name="left")(inputs)
+        with tfdist.stage(1):
+            right = layers.Dense(8, "tanh", name="right")(inputs)
+            outputs = layers.Dense(3, name="outputs")(layers.Add()([left, right]))
+        model = keras.Model(inputs, outputs)
+        model.compile("adam", "mse")
+        return model
+
+    assert_trains_equally(build, (X, Y))
+
+
+@pytest.mark.parametrize(("policy", "tolerance"), [("mixed_bfloat16", 3e-2), ("float64", 1e-6)])
+def test_precisions(policy, tolerance):
+    keras.config.set_dtype_policy(policy)
+    try:
+        assert_trains_equally(mlp(), labelled(), tolerance=tolerance)
+    finally:
+        keras.config.set_dtype_policy("float32")

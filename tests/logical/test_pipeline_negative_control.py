@@ -1,0 +1,126 @@
+"""The comparison with one process must fail when a pipeline is wrong: each test here breaks one thing."""
+
+from __future__ import annotations
+
+import keras
+import pytest
+import tensorflow as tf
+from keras import layers
+
+from tests.logical.pipelines import assert_trains_equally, labelled, mlp, numbers, pipeline
+from tests.logical.test_pipeline_transparency import SKIPS_DATA, skips
+from tfdist.strategies.pipeline.engine import PipelineRun
+from tfdist.strategies.pipeline.gradient_sums import GradientSums
+from tfdist.strategies.pipeline.micro_batches import MicroBatches
+from tfdist.strategies.pipeline.replicas import ReplicatedRun
+
+pytestmark = pytest.mark.usefixtures("four_devices")
+
+
+def assert_noticed(build: object, data: object, *names: str, **arguments: object) -> None:
+    """Asserts that the comparison fails, and names what differs."""
+    with pytest.raises(AssertionError) as error:
+        assert_trains_equally(build, data, **{"epochs": 1, **arguments})
+    for name in names:
+        assert f"'{name}': " in str(error.value), error.value
+
+
+class TestEqualWeights:
+    """Every micro-batch counts the same, whatever its number of rows."""
+
+    @pytest.fixture(autouse=True)
+    def equal_weights(self, monkeypatch):
+        monkeypatch.setattr(MicroBatches, "weight", lambda self, index: tf.constant(1.0 / self.count))
+
+    @pytest.mark.parametrize(("rows", "batch_size"), [(18, 18), (19, 16)])
+    def test_noticed_where_a_batch_does_not_divide(self, rows, batch_size):
+        assert_noticed(mlp(), labelled(rows), "weight 0", "history 1", batch_size=batch_size)
+
+    def test_right_where_it_divides(self):
+        assert_trains_equally(mlp(), labelled(16), epochs=1)
+
+
+def dropped(which: int) -> object:
+    original = PipelineRun.add_cotangents
+
+    def add_cotangents(self: PipelineRun, index: int, keys: list, cotangents: list) -> None:
+        if index != which:
+            original(self, index, keys, cotangents)
+
+    return add_cotangents
+
+
+def test_cotangents_of_a_micro_batch_are_dropped(monkeypatch):
+    monkeypatch.setattr(PipelineRun, "add_cotangents", dropped(2))
+    assert_noticed(mlp(), labelled(16), "weight 0")
+
+
+def test_cotangents_of_connections_that_skip_stages_are_dropped(monkeypatch):
+    """Only the first gradient of a value that several stages use."""
+    original = PipelineRun._backward
+
+    def backward(self: PipelineRun, index: int, microbatch: int) -> list:
+        for values in self._cotangents[microbatch].values():
+            del values[1:]
+        return original(self, index, microbatch)
+
+    monkeypatch.setattr(PipelineRun, "_backward", backward)
+    assert_noticed(skips, SKIPS_DATA, "weight 0", strategy=pipeline(3, cuts=["first", "third"]))
+
+
+def test_gradients_that_are_not_added_up(monkeypatch):
+    monkeypatch.setattr("tfdist.strategies.pipeline.gradient_sums.added", lambda first, second: second)
+    assert_noticed(mlp(), labelled(16), "weight 0")
+
+
+def test_factors_of_one_micro_batch_only(monkeypatch):
+    original = GradientSums.of_chunks
+
+    def of_chunks(self: GradientSums) -> list:
+        self._factors = {key: (product, pairs[:1]) for key, (product, pairs) in self._factors.items()}
+        return original(self)
+
+    monkeypatch.setattr(GradientSums, "of_chunks", of_chunks)
+    assert_noticed(mlp(), labelled(16), "weight 0", strategy=pipeline(weight_gradients="batched"))
+
+
+@pytest.mark.parametrize("layer", [layers.BatchNormalization, lambda: layers.Dropout(0.4)])
+def test_state_that_is_not_handed_on(monkeypatch, layer):
+    """Every micro-batch begins with the state that the step began with."""
+    monkeypatch.setattr(MicroBatches, "kept", lambda self, index, new, old: old if index < self.count - 1 else new)
+    assert_noticed(mlp(layer), labelled(16), "predict 0", stateful=True)
+
+
+def test_state_of_stand_in_rows_that_counts(monkeypatch):
+    """Three rows in four micro-batches: the fourth has none."""
+    monkeypatch.setattr(MicroBatches, "kept", lambda self, index, new, old: new)
+    data = labelled(19)
+    assert_noticed(mlp(layers.BatchNormalization), data, "predict 0", stateful=True)
+
+
+def test_whole_batches_differ_from_micro_batches():
+    """Statistics of a micro-batch are not those of the batch: what a reference of whole batches would say."""
+    assert_noticed(mlp(layers.BatchNormalization), labelled(16), "weight 0", "predict 0")
+
+
+def test_mean_over_unmasked_steps_of_each_micro_batch(monkeypatch):
+    """What a loss with masks would be if it were taken for a mean over rows."""
+
+    def build() -> keras.Model:
+        inputs = keras.Input((4, 2))
+        x = layers.Dense(4)(layers.Masking()(inputs))
+        model = keras.Model(inputs, layers.Dense(1)(x))
+        model.compile("sgd", "mse")
+        return model
+
+    x = numbers(16, 4, 2)
+    x[:9, 1:] = 0.0
+    data = x, numbers(16, 4, 1)
+    assert_trains_equally(build, data, epochs=1)
+    monkeypatch.setattr("tfdist.strategies.pipeline.strategy.why_not_decomposable", lambda *_: None)
+    monkeypatch.setattr(ReplicatedRun, "outputs_of", _without_masks(ReplicatedRun.outputs_of))
+    assert_noticed(build, data, "weight 0")
+
+
+def _without_masks(outputs_of: object) -> object:
+    return lambda self, index: [value._replace(mask=None) for value in outputs_of(self, index)]

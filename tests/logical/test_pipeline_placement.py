@@ -1,0 +1,180 @@
+"""Where a pipeline's variables, slots and operations are: on the devices of their stages, and nowhere else."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import tfdist
+from tests.logical.pipelines import labelled, mlp, numbers, pipeline
+from tfdist.strategies.pipeline.plan import PipelinePlan
+
+pytestmark = pytest.mark.usefixtures("four_devices")
+
+HEAVY = ("MatMul", "Conv2D", "Conv2DBackpropFilter", "Conv2DBackpropInput", "BatchMatMulV2", "Einsum")
+
+
+def network() -> keras.Model:
+    """Each stage has a convolution or a dense layer, a state, and a part in the loss."""
+    inputs = keras.Input((6, 6, 2))
+    x = layers.BatchNormalization()(layers.Conv2D(4, 3, kernel_regularizer="l2")(inputs))
+    x = layers.Dropout(0.2)(layers.Conv2D(4, 3, activation="relu")(x))
+    x = layers.Dense(12, "relu", activity_regularizer="l2")(layers.Flatten()(x))
+    x = layers.LayerNormalization()(layers.Dense(16, "tanh")(x))
+    model = keras.Model(inputs, layers.Dense(3)(x))
+    model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+    return model
+
+
+DATA = numbers(16, 6, 6, 2), numbers(16, 3, seed=2)
+
+
+def trained(strategy: tfdist.PipelineStrategy) -> keras.Model:
+    with strategy.scope():
+        keras.utils.set_random_seed(7)
+        model = network()
+    model.fit(*DATA, batch_size=16, verbose=0)
+    return model
+
+
+def step_of(strategy: tfdist.PipelineStrategy, model: keras.Model) -> tf.types.experimental.ConcreteFunction:
+    """The training step, as Keras traces it."""
+
+    @tf.function
+    def step(x: tf.Tensor, y: tf.Tensor) -> dict:
+        return strategy.run(model.train_step, args=((x, y),))
+
+    return step.get_concrete_function(*map(tf.constant, DATA))
+
+
+def calls_of_stages(nodes: Iterable[tf.compat.v1.NodeDef]) -> list[tuple[int, str, str]]:
+    """Calls of the stages' functions: number of the chunk, what the function is for, and the device."""
+    calls = []
+    for node in nodes:
+        if node.op in ("PartitionedCall", "StatefulPartitionedCall"):
+            found = re.search(r"stage_chunk_(\d+)_train_(forward|backward)", node.attr["f"].func.name)
+            if found:
+                calls.append((int(found[1]), found[2], node.device))
+    return sorted(calls)
+
+
+def expected_calls(plan: PipelinePlan) -> list[tuple[int, str, str]]:
+    """Every chunk runs forwards and backwards once for each of four micro-batches, on its device."""
+    of_chunk = [(chunk.index, full(plan.device_of(chunk.index))) for chunk in plan.chunks]
+    return sorted(
+        (index, kind, device) for index, device in of_chunk for kind in ("forward", "backward") for _ in "1234"
+    )
+
+
+def full(device: str) -> str:
+    with tf.device(device):
+        return tf.constant(0.0).device
+
+
+def test_variables_and_slots():
+    strategy = pipeline(4)
+    model = trained(strategy)
+    plan = strategy.prepare(model)
+    device_of = {id(variable): full(device) for variable, device in plan.variables}
+    assert {id(v) for v in model.variables} <= device_of.keys()
+    for variable in model.variables:
+        assert variable.value.device == device_of[id(variable)], variable.path
+    assert len({v.value.device for v in model.trainable_variables}) == 4
+    slots = {v.path: v for v in model.optimizer.variables}
+    for variable in model.trainable_variables:
+        for kind in ("momentum", "velocity"):
+            slot = slots.pop(f"{model.optimizer.name}/{variable.path.replace('/', '_')}_{kind}", None)
+            assert slot is not None, (variable.path, sorted(slots))
+            assert slot.value.device == variable.value.device, slot.path
+    assert len(slots) == 2  # the number of steps and the learning rate
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(("stages", "schedule"), [(4, "1f1b"), (2, "interleaved"), (4, "gpipe")])
+def test_stages_run_on_their_devices(stages, schedule, recompute):
+    strategy = pipeline(stages, 4, schedule=schedule, recompute=recompute)
+    model = trained(strategy)
+    plan = strategy.prepare(model)
+    asked_for = calls_of_stages(step_of(strategy, model).graph.as_graph_def().node)
+    assert asked_for == expected_calls(plan)
+
+
+def test_nothing_heavy_outside_of_the_stages_functions():
+    strategy = pipeline(4)
+    model = trained(strategy)
+    step = step_of(strategy, model)
+    assert [o.name for o in step.graph.get_operations() if o.type in HEAVY] == []
+    bodies = {f.signature.name: f for f in step.graph.as_graph_def().library.function}
+    inside = [node.op for name, f in bodies.items() if "stage_chunk" in name for node in f.node_def]
+    assert {"MatMul", "Conv2D", "Conv2DBackpropFilter"} <= set(inside)
+    pinned = {node.device for name, f in bodies.items() if "stage_chunk" in name for node in f.node_def}
+    assert pinned == {""}, "an operation of a stage is tied to a device"
+
+
+def test_batched_weight_gradients_are_made_where_the_weights_are():
+    strategy = pipeline(4, weight_gradients="batched")
+    model = trained(strategy)
+    heavy = [o for o in step_of(strategy, model).graph.get_operations() if o.type in HEAVY]
+    assert sorted(o.type for o in heavy) == ["Conv2DBackpropFilter"] * 2 + ["MatMul"] * 3
+    kernels = {tuple(v.shape): v.value.device for v in model.trainable_variables if "kernel" in v.path}
+    for operation in heavy:
+        assert operation.device == kernels[tuple(operation.outputs[0].shape)], operation.name
+        # All four micro-batches at once.
+        factors = [t for t in operation.inputs if t.shape.rank and t.shape[0] == 16]
+        assert len(factors) == 2, operation.name
+    assert len({operation.device for operation in heavy}) == 4
+
+
+def test_executor_runs_the_stages_where_they_belong():
+    """What TensorFlow reports after a step, with all of its own rewriting: not only what was asked for."""
+    from tensorflow.python.eager import context
+
+    strategy = pipeline(4)
+    model = trained(strategy)
+    step = step_of(strategy, model)
+    context.enable_run_metadata()
+    try:
+        step(*map(tf.constant, DATA))
+        metadata = context.export_run_metadata()
+    finally:
+        context.disable_run_metadata()
+    nodes = [node for graph in metadata.partition_graphs for node in graph.node]
+    assert calls_of_stages(nodes) == expected_calls(strategy.prepare(model))
+    losses = [node.device for node in nodes if "pipeline_loss" in node.attr["f"].func.name]
+    assert losses == [full("CPU:3")] * 4
+
+
+def test_updates_run_where_the_weights_are():
+    """Every read and write of a variable in a step is on the variable's device: no weight travels to be updated."""
+    strategy = pipeline(4)
+    model = trained(strategy)
+    step = step_of(strategy, model)
+    device_of = {id(v.value.handle): v.value.device for v in [*model.variables, *model.optimizer.variables]}
+    inner = {id(internal): device_of[id(e)] for e, internal in step.graph.captures if id(e) in device_of}
+    touched = [
+        (operation, inner[id(operation.inputs[0])])
+        for operation in step.graph.get_operations()
+        if operation.type in ("ReadVariableOp", "AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp")
+        and id(operation.inputs[0]) in inner
+    ]
+    assert len(touched) > 4 * len(model.trainable_variables)
+    wrong = [(o.name, o.device, device) for o, device in touched if o.device not in ("", device)]
+    assert not wrong
+
+
+def test_weights_that_are_set_stay_on_their_devices():
+    strategy = pipeline(3)
+    with strategy.scope():
+        model = mlp()()
+    model.fit(*labelled(16), batch_size=16, verbose=0)
+    devices = [v.value.device for v in model.weights]
+    model.set_weights([np.zeros(w.shape, "float32") for w in model.weights])
+    model.fit(*labelled(16), batch_size=16, verbose=0)
+    assert [v.value.device for v in model.weights] == devices
+    assert len(set(devices)) == 3
