@@ -28,6 +28,8 @@ def loaded_by(statement: str) -> list[str]:
         "import tfdist.cluster.preflight, tfdist.cluster.roll_call, tfdist.cluster.ports",
         "import tfdist.testing; dir(tfdist.testing)",
         "from tfdist.testing import run_local",
+        "import tfdist.strategies.pipeline.schedule, tfdist.strategies.pipeline.simulation",
+        "import tfdist.strategies.pipeline.partition, tfdist.strategies.pipeline.picture",
     ],
 )
 def test_no_tensorflow(statement):
