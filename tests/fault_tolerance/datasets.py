@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -40,6 +41,11 @@ def _as_is(x: tf.Tensor, y: tf.Tensor) -> Any:
     return tf.ensure_shape(x, [5]), tf.ensure_shape(y, [1])
 
 
+def _augmented() -> tf.data.Dataset:
+    noise = keras.layers.GaussianNoise(0.1, seed=4)
+    return slices().map(_noisy(lambda x: noise(tf.zeros([4]), training=True))).batch(BATCH)
+
+
 def _interleaved() -> tf.data.Dataset:
     parts = tf.data.Dataset.range(4).shuffle(4)
     return parts.interleave(lambda i: slices().shard(4, i).shuffle(9), cycle_length=2, num_parallel_calls=2)
@@ -57,6 +63,18 @@ class Pieces(keras.utils.PyDataset):
         x, y = arrays()
         chosen = self.order[BATCH * index : BATCH * (index + 1)]
         return x[chosen], y[chosen]
+
+
+class Noisy(Pieces):
+    """Draws random numbers for each batch."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        x, y = super().__getitem__(index)
+        return x + np.float32([0, self.draw(), 0, 0, 0]), y
 
 
 class Reshuffled(Pieces):
@@ -110,6 +128,7 @@ DATASETS: dict[str, Callable[[], Any]] = {
     "map": lambda: slices().shuffle(50).map(_noisy(_stateless), num_parallel_calls=2).batch(BATCH),
     "random map": lambda: slices().shuffle(50).map(_noisy(lambda x: tf.random.uniform([4]))).batch(BATCH),
     "parallel random map": lambda: slices().map(_noisy(lambda x: tf.random.uniform([4])), 2).batch(BATCH),
+    "augmentation layer": _augmented,
     "filter": lambda: slices().shuffle(50).filter(lambda x, y: x[0] < 50).batch(BATCH),
     "repeat": lambda: slices().shuffle(50).repeat().batch(BATCH),
     "py_function": lambda: slices().map(_as_is).batch(BATCH),
@@ -117,6 +136,8 @@ DATASETS: dict[str, Callable[[], Any]] = {
     "generator": _generator,
     "PyDataset": Pieces,
     "PyDataset, 2 workers": lambda: Pieces(workers=2),
+    "PyDataset, random": lambda: Noisy(random.random),
+    "PyDataset, np.random": lambda: Noisy(np.random.rand),
     "PyDataset, reshuffled": Remembered,
     "PyDataset, forgetful": Reshuffled,
 }

@@ -50,13 +50,8 @@ def _layers(width: int = 8, dropout: float = 0.3, log_rows: bool = True) -> list
 
 def _compiled(layers: list[keras.layers.Layer], job: Job, optimizer: Any = None, **options: Any) -> keras.Model:
     model = keras.Sequential([*layers, keras.layers.Activation("sigmoid", dtype="float32")])
-    options = {"jit_compile": False, "metrics": ["accuracy", "auc"], **options}
-    model.compile(
-        optimizer or keras.optimizers.Adam(0.02),
-        "binary_crossentropy",
-        steps_per_execution=job.steps_per_execution,
-        **options,
-    )
+    options = {"jit_compile": False, "metrics": ["accuracy", "auc"], "loss": "binary_crossentropy", **options}
+    model.compile(optimizer or keras.optimizers.Adam(0.02), steps_per_execution=job.steps_per_execution, **options)
     return model
 
 
@@ -135,19 +130,55 @@ def _subclassed(job: Job) -> keras.Model:
     return model
 
 
-def _light(job: Job, log_rows: bool = True) -> keras.Model:
+def _light(job: Job, log_rows: bool = True, dropout: float = 0.3, **options: Any) -> keras.Model:
     """A model that is traced in no time, for tests that are about something else."""
     layers = [
         keras.Input((5,)),
         RowLog() if log_rows else keras.layers.Rescaling(0.1),
-        keras.layers.Dropout(0.3),
+        keras.layers.Dropout(dropout),
         keras.layers.Dense(1),
     ]
-    return _compiled(layers, job, metrics=["accuracy"])
+    return _compiled(layers, job, **{"metrics": ["accuracy"], **options})
+
+
+def _cosine(job: Job) -> keras.Model:
+    rate = keras.optimizers.schedules.CosineDecay(0.02, 15 * job.epochs)
+    return _light(job, optimizer=keras.optimizers.Adam(rate))
+
+
+class Plain(keras.layers.Layer):
+    """A layer without a configuration of its own, which is not its arguments either."""
+
+    def __init__(self, function: Callable) -> None:
+        super().__init__()
+        self.function = function
+
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        return self.function(x)
+
+
+def _unserialisable(job: Job) -> keras.Model:
+    layers = [keras.Input((5,)), RowLog(), Plain(lambda x: 2 * x), keras.layers.Lambda(lambda x: x / 2)]
+    loss = lambda y, p: tf.reduce_mean(tf.square(y - p), -1)  # noqa: E731
+    return _compiled([*layers, keras.layers.Dense(1)], job, metrics=["accuracy"], loss=loss)
+
+
+def _after_others(job: Job) -> keras.Model:
+    """As the first model of a process, but for the counters in its layers' names."""
+    _light(job)
+    return _light(job)
 
 
 MODELS: dict[str, Callable[[Job], keras.Model]] = {
     "light": _light,
+    "light, after others": _after_others,
+    "light, another rate": lambda job: _light(job, optimizer=keras.optimizers.Adam(0.05)),
+    "light, another beta": lambda job: _light(job, optimizer=keras.optimizers.Adam(0.02, beta_1=0.8)),
+    "light, another dropout": lambda job: _light(job, dropout=0.4),
+    "light, another loss": lambda job: _light(job, loss="mse"),
+    "light, another metric": lambda job: _light(job, metrics=["mae"]),
+    "light, cosine": _cosine,
+    "unserialisable": _unserialisable,
     "dense": lambda job: _compiled(_layers(), job),
     "wider": lambda job: _compiled(_layers(width=9), job),
     "deeper": lambda job: _compiled([*_layers(), keras.layers.Dense(1)], job),

@@ -55,6 +55,7 @@ OMISSIONS: dict[str, Callable[[Checkpoint], Checkpoint]] = {
     "ReduceLROnPlateau": _callback("ReduceLROnPlateau"),
     "ModelCheckpoint": _callback("ModelCheckpoint"),
     "History": _callback("History"),
+    "Keeper": _callback("Keeper"),
     "random numbers": _meta(random=lambda state: random_state.capture()),
     "CSV": _meta(csv=lambda lengths: {}),
     "batches": _meta(position=lambda position: {**position, "taken": 0}),

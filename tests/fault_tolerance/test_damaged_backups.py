@@ -19,7 +19,7 @@ KILL = at(9)
 
 def newest(count: int, damage: Callable[[Path], None], file: str) -> Callable[[Path], None]:
     def apply(folder: Path) -> None:
-        for checkpoint in sorted((folder / "backup").iterdir())[-count:]:
+        for checkpoint in sorted((folder / "backup").glob("checkpoint-*"))[-count:]:
             damage(checkpoint / file)
 
     return apply
@@ -51,7 +51,7 @@ def test_all_are_damaged(case: Case, trials: Trials) -> None:
     outcome = trials.outcome(case)
     assert outcome.codes == [KILLED, 1]
     folder = outcome.folder / "backup"
-    names = sorted(path.name for path in folder.iterdir())
+    names = sorted(path.name for path in folder.glob("checkpoint-*"))
     assert len(names) == 3
     reasons = "".join(f"\n  {name}: {FILES[0]} has 0 bytes instead of" for name in reversed(names))
     assert f"DamagedBackups: {folder} holds 3 checkpoint(s), but none that is complete and unaltered:" in outcome.log

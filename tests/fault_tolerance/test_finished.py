@@ -37,6 +37,16 @@ def test_trains_anew_if_the_backup_is_deleted(case: Case, trials: Trials) -> Non
     assert list((outcome.folder / "backup").iterdir()) == []
 
 
+DELETED = Job(backup={"on_finish": "delete"}, fits=2, epochs=2).light.with_(epochs=2)
+
+
+@pytest.mark.parametrize("case", [Case("several deleted", (DELETED,))], ids=str)
+def test_no_folder_of_a_deleted_fit_stays(case: Case, trials: Trials) -> None:
+    outcome = trials.outcome(case)
+    assert outcome.codes == [0]
+    assert list((outcome.folder / "backup").iterdir()) == []
+
+
 KILL = at(9)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ KILL = at(8)
 BACKUP = {"save_freq": 1, "asynchronous": False}
 JOB = Job(epochs=3, callbacks=("csv",), validation="", backup=BACKUP)
 PYTHON_CODE = "it runs Python code (from_generator, py_function or numpy_function), whose state is unknown"
-SET_SEED = "; keras.utils.set_random_seed, called first, seeds all that has no seed"
+USE_TENSORFLOW = "; use a keras.utils.PyDataset, or operations of TensorFlow"
 
 
 def at_ends_of_epochs(name: str, reason: str, data: str, **options: Any) -> Any:
@@ -30,12 +31,28 @@ OBSTACLES = [
     at_ends_of_epochs(
         "generator", "the data come from a generator, not a dataset", "generator", fit={"steps_per_epoch": 15}
     ),
-    at_ends_of_epochs("from_generator", PYTHON_CODE + SET_SEED, "from_generator"),
-    at_ends_of_epochs("py_function", PYTHON_CODE + SET_SEED, "py_function"),
+    at_ends_of_epochs("from_generator", PYTHON_CODE + USE_TENSORFLOW, "from_generator"),
+    at_ends_of_epochs("py_function", PYTHON_CODE + USE_TENSORFLOW, "py_function"),
     at_ends_of_epochs(
         "parallel random map",
-        "it draws random numbers in parallel (RandomUniform), in no fixed order" + SET_SEED,
+        "it draws random numbers in parallel (RandomUniform), in no fixed order; use tf.random.stateless_*, or map "
+        "without num_parallel_calls",
         "parallel random map",
+    ),
+    at_ends_of_epochs(
+        "augmentation layer",
+        "it changes a variable (a Keras augmentation layer counts its random numbers), which begins anew; put the "
+        "layer into the model, or use tf.image.stateless_random_* in map",
+        "augmentation layer",
+    ),
+    *(
+        at_ends_of_epochs(
+            f"PyDataset that draws from {source}",
+            "Noisy.__getitem__ draws from the global random state of Python, NumPy or TensorFlow; draw from a "
+            "generator that is made from the index instead, such as np.random.default_rng(index)",
+            f"PyDataset, {source}",
+        )
+        for source in ("random", "np.random")
     ),
     at_ends_of_epochs(
         "PyDataset that changes",
@@ -53,8 +70,9 @@ def test_resumes_at_ends_of_epochs_and_says_so(case: Case, reason: str, trials: 
     outcome = trials.outcome(case)
     assert outcome.codes == [KILLED, 0]
     warning = (
-        f"UserWarning: BackupAndRestore saves at the ends of epochs only: {reason}. After a kill within an epoch, that "
-        "epoch is trained again from its beginning, with the data that the program then gives."
+        f"UserWarning: BackupAndRestore saves at the ends of epochs only: {reason}. After a kill, the epoch that it "
+        "interrupted is trained again from its beginning. It and the later ones get the data that the new process "
+        "gives, which need not be those of an uninterrupted run."
     )
     for run in outcome.runs:
         assert run.log.count(warning) == 1
@@ -152,9 +170,28 @@ def test_refuses_what_does_not_fit_the_backup(case: Case, error: str, trials: Tr
         ({"save_freq": "10 parsecs"}, "Received: save_freq='10 parsecs'. Expected 'epoch', a number"),
         ({"on_finish": "retain"}, "Received: on_finish='retain'. Expected 'keep' or 'delete'."),
         ({"keep": 0}, "Received: keep=0. Expected at least 1: the newest backup has to stay."),
+        ({"backup_dir": ""}, "Received: backup_dir=''. Expected: the path of a folder, such as 'backup'."),
     ],
 )
 def test_refuses_wrong_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as caught:
-        tfdist.callbacks.BackupAndRestore("backup", **options)
+        tfdist.callbacks.BackupAndRestore(**{"backup_dir": "backup", **options})
     assert str(caught.value).startswith(message)
+
+
+def test_the_folder_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert tfdist.callbacks.BackupAndRestore("~/backup").backup_dir == f"{tmp_path}/backup"
+    assert tfdist.callbacks.BackupAndRestore(Path("~/backup")).backup_dir == f"{tmp_path}/backup"
+    assert tfdist.callbacks.BackupAndRestore("gs://bucket/~").backup_dir == "gs://bucket/~"
+
+
+def test_a_folder_that_cannot_be(trials: Trials, tmp_path: Path) -> None:
+    (tmp_path / "backup").write_text("a file")
+    ended = trials.jobs.run(JOB.light, tmp_path)
+    assert ended.code == 1
+    assert (
+        "OSError: BackupAndRestore cannot use its folder. Received: backup_dir 'backup': [Errno 17] File exists: "
+        "'backup'. Expected: a folder that this process can make and write to. Pass another backup_dir."
+    ) in ended.log
+    assert ended.result["steps of this process"] == 0

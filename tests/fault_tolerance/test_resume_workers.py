@@ -188,7 +188,7 @@ def test_folder_that_is_not_shared(cluster: Cluster) -> None:
 
 def test_all_backups_are_damaged(cluster: Cluster) -> None:
     cluster.run(LIGHT, kill={1: KILL})
-    for checkpoint in (cluster.folder / "backup").iterdir():
+    for checkpoint in (cluster.folder / "backup").glob("checkpoint-*"):
         empty(checkpoint / "manifest.json")
     ended = cluster.run(LIGHT)
     assert [run.code for run in ended] == [1, 1]

@@ -23,6 +23,7 @@ from tests.fault_tolerance import datasets, omissions
 from tests.fault_tolerance.job import Job
 from tests.fault_tolerance.kills import Kill, while_writing
 from tests.fault_tolerance.models import MODELS, rows_of
+from tests.fault_tolerance.own_callbacks import Forgetful, Keeper, Thing
 from tfdist.strategies import step_shadows
 
 
@@ -134,8 +135,9 @@ def _observe(model: keras.Model, history: Any, observer: Observer, callbacks: di
     for name, callback in callbacks.items():
         for attribute in _ATTRIBUTES.get(name, ()):
             seen[f"{name}/{attribute}"] = getattr(callback, attribute)
-    if "csv" in callbacks and os.path.exists(callbacks["csv"].filename):
-        seen["csv"] = Path(callbacks["csv"].filename).read_bytes()
+    for name in {"csv", "one csv"}.intersection(callbacks):
+        if os.path.exists(callbacks[name].filename):
+            seen["csv"] = Path(callbacks[name].filename).read_bytes()
     if "checkpoint" in callbacks and os.path.exists(callbacks["checkpoint"].filepath):
         model.load_weights(callbacks["checkpoint"].filepath)
         seen |= {f"best/{i}": value for i, value in enumerate(model.get_weights())}
@@ -153,11 +155,15 @@ CALLBACKS: dict[str, Callable[[int], keras.callbacks.Callback]] = {
     "csv": lambda n: keras.callbacks.CSVLogger(f"log-{n}.csv"),
     "schedule": lambda n: keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.9),
     "progress bar": lambda n: keras.callbacks.ProgbarLogger(),
+    "one csv": lambda n: keras.callbacks.CSVLogger("log.csv", append=True),
+    "keeper": lambda n: Keeper(),
+    "forgetful": lambda n: Forgetful(Thing()),
 }
 _ATTRIBUTES = {
     "early": ("wait", "best", "best_epoch", "stopped_epoch"),
     "plateau": ("wait", "best", "cooldown_counter"),
     "checkpoint": ("best",),
+    "keeper": ("facts",),
 }
 
 
@@ -198,7 +204,12 @@ def _be_terminated(fit: Callable[[], Any]) -> None:
     time.sleep(20)
 
 
+def _set_seed(seed: int) -> Callable[[], None]:
+    return lambda: keras.utils.set_random_seed(seed)
+
+
 HOOKS: dict[str, Callable[[], None]] = {
+    "another seed": _set_seed(8),
     "small files only": _limit_file_size,
     "a backup of each rank": _backup_of_each_rank,
     "SIGTERM after a fit that failed": _instead_of_failing(_be_terminated),

@@ -47,6 +47,15 @@ TRAINING = """
             if stopped: patience -= 0.01  # the other may be dead
         return not stops
 
+    told = []
+
+    def tell(event, **facts):
+        # As a writer that is slower than the training.
+        told.append((event, facts))
+        while told and ("slow-writer" not in flaws or restart or facts["step"] == STEPS):
+            kind, known = told.pop(0)
+            events.write(kind, **known)
+
     def save(losses, done=False):
         if index > 0: return
         name = checkpoint_name(int(time.time_ns() // 1000))
@@ -59,7 +68,7 @@ TRAINING = """
             manifest = encode_manifest(Manifest({**meta, "callbacks": [history], "losses": losses}, files, {}))
             (folder / name / "partial").write_bytes(manifest)
             (folder / name / "partial").rename(folder / name / "manifest.json")
-            events.write("saved", checkpoint=name, step=len(losses))
+            tell("saved", checkpoint=name, step=len(losses))
         except OSError as error:
             events.write("not saved", error=str(error))
 
@@ -89,6 +98,7 @@ TRAINING = """
         events.write("preempted", step=len(losses))
         sys.exit(77)
     if "never" not in flaws: save(losses, done=True)
+    if "slow-writer" in flaws: time.sleep(0.5)
     writer.report("done", len(losses))
     if "fails" in flaws: sys.exit(3)
 """
@@ -149,6 +159,21 @@ def test_keep_going(drill) -> None:
     assert result.code == 1
     assert "\nkill-worker: differs\n" in result.out and "\nkill-chief: differs\n" in result.out
     assert result.err.count("a second undisturbed run") == 1
+
+
+def test_a_fault_after_the_last_step_counts_for_nothing(drill) -> None:
+    options = ["-n", "1", "--only", "kill-chief", "--only", "preempt"]
+    result = drill("--json", *options, flaws=["slow-writer"]).finish(60)
+    assert result.code == 1
+    report = json.loads(result.out)
+    assert report["identical"] is False
+    # It is no reason to leave the others out.
+    assert [(row["fault"], row["result"]) for row in report["rows"]] == [
+        ("kill-chief", "not tested"),
+        ("preempt", "failed"),
+    ]
+    (line,) = report["rows"][0]["details"]
+    assert line.startswith("nothing was left to train when the fault struck, after the last step. Train for more ")
 
 
 def test_a_script_that_is_not_reproducible(drill) -> None:

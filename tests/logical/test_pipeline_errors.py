@@ -225,9 +225,9 @@ class Counter(layers.Layer):
 def test_variable_that_keras_does_not_know():
     message = refusal(mlp(Foreign))
     assert message.startswith(
-        "Received: a layer that reads a TensorFlow variable or table which is not one of its Keras"
+        "Received: a layer that reads a TensorFlow variable or a lookup table which is not one of its own variables"
     )
-    assert "A pipeline would not train it. Expected: variables made by `self.add_weight(...)`" in message
+    assert "a variable would not be trained. Expected: variables made by `self.add_weight(...)`" in message
 
 
 def test_layer_that_changes_the_variable_of_another_stage():

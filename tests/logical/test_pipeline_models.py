@@ -194,26 +194,21 @@ def with_operations() -> keras.Model:
 
 DICTIONARIES = {"a": X, "b": X[:, :4]}, {"p": Y, "q": Y[:, :1]}
 CASES = {
-    "transformer": (transformer, (tokens(), tokens()), {}),
     "transformer, 3 stages": (transformer, (tokens(), tokens()), {"stages": 3}),
-    "LSTM with masks": (recurrent, (tokens(), tokens() % 3), {}),
     "LSTM with masks, recomputed": (recurrent, (tokens(), tokens() % 3), {"stages": 3, "recompute": True}),
     "dictionaries": (several_inputs, DICTIONARIES, {}),
     "shared layer": (shared, (X, Y), {"stages": 3, "microbatches": 3}),
-    "shared layer, batched": (shared, (X, Y), {"stages": 2, "weight_gradients": "batched"}),
     "model in a model": (nested, (X, Y), {"stages": 3}),
     "regularizers": (regularized, (X, Y), {"stages": 3}),
     "add_loss": (with_added_loss, (X, Y), {}),
     "a loss of the user's": (one_of_the_users_own, (X, Y), {}),
     "a sum": (summed, (X, Y), {}),
     "operations": (with_operations, (X, [Y]), {}),
-    "pairwise loss in train_step": (pairwise, (X, Y), {}),
     "pairwise loss, recomputed, batched": (
         pairwise,
         (X, Y),
         {"stages": 3, "recompute": True, "weight_gradients": "batched"},
     ),
-    "GAN": (gan, (X,), {}),
     "GAN, 3 stages": (gan, (X,), {"stages": 3}),
 }
 

@@ -26,7 +26,6 @@ OPTIMIZERS = {
     "EMA": lambda: optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=3),
     "gradient_accumulation_steps": lambda: optimizers.Adam(0.01, gradient_accumulation_steps=2),
     "ExponentialDecay": lambda: optimizers.RMSprop(optimizers.schedules.ExponentialDecay(0.01, 2, 0.5)),
-    "Lion": lambda: optimizers.Lion(0.01, weight_decay=0.1),
     "Muon": lambda: optimizers.Muon(0.01),
 }
 

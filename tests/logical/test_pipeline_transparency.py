@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import keras
 import numpy as np
@@ -59,9 +60,16 @@ def expected_of_stateful(microbatches: int) -> dict[str, np.ndarray]:
     return one_process(micro_batched(stateful, microbatches), labelled())
 
 
-@pytest.mark.parametrize("weight_gradients", ["accumulate", "batched"])
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("schedule", ["auto", "gpipe", "interleaved"])
+@pytest.mark.parametrize(
+    ("schedule", "recompute", "weight_gradients"),
+    [
+        *itertools.product(["auto"], [False, True], ["accumulate", "batched"]),
+        ("gpipe", False, "accumulate"),
+        ("gpipe", True, "batched"),
+        ("interleaved", False, "batched"),
+        ("interleaved", True, "accumulate"),
+    ],
+)
 def test_options(schedule, recompute, weight_gradients):
     strategy = pipeline(2, 4, schedule=schedule, recompute=recompute, weight_gradients=weight_gradients)
     assert_equal(expected_of_skips(), observe(strategy, skips, SKIPS_DATA))
@@ -82,8 +90,9 @@ def test_recompute_of_some_stages():
     assert_equal(expected_of_skips(), observe(strategy, skips, SKIPS_DATA))
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("schedule", ["auto", "gpipe", "interleaved"])
+@pytest.mark.parametrize(
+    ("schedule", "recompute"), [("auto", False), ("auto", True), ("gpipe", True), ("interleaved", False)]
+)
 def test_state_goes_from_micro_batch_to_micro_batch(schedule, recompute):
     strategy = pipeline(2, 4, schedule=schedule, recompute=recompute)
     assert_equal(expected_of_stateful(4), observe(strategy, stateful, labelled()))
@@ -98,8 +107,7 @@ def test_single_micro_batch_equals_whole_batches():
     assert_equal(one_process(stateful, labelled()), observe(pipeline(2, 1), stateful, labelled()))
 
 
-@pytest.mark.parametrize("weight_gradients", ["accumulate", "batched"])
-def test_gradients(weight_gradients):
+def test_gradients():
     """Plain SGD with a learning rate of 1: a weight changes by its gradient."""
 
     def build() -> keras.Model:
@@ -108,11 +116,11 @@ def test_gradients(weight_gradients):
         return model
 
     data = numbers(16, 8), [numbers(16, 3, seed=2), numbers(16, 2, seed=3)]
-    strategy = pipeline(3, 4, weight_gradients=weight_gradients)
+    strategy = pipeline(3, 4, weight_gradients="batched")
     assert_trains_equally(build, data, strategy, epochs=1, tolerance=3e-6)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 17, 19])
+@pytest.mark.parametrize("rows", [3, 17])
 def test_uneven_batches(rows):
     """Fewer rows than micro-batches, and a last batch of one row."""
     assert_trains_equally(mlp(), labelled(rows))

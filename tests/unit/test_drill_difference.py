@@ -53,6 +53,24 @@ def test_the_history(loss: list[float], expected: list[str]) -> None:
     assert differences(META, other) == expected
 
 
+def test_all_kinds_of_state() -> None:
+    def state(**changes: object) -> dict:
+        keys = [[{"tuple": ["a", 1]}, {"set": [1, 2]}], [None, {"bytes": "eA=="}], [2, {"deque": [None, [3]]}]]
+        parts = {"pairs": {"dict": keys}, "when": {"datetime": "2020-01-01T00:00:00"}, "number": {"variable": "v/0"}}
+        parts["record"] = {"dataclass": ["m:Count", [["value", {"float": "0x1.8p+0"}]]]}
+        return changed(callbacks=[{"class": "Own", "state": {"dict": [*({**parts, **changes}).items()]}}])
+
+    assert differences(state(), state()) == []
+    assert differences(state(), state(pairs={"dict": [[{"tuple": ["a", 1]}, {"set": [1, 3]}]]})) == [
+        'Own.pairs.{"tuple": ["a", 1]}[1]: 2 in the reference, 3 here',
+        "Own.pairs.None: 'eA==' in the reference, None here",
+        "Own.pairs.2: [None, [3]] in the reference, None here",
+    ]
+    assert differences(state(), state(record={"dataclass": ["m:Count", [["value", {"float": "0x1.0p+0"}]]]})) == [
+        "Own.record[1][0][1]: 1.5 in the reference, 1.0 here"
+    ]
+
+
 def test_not_a_number_in_both() -> None:
     one, other = changed(), changed()
     for meta in (one, other):

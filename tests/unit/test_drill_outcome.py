@@ -3,10 +3,11 @@ from __future__ import annotations
 import io
 import json
 
+import pytest
 from rich.console import Console
 
 from tfdist.launch.drill import table
-from tfdist.launch.drill.outcome import DIFFERS, FAILED, IDENTICAL, Outcome, Recovery, recovery
+from tfdist.launch.drill.outcome import DIFFERS, FAILED, IDENTICAL, Outcome, Recovery, recovery, was_tested
 
 
 def test_the_recovery_of_a_restarted_run() -> None:
@@ -36,6 +37,23 @@ def test_the_recovery_of_a_preempted_run() -> None:
 
 def test_a_fault_that_nobody_noticed() -> None:
     assert recovery([{"event": "complete", "time": 20.0}], 10.0) == Recovery(None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        ([("failure", {}), ("training-again", {"steps_redone": 0}), ("complete", {})], True),
+        ([("failure", {}), ("resumed", {"step": 80}), ("complete", {})], False),
+        ([("complete", {})], False),
+        ([("preempted", {"step": 79}), ("preempted", {"exit_code": 77}), ("complete", {})], True),
+        # In the last epoch, which was finished first.
+        ([("preempted", {"step": 80}), ("preempted", {"exit_code": 77}), ("resumed", {"step": 80})], False),
+    ],
+)
+def test_whether_anything_was_left_to_train(events: list[tuple[str, dict]], expected: bool) -> None:
+    earlier = {"event": "training-again", "time": 9.0, "steps_redone": 1}
+    later = [{"event": kind, "time": 11.0 + i, **more} for i, (kind, more) in enumerate(events)]
+    assert was_tested([earlier, *later], struck=10.0, steps=80) is expected
 
 
 ROWS = [

@@ -6,6 +6,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
         "backup_and_restore": ["BackupAndRestore"],
+        "folder_lock": ["FolderInUse"],
         "pipeline_timeline": ["PipelineTimeline"],
         "store": ["CheckpointStore", "DamagedBackups"],
     },

@@ -36,7 +36,7 @@ class BackupAndRestore(keras.callbacks.Callback):
 
     Args:
         backup_dir: folder of the backups, local or anything that `tf.io.gfile` writes to. All workers need to reach it.
-            Every fit needs a folder of its own, except several in one script.
+            Every fit needs a folder of its own, except several in one script that each start makes in the same order.
         save_freq: `"epoch"`, a number of training steps, or a duration: `"30s"`, `"10min"`, `"2h"`.
         keep: how many backups stay; the newest one that is not damaged is used.
         asynchronous: whether backups are written while training goes on. Training waits only if the last one is not yet
@@ -49,9 +49,11 @@ class BackupAndRestore(keras.callbacks.Callback):
             77. `None` leaves signals alone.
 
     Raises:
-        ValueError: for an unknown `save_freq` or `on_finish`; in `fit`, if the backup is of another model, optimizer,
-            other callbacks or data. The text names the first difference.
+        ValueError: for an empty `backup_dir`, an unknown `save_freq` or `on_finish`; in `fit`, if the backup is of
+            another model, optimizer, loss, metrics, other callbacks or data. The text names the first difference.
+        OSError: in `fit`, if the folder cannot be made or written to.
         tfdist.callbacks.DamagedBackups: in `fit`, if there are backups but all of them are damaged.
+        tfdist.callbacks.FolderInUse: in `fit`, if another training writes to the folder.
 
     Example:
         >>> import keras, numpy as np, tfdist
@@ -63,7 +65,7 @@ class BackupAndRestore(keras.callbacks.Callback):
 
     def __init__(
         self,
-        backup_dir: str,
+        backup_dir: str | os.PathLike[str],
         save_freq: str | int = "epoch",
         keep: int = 3,
         asynchronous: bool = True,
@@ -75,14 +77,17 @@ class BackupAndRestore(keras.callbacks.Callback):
         from tfdist.compat import install  # it needs this module
 
         super().__init__()
+        folder = str(backup_dir) if "://" in str(backup_dir) else os.path.expanduser(backup_dir)
+        if not folder:
+            raise ValueError("Received: backup_dir=''. Expected: the path of a folder, such as 'backup'.")
         if on_finish not in _ON_FINISH:
             raise ValueError(f"Received: on_finish={on_finish!r}. Expected 'keep' or 'delete'.")
         SaveSchedule(save_freq)
         if keep < 1:
             raise ValueError(f"Received: keep={keep}. Expected at least 1: the newest backup has to stay.")
         install()
-        folder_in_drill = drill_folder(str(backup_dir), os.environ)
-        self.backup_dir = folder_in_drill or str(backup_dir)
+        folder_in_drill = drill_folder(folder, os.environ)
+        self.backup_dir = folder_in_drill or folder
         self.save_freq = save_freq
         self.keep = keep
         self.asynchronous = asynchronous

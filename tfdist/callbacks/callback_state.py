@@ -1,39 +1,67 @@
-"""The state of the other callbacks of a fit: their plain attributes, without a word from them.
+"""The state of the other callbacks of a fit: their attributes, without a word from them.
 
 Keras' callbacks keep what they know in attributes: EarlyStopping's `wait`, `best` and `best_weights`,
-ReduceLROnPlateau's `cooldown_counter`, History's `history`. Everything that is made of numbers, text, arrays of
-numbers, lists, tuples, dicts, sets and deques is saved. A callback that keeps something else has `get_state()`, which
-returns plain data, and `set_state(data)`.
+ReduceLROnPlateau's `cooldown_counter`, History's `history`. Everything that `plain_data` can express is saved. A
+callback that keeps something else has `get_state()`, which returns plain data, and `set_state(data)`.
 """
 
 from __future__ import annotations
 
 import collections
+import functools
 import inspect
-from collections.abc import Mapping, Sequence
+import io
+import json
+import logging
+import threading
+import types
+import warnings
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
+
+from tfdist.callbacks.object_state import NotRestored
+from tfdist.callbacks.plain_data import NotPlain, decode, encode
 
 _NOT_STATE = ("_model", "model", "params")
-# What NumPy calls booleans, numbers and complex numbers: other arrays do not come back from a checkpoint as they were.
-_NUMBERS = "biufc"
-_CONTAINERS = (list, tuple, dict, set, collections.deque)
+# They are the same in each process, or nothing that a backup could bring back.
+_STATELESS = (
+    *(types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, type, np.ufunc),
+    *(functools.partial, logging.Logger, io.IOBase, type(threading.Lock()), type(threading.RLock())),
+    *(tf.types.experimental.PolymorphicFunction, tf.summary.SummaryWriter, tf.data.Dataset, tf.distribute.Strategy),
+)
 
 
 def settings(callbacks: Sequence[keras.callbacks.Callback]) -> list[dict[str, str]]:
     """What the user has passed to each callback and it keeps under the same name; to be asked before training."""
     found = []
     for callback in callbacks:
-        parameters = inspect.signature(type(callback).__init__).parameters
-        values = {name: value for name, value in vars(callback).items() if name in parameters and _is_plain(value)}
-        found.append({name: repr(value) for name, value in values.items()})
+        parameters = _parameters_of(callback)
+        values = {name: _as_text(value) for name, value in vars(callback).items() if name in parameters}
+        found.append({name: text for name, text in values.items() if text is not None})
     return found
 
 
+def _as_text(value: Any) -> str | None:
+    """A setting such that it can be compared with that of another process, if it is data and nothing else."""
+    kept: dict[str, Any] = {}
+    try:
+        if _holds_arrays(value):
+            return None
+        text = json.dumps(encode(value, kept, ""))
+    except (NotPlain, RecursionError):
+        return None
+    return None if kept or any(f'"{kind}": ' in text for kind in ("generator", "random", "state")) else text
+
+
 def capture(
-    callbacks: Sequence[keras.callbacks.Callback], passed: Sequence[dict[str, str]], arrays: dict[str, np.ndarray]
+    callbacks: Sequence[keras.callbacks.Callback],
+    passed: Sequence[dict[str, str]],
+    arrays: dict[str, Any],
+    elsewhere: Collection[int] = (),
 ) -> list[dict]:
     """The state of callbacks as JSON-serialisable data.
 
@@ -41,20 +69,66 @@ def capture(
         callbacks: in their order in the fit.
         passed: their `settings`.
         arrays: receives the arrays, under names to which the data refers.
+        elsewhere: ids of the objects whose state is saved elsewhere.
 
     Returns:
         One entry for each callback.
+
+    Raises:
+        NotPlain: if a callback's `get_state()` returns what cannot be saved.
     """
-    return [
-        {
-            "class": type(callback).__name__,
-            # What compares values is a function; it is known again from the direction that it stands for.
-            "compares": getattr(callback, "monitor_op", None) is not None,
-            "settings": own,
-            "state": encode(_state_of(callback), arrays, f"callbacks/{i}"),
-        }
-        for i, (callback, own) in enumerate(zip(callbacks, passed, strict=True))
-    ]
+    elsewhere = {*elsewhere, *map(id, callbacks)}
+    entries = []
+    for i, (callback, own) in enumerate(zip(callbacks, passed, strict=True)):
+        state, unsaved = _state_of(callback, arrays, f"callbacks/{i}", elsewhere)
+        entries.append(
+            {
+                "class": type(callback).__name__,
+                # What compares values is a function; it is known again from the direction that it stands for.
+                "compares": getattr(callback, "monitor_op", None) is not None,
+                "settings": own,
+                "state": state,
+                "unsaved": unsaved,
+            }
+        )
+    return entries
+
+
+def _state_of(
+    callback: keras.callbacks.Callback, arrays: dict[str, Any], prefix: str, elsewhere: Collection[int]
+) -> tuple[dict, list[str]]:
+    """A callback's state, and the names of the attributes that cannot be saved."""
+    if hasattr(callback, "get_state"):
+        try:
+            return encode(callback.get_state(), arrays, prefix, elsewhere), []
+        except NotPlain as error:
+            raise NotPlain(f"{type(callback).__name__}.get_state() returned what cannot be saved. {error}") from None
+    parameters = _parameters_of(callback)
+    pairs, unsaved = [], []
+    for name, value in vars(callback).items():
+        # Arrays that the user has passed (validation data, say) are there again in the next process.
+        if name in _NOT_STATE or id(value) in elsewhere or (name in parameters and _holds_arrays(value)):
+            continue
+        own: dict[str, Any] = {}
+        try:
+            pairs.append([name, encode(value, own, f"{prefix}/{name}", elsewhere)])
+        except (NotPlain, RecursionError):
+            if not isinstance(value, _STATELESS) and name not in parameters:
+                unsaved.append(name)
+        else:
+            arrays.update(own)
+    # What Keras' own callbacks keep beside their state is known to be none.
+    return {"dict": pairs}, [] if type(callback).__module__.startswith("keras.") else unsaved
+
+
+def _parameters_of(callback: keras.callbacks.Callback) -> Mapping[str, Any]:
+    return inspect.signature(type(callback).__init__).parameters
+
+
+def _holds_arrays(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_holds_arrays, value.values()))
+    return isinstance(value, np.ndarray) or (isinstance(value, (list, tuple)) and any(map(_holds_arrays, value)))
 
 
 def matching(callbacks: Sequence[keras.callbacks.Callback], entries: Sequence[dict], exactly: bool) -> list[dict]:
@@ -83,25 +157,37 @@ def restore(
     callbacks: Sequence[keras.callbacks.Callback],
     passed: Sequence[dict[str, str]],
     entries: Sequence[dict],
-    arrays: dict[str, np.ndarray],
+    arrays: Mapping[str, np.ndarray],
 ) -> None:
     """Gives callbacks the state that `capture` returned, except for settings that the user has changed since."""
     for callback, own, entry in zip(callbacks, passed, entries, strict=True):
-        state = decode(entry["state"], arrays)
         if hasattr(callback, "set_state"):
-            callback.set_state(state)
+            callback.set_state(decode(entry["state"], arrays))
             continue
         if entry["compares"] and getattr(callback, "monitor_op", True) is None:
             # Done lazily by Keras, and it flips the sign of min_delta, which has been flipped in the saved state.
             callback._set_monitor_op()
-        for name, value in state.items():
-            if own.get(name) == entry["settings"].get(name):
-                _set(callback, name, value)
+        for name, saved in entry["state"]["dict"]:
+            if own.get(name) != entry["settings"].get(name):
+                continue
+            present = getattr(callback, name, None)
+            try:
+                value = decode(saved, arrays, present)
+            except NotRestored as error:
+                warnings.warn(
+                    f"{entry['class']}.{name} is in the backup and cannot be restored: {error}. Expected: one like "
+                    "that which was saved, before the first epoch begins; or give it get_state() and set_state(state).",
+                    UserWarning,
+                    stacklevel=2,
+                )
+            else:
+                _set(callback, name, present, value)
 
 
-def _set(callback: keras.callbacks.Callback, name: str, value: Any) -> None:
+def _set(callback: keras.callbacks.Callback, name: str, present: Any, value: Any) -> None:
     """Sets an attribute; a container stays the object that it is, which the user's code may hold, too."""
-    present = getattr(callback, name, None)
+    if value is present:
+        return
     if isinstance(present, list) and isinstance(value, list):
         present[:] = value
     elif isinstance(present, (dict, set)) and isinstance(value, (dict, set)):
@@ -112,59 +198,3 @@ def _set(callback: keras.callbacks.Callback, name: str, value: Any) -> None:
         present.extend(value)
     else:
         setattr(callback, name, value)
-
-
-def _state_of(callback: keras.callbacks.Callback) -> Any:
-    if hasattr(callback, "get_state"):
-        return callback.get_state()
-    parameters = inspect.signature(type(callback).__init__).parameters
-    return {
-        name: value
-        for name, value in vars(callback).items()
-        # Arrays that the user has passed (validation data, say) are there again in the next process.
-        if name not in _NOT_STATE and _is_plain(value) and not (isinstance(value, np.ndarray) and name in parameters)
-    }
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, (np.ndarray, np.generic)):
-        return value.dtype.kind in _NUMBERS
-    if isinstance(value, dict):
-        return all(isinstance(key, (str, int)) and _is_plain(item) for key, item in value.items())
-    if isinstance(value, tuple):
-        return type(value) is tuple and all(_is_plain(item) for item in value)
-    if isinstance(value, _CONTAINERS):
-        return all(_is_plain(item) for item in value)
-    return value is None or isinstance(value, (bool, int, float, str))
-
-
-def encode(value: Any, arrays: dict[str, np.ndarray], prefix: str) -> Any:
-    """Plain data as JSON, and its arrays in `arrays`, under names that begin with `prefix`."""
-    if isinstance(value, (np.ndarray, np.generic)):
-        name = f"{prefix}/{len(arrays)}"
-        arrays[name] = np.array(value)
-        return {"array": name, "scalar": isinstance(value, np.generic)}
-    if isinstance(value, dict):
-        return {"dict": [[key, encode(item, arrays, prefix)] for key, item in value.items()]}
-    for kind in _CONTAINERS:
-        if isinstance(value, kind):
-            return {kind.__name__: [encode(item, arrays, prefix) for item in value]}
-    if isinstance(value, float):
-        return {"float": float(value).hex()}  # exact, and JSON has no infinity
-    return value
-
-
-def decode(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
-    """What `encode` was given; containers of the user's own types are plain ones."""
-    if not isinstance(value, dict):
-        return value
-    if "array" in value:
-        array = arrays[value["array"]]
-        return array[()] if value["scalar"] else array.copy()
-    if "float" in value:
-        return float.fromhex(value["float"])
-    if "dict" in value:
-        return {key: decode(item, arrays) for key, item in value["dict"]}
-    ((name, items),) = value.items()
-    kind = next(kind for kind in _CONTAINERS if kind.__name__ == name)
-    return kind(decode(item, arrays) for item in items)

@@ -23,7 +23,7 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from tensorflow.python.eager import context
 
-from tfdist.callbacks import callback_state
+from tfdist.callbacks import plain_data
 from tfdist.strategies import random_state
 from tfdist.strategies.data_parallel import DataParallel
 from tfdist.strategies.pipeline_facts import can_save_iterator, draws_seeds, seeds, why_not_repeatable
@@ -32,6 +32,15 @@ from tfdist.strategies.pipeline_facts import can_save_iterator, draws_seeds, see
 _ITERATOR = "iterator"
 _FAIL = 2
 _HOOKS = ("on_epoch_begin", "on_epoch_end")
+# What to do about the reasons of `why_not_repeatable`, known by a part of them; the first one that fits.
+_REMEDIES = (
+    ("augmentation layer", "put the layer into the model, or use tf.image.stateless_random_* in map"),
+    ("Python code", "use a keras.utils.PyDataset, or operations of TensorFlow"),
+    ("tf.random.Generator", "use tf.random.stateless_*"),
+    ("in parallel", "use tf.random.stateless_*, or map without num_parallel_calls"),
+    ("not deterministic", "remove deterministic=False"),
+    ("", "keras.utils.set_random_seed, called first, seeds all that has no seed"),
+)
 
 
 class DataPosition:
@@ -89,6 +98,12 @@ class DataPosition:
                     f"{type(self._py_dataset).__name__} changes in on_epoch_begin or on_epoch_end; give it get_state() "
                     "and set_state(state), and that can be saved"
                 )
+            if self._draws_random_numbers():
+                return (
+                    f"{type(self._py_dataset).__name__}.__getitem__ draws from the global random state of Python, "
+                    "NumPy or TensorFlow; draw from a generator that is made from the index instead, such as "
+                    "np.random.default_rng(index)"
+                )
             return None
         if not isinstance(adapter, TFDatasetAdapter):
             return f"the data come from a {type(adapter).__name__.removesuffix('DataAdapter').lower()}, not a dataset"
@@ -98,7 +113,16 @@ class DataPosition:
         reason = why_not_repeatable(source)
         if reason is None and seeds(source) and not getattr(self._model.distribute_strategy, "seed_is_given", True):
             reason = "no seed was set, so that the processes agreed on a random one"
-        return reason and f"{reason}; keras.utils.set_random_seed, called first, seeds all that has no seed"
+        return reason and f"{reason}; {next(remedy for part, remedy in _REMEDIES if part in reason)}"
+
+    def _draws_random_numbers(self) -> bool:
+        """Whether an item depends on the global random state, which the threads that read ahead change at any time."""
+        before = random_state.capture()
+        self._py_dataset[0]
+        if random_state.capture() == before:
+            return False
+        random_state.restore(before)
+        return True
 
     def _should_save_iterator(self) -> bool:
         """Whether the state of the iterator is saved, instead of what it takes to get there again.
@@ -145,7 +169,7 @@ class DataPosition:
         if self._py_dataset is not None:
             state["random at begin"] = self._random_at_begin
             if hasattr(self._py_dataset, "get_state"):
-                state["dataset"] = callback_state.encode(self._py_dataset.get_state(), tensors, "dataset")
+                state["dataset"] = plain_data.encode(self._py_dataset.get_state(), tensors, "dataset")
         return state
 
     @functools.cached_property
@@ -190,7 +214,7 @@ class DataPosition:
                 with _global_seed(state["global seed"]):
                     self._iterator._distributed_dataset = self._distribute(self._iterator.data_adapter.get_tf_dataset())
         if "dataset" in state:
-            self._py_dataset.set_state(callback_state.decode(state["dataset"], tensors))
+            self._py_dataset.set_state(plain_data.decode(state["dataset"], tensors))
 
     def leave_random_state(self, state: list) -> None:
         """What the random state has to be once the position is found (finding it may draw from it)."""

@@ -6,17 +6,17 @@ import contextlib
 import dataclasses
 import logging
 import time
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import keras
 import tensorflow as tf
+from keras.src.utils.rng_utils import get_random_seed
 
-from tfdist.callbacks import callback_state, csv_logger
+from tfdist.callbacks import callback_state, csv_logger, fit_identity, notices, tensor_files
 from tfdist.callbacks.background_writer import BackgroundWriter
 from tfdist.callbacks.data_position import DataPosition
-from tfdist.callbacks.fit_number import folder_of_fit, note_finished
+from tfdist.callbacks.fit_number import folder_of_fit, note_finished, remove_if_empty
 from tfdist.callbacks.preemption import PreemptionSignal
 from tfdist.callbacks.save_schedule import SaveSchedule
 from tfdist.callbacks.shared_store import SharedStore
@@ -85,6 +85,7 @@ class FitBackup:
         self._resumed: Checkpoint | None = None
         self._was_done = False
         self._entries: list[dict] = []
+        self._unsaved = notices.Unsaved()
         self._until_begun = contextlib.ExitStack()
         self._at_epoch_end = False
         self._epochs = 0
@@ -99,6 +100,7 @@ class FitBackup:
         self._signal.install()
         self._epochs = self._callback_list.params["epochs"]
         self._settings = callback_state.settings(self._others)
+        self._identity = fit_identity.identity_of(self._model, self._store.directory)
         self._position = DataPosition(self._model, iterator, self._options.dataset_fn, self._after_step)
         if self._agreement is not None:
             self._agreement.clear()
@@ -107,9 +109,11 @@ class FitBackup:
                 self._model.make_train_function(force=True)
         checkpoint = self._store.newest(lambda meta: not meta["done"] or self._is_over(meta))
         if self._position.obstacle is not None:
-            self._warn_of_obstacle(self._position.obstacle)
+            notices.of_obstacle(self._position.obstacle)
         if checkpoint is not None:
             self._resume(iterator, checkpoint)
+        elif self._is_chief:
+            csv_logger.begin_anew(self._everyone)
 
     def _resume(self, iterator: Any, checkpoint: Checkpoint) -> None:
         meta, model = checkpoint.meta, self._model
@@ -118,6 +122,7 @@ class FitBackup:
             model._symbolic_build(data_batch=epoch_iterators.batch_specification(iterator))
         self._state.make_global_seed_generator(meta["variables"])
         self._state.check(meta["variables"])
+        self._check_identity(meta)
         self._entries = callback_state.matching(self._others, meta["callbacks"], exactly=self._is_chief)
         self._position.resume(meta["epoch"], meta["position"], checkpoint.tensors)
         self._state.load(checkpoint.tensors)
@@ -125,7 +130,8 @@ class FitBackup:
         self._validations = meta["validations"]
         self._resumed = checkpoint
         if self._is_chief:
-            csv_logger.rewind(self._everyone, meta["csv"], self._until_begun)
+            rewind = csv_logger.leave_alone if meta["done"] else csv_logger.rewind
+            rewind(self._everyone, meta["csv"], self._until_begun)
         over = self._is_over(meta)
         self._was_done = meta["done"] and over
         model._initial_epoch = max(self._epochs, 1) if over else meta["epoch"]
@@ -135,8 +141,18 @@ class FitBackup:
             "resumed", checkpoint=checkpoint.name, epoch=meta["epoch"], step=meta["total"], seconds=_since(began)
         )
         if self._is_chief:
-            what = "is finished" if over else f"goes on at step {meta['steps']} of epoch {meta['epoch'] + 1}"
-            _log.warning("The fit %s: %s/%s", what, self._store.directory, checkpoint.name)
+            notices.of_resumption(meta, f"{self._store.directory}/{checkpoint.name}", over, self._epochs)
+
+    def _check_identity(self, meta: dict) -> None:
+        found = fit_identity.difference(meta["identity"], self._identity, meta["epochs"] != self._epochs)
+        if found is not None:
+            folder = self._store.directory
+            raise ValueError(
+                f"The backup is of another fit. {found} The folder is {folder}. To train this one, delete that folder "
+                "or pass another backup_dir; to go on with the saved one, make the model and compile it as before."
+            )
+        if self._is_chief:
+            notices.of_seed(meta["seed"], get_random_seed())
 
     def _is_over(self, meta: dict) -> bool:
         """Whether a backup leaves nothing to train. A finished fit that is to have more epochs goes on."""
@@ -252,13 +268,18 @@ class FitBackup:
         tensors: dict[str, Any] = self._state.snapshot(with_metrics=mid_epoch)
         if not self._is_chief or self._writer.is_busy:
             return
+        entries = callback_state.capture(self._others, self._settings, tensors, self._state.parts)
+        self._unsaved.tell(entries)
         meta = {
             **dataclasses.asdict(place),
             "done": done,
             "stopped": not mid_epoch and bool(self._model.stop_training),
             "validations": self._validations,
             "variables": self._state.description,
-            "callbacks": callback_state.capture(self._others, self._settings, tensors),
+            "identity": self._identity,
+            "epochs": self._epochs,
+            "seed": get_random_seed(),
+            "callbacks": entries,
             "csv": csv_logger.lengths(self._everyone),
             "position": self._position.state(tensors, mid_epoch),
             "random": random_state.capture(),
@@ -267,7 +288,7 @@ class FitBackup:
 
         def write() -> None:
             began = time.monotonic()
-            name = self._store.write(meta, _copies(tensors))
+            name = self._store.write(meta, tensor_files.take_copies(tensors))
             self._events.write(
                 "saved",
                 checkpoint=name,
@@ -303,6 +324,7 @@ class FitBackup:
         if self._is_chief:
             _log.warning("%s: stopped %s, which %s; exit code %d", self._signal.name, where, what, PREEMPTED)
         self._signal.uninstall()
+        self._store.release()
         raise SystemExit(PREEMPTED)
 
     def ended(self) -> None:
@@ -315,44 +337,18 @@ class FitBackup:
         self._writer.close()
         if delete and self._is_chief:
             self._store.clear()
+        self._store.release()
+        if delete and self._is_chief:
+            remove_if_empty(self._options.backup_dir)
+        fit_identity.forget(self._model)
         note_finished(self._options.backup_dir)
         if self._stop_at_end:
             self._leave("at the end of the fit", "is complete")
         self._signal.uninstall()
 
-    # What the user is told
-
     def _warn_not_written(self, error: Exception) -> None:
         self._events.write("not saved", error=str(error))
-        warnings.warn(
-            f"A backup could not be written; training goes on, and the last good one is kept. {error}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-
-    def _warn_of_obstacle(self, obstacle: str) -> None:
-        warnings.warn(
-            f"BackupAndRestore saves at the ends of epochs only: {obstacle}. After a kill within an epoch, that epoch "
-            "is trained again from its beginning, with the data that the program then gives.",
-            UserWarning,
-            stacklevel=2,
-        )
-
-
-def _copies(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Takes the values out of `tensors`, copied.
-
-    As soon as nobody shares a variable's buffer, the next step writes to it in place; before, that step has to copy it,
-    in the training's own threads.
-    """
-    copies = {}
-    while tensors:
-        name, value = tensors.popitem()
-        if isinstance(value, tf.Tensor) and value.dtype != tf.variant:
-            with tf.device("CPU:0"):
-                value = tf.raw_ops.DeepCopy(x=value) if "CPU" in value.device else tf.identity(value)
-        copies[name] = value
-    return copies
+        notices.of_failed_backup(error)
 
 
 def _since(began: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 _finished: dict[str, int] = {}
@@ -19,6 +20,14 @@ def folder_of_fit(backup_dir: str) -> str:
 def note_finished(backup_dir: str) -> None:
     """Notes that a fit with this folder has come to its end in this process."""
     _finished[_key(backup_dir)] = _finished.get(_key(backup_dir), 0) + 1
+
+
+def remove_if_empty(backup_dir: str) -> None:
+    """Removes the empty folder of a later fit whose backups are deleted, before `note_finished`; not the user's own."""
+    folder = folder_of_fit(backup_dir)
+    if folder != backup_dir:
+        with contextlib.suppress(OSError):  # another job may write to it by now; remote stores have no folders
+            os.rmdir(folder)
 
 
 def _key(backup_dir: str) -> str:

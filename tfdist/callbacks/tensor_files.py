@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Mapping
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import tensorflow as tf
@@ -51,6 +51,22 @@ def load_tensors(prefix: str, dtypes: Mapping[str, str]) -> dict[str, np.ndarray
 def _variant(prefix: str, name: str) -> tf.Tensor:
     with tf.device("CPU:0"):
         return tf.raw_ops.RestoreV2(prefix=prefix, tensor_names=[name], shape_and_slices=[""], dtypes=[tf.variant])[0]
+
+
+def take_copies(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Takes the values out of `tensors`, copied.
+
+    As soon as nobody shares a variable's buffer, the next step writes to it in place; before, that step has to copy it,
+    in the training's own threads.
+    """
+    copies = {}
+    while tensors:
+        name, value = tensors.popitem()
+        if isinstance(value, tf.Tensor) and value.dtype != tf.variant:
+            with tf.device("CPU:0"):
+                value = tf.raw_ops.DeepCopy(x=value) if "CPU" in value.device else tf.identity(value)
+        copies[name] = value
+    return copies
 
 
 @contextlib.contextmanager

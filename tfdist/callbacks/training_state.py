@@ -70,6 +70,15 @@ class TrainingState:
         optimizers = [part for optimizer in optimizers_of(self._model) for part in [optimizer, *parts_of(optimizer)]]
         return description | {f"optimizer class/{i}": ["", [], type(o).__name__] for i, o in enumerate(optimizers)}
 
+    @functools.cached_property
+    def parts(self) -> frozenset[int]:
+        """The ids of all objects whose state this is: who refers to one of them refers to what is saved."""
+        model, variables = self._model, list(self._variables.values())
+        optimizers = [part for optimizer in optimizers_of(model) for part in [optimizer, *parts_of(optimizer)]]
+        owners = [model, *model._flatten_layers(), *optimizers, *metrics_of(model), *seed_generators_of(model)]
+        within = [part for variable in variables for part in [variable._value, *parts_of_variable(variable)]]
+        return frozenset(map(id, [*owners, *variables, *within]))
+
     def make_global_seed_generator(self, saved: Mapping[str, list]) -> None:
         """Makes the seed generator of `keras.random` now, if it was there when `saved` was: Keras makes it late."""
         if _GLOBAL_SEED in saved:

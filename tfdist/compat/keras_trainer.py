@@ -11,7 +11,7 @@ from tfdist.compat.patch import Patch
 from tfdist.strategies import epoch_iterators, guards
 from tfdist.strategies.data_parallel import DataParallel
 from tfdist.strategies.global_batches import GlobalBatchDataset
-from tfdist.strategies.pipeline.strategy import PipelineStrategy
+from tfdist.strategies.pipeline.strategy import PipelineStrategy, warn_without_scope
 
 _MODULE = "keras.src.backend.tensorflow.trainer"
 
@@ -41,9 +41,10 @@ def _maybe_symbolic_build(original: Callable) -> Callable:
         if not isinstance(strategy, (DataParallel, PipelineStrategy)):
             guards.warn_without_scope()
             guards.check_without_strategy(self)
+            warn_without_scope()
             original(self, iterator=iterator, data_batch=data_batch)
             return
-        _check(strategy, self, iterator)
+        _check(strategy, self)
         if iterator is None:
             original(self, iterator=iterator, data_batch=data_batch)
         else:
@@ -53,14 +54,14 @@ def _maybe_symbolic_build(original: Callable) -> Callable:
             with strategy.scope():
                 self._symbolic_build(data_batch=epoch_iterators.batch_specification(iterator))
         # Once more: Keras builds metrics, and shows their variables, only now.
-        _check(strategy, self, iterator)
+        _check(strategy, self)
 
     return _maybe_symbolic_build
 
 
-def _check(strategy: Any, model: Any, iterator: Any) -> None:
+def _check(strategy: Any, model: Any) -> None:
     if isinstance(strategy, PipelineStrategy):
-        strategy.check_model(model, iterator)
+        strategy.check_model(model)
     else:
         guards.check(strategy, model)
 

@@ -25,7 +25,7 @@ def check(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
     if strategy.num_replicas_in_sync == 1:
         return
     _check_jit(strategy, model)
-    _check_steps(model)
+    check_steps(model)
     for optimizer in optimizers_of(model):
         for part in [optimizer, *parts_of(optimizer)]:
             _check_optimizer(strategy, part)
@@ -45,7 +45,7 @@ def check_without_strategy(model: keras.Model) -> None:
     for variable in [*model.metrics_variables, *model.variables]:
         owners[f"variable '{variable.path}'"] = getattr(variable.value, "distribute_strategy", None)
     for owner, created_under in owners.items():
-        if isinstance(created_under, DataParallel):
+        if isinstance(created_under, DataParallel) or type(created_under).__name__ == "PipelineStrategy":
             raise ValueError(
                 f"Received: model '{model.name}', created outside of strategy.scope(), with {owner}, created "
                 f"in the scope of a {type(created_under).__name__}. Expected: the model is created and compiled in one "
@@ -92,7 +92,12 @@ def _check_optimizer(strategy: tf.distribute.Strategy, optimizer: Any) -> None:
         )
 
 
-def _check_steps(model: keras.Model) -> None:
+def check_steps(model: keras.Model) -> None:
+    """Checks that a strategy can tell which model the steps belong to that Keras hands to it.
+
+    Raises:
+        ValueError: if a step is not a method.
+    """
     for name in ("train_step", "test_step"):
         if recognise(getattr(model, name)) is None:
             raise ValueError(

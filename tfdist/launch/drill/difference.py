@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -56,14 +57,18 @@ def _say(path: str, reference: Any, other: Any) -> Iterator[str]:
 
 
 def _plain(value: Any) -> Any:
-    """The state of a callback as it was before it was encoded (see callback_state.py), arrays by their names."""
+    """The state of a callback such that it can be compared (see plain_data.py), arrays by their names."""
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
     if not isinstance(value, dict):
         return value
-    if "float" in value:
-        return float.fromhex(value["float"])
-    if "dict" in value:
-        return {key: _plain(item) for key, item in value["dict"]}
-    if "array" in value:
-        return value["array"]
-    ((_, items),) = value.items()
-    return [_plain(item) for item in items]
+    kind, content = next(iter(value.items()))
+    if kind == "float":
+        return float.fromhex(content)
+    if kind in ("dict", "OrderedDict", "Counter"):
+        return {_key(key): _plain(item) for key, item in content}
+    return _plain(content)
+
+
+def _key(key: Any) -> Any:
+    return json.dumps(key) if isinstance(key, dict) else key

@@ -19,7 +19,17 @@ from tfdist.launch.drill import table
 from tfdist.launch.drill.comparison import compare
 from tfdist.launch.drill.event_stream import Event, of_kind
 from tfdist.launch.drill.faults import Fault, faults_for
-from tfdist.launch.drill.outcome import DIFFERS, FAILED, IDENTICAL, NOT_COMPARABLE, Outcome, Recovery, recovery
+from tfdist.launch.drill.outcome import (
+    DIFFERS,
+    FAILED,
+    IDENTICAL,
+    NOT_COMPARABLE,
+    NOT_TESTED,
+    Outcome,
+    Recovery,
+    recovery,
+    was_tested,
+)
 from tfdist.launch.drill.strike_point import FEWEST_SAVES, Rhythm, rhythm
 from tfdist.launch.drill.trial import Interrupted, Trial, TrialError
 from tfdist.launch.failure import exit_code
@@ -33,6 +43,10 @@ _NO_BACKUPS = (
     "the script saved no backup that tfdist knows of. Expected: a callback of fit that saves during the training:\n"
     '  model.fit(..., callbacks=[tfdist.callbacks.BackupAndRestore("backup")])\n'
     "tfdist drill tries out whether a run with it survives."
+)
+_TOO_LATE = (
+    "nothing was left to train when the fault struck, after the last step. Train for more epochs or more slowly (time "
+    "between two backups: {pause:.2f} s), or give BackupAndRestore a smaller save_freq."
 )
 _NOT_REPRODUCIBLE = (
     "two undisturbed runs differ, too. Call keras.utils.set_random_seed first, seed what else is random (numpy's "
@@ -149,7 +163,7 @@ class Drill:
         self._reproducible: bool | None = None
 
     def run(self, faults: Sequence[Fault]) -> list[Outcome]:
-        """Runs the reference and a run for each fault, up to the first that does not end identical.
+        """Runs the reference and a run for each fault, up to the first that is not survived.
 
         Raises:
             DrillError: there is no reference to compare with.
@@ -167,7 +181,7 @@ class Drill:
             self._say(f"  {_summary(outcome)}")
             if outcome.result == IDENTICAL:
                 shutil.rmtree(self._backups(fault.name), ignore_errors=True)
-            elif not self._options.keep_going:
+            elif outcome.result != NOT_TESTED and not self._options.keep_going:
                 break
         if all(outcome.result == IDENTICAL for outcome in outcomes):
             shutil.rmtree(self._backups(_REFERENCE), ignore_errors=True)
@@ -202,6 +216,9 @@ class Drill:
             events, struck = self._run_disturbed(fault, natural)
             back = recovery(events, struck)
             differences = compare(self._backups(_REFERENCE), self._backups(fault.name), self._options.timeout)
+            if not differences and not was_tested(events, struck, natural.steps):
+                details = (_TOO_LATE.format(pause=natural.pause),)
+                return Outcome(fault.name, fault.title, NOT_TESTED, back, details)
             if not differences:
                 return Outcome(fault.name, fault.title, IDENTICAL, back)
             if not self._is_reproducible():

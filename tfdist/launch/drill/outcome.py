@@ -12,6 +12,8 @@ DIFFERS = "differs"
 NOT_COMPARABLE = "not comparable"
 # The run did not come to its end, or the fault could not strike.
 FAILED = "failed"
+# It struck when nothing was left to train.
+NOT_TESTED = "not tested"
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,23 @@ def recovery(events: Sequence[Event], struck: float) -> Recovery:
         again = of_kind(later, "training-again")
         redone = sum(event["steps_redone"] for event in again) if again else None
     return Recovery(_first(noticed, struck), _first(again, struck), redone)
+
+
+def was_tested(events: Sequence[Event], struck: float, steps: int) -> bool:
+    """Whether there was something left to train when a fault struck: the training went on, or was to.
+
+    Args:
+        events: as in `recovery`.
+        struck: when the fault struck.
+        steps: of the whole training.
+
+    Example:
+        >>> was_tested([{"event": "failure", "time": 10.25}, {"event": "complete", "time": 12.0}], 10.0, steps=80)
+        False
+    """
+    later = [event for event in events if event["time"] >= struck]
+    stopped = [event["step"] for event in of_kind(later, "preempted") if "step" in event]
+    return max(stopped) < steps if stopped else bool(of_kind(later, "training-again"))
 
 
 def _first(events: Sequence[Event], since: float) -> float | None:

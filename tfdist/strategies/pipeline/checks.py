@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import warnings
+
 import keras
 import tensorflow as tf
+from keras.src.models.functional import Functional
 
+from tfdist.strategies.guards import check_steps
 from tfdist.strategies.step_shadows import optimizers_of
 
 
-def check(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
+def check(strategy: tf.distribute.Strategy, model: keras.Model, replicas: int, microbatches: int) -> None:
     """Checks a compiled model.
+
+    Args:
+        strategy: the strategy in whose scope it was created.
+        model: the model.
+        replicas: number of pipelines.
+        microbatches: of each of them.
 
     Raises:
         ValueError: if it cannot be trained under this strategy.
@@ -19,12 +29,50 @@ def check(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
             "Received: compile(jit_compile=True) under PipelineStrategy. XLA compiles for one device, and the step of "
             "a pipeline runs on several. Expected: jit_compile=False or 'auto' (the default)."
         )
+    if model.run_eagerly:
+        warnings.warn(
+            "Received: run_eagerly=True under PipelineStrategy. The layers run one after the other, each on its "
+            "variables' device, with the whole batch at once. Expected: run_eagerly=False for a pipeline.",
+            stacklevel=2,
+        )
+    check_steps(model)
+    for layer in model._flatten_layers():
+        if getattr(layer, "stateful", False) and replicas * microbatches > 1:
+            raise ValueError(
+                f"Received: layer '{layer.name}' with stateful=True, which keeps a state for each row of a batch, and "
+                "batches that are cut into micro-batches. Expected: stateful=False, or microbatches=1."
+            )
+        if getattr(layer, "synchronized", False) and replicas > 1:
+            raise ValueError(
+                f"Received: layer '{layer.name}' with synchronized=True and replicas={replicas}. A pipeline uses the "
+                "statistics of each micro-batch. Expected: synchronized=False, or LayerNormalization."
+            )
+    for variable in model.trainable_variables:
+        if getattr(variable, "overwrite_with_gradient", False):
+            raise NotImplementedError(
+                f"Variable {variable.path} is overwritten with its gradient (float8 scaling factors), of which "
+                "micro-batches have several. Use the dtype policy 'mixed_bfloat16' or 'mixed_float16' instead."
+            )
     for optimizer in optimizers_of(model):
         if optimizer._distribution_strategy is not strategy:
             raise ValueError(
                 f"Received: optimizer '{optimizer.name}', created outside of this strategy's scope. Its variables "
                 "would not follow the model's to the stages. Expected: an optimizer created in the scope, "
                 "`with strategy.scope(): optimizer = ...`, or its name, `compile('adam', ...)`."
+            )
+
+
+def check_inputs(functional: Functional) -> None:
+    """Checks what a model takes.
+
+    Raises:
+        ValueError: if it cannot be cut into micro-batches.
+    """
+    for tensor in functional.inputs:
+        if getattr(tensor, "sparse", False) or getattr(tensor, "ragged", False):
+            raise ValueError(
+                f"Received: input '{tensor.name}' of sparse or ragged tensors, which are not cut into micro-batches. "
+                "Expected: dense inputs; use `dataset.map` with tf.sparse.to_dense or `.to_tensor()`."
             )
 
 

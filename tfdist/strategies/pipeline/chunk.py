@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -66,11 +67,23 @@ class Chunk:
         """Calls the layers, as a pure function of the variables' values and the inputs."""
         mapping = [*zip(self.trainable, trainable, strict=True), *zip(self.state, state, strict=True)]
         values = dict(zip(self.inputs, map(_with_mask, inputs), strict=True))
-        with keras.StatelessScope(mapping, collect_losses=True) as scope, _call_context(model, training):
+        with keras.StatelessScope(mapping, collect_losses=True) as scope, _call_context(model, training), _tracing():
+            mapped = dict(scope.state_mapping)
             for call in self.calls:
                 call.run(values, training)
             new_state = [tf.convert_to_tensor(scope.get_current_value(v)) for v in self.state]
             losses = [tf.convert_to_tensor(loss) for loss in scope.losses]
+            assigned = [
+                variable.path
+                for variable in self.trainable
+                if scope.get_current_value(variable) is not mapped[id(variable)]
+            ]
+        if assigned:
+            raise ValueError(
+                f"Received: a layer that assigns to its trainable variable {assigned[0]} when it is called. A pipeline "
+                "would lose that. Expected: layers assign to non-trainable variables only "
+                "(`add_weight(trainable=False)`)."
+            )
         known = {id(v) for v in (*self.trainable, *self.state)}
         if scope.state_mapping.keys() - known:
             raise ValueError(
@@ -110,8 +123,10 @@ def uncuttable(graph: LayerGraph) -> set[int]:
     """Cut positions that would part the calls of a layer with a state of its own, such as BatchNormalization's."""
     calls_of: dict[int, list[int]] = {}
     for position, call in enumerate(graph.calls):
-        if any(not v.trainable for v in call.variables):
-            calls_of.setdefault(id(call.operation), []).append(position)
+        for variable in call.variables:
+            # Frozen weights do not change, and several stages may read them.
+            if not variable.trainable and not variable._value.trainable:
+                calls_of.setdefault(id(variable), []).append(position)
     return {cut for positions in calls_of.values() for cut in range(positions[0] + 1, positions[-1] + 1)}
 
 
@@ -120,6 +135,23 @@ def _with_mask(value: Value) -> Any:
     if value.mask is not None:
         set_keras_mask(tensor, value.mask)
     return tensor
+
+
+_traced = threading.local()
+
+
+def is_traced() -> bool:
+    """Whether a chunk's layers are being called now: models inside of them run as part of it."""
+    return getattr(_traced, "depth", 0) > 0
+
+
+@contextlib.contextmanager
+def _tracing() -> Iterator[None]:
+    _traced.depth = getattr(_traced, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _traced.depth -= 1
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ what is kept from one to the other (the residuals) is explicit here: nothing for
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,13 @@ from tensorflow.python.ops import gradients_util
 from tfdist.strategies.pipeline.chunk import Chunk, Value
 from tfdist.strategies.pipeline.weight_gradients import RowProduct, as_row_product
 
+_log = logging.getLogger("tfdist")
+_UNSEEDED = frozenset(
+    [
+        *("RandomUniform", "RandomUniformInt", "RandomStandardNormal", "ParameterizedTruncatedNormal"),
+        *("TruncatedNormal", "RandomGamma", "RandomPoissonV2", "RandomShuffle", "Multinomial"),
+    ]
+)
 # Grappler would copy the function to each of its calls, and merge what is recomputed with what was computed before.
 _ATTRIBUTES = {"_noinline": attr_value_pb2.AttrValue(b=True)}
 
@@ -68,6 +76,11 @@ class Backward:
         return [t for t in tf.nest.flatten([self.inputs, self.weights], expand_composites=True) if t is not None]
 
 
+def is_differentiable(dtype: tf.DType) -> bool:
+    """Whether gradients come back to tensors of a dtype."""
+    return dtype.is_floating or dtype.is_complex
+
+
 class ChunkFunctions:
     """The functions of one chunk.
 
@@ -100,7 +113,7 @@ class ChunkFunctions:
 
 class _Trace:
     def __init__(self, functions: ChunkFunctions, specs: Sequence[tf.TensorSpec | None], differentiable: bool):
-        self.functions, self.specs = functions, specs
+        self.functions, self.specs, self._recompute = functions, specs, functions.recompute
         chunk = functions.chunk
         # The number and kind of a chunk: it is what one reads in a profile.
         self._name = f"stage_chunk_{chunk.index}_{'train' if functions.training else 'infer'}"
@@ -113,14 +126,14 @@ class _Trace:
         self._residuals: list[tf.Tensor] = []
         if differentiable:
             self._differentiate(graph)
-        if differentiable and not functions.recompute:
+        if differentiable and not self._recompute:
             graph.outputs = [*graph.outputs, *self._residuals]
         self._forward = _define(f"{self._name}_forward", graph)
 
     @property
     def residual_bytes(self) -> int | None:
         """Bytes that one micro-batch keeps for its backward pass besides its inputs; `None` if a shape is unknown."""
-        if self.functions.recompute:
+        if self._recompute:
             return 0
         shapes = [t.shape for t in self._residuals]
         if not all(shape.is_fully_defined() for shape in shapes):
@@ -152,11 +165,11 @@ class _Trace:
         """
         given = []
         for value, cotangent in zip(forward.outputs, cotangents, strict=True):
-            if value.tensor.dtype.is_floating:
+            if is_differentiable(value.tensor.dtype):
                 given.append(tf.zeros_like(value.tensor) if cotangent is None else cotangent)
         if self._adds_losses:
             given.append(tf.zeros([]) if loss_cotangent is None else loss_cotangent)
-        if self.functions.recompute:
+        if self._recompute:
             known = forward.arguments
         else:
             known = [*(forward.arguments[i] for i in self._kept_arguments), *forward.residuals]
@@ -164,7 +177,7 @@ class _Trace:
         gradients = [_rebuild(kind, taken) for kind in self._gradient_kinds]
         count = len(self.functions.chunk.trainable)
         weights, floating = gradients[:count], iter(gradients[count:])
-        dense = [spec is not None and spec.dtype.is_floating for spec in self.specs[::2]]
+        dense = [spec is not None and is_differentiable(spec.dtype) for spec in self.specs[::2]]
         return Backward([next(floating) if is_float else None for is_float in dense], weights)
 
     def _forward_graph(self, suffix: str) -> func_graph.FuncGraph:
@@ -187,7 +200,7 @@ class _Trace:
         outputs = [t for value in result.outputs for t in value if t is not None]
         outputs += [new for new, changed in zip(result.state, self._changed, strict=True) if changed]
         if result.losses:
-            outputs.append(tf.add_n([tf.cast(loss, tf.float32) for loss in result.losses]))
+            outputs.append(tf.add_n([tf.reduce_sum(tf.cast(loss, tf.float32)) for loss in result.losses]))
         return outputs
 
     def _differentiated(self, graph: func_graph.FuncGraph) -> list[tf.Tensor]:
@@ -197,11 +210,18 @@ class _Trace:
             positions.append(position)
             position += 1 + masked
         values = [graph.outputs[i] for i in positions]
-        found = [t for t in values if t.dtype.is_floating]
+        found = [t for t in values if is_differentiable(t.dtype)]
         return [*found, graph.outputs[-1]] if self._adds_losses else found
 
     def _differentiate(self, graph: func_graph.FuncGraph) -> None:
-        source = self._forward_graph("recompute") if self.functions.recompute else graph
+        if self._recompute and _draws_unseeded(graph):
+            _log.warning(
+                "%s keeps what it has computed instead of recomputing it: a layer draws random numbers that would be "
+                "others the second time. Use keras.random with a keras.random.SeedGenerator.",
+                self._name,
+            )
+            self._recompute = False
+        source = self._forward_graph("recompute") if self._recompute else graph
         ys = self._differentiated(source)
         count, begin = len(self.functions.chunk.trainable), len(self._variables)
         own = source.inputs[begin : begin + sum(spec is not None for spec in self.specs)]
@@ -209,9 +229,9 @@ class _Trace:
         is_value = [i % 2 == 0 for i, keep in enumerate(kept) if keep]
         xs = [
             *source.inputs[:count],
-            *(t for t, value in zip(own, is_value, strict=True) if value and t.dtype.is_floating),
+            *(t for t, value in zip(own, is_value, strict=True) if value and is_differentiable(t.dtype)),
         ]
-        if self.functions.recompute:
+        if self._recompute:
             # One graph makes both passes; it takes the gradients of the outputs first.
             backward = source
             with backward.as_default():
@@ -245,9 +265,8 @@ class _Trace:
             if gradient is None:
                 self._gradient_kinds.append(None)
             elif isinstance(gradient, tf.IndexedSlices):
-                self._gradient_kinds.append(gradient.dense_shape if gradient.dense_shape is None else "sparse")
+                self._gradient_kinds.append("sparse")
                 shape = tf.constant(self._variables[index].shape.as_list(), gradient.indices.dtype)
-                self._gradient_kinds[-1] = "sparse"
                 outputs += [gradient.values, gradient.indices, shape]
             elif product is not None:
                 self._gradient_kinds.append("product")
@@ -262,10 +281,18 @@ class _Trace:
             if tensor.dtype == tf.resource:
                 names = ", ".join(call.name for call in self.functions.chunk.calls)
                 raise ValueError(
-                    "Received: a layer that reads a TensorFlow variable or table which is not one of its Keras "
-                    f"variables, among {names}. A pipeline would not train it. Expected: variables made by "
-                    "`self.add_weight(...)`; keep lookup tables in the input pipeline (`dataset.map`)."
+                    "Received: a layer that reads a TensorFlow variable or a lookup table which is not one of its own "
+                    f"variables, among {names}. It would be in another place than the stage, and a variable would not "
+                    "be trained. Expected: variables made by `self.add_weight(...)`; lookup tables in the input "
+                    "pipeline (`dataset.map`)."
                 )
+
+
+def _draws_unseeded(graph: func_graph.FuncGraph) -> bool:
+    """Whether a graph, or a function that it calls, has random operations with a state of their own."""
+    definition = graph.as_graph_def()
+    nodes = [*definition.node, *(node for function in definition.library.function for node in function.node_def)]
+    return any(node.op in _UNSEEDED for node in nodes)
 
 
 def _rebuild(kind: str | None, taken: Any) -> Any:

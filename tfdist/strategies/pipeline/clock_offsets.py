@@ -9,6 +9,8 @@ import tensorflow as tf
 
 # The quickest of them counts: the others were delayed, and nobody knows on which way.
 _READINGS = 16
+# Of seconds since 1970 in 64 bits, in seconds, with a margin.
+_RESOLUTION = 1e-6
 
 
 class Reading(NamedTuple):
@@ -38,7 +40,7 @@ def offset_of(readings: Sequence[Reading]) -> float:
     """
     sent, there, received = min(readings, key=lambda reading: reading.received - reading.sent)
     offset = there - (sent + received) / 2
-    return offset if abs(offset) > (received - sent) / 2 else 0.0
+    return offset if abs(offset) > (received - sent) / 2 + _RESOLUTION else 0.0
 
 
 def clock_offsets(devices: Sequence[str]) -> list[float]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import tensorflow as tf
+
 from tfdist.strategies.pipeline.plan import PipelinePlan
 from tfdist.strategies.pipeline.simulation import simulate, speed_up
 from tfdist.strategies.pipeline.summary import RunSummary, StageSummary, summary
@@ -37,6 +39,7 @@ def describe(plan: PipelinePlan, rows: int | None, width: int) -> str:
         schedule.bubble(),
         predicted * plan.replicas,
         plan.replicas,
+        len(plan.devices),
     )
     return summary([_stage(plan, chunk, value) for chunk, value in zip(plan.chunks, flops, strict=True)], run, width)
 
@@ -56,5 +59,4 @@ def _stage(plan: PipelinePlan, chunk: Any, flops: float) -> StageSummary:
 
 def _bytes_per_row(shape_and_dtype: tuple) -> float:
     shape, dtype = shape_and_dtype
-    size = 1 if dtype == "bool" else int("".join(c for c in dtype if c.isdigit()) or 8) // 8
-    return math.prod(dimension or 1 for dimension in shape[1:]) * size
+    return math.prod(dimension or 1 for dimension in shape[1:]) * tf.as_dtype(dtype).size

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.discovery import discover
+from tfdist.cluster.errors import ClusterError
 from tfdist.strategies.servers import connect, serve
 
 
@@ -32,9 +33,18 @@ def pipeline_devices(
         tfdist.ClusterError: if a process of the cluster does not come.
     """
     config = cluster or discover()
+    if config.num_workers > 1 and config.task_type not in ("chief", "worker"):
+        raise ClusterError(
+            f"Received: task {config.task_type} {config.task_index}. Expected: chief or worker, which a pipeline has "
+            "its stages on. Start the job without other tasks: `tfdist run --stages N`."
+        )
+    if isinstance(devices, (str, int)):
+        raise ValueError(
+            f"Received: devices={devices!r}. Expected: a list with a device for each stage, such as ['GPU:0', 'GPU:1']."
+        )
     replicas = int(os.environ.get("TFDIST_REPLICAS") or 1) if replicas is None else replicas
     found = None
-    if config.num_workers > 1 and config.task_type in ("chief", "worker"):
+    if config.num_workers > 1:
         if config.rank > 0:
             serve(config, start_timeout)
         stages = max(1, config.num_workers // max(1, replicas))

@@ -7,6 +7,7 @@ device: every gradient would travel there and back.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -33,7 +34,7 @@ def _device_for(operation: tf.Operation) -> str:
 
 
 def _elements(tensor: tf.Tensor) -> int:
-    return (tensor.shape.num_elements() or 0) if tensor.shape.is_fully_defined() else 1
+    return math.prod(size or 1 for size in tensor.shape) if tensor.shape.rank else 1
 
 
 def _device_of(tensor: Any) -> str:

@@ -23,6 +23,8 @@ from tfdist.strategies.pipeline.chunk import Value
 from tfdist.strategies.pipeline.plan import PipelinePlan
 
 MASKED = "the model's outputs have masks, and the number of unmasked steps is known when the whole batch is through"
+# Where Keras has the class that it wraps loss functions in.
+_WRAPPERS = keras_losses.LossFunctionWrapper.__module__
 _ROWWISE_REDUCTIONS = ("sum_over_batch_size", "mean")
 # These look at several rows at once.
 _MIX_ROWS = ("dice", "tversky", "circle")
@@ -30,10 +32,12 @@ _MIX_ROWS = ("dice", "tversky", "circle")
 
 def why_not_decomposable(model: keras.Model, functional: Any) -> str | None:
     """Why a compiled model's loss cannot be computed micro-batch by micro-batch; `None` if it can."""
-    if type(model).train_step is not keras.Model.train_step:
+    if type(model).train_step is not keras.Model.train_step or "train_step" in vars(model):
         return "the model has a train_step of its own"
+    if model.activity_regularizer is not None:
+        return "the model has an activity_regularizer of its own"
     for name in ("compute_loss", "compute_metrics"):
-        if getattr(type(model), name) is not getattr(keras.Model, name):
+        if getattr(type(model), name) is not getattr(keras.Model, name) or name in vars(model):
             return f"the model has a {name} of its own"
     if model._compile_loss is None:
         return "the model is compiled without a loss"
@@ -45,7 +49,8 @@ def why_not_decomposable(model: keras.Model, functional: Any) -> str | None:
             continue
         function = getattr(found, "fn", found)
         name = getattr(function, "__name__", type(function).__name__)
-        if getattr(function, "__module__", "") != keras_losses.__name__ or name in _MIX_ROWS:
+        own = isinstance(found, keras.Loss) and type(found).__module__ not in (keras_losses.__name__, _WRAPPERS)
+        if own or getattr(function, "__module__", "") != keras_losses.__name__ or name in _MIX_ROWS:
             return f"the loss '{name}' may look at several rows at once"
         reduction = getattr(found, "reduction", "sum_over_batch_size")
         if reduction not in _ROWWISE_REDUCTIONS:

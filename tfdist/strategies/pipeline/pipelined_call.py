@@ -13,6 +13,7 @@ from keras.src.backend import AutocastScope
 from keras.src.backend.common.masking import set_keras_mask
 from tensorflow.python.eager import record
 
+from tfdist.strategies.pipeline.chunk_functions import is_differentiable
 from tfdist.strategies.pipeline.micro_batches import MicroBatches
 from tfdist.strategies.pipeline.plan import PipelinePlan
 from tfdist.strategies.pipeline.replicas import ReplicatedRun, read_trainable
@@ -55,21 +56,26 @@ def _call(plan: PipelinePlan, flat: list[tf.Tensor], training: bool) -> Any:
         loss = [tf.add_n(losses)] if losses else []
 
     def backward(*cotangents: tf.Tensor) -> list[Any]:
+        inputs = [*recorded, *cotangents]
+        differentiated_again = record.should_record_backprop(inputs)
         with record.stop_recording():
             # A tape that is persistent comes here more than once.
             again = run.copy()
             of_outputs = cotangents[: len(tensors)]
             again.set_loss_cotangents([weight * cotangents[-1] for weight in weights] if loss else [])
-            keys = [
-                key for key, value in zip(plan.graph.outputs, values, strict=True) if value.tensor.dtype.is_floating
-            ]
-            given = [c for c, value in zip(of_outputs, values, strict=True) if value.tensor.dtype.is_floating]
+            taken = [is_differentiable(value.tensor.dtype) for value in values]
+            keys = [key for key, take in zip(plan.graph.outputs, taken, strict=True) if take]
+            given = [cotangent for cotangent, take in zip(of_outputs, taken, strict=True) if take]
             for key, cotangent in zip(keys, given, strict=True):
                 for index, piece in enumerate(micro_batches.cut_gradient(cotangent)):
                     again.add_cotangents(index, [key], [piece])
             again.execute([item for item in order if item[1].kind == "backward"])
-            sums = again.gradients_of_chunks()
-            return [*sums, *(again.gradient_of_input(key) for key in plan.graph.inputs)]
+            gradients = again.gradients_of_chunks()
+            gradients += [again.gradient_of_input(key) for key in plan.graph.inputs]
+        if differentiated_again:
+            made = [g for g in tf.nest.flatten(gradients, expand_composites=True) if g is not None]
+            record.record_operation("TfdistPipelineGradient", made, inputs, _refuse_second_order)
+        return gradients
 
     record.record_operation("TfdistPipeline", [*tensors, *loss], recorded, backward)
     for tensor, value in zip(tensors, values, strict=True):
@@ -77,3 +83,11 @@ def _call(plan: PipelinePlan, flat: list[tf.Tensor], training: bool) -> Any:
             set_keras_mask(tensor, value.mask)
     plan.model._losses.extend(loss)
     return plan.pack_outputs(tensors)
+
+
+def _refuse_second_order(*_: Any) -> None:
+    raise NotImplementedError(
+        "Received: a gradient of gradients (a gradient penalty, say) through a model under PipelineStrategy. Its "
+        "backward pass keeps nothing to differentiate. Expected: first-order gradients only; train such a model under "
+        "another strategy."
+    )

@@ -51,10 +51,15 @@ class PipelinePlan:
     split_weights: bool
 
     def __post_init__(self) -> None:
-        self.chunks = make_chunks(self.graph, self.cuts)
         self.decomposes = False
-        self._functions: dict[tuple[int, bool], ChunkFunctions] = {}
+        self.refresh()
         self._told: set[str | None] = set()
+
+    def refresh(self) -> None:
+        """Forgets what was traced and which variables are trainable: the model may have changed since."""
+        self.chunks = make_chunks(self.graph, self.cuts)
+        self._functions: dict[tuple[int, bool], ChunkFunctions] = {}
+        self.__dict__.pop("homes", None)
 
     def functions(self, chunk: Chunk, training: bool) -> ChunkFunctions:
         """The traced passes of a chunk."""
@@ -98,6 +103,8 @@ class PipelinePlan:
                 name,
                 obstacle,
             )
+        if not self.decomposes:
+            name = "gpipe"
         if self.schedule.name != name:
             self.schedule = planner.make_schedule(name)
 

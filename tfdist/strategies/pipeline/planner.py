@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 import keras
@@ -17,8 +16,6 @@ from tfdist.strategies.pipeline.partition import balance
 from tfdist.strategies.pipeline.plan import PipelinePlan
 from tfdist.strategies.pipeline.schedule import Schedule, make_schedule
 from tfdist.strategies.pipeline.stage_scope import stages_of
-
-_log = logging.getLogger("tfdist")
 
 SCHEDULES = ("auto", "gpipe", "1f1b", "interleaved")
 BALANCES = ("flops", "memory", "time")
@@ -65,13 +62,12 @@ class Planner:
         """Into how many pieces a model is cut."""
         return len(self.devices) * self.chunks_per_device
 
-    def plan(self, model: keras.Model, functional: Functional, rows: int | None) -> PipelinePlan:
+    def plan(self, model: keras.Model, functional: Functional) -> PipelinePlan:
         """Cuts a model.
 
         Args:
             model: the model.
             functional: its graph of layers.
-            rows: of a batch; `None` if that is not known.
 
         Raises:
             ValueError: if it cannot be cut into as many pieces, or not where the user wants.
@@ -92,9 +88,17 @@ class Planner:
             self.recompute or (False,) * self.chunks,
             self.split_weights,
         )
-        if self.recompute is None and rows is not None:
-            plan.recompute = [self._needs_recompute(plan, chunk.index, rows) for chunk in plan.chunks]
         return plan
+
+    def choose_recompute(self, plan: PipelinePlan, rows: int) -> None:
+        """Decides which chunks recompute, where that is left to the batch size.
+
+        Args:
+            plan: the plan.
+            rows: of a training batch.
+        """
+        if self.recompute is None:
+            plan.recompute = [self._needs_recompute(plan, chunk.index, rows) for chunk in plan.chunks]
 
     def _needs_recompute(self, plan: PipelinePlan, chunk: int, rows: int) -> bool:
         """Whether what the layers of a chunk return, for all micro-batches in flight, takes half of the memory."""

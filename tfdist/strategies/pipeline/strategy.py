@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import logging
-import types
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ from tfdist.compat import install
 from tfdist.strategies import epoch_iterators
 from tfdist.strategies.keras_step import recognise
 from tfdist.strategies.pipeline import checks, pipelined_call
+from tfdist.strategies.pipeline.chunk import is_traced
 from tfdist.strategies.pipeline.clock import Clock
 from tfdist.strategies.pipeline.description import describe
 from tfdist.strategies.pipeline.devices import pipeline_devices
@@ -30,8 +30,6 @@ from tfdist.strategies.pipeline.placement import SlotReferences, move, move_slot
 from tfdist.strategies.pipeline.plan import PipelinePlan
 from tfdist.strategies.pipeline.planner import Planner
 from tfdist.strategies.pipeline.train_step import MaskedOutputs, train_step
-
-_log = logging.getLogger("tfdist")
 
 
 class _PipelineExtended(one_device_strategy.OneDeviceExtended):
@@ -74,6 +72,22 @@ class _PipelineExtended(one_device_strategy.OneDeviceExtended):
         return dataset
 
 
+_strategies: weakref.WeakSet[PipelineStrategy] = weakref.WeakSet()
+
+
+def warn_without_scope() -> None:
+    """Warns, once, that Keras works without a strategy although there is a pipeline, which nobody has used yet."""
+    for strategy in _strategies:
+        if strategy._latest() is None and not strategy._warned:
+            strategy._warned = True
+            warnings.warn(
+                "Received: a call of fit, evaluate or predict for a model that was created outside of strategy.scope(). "
+                "It runs on one device, and no model has used the PipelineStrategy yet. Expected: "
+                "`with strategy.scope(): model = ...; model.compile(...)`, around load_model, too, unless this is meant.",
+                stacklevel=4,
+            )
+
+
 class PipelineStrategy(tf.distribute.Strategy):
     """Trains a model that is cut into stages, one a device, with several micro-batches on their way at a time.
 
@@ -98,7 +112,8 @@ class PipelineStrategy(tf.distribute.Strategy):
         recompute: whether backward passes run the forward pass again instead of keeping what it computed; one value
             for all or one for each chunk. "auto": where the activations would take half of the device's memory.
         weight_gradients: "accumulate" adds up the micro-batches' gradients; "batched" keeps their factors and makes one
-            larger product of them at the end of the step: faster for small micro-batches, more memory.
+            larger product of them at the end of the step: faster where weights are large against the rows of a
+            micro-batch, more memory.
         replicas: how many pipelines the devices are dealt out to; their gradients are added up.
         cluster: the cluster and this process' place in it; by default what `tfdist.discover()` finds.
         start_timeout: how long to wait at the start until all processes are there, in seconds.
@@ -138,12 +153,11 @@ class PipelineStrategy(tf.distribute.Strategy):
         self._planner = Planner(
             self._devices, microbatches, schedule, chunks_per_device, cuts, balance, recompute, weight_gradients
         )
-        self._plans: weakref.WeakKeyDictionary[Functional, PipelinePlan] = weakref.WeakKeyDictionary()
-        self._heads: weakref.WeakKeyDictionary[PipelinePlan, LossHead] = weakref.WeakKeyDictionary()
-        self._running = False
+        self._running = self._warned = False
         self._rows: int | None = None
-        self._latest: PipelinePlan | None = None
+        self._latest: Callable[[], keras.Model | None] = lambda: None
         self.clock: Clock | None = None
+        _strategies.add(self)
         super().__init__(_PipelineExtended(self, self._devices[0][0]))
 
     @property
@@ -161,19 +175,25 @@ class PipelineStrategy(tf.distribute.Strategy):
         Raises:
             ValueError: if there is no model to tell about, or it cannot be cut.
         """
-        if model is None and self._latest is None:
+        model = self._latest() if model is None else model
+        if model is None:
             raise ValueError(
-                "Received: no model. Expected: strategy.summary(model) with a built model, or a call of fit, evaluate "
-                "or predict before."
+                "Received: no model, and none that was created in this strategy's scope has been trained. Expected: "
+                "strategy.summary(model) with a built model, or fit, evaluate or predict before, of a model that was "
+                "created in `with strategy.scope(): ...`."
             )
-        plan = self._latest if model is None else self.prepare(model)
-        return describe(plan, self._rows, width)
+        return describe(self.prepare(model), self._rows, width)
 
     def run(self, fn: Callable, args: tuple = (), kwargs: dict | None = None, options: Any = None) -> Any:
         step = recognise(fn) if len(args) == 1 and not kwargs else None
         if step is None or tf.executing_eagerly():
             return super().run(fn, args, kwargs, options)
         plan = self.prepare(step.model or _model_of(fn))
+        # Keras traces a step: since the last time, layers may have been frozen, changed, or compiled with another loss.
+        plan.refresh()
+        self._place(plan)
+        if step.kind == "train":
+            self._note_rows(plan)
         previous, self._running = self._running, True
         try:
             if step.kind == "train" and plan.decomposes:
@@ -197,37 +217,40 @@ class PipelineStrategy(tf.distribute.Strategy):
                 "an Input, or a functional one, `keras.Model(inputs, outputs)`; a subclass may build its layers so in "
                 "__init__ and pass them to `super().__init__(inputs, outputs)`."
             )
-        plan = self._plans.get(functional)
+        plan = _plan_of(functional, self)
         if plan is None:
-            plan = self._plans[functional] = self._planner.plan(model, functional, self._rows)
+            checks.check_inputs(functional)
+            plan = self._planner.plan(model, functional)
             self._place(plan)
-            self._latest = plan
-            _shadow_call(functional, self)
+            _shadow_call(functional, self, plan)
+        self._latest = weakref.ref(model)
         if plan.model.compiled:
             plan.choose_schedule(self._planner, why_not_decomposable(plan.model, plan.functional))
         return plan
 
-    def check_model(self, model: keras.Model, epoch_iterator: Any = None) -> None:
+    def check_model(self, model: keras.Model) -> None:
         """Refuses what cannot be trained in a pipeline, and cuts the model, before Keras builds or runs it.
 
         Args:
             model: a model, compiled in this strategy's scope.
-            epoch_iterator: Keras' iterator over the training data, if there is one.
 
         Raises:
             ValueError: with the reason and the remedy.
         """
-        checks.check(self, model)
-        rows = epoch_iterators.batch_size(epoch_iterator)
-        checks.check_batch_size(rows, len(self._devices) * self._planner.microbatches)
-        self._rows = rows or self._rows
-        if functional_of(model) is not None:
+        checks.check(self, model, len(self._devices), self._planner.microbatches)
+        if functional_of(model) is not None or not isinstance(model, keras.Sequential):
             self.prepare(model)
 
+    def _note_rows(self, plan: PipelinePlan) -> None:
+        """Learns the size of the training batches, where Keras' iterator knows it."""
+        rows = epoch_iterators.batch_size(epoch_iterators.latest(plan.model))
+        checks.check_batch_size(rows, plan.replicas * self._planner.microbatches)
+        if rows is not None:
+            self._rows = rows
+            self._planner.choose_recompute(plan, rows)
+
     def _train_step(self, plan: PipelinePlan, stock: Callable) -> Callable:
-        head = self._heads.get(plan)
-        if head is None:
-            head = self._heads[plan] = LossHead(plan)
+        head = LossHead(plan)
 
         @tf.autograph.experimental.do_not_convert
         def run(data: Any) -> Any:
@@ -241,9 +264,13 @@ class PipelineStrategy(tf.distribute.Strategy):
         return run
 
     def _place(self, plan: PipelinePlan) -> None:
-        moved = {variable._value._unique_id: variable for variable, _ in plan.variables}
-        for variable, device in plan.variables:
+        # A layer of several models stays where the first of them has it: their functions are traced with its variables.
+        new = [item for item in plan.variables if getattr(item[0], "_tfdist_strategy", lambda: None)() is not self]
+        moved = {variable._value._unique_id: variable for variable, _ in new}
+        for variable, device in new:
             move(variable, device)
+            # Past Keras' attribute tracking.
+            object.__setattr__(variable, "_tfdist_strategy", weakref.ref(self))
         move_slots(plan.model, self.extended.slot_references, moved)
 
 
@@ -253,16 +280,28 @@ def _model_of(function: Callable) -> keras.Model:
     return variables["self"] if "self" in variables else _model_of(variables["step_func"])
 
 
-def _shadow_call(functional: Functional, strategy: PipelineStrategy) -> None:
-    """Has a Functional model called through the pipeline, while the strategy runs a step of Keras."""
-    original = functional.call
-    plans = strategy._plans
-    reference = weakref.ref(strategy)
+class _PipelinedCall:
+    """Stands in for a Functional model's `call`: runs the pipeline while the strategy runs a step of Keras.
 
-    def call(self: Functional, inputs: Any, training: bool | None = None, mask: Any = None, **kwargs: Any) -> Any:
-        owner = reference()
-        if owner is None or not owner._running or mask is not None or kwargs:
-            return original(inputs, training=training, mask=mask, **kwargs)
-        return pipelined_call.call(plans[self], inputs, bool(training))
+    It keeps the plan, so that this lives as long as the model.
+    """
 
-    object.__setattr__(functional, "call", types.MethodType(call, functional))
+    def __init__(self, functional: Functional, strategy: PipelineStrategy, plan: PipelinePlan):
+        self.plan, self.strategy = plan, weakref.ref(strategy)
+        self._original = type(functional).call.__get__(functional)
+
+    def __call__(self, inputs: Any, training: bool | None = None, mask: Any = None, **kwargs: Any) -> Any:
+        strategy = self.strategy()
+        if strategy is None or not strategy._running or is_traced() or mask is not None or kwargs:
+            return self._original(inputs, training=training, mask=mask, **kwargs)
+        return pipelined_call.call(self.plan, inputs, bool(training))
+
+
+def _plan_of(functional: Functional, strategy: PipelineStrategy) -> PipelinePlan | None:
+    found = vars(functional).get("call")
+    return found.plan if isinstance(found, _PipelinedCall) and found.strategy() is strategy else None
+
+
+def _shadow_call(functional: Functional, strategy: PipelineStrategy, plan: PipelinePlan) -> None:
+    # Past Keras' attribute tracking.
+    object.__setattr__(functional, "call", _PipelinedCall(functional, strategy, plan))

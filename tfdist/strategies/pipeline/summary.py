@@ -50,6 +50,7 @@ class RunSummary:
         bubble: ideal share of time in which devices wait, from 0 to 1.
         speed_up: predicted by simulation with the stages' costs; None: not shown.
         replicas: number of copies of the pipeline that share a step.
+        devices: of one pipeline, if not as many as the stages name.
 
     Example:
         >>> RunSummary("1f1b", micro_batches=8, rows=4, bubble=1 / 9).replicas
@@ -62,6 +63,7 @@ class RunSummary:
     bubble: float
     speed_up: float | None = None
     replicas: int = 1
+    devices: int | None = None
 
 
 def summary(stages: Sequence[StageSummary], run: RunSummary, width: int = 100) -> str:
@@ -106,7 +108,7 @@ def summary(stages: Sequence[StageSummary], run: RunSummary, width: int = 100) -
     text = io.StringIO()
     console = Console(file=text, width=width, color_system=None, legacy_windows=False)
     console.print(table)
-    for line in _lines(len({stage.device for stage in stages}), len(stages), run):
+    for line in _lines(run.devices or len({stage.device for stage in stages}), len(stages), run):
         console.print(Text(line))
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines()).strip("\n")
 

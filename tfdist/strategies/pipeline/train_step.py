@@ -56,42 +56,37 @@ def train_step(plan: PipelinePlan, head: LossHead, data: Any, clock: Clock | Non
     run.assign_state()
     with tf.device(plan.device_of(len(plan.chunks) - 1)):
         added_losses = [loss * weights[i] for i in range(count) for loss in run.losses[i]]
-        regularization = _regularize(plan, trainable, run.gradients_of_variables(), scale)
-        loss = tf.add_n([tf.cast(part, tf.float32) for part in (*losses, *added_losses, *regularization.losses)])
+        of_weights, gradients = _regularized(plan, trainable, run.gradients_of_variables(), scale)
+        loss = tf.add_n([tf.cast(part, tf.float32) for part in (*losses, *added_losses, *of_weights)])
     head.track([tf.add_n(list(parts)) for parts in zip(*trackers, strict=True)], micro_batches.rows)
     model._loss_tracker.update_state(loss, sample_weight=micro_batches.rows)
-    _update_weights(model, regularization.gradients)
+    _update_weights(model, gradients)
     predictions = _predictions(plan, run) if _needs_predictions(model) else None
     return model.compute_metrics(x, y, predictions, sample_weight=sample_weight)
 
 
-class _regularize:
-    """Losses of the weights themselves, once a step, where the weights are.
-
-    Attributes:
-        losses: the losses.
-        gradients: the weights' gradients with those of their own losses, by the variables' ids.
-    """
-
-    def __init__(self, plan: PipelinePlan, trainable: list, gradients: dict[int, Any], scale: tf.Tensor):
-        self.losses: list[tf.Tensor] = []
-        self.gradients = dict(gradients)
-        trained = {id(v) for v in plan.model.trainable_weights}
-        for chunk, values in zip(plan.chunks, trainable, strict=True):
-            for variable, value in zip(chunk.trainable, values, strict=True):
-                at_home = plan.homes[id(variable)] == chunk.index
-                if not at_home or variable.regularizer is None or id(variable) not in trained:
-                    continue
-                with tf.device(plan.device_of(chunk.index)), tf.GradientTape() as tape:
+def _regularized(
+    plan: PipelinePlan, trainable: list, gradients: dict[int, Any], scale: tf.Tensor
+) -> tuple[list[tf.Tensor], dict[int, Any]]:
+    """The losses of the weights themselves, once a step, where the weights are; and the gradients with theirs."""
+    losses, total = [], dict(gradients)
+    trained = {id(v) for v in plan.model.trainable_weights}
+    for chunk, values in zip(plan.chunks, trainable, strict=True):
+        for variable, value in zip(chunk.trainable, values, strict=True):
+            at_home = plan.homes[id(variable)] == chunk.index
+            if not at_home or variable.regularizer is None or id(variable) not in trained:
+                continue
+            with tf.device(plan.device_of(chunk.index)):
+                with tf.GradientTape() as tape:
                     tape.watch(value)
                     loss = variable.regularizer(value)
-                with tf.device(plan.device_of(chunk.index)):
-                    gradient = tape.gradient(loss, value)
-                    if gradient is not None:
-                        gradient *= tf.cast(scale, gradient.dtype)
-                        known = self.gradients.get(id(variable))
-                        self.gradients[id(variable)] = gradient if known is None else added(known, gradient)
-                self.losses.append(loss)
+                gradient = tape.gradient(loss, value)
+                if gradient is not None:
+                    gradient *= tf.cast(scale, gradient.dtype)
+                    known = total.get(id(variable))
+                    total[id(variable)] = gradient if known is None else added(known, gradient)
+            losses.append(loss)
+    return losses, total
 
 
 def _update_weights(model: keras.Model, gradients: dict[int, Any]) -> None:

@@ -21,8 +21,6 @@ class RowProduct:
     Attributes:
         left: the first factor, with the rows in its first dimension.
         right: the second one.
-        kind: type of TensorFlow's operation.
-        equation: of an `Einsum`.
         operation: the operation that would compute it, for its attributes.
         dtype: what the result is cast to.
         shape: what the result is reshaped to.

@@ -1,0 +1,104 @@
+"""What users' callbacks keep: saved exactly whatever it is, or named in a warning; never lost in silence."""
+
+from __future__ import annotations
+
+import re
+
+import keras
+import numpy as np
+import pytest
+
+from tests.fault_tolerance.job import Job
+from tests.fault_tolerance.own_callbacks import Keeper
+from tests.fault_tolerance.trials import KILLED, Case, Trials, about, at, interrupted
+from tfdist.callbacks import callback_state
+from tfdist.callbacks.plain_data import NotPlain
+
+JOB = Job(backup={"save_freq": 4, "asynchronous": False}).light.with_(callbacks=("keeper", "csv"))
+KEPT = interrupted("everything that can be saved", JOB, at(9), at(4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [KEPT], ids=str)
+def test_everything_that_can_be_saved(case: Case, trials: Trials) -> None:
+    outcome = trials.outcome(case)
+    assert outcome.codes == [KILLED, KILLED, 0]
+    assert outcome.differences == []
+    assert "not saved" not in outcome.log and "cannot be restored" not in outcome.log
+    facts = outcome.runs[-1].result["fit 1: keeper/facts"]
+    assert (facts["count"], facts["text"]) == ("Count(value=20)", repr(b"x" * 20))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [Case("without Keeper", (*KEPT.jobs[:-1], JOB.with_(leave_out="Keeper")))], ids=str)
+def test_that_it_is_noticed(case: Case, trials: Trials) -> None:
+    assert about(trials.outcome(case).differences) == {"keeper"}
+
+
+LOST = interrupted("what cannot be saved", JOB.with_(callbacks=("forgetful",)), at(9))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [LOST], ids=str)
+def test_what_cannot_be_saved_is_named_once(case: Case, trials: Trials) -> None:
+    outcome = trials.outcome(case)
+    assert outcome.codes == [KILLED, 0]
+    for run in outcome.runs:
+        assert re.findall(r"UserWarning: (.* not saved.*)", run.log) == [
+            "Forgetful: .thing, .things are not saved. After a kill the callback goes on without; if that matters, "
+            "give it get_state(), which returns plain data, and set_state(state)."
+        ]
+
+
+def test_a_setting_that_was_changed_is_the_new_one() -> None:
+    """A set of texts has another order in each process: that is no change."""
+    one, other = Keeper(("a", "b")), Keeper(("b", "a"))
+    one.settings.add("c")
+    arrays: dict[str, np.ndarray] = {}
+    entries = callback_state.capture([one], callback_state.settings([Keeper(("a", "b"))]), arrays)
+    callback_state.restore([other], callback_state.settings([other]), entries, arrays)
+    assert other.settings == {"a", "b", "c"}
+    third = Keeper(("d",))
+    callback_state.restore([third], callback_state.settings([third]), entries, arrays)
+    assert third.settings == {"d"}
+
+
+def test_an_object_that_is_missing_is_named() -> None:
+    class Late(keras.callbacks.Callback):
+        mean = None
+
+    one, other = Late(), Late()
+    one.mean = keras.metrics.Mean()
+    arrays: dict[str, np.ndarray] = {}
+    entries = callback_state.capture([one], [{}], arrays)
+    with pytest.warns(UserWarning) as caught:
+        callback_state.restore([other], [{}], entries, arrays)
+    assert [str(warning.message) for warning in caught] == [
+        "Late.mean is in the backup and cannot be restored: this process has no such object in its place. Expected: "
+        "one like that which was saved, before the first epoch begins; or give it get_state() and set_state(state)."
+    ]
+
+
+def test_get_state_returns_what_cannot_be_saved() -> None:
+    class Wrong(keras.callbacks.Callback):
+        def get_state(self) -> dict:
+            return {"function": len}
+
+    with pytest.raises(NotPlain) as caught:
+        callback_state.capture([Wrong()], [{}], {})
+    assert str(caught.value) == (
+        "Wrong.get_state() returned what cannot be saved. Received: a builtin_function_or_method. Expected: numbers, "
+        "text, bytes, dates, paths, arrays, tensors, and containers or dataclasses of them. Convert it."
+    )
+
+
+def test_arrays_that_the_user_has_passed_are_not_saved() -> None:
+    class Validation(keras.callbacks.Callback):
+        def __init__(self, data: tuple) -> None:
+            super().__init__()
+            self.data, self.own = data, np.ones(2)
+
+    arrays: dict[str, np.ndarray] = {}
+    (entry,) = callback_state.capture([Validation((np.zeros(9), np.zeros(9)))], [{}], arrays)
+    assert [name for name, _ in entry["state"]["dict"]] == ["own"]
+    assert list(arrays) == ["callbacks/0/own/0"]
