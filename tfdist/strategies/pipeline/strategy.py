@@ -81,9 +81,10 @@ def warn_without_scope() -> None:
         if strategy._latest() is None and not strategy._warned:
             strategy._warned = True
             warnings.warn(
-                "Received: a call of fit, evaluate or predict for a model that was created outside of strategy.scope(). "
-                "It runs on one device, and no model has used the PipelineStrategy yet. Expected: "
-                "`with strategy.scope(): model = ...; model.compile(...)`, around load_model, too, unless this is meant.",
+                "Received: a call of fit, evaluate or predict for a model that was created outside of "
+                "strategy.scope(). It runs on one device, and no model has used the PipelineStrategy yet. Expected: "
+                "`with strategy.scope(): model = ...; model.compile(...)`, around load_model, too, unless this is "
+                "meant.",
                 stacklevel=4,
             )
 
