@@ -81,8 +81,10 @@ def test_arrays(array: np.ndarray, tmp_path: Path) -> None:
     np.testing.assert_array_equal(found, array)
 
 
-@pytest.mark.parametrize("tensor", [tf.constant([1, 2], tf.bfloat16), tf.constant(3), tf.constant([b"a\x00", b""])])
-def test_tensors(tensor: tf.Tensor, tmp_path: Path) -> None:
+@pytest.mark.parametrize("value, dtype", [([1, 2], tf.bfloat16), (3, tf.int32), ([b"a\x00", b""], tf.string)])
+def test_tensors(value: Any, dtype: tf.DType, tmp_path: Path) -> None:
+    # Made here: nothing may use TensorFlow's devices before the tests run.
+    tensor = tf.constant(value, dtype)
     found = decode(*through_a_store(tensor, tmp_path))
     assert isinstance(found, tf.Tensor) and (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
     np.testing.assert_array_equal(found.numpy(), tensor.numpy())
