@@ -37,9 +37,12 @@ TOLERANCE = 1e-6
 
 @pytest.fixture(autouse=True)
 def float64():
+    # Both: a policy that any model before has asked for counts more than the float type.
     keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
     yield
     keras.config.set_floatx("float32")
+    keras.config.set_dtype_policy("float32")
 
 
 def builder(name: str) -> Callable[[], keras.Model]:
