@@ -27,7 +27,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--microbatches", type=int, default=4, help="into which a batch is cut (%(default)s)")
-    parser.add_argument("--schedule", default="auto", choices=["auto", "1f1b", "gpipe", "interleaved"])
+    parser.add_argument("--schedule", default="auto", choices=["auto", "1f1b", "eager-1f1b", "gpipe", "interleaved"])
     parser.add_argument("--blocks", type=int, default=4, help="of attention and a small network (%(default)s)")
     parser.add_argument("--width", type=int, default=96)
     parser.add_argument(

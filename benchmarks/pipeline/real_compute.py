@@ -10,7 +10,8 @@ from benchmarks.pipeline.shapes import SHAPES
 
 STAGES = 2
 MICROBATCHES = (4, 8, 16)
-WEIGHT_GRADIENTS = ("accumulate", "batched")
+# Of PipelineStrategy; the schedule is eager 1F1B unless it says otherwise.
+OPTIONS: tuple[dict[str, str], ...] = ({"schedule": "1f1b"}, {}, {"weight_gradients": "batched"})
 _KERAS, _TORCH = f"{__package__}.keras_worker", f"{__package__}.torch_worker"
 
 
@@ -28,7 +29,7 @@ def measure(children: Children, samples: int, quick: bool) -> list[dict]:
     for name in list(SHAPES)[:1] if quick else SHAPES:
         settings = {"shape": name, "samples": samples}
         say(f"compute: {SHAPES[name].title} ...")
-        keras = [{"microbatches": m, "weight_gradients": w} for w in WEIGHT_GRADIENTS for m in counts]
+        keras = [{"microbatches": m, **options} for options in OPTIONS for m in counts]
         records += _of(name, "tfdist", 1, children.python(_KERAS, {**settings, "variants": [{}]}, first))
         records += _of(name, "tfdist", STAGES, children.stages(_KERAS, {**settings, "variants": keras}, STAGES, {}))
         if with_torch:

@@ -101,12 +101,12 @@ def _schedule_cells(found: Mapping[tuple, float], devices: int, microbatches: in
 
 def _compute_cells(record: Mapping, one: Mapping) -> list[str]:
     microbatches = record["variant"]["microbatches"]
-    batched = record["variant"].get("weight_gradients") == "batched"
+    options = [f', {name}="{value}"' for name, value in record["variant"].items() if name != "microbatches"]
     alone = statistics.median(one["samples_ms"])
     cpu = [statistics.median(each) for each in zip(*record["cpu_ms"], strict=True)]
     cpu_alone = statistics.median(each for (each,) in one["cpu_ms"])
     return [
-        _TITLES[record["framework"]] + (', weight_gradients="batched"' if batched else ""),
+        "".join([_TITLES[record["framework"]], *options]),
         str(microbatches),
         _range(one["samples_ms"], 1),
         _range(record["samples_ms"], 1),

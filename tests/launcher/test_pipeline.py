@@ -64,7 +64,9 @@ TRANSPARENT = """
     model.fit(x, [y, y], batch_size=16, verbose=0)
     owners = {v.path: tf.DeviceSpec.from_string(v.value.device).task for v in model.variables}
     slots = {v.path: tf.DeviceSpec.from_string(v.value.device).task for v in model.optimizer.variables}
-    print(json.dumps({"gaps": gaps, "owners": owners, "slots": slots, "devices": strategy.devices}), flush=True)
+    schedule = strategy.prepare(model).schedule.name
+    seen = {"gaps": gaps, "owners": owners, "slots": slots, "devices": strategy.devices, "schedule": schedule}
+    print(json.dumps(seen), flush=True)
 """
 
 RESUMED = """
@@ -124,6 +126,7 @@ def test_two_processes_equal_one(launch, options) -> None:
     seen = told(stages(launch, TRANSPARENT, 2, json.dumps(options)))
     assert set(seen["gaps"]) == {"skips", "masked", "pairwise"}
     assert max(seen["gaps"].values()) < 1e-5
+    assert seen["schedule"] == options.get("schedule", "eager-1f1b")
     assert [["task:0" in d, "task:1" in d] for d in seen["devices"][0]] == [[True, False], [False, True]]
     # Half of the layers are in the other process, and each slot is where its weight is.
     assert sorted(set(seen["owners"].values())) == [0, 1]

@@ -26,7 +26,10 @@ def refusal(build: object, strategy: tfdist.PipelineStrategy | None = None, rows
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"schedule": "1F1B"}, "Received: schedule='1F1B'. Expected one of 'auto', 'gpipe', '1f1b', 'interleaved'."),
+        (
+            {"schedule": "1F1B"},
+            "Received: schedule='1F1B'. Expected one of 'auto', 'gpipe', '1f1b', 'eager-1f1b', 'interleaved'.",
+        ),
         ({"balance": "speed"}, "Received: balance='speed'. Expected one of 'flops', 'memory', 'time'."),
         (
             {"weight_gradients": "sum"},

@@ -14,7 +14,7 @@ from tfdist.strategies.pipeline.schedule import make_schedule
 
 PAGE = Path(__file__).parents[2] / "docs" / "pipeline.md"
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-DRAWN = re.compile(r"(\w+): (\d+) stages(?: of (\d+) chunks)?, (\d+) micro-batches, ")
+DRAWN = re.compile(r"([\w-]+): (\d+) stages(?: of (\d+) chunks)?, (\d+) micro-batches, ")
 
 
 def test_programs_print_what_stands_below_them(four_devices, tmp_path, monkeypatch):
@@ -39,7 +39,7 @@ def test_programs_print_what_stands_below_them(four_devices, tmp_path, monkeypat
 
 def test_schedules_are_drawn_as_they_are():
     drawn = [(match, text) for kind, text in BLOCKS if kind == "text" and (match := DRAWN.match(text))]
-    assert [match[1] for match, _ in drawn] == ["gpipe", "1f1b", "interleaved"]
+    assert [match[1] for match, _ in drawn] == ["gpipe", "1f1b", "eager-1f1b", "interleaved"]
     for match, text in drawn:
         name, stages, chunks, microbatches = match.groups()
         assert text == draw(make_schedule(name, int(stages), int(microbatches), int(chunks or 1))) + "\n"

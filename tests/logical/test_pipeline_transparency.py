@@ -24,7 +24,7 @@ from tests.logical.pipelines import (
 
 pytestmark = pytest.mark.usefixtures("four_devices")
 
-SCHEDULES = ("auto", "1f1b", "gpipe", "interleaved")
+SCHEDULES = ("auto", "1f1b", "eager-1f1b", "gpipe", "interleaved")
 
 
 def skips() -> keras.Model:
@@ -66,6 +66,8 @@ def expected_of_stateful(microbatches: int) -> dict[str, np.ndarray]:
         *itertools.product(["auto"], [False, True], ["accumulate", "batched"]),
         ("gpipe", False, "accumulate"),
         ("gpipe", True, "batched"),
+        ("eager-1f1b", False, "batched"),
+        ("eager-1f1b", True, "accumulate"),
         ("interleaved", False, "batched"),
         ("interleaved", True, "accumulate"),
     ],
@@ -77,7 +79,16 @@ def test_options(schedule, recompute, weight_gradients):
 
 @pytest.mark.parametrize(
     ("stages", "microbatches", "schedule"),
-    [(1, 4, "auto"), (2, 1, "auto"), (2, 3, "1f1b"), (2, 8, "auto"), (3, 4, "auto"), (3, 3, "gpipe"), (4, 4, "1f1b")],
+    [
+        (1, 4, "auto"),
+        (2, 1, "auto"),
+        (2, 3, "1f1b"),
+        (2, 8, "auto"),
+        (3, 4, "auto"),
+        (3, 3, "gpipe"),
+        (4, 4, "1f1b"),
+        (4, 8, "eager-1f1b"),
+    ],
 )
 def test_stages_and_micro_batches(stages, microbatches, schedule):
     """With 8 micro-batches the last batch of 5 rows leaves three of them empty."""
@@ -137,6 +148,7 @@ def test_choice_of_schedules():
     assert chosen == {
         "auto": ("1f1b", True, 2),
         "1f1b": ("1f1b", True, 2),
+        "eager-1f1b": ("eager-1f1b", True, 2),
         "gpipe": ("gpipe", True, 2),
         "interleaved": ("interleaved", True, 4),
     }

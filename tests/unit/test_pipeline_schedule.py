@@ -8,6 +8,7 @@ from tfdist.strategies.pipeline.drawing import draw
 from tfdist.strategies.pipeline.schedule import (
     Instruction,
     Schedule,
+    eager_one_f_one_b,
     forward_only,
     gpipe,
     interleaved,
@@ -20,7 +21,7 @@ MICROBATCHES = (1, 2, 3, 4, 7, 8, 16, 32)
 CHUNKS_PER_DEVICE = (1, 2, 3)
 SIZES = [(k, m) for k in DEVICES for m in MICROBATCHES]
 SCHEDULES = [
-    *(make(k, m) for make in (gpipe, one_f_one_b) for k, m in SIZES),
+    *(make(k, m) for make in (gpipe, one_f_one_b, eager_one_f_one_b) for k, m in SIZES),
     *(make(k, m, v) for make in (interleaved, forward_only) for k, m in SIZES for v in CHUNKS_PER_DEVICE),
 ]
 
@@ -79,13 +80,16 @@ def test_what_is_in_flight(devices: int, microbatches: int) -> None:
     assert gpipe(devices, microbatches).in_flight() == (microbatches,) * devices
     few = tuple(min(devices - stage, microbatches) for stage in range(devices))
     assert one_f_one_b(devices, microbatches).in_flight() == few
+    more = tuple(min(2 * (devices - stage) - 1, microbatches) for stage in range(devices))
+    assert eager_one_f_one_b(devices, microbatches).in_flight() == more
     assert forward_only(devices, microbatches).in_flight() == (0,) * devices
 
 
 @pytest.mark.parametrize(("devices", "microbatches"), SIZES)
 def test_the_bubble_is_that_of_the_formula(devices: int, microbatches: int) -> None:
     ideal = (devices - 1) / (microbatches + devices - 1)
-    assert gpipe(devices, microbatches).bubble() == one_f_one_b(devices, microbatches).bubble() == ideal
+    for make in (gpipe, one_f_one_b, eager_one_f_one_b):
+        assert make(devices, microbatches).bubble() == ideal
     assert interleaved(devices, microbatches, 3).bubble() == (devices - 1) / (3 * microbatches + devices - 1)
 
 
@@ -110,7 +114,13 @@ def test_a_ragged_interleaved_schedule_leaves_micro_batches_out() -> None:
 
 @pytest.mark.parametrize(
     ("make", "sizes"),
-    [(gpipe, (3, 4)), (one_f_one_b, (3, 4)), (interleaved, (2, 4, 2)), (forward_only, (3, 4))],
+    [
+        (gpipe, (3, 4)),
+        (one_f_one_b, (3, 4)),
+        (eager_one_f_one_b, (3, 6)),
+        (interleaved, (2, 4, 2)),
+        (forward_only, (3, 4)),
+    ],
 )
 def test_the_pictures_in_the_docstrings_are_true(make, sizes: tuple[int, ...]) -> None:
     picture = [line.strip() for line in make.__doc__.splitlines() if "|" in line]
@@ -120,15 +130,18 @@ def test_the_pictures_in_the_docstrings_are_true(make, sizes: tuple[int, ...]) -
 def test_make_schedule_knows_the_names() -> None:
     assert make_schedule("gpipe", 4, 8) == gpipe(4, 8)
     assert make_schedule("1f1b", 4, 8) == one_f_one_b(4, 8)
+    assert make_schedule("eager-1f1b", 4, 8) == eager_one_f_one_b(4, 8)
     assert make_schedule("interleaved", 4, 8, chunks_per_device=2) == interleaved(4, 8, 2)
 
 
 def test_an_unknown_name() -> None:
-    with pytest.raises(ValueError, match=r"^schedule is 'pipedream', but must be one of 'gpipe', '1f1b' and 'inter"):
+    with pytest.raises(
+        ValueError, match=r"^schedule is 'pipedream', but must be one of 'gpipe', '1f1b', 'eager-1f1b' and 'inter"
+    ):
         make_schedule("pipedream", 4, 8)
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager-1f1b"])
 def test_several_chunks_for_a_schedule_that_has_one(name: str) -> None:
     expected = f"chunks_per_device is 2, but must be 1 with schedule '{name}': leave it out, or take schedule 'inter"
     with pytest.raises(ValueError, match=f"^{expected}"):
@@ -150,7 +163,7 @@ def test_a_count_that_is_none(sizes: tuple, wrong: str) -> None:
     for make in (interleaved, forward_only):
         with pytest.raises(ValueError, match=f"^{wrong}, but must be a whole number of at least 1: pass 1 or more"):
             make(*sizes)
-    for name in ("gpipe", "1f1b"):
+    for name in ("gpipe", "1f1b", "eager-1f1b"):
         if sizes[2] == 1:
             with pytest.raises(ValueError, match=f"^{wrong}"):
                 make_schedule(name, *sizes)

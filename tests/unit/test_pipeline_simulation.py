@@ -11,6 +11,7 @@ import pytest
 from tfdist.strategies.pipeline.schedule import (
     Instruction,
     Schedule,
+    eager_one_f_one_b,
     forward_only,
     gpipe,
     interleaved,
@@ -29,7 +30,7 @@ def simulate_equal(schedule: Schedule) -> list[Interval]:
     return simulate(schedule, [share] * schedule.chunks, [2 * share] * schedule.chunks)
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager-1f1b"])
 @pytest.mark.parametrize(("devices", "microbatches"), SIZES)
 def test_makespan_and_idle_share_are_those_of_the_formula(name: str, devices: int, microbatches: int) -> None:
     schedule = make_schedule(name, devices, microbatches)
@@ -70,7 +71,7 @@ def test_forwards_alone_take_as_long_as_the_formula_says(
 @pytest.mark.parametrize("seed", range(20))
 def test_devices_do_one_thing_at_a_time_and_wait_for_their_inputs(seed: int) -> None:
     draw = random.Random(seed)
-    name = draw.choice(("gpipe", "1f1b", "interleaved"))
+    name = draw.choice(("gpipe", "1f1b", "eager-1f1b", "interleaved"))
     per_device = draw.choice((1, 2, 3)) if name == "interleaved" else 1
     schedule = make_schedule(name, draw.randint(1, 6), draw.randint(1, 12), per_device)
     times = {kind: [draw.uniform(0.1, 2) for _ in range(schedule.chunks)] for kind in ("forward", "backward")}
@@ -102,6 +103,17 @@ def needs(schedule: Schedule, instruction: Instruction) -> list[Instruction]:
 def test_transfers_delay_only_what_crosses_devices() -> None:
     assert makespan(simulate(gpipe(3, 1), [1] * 3, [2] * 3, transfer=0.25)) == 9 + 4 * 0.25
     assert makespan(simulate(interleaved(1, 4, 3), [1] * 3, [2] * 3, transfer=0.25)) == 36
+
+
+@pytest.mark.parametrize(("devices", "microbatches"), [(2, 8), (4, 8), (4, 16)])
+def test_1f1b_waits_for_each_transfer_and_its_eager_form_does_not(devices: int, microbatches: int) -> None:
+    """Those on the way of the first and of the last micro-batch are left; GPipe has no others, either."""
+    times = [1] * devices, [2] * devices, 0.25
+    without = 3 * (microbatches + devices - 1)
+    fewest = without + 2 * (devices - 1) * 0.25
+    assert makespan(simulate(gpipe(devices, microbatches), *times)) == fewest
+    assert makespan(simulate(eager_one_f_one_b(devices, microbatches), *times)) == fewest
+    assert makespan(simulate(one_f_one_b(devices, microbatches), *times)) >= without + microbatches * 0.25
 
 
 def test_a_slow_stage_holds_all_up() -> None:

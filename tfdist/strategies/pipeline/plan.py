@@ -94,7 +94,7 @@ class PipelinePlan:
         name = planner.schedule
         self.decomposes = obstacle is None
         if name == "auto":
-            name = "1f1b" if self.decomposes else "gpipe"
+            name = planner.best_schedule if self.decomposes else "gpipe"
         elif not self.decomposes and name != "gpipe" and obstacle not in self._told:
             self._told.add(obstacle)
             _log.warning(

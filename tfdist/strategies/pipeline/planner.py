@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import keras
+import tensorflow as tf
 from keras.src.models.functional import Functional
 
 from tfdist.strategies.pipeline.chunk import uncuttable
@@ -17,7 +18,7 @@ from tfdist.strategies.pipeline.plan import PipelinePlan
 from tfdist.strategies.pipeline.schedule import Schedule, make_schedule
 from tfdist.strategies.pipeline.stage_scope import stages_of
 
-SCHEDULES = ("auto", "gpipe", "1f1b", "interleaved")
+SCHEDULES = ("auto", "gpipe", "1f1b", "eager-1f1b", "interleaved")
 BALANCES = ("flops", "memory", "time")
 WEIGHT_GRADIENTS = ("accumulate", "batched")
 
@@ -106,6 +107,12 @@ class Planner:
         per_row = sum(cost.output_bytes for cost in plan.costs_of_chunk(chunk)) / _ROWS
         rows_in_flight = rows / plan.replicas / self.microbatches * in_flight
         return per_row * rows_in_flight > memory_limit(plan.device_of(chunk), self.devices) / 2
+
+    @property
+    def best_schedule(self) -> str:
+        """The schedule for a loss that decomposes: between processes, transfers take time that can be hidden."""
+        specs = map(tf.DeviceSpec.from_string, self.devices)
+        return "eager-1f1b" if len({(spec.job, spec.task) for spec in specs}) > 1 else "1f1b"
 
     def make_schedule(self, name: str) -> Schedule:
         """The order of the work in a training step."""

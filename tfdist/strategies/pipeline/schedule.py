@@ -177,6 +177,23 @@ def one_f_one_b(devices: int, microbatches: int) -> Schedule:
     return _phased("1f1b", devices, microbatches, 1, [devices - 1 - device for device in range(devices)])
 
 
+def eager_one_f_one_b(devices: int, microbatches: int) -> Schedule:
+    """1F1B that begins with more forwards: transfers take place while devices compute, instead of between.
+
+    In 1F1B, a micro-batch's way to the next stage and back is time in which a stage has nothing to do, again for each
+    micro-batch. With up to 2(K-s)-1 micro-batches in flight on stage s there is always something (arXiv 2211.05322).
+
+        stage 0 |F0 F1 F2 F3 F4 B0 F5 B1    B2    B3    B4    B5
+        stage 1 |   F0 F1 F2 B0 F3 B1 F4 B2 F5 B3    B4    B5
+        stage 2 |      F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5
+
+    Raises:
+        ValueError: if a count is no whole number of at least 1.
+    """
+    _check_counts(devices, microbatches)
+    return _phased("eager-1f1b", devices, microbatches, 1, [2 * (devices - 1 - device) for device in range(devices)])
+
+
 def interleaved(devices: int, microbatches: int, chunks_per_device: int) -> Schedule:
     """1F1B with several chunks (a, b, ...) on each device: a shorter bubble for more transfers and activations.
 
@@ -215,7 +232,7 @@ def forward_only(devices: int, microbatches: int, chunks_per_device: int = 1) ->
 
 
 def make_schedule(name: str, devices: int, microbatches: int, chunks_per_device: int = 1) -> Schedule:
-    """The schedule of a name: "gpipe", "1f1b" or "interleaved".
+    """The schedule of a name: "gpipe", "1f1b", "eager-1f1b" or "interleaved".
 
     Raises:
         ValueError: for another name, a count that is no whole number of at least 1, or several chunks per device for a
@@ -227,14 +244,18 @@ def make_schedule(name: str, devices: int, microbatches: int, chunks_per_device:
     """
     if name == "interleaved":
         return interleaved(devices, microbatches, chunks_per_device)
-    if name not in ("gpipe", "1f1b"):
-        raise ValueError(f"schedule is {name!r}, but must be one of 'gpipe', '1f1b' and 'interleaved'.")
+    if name not in _WITH_ONE_CHUNK:
+        names = ", ".join(map(repr, _WITH_ONE_CHUNK))
+        raise ValueError(f"schedule is {name!r}, but must be one of {names} and 'interleaved'.")
     if chunks_per_device != 1:
         raise ValueError(
             f"chunks_per_device is {chunks_per_device!r}, but must be 1 with schedule {name!r}: "
             "leave it out, or take schedule 'interleaved'."
         )
-    return (gpipe if name == "gpipe" else one_f_one_b)(devices, microbatches)
+    return _WITH_ONE_CHUNK[name](devices, microbatches)
+
+
+_WITH_ONE_CHUNK = {"gpipe": gpipe, "1f1b": one_f_one_b, "eager-1f1b": eager_one_f_one_b}
 
 
 def _phased(name: str, devices: int, microbatches: int, chunks_per_device: int, warm_ups: list[int]) -> Schedule:

@@ -103,9 +103,10 @@ class PipelineStrategy(tf.distribute.Strategy):
             the workers of the discovered cluster, one stage each; without one, all GPUs of this process, or all its
             logical CPU devices.
         microbatches: into how many parts each pipeline cuts its rows of a batch; any batch size of at least that.
-        schedule: "gpipe", "1f1b" (PipeDream-flush: keeps fewer micro-batches in memory), "interleaved" (several chunks
-            of the model on a device, a smaller bubble), or "auto": 1F1B where the compiled loss is a mean over rows,
-            GPipe where it may not be.
+        schedule: "gpipe", "1f1b" (PipeDream-flush: keeps fewer micro-batches in memory), "eager-1f1b" (keeps up to
+            twice as many as that, and hides the time that transfers take), "interleaved" (several chunks of the model
+            on a device, a smaller bubble), or "auto": 1F1B where the compiled loss is a mean over rows, in the eager
+            form between processes; GPipe where the loss may be none.
         chunks_per_device: of the interleaved schedule; 2 by default.
         cuts: names of the layers after which the model is cut; by default it is balanced. `tfdist.stage(i)` around
             layer calls is another way to say it.
