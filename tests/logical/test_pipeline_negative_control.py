@@ -59,10 +59,10 @@ def test_cotangents_of_connections_that_skip_stages_are_dropped(monkeypatch):
     """Only the first gradient of a value that several stages use."""
     original = PipelineRun._backward
 
-    def backward(self: PipelineRun, index: int, microbatch: int) -> list:
+    def backward(self: PipelineRun, stage: int, index: int, microbatch: int) -> None:
         for values in self._cotangents[microbatch].values():
             del values[1:]
-        return original(self, index, microbatch)
+        original(self, stage, index, microbatch)
 
     monkeypatch.setattr(PipelineRun, "_backward", backward)
     assert_noticed(skips, SKIPS_DATA, "weight 0", strategy=pipeline(3, cuts=["first", "third"]))

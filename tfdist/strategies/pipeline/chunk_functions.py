@@ -3,6 +3,10 @@
 A function each keeps the graph of a training step small: it has two calls for every chunk and micro-batch, whatever
 is inside. The backward function is made from the forward graph, as `tf.function` does it under a `GradientTape`, but
 what is kept from one to the other (the residuals) is explicit here: nothing for a chunk that is recomputed.
+
+A scalar goes into each function and out of it, so that one call comes after another: its turn. Control dependencies
+would say the same, but TensorFlow's executor follows those last, and begins with what it has found last: a thread that
+has computed something for another device would compute the next thing before it sends the first.
 """
 
 from __future__ import annotations
@@ -43,6 +47,7 @@ class Forward:
         loss: sum of the losses that the layers have added, a float32 scalar; `None` if there are none.
         arguments: what went into the function, for the backward pass.
         residuals: what the backward pass needs besides.
+        turn: what the next call on the same device waits for.
     """
 
     outputs: list[Value]
@@ -50,11 +55,7 @@ class Forward:
     loss: tf.Tensor | None
     arguments: list[tf.Tensor]
     residuals: list[tf.Tensor]
-
-    @property
-    def tensors(self) -> list[tf.Tensor]:
-        """Everything that is there once the forward pass is over."""
-        return [t for value in self.outputs for t in value if t is not None] or [*self.state, *self.residuals]
+    turn: tf.Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,15 +66,12 @@ class Backward:
         inputs: gradients of the chunk's inputs, in the order of `Chunk.inputs`; `None` where there is none.
         weights: for each trainable variable a gradient (a tensor or `IndexedSlices`), or the two factors of a
             `RowProduct` in a tuple, or `None`.
+        turn: what the next call on the same device waits for.
     """
 
     inputs: list[tf.Tensor | None]
     weights: list[Any]
-
-    @property
-    def tensors(self) -> list[tf.Tensor]:
-        """Everything that is there once the backward pass is over."""
-        return [t for t in tf.nest.flatten([self.inputs, self.weights], expand_composites=True) if t is not None]
+    turn: tf.Tensor
 
 
 def is_differentiable(dtype: tf.DType) -> bool:
@@ -140,25 +138,39 @@ class _Trace:
             return None
         return sum(t.shape.num_elements() * max(t.dtype.size, 1) for t in self._residuals)
 
-    def forward(self, trainable: Sequence[tf.Tensor], state: Sequence[tf.Tensor], inputs: Sequence[Value]) -> Forward:
-        """Adds a call of the forward function to the graph."""
+    def forward(
+        self, turn: tf.Tensor, trainable: Sequence[tf.Tensor], state: Sequence[tf.Tensor], inputs: Sequence[Value]
+    ) -> Forward:
+        """Adds a call of the forward function to the graph.
+
+        Args:
+            turn: that of the call before it on the same device.
+            trainable: values of the trainable variables.
+            state: values of the other variables.
+            inputs: the chunk's inputs.
+        """
         chunk = self.functions.chunk
         arguments = [*trainable, *state, *(t for value in inputs for t in value if t is not None), *self._captures]
-        results = list(self._forward.call_flat(*arguments))
+        turn, *results = self._forward.call_flat(turn, *arguments)
         residuals = results[self._number_of_outputs :]
         taken = iter(results[: self._number_of_outputs])
         outputs = [Value(next(taken), next(taken) if masked else None) for masked in self._masked]
         new_state = [next(taken) if changed else old for changed, old in zip(self._changed, state, strict=True)]
         loss = next(taken) if self._adds_losses else None
         assert len(outputs) == len(chunk.outputs)
-        return Forward(outputs, new_state, loss, arguments, residuals)
+        return Forward(outputs, new_state, loss, arguments, residuals, turn)
 
     def backward(
-        self, forward: Forward, cotangents: Sequence[tf.Tensor | None], loss_cotangent: tf.Tensor | None
+        self,
+        turn: tf.Tensor,
+        forward: Forward,
+        cotangents: Sequence[tf.Tensor | None],
+        loss_cotangent: tf.Tensor | None,
     ) -> Backward:
         """Adds a call of the backward function to the graph.
 
         Args:
+            turn: that of the call before it on the same device.
             forward: what the forward pass has left.
             cotangents: gradients of the outputs; `None` counts as zeros.
             loss_cotangent: gradient of the losses that the layers have added.
@@ -173,12 +185,13 @@ class _Trace:
             known = forward.arguments
         else:
             known = [*(forward.arguments[i] for i in self._kept_arguments), *forward.residuals]
-        taken = iter(self._backward.call_flat(*given, *known))
+        turn, *results = self._backward.call_flat(turn, *given, *known)
+        taken = iter(results)
         gradients = [_rebuild(kind, taken) for kind in self._gradient_kinds]
         count = len(self.functions.chunk.trainable)
         weights, floating = gradients[:count], iter(gradients[count:])
         dense = [spec is not None and is_differentiable(spec.dtype) for spec in self.specs[::2]]
-        return Backward([next(floating) if is_float else None for is_float in dense], weights)
+        return Backward([next(floating) if is_float else None for is_float in dense], weights, turn)
 
     def _forward_graph(self, suffix: str) -> func_graph.FuncGraph:
         def run(*flat: tf.Tensor) -> list[tf.Tensor]:
@@ -304,5 +317,9 @@ def _rebuild(kind: str | None, taken: Any) -> Any:
 
 
 def _define(name: str, graph: func_graph.FuncGraph) -> atomic_function.AtomicFunction:
+    """The function of a graph, with a turn before its inputs and before its outputs."""
+    with graph.as_default():
+        turn = tf.compat.v1.placeholder(tf.float32, [])
+        graph.inputs, graph.outputs = [turn, *graph.inputs], [tf.identity(turn), *graph.outputs]
     number = tf.compat.v1.get_default_graph().unique_name(name) if not tf.executing_eagerly() else name
     return atomic_function.from_func_graph(f"__{number}_{id(graph)}", graph, _ATTRIBUTES)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import tensorflow as tf
 
 from tfdist.strategies.pipeline.chunk import Value
-from tfdist.strategies.pipeline.chunk_functions import Backward, Forward
+from tfdist.strategies.pipeline.chunk_functions import Forward
 from tfdist.strategies.pipeline.clock import Clock
 from tfdist.strategies.pipeline.gradient_sums import GradientSums
 from tfdist.strategies.pipeline.plan import PipelinePlan
@@ -19,8 +19,8 @@ from tfdist.strategies.pipeline.schedule import Instruction
 class PipelineRun:
     """Micro-batches on their way through the pipeline: what each instruction of a schedule adds to the graph.
 
-    Nothing but control dependencies makes TensorFlow's executor follow a schedule: without them it runs whatever has
-    its inputs, which is more micro-batches at a time than 1F1B keeps in memory.
+    Nothing but dependencies makes TensorFlow's executor follow a schedule: without them it runs whatever has its
+    inputs, which is more micro-batches at a time than 1F1B keeps in memory. So each call of a function has its turn.
 
     Args:
         plan: the stages.
@@ -54,7 +54,7 @@ class PipelineRun:
         self._cotangents: list[dict[int, list[tf.Tensor]]] = [{} for _ in inputs]
         self._loss_cotangents: list[tf.Tensor] = []
         self._forwards: dict[tuple[int, int], Forward] = {}
-        self._last: list[list[tf.Operation]] = [[] for _ in plan.devices]
+        self._turns: dict[int, tf.Tensor] = {}
         self.losses: list[list[tf.Tensor]] = [[] for _ in inputs]
         self.sums = GradientSums(plan)
 
@@ -63,7 +63,7 @@ class PipelineRun:
         other = copy.copy(self)
         other._forwards = dict(self._forwards)
         other._cotangents = [{} for _ in self._cotangents]
-        other._last = [list(last) for last in self._last]
+        other._turns = dict(self._turns)
         other.sums = GradientSums(self.plan)
         return other
 
@@ -82,31 +82,31 @@ class PipelineRun:
         for stage, instruction in instructions:
             with self.on_stage(stage, instruction):
                 if instruction.kind == "forward":
-                    done = self._forward(instruction.chunk, instruction.microbatch)
+                    self._forward(stage, instruction.chunk, instruction.microbatch)
                     if after_model and instruction.chunk == len(self.plan.chunks) - 1:
-                        done += after_model(instruction.microbatch)
+                        self._delay_turn(stage, after_model(instruction.microbatch))
                 else:
-                    done = self._backward(instruction.chunk, instruction.microbatch)
-                self._last[stage] = [t.op for t in done]
+                    self._backward(stage, instruction.chunk, instruction.microbatch)
 
     @contextlib.contextmanager
     def on_stage(self, stage: int, instruction: Instruction) -> Iterator[None]:
-        """Operations of the block run on a stage's device, after all that was given to it before."""
+        """Operations of the block are on a stage's device, and its functions run after all that were given to it."""
         with tf.device(self.plan.devices[stage]), tf.name_scope(f"{instruction.kind}_{instruction.chunk}"):
+            if stage not in self._turns:
+                self._turns[stage] = tf.zeros([])
             if self._clock is None:
-                with tf.control_dependencies(self._last[stage]):
-                    yield
+                yield
                 return
             # It begins when its inputs are here: their way from another device is no work of this one.
             needed = [*self._clock.ends_of(self.plan.schedule.requirements(instruction)), *self._inputs_of(instruction)]
-            here = [tf.identity(tensor).op for tensor in needed]
-            with tf.control_dependencies([*self._last[stage], *here]):
+            here = [tf.identity(tensor) for tensor in needed]
+            with tf.control_dependencies([self._turns[stage], *here]):
                 began = self._clock.begin(stage, instruction)
-            with tf.control_dependencies([began.op]):
-                yield
-            with tf.control_dependencies(self._last[stage]):
+            self._delay_turn(stage, [began])
+            yield
+            with tf.control_dependencies([self._turns[stage]]):
                 ended = self._clock.end(stage, instruction)
-            self._last[stage] = [ended.op]
+            self._delay_turn(stage, [ended])
 
     def value(self, index: int, key: int) -> Value:
         """A value that the forward pass of a micro-batch has made."""
@@ -132,12 +132,17 @@ class PipelineRun:
         """Sets, for each micro-batch, the gradient of the losses that layers have added."""
         self._loss_cotangents = list(cotangents)
 
-    def _forward(self, index: int, microbatch: int) -> list[tf.Tensor]:
+    def _delay_turn(self, stage: int, tensors: Sequence[tf.Tensor]) -> None:
+        with tf.control_dependencies(tensors):
+            self._turns[stage] = tf.identity(self._turns[stage])
+
+    def _forward(self, stage: int, index: int, microbatch: int) -> None:
         chunk, values = self.plan.chunks[index], self._values[microbatch]
         inputs = [values[key] for key in chunk.inputs]
         trace = self.plan.functions(chunk, self._training).trace(inputs, self._differentiable)
         before = self._state[index]
-        forward = trace.forward(self._trainable[index], before, inputs)
+        forward = trace.forward(self._turns[stage], self._trainable[index], before, inputs)
+        self._turns[stage] = forward.turn
         values.update(zip(chunk.outputs, forward.outputs, strict=True))
         self._state[index] = [
             new if new is old else self._keep_state(microbatch, new, old)
@@ -147,9 +152,8 @@ class PipelineRun:
             self.losses[microbatch].append(forward.loss)
         if self._differentiable:
             self._forwards[index, microbatch] = forward
-        return forward.tensors[:1]
 
-    def _backward(self, index: int, microbatch: int) -> list[tf.Tensor]:
+    def _backward(self, stage: int, index: int, microbatch: int) -> None:
         chunk, cotangents = self.plan.chunks[index], self._cotangents[microbatch]
         forward = self._forwards.pop((index, microbatch))
         inputs = [self._values[microbatch][key] for key in chunk.inputs]
@@ -157,10 +161,10 @@ class PipelineRun:
         given = [g if g is None else g[0] if len(g) == 1 else tf.add_n(g) for g in given]
         trace = self.plan.functions(chunk, self._training).trace(inputs, True)
         loss_cotangent = self._loss_cotangents[microbatch] if forward.loss is not None else None
-        backward: Backward = trace.backward(forward, given, loss_cotangent)
+        backward = trace.backward(self._turns[stage], forward, given, loss_cotangent)
+        self._turns[stage] = backward.turn
         self.add_cotangents(microbatch, chunk.inputs, backward.inputs)
         self.sums.add(chunk, backward.weights, trace.products)
-        return backward.tensors[:1]
 
     def _inputs_of(self, instruction: Instruction) -> list[tf.Tensor]:
         chunk = self.plan.chunks[instruction.chunk]
