@@ -105,6 +105,34 @@ def test_stages_run_on_their_devices(stages, schedule, recompute):
     assert asked_for == expected_calls(plan)
 
 
+@pytest.mark.parametrize(
+    ("stages", "schedule"), [(4, "1f1b"), (3, "eager-1f1b"), (2, "interleaved"), (4, "gpipe"), (1, "1f1b")]
+)
+def test_each_call_waits_for_the_one_before_it_in_the_schedule(stages, schedule):
+    """The turn, a call's first input, is the first output of the call before; nothing else keeps a device in order."""
+    strategy = pipeline(stages, 4, schedule=schedule)
+    model = trained(strategy)
+    found: dict[str, list[tuple[int, str]]] = {}
+    for call in step_of(strategy, model).graph.get_operations():
+        if label := label_of(call):
+            before = call.inputs[0].op
+            while before.type == "Identity":
+                before = before.inputs[0].op
+            # TensorFlow lists operations in the order in which they were made.
+            line = found.setdefault(call.device, [])
+            assert before.type == "Const" if not line else (label_of(before), before.device) == (line[-1], call.device)
+            line.append(label)
+    orders = strategy.prepare(model).schedule.orders
+    assert list(found.values()) == [[(i.chunk, i.kind) for i in order] for order in orders]
+
+
+def label_of(operation: tf.Operation) -> tuple[int, str] | None:
+    """The chunk and the kind of an operation that calls a stage's function."""
+    name = operation.get_attr("f").name if operation.type == "PartitionedCall" else ""
+    match = re.search(r"stage_chunk_(\d+)_train_(forward|backward)", name)
+    return (int(match[1]), match[2]) if match else None
+
+
 def test_nothing_heavy_outside_of_the_stages_functions():
     strategy = pipeline(4)
     model = trained(strategy)
