@@ -77,6 +77,13 @@ def full(device: str) -> str:
         return tf.constant(0.0).device
 
 
+def test_devices_as_tensorflow_lists_them():
+    local = tf.config.list_logical_devices("CPU")
+    names = [device.name for device in local]
+    assert tfdist.PipelineStrategy(local[:2]).devices == [names[:2]]
+    assert tfdist.PipelineStrategy([local[:2], local[2:4]]).devices == [names[:2], names[2:4]]
+
+
 def test_variables_and_slots():
     strategy = pipeline(4)
     model = trained(strategy)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -14,7 +15,7 @@ from tfdist.strategies.servers import connect, serve
 
 
 def pipeline_devices(
-    devices: Sequence[str] | Sequence[Sequence[str]] | None,
+    devices: Sequence[Any] | None,
     replicas: int | None,
     cluster: ClusterConfig | None,
     start_timeout: float,
@@ -22,8 +23,9 @@ def pipeline_devices(
     """For each pipeline the device of each stage. In a cluster's workers other than the chief this does not return.
 
     Args:
-        devices: what the user wants; by default one device of each worker of a cluster of several, else all GPUs of
-            this process, else all its logical CPU devices. A list of lists has one pipeline in each.
+        devices: what the user wants, as strings or `tf.config.LogicalDevice`s; by default one device of each worker of
+            a cluster of several, else all GPUs of this process, else all its logical CPU devices. A list of lists has
+            one pipeline in each.
         replicas: the number of pipelines that a flat list, or what is found, is dealt out to.
         cluster: the cluster; by default what `tfdist.discover()` finds.
         start_timeout: how long to wait for the cluster's processes, in seconds.
@@ -49,7 +51,7 @@ def pipeline_devices(
             serve(config, start_timeout)
         stages = max(1, config.num_workers // max(1, replicas))
         found = connect(config, start_timeout, lambda rank: f"stage {rank % stages}")
-    if devices is not None and not all(isinstance(device, str) for device in devices):
+    if devices is not None and not all(isinstance(device, _DEVICE) for device in devices):
         rows = [[_checked(device) for device in row] for row in devices]
         if not rows or not rows[0] or len({len(row) for row in rows}) > 1 or replicas not in (1, len(rows)):
             raise ValueError(
@@ -73,10 +75,13 @@ def pipeline_devices(
     return [flat[i : i + stages] for i in range(0, len(flat), stages)]
 
 
-def _checked(device: str) -> str:
+_DEVICE = (str, tf.config.LogicalDevice)
+
+
+def _checked(device: Any) -> str:
     known = [d.name for d in tf.config.list_logical_devices() if d.device_type in ("CPU", "GPU", "TPU")]
     try:
-        wanted = tf.DeviceSpec.from_string(device)
+        wanted = tf.DeviceSpec.from_string(device.name if isinstance(device, tf.config.LogicalDevice) else device)
     except ValueError:
         wanted = None
     here = tf.DeviceSpec.from_string(known[0])

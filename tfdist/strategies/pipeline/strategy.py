@@ -99,9 +99,9 @@ class PipelineStrategy(tf.distribute.Strategy):
     than this constructor.
 
     Args:
-        devices: a device string for each stage, or a list of such lists for several pipelines side by side. By default
-            the workers of the discovered cluster, one stage each; without one, all GPUs of this process, or all its
-            logical CPU devices.
+        devices: a device string, or a `tf.config.LogicalDevice`, for each stage, or a list of such lists for several
+            pipelines side by side. By default the workers of the discovered cluster, one stage each; without one, all
+            GPUs of this process, or all its logical CPU devices.
         microbatches: into how many parts each pipeline cuts its rows of a batch; any batch size of at least that.
         schedule: "gpipe", "1f1b" (PipeDream-flush: keeps fewer micro-batches in memory), "eager-1f1b" (keeps up to
             twice as many as that, and hides the time that transfers take), "interleaved" (several chunks of the model
@@ -137,7 +137,7 @@ class PipelineStrategy(tf.distribute.Strategy):
 
     def __init__(
         self,
-        devices: Sequence[str] | Sequence[Sequence[str]] | None = None,
+        devices: Sequence[Any] | None = None,
         *,
         microbatches: int = 8,
         schedule: str = "auto",
