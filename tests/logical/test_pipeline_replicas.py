@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import keras
 import numpy as np
 import pytest
@@ -49,6 +51,25 @@ def build_pairwise() -> keras.Model:
     model = Pairwise(inputs, layers.Dense(3)(hidden))
     model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
     return model
+
+
+def test_each_pipeline_computes_on_its_own_devices() -> None:
+    strategy = tfdist.PipelineStrategy(DEVICES, microbatches=2)
+    with strategy.scope():
+        model = build()
+    model.fit(X, Y, batch_size=16, verbose=0)
+
+    @tf.function
+    def step(x: tf.Tensor, y: tf.Tensor) -> dict:
+        return strategy.run(model.train_step, args=((x, y),))
+
+    graph = step.get_concrete_function(tf.constant(X[:16]), tf.constant(Y[:16])).graph.as_graph_def()
+    called = [(node.attr["f"].func.name, node.device) for node in graph.node if node.op == "PartitionedCall"]
+    bodies = {f.signature.name: {node.device for node in f.node_def} for f in graph.library.function}
+    # What has no device runs where it is called.
+    used = Counter(device[-5:] for name, device in called if bodies[name] == {""})
+    # A forward and a backward pass for each of two micro-batches, and the loss on the last stage.
+    assert used == {"CPU:0": 4, "CPU:1": 6, "CPU:2": 4, "CPU:3": 6}
 
 
 @pytest.mark.parametrize("schedule", ["auto", "gpipe"])

@@ -105,7 +105,9 @@ class ChunkFunctions:
         specs = tuple(tf.TensorSpec(t.shape, t.dtype) if t is not None else None for v in arguments for t in v)
         key = specs, differentiable
         if key not in self._traces:
-            self._traces[key] = _Trace(self, specs, differentiable)
+            # Several pipelines call the function: what is in it runs where it is called.
+            with tf.device(None):
+                self._traces[key] = _Trace(self, specs, differentiable)
         return self._traces[key]
 
 

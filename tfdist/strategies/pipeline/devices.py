@@ -40,7 +40,7 @@ def pipeline_devices(
             f"Received: task {config.task_type} {config.task_index}. Expected: chief or worker, which a pipeline has "
             "its stages on. Start the job without other tasks: `tfdist run --stages N`."
         )
-    if isinstance(devices, (str, int)):
+    if isinstance(devices, (int, *_DEVICE)):
         raise ValueError(
             f"Received: devices={devices!r}. Expected: a list with a device for each stage, such as ['GPU:0', 'GPU:1']."
         )

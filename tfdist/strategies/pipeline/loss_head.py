@@ -109,7 +109,9 @@ class LossHead:
         present = tuple(t is not None for t in tree.flatten(given))
         key = tuple((t.dtype, tuple(t.shape)) for t in flat), present
         if key not in self._functions:
-            self._functions[key] = self._make(outputs, flat, given)
+            # Several pipelines call the function: what is in it runs where it is called.
+            with tf.device(None):
+                self._functions[key] = self._make(outputs, flat, given)
         return self._functions[key]
 
     def _make(self, outputs: int, flat: Sequence[tf.Tensor], given: Any) -> tuple:

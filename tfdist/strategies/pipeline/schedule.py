@@ -181,7 +181,8 @@ def eager_one_f_one_b(devices: int, microbatches: int) -> Schedule:
     """1F1B that begins with more forwards: transfers take place while devices compute, instead of between.
 
     In 1F1B, a micro-batch's way to the next stage and back is time in which a stage has nothing to do, again for each
-    micro-batch. With up to 2(K-s)-1 micro-batches in flight on stage s there is always something (arXiv 2211.05322).
+    micro-batch. With up to 2(K-s)-1 micro-batches in flight on stage s there is something to do as long as a transfer
+    takes no longer than half of a forward and a backward (arXiv 2211.05322).
 
         stage 0 |F0 F1 F2 F3 F4 B0 F5 B1    B2    B3    B4    B5
         stage 1 |   F0 F1 F2 B0 F3 B1 F4 B2 F5 B3    B4    B5
