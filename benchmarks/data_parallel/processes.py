@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +40,76 @@ class Command:
     cores: tuple[int, ...]
 
 
+class Running:
+    """Processes that run at the same time.
+
+    Args:
+        commands: what they run.
+        folder: where their logs go.
+
+    Attributes:
+        pids: their ids, in the order of the commands.
+    """
+
+    def __init__(self, commands: Sequence[Command], folder: Path):
+        self._commands = commands
+        self._logs = [folder / f"log-{rank}" for rank in range(len(commands))]
+        self._processes: list[subprocess.Popen] = []
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    def check(self) -> bool:
+        """Whether all have ended, with success.
+
+        Raises:
+            TrialError: if one has failed.
+        """
+        codes = [process.poll() for process in self._processes]
+        for rank, code in enumerate(codes):
+            if code not in (None, 0):
+                raise self.error(f"process {rank} ended with {code}; expected 0. See its log:")
+        return None not in codes
+
+    def error(self, problem: str) -> TrialError:
+        """An error with the last lines of all logs."""
+        tails = [f"--- {log.name}:\n" + "\n".join(last_lines(log.read_bytes(), _LAST_LINES)) for log in self._logs]
+        return TrialError("\n".join([problem, *tails]))
+
+    def _start(self, guardian: Guardian) -> None:
+        for command, log in zip(self._commands, self._logs, strict=True):
+            self._processes.append(_start(command, log))
+            guardian.add(self._processes[-1].pid)
+
+    def _end(self, guardian: Guardian) -> None:
+        _end(self._processes)
+        for process in self._processes:
+            guardian.remove(process.pid)
+
+
+@contextlib.contextmanager
+def running(commands: Sequence[Command], folder: Path) -> Iterator[Running]:
+    """Starts processes, and ends at the end of the `with` block those that still run: none is left then.
+
+    Args:
+        commands: the processes.
+        folder: where their logs go.
+
+    Example:
+        >>> with running([Command(("sleep", "60"), {}, (0,))], Path("/tmp")) as processes:
+        ...     processes.check()
+        False
+    """
+    processes = Running(commands, folder)
+    with Guardian() as guardian:
+        try:
+            processes._start(guardian)
+            yield processes
+        finally:
+            processes._end(guardian)
+
+
 def run_together(commands: Sequence[Command], folder: Path, deadline: float) -> None:
     """Runs processes at the same time and returns when all have succeeded.
 
@@ -54,21 +124,14 @@ def run_together(commands: Sequence[Command], folder: Path, deadline: float) -> 
     Example:
         >>> run_together([Command(("true",), {}, (0,))], Path("/tmp"), deadline=10)
     """
-    logs = [folder / f"log-{rank}" for rank in range(len(commands))]
-    processes: list[subprocess.Popen] = []
-    with Guardian() as guardian:
-        try:
-            for command, log in zip(commands, logs, strict=True):
-                processes.append(_start(command, log))
-                guardian.add(processes[-1].pid)
-            problem = _wait(processes, deadline)
-        finally:
-            _end(processes)
-            for process in processes:
-                guardian.remove(process.pid)
-    if problem:
-        tails = [f"--- {log.name}:\n" + "\n".join(last_lines(log.read_bytes(), _LAST_LINES)) for log in logs]
-        raise TrialError("\n".join([problem, *tails]))
+    end = time.monotonic() + deadline
+    with running(commands, folder) as processes:
+        while not processes.check():
+            if time.monotonic() > end:
+                raise processes.error(
+                    f"not done after {deadline:g} s; expected less. Give more time by --deadline, or train fewer steps."
+                )
+            time.sleep(_TICK)
 
 
 def _start(command: Command, log: Path) -> subprocess.Popen:
@@ -83,21 +146,6 @@ def _start(command: Command, log: Path) -> subprocess.Popen:
             start_new_session=True,
             preexec_fn=functools.partial(os.sched_setaffinity, 0, command.cores),
         )
-
-
-def _wait(processes: Sequence[subprocess.Popen], deadline: float) -> str | None:
-    """Waits until all have ended, one has failed, or time is up; returns what is wrong."""
-    end = time.monotonic() + deadline
-    while True:
-        codes = [process.poll() for process in processes]
-        for rank, code in enumerate(codes):
-            if code not in (None, 0):
-                return f"process {rank} ended with {code}; expected 0. See its log:"
-        if None not in codes:
-            return None
-        if time.monotonic() > end:
-            return f"not done after {deadline:g} s; expected less. Give more time by --deadline, or train fewer steps."
-        time.sleep(_TICK)
 
 
 def _end(processes: Sequence[subprocess.Popen]) -> None:

@@ -16,7 +16,7 @@ from benchmarks.data_parallel.table import fill
 from benchmarks.pipeline import memory, real_compute, schedule_efficiency, tables, trace_cost
 from benchmarks.pipeline.arguments import parse
 from benchmarks.pipeline.children import Children, say
-from benchmarks.pipeline.process_files import busy_cores
+from benchmarks.process_files import busy_cores
 
 README = Path(__file__).with_name("README.md")
 # What a desktop's background takes.

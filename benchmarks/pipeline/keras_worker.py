@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pipeline.process_files import announce, announced
 from benchmarks.pipeline.real_compute import STAGES
 from benchmarks.pipeline.shapes import SHAPES
 from benchmarks.pipeline.windows import Windows, steps_of_window
+from benchmarks.process_files import announce, announced
 
 
 def main(text: str, path: str) -> None:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from benchmarks.pipeline import memory
-from benchmarks.pipeline.process_files import announce, announced, peak, reset_peak, resident
+from benchmarks.process_files import announce, announced, peak, reset_peak, resident
 
 _STEPS = 2
 _REST = 0.5

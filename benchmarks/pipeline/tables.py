@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
 from benchmarks.data_parallel.table import machine_line
+from benchmarks.markdown import spread, table
 from benchmarks.pipeline.schedule_efficiency import SCHEDULES, chunks_of, ideal_speed_up
 from benchmarks.pipeline.shapes import SHAPES
 
@@ -20,9 +21,9 @@ def report(results: Mapping[str, Mapping]) -> str:
         results: what `python -m benchmarks.pipeline` writes as JSON.
     """
     parts = []
-    for part, (title, table) in _PARTS.items():
+    for part, (title, make) in _PARTS.items():
         if part in results:
-            parts += [f"### {title}", table(results[part]["records"])]
+            parts += [f"### {title}", make(results[part]["records"])]
     return "\n\n".join([*parts, *_machines(results)])
 
 
@@ -31,7 +32,7 @@ def schedules(records: Sequence[Mapping]) -> str:
     found = {(r["devices"], r["microbatches"], r["schedule"]): statistics.median(r["samples_ms"]) for r in records}
     lines = [[str(k), str(m), *_schedule_cells(found, k, m)] for k, m in dict.fromkeys(key[:2] for key in found)]
     header = ["K", "M", "1 device", "Ideal", *SCHEDULES[:2], "Ideal, interleaved", SCHEDULES[2]]
-    return _table(header, lines, left=0)
+    return table(header, lines, left=0)
 
 
 def compute(records: Sequence[Mapping]) -> str:
@@ -42,7 +43,7 @@ def compute(records: Sequence[Mapping]) -> str:
         of_shape = [record for record in records if record["shape"] == shape]
         one = {record["framework"]: record for record in of_shape if record["stages"] == 1}
         lines = [_compute_cells(r, one[r["framework"]]) for r in of_shape if r["stages"] > 1]
-        parts.append(f"{SHAPES[shape].title}:\n\n{_table(header, lines, left=1)}")
+        parts.append(f"{SHAPES[shape].title}:\n\n{table(header, lines, left=1)}")
     return "\n\n".join(parts)
 
 
@@ -54,13 +55,13 @@ def memory(records: Sequence[Mapping]) -> str:
     for record, own in zip(records, peaks, strict=True):
         relative = ", ".join(f"{mine / first:.2f}" for mine, first in zip(own, peaks[0], strict=True))
         lines.append([record["variant"], *(f"{size / 1e6:.0f}" for size in own), relative])
-    return _table(header, lines, left=1)
+    return table(header, lines, left=1)
 
 
 def tracing(records: Sequence[Mapping]) -> str:
     """A line for each number of devices and micro-batches."""
-    lines = [[str(r["devices"]), str(r["microbatches"]), _range(r["seconds"]), f"{r['nodes']:,}"] for r in records]
-    return _table(["K", "M", "First step, s", "Nodes"], lines, left=0)
+    lines = [[str(r["devices"]), str(r["microbatches"]), spread(r["seconds"]), f"{r['nodes']:,}"] for r in records]
+    return table(["K", "M", "First step, s", "Nodes"], lines, left=0)
 
 
 _PARTS = {
@@ -108,21 +109,10 @@ def _compute_cells(record: Mapping, one: Mapping) -> list[str]:
     return [
         "".join([_TITLES[record["framework"]], *options]),
         str(microbatches),
-        _range(one["samples_ms"], 1),
-        _range(record["samples_ms"], 1),
-        _range([alone / each for each in record["samples_ms"]]),
+        spread(one["samples_ms"], 1),
+        spread(record["samples_ms"], 1),
+        spread([alone / each for each in record["samples_ms"]]),
         f"{ideal_speed_up(record['stages'], microbatches):.2f}",
         f"{' + '.join(f'{each:.0f}' for each in cpu)}",
         f"{sum(cpu) / cpu_alone:.2f}",
     ]
-
-
-def _range(values: Sequence[float], decimals: int = 2) -> str:
-    median, lowest, highest = (f"{f(values):.{decimals}f}" for f in (statistics.median, min, max))
-    return f"{median} ({lowest}-{highest})"
-
-
-def _table(header: Sequence[str], lines: Iterable[Sequence[str]], left: int) -> str:
-    """A table whose columns but the first `left` ones are aligned to the right."""
-    rule = ["---" if i < left else "--:" for i in range(len(header))]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *lines))

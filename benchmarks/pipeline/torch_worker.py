@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from benchmarks.pipeline.process_files import announce, announced
 from benchmarks.pipeline.shapes import LEARNING_RATE, SHAPES, DenseStack, Shape, TransformerStack
 from benchmarks.pipeline.windows import Windows, steps_of_window
+from benchmarks.process_files import announce, announced
 
 
 def main(text: str, path: str) -> None:

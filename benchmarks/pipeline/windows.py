@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 
-from benchmarks.pipeline.process_files import cpu_milliseconds
+from benchmarks.process_files import cpu_milliseconds
 
 # Long enough for computing times, which are told in units of 10 ms.
 _SECONDS = 1.2
