@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -18,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from tfdist.cluster import ClusterConfig, ClusterError, ports, roll_call_chief, roll_call_message
-from tfdist.cluster.roll_call import RollCallTimeout, meet
+from tfdist.cluster.roll_call import JobUnderWay, RollCallTimeout, meet
 
 DEADLINE = 15.0
 
@@ -169,11 +170,13 @@ def test_no_chief_other_reasons(monkeypatch: pytest.MonkeyPatch, failure: OSErro
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("greeting", [b"", b"\x00\x00\x12\x04\x00\x00\n\n", b'{"hello": 1}\n'])
-def test_a_stranger_in_the_place_of_the_chief(
-    monkeypatch: pytest.MonkeyPatch, cluster: ClusterConfig, greeting: bytes
-) -> None:
-    monkeypatch.setattr(roll_call_message, "HELLO_SECONDS", 0.2)
+# What a TensorFlow server says first; the length of a frame may look like the end of a line.
+SERVERS = [b"\x00\x00\x12\x04\x00\x00\n\n", b"\x00\x00\n\x04\x00\x00\x00\x00\x00"]
+
+
+@contextlib.contextmanager
+def _greeting(cluster: ClusterConfig, *pieces: bytes) -> Iterator[ClusterConfig]:
+    """A worker's view of a cluster in which something else than a chief that waits listens at the chief's place."""
     server = socket.create_server(("127.0.0.1", 0))
     address = f"127.0.0.1:{server.getsockname()[1]}"
     accepted: list[socket.socket] = []
@@ -182,22 +185,119 @@ def test_a_stranger_in_the_place_of_the_chief(
         while True:
             try:
                 accepted.append(server.accept()[0])
-                accepted[-1].sendall(greeting)
+                for piece in pieces:
+                    accepted[-1].sendall(piece)
+                    time.sleep(0.05)
             except OSError:
                 return
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
-    config = ClusterConfig({"worker": [address, cluster.jobs["worker"][1]]}, "worker", 1)
     try:
-        with pytest.raises(RollCallTimeout, match="something else than a waiting tfdist chief answers there"):
-            meet(config, 0.7, poll=0.1)
+        yield ClusterConfig({"worker": [address, cluster.jobs["worker"][1]]}, "worker", 1)
     finally:
         server.shutdown(socket.SHUT_RDWR)
         server.close()
         thread.join(5)
         for connection in accepted:
             connection.close()
+
+
+@pytest.mark.parametrize("greeting", [b"", b'{"hello": 1}\n', b"\x00\x00\x12\x05\x00\x00\n\n"])
+@pytest.mark.parametrize("rejoin", [False, True])
+def test_a_stranger_in_the_place_of_the_chief(
+    monkeypatch: pytest.MonkeyPatch, cluster: ClusterConfig, greeting: bytes, rejoin: bool
+) -> None:
+    monkeypatch.setattr(roll_call_message, "HELLO_SECONDS", 0.2)
+    with (
+        _greeting(cluster, greeting) as config,
+        pytest.raises(RollCallTimeout, match="something else than a waiting tfdist chief answers there"),
+    ):
+        meet(config, 0.7, poll=0.1, rejoin=rejoin)
+
+
+@pytest.mark.parametrize("greeting", [*SERVERS, SERVERS[0] + b"\0" * 100_000])
+def test_a_server_in_the_place_of_the_chief(cluster: ClusterConfig, greeting: bytes) -> None:
+    begin = time.monotonic()
+    found = "a TensorFlow server answers there instead of a waiting tfdist chief: a job is under way already"
+    with _greeting(cluster, greeting) as config:
+        with pytest.raises(RollCallTimeout, match=found):
+            meet(config, 0.7, poll=0.1)
+        with pytest.raises(JobUnderWay, match=f"^worker 1: {found}$"):
+            meet(config, 10.0, rejoin=True)
+    assert time.monotonic() - begin < 2.0
+
+
+def test_a_server_that_greets_in_pieces_is_one(cluster: ClusterConfig) -> None:
+    with _greeting(cluster, SERVERS[0][:2], SERVERS[0][2:4]) as config, pytest.raises(JobUnderWay):
+        meet(config, 10.0, rejoin=True)
+
+
+def test_whoever_may_rejoin_waits_for_a_chief_that_is_about_to_call(cluster: ClusterConfig) -> None:
+    def late() -> dict:
+        time.sleep(0.5)
+        return _meet(cluster, 0)()
+
+    others = [lambda rank=rank: meet(_of(cluster, rank), DEADLINE, poll=0.05, rejoin=True) for rank in (1, 2, 3)]
+    assert _all([late, *others]) == [{rank: {} for rank in range(4)}] * 4
+
+
+# --- Parameter servers ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ps_cluster(cluster: ClusterConfig) -> ClusterConfig:
+    """A chief, a worker and two parameter servers."""
+    places = list(cluster.jobs["worker"].values())
+    return ClusterConfig({"chief": places[:1], "worker": places[1:2], "ps": places[2:]}, "chief")
+
+
+PS_TASKS = [("chief", 0), ("worker", 0), ("ps", 0), ("ps", 1)]
+
+
+def _meet_servers(config: ClusterConfig, task: tuple[str, int], timeout: float = DEADLINE) -> Callable[[], dict]:
+    info = {"task": f"{task[0]} {task[1]}", "same.keras": "3.15"}
+    return lambda: meet(config.with_task(*task), timeout, info, poll=0.05, servers=True)
+
+
+def test_parameter_servers_come_where_they_are_asked_for(ps_cluster: ClusterConfig) -> None:
+    results = _all([_meet_servers(ps_cluster, task) for task in PS_TASKS])
+    names = ["chief 0", "worker 0", "ps 0", "ps 1"]
+    assert results == [{rank: {"task": name, "same.keras": "3.15"} for rank, name in enumerate(names)}] * 4
+
+
+def test_a_worker_and_parameter_servers_alone(ps_cluster: ClusterConfig) -> None:
+    jobs = {"worker": list(ps_cluster.jobs["chief"].values()), "ps": list(ps_cluster.jobs["ps"].values())}
+    config = ClusterConfig(jobs)
+    results = _all([_meet_servers(config, task) for task in (("worker", 0), ("ps", 0), ("ps", 1))])
+    assert [sorted(result) for result in results] == [[0, 1, 2]] * 3
+
+
+def test_missing_parameter_servers_are_named_by_everyone(ps_cluster: ClusterConfig) -> None:
+    chief, *others = PS_TASKS[:3]
+    results = _all([_meet_servers(ps_cluster, chief, 1.5), *(_meet_servers(ps_cluster, task) for task in others)])
+    for result in results:
+        assert isinstance(result, RollCallTimeout)
+        assert f"missing: ps 1 ({ps_cluster.jobs['ps'][1]}); start them" in str(result)
+
+
+def test_values_that_must_agree_on_parameter_servers(ps_cluster: ClusterConfig) -> None:
+    other = ps_cluster.with_task("ps", 1)
+    results = _all(
+        [
+            *(_meet_servers(ps_cluster, task) for task in PS_TASKS[:3]),
+            lambda: meet(other, DEADLINE, {"same.keras": "3.14"}, poll=0.05, servers=True),
+        ]
+    )
+    for result in results:
+        assert isinstance(result, ClusterError)
+        assert result.problems == ["keras is 3.15 on chief 0 but 3.14 on ps 1; make it the same on every task"]
+
+
+def test_an_evaluator_takes_no_part_with_parameter_servers_either(ps_cluster: ClusterConfig) -> None:
+    text = "evaluator 0 takes no part in the roll call; only chief, worker and ps tasks do"
+    with pytest.raises(ClusterError, match=text):
+        meet(ps_cluster.with_task("evaluator", 0), 0.1, servers=True)
 
 
 def test_different_clusters(cluster: ClusterConfig) -> None:
@@ -213,6 +313,27 @@ def test_different_clusters(cluster: ClusterConfig) -> None:
         assert json.dumps(config.to_tf_config()["cluster"]) in str(result)
         assert json.dumps(wrong.to_tf_config()["cluster"]) in str(result)
         assert config.fingerprint() in str(result)
+
+
+def test_whoever_comes_late_hears_what_is_wrong(cluster: ClusterConfig) -> None:
+    def late() -> dict:
+        time.sleep(0.5)
+        return _meet(cluster, 3, info={"same.keras": "3.15"})()
+
+    versions = [_meet(cluster, rank, info={"same.keras": f"3.{15 - rank}"}) for rank in (0, 1)]
+    begin = time.monotonic()
+    for result in _all([*versions, _meet(cluster, 2, info={"same.keras": "3.15"}), late]):
+        assert type(result) is ClusterError
+        assert result.problems == ["keras is 3.15 on worker 0 but 3.14 on worker 1; make it the same on every task"]
+    assert time.monotonic() - begin < DEADLINE
+
+
+def test_nobody_waits_long_for_whoever_is_to_hear_what_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, cluster: ClusterConfig
+) -> None:
+    monkeypatch.setattr(roll_call_chief, "_LATECOMERS_SECONDS", 0.3)
+    results = _all([_meet(cluster, rank, info={"same.keras": f"3.{15 - rank}"}) for rank in (0, 1)])
+    assert [type(result) for result in results] == [ClusterError] * 2
 
 
 def test_the_same_task_twice(cluster: ClusterConfig) -> None:
@@ -248,7 +369,7 @@ def test_values_that_must_agree(cluster: ClusterConfig) -> None:
 
 
 def test_another_version_of_the_roll_call() -> None:
-    own = roll_call_message.hello(ClusterConfig({"worker": ["a:1", "b:1"]}), {})
+    own = roll_call_message.hello(ClusterConfig({"worker": ["a:1", "b:1"]}), {}, 0)
     (problem,) = roll_call_message.disagreements(own, {**own, "task": "worker 1", "version": 2, "fingerprint": "x"})
     assert "different versions of tfdist (roll call 1 and 2); install the same one" in problem
 
@@ -308,7 +429,7 @@ def test_a_silent_stranger_is_dropped(monkeypatch: pytest.MonkeyPatch, cluster: 
 
 
 def test_a_rank_outside_the_cluster_is_a_stranger(cluster: ClusterConfig) -> None:
-    hello = {**roll_call_message.hello(_of(cluster, 1), {}), "rank": 7}
+    hello = roll_call_message.hello(_of(cluster, 1), {}, rank=7)
 
     def strange() -> dict:
         with _chief_socket(cluster) as connection:

@@ -7,13 +7,20 @@ import time
 from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.errors import ClusterError
 from tfdist.cluster.roll_call_chief import Chief
-from tfdist.cluster.roll_call_message import RollCallTimeout
+from tfdist.cluster.roll_call_message import JobUnderWay, RollCallTimeout, members
 from tfdist.cluster.roll_call_worker import Worker
 
-__all__ = ["RollCallTimeout", "meet"]
+__all__ = ["JobUnderWay", "RollCallTimeout", "meet"]
 
 
-def meet(config: ClusterConfig, timeout: float = 300.0, info: dict | None = None, poll: float = 0.5) -> dict[int, dict]:
+def meet(
+    config: ClusterConfig,
+    timeout: float = 300.0,
+    info: dict | None = None,
+    poll: float = 0.5,
+    servers: bool = False,
+    rejoin: bool = False,
+) -> dict[int, dict]:
     """Waits until every compute task is there, and exchanges a small dictionary among them.
 
     They meet at the chief's own address, before TensorFlow's server takes it; it is free again on return.
@@ -23,27 +30,33 @@ def meet(config: ClusterConfig, timeout: float = 300.0, info: dict | None = None
         timeout: How many seconds to wait for everybody.
         info: What to tell the others; JSON values. Keys that start with `same.` must be equal on all tasks.
         poll: The longest pause, in seconds, between two attempts to reach the chief.
+        servers: Whether the parameter servers come as well; all tasks must agree on that.
+        rejoin: Whether to raise `JobUnderWay`, instead of waiting for the next roll call, when the chief has had its
+            own and runs a TensorFlow server.
 
     Returns:
-        The `info` of every task, by rank.
+        The `info` of every task, by rank; those of parameter servers follow in their order.
 
     Raises:
         RollCallTimeout: If a task has not come in time; names it.
         ClusterError: If the tasks do not fit together: different clusters, the same task twice, different values of a
-            `same.` key; or if this task takes no part (a parameter server or an evaluator).
+            `same.` key; or if this task takes no part (an evaluator, or a parameter server without `servers`).
 
     Example:
         >>> meet(ClusterConfig.single_process(), info={"same.keras": "3.15.0"})
         {0: {'same.keras': '3.15.0'}}
     """
     info = {} if info is None else info
-    if config.rank is None:
+    present = members(config, servers)
+    own = (config.task_type, config.task_index)
+    if own not in present:
         raise ClusterError(
-            f"{config.task_type} {config.task_index} takes no part in the roll call; only chief and worker tasks do"
+            f"{config.task_type} {config.task_index} takes no part in the roll call; only chief"
+            f"{', worker and ps' if servers else ' and worker'} tasks do"
         )
-    if config.num_workers == 1:
+    if len(present) == 1:
         return {0: info}
     deadline = time.monotonic() + timeout
     if config.is_chief:
-        return Chief(config, info, timeout, deadline).run()
-    return Worker(config, info, timeout, deadline, poll).run()
+        return Chief(config, present, info, timeout, deadline).run()
+    return Worker(config, present, info, timeout, deadline, poll, rejoin).run()

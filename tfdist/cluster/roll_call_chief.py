@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import math
 import selectors
 import socket
 import time
 
 from tfdist.cluster import address, sockets
 from tfdist.cluster import roll_call_message as message
-from tfdist.cluster.config import ClusterConfig
+from tfdist.cluster.config import ClusterConfig, Task
 from tfdist.cluster.errors import ClusterError
 from tfdist.cluster.roll_call_message import RollCallTimeout
 
@@ -19,6 +20,8 @@ _LOG = logging.getLogger("tfdist")
 _BIND_SECONDS = 5.0  # a process of an earlier run may need a moment to end
 _FAREWELL_SECONDS = 5.0
 _TICK = 0.5
+_SAME_TIMEOUT = 0.5  # tasks that are started together give up together, some of them before the chief
+_LATECOMERS_SECONDS = 3.0  # tasks that are started together come one after the other, and all are to hear what is wrong
 
 
 class _Guest:
@@ -35,13 +38,17 @@ class _Guest:
 class Chief:
     """One roll call; `run` it once."""
 
-    def __init__(self, config: ClusterConfig, info: dict, timeout: float, deadline: float) -> None:
+    def __init__(
+        self, config: ClusterConfig, members: tuple[Task, ...], info: dict, timeout: float, deadline: float
+    ) -> None:
         self._config = config
+        self._members = members
         self._timeout = timeout
         self._deadline = deadline
-        self._own = message.hello(config, info)
+        self._own = message.hello(config, info, rank=0)
         self._guests: dict[socket.socket, _Guest] = {}
         self._present: dict[int, _Guest] = {}
+        self._left_at: dict[int, float] = {}
         self._selector = selectors.DefaultSelector()
         self._problems: list[str] = []
 
@@ -75,7 +82,7 @@ class Chief:
                 time.sleep(0.1)
 
     def _gather(self) -> dict[int, dict]:
-        count = self._config.num_workers
+        count = len(self._members)
         announced = time.monotonic()
         note_at = announced + message.WAIT_NOTE_SECONDS
         known: list[str] = []
@@ -83,7 +90,8 @@ class Chief:
             now = time.monotonic()
             absent = self._absent()
             if now >= self._deadline:
-                problem = message.missing(absent, self._timeout)
+                absent_for_long = self._absent(since=now - _SAME_TIMEOUT) or absent
+                problem = message.missing(absent_for_long, self._timeout)
                 self._say_farewell({"timeout": [problem]})
                 raise RollCallTimeout(problem)
             if now >= note_at:
@@ -95,15 +103,25 @@ class Chief:
                 known, announced = absent, now
             self._step(min(_TICK, self._deadline - now))
         if self._problems:
+            self._await_latecomers()
             self._say_farewell({"error": self._problems})
             raise ClusterError(self._problems)
         infos = {0: self._own["info"], **{rank: self._present[rank].hello["info"] for rank in range(1, count)}}
         self._say_farewell({"go": {str(rank): info for rank, info in infos.items()}})
         return infos
 
-    def _absent(self) -> list[str]:
-        tasks = self._config.compute_tasks
-        absent = [task for rank, task in enumerate(tasks) if rank and rank not in self._present]
+    def _await_latecomers(self) -> None:
+        """Waits a moment for those who have not come yet; else they would look for a chief that has left."""
+        until = min(self._deadline, time.monotonic() + _LATECOMERS_SECONDS)
+        while (now := time.monotonic()) < until and self._heard() < len(self._members) - 1:
+            self._step(until - now)
+
+    def _heard(self) -> int:
+        return sum(guest.hello is not None for guest in self._guests.values())
+
+    def _absent(self, since: float = math.inf) -> list[str]:
+        ranks = [rank for rank in range(1, len(self._members)) if rank not in self._present]
+        absent = [self._members[rank] for rank in ranks if self._left_at.get(rank, 0.0) <= since]
         return message.named(self._config, absent)
 
     def _step(self, seconds: float) -> None:
@@ -156,7 +174,7 @@ class Chief:
 
     def _welcome(self, guest: _Guest, said: dict) -> None:
         guest.hello, guest.received = said, b""
-        self._problems += message.disagreements(self._own, said)
+        self._problems += [problem for problem in message.disagreements(self._own, said) if problem not in self._problems]
         if self._problems:
             return
         rank = said["rank"]
@@ -166,7 +184,7 @@ class Chief:
                 f"two processes claim the same task {said['task']}: {before['process']} and {said['process']}; "
                 "give each process its own task index"
             )
-        elif 0 < rank < self._config.num_workers:
+        elif 0 < rank < len(self._members):
             self._present[rank] = guest
             self._send(guest, {"waiting": self._absent()})
         else:
@@ -197,6 +215,7 @@ class Chief:
         sockets.close_without_trace(guest.connection)
         if guest.hello is not None and self._present.get(guest.hello["rank"]) is guest:
             del self._present[guest.hello["rank"]]
+            self._left_at[guest.hello["rank"]] = time.monotonic()
 
     def _say_farewell(self, said: dict) -> None:
         """Tells everybody, and waits until they have closed: who closes last leaves no TIME_WAIT on the port."""
@@ -205,7 +224,7 @@ class Chief:
         for guest in [guest for guest in self._guests.values() if guest.hello is not None]:
             self._send(guest, said)
         until = time.monotonic() + _FAREWELL_SECONDS
-        while time.monotonic() < until and any(guest.hello is not None for guest in self._guests.values()):
+        while time.monotonic() < until and self._heard():
             self._step(0.1)
 
 

@@ -23,13 +23,32 @@ class RollCallTimeout(ClusterError):
     """Not every task has come to the roll call in time."""
 
 
+class JobUnderWay(ClusterError):
+    """The chief's TensorFlow server runs already: its job has begun without this task, or before it was replaced."""
+
+
+def members(config: ClusterConfig, servers: bool) -> tuple[Task, ...]:
+    """Who comes to the roll call, by rank: the compute tasks and, where asked for, the parameter servers after them.
+
+    Example:
+        >>> members(ClusterConfig({"chief": ["a:1"], "worker": ["b:1"], "ps": ["c:1"]}, "chief"), servers=True)
+        (('chief', 0), ('worker', 0), ('ps', 0))
+    """
+    return (*config.compute_tasks, *(("ps", index) for index in config.jobs.get("ps", ()) if servers))
+
+
 def banner() -> dict:
     """What the chief says first, by which a worker knows that it is not talking to a stranger."""
     return {"roll_call": VERSION}
 
 
-def hello(config: ClusterConfig, info: dict) -> dict:
+def hello(config: ClusterConfig, info: dict, rank: int) -> dict:
     """What a task says of itself.
+
+    Args:
+        config: the cluster as this task sees it.
+        info: what the others are to know; JSON values.
+        rank: its position among the `members`.
 
     Raises:
         TypeError: If `info` contains what JSON does not know.
@@ -40,7 +59,7 @@ def hello(config: ClusterConfig, info: dict) -> dict:
         raise ValueError(f"info takes {size} bytes; keep it below {MAX_BYTES - 2 * _SHOWN}")
     jobs = json.dumps(config.to_tf_config()["cluster"])
     return {
-        "rank": config.rank,
+        "rank": rank,
         "task": f"{config.task_type} {config.task_index}",
         "fingerprint": config.fingerprint(),
         "jobs": jobs if len(jobs) <= _SHOWN else f"{jobs[:_SHOWN]}...",

@@ -1,4 +1,4 @@
-"""A worker's side of the roll call: it tries until it reaches the chief, then waits for the chief's word."""
+"""The side of a worker, or server, of the roll call: it tries until it reaches the chief, then waits for its word."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ import time
 
 from tfdist.cluster import address, sockets
 from tfdist.cluster import roll_call_message as message
-from tfdist.cluster.config import ClusterConfig
+from tfdist.cluster.config import ClusterConfig, Task
 from tfdist.cluster.errors import ClusterError
-from tfdist.cluster.roll_call_message import RollCallTimeout
+from tfdist.cluster.roll_call_message import JobUnderWay, RollCallTimeout
 
 _LOG = logging.getLogger("tfdist")
 _FIRST_PAUSE = 0.02
+_LAST_CHANCE = 0.05  # for an attempt at the deadline to see what answers
+# How a TensorFlow server greets: an HTTP/2 frame, whose length (three bytes) is below 64 KiB, with settings.
+_FRAME_LENGTH, _SETTINGS = b"\0", b"\4"
 
 
 class _Unreached(Exception):
@@ -24,12 +27,23 @@ class _Unreached(Exception):
 class Worker:
     """One roll call; `run` it once."""
 
-    def __init__(self, config: ClusterConfig, info: dict, timeout: float, deadline: float, poll: float) -> None:
+    def __init__(
+        self,
+        config: ClusterConfig,
+        members: tuple[Task, ...],
+        info: dict,
+        timeout: float,
+        deadline: float,
+        poll: float,
+        rejoin: bool,
+    ) -> None:
         self._config = config
         self._timeout = timeout
         self._deadline = deadline
         self._poll = poll
-        self._own = message.hello(config, info)
+        self._rejoin = rejoin
+        self._longest_line = message.MAX_BYTES * len(members)
+        self._own = message.hello(config, info, members.index((config.task_type, config.task_index)))
         self._waiting_for: list[str] = []
         self._note_at = time.monotonic() + message.WAIT_NOTE_SECONDS
 
@@ -95,11 +109,16 @@ class Worker:
         return connection
 
     def _talk(self, connection: socket.socket) -> dict[int, dict]:
-        lines = _Lines(connection, message.MAX_BYTES * self._config.num_workers)
+        lines = _Lines(connection, self._longest_line)
         try:
-            greeting = self._next(lines, min(self._deadline, time.monotonic() + message.HELLO_SECONDS))
+            now = time.monotonic()
+            until = max(min(self._deadline, now + message.HELLO_SECONDS), now + _LAST_CHANCE)
+            greeting = self._next(lines, until)
         except TimeoutError:
             greeting = None
+        if lines.are_a_servers:
+            found = "a TensorFlow server answers there instead of a waiting tfdist chief: a job is under way already"
+            raise JobUnderWay(f"{self._own['task']}: {found}") if self._rejoin else _Unreached(found)
         if greeting is None or "roll_call" not in greeting:
             raise _Unreached("something else than a waiting tfdist chief answers there")
         connection.sendall(message.encode(self._own))
@@ -136,6 +155,11 @@ class _Lines:
         self._limit = limit
         self._rest = b""
 
+    @property
+    def are_a_servers(self) -> bool:
+        """Whether it is a TensorFlow server that speaks, and no lines at all."""
+        return self._rest[:1] == _FRAME_LENGTH and self._rest[3:4] == _SETTINGS
+
     def read(self, seconds: float) -> bytes | None:
         """The next line, empty at the end of the connection, None if it has not come in time."""
         until = time.monotonic() + seconds
@@ -146,7 +170,9 @@ class _Lines:
             except TimeoutError:
                 return None
             self._rest += data
-            if not data or len(self._rest) > self._limit:
+            if not data or len(self._rest) > self._limit or self.are_a_servers:
                 return b""
+        if self.are_a_servers:  # a frame may contain what looks like the end of a line
+            return b""
         line, _, self._rest = self._rest.partition(b"\n")
         return line
