@@ -9,9 +9,15 @@ __version__ = "0.1.0"
 
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
-    submodules=["callbacks", "cluster", "strategies", "testing"],
+    submodules=["callbacks", "cluster", "layers", "optimizers", "strategies", "testing"],
     submod_attrs={
         "cluster": ["ClusterConfig", "ClusterError", "discover"],
-        "strategies": ["MirroredStrategy", "MultiWorkerMirroredStrategy", "PipelineStrategy", "stage"],
+        "strategies": [
+            "MirroredStrategy",
+            "MultiWorkerMirroredStrategy",
+            "ParameterServerStrategy",
+            "PipelineStrategy",
+            "stage",
+        ],
     },
 )

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import keras
 import tensorflow as tf
+from tensorflow.python.eager import context
 
 from tfdist.cluster import ClusterConfig, ClusterError, discover
 from tfdist.cluster.roll_call import meet
-from tfdist.strategies.servers import connect, serve
+from tfdist.strategies.servers import await_servers, connect, serve
 from tfdist.supervision.progress import ProgressWriter
 
 SIZE = 50
@@ -127,15 +128,85 @@ def preempted(cluster: ClusterConfig) -> None:
     sys.exit(77)
 
 
+class Pool:
+    """A variable on the parameter server, read by the workers."""
+
+    def __init__(self, cluster: ClusterConfig) -> None:
+        self.back = threading.Event()
+        await_servers(cluster, START_TIMEOUT, self._on_gone, self._on_back)
+        jobs = {name: dict(cluster.jobs[name]) for name in ("chief", "worker", "ps")}
+        tf.config.experimental_connect_to_cluster(tf.train.ClusterSpec(jobs), job_name="chief", task_index=0)
+        self._workers = list(cluster.jobs["worker"])
+        with tf.device("/job:ps/task:0"):
+            self._variable = tf.Variable(20.0)
+
+    def read(self) -> list[float]:
+        """The variable, plus one and the number of the worker, as computed by each worker."""
+        found = []
+        for index in self._workers:
+            with tf.device(f"/job:worker/task:{index}"):
+                found.append(float(self._variable.read_value() + (1.0 + index)))
+        return found
+
+    def reconnect(self) -> None:
+        """Makes a worker that has come back known to the chief's runtime."""
+        context.context().update_server_def(context.get_server_def())
+
+    def _on_gone(self, job: str, index: int) -> None:
+        tell(gone=f"{job} {index}")
+
+    def _on_back(self, job: str, index: int) -> None:
+        tell(back=f"{job} {index}")
+        self.back.set()
+
+
+def pool(cluster: ClusterConfig) -> None:
+    """Reads from the parameter server, and again whenever a worker has come back, until the test says stop."""
+    servers = Pool(cluster)
+    tell(read=servers.read())
+    await_servers(cluster, START_TIMEOUT, print)
+    for other in (ClusterConfig({"worker": ["127.0.0.1:1", "127.0.0.1:2"]}), cluster):
+        try:
+            connect(other, START_TIMEOUT)
+        except ClusterError as error:
+            tell(other=str(error))
+    while not Path("stop").exists():
+        if servers.back.wait(0.05):
+            servers.back.clear()
+            servers.reconnect()
+            tell(read=servers.read())
+
+
+def replaced(cluster: ClusterConfig) -> None:
+    """Loses a worker after the first step; `tfdist run` starts another one in its place."""
+    writer = ProgressWriter.from_environment()
+    assert writer is not None
+    servers = Pool(cluster)
+    writer.begin()
+    tell(read=servers.read())
+    writer.report("training", 1)
+    while "serves chief 0" not in Path("logs/worker-1.log").read_text():
+        time.sleep(0.01)
+    os.kill(int(Path("server-worker-1-0").read_text()), signal.SIGKILL)
+    assert servers.back.wait(START_TIMEOUT)
+    servers.reconnect()
+    tell(read=servers.read())
+    writer.report("training", 2)
+
+
 def main(what: str) -> None:
     cluster = discover()
     if cluster.rank == 0:
-        programs = (steps, endless, absent, restarted, preempted)
+        programs = (steps, endless, absent, restarted, preempted, pool, replaced)
         {program.__name__: program for program in programs}[what](cluster)
     elif what == "absent":
         Path("imported").touch()
         meet(cluster, START_TIMEOUT, {"same.tensorflow": tf.__version__, "same.keras": keras.__version__})
         wait_for("stop")
+    elif what == "replaced":
+        task = f"{cluster.task_type}-{cluster.task_index}"
+        Path(f"server-{task}-{os.environ['TFDIST_REPLACEMENT'] or 0}").write_text(str(os.getpid()))
+        serve(cluster, START_TIMEOUT)
     else:
         Path(f"server-{os.environ.get('TFDIST_RESTART', cluster.rank)}").write_text(str(os.getpid()))
         serve(cluster, START_TIMEOUT)

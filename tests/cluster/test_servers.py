@@ -24,7 +24,7 @@ from tfdist.strategies.server_watch import ServerWatch
 from tfdist.strategies.servers import connect, gone
 
 SOURCE = Path(tfdist.__file__).parent.parent
-THREADS = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2", "TF_CPP_MIN_LOG_LEVEL": "2"}
+THREADS = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "4", "TF_CPP_MIN_LOG_LEVEL": "2"}
 # Importing TensorFlow in several processes at once takes its time on a busy machine.
 DEADLINE = 120.0
 # What has to follow the death of a process soon.
@@ -34,20 +34,35 @@ SOON = 10.0
 class Cluster:
     """Processes of `served_program` in a folder of their own."""
 
-    def __init__(self, folder: Path, what: str, workers: int, ports: tuple[int, ...]) -> None:
+    def __init__(self, folder: Path, what: str, workers: int, ports: tuple[int, ...], ps: int = 0) -> None:
         self.folder = folder
+        self.what = what
         self.places = [f"127.0.0.1:{port}" for port in ports]
-        self.processes = []
-        for rank in range(workers):
-            config = ClusterConfig({"worker": self.places}, "worker", rank).to_json()
-            env = {**os.environ, **THREADS, "TF_CONFIG": config, "PYTHONPATH": str(SOURCE), "PYTHONUNBUFFERED": "1"}
-            with open(self._log(rank), "wb") as log:
-                command = [sys.executable, "-m", "tests.cluster.served_program", what]
-                self.processes.append(
-                    subprocess.Popen(
-                        command, cwd=folder, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-                    )
-                )
+        self.tasks = [("worker", index) for index in range(workers)]
+        jobs = {"worker": self.places}
+        if ps:
+            self.tasks = [("chief", 0), *self.tasks[:-1], *(("ps", index) for index in range(ps))]
+            jobs = {"chief": self.places[:1], "worker": self.places[1:workers], "ps": self.places[workers:]}
+        self.config = ClusterConfig(jobs, *self.tasks[0])
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.former: list[subprocess.Popen[bytes]] = []
+        for rank in range(len(self.tasks)):
+            self.processes.append(self._start(rank))
+
+    def start_again(self, rank: int, **env: str) -> None:
+        """Starts another process in the place of one that was killed; its log goes on."""
+        self.former.append(self.processes[rank])
+        self.former[-1].wait(SOON)
+        self.processes[rank] = self._start(rank, **env)
+
+    def _start(self, rank: int, **more: str) -> subprocess.Popen[bytes]:
+        config = self.config.with_task(*self.tasks[rank]).to_json()
+        env = {**os.environ, **THREADS, "TF_CONFIG": config, "PYTHONPATH": str(SOURCE), "PYTHONUNBUFFERED": "1", **more}
+        command = [sys.executable, "-m", "tests.cluster.served_program", self.what]
+        with open(self._log(rank), "ab") as log:
+            return subprocess.Popen(
+                command, cwd=self.folder, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
 
     def log(self, rank: int) -> str:
         return self._log(rank).read_text(errors="replace")
@@ -67,7 +82,7 @@ class Cluster:
         try:
             return self.processes[rank].wait(deadline)
         except subprocess.TimeoutExpired:
-            pytest.fail(f"worker {rank} did not end within {deadline} s")
+            pytest.fail(f"{self.tasks[rank]} did not end within {deadline} s")
 
     def stop(self) -> None:
         (self.folder / "stop").touch()
@@ -77,6 +92,9 @@ class Cluster:
         for process in self.processes:
             if process.poll() is None:
                 process.terminate()
+        for process in self.former:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
         for rank, process in enumerate(self.processes):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(2)
@@ -84,22 +102,22 @@ class Cluster:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait(5)
             if show:
-                print(f"--- worker {rank}, exit code {process.returncode}\n{self.log(rank)[-4000:]}")
+                print(f"--- {self.tasks[rank]}, exit code {process.returncode}\n{self.log(rank)[-4000:]}")
 
     def _log(self, rank: int) -> Path:
         return self.folder / f"log-{rank}"
 
 
 @pytest.fixture
-def start(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[[str, int], Cluster]]:
-    """`start(what, workers)` starts a cluster."""
+def start(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Cluster]]:
+    """`start(what, workers, ps=0)` starts a cluster; the workers include a chief."""
     failed_before = request.session.testsfailed
     clusters: list[Cluster] = []
     with contextlib.ExitStack() as stack:
 
-        def begin(what: str, workers: int) -> Cluster:
-            ports = stack.enter_context(reserve(workers)).ports
-            clusters.append(Cluster(tmp_path, what, workers, ports))
+        def begin(what: str, workers: int, ps: int = 0) -> Cluster:
+            ports = stack.enter_context(reserve(workers + ps)).ports
+            clusters.append(Cluster(tmp_path, what, workers, ports, ps))
             return clusters[-1]
 
         yield begin
@@ -179,7 +197,8 @@ def test_a_server_that_does_not_come_up_is_named(start) -> None:
 
 
 def launched(folder: Path, what: str, *options: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tfdist", "run", "--stages", "2", "--no-warm", "--log-dir", "logs", *options]
+    shape = () if "--ps" in options else ("--stages", "2", "--no-warm")
+    command = [sys.executable, "-m", "tfdist", "run", *shape, "--log-dir", "logs", *options]
     return subprocess.Popen(
         [*command, "-m", "tests.cluster.served_program", what],
         cwd=folder,
@@ -237,6 +256,103 @@ def test_a_preempted_chief_can_save_what_the_servers_hold(tmp_path: Path) -> Non
     assert '[worker 0] {"saved": 10000.0}\n' in out
     assert "is gone" not in out
     assert "SIGTERM received: worker 1" in (tmp_path / "logs/worker-1.log").read_text()
+
+
+def told_so_far(cluster: Cluster, count: int) -> list[dict]:
+    """What the chief has said once it has said so much."""
+    cluster.wait_until(lambda: len(cluster.told()) >= count or cluster.processes[0].poll() is not None)
+    return cluster.told()
+
+
+@pytest.mark.slow
+def test_a_worker_that_comes_back_serves_again(start) -> None:
+    cluster = start("pool", 2, ps=1)
+    read, other, same = told_so_far(cluster, 3)
+    assert read == {"read": [21.0]}
+    for refused in (other, same):
+        assert "which this process has joined already" in refused["other"]
+    own, chief = f"worker 0 ({cluster.places[1]})", f"chief 0 ({cluster.places[0]})"
+    cluster.wait_until(lambda: f"tfdist: {own} serves {chief}\n" in cluster.log(1), SOON)
+    cluster.processes[1].kill()
+    cluster.start_again(1, TFDIST_REPLACEMENT="1")
+    assert told_so_far(cluster, 6)[3:] == [{"gone": "worker 0"}, {"back": "worker 0"}, {"read": [21.0]}]
+    cluster.wait_until(lambda: f"tfdist: {own} serves {chief} again\n" in cluster.log(1), SOON)
+    assert cluster.log(1).count("tfdist: ") == 2
+    cluster.processes[1].kill()  # once more: a replacement is watched as well
+    cluster.start_again(1, TFDIST_REPLACEMENT="2")
+    assert told_so_far(cluster, 9)[6:] == [{"gone": "worker 0"}, {"back": "worker 0"}, {"read": [21.0]}]
+    cluster.stop()
+    assert cluster.code(0) == 0
+    ended = time.monotonic()
+    assert [cluster.code(rank) for rank in (1, 2)] == [0, 0]
+    assert time.monotonic() - ended < 5.0
+    assert cluster.log(2).count(f"tfdist: {chief} has ended, and ps 0 ({cluster.places[2]}) ends as well\n") == 1
+    assert cluster.log(1).count(f"tfdist: {chief} has ended, and {own} ends as well\n") == 1
+
+
+@pytest.mark.slow
+def test_the_chief_of_a_former_job_does_not_make_a_worker_miss_its_own(start) -> None:
+    cluster = start("pool", 2, ps=1)
+    told_so_far(cluster, 3)
+    cluster.processes[1].kill()
+    cluster.start_again(1)
+    assert told_so_far(cluster, 6)[3:] == [{"gone": "worker 0"}, {"back": "worker 0"}, {"read": [21.0]}]
+    cluster.processes[0].kill()
+    own, chief = f"worker 0 ({cluster.places[1]})", f"chief 0 ({cluster.places[0]})"
+    waits = f"{chief} has ended, soon after {own} had come back; {own} waits for another job"
+    cluster.wait_until(lambda: waits in cluster.log(1), SOON)
+    assert cluster.code(2) == 0
+    for rank in (0, 2):
+        cluster.start_again(rank)
+    assert told_so_far(cluster, 9)[6] == {"read": [21.0]}
+    cluster.stop()
+    assert [cluster.code(rank) for rank in (0, 1, 2)] == [0, 0, 0]
+
+
+@pytest.mark.slow
+def test_a_worker_that_waits_for_another_job_can_be_ended(start) -> None:
+    cluster = start("pool", 2, ps=1)
+    told_so_far(cluster, 3)
+    cluster.processes[1].kill()
+    cluster.start_again(1)
+    told_so_far(cluster, 6)
+    cluster.stop()
+    assert [cluster.code(rank) for rank in (0, 2)] == [0, 0]
+    cluster.wait_until(lambda: "waits for another job" in cluster.log(1), SOON)
+    time.sleep(0.5)  # it obeys signals again right after it has said so
+    cluster.processes[1].terminate()
+    assert cluster.code(1) == -signal.SIGTERM
+
+
+@pytest.mark.slow
+def test_a_killed_parameter_server_is_told(start) -> None:
+    cluster = start("pool", 2, ps=1)
+    told_so_far(cluster, 3)
+    cluster.processes[2].kill()
+    assert told_so_far(cluster, 4)[3] == {"gone": "ps 0"}
+    cluster.stop()
+    assert [cluster.code(rank) for rank in (0, 1)] == [0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("warm", ["--warm", "--no-warm"])
+def test_the_launcher_replaces_a_worker_alone(tmp_path: Path, warm: str) -> None:
+    code, out, err = finish(launched(tmp_path, "replaced", "-n", "2", "--ps", "1", warm), tmp_path)
+    assert code == 0, err
+    told = [json.loads(line.removeprefix("[chief 0] ")) for line in out.splitlines() if "{" in line]
+    first, gone_, back, second = told
+    assert (first, second) == ({"read": [21.0, 22.0]}, {"read": [21.0, 22.0]})
+    assert (gone_, back) == ({"gone": "worker 1"}, {"back": "worker 1"})
+    assert err.splitlines()[1:] == [
+        "tfdist: worker 1 was killed by SIGKILL (logs/worker-1.log); started again (replacement 1 of 3), "
+        "the others go on"
+    ]
+    log = (tmp_path / "logs/worker-1.log").read_text()
+    former, _, latter = log.partition("--- replacement 1 ---\n")
+    assert re.search(r"^tfdist: worker 1 \(\S+\) serves chief 0 \(\S+\)$", former, re.M)
+    assert re.search(r"^tfdist: worker 1 \(\S+\) serves chief 0 \(\S+\) again$", latter, re.M)
+    assert "has ended, and worker 1" in latter
+    assert "replacement" not in (tmp_path / "logs/worker-0.log").read_text()
 
 
 def test_a_single_task_needs_no_servers() -> None:
@@ -315,7 +431,8 @@ def test_a_server_is_waited_for(watched: Watched) -> None:
 
 def test_what_is_said_of_a_server_that_is_gone() -> None:
     assert gone("worker 1 (b:1)", "stage 1", "/logs/worker-1.log") == (
-        "worker 1 (b:1), which holds stage 1, is gone; /logs/worker-1.log may tell why. To go on from the last backup "
-        "after such a loss, train with tfdist.callbacks.BackupAndRestore and start with `tfdist run --max-restarts 3`"
+        "worker 1 (b:1), which holds stage 1, is gone; /logs/worker-1.log may tell why. With "
+        "tfdist.callbacks.BackupAndRestore a run goes on from its last backup when it is started again, which "
+        "`tfdist run` does by itself (--max-restarts)"
     )
     assert gone("worker 1 (b:1)", "", "").startswith("worker 1 (b:1) is gone; its output may tell why.")

@@ -104,9 +104,32 @@ def two_devices() -> dict[str, Any]:
     found["steps of six batches"] = int(np.asarray(model.optimizer.iterations.value))
     found["hook"] = calls
 
+    ran: list[Any] = []
+    run = strategy.run
+
+    def note_run(function: Callable, *arguments: Any, **more: Any) -> Any:
+        ran.append(function)
+        return run(function, *arguments, **more)
+
+    strategy.run = note_run
+    model.predict(x[:16], batch_size=16, verbose=0)
+    found["predicts by a model's method"] = [isinstance(getattr(f, "__self__", None), keras.Model) for f in ran]
+    strategy.run = run
     with strategy.scope():
         model = mlp(steps_per_execution=2)()
     found["steps_per_execution"] = error_of(model.fit, batches(x, y), verbose=0)
+
+    counter = keras.Variable(0.0)
+    add = tf.function(lambda: counter.assign_add(1.0)).get_concrete_function()
+    found["operations of assign_add"] = {operation.type for operation in add.graph.get_operations()}
+    found["sparse_read"] = hasattr(counter, "sparse_read")
+    found["slots saved"] = []
+    for variables in ([[[0.0], [1.0]]], [[[0.0]], [[1.0]]]):
+        optimizer = keras.optimizers.SGD(momentum=0.5)
+        optimizer.build([keras.Variable(value) for value in variables])
+        store: dict[str, Any] = {}
+        optimizer.save_own_variables(store)
+        found["slots saved"].append(len(store))
     found["installed"] = hasattr(keras.Model.export, "_tfdist_original")
     return found
 
@@ -196,6 +219,21 @@ def steps_per_execution_cannot_reduce() -> None:
     assert "You must feed a value for placeholder" in message
 
 
+def predictions_do_not_tell_their_model() -> None:
+    assert set(local()["predicts by a model's method"]) == {False}
+
+
+def additions_are_a_read_and_a_write() -> None:
+    assert {"ReadVariableOp", "AssignVariableOp"} <= local()["operations of assign_add"]
+    assert "AssignAddVariableOp" not in local()["operations of assign_add"]
+    assert not local()["sparse_read"]
+
+
+def slots_are_saved_shard_by_shard() -> None:
+    whole, in_two_parts = local()["slots saved"]
+    assert in_two_parts == whole + 1
+
+
 def every_process_writes(target: str) -> None:
     assert [found[target] for found in cluster()] == [True, True]
 
@@ -213,6 +251,10 @@ CANARIES: dict[str, Callable[[], None]] = {
     ),
     f"{_TRAINER}:TFEpochIterator.__init__": strategies_are_not_told_who_asks_for_a_dataset,
     f"{_TRAINER}:TensorFlowTrainer._maybe_symbolic_build": a_generator_loses_its_first_batches,
+    f"{_TRAINER}:TensorFlowTrainer.make_predict_function": predictions_do_not_tell_their_model,
+    "keras.src.backend.tensorflow.core:Variable._initialize": additions_are_a_read_and_a_write,
+    "keras.src.optimizers.base_optimizer:BaseOptimizer.save_own_variables": slots_are_saved_shard_by_shard,
+    "keras.src.optimizers.base_optimizer:BaseOptimizer.load_own_variables": slots_are_saved_shard_by_shard,
     **{
         target: functools.partial(every_process_writes, target)
         for target in (

@@ -108,7 +108,7 @@ def test_workers_are_pinned_to_cores_of_their_own(launch, tmp_path) -> None:
 
 
 def test_parameter_servers_end_with_the_training(launch) -> None:
-    started = launch("print('up')\nif job == 'ps': time.sleep(100)", "--ps", "1", "--chief", "--evaluator")
+    started = launch("print('up')\nif job == 'ps': time.sleep(100)", "-n", "1", "--ps", "1", "--evaluator")
     result = started.finish()
     assert result.code == 0
     assert result.out == "[chief 0] up\n"

@@ -138,3 +138,32 @@ def test_no_zygote_without_need(launch, tmp_path, options: tuple[str, ...]) -> N
     time.sleep(1.0)
     assert zygotes(started) == []
     assert len(started.marked()) == 4  # launcher, guardian and workers
+
+
+def test_a_worker_of_parameter_servers_is_replaced_by_a_forked_one(launch, tmp_path) -> None:
+    end = """
+        text = Path("/proc/self/cmdline").read_text()
+        print("forked" if "zygote_program" in text else "fresh", name, os.environ["TFDIST_REPLACEMENT"], flush=True)
+        if job == "chief":
+            time.sleep(2.5)
+            writer.begin()
+            while not Path("end").exists():
+                writer.report("training", 1)
+                time.sleep(0.01)
+            sys.exit(0)
+        if name == "worker-1" and not os.environ["TFDIST_REPLACEMENT"]:
+            while not Path("fail").exists(): time.sleep(0.02)
+            kill()
+        Path(f"serves-{name}").touch()
+        while not Path("end").exists(): time.sleep(0.02)
+    """
+    started = launch(program(end), "--ps", "1")
+    wait_for_zygote(started)
+    (tmp_path / "fail").touch()
+    started.wait_for_file("serves-worker-1")
+    (tmp_path / "end").touch()
+    result = started.finish(60)
+    assert result.code == 0, result.err
+    assert started.log("worker-1").splitlines() == ["fresh worker-1 ", "--- replacement 1 ---", "forked worker-1 1"]
+    assert "started again (replacement 1 of 3), the others go on" in result.err
+    started.assert_nothing_is_left()

@@ -118,6 +118,37 @@ def test_the_first_exception_is_the_cause():
     assert error.value.ranks == (1, 0)
 
 
+def test_parameter_servers(mark):
+    """The chief returns; the others serve, and end by themselves."""
+
+    def function(text: str) -> tuple:
+        import tfdist
+
+        cluster = tfdist.discover()
+        if not cluster.is_chief:
+            os._exit(0)
+        return text, {job: len(places) for job, places in cluster.jobs.items()}, cluster.task_type
+
+    results = run_local(function, 3, ps=2, args=("argument",), env={MARK: mark}, timeout=30)
+    assert results == [("argument", {"chief": 1, "worker": 3, "ps": 2}, "chief")]
+    assert_nothing_is_left(mark)
+
+
+def test_a_parameter_server_that_fails_is_blamed(mark):
+    def function() -> None:
+        import tfdist
+
+        task = tfdist.discover()
+        if task.task_type == "ps":
+            os._exit(7)
+        time.sleep(60)
+
+    with pytest.raises(LocalRunError, match=r"^Ps 0 of 3 failed\.\n(.*\n)*--- ps 0, exit code 7, last lines:") as error:
+        run_local(function, 1, ps=1, env={MARK: mark}, timeout=20)
+    assert error.value.ranks[0] == 2
+    assert_nothing_is_left(mark)
+
+
 def test_a_result_that_cannot_be_pickled():
     def function() -> object:
         import threading
@@ -144,9 +175,7 @@ def test_deadline(mark):
     with pytest.raises(LocalRunError) as error:
         run_local(function, env={MARK: mark}, timeout=4)
     assert 3.5 < time.monotonic() - began < 12
-    assert str(error.value).startswith(
-        "Rank 1 of 2 did not end.\nRanks [1] had not ended after 4 s and were killed.\n--- rank 0, exit code 0"
-    )
+    assert str(error.value).startswith("Rank 1 of 2 did not end.\nKilled after 4 s: rank 1.\n--- rank 0, exit code 0")
     assert "--- rank 1, killed, last lines:\nchild " in str(error.value)
     assert error.value.ranks == (1,)
     assert error.value.__cause__ is None

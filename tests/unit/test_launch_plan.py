@@ -45,13 +45,44 @@ def test_chief_alone() -> None:
     assert json.loads(plan.env["TF_CONFIG"])["cluster"] == {"chief": ["127.0.0.1:20001"]}
 
 
-def test_ps_and_evaluator() -> None:
-    plans = make(RunOptions(workers=1, ps=2, evaluator=True))
-    assert [plan.name for plan in plans] == ["worker 0", "ps 0", "ps 1", "evaluator 0"]
-    assert json.loads(plans[3].env["TF_CONFIG"]) == {
-        "cluster": {"worker": ["127.0.0.1:20001"], "ps": ["127.0.0.1:20002", "127.0.0.1:20003"]},
+def test_parameter_servers_and_workers_serve_a_chief() -> None:
+    plans = make(RunOptions(workers=2, ps=1, evaluator=True))
+    assert [(plan.name, plan.shown, plan.serves, plan.is_replaceable) for plan in plans] == [
+        ("chief 0", True, False, False),
+        ("worker 0", False, True, True),
+        ("worker 1", False, True, True),
+        ("ps 0", False, True, False),
+        ("evaluator 0", False, False, False),
+    ]
+    assert [plan.trains for plan in plans] == [True] * 4 + [False]
+    assert json.loads(plans[4].env["TF_CONFIG"]) == {
+        "cluster": {
+            "chief": ["127.0.0.1:20001"],
+            "worker": ["127.0.0.1:20002", "127.0.0.1:20003"],
+            "ps": ["127.0.0.1:20004"],
+        },
         "task": {"type": "evaluator", "index": 0},
     }
+    assert not any(plan.serves or plan.is_replaceable for plan in make(RunOptions(workers=2, chief=True)))
+
+
+def test_the_cores_and_gpus_are_for_the_workers_that_parameter_servers_have() -> None:
+    plans = make(RunOptions(workers=2, ps=1, evaluator=True), Machine((0, 1, 2, 3, 4), ("0", "1", "2")))
+    assert [(plan.name, plan.cpus, plan.env["CUDA_VISIBLE_DEVICES"]) for plan in plans] == [
+        ("chief 0", (), ""),
+        ("worker 0", (0, 1), "0"),
+        ("worker 1", (2, 3), "1"),
+        ("ps 0", (), ""),
+        ("evaluator 0", (), "2"),
+    ]
+    assert [plan.env.get("OMP_NUM_THREADS") for plan in plans] == [None, "2", "2", None, None]
+    assert [plan.env["TF_NUM_INTEROP_THREADS"] for plan in plans] == ["5", "4", "4", "5", "5"]
+    shared = make(RunOptions(workers=3, ps=1), Machine((0, 1), ("0", "1")))
+    assert [(plan.cpus, plan.env["CUDA_VISIBLE_DEVICES"]) for plan in shared] == [
+        *(((), visible) for visible in ("", "0", "1", "0", ""))
+    ]
+    assert {plan.env["TF_FORCE_GPU_ALLOW_GROWTH"] for plan in shared} == {"true"}
+    assert "TF_FORCE_GPU_ALLOW_GROWTH" not in make(RunOptions(2, ps=1), Machine((0, 1), ("0", "1")))[0].env
 
 
 def test_all_are_shown_when_asked_for() -> None:
@@ -73,13 +104,13 @@ def test_defaults_of_a_pinned_worker() -> None:
 
 @pytest.mark.parametrize(("ps", "cores", "expected"), [(0, 2, "2"), (0, 16, "8"), (1, 2, "4"), (1, 16, "8")])
 def test_interop_threads(ps: int, cores: int, expected: str) -> None:
-    plan = make(RunOptions(workers=2, ps=ps), Machine(tuple(range(cores))))[0]
+    plans = make(RunOptions(workers=2, ps=ps), Machine(tuple(range(cores))))
+    (plan,) = (plan for plan in plans if plan.name == "worker 0")
     assert plan.env["TF_NUM_INTEROP_THREADS"] == expected
 
 
 def test_unpinned_processes_get_no_thread_limit() -> None:
-    worker, ps = make(RunOptions(workers=1, ps=1), Machine((0, 1)))
-    for plan in (worker, ps):
+    for plan in make(RunOptions(workers=1, ps=1), Machine((0, 1))):
         assert plan.cpus == ()
         assert "TF_NUM_INTRAOP_THREADS" not in plan.env
         assert "OMP_NUM_THREADS" not in plan.env
@@ -102,8 +133,8 @@ def test_each_process_knows_how_often_the_run_was_started_again() -> None:
 
 
 def test_progress_of_a_launcher_around_this_one_is_not_reported_to() -> None:
-    plan = make(RunOptions(ps=1), environ={"TFDIST_PROGRESS": "/proc/1/fd/3"})[2]
-    assert (plan.name, plan.env["TFDIST_PROGRESS"]) == ("ps 0", "")
+    plan = make(RunOptions(ps=1), environ={"TFDIST_PROGRESS": "/proc/1/fd/3", "TFDIST_REPLACEMENT": "1"})[3]
+    assert (plan.name, plan.env["TFDIST_PROGRESS"], plan.env["TFDIST_REPLACEMENT"]) == ("ps 0", "", "")
 
 
 def test_inherited_cluster_is_replaced() -> None:
@@ -125,8 +156,9 @@ def test_inherited_cluster_is_replaced() -> None:
     ],
 )
 def test_share_cpus(workers: int, cpus: int | str, cores: tuple[int, ...], expected: list[tuple[int, ...]]) -> None:
-    shares = share_cpus(RunOptions(workers=workers, ps=1, cpus_per_worker=cpus), Machine(cores))
-    assert shares == {("worker", rank): share for rank, share in enumerate(expected)}
+    for ps in (0, 1):
+        shares = share_cpus(RunOptions(workers=workers, ps=ps, cpus_per_worker=cpus), Machine(cores))
+        assert shares == {("worker", rank): share for rank, share in enumerate(expected)}
 
 
 def test_too_few_cores() -> None:
@@ -146,7 +178,7 @@ def test_too_few_cores() -> None:
         (
             RunOptions(1, ps=1, evaluator=True, gpus_per_worker=1),
             ("0", "1"),
-            {("worker", 0): ("0",), ("ps", 0): (), ("evaluator", 0): ("1",)},
+            {("chief", 0): (), ("worker", 0): ("0",), ("ps", 0): (), ("evaluator", 0): ("1",)},
         ),
     ],
 )
@@ -177,6 +209,12 @@ def test_too_few_gpus() -> None:
     [
         ({"workers": 0}, "--workers 0: expected at least 1. Use -n 1"),
         ({"ps": -1}, "--ps -1: expected 0 or more. Leave --ps out"),
+        (
+            {"ps": 1, "chief": True},
+            "--chief and --ps 1: expected only one of them. With parameter servers a chief is started anyway, "
+            "which drives the workers: leave --chief out.",
+        ),
+        ({"env": {"TFDIST_REPLACEMENT": "1"}}, "tfdist run sets TFDIST_REPLACEMENT for every process itself."),
         ({"env": {"TF_CONFIG": "{}"}}, "--env TF_CONFIG=...: tfdist run sets TF_CONFIG for every process itself"),
         ({"env": {"TFDIST_LOG_DIR": "x"}}, "Use --log-dir."),
         ({"env": {"TFDIST_RESTART": "1"}}, "tfdist run sets TFDIST_RESTART for every process itself. Leave it out."),
@@ -196,9 +234,14 @@ def test_impossible_options(arguments: dict, message: str) -> None:
         (RunOptions(2), False, "2 workers on this machine; output of worker 1 goes to logs/"),
         (RunOptions(2), True, "2 workers on this machine; complete logs in logs/"),
         (
-            RunOptions(3, ps=2, chief=True, evaluator=True),
+            RunOptions(3, chief=True, evaluator=True),
             False,
-            "1 chief, 2 workers, 2 ps and 1 evaluator on this machine; output of the other 5 goes to logs/",
+            "1 chief, 2 workers and 1 evaluator on this machine; output of the other 3 goes to logs/",
+        ),
+        (
+            RunOptions(2, ps=1),
+            False,
+            "1 chief, 2 workers and 1 ps on this machine; output of the other 3 goes to logs/",
         ),
     ],
 )

@@ -6,7 +6,7 @@ import pytest
 
 from tfdist.launch.comeback import Comeback, Outcome
 from tfdist.launch.failure import Failure
-from tfdist.launch.restarts import GiveUp, Incident, Restart, RestartPolicy
+from tfdist.launch.restarts import GiveUp, Incident, Replacement, Restart, RestartPolicy
 from tfdist.supervision.progress import Progress
 
 KILLED = Failure("worker 1", -9)
@@ -162,3 +162,20 @@ def test_outcome(outcome: Outcome, text: str) -> None:
 
 def test_a_hang_is_told_without_repeating_the_step() -> None:
     assert incident(5, HUNG).cause == "worker 1 stands still"
+
+
+def test_a_worker_is_replaced_at_once_and_after_short_lives_less_and_less_often() -> None:
+    policy = RestartPolicy(99)
+    lives = [0.1, 0.1, 5.0, 29.9, 31.0, 0.1]
+    assert [policy.replace("worker 1", lived).delay for lived in lives] == [0.0, 1.0, 2.0, 4.0, 0.0, 1.0]
+    assert [policy.replace("worker 0", 0.1).delay for _ in range(7)] == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0]
+
+
+def test_replacements_and_restarts_share_the_limit() -> None:
+    policy = RestartPolicy(3)
+    assert policy.replace("worker 1", 60.0) == Replacement(1, 0.0)
+    assert policy.decide(incident(5)) == Restart(2, 2, 0.0)
+    assert policy.replace("worker 0", 60.0) == Replacement(3, 0.0)
+    assert policy.replace("worker 1", 60.0) is None
+    assert policy.decide(incident(9)) == GiveUp("not restarted: 3 restarts used up (--max-restarts)")
+    assert RestartPolicy(0).replace("worker 1", 60.0) is None

@@ -66,6 +66,17 @@ def test_nobody_is_left() -> None:
     assert Watchdog(1.0, 10.0, due=100.0).overdue({}, 1e6) is None
 
 
+def test_a_silence_that_has_a_reason_does_not_count() -> None:
+    watchdog = Watchdog(5.0, 600.0)
+    progress = {"worker 0": at(100.0)}
+    for now in (101.0, 105.0):
+        assert watchdog.overdue(progress, now) is None
+    watchdog.excuse(105.5)
+    for now in (108.0, 110.5):
+        assert watchdog.overdue(progress, now) is None
+    assert watchdog.overdue(progress, 110.6) == Overdue("worker 0", pytest.approx(5.1), False)
+
+
 def test_time_in_which_the_launcher_was_stopped_does_not_count() -> None:
     watchdog = Watchdog(10.0, 600.0)
     seen = {"worker 0": at(100.0)}

@@ -109,7 +109,7 @@ class DataPosition:
             return f"the data come from a {type(adapter).__name__.removesuffix('DataAdapter').lower()}, not a dataset"
         source = self._source()
         if not isinstance(source, tf.data.Dataset):
-            return f"the data are a {type(source).__name__}, which is distributed already"
+            return f"the data are a {type(source).__name__}, which the workers read by themselves"
         reason = why_not_repeatable(source)
         if reason is None and seeds(source) and not getattr(self._model.distribute_strategy, "seed_is_given", True):
             reason = "no seed was set, so that the processes agreed on a random one"
@@ -282,7 +282,8 @@ class DataPosition:
             iterator._num_batches = state["batches"]  # learnt when the data ended for the first time
         goes_on = state["goes on"]
         before = state["made"] - int(goes_on)
-        if isinstance(iterator.data_adapter, TFDatasetAdapter) and draws_seeds(self._source()):
+        source = self._source()
+        if isinstance(source, tf.data.Dataset) and not self._is_arrays and draws_seeds(source):
             for _ in range(before):
                 self._make()
         self._made = before
@@ -311,8 +312,10 @@ class DataPosition:
             for _ in range(skip):
                 next(made)
             return made
-        if skip:
-            source, size = self._source(), getattr(dataset, "_cardinality", None)
+        source = self._source()
+        # What workers read by themselves begins anew.
+        if skip and isinstance(source, tf.data.Dataset):
+            size = getattr(dataset, "_cardinality", None)
             dataset = self._distribute(source.skip(skip))
             if dataset is not source and size is not None:
                 dataset._cardinality = size  # part of the type of the iterator: another one would be traced again

@@ -25,6 +25,7 @@ from tfdist.callbacks.training_state import TrainingState
 from tfdist.callbacks.writers import WRITERS
 from tfdist.strategies import epoch_iterators, random_state
 from tfdist.strategies.agreement import Agreement, Request
+from tfdist.strategies.pending_steps import settle
 from tfdist.strategies.pipeline_facts import draws_seeds
 from tfdist.supervision.events import EventLog
 from tfdist.supervision.exit_codes import PREEMPTED
@@ -262,6 +263,7 @@ class FitBackup:
         """Takes a snapshot, which on several workers is a collective, and lets the chief write it."""
         if self._callback_list._async_train:
             self._callback_list._flush_futures()
+        settle(self._model)
         began = time.monotonic()
         place = dataclasses.replace(self._place)
         self._schedule.saved(place.total)

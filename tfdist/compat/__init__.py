@@ -18,7 +18,9 @@ def patches() -> list:
         keras_metrics,
         keras_optimizers,
         keras_saving,
+        keras_sharded_slots,
         keras_trainer,
+        keras_variables,
     )
 
     modules = [
@@ -29,5 +31,7 @@ def patches() -> list:
         keras_trainer,
         keras_callbacks,
         keras_saving,
+        keras_variables,
+        keras_sharded_slots,
     ]
     return [patch for module in modules for patch in module.PATCHES]

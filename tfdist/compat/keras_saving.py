@@ -1,4 +1,7 @@
-"""Saving a model that belongs to a multi-worker strategy: the same path on every process, written by the chief."""
+"""Saving a model that belongs to a strategy of several processes.
+
+The same path is given on every worker, and written by the chief; steps that are not done yet are waited for.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,13 @@ from typing import Any
 
 from tfdist.compat.patch import Patch
 from tfdist.strategies.chief_files import files_of
+from tfdist.strategies.pending_steps import settle
 
 
 def _by_chief(original: Callable) -> Callable:
     @functools.wraps(original)
     def save(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+        settle(model)
         files = files_of(model)
         if files is None:
             return original(model, filepath, *args, **kwargs)

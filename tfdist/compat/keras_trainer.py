@@ -11,13 +11,27 @@ from tfdist.compat.patch import Patch
 from tfdist.strategies import epoch_iterators, guards
 from tfdist.strategies.data_parallel import DataParallel
 from tfdist.strategies.global_batches import GlobalBatchDataset
-from tfdist.strategies.pipeline.strategy import PipelineStrategy, warn_without_scope
+from tfdist.strategies.parameter_server import strategy as parameter_server
+from tfdist.strategies.parameter_server.batches import CoordinatorDataset
+from tfdist.strategies.parameter_server.strategy import ParameterServerStrategy
+from tfdist.strategies.pipeline import strategy as pipeline
+from tfdist.strategies.pipeline.strategy import PipelineStrategy
 
 _MODULE = "keras.src.backend.tensorflow.trainer"
 
 
 def _epoch_iterator(original: Callable) -> Callable:
     def __init__(self: Any, distribute_strategy: Any = None, *args: Any, **kwargs: Any) -> None:
+        if isinstance(distribute_strategy, ParameterServerStrategy):
+            if callable(kwargs.get("x")) and not hasattr(kwargs["x"], "__getitem__"):
+                kwargs["x"] = distribute_strategy.distribute_datasets_from_function(kwargs["x"])
+            original(self, distribute_strategy, *args, **kwargs)
+            dataset = self._distributed_dataset
+            if isinstance(dataset, CoordinatorDataset):
+                dataset.steps = self.steps_per_epoch
+                if isinstance(self.data_adapter, TFDatasetAdapter):
+                    self._distributed_dataset = distribute_strategy.on_workers(dataset)
+            return
         if not isinstance(distribute_strategy, DataParallel):
             guards.warn_without_scope()
             original(self, distribute_strategy, *args, **kwargs)
@@ -38,10 +52,11 @@ def _maybe_symbolic_build(original: Callable) -> Callable:
         if iterator is not None:
             epoch_iterators.note(self, iterator)
         strategy = self._distribute_strategy
-        if not isinstance(strategy, (DataParallel, PipelineStrategy)):
+        if not isinstance(strategy, (DataParallel, PipelineStrategy, ParameterServerStrategy)):
             guards.warn_without_scope()
             guards.check_without_strategy(self)
-            warn_without_scope()
+            pipeline.warn_without_scope()
+            parameter_server.warn_without_scope()
             original(self, iterator=iterator, data_batch=data_batch)
             return
         _check(strategy, self)
@@ -55,12 +70,26 @@ def _maybe_symbolic_build(original: Callable) -> Callable:
                 self._symbolic_build(data_batch=epoch_iterators.batch_specification(iterator))
         # Once more: Keras builds metrics, and shows their variables, only now.
         _check(strategy, self)
+        if isinstance(strategy, ParameterServerStrategy):
+            strategy.prepare(self)
 
     return _maybe_symbolic_build
 
 
+def _make_predict_function(original: Callable) -> Callable:
+    def make_predict_function(self: Any, force: bool = False) -> Any:
+        if not isinstance(self._distribute_strategy, ParameterServerStrategy):
+            return original(self, force)
+        if force:
+            self.predict_function = None
+        self._distribute_strategy.prepare_predict(self)
+        return self.predict_function
+
+    return make_predict_function
+
+
 def _check(strategy: Any, model: Any) -> None:
-    if isinstance(strategy, PipelineStrategy):
+    if isinstance(strategy, (PipelineStrategy, ParameterServerStrategy)):
         strategy.check_model(model)
     else:
         guards.check(strategy, model)
@@ -78,5 +107,11 @@ PATCHES = [
         _maybe_symbolic_build,
         "keras",
         "keras issue 20585",
+    ),
+    Patch(
+        f"{_MODULE}:TensorFlowTrainer.make_predict_function",
+        _make_predict_function,
+        "keras",
+        "no upstream hook tells a strategy which model predicts",
     ),
 ]

@@ -15,7 +15,8 @@ _WORKERS_HELP = "Number of training processes; MIN:MAX begins with MAX, goes on 
 _STAGES_HELP = "Instead of -n: a process for each of the K stages that tfdist.PipelineStrategy cuts a model into."
 _REPLICAS_HELP = "With --stages: R copies of the whole pipeline, K*R processes in all.  [default: 1]"
 _HANG_HELP = "Without progress for so long, a process counts as hung.  [default: what is unusual for it, 30 at least]"
-_RESTARTS_HELP = "How often to start all processes again after one failed that had begun to train."
+_PS_HELP = "Number of parameter servers; a chief is started as well, which drives the -n workers."
+_RESTARTS_HELP = "How often to start all processes again after one failed; with --ps, also a lost worker alone."
 _START_HELP = "Seconds from the call of fit to the first step, until the run counts as hung."
 _WARM_HELP = "Keep a process that has imported TensorFlow, from which restarted processes are forked."
 _DRILL_HANG_HELP = "For the fault that hangs a worker.  [default: from the time between two backups]"
@@ -71,7 +72,7 @@ def main() -> None:
 @click.option("-n", "--workers", type=WorkerRange(), help=_WORKERS_HELP)
 @click.option("--stages", type=click.IntRange(min=1), metavar="K", help=_STAGES_HELP)
 @click.option("--replicas", type=click.IntRange(min=1), metavar="R", help=_REPLICAS_HELP)
-@click.option("--ps", type=int, default=0, show_default=True, help="Number of parameter servers.")
+@click.option("--ps", type=int, default=0, show_default=True, help=_PS_HELP)
 @click.option("--chief", is_flag=True, help='Let the first worker be the job "chief".')
 @click.option("--evaluator", is_flag=True, help="Start an evaluator, too; it may outlast the training by --grace.")
 @click.option("--cpus-per-worker", type=CountOrAuto(1), default="auto", show_default=True, help="Cores of each one.")

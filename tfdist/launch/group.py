@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tfdist.launch.failure import Failure
 from tfdist.launch.guardian import Guardian
-from tfdist.launch.plan import ProcessPlan
+from tfdist.launch.plan import REPLACEMENT, ProcessPlan
 from tfdist.launch.process import Process
 from tfdist.launch.program_start import StartProgram, start_afresh
 from tfdist.launch.terminal import Terminal
@@ -59,8 +59,11 @@ class ProcessGroup:
         self._terminal = terminal
         self._guardian = guardian
         self._selector = selectors.DefaultSelector()
+        self._log_dir = log_dir
+        self._start_program = start_program
         self._progress_files = {plan.name: ProgressFile() for plan in plans if plan.trains and not plan.serves}
-        self.processes = [Process(self._with_progress(plan), log_dir, restart, start_program) for plan in plans]
+        continues = f"restart {restart}" if restart else ""
+        self.processes = [Process(self._with_progress(plan), log_dir, continues, start_program) for plan in plans]
         self._started: list[Process] = []
 
     def _with_progress(self, plan: ProcessPlan) -> ProcessPlan:
@@ -94,8 +97,13 @@ class ProcessGroup:
 
     @property
     def trainers(self) -> list[Process]:
-        """The processes that train."""
+        """The processes that take part in the training."""
         return [process for process in self.processes if process.plan.trains]
+
+    @property
+    def workers(self) -> int:
+        """With how many workers it trains: those that can be replaced, where there are such."""
+        return sum(process.plan.is_replaceable for process in self.trainers) or len(self.trainers)
 
     @property
     def running(self) -> list[Process]:
@@ -116,6 +124,24 @@ class ProcessGroup:
         """Describes what became of a process, with the last lines of its log."""
         self._hear_what_is_there(process)
         return Failure(process.plan.name, status, process.tail(_TAIL_LINES), str(process.log_path), hang)
+
+    def replace(self, process: Process, number: int) -> Process:
+        """Starts a process in the place of one that is over; the log goes on.
+
+        Args:
+            process: one of `processes`.
+            number: of the replacement, which the new process finds in its environment.
+
+        Raises:
+            OSError: it could not be started.
+        """
+        plan = dataclasses.replace(process.plan, env={**process.plan.env, REPLACEMENT: str(number)})
+        successor = Process(plan, self._log_dir, f"replacement {number}", self._start_program)
+        self.processes[self.processes.index(process)] = successor
+        self._started.remove(process)
+        process.close()
+        self._start(successor)
+        return successor
 
     def signal(self, number: int) -> None:
         """Sends a signal to every process that has not ended, and to its helpers."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from tfdist.launch.failure import Failure, choose, exit_code
 from tfdist.launch.group import ProcessGroup
 from tfdist.launch.process import Process, process_state
+from tfdist.launch.replacements import Replacements
 from tfdist.launch.restarts import GiveUp, Incident, Restart
 from tfdist.launch.signals import SignalInbox
 from tfdist.launch.terminal import Terminal
@@ -55,10 +56,12 @@ class Incarnation:
         watchdog: judges whether the processes get on.
         decide: is asked about a failure while the processes still exist.
         on_progress: is told at every tick what the training processes report.
+        replacements: fill the places of workers that the others can do without.
 
     Example:
         >>> with ProcessGroup(plans, log_dir, terminal, guardian) as group:
-        ...     Incarnation(group, inbox, terminal, 10.0, watchdog, policy.decide, print).run().code
+        ...     replacements = Replacements(group, ask, lambda: 0.0)
+        ...     Incarnation(group, inbox, terminal, 10.0, watchdog, policy.decide, print, replacements).run().code
         0
     """
 
@@ -71,6 +74,7 @@ class Incarnation:
         watchdog: Watchdog,
         decide: Callable[[Incident], Restart | GiveUp],
         on_progress: Callable[[Mapping[str, Progress | None]], object],
+        replacements: Replacements,
     ) -> None:
         self._group = group
         self._inbox = inbox
@@ -79,6 +83,7 @@ class Incarnation:
         self._watchdog = watchdog
         self._ask = decide
         self._on_progress = on_progress
+        self._replacements = replacements
         self._failures: list[Failure] = []
         self._first_failure_at = 0.0
         self._incident: Incident | None = None
@@ -107,11 +112,22 @@ class Incarnation:
         return Ending(self._code(failure), failure, self._incident, self._decision, self._interrupt)
 
     def _note_end(self, process: Process) -> None:
+        if process.plan.is_replaceable and process.status and self._is_dispensable(process):
+            return
         if process.status == PREEMPTED and process.plan.trains:
             self._note_preemption()
         elif process.status and not self._stopping and not self._preempted:
             self._first_failure_at = self._first_failure_at or time.monotonic()
             self._failures.append(self._group.failure(process, process.status))
+
+    def _is_dispensable(self, process: Process) -> bool:
+        """Whether the training goes on without a worker that has failed, or with another one in its place."""
+        if self._stopping or self._preempted or self._failures:
+            return False
+        if self._training_has_ended():
+            return True
+        self._progressed = self._progressed or _has_trained(self._group.progress())
+        return self._progressed and self._replacements.take(process)
 
     def _note_preemption(self) -> None:
         """The processes save together and leave together; the slowest one has the grace period for that."""
@@ -124,11 +140,11 @@ class Incarnation:
     def _watch(self) -> None:
         progress = self._group.progress()
         self._on_progress(progress)
-        self._progressed = self._progressed or any(
-            report is not None and report.has_trained for report in progress.values()
-        )
+        self._progressed = self._progressed or _has_trained(progress)
         if self._stopping or self._preempted or self._failures:
             return
+        if not self._training_has_ended() and self._replacements.start_due():
+            self._watchdog.excuse(time.monotonic())  # the others may have nobody to work with
         alive = {process.plan.name: process for process in self._group.trainers if process.status is None}
         seen = {name: report for name, report in progress.items() if name in alive}
         overdue = self._watchdog.overdue(seen, time.monotonic())
@@ -183,7 +199,7 @@ class Incarnation:
             trains=any(process.plan.name == failure.name for process in trainers),
             progress=self._group.progress(),
             progressed=self._progressed,
-            workers=len(trainers),
+            workers=self._group.workers,
             at=self._first_failure_at,
         )
         self._decision = self._ask(self._incident)
@@ -217,3 +233,7 @@ class Incarnation:
         if len(codes) == 1 and (code := codes.pop()) is not None and code >= 0:
             return code  # all ended by themselves and agree, for instance on "saved, start me again"
         return exit_code(-self._interrupt)
+
+
+def _has_trained(progress: Mapping[str, Progress | None]) -> bool:
+    return any(report is not None and report.has_trained for report in progress.values())

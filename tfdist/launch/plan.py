@@ -13,11 +13,16 @@ from tfdist.launch.stages import Stages
 from tfdist.supervision.progress import VARIABLE as PROGRESS
 
 AUTO = "auto"
+# Number of the replacement, in the environment of a worker that was started in the place of another one.
+REPLACEMENT = "TFDIST_REPLACEMENT"
 
 Task = tuple[str, int]
 
 # What the launcher itself tells every process; a value from --env would make the processes disagree.
-RESERVED = ("TF_CONFIG", "TFDIST_CLUSTER", "TFDIST_RUN_ID", "TFDIST_LOG_DIR", "TFDIST_RESTART", *OF_STAGES, PROGRESS)
+RESERVED = (
+    *("TF_CONFIG", "TFDIST_CLUSTER", "TFDIST_RUN_ID", "TFDIST_LOG_DIR", "TFDIST_RESTART"),
+    *(REPLACEMENT, *OF_STAGES, PROGRESS),
+)
 
 _REMEDIES = {"TFDIST_LOG_DIR": "Use --log-dir.", **dict.fromkeys(OF_STAGES, "Use --stages and --replicas.")}
 
@@ -45,6 +50,11 @@ class RunOptions:
             raise PlanError(f"--workers {self.workers}: expected at least 1. Use -n 1 for a cluster of one process.")
         if self.ps < 0:
             raise PlanError(f"--ps {self.ps}: expected 0 or more. Leave --ps out for a cluster without one.")
+        if self.ps and self.chief:
+            raise PlanError(
+                f"--chief and --ps {self.ps}: expected only one of them. "
+                "With parameter servers a chief is started anyway, which drives the workers: leave --chief out."
+            )
         for name in RESERVED:
             if name in self.env:
                 remedy = _REMEDIES.get(name, "Leave it out.")
@@ -53,9 +63,16 @@ class RunOptions:
     @property
     def compute_tasks(self) -> tuple[Task, ...]:
         """The processes that train, the one with rank 0 first."""
+        if self.ps:
+            return (("chief", 0), *(("worker", index) for index in range(self.workers)))
         if self.chief:
             return (("chief", 0), *(("worker", index) for index in range(self.workers - 1)))
         return tuple(("worker", index) for index in range(self.workers))
+
+    @property
+    def tasks_with_devices(self) -> tuple[Task, ...]:
+        """The processes that compute, for which the cores and GPUs are: a chief of parameter servers only drives."""
+        return self.compute_tasks[1:] if self.ps else self.compute_tasks
 
     @property
     def tasks_with_port(self) -> tuple[Task, ...]:
@@ -80,6 +97,7 @@ class ProcessPlan:
         cpus: cores to pin the process to; empty = not pinned.
         shown: whether its output also goes to the terminal.
         serves: whether it only works for the first process: it reports no progress, and ends when that one has ended.
+        is_replaceable: whether the others go on without it, and with another one in its place.
     """
 
     job: str
@@ -89,6 +107,7 @@ class ProcessPlan:
     cpus: tuple[int, ...] = ()
     shown: bool = False
     serves: bool = False
+    is_replaceable: bool = False
 
     @property
     def name(self) -> str:
@@ -97,8 +116,8 @@ class ProcessPlan:
 
     @property
     def trains(self) -> bool:
-        """Whether the training is over only when this one has ended."""
-        return self.job in ("chief", "worker")
+        """Whether it takes part in the training, which is over when all that do not merely serve have ended."""
+        return self.job != "evaluator"
 
     @property
     def log_name(self) -> str:
@@ -153,6 +172,7 @@ def plan_run(
             "TFDIST_LOG_DIR": log_dir,
             "TFDIST_RESTART": str(restart),
             **(options.stages.environment() if options.stages else {}),
+            REPLACEMENT: "",
             PROGRESS: "",  # whoever starts the process fills it in; that of a launcher around this one is not ours
         }
         pinned = cpus.get(task, ())
@@ -166,14 +186,15 @@ def plan_run(
             **own,
         }
         first = task == options.compute_tasks[0]
-        serves = options.stages is not None and task in options.compute_tasks and not first
-        plans.append(ProcessPlan(*task, tuple(command), env, pinned, shown=show_all or first, serves=serves))
+        serves = (options.stages is not None or options.ps > 0) and task in options.tasks_with_port and not first
+        replaceable = options.ps > 0 and task[0] == "worker"
+        plans.append(ProcessPlan(*task, tuple(command), env, pinned, show_all or first, serves, replaceable))
     return plans
 
 
 def share_cpus(options: RunOptions, machine: Machine) -> dict[Task, tuple[int, ...]]:
-    """Cores of each compute process; empty when nothing is to be pinned. Parameter servers and evaluators roam."""
-    tasks, cores = options.compute_tasks, machine.cores
+    """Cores of each process that computes; empty when nothing is to be pinned. All others roam."""
+    tasks, cores = options.tasks_with_devices, machine.cores
     if options.cpus_per_worker == AUTO:
         each = len(cores) // len(tasks)
         if each == 0 or len(tasks) == 1:
@@ -191,10 +212,10 @@ def share_cpus(options: RunOptions, machine: Machine) -> dict[Task, tuple[int, .
 def share_gpus(options: RunOptions, machine: Machine) -> dict[Task, tuple[str, ...]]:
     """Visible GPUs of each process; empty when the machine has none and none were asked for.
 
-    Compute processes get equal disjoint shares, an evaluator what is left, parameter servers nothing. With `auto` and
-    fewer GPUs than compute processes the GPUs are shared in turn.
+    Processes that compute get equal disjoint shares, an evaluator what is left, parameter servers and their chief
+    nothing. With `auto` and fewer GPUs than processes that compute the GPUs are shared in turn.
     """
-    tasks, gpus = options.compute_tasks, machine.gpus
+    tasks, gpus = options.tasks_with_devices, machine.gpus
     if options.gpus_per_worker == AUTO:
         if not gpus:
             return {}
@@ -211,14 +232,14 @@ def share_gpus(options: RunOptions, machine: Machine) -> dict[Task, tuple[str, .
         shares = {task: (gpus[rank % len(gpus)],) for rank, task in enumerate(tasks)}
     else:
         shares = {task: gpus[rank * each : (rank + 1) * each] for rank, task in enumerate(tasks)}
-    for task in options.tasks[len(tasks) :]:
+    for task in (task for task in options.tasks if task not in tasks):
         shares[task] = gpus[each * len(tasks) :] if task[0] == "evaluator" and each else ()
     return shares
 
 
 def shares_gpus(options: RunOptions, machine: Machine) -> bool:
-    """Whether several compute processes have to use the same GPU."""
-    return options.gpus_per_worker == AUTO and 0 < len(machine.gpus) < len(options.compute_tasks)
+    """Whether several processes that compute have to use the same GPU."""
+    return options.gpus_per_worker == AUTO and 0 < len(machine.gpus) < len(options.tasks_with_devices)
 
 
 def _jobs(options: RunOptions, ports: Sequence[int]) -> dict[str, list[str]]:

@@ -32,7 +32,7 @@ class Process:
     Args:
         plan: what to run.
         log_dir: folder of the logs.
-        restart: number of the restart; from the first one on, the log is continued.
+        continues: what it is that continues a log, such as "restart 1"; empty: the log is a new one.
         start_program: starts what is planned.
 
     Attributes:
@@ -43,16 +43,16 @@ class Process:
     """
 
     def __init__(
-        self, plan: ProcessPlan, log_dir: Path, restart: int = 0, start_program: StartProgram = start_afresh
+        self, plan: ProcessPlan, log_dir: Path, continues: str = "", start_program: StartProgram = start_afresh
     ) -> None:
         self.plan = plan
         self.log_path = log_dir / plan.log_name
         self.status: int | None = None
         self.output: int | None = None
         self._start_program = start_program
-        self._ended_at = 0.0
+        self._started_at = self._ended_at = 0.0
         self._reaped = False
-        self._log, self._log_start = _open_log(self.log_path, restart)
+        self._log, self._log_start = _open_log(self.log_path, continues)
 
     def start(self, size: os.terminal_size | None) -> None:
         """Starts the process; with a size, a shown one gets a pseudo-terminal of that size instead of a pipe.
@@ -60,6 +60,7 @@ class Process:
         Raises:
             OSError: the command cannot be run.
         """
+        self._started_at = time.monotonic()
         if not self.plan.shown:
             self._program = self._start_program(self.plan, self._log.fileno())
             return
@@ -74,6 +75,11 @@ class Process:
     def group(self) -> int:
         """Its process group."""
         return self._program.pid
+
+    @property
+    def lived(self) -> float:
+        """For how many seconds it had existed when it was seen to have ended."""
+        return self._ended_at - self._started_at
 
     @property
     def is_over(self) -> bool:
@@ -177,16 +183,16 @@ def process_state(pid: int) -> str:
     return status[status.rindex(b")") + 1 :].split()[0].decode()
 
 
-def _open_log(path: Path, restart: int) -> tuple[BinaryIO, int]:
+def _open_log(path: Path, continues: str) -> tuple[BinaryIO, int]:
     """Opens a log, which a restart continues, and says where this process's own part begins."""
-    if not restart:
+    if not continues:
         return open(path, "w+b", buffering=0), 0
     path.parent.mkdir(parents=True, exist_ok=True)  # the program may have deleted it
     log = open(path, "a+b", buffering=0)  # noqa: SIM115
     with contextlib.suppress(OSError):
         size = os.fstat(log.fileno()).st_size
         open_line = size > 0 and os.pread(log.fileno(), 1, size - 1) != b"\n"
-        log.write(b"\n" * open_line + f"--- restart {restart} ---\n".encode())
+        log.write(b"\n" * open_line + f"--- {continues} ---\n".encode())
     return log, os.fstat(log.fileno()).st_size
 
 

@@ -1,4 +1,4 @@
-"""Whether a failed run is started again, when, and with how many workers. Decisions only: nothing is done here."""
+"""Whether a failed run, or worker, is started again, and when. Decisions only: nothing is done here."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from tfdist.supervision.progress import DONE, Progress
 
 _FIRST_DELAY = 1.0
 _LONGEST_DELAY = 30.0
+# A worker that ends sooner than this, in the place of another one, was started in vain.
+_SHORT_LIFE = 30.0
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,19 @@ class Restart:
 
 
 @dataclass(frozen=True)
+class Replacement:
+    """A worker is started again while the others go on.
+
+    Attributes:
+        number: among all restarts and replacements, from 1.
+        delay: seconds to wait before.
+    """
+
+    number: int
+    delay: float
+
+
+@dataclass(frozen=True)
 class GiveUp:
     """The run ends; the reason is empty where there is nothing to say about restarts."""
 
@@ -75,11 +90,11 @@ class RestartPolicy:
     """Decides about one failure after another.
 
     Args:
-        limit: how many restarts there may be.
+        limit: how many restarts there may be, those of single workers included.
         min_workers: with how few workers to go on when one was killed or hung; None: always with the same number.
 
     Attributes:
-        limit: how many restarts there may be.
+        limit: how many restarts there may be, those of single workers included.
         used: how many there have been.
 
     Example:
@@ -93,6 +108,7 @@ class RestartPolicy:
         self._min_workers = min_workers
         self.used = 0
         self._in_vain = 0
+        self._workers_in_vain: dict[str, int] = {}
         self._trains = False
         self._previous: Incident | None = None
 
@@ -105,8 +121,27 @@ class RestartPolicy:
             return GiveUp(reason)
         self.used += 1
         self._in_vain = 0 if incident.progressed else self._in_vain + 1
-        delay = min(_FIRST_DELAY * 2 ** (self._in_vain - 1), _LONGEST_DELAY) if self._in_vain else 0.0
-        return Restart(self.used, self._next_workers(incident), delay)
+        return Restart(self.used, self._next_workers(incident), _delay(self._in_vain))
+
+    def replace(self, name: str, lived: float) -> Replacement | None:
+        """What to do about a worker that can be replaced while the others go on; None: nothing, the limit is reached.
+
+        Args:
+            name: the worker.
+            lived: for how many seconds it had existed.
+
+        Example:
+            >>> policy = RestartPolicy(1)
+            >>> policy.replace("worker 1", 60.0), policy.replace("worker 1", 60.0)
+            (Replacement(number=1, delay=0.0), None)
+        """
+        if self.used >= self.limit:
+            return None
+        self.used += 1
+        before = self._workers_in_vain.get(name)
+        in_vain = 0 if before is None or lived >= _SHORT_LIFE else before + 1
+        self._workers_in_vain[name] = in_vain
+        return Replacement(self.used, _delay(in_vain))
 
     def _against(self, incident: Incident, previous: Incident | None) -> str | None:
         if not self._trains or self.limit == 0:
@@ -124,7 +159,7 @@ class RestartPolicy:
             if exception and exception == previous.failure.exception and not incident.progressed:
                 return "not restarted: it failed with the same exception again, before a single step was done"
         if self.used >= self.limit:
-            return f"not restarted: {self.used} restart{'' if self.used == 1 else 's'} used up (--max-restarts)"
+            return f"not restarted: {used_up(self.used)}"
         return None
 
     def _next_workers(self, incident: Incident) -> int:
@@ -132,3 +167,20 @@ class RestartPolicy:
         if self._min_workers is None or not gone:
             return incident.workers
         return max(incident.workers - 1, self._min_workers)
+
+
+def used_up(count: int) -> str:
+    """Why nothing is started again any more.
+
+    Example:
+        >>> used_up(1), used_up(0)
+        ('1 restart used up (--max-restarts)', '--max-restarts is 0')
+    """
+    return (
+        "--max-restarts is 0" if not count else f"{count} restart{'' if count == 1 else 's'} used up (--max-restarts)"
+    )
+
+
+def _delay(in_vain: int) -> float:
+    """How long to wait after so many starts in a row that led to nothing."""
+    return min(_FIRST_DELAY * 2 ** (in_vain - 1), _LONGEST_DELAY) if in_vain else 0.0

@@ -59,6 +59,11 @@ def run_local(
     try:
         parts = stages_of(workers, stages, replicas, ps, chief)
         fewest, most = (parts.workers, parts.workers) if parts else workers or (2, 2)
+        if ps > 0 and fewest < most:
+            raise ValueError(
+                f"-n {fewest}:{most} and --ps {ps}: expected one number of workers. With parameter servers a worker "
+                f"that is lost is replaced, and the others go on meanwhile: use -n {most}."
+            )
         options = RunOptions(most, ps, chief, evaluator, cpus_per_worker, gpus_per_worker, env, host, parts)
         command = target.command()
     except ValueError as error:
@@ -94,7 +99,7 @@ def run_local(
     terminal.message(announcement(options, str(shown_folder), output == "all"))
     if shares_gpus(options, machine):
         terminal.message(
-            f"{len(machine.gpus)} GPU(s) for {len(options.compute_tasks)} processes, which share them; "
+            f"{len(machine.gpus)} GPU(s) for {len(options.tasks_with_devices)} processes, which share them; "
             f"-n {len(machine.gpus)} gives each process its own"
         )
     policy = RestartPolicy(max_restarts, min_workers=fewest if fewest < most else None)

@@ -17,7 +17,8 @@ from tfdist.launch.guardian import Guardian
 from tfdist.launch.incarnation import Ending, Incarnation
 from tfdist.launch.plan import ProcessPlan
 from tfdist.launch.program_start import WarmStarts
-from tfdist.launch.restarts import GiveUp, Incident, Restart, RestartPolicy
+from tfdist.launch.replacements import Loss, Replacements
+from tfdist.launch.restarts import GiveUp, Incident, Replacement, Restart, RestartPolicy, used_up
 from tfdist.launch.signals import STOP_SIGNALS, SignalInbox
 from tfdist.launch.terminal import Terminal
 from tfdist.launch.watchdog import Watchdog
@@ -122,8 +123,9 @@ class Supervisor:
             processes = {process.plan.name: process.group for process in group.processes}
             self._events.write("start", restart=restart.number, workers=restart.workers, processes=processes)
             on_progress = functools.partial(self._on_progress, starts)
+            replacements = Replacements(group, self._replace, starts.worth_waiting)
             incarnation = Incarnation(
-                group, inbox, self._terminal, self._patience.grace, watchdog, self._decide, on_progress
+                group, inbox, self._terminal, self._patience.grace, watchdog, self._decide, on_progress, replacements
             )
             return incarnation.run()
 
@@ -141,6 +143,25 @@ class Supervisor:
             log=failure.log_path,
         )
         return decision
+
+    def _replace(self, loss: Loss) -> Replacement | None:
+        failure, replacement = loss.failure, self._policy.replace(loss.failure.name, loss.lived)
+        lost = {"task": failure.name, "kind": _kind(failure), "cause": failure.cause, "exit_code": failure.exit_code}
+        what = f"{failure.cause} ({failure.log_path})"
+        if replacement is not None:
+            number, delay = replacement.number, replacement.delay
+            self._events.write("replacement", **lost, log=failure.log_path, number=number, delay=delay)
+            when = f" in {delay:g} s" if delay else ""
+            self._terminal.message(
+                f"{what}; started again{when} (replacement {number} of {self._policy.limit}), the others go on"
+            )
+        elif loss.left:
+            self._events.write("loss", **lost, log=failure.log_path, workers=loss.left)
+            self._terminal.message(
+                f"{what}; not started again: {used_up(self._policy.used)}; the training goes on with "
+                f"{loss.left} worker{'' if loss.left == 1 else 's'}"
+            )
+        return replacement
 
     def _announce(self, incident: Incident, restart: Restart) -> None:
         self._events.write("restart", restart=restart.number, workers=restart.workers, delay=restart.delay)

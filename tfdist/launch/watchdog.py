@@ -89,6 +89,14 @@ class Watchdog:
                     return Overdue(name, waited, progress.phase == STARTING)
         return None
 
+    def excuse(self, now: float) -> None:
+        """Takes silence until now for granted: there was a reason.
+
+        Args:
+            now: the time, on the clock of the reports.
+        """
+        self._awake_since = now
+
     def limit(self, phase: str) -> float:
         """How long a process may be silent in a phase."""
         if phase == STARTING:

@@ -7,6 +7,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     submod_attrs={
         "mirrored": ["MirroredStrategy"],
         "multi_worker": ["MultiWorkerMirroredStrategy"],
+        "parameter_server.strategy": ["ParameterServerStrategy"],
         "pipeline.stage_scope": ["stage"],
         "pipeline.strategy": ["PipelineStrategy"],
     },

@@ -15,6 +15,9 @@ from tfdist.strategies.job import joined
 from tfdist.strategies.keras_step import recognise
 from tfdist.strategies.step_shadows import metrics_of, optimizers_of, parts_of
 
+# Their modules need this one.
+_OTHERS = ("PipelineStrategy", "ParameterServerStrategy")
+
 
 def check(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
     """Checks a compiled model, before it is built or after, with its optimizers and metrics.
@@ -45,7 +48,7 @@ def check_without_strategy(model: keras.Model) -> None:
     for variable in [*model.metrics_variables, *model.variables]:
         owners[f"variable '{variable.path}'"] = getattr(variable.value, "distribute_strategy", None)
     for owner, created_under in owners.items():
-        if isinstance(created_under, DataParallel) or type(created_under).__name__ == "PipelineStrategy":
+        if isinstance(created_under, DataParallel) or type(created_under).__name__ in _OTHERS:
             raise ValueError(
                 f"Received: model '{model.name}', created outside of strategy.scope(), with {owner}, created "
                 f"in the scope of a {type(created_under).__name__}. Expected: the model is created and compiled in one "

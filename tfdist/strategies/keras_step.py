@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -67,6 +68,14 @@ class KerasStep:
             relative_weight = tf.cast(relative_weight, tf.float32)
         self._shares[local_replica()] = rows, relative_weight, may_be_empty
 
+    def begin_shard(self, weight: tf.Tensor) -> None:
+        """Notes this replica's weight, where the one who has cut the batch knows it.
+
+        Args:
+            weight: a float32 scalar.
+        """
+        self._shares[local_replica()] = weight, weight * tf.distribute.get_replica_context().num_replicas_in_sync, False
+
     @property
     def weight(self) -> tf.Tensor:
         """Share of the current replica in the global batch, a float32 scalar in [0, 1]."""
@@ -92,6 +101,12 @@ def recognise(function: Callable) -> KerasStep | None:
     if "make_predict_function.<locals>.one_step_on_data" in getattr(function, "__qualname__", ""):
         return KerasStep("predict", None, function)
     return None
+
+
+def predicting_model(function: Callable) -> keras.Model:
+    """The model that Keras' predict function, as `recognise` knows it, belongs to."""
+    variables = inspect.getclosurevars(inspect.unwrap(function)).nonlocals
+    return variables["self"] if "self" in variables else predicting_model(variables["step_func"])
 
 
 def current_step() -> KerasStep | None:

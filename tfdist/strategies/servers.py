@@ -2,42 +2,44 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import logging
+import math
 import os
-import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType
 from typing import NoReturn
 
 import keras
 import tensorflow as tf
+from tensorflow.core.protobuf import config_pb2
 
 from tfdist.cluster import preflight
-from tfdist.cluster.config import ClusterConfig
+from tfdist.cluster.config import ClusterConfig, Task
 from tfdist.cluster.errors import ClusterError
-from tfdist.cluster.roll_call import RollCallTimeout, meet
-from tfdist.strategies import job
+from tfdist.cluster.roll_call import JobUnderWay, RollCallTimeout, meet
+from tfdist.cluster.roll_call_message import members, named
+from tfdist.strategies import job, server_threads
 from tfdist.strategies.heap import keep_freed_pages
+from tfdist.strategies.server_process import end, heed_signals, ignore_signals, say
 from tfdist.strategies.server_watch import ServerWatch
 
-# For what the program has registered to be done at its exit: a server must not outlive its job because of it.
-_EXIT_SECONDS = 1.5
 _LONG_WAIT = 10.0
 _TICK = 1.0
 
+# Set by `tfdist run` in a worker that it has started in the place of another one.
+_REPLACEMENT = "TFDIST_REPLACEMENT"
+
 _connected: tuple[ClusterConfig, list[str]] | None = None
+_awaited: ClusterConfig | None = None
 
 
 def serve(cluster: ClusterConfig, start_timeout: float) -> NoReturn:
     """Lends this process' devices to the chief and ends the process, with exit code 0, when the chief's has ended.
 
-    Signals that ask for an end are not obeyed: in a preemption every process of a job gets one, and the chief needs
-    the servers until it has saved.
+    In a cluster with parameter servers a worker may come back while the job runs: it serves again at once. Should the
+    chief end before `start_timeout` is over then, it may have been that of a former job, and the worker waits for the
+    next one; not if `tfdist run` has started it, which knows. Signals that ask for an end are not obeyed: in a
+    preemption every process of a job gets one, and the chief needs the servers until it has saved.
 
     Args:
         cluster: the cluster; this process is not its chief.
@@ -50,25 +52,34 @@ def serve(cluster: ClusterConfig, start_timeout: float) -> NoReturn:
         >>> serve(tfdist.discover(), start_timeout=300.0)
     """
     deadline = time.monotonic() + start_timeout
-    _meet(cluster, start_timeout)
-    own, chief = _name(cluster, cluster.rank or 0), _name(cluster, 0)
-    _ignore_signals(f"{own} serves until {chief} has ended")
+    own, chief = _name(cluster, (cluster.task_type, cluster.task_index)), _name(cluster, cluster.compute_tasks[0])
+    tasks = members(cluster, servers="ps" in cluster.jobs)
+    preflight.require(cluster)
+    rejoined = _meet_or_rejoin(cluster, start_timeout)
+    ignore_signals(f"{own} serves until {chief} has ended")
     # It serves as long as it is referred to.
-    server = tf.distribute.Server(_spec(cluster), cluster.task_type, cluster.task_index, protocol="grpc")
+    server = tf.distribute.Server(
+        _spec(cluster, tasks), cluster.task_type, cluster.task_index, protocol="grpc", config=_config(cluster, own)
+    )
     watch = ServerWatch(cluster.chief_address or "")
-    if not watch.reach(deadline - time.monotonic()):
-        raise RollCallTimeout(
-            f"{chief} came to the roll call but has no TensorFlow server within start_timeout={start_timeout:g} s; "
-            "look into its output for why not, and start all tasks again"
-        )
-    _say(f"{own} serves {chief}")
-    life = threading.Thread(target=watch.wait, name="tfdist-watch-0", daemon=True)
-    life.start()
-    while life.is_alive():
-        life.join(_TICK)  # a signal does not wake the main thread if the system gives it to another one
-    _say(f"{chief} has ended, and {own} ends as well")
+    _reach_chief(watch, chief, start_timeout, _LONG_WAIT if rejoined else deadline - time.monotonic(), rejoined)
+    say(f"{own} serves {chief}{' again' if rejoined else ''}")
+    _wait_for_end(watch)
+    # Whoever is started together with its job can find the chief of a former one, which is about to end.
+    while rejoined and not os.environ.get(_REPLACEMENT) and time.monotonic() < deadline:
+        say(f"{chief} has ended, soon after {own} had come back; {own} waits for another job until its start_timeout")
+        heed_signals()
+        try:
+            rejoined = _meet_or_rejoin(cluster, deadline - time.monotonic())
+        except RollCallTimeout:
+            break
+        ignore_signals(f"{own} serves until {chief} has ended")
+        _reach_chief(watch, chief, start_timeout, _LONG_WAIT if rejoined else deadline - time.monotonic(), rejoined)
+        say(f"{own} serves {chief}")
+        _wait_for_end(watch)
+    say(f"{chief} has ended, and {own} ends as well")
     del server
-    _end()
+    end()
 
 
 def connect(cluster: ClusterConfig, start_timeout: float, role: Callable[[int], str] | None = None) -> list[str]:
@@ -95,37 +106,100 @@ def connect(cluster: ClusterConfig, start_timeout: float, role: Callable[[int], 
     global _connected
     if cluster.num_workers == 1:
         return [_device(tf.config.list_logical_devices(), "/job:localhost/replica:0/task:0")]
+    tasks = cluster.compute_tasks
+
+    def tell(name: str, index: int) -> None:
+        rank = tasks.index((name, index))
+        say(gone(_name(cluster, (name, index)), role(rank) if role else "", log_of(name, index)))
+
+    _check_joined(cluster, other_use=_awaited is not None)
+    if _connected is None:
+        _await(cluster, tasks, start_timeout, tell)
+        tf.config.experimental_connect_to_cluster(
+            _spec(cluster, tasks), job_name=cluster.task_type, task_index=cluster.task_index, protocol="grpc"
+        )
+        devices = tf.config.list_logical_devices()
+        _connected = cluster, [_device(devices, f"/job:{name}/replica:0/task:{index}") for name, index in tasks]
+    return list(_connected[1])
+
+
+def await_servers(
+    cluster: ClusterConfig,
+    start_timeout: float,
+    on_gone: Callable[[str, int], object],
+    on_back: Callable[[str, int], object] | None = None,
+) -> None:
+    """Waits in the chief until all workers and parameter servers serve, and watches them from then on.
+
+    Connecting TensorFlow is left to the caller. A second call, for the same cluster, does nothing: its callbacks are
+    never called.
+
+    Args:
+        cluster: the cluster; this process is its chief.
+        start_timeout: how long to wait until all processes are there, in seconds.
+        on_gone: is called with job and index, in a thread of its own, when the process of a task is gone.
+        on_back: the same when another process serves in its place, which is watched as well.
+
+    Raises:
+        ClusterError: if the cluster description is wrong, a process does not come, or this process belongs to another
+            cluster already.
+
+    Example (on the chief):
+        >>> await_servers(tfdist.discover(), 300.0, on_gone=lambda job, index: print(f"{job} {index} is gone"))
+    """
+    global _awaited
+    _check_joined(cluster, other_use=_connected is not None)
+    if _awaited is None:
+        _await(cluster, members(cluster, servers=True), start_timeout, on_gone, on_back)
+        _awaited = cluster
+
+
+def _check_joined(cluster: ClusterConfig, other_use: bool) -> None:
     joined = job.joined()
-    before = joined.cluster if joined else _connected[0] if _connected else None
-    if before is not None and (joined or before != cluster):
+    before = joined.cluster if joined else _connected[0] if _connected else _awaited
+    if before is not None and (joined or other_use or before != cluster):
         raise ClusterError(
             f"Received: {cluster}. Expected: {before}, which this process has joined already. TensorFlow's "
             "server cannot be restarted: use one cluster and one kind of strategy in a process, or start another one."
         )
-    if _connected is None:
-        _connected = cluster, _connect(cluster, start_timeout, role)
-    return list(_connected[1])
 
 
-def _connect(cluster: ClusterConfig, start_timeout: float, role: Callable[[int], str] | None) -> list[str]:
+def _await(
+    cluster: ClusterConfig,
+    tasks: tuple[Task, ...],
+    start_timeout: float,
+    on_gone: Callable[[str, int], object],
+    on_back: Callable[[str, int], object] | None = None,
+) -> None:
     deadline = time.monotonic() + start_timeout
-    _meet(cluster, start_timeout)
-    watches = {rank: ServerWatch(cluster.jobs[name][i]) for rank, (name, i) in enumerate(cluster.compute_tasks) if rank}
+    preflight.require(cluster)
+    _meet(cluster, start_timeout, servers=tasks != cluster.compute_tasks)
+    watches = {task: ServerWatch(cluster.jobs[task[0]][task[1]]) for task in tasks[1:]}
     # TensorFlow would wait for ever, in silence, for a server that does not come.
-    late = [rank for rank, watch in watches.items() if not _reach(watch, _name(cluster, rank), deadline)]
+    late = [task for task, watch in watches.items() if not _reach(watch, _name(cluster, task), deadline)]
     if late:
         raise RollCallTimeout(
             f"no TensorFlow server within start_timeout={start_timeout:g} s: "
-            f"{', '.join(_name(cluster, rank) for rank in late)}; look into their output for why not"
+            f"{', '.join(_name(cluster, task) for task in late)}; look into their output for why not"
         )
-    for rank, watch in watches.items():
-        text = gone(_name(cluster, rank), role(rank) if role else "", _log_of(cluster, rank))
-        threading.Thread(target=_tell_when_gone, args=(watch, text), name=f"tfdist-watch-{rank}", daemon=True).start()
-    tf.config.experimental_connect_to_cluster(
-        _spec(cluster), job_name=cluster.task_type, task_index=cluster.task_index, protocol="grpc"
-    )
-    devices = tf.config.list_logical_devices()
-    return [_device(devices, f"/job:{name}/replica:0/task:{index}") for name, index in cluster.compute_tasks]
+    for task, watch in watches.items():
+        name = "tfdist-watch-{}-{}".format(*task)
+        threading.Thread(target=_follow, args=(watch, task, on_gone, on_back), name=name, daemon=True).start()
+
+
+def _follow(
+    watch: ServerWatch,
+    task: Task,
+    on_gone: Callable[[str, int], object],
+    on_back: Callable[[str, int], object] | None,
+) -> None:
+    """Watches the processes that serve as a task, one after the other."""
+    while True:
+        watch.wait()
+        on_gone(*task)
+        watch.reach(math.inf)
+        if on_back is not None:
+            on_back(*task)
 
 
 def gone(name: str, role: str, log: str) -> str:
@@ -136,41 +210,73 @@ def gone(name: str, role: str, log: str) -> str:
         'worker 1 (b:1), which holds stage 1, is gone;'
     """
     return (
-        f"{name}{f', which holds {role},' if role else ''} is gone; "
-        f"{log or 'its output'} may tell why. To go on from the last backup after such a loss, train with "
-        "tfdist.callbacks.BackupAndRestore and start with `tfdist run --max-restarts 3`"
+        f"{name}{f', which holds {role},' if role else ''} is gone; {log or 'its output'} may tell why. With "
+        "tfdist.callbacks.BackupAndRestore a run goes on from its last backup when it is started again, which "
+        "`tfdist run` does by itself (--max-restarts)"
     )
 
 
-def _meet(cluster: ClusterConfig, start_timeout: float) -> None:
-    preflight.require(cluster)
-    meet(cluster, timeout=start_timeout, info={"same.tensorflow": tf.__version__, "same.keras": keras.__version__})
+def _meet_or_rejoin(cluster: ClusterConfig, timeout: float) -> bool:
+    """Whether the job of a worker that has come back is under way; otherwise all have met."""
+    with_ps = "ps" in cluster.jobs
+    try:
+        # What a parameter server held is lost with it: it begins anew, together with all others.
+        _meet(cluster, timeout, servers=with_ps, rejoin=with_ps and cluster.task_type != "ps")
+    except JobUnderWay:
+        return True
+    return False
+
+
+def _meet(cluster: ClusterConfig, timeout: float, servers: bool, rejoin: bool = False) -> None:
+    info = {"same.tensorflow": tf.__version__, "same.keras": keras.__version__}
+    meet(cluster, timeout, info, servers=servers, rejoin=rejoin)
     keep_freed_pages()
 
 
 def _reach(watch: ServerWatch, name: str, deadline: float) -> bool:
     if watch.reach(min(_LONG_WAIT, deadline - time.monotonic())):
         return True
-    _say(f"waiting for the TensorFlow server of {name}")
+    say(f"waiting for the TensorFlow server of {name}")
     return watch.reach(deadline - time.monotonic())
 
 
-def _tell_when_gone(watch: ServerWatch, text: str) -> None:
-    watch.wait()
-    _say(text)
+def _reach_chief(watch: ServerWatch, chief: str, start_timeout: float, within: float, rejoined: bool) -> None:
+    """Waits for the chief's server; one that was there a moment ago, and is not any more, has ended."""
+    if not watch.reach(within) and not rejoined:
+        raise RollCallTimeout(
+            f"{chief} came to the roll call but has no TensorFlow server within start_timeout={start_timeout:g} s; "
+            "look into its output for why not, and start all tasks again"
+        )
 
 
-def _spec(cluster: ClusterConfig) -> tf.train.ClusterSpec:
-    return tf.train.ClusterSpec({name: dict(cluster.jobs[name]) for name, _ in cluster.compute_tasks})
+def _wait_for_end(watch: ServerWatch) -> None:
+    life = threading.Thread(target=watch.wait, name="tfdist-watch-chief", daemon=True)
+    life.start()
+    while life.is_alive():
+        life.join(_TICK)  # a signal does not wake the main thread if the system gives it to another one
 
 
-def _name(cluster: ClusterConfig, rank: int) -> str:
-    name, index = cluster.compute_tasks[rank]
-    return f"{name} {index} ({cluster.jobs[name][index]})"
+def _config(cluster: ClusterConfig, own: str) -> config_pb2.ConfigProto | None:
+    if "ps" not in cluster.jobs:
+        return None
+    given = server_threads.given_threads()
+    if given is not None and given < server_threads.LEAST:
+        say(
+            f"{own} uses {server_threads.LEAST} inter-op threads instead of {given}, with which steps beside parameter "
+            "servers can wait for each other for ever"
+        )
+    return server_threads.server_config(given, len(cluster.jobs["worker"]) if cluster.task_type == "ps" else 1)
 
 
-def _log_of(cluster: ClusterConfig, rank: int) -> str:
-    name, index = cluster.compute_tasks[rank]
+def _spec(cluster: ClusterConfig, tasks: tuple[Task, ...]) -> tf.train.ClusterSpec:
+    return tf.train.ClusterSpec({name: dict(cluster.jobs[name]) for name, _ in tasks})
+
+
+def _name(cluster: ClusterConfig, task: Task) -> str:
+    return named(cluster, [task])[0]
+
+
+def log_of(name: str, index: int) -> str:
     folder = os.environ.get("TFDIST_LOG_DIR")
     return os.path.join(folder, f"{name}-{index}.log") if folder else ""
 
@@ -178,34 +284,3 @@ def _log_of(cluster: ClusterConfig, rank: int) -> str:
 def _device(devices: list[tf.config.LogicalDevice], task: str) -> str:
     gpu = f"{task}/device:GPU:0"
     return gpu if any(device.name == gpu for device in devices) else f"{task}/device:CPU:0"
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError):  # nobody reads it
-        os.write(2, f"tfdist: {text}\n".encode())
-
-
-def _ignore_signals(reason: str) -> None:
-    if threading.current_thread() is not threading.main_thread():
-        return  # Python lets no other thread change that
-
-    def refuse(number: int, frame: FrameType | None) -> None:
-        _say(f"{signal.Signals(number).name} received: {reason}")
-
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        # Schedulers announce a preemption by the latter ones; what the program does with them is its own affair.
-        if number in (signal.SIGTERM, signal.SIGINT) or signal.getsignal(number) == signal.SIG_DFL:
-            signal.signal(number, refuse)
-
-
-def _end() -> NoReturn:
-    """Ends the process as if the program had come to its end; the threads of TensorFlow's server do not count."""
-    guard = threading.Timer(_EXIT_SECONDS, os._exit, (0,))
-    guard.daemon = True
-    guard.start()
-    atexit._run_exitfuncs()  # ends processes of multiprocessing, too
-    logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            stream.flush()
-    os._exit(0)

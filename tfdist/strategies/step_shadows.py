@@ -27,7 +27,7 @@ from tfdist.strategies.normalization import global_moments
 from tfdist.strategies.step_logs import marked_result
 
 # Any odd constant with well-mixed bits keeps the replicas' seeds apart (2**32 divided by the golden ratio).
-_SEED_STRIDE = 0x9E3779B9
+SEED_STRIDE = 0x9E3779B9
 
 
 @contextlib.contextmanager
@@ -110,7 +110,7 @@ def _next_of_replica(original: Callable) -> Callable:
         seed = original(*args, **kwargs)
         if tf.distribute.in_cross_replica_context():
             return seed
-        offset = global_replica() * _SEED_STRIDE % 2**32
+        offset = global_replica() * SEED_STRIDE % 2**32
         return seed + tf.constant([offset, 0], seed.dtype)
 
     return next_seed

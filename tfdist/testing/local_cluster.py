@@ -29,7 +29,8 @@ class LocalRunError(RuntimeError):
     """A process of `run_local` failed or did not end in time; the message holds the logs' last lines.
 
     Attributes:
-        ranks: ranks that failed, first the one that is to blame.
+        ranks: ranks that failed, first the one that is to blame. With parameter servers: positions in the order
+            chief, workers, parameter servers.
     """
 
     def __init__(self, message: str, ranks: Sequence[int]):
@@ -41,6 +42,7 @@ def run_local(
     fn: Callable[..., Any],
     workers: int = 2,
     *,
+    ps: int = 0,
     args: Sequence[Any] = (),
     devices_per_worker: int = 1,
     timeout: float = 180.0,
@@ -52,13 +54,15 @@ def run_local(
         fn: any function, closures included (it travels by cloudpickle). It finds its cluster by `tfdist.discover()`,
             as a strategy does by itself.
         workers: number of processes.
+        ps: number of parameter servers. With any, there is a chief, too, and `fn` is expected to return in the chief
+            only: in the others `tfdist.ParameterServerStrategy()` serves, and ends the process with exit code 0.
         args: arguments of `fn`, equal for every process.
         devices_per_worker: number of logical CPU devices of each process.
         timeout: seconds after which all processes are killed.
         env: environment variables to set in every process, in addition to this process' own.
 
     Returns:
-        What `fn` returned, by rank.
+        What `fn` returned, by rank; with parameter servers a list of what it returned in the chief.
 
     Raises:
         LocalRunError: if a process raised, died, or did not end in time. The exception of the first process that
@@ -74,24 +78,35 @@ def run_local(
     """
     with (
         tempfile.TemporaryDirectory(prefix="tfdist-local-") as folder,
-        reserve(workers) as ports,
+        reserve(workers + bool(ps) + ps) as ports,
         Guardian() as guardian,
     ):
         root = Path(folder)
         parts = (list(sys.path), devices_per_worker, (fn, tuple(args)))
         (root / "call").write_bytes(b"".join(cloudpickle.dumps(part) for part in parts))
-        jobs = {"worker": [f"127.0.0.1:{port}" for port in ports.ports]}
+        tasks, jobs = _cluster(workers, ps, ports.ports)
         processes: list[subprocess.Popen] = []
         try:
-            for rank in range(workers):
-                processes.append(_start(root, ClusterConfig(jobs, "worker", rank), rank, env or {}))
+            for rank, task in enumerate(tasks):
+                processes.append(_start(root, ClusterConfig(jobs, *task), rank, env or {}))
                 guardian.add(processes[-1].pid)
             codes = _wait(processes, timeout)
         finally:
             for process in processes:
                 _kill(process)
                 guardian.remove(process.pid)
-        return _collect(root, codes, timeout)
+        names = [f"{job} {index}" if ps else f"rank {index}" for job, index in tasks]
+        return _collect(root, codes, timeout, names, returning=1 if ps else workers)
+
+
+def _cluster(workers: int, ps: int, ports: Sequence[int]) -> tuple[list[tuple[str, int]], dict[str, list[str]]]:
+    """All tasks, and the addresses by job."""
+    sizes = {"chief": 1, "worker": workers, "ps": ps} if ps else {"worker": workers}
+    tasks = [(job, index) for job, size in sizes.items() for index in range(size)]
+    jobs: dict[str, list[str]] = {job: [] for job in sizes}
+    for (job, _), port in zip(tasks, ports, strict=True):
+        jobs[job].append(f"127.0.0.1:{port}")
+    return tasks, jobs
 
 
 def _start(root: Path, config: ClusterConfig, rank: int, env: Mapping[str, str]) -> subprocess.Popen:
@@ -126,8 +141,16 @@ def _kill(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def _collect(root: Path, codes: list[int | None], timeout: float) -> list[Any]:
-    """Returns the results by rank, or blames whoever raised first, or died first, or did not end."""
+def _collect(root: Path, codes: list[int | None], timeout: float, names: list[str], returning: int) -> list[Any]:
+    """Returns the results of the first ones, or blames whoever raised first, or died first, or did not end.
+
+    Args:
+        root: the folder with the results and logs.
+        codes: exit codes.
+        timeout: that was given.
+        names: of the processes.
+        returning: how many of them return something; of the others exit code 0 is expected.
+    """
     results: dict[int, Any] = {}
     errors: dict[int, tuple[float, BaseException | None]] = {}
     for rank in range(len(codes)):
@@ -138,20 +161,21 @@ def _collect(root: Path, codes: list[int | None], timeout: float) -> list[Any]:
                 results[rank] = value
             else:
                 errors[rank] = (moment, value)
-    if len(results) == len(codes):
-        return [results[rank] for rank in range(len(codes))]
+    if set(range(returning)) <= set(results) and not any(code != 0 for code in codes[returning:]):
+        return [results[rank] for rank in range(returning)]
     raised = sorted(errors, key=lambda rank: errors[rank][0])
     died = [rank for rank, code in enumerate(codes) if code and rank not in errors]
     late = [rank for rank, code in enumerate(codes) if code is None and rank not in errors]
     # A process that died without an exception was there first: the others' exceptions are about its absence.
     blamed = died or raised or late
-    lines = [f"Rank {blamed[0]} of {len(codes)} " + ("did not end." if blamed == late else "failed.")]
+    first = names[blamed[0]].capitalize()
+    lines = [f"{first} of {len(codes)} " + ("did not end." if blamed == late else "failed.")]
     if blamed == late:
-        lines.append(f"Ranks {late} had not ended after {timeout:.0f} s and were killed.")
+        lines.append(f"Killed after {timeout:.0f} s: {', '.join(names[rank] for rank in late)}.")
     for rank, code in enumerate(codes):
         log = (root / f"log-{rank}").read_text(errors="replace").splitlines()[-_LAST_LINES:]
         state = "killed" if code is None else f"exit code {code}"
-        lines += [f"--- rank {rank}, {state}, last lines:", *log]
+        lines += [f"--- {names[rank]}, {state}, last lines:", *log]
     cause = errors[raised[0]][1] if raised else None
     ranks = [*blamed, *(rank for rank in (*died, *raised, *late) if rank not in blamed)]
     raise LocalRunError("\n".join(lines), ranks) from cause

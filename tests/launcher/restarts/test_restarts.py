@@ -223,14 +223,14 @@ def test_an_error_after_the_training_is_not_worth_another_one(launch) -> None:
 
 def test_other_jobs_than_the_training_ones_end_the_run(launch) -> None:
     script = """
-        if job == "ps":
+        if job == "evaluator":
             while not Path("worker-0").exists(): time.sleep(0.01)
             sys.exit(7)
         train(10)
         Path(name).touch()
         wait()
     """
-    result = launch(program(script), "--ps", "1").finish()
+    result = launch(program(script), "--evaluator").finish()
     assert result.code == 7
     assert "tfdist: not restarted: it is not one of the training processes\n" in result.err
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from tensorflow.python.distribute import distribute_lib, one_device_strategy
 from tfdist.cluster.config import ClusterConfig
 from tfdist.compat import install
 from tfdist.strategies import epoch_iterators
-from tfdist.strategies.keras_step import recognise
+from tfdist.strategies.keras_step import predicting_model, recognise
 from tfdist.strategies.pipeline import checks, pipelined_call
 from tfdist.strategies.pipeline.chunk import is_traced
 from tfdist.strategies.pipeline.clock import Clock
@@ -190,7 +189,7 @@ class PipelineStrategy(tf.distribute.Strategy):
         step = recognise(fn) if len(args) == 1 and not kwargs else None
         if step is None or tf.executing_eagerly():
             return super().run(fn, args, kwargs, options)
-        plan = self.prepare(step.model or _model_of(fn))
+        plan = self.prepare(step.model or predicting_model(fn))
         # Keras traces a step: since the last time, layers may have been frozen, changed, or compiled with another loss.
         plan.refresh()
         self._place(plan)
@@ -274,12 +273,6 @@ class PipelineStrategy(tf.distribute.Strategy):
             # Past Keras' attribute tracking.
             object.__setattr__(variable, "_tfdist_strategy", weakref.ref(self))
         move_slots(plan.model, self.extended.slot_references, moved)
-
-
-def _model_of(function: Callable) -> keras.Model:
-    """The model that Keras' predict function belongs to."""
-    variables = inspect.getclosurevars(inspect.unwrap(function)).nonlocals
-    return variables["self"] if "self" in variables else _model_of(variables["step_func"])
 
 
 class _PipelinedCall:

@@ -1,0 +1,167 @@
+"""Training with parameter servers under `tfdist run --ps`: it survives the loss of each kind of process."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from tests.launcher.test_pipeline import told
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
+
+DEADLINE = 180.0
+
+# arguments: mode, what is killed (or "nothing", "preempt"), name of the backup
+TRAINING = """
+    import threading
+    import keras, numpy as np, tfdist
+
+    mode, victim, folder = sys.argv[1:]
+    keras.utils.set_random_seed(5)
+    strategy = tfdist.ParameterServerStrategy(mode=mode, max_inflight=1)
+    with strategy.scope():
+        hidden = [keras.layers.Dense(16, activation="relu"), keras.layers.Dropout(0.2), keras.layers.Dense(16)]
+        model = keras.Sequential([keras.Input((8,)), *hidden, keras.layers.Dense(2)])
+        model.compile("adam", "mse")
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(64, 8)).astype("float32"), rng.normal(size=(64, 2)).astype("float32")
+    workers = strategy.dispatcher.workers
+    done_by_first_life = None
+
+    def kill(job, index):
+        for entry in os.listdir("/proc"):
+            if entry.isdigit() and int(entry) != os.getppid():
+                try:
+                    environment = open(f"/proc/{entry}/environ").read()
+                except OSError:
+                    continue
+                task = json.dumps({"type": job, "index": index})
+                if f"TFDIST_RUN_ID={os.environ['TFDIST_RUN_ID']}" in environment and task in environment:
+                    os.kill(int(entry), signal.SIGKILL)
+
+    def strike(step, logs=None):
+        global victim, done_by_first_life
+        iterations = int(model.optimizer.iterations)
+        if victim != "nothing" and iterations == 13 and os.environ["TFDIST_RESTART"] == "0":
+            if victim == "preempt":
+                os.kill(os.getppid(), signal.SIGTERM)
+            elif victim == "midstep":
+                threading.Timer(rng.uniform(0, 0.02), kill, ("worker", 1)).start()
+            else:
+                kill(*victim.split()[:1], int(victim.split()[1]))
+            victim = "nothing"
+        if workers[1].lives and not workers[1].is_lost and done_by_first_life is None:
+            done_by_first_life = workers[1].done
+        if iterations == 90 and workers[1].lives and folder != "left":
+            # The rest is for the worker that has come back.
+            end = time.monotonic() + 60
+            while workers[1].is_lost and time.monotonic() < end:
+                time.sleep(0.05)
+
+    callbacks = [tfdist.callbacks.BackupAndRestore("backup-" + folder, save_freq=3, asynchronous=False),
+                 keras.callbacks.LambdaCallback(on_train_batch_begin=strike)]
+    history = model.fit(x, y, batch_size=8, epochs=18, verbose=0, callbacks=callbacks)
+    weights = [float(np.abs(w).sum()) for w in model.get_weights()]
+    result = {"weights": weights, "loss": history.history["loss"], "iterations": int(model.optimizer.iterations)}
+    again = None if done_by_first_life is None else workers[1].done - done_by_first_life
+    print(json.dumps({"result": result, "lives": workers[1].lives, "lost": workers[1].is_lost, "again": again}))
+"""
+
+DATA_ON_WORKERS = """
+    import keras, numpy as np, tensorflow as tf, tfdist
+
+    strategy = tfdist.ParameterServerStrategy()
+    x = np.random.default_rng(0).normal(size=(320, 8)).astype("float32")
+
+    def shard(context):
+        rows = tf.data.Dataset.from_tensor_slices((x, x[:, :1]))
+        return rows.shard(context.num_input_pipelines, context.input_pipeline_id).batch(16)
+
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", metrics=[keras.metrics.MeanMetricWrapper(lambda y, p: y[:, 0] * 0 + 1, name="one")])
+
+    def kill(epoch, logs):
+        if epoch == 2 and os.environ["TFDIST_RESTART"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    counts = []
+    count = lambda epoch, logs: counts.append(float(model.metrics[1].metrics[0].count.numpy()))
+    callbacks = [tfdist.callbacks.BackupAndRestore("backup", asynchronous=False),
+                 keras.callbacks.LambdaCallback(on_epoch_begin=kill, on_epoch_end=count)]
+    model.fit(shard, epochs=4, verbose=0, callbacks=callbacks)
+    print(json.dumps({"iterations": int(model.optimizer.iterations), "rows": counts}))
+"""
+
+
+def run(launch, mode: str, victim: str, folder: str, *options: str):
+    command = [sys.executable, "-m", "tfdist", "run", "-n", "2", "--ps", "1", *options, "script.py"]
+    started = launch(TRAINING, command=[*command, mode, victim, folder])
+    result = started.finish(DEADLINE)
+    started.assert_nothing_is_left()
+    return result
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_lost_processes_cost_nothing(launch, mode) -> None:
+    undisturbed = told(run(launch, mode, "nothing", "undisturbed"))["result"]
+    assert undisturbed["iterations"] == 144
+    assert undisturbed["loss"][-1] < 0.9 * undisturbed["loss"][0]
+
+    worker = run(launch, mode, "worker 1", "worker")
+    seen = told(worker)
+    assert_same(seen["result"], undisturbed)
+    assert (seen["lives"], seen["lost"]) == (1, False)
+    assert seen["again"] > 0, "the worker that came back has got nothing to do"
+    assert "worker 1 was killed by SIGKILL" in worker.err and "started again (replacement 1 of 3)" in worker.err
+
+    for victim in ("ps 0", "chief 0"):
+        result = run(launch, mode, victim, victim.replace(" ", ""))
+        assert_same(told(result)["result"], undisturbed)
+        assert f"{victim} was killed by SIGKILL" in result.err
+        assert "restart 1 of 3: training again after " in result.err
+
+
+def test_a_gradient_never_counts_twice(launch) -> None:
+    undisturbed = told(run(launch, "sync", "nothing", "undisturbed"))["result"]
+    for attempt in range(3):
+        seen = told(run(launch, "sync", "midstep", f"killed{attempt}"))
+        assert_same(seen["result"], undisturbed)
+        assert seen["lives"] == 1
+
+
+def test_training_goes_on_with_the_workers_that_are_left(launch) -> None:
+    threads = ("--output", "all", "--env", "TF_NUM_INTEROP_THREADS=1")  # with one, every step would hang
+    result = run(launch, "async", "worker 1", "left", "--max-restarts", "0", *threads)
+    assert result.code == 0, f"{result.out[-3000:]}\n{result.err[-3000:]}"
+    (line,) = [line for line in result.out.splitlines() if '{"result": ' in line]
+    seen = json.loads(line[line.index("{") :])
+    assert (seen["lives"], seen["lost"], seen["result"]["iterations"]) == (1, True, 144)
+    assert result.out.count("uses 4 inter-op threads instead of 1") + result.err.count("instead of 1") == 3
+
+
+def test_sigterm_saves_and_the_next_start_goes_on(launch) -> None:
+    undisturbed = told(run(launch, "async", "nothing", "undisturbed"))["result"]
+    preempted = run(launch, "async", "preempt", "preempted")
+    assert preempted.code == 77, f"{preempted.out[-3000:]}\n{preempted.err[-3000:]}"
+    assert_same(told(run(launch, "async", "nothing", "preempted"))["result"], undisturbed)
+
+
+def test_data_on_the_workers_begin_anew_with_the_epoch(launch) -> None:
+    result = launch(
+        DATA_ON_WORKERS, command=[sys.executable, "-m", "tfdist", "run", "-n", "2", "--ps", "1", "script.py"]
+    ).finish(DEADLINE)
+    seen = told(result)
+    assert seen["iterations"] == 80
+    assert len(seen["rows"]) in (2, 3) and set(seen["rows"]) == {320.0}, "each epoch uses each row once"
+    assert "restart 1 of 3: training again after " in result.err
+    assert "BackupAndRestore saves at the ends of epochs only" in result.out
+
+
+def assert_same(found: dict, expected: dict) -> None:
+    """The workers' parts of a metric are added up as they come; all else is the same, bit for bit."""
+    assert found["iterations"] == expected["iterations"]
+    assert found["weights"] == expected["weights"]
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)

@@ -1,0 +1,230 @@
+"""An embedding whose table is split over several variables, one for each parameter server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.compat import keras_sharded_slots
+from tfdist.layers.shard_initializers import shard_initializers
+from tfdist.layers.sharded_slots import mark_shards
+from tfdist.layers.sharded_table import ShardedTable, rows_of_shard
+
+_BY_COLUMN = (keras.constraints.MaxNorm, keras.constraints.MinMaxNorm, keras.constraints.UnitNorm)
+
+
+@keras.saving.register_keras_serializable(package="tfdist", name="ShardedEmbedding")
+class ShardedEmbedding(keras.layers.Layer):
+    """`keras.layers.Embedding` with its table in several variables, which may live on different machines.
+
+    Row i of the table is row `i // shards` of variable number `i % shards`. A lookup reads only the rows that it needs,
+    and gradients are `tf.IndexedSlices` of the rows used. Results are those of `keras.layers.Embedding`, including
+    errors for ids outside of the table (on a CPU; the message names the row of a shard, not the id).
+
+    Files (`.keras`, `.weights.h5`) hold the whole table and, for each of them, the whole table of what the optimizer
+    keeps, so that they load into any number of shards and into `keras.layers.Embedding`, and the other way round.
+    `get_weights` of the layer gives the whole table, too, but `get_weights` of a model, and files in the old `.h5`
+    format, hold the shards. Optimizers that keep something else than one value
+    for each weight (`keras.optimizers.Adafactor`) can be loaded into the same number of shards only; otherwise Keras
+    warns and starts them anew.
+
+    What works on a whole variable works on each shard: `clipnorm`, and optimizers that use the norm of a variable
+    (`Lamb`, `Adafactor`), give other numbers than with one shard.
+
+    Initial values are those of `keras.layers.Embedding` with the same seed, except for tables of more than 1 GiB with
+    a uniform or normal initializer: these are drawn shard by shard, and depend on the number of shards.
+
+    Args:
+        input_dim: number of rows.
+        output_dim: length of a row.
+        embeddings_initializer: as in `keras.layers.Embedding`.
+        embeddings_regularizer: applied to each shard, and the results are added. It reads the whole table and makes its
+            gradient dense in every step.
+        embeddings_constraint: applied to each shard, so it must treat every row by itself (norms: `axis=1`). It reads
+            and writes the whole table in every step.
+        mask_zero: whether id 0 is padding, which later layers should mask.
+        weights: initial values, an array of shape (input_dim, output_dim).
+        shards: number of variables; at most `input_dim`. `None` for the number of parameter servers of the strategy in
+            whose scope the layer is built (1 without one).
+        **kwargs: as for every Keras layer (`name`, `dtype`, `trainable`).
+
+    Raises:
+        ValueError: if `input_dim`, `output_dim` or `shards` is not a positive integer; when it is built with several
+            shards, if the constraint or regularizer is one of Keras' that combines different rows.
+
+    Example:
+        >>> import numpy as np, tfdist.layers
+        >>> layer = tfdist.layers.ShardedEmbedding(1000, 64, shards=2)
+        >>> layer(np.array([[4, 20]])).shape
+        TensorShape([1, 2, 64])
+    """
+
+    def __init__(
+        self,
+        input_dim: int,
+        output_dim: int,
+        embeddings_initializer: Any = "uniform",
+        embeddings_regularizer: Any = None,
+        embeddings_constraint: Any = None,
+        mask_zero: bool = False,
+        weights: Any = None,
+        shards: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        sizes = {"input_dim": input_dim, "output_dim": output_dim, "shards": 1 if shards is None else shards}
+        for argument, value in sizes.items():
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"Received: {argument}={value!r}. Expected: a positive integer.")
+        super().__init__(**kwargs)
+        self.input_dim = input_dim
+        self.output_dim = output_dim
+        self.embeddings_initializer = keras.initializers.get(embeddings_initializer)
+        self.embeddings_regularizer = keras.regularizers.get(embeddings_regularizer)
+        self.embeddings_constraint = keras.constraints.get(embeddings_constraint)
+        self.mask_zero = mask_zero
+        self.shards = shards
+        self.supports_masking = mask_zero
+        # Ids must not become float16 in mixed precision.
+        self.autocast = False
+        # XLA has no dynamic_partition.
+        self.supports_jit = False
+        if weights is not None:
+            self.build()
+            self.set_weights(weights if isinstance(weights, list) and len(weights) == 1 else [weights])
+
+    def build(self, input_shape: Any = None) -> None:
+        """Creates the variables."""
+        if self.built:
+            return
+        shards = self.shards or getattr(tf.distribute.get_strategy(), "num_ps", 1)
+        shards = min(shards, self.input_dim)
+        if shards > 1:
+            self._check_row_wise()
+        initializers = shard_initializers(self.embeddings_initializer, self.input_dim, self.output_dim, shards)
+        variables = [
+            self.add_weight(
+                shape=(rows_of_shard(self.input_dim, shards, shard), self.output_dim),
+                initializer=initializer,
+                name=f"embeddings_{shard}_of_{shards}" if shards > 1 else "embeddings",
+                regularizer=self.embeddings_regularizer,
+                constraint=self.embeddings_constraint,
+                # A cast would read the whole variable.
+                autocast=False,
+            )
+            for shard, initializer in enumerate(initializers)
+        ]
+        self._table = ShardedTable(variables)
+        if shards > 1:
+            mark_shards(self._table)
+            keras_sharded_slots.install()
+        self.built = True
+
+    def _check_row_wise(self) -> None:
+        constraint, regularizer = self.embeddings_constraint, self.embeddings_regularizer
+        if isinstance(constraint, _BY_COLUMN) and constraint.axis not in (1, -1, [1], [-1], (1,), (-1,)):
+            raise ValueError(
+                f"Received: embeddings_constraint={type(constraint).__name__} with axis={constraint.axis}, which "
+                "combines different rows, and these are in different shards. Expected: axis=1, or shards=1."
+            )
+        if isinstance(regularizer, keras.regularizers.OrthogonalRegularizer):
+            raise ValueError(
+                "Received: embeddings_regularizer=OrthogonalRegularizer, which combines different rows, and these are "
+                "in different shards. Expected: L1, L2 or L1L2, or shards=1."
+            )
+
+    def get_weights(self) -> list[np.ndarray]:
+        """The table in row order, in a list; empty before the layer is built."""
+        return [self._table.numpy()] if self.built else []
+
+    def set_weights(self, weights: list[np.ndarray]) -> None:
+        """Sets the table.
+
+        Raises:
+            ValueError: if `weights` is not a list of one array of the table's shape, or the layer is not built.
+        """
+        if not self.built or len(weights) != 1:
+            raise ValueError(
+                f"Received: {len(weights)} arrays for layer '{self.name}' ({'' if self.built else 'not yet '}built). "
+                "Expected: one array, the table, after `layer.build()`."
+            )
+        self._table.assign(np.asarray(weights[0]))
+
+    def call(self, inputs: Any) -> Any:
+        """Looks up ids: a tensor or ragged tensor of integers, or a sparse one (missing ids are 0)."""
+        if isinstance(inputs, tf.RaggedTensor):
+            return inputs.with_flat_values(self.call(inputs.flat_values))
+        inputs = keras.ops.convert_to_tensor(inputs, sparse=False)
+        if inputs.dtype not in (tf.int32, tf.int64):
+            inputs = tf.cast(inputs, tf.int32)
+        # Negative ids count from the end, as in keras.ops.take.
+        ids = tf.where(inputs < 0, inputs + self.input_dim, inputs)
+        return tf.cast(self._lookup(ids), self.compute_dtype)
+
+    def _lookup(self, ids: tf.Tensor) -> tf.Tensor:
+        # `value` of a weight is the tf.Variable, of which tf.gather reads rows only.
+        variables = [variable.value for variable in self._table.variables]
+        shards = len(variables)
+        if shards == 1:
+            return tf.gather(variables[0], ids)
+        flat = tf.reshape(ids, [-1])
+        owners = tf.cast(flat % shards, tf.int32)
+        rows = tf.dynamic_partition(flat // shards, owners, shards)
+        positions = tf.dynamic_partition(tf.range(tf.size(flat)), owners, shards)
+        found = tf.dynamic_stitch(positions, [tf.gather(v, r) for v, r in zip(variables, rows, strict=True)])
+        found = tf.reshape(found, tf.concat([tf.shape(ids), [self.output_dim]], 0))
+        found.set_shape([*ids.shape, self.output_dim])
+        return found
+
+    def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
+        """Where ids are not 0, if `mask_zero`."""
+        return keras.ops.not_equal(inputs, 0) if self.mask_zero else None
+
+    def compute_output_shape(self, input_shape: tuple) -> tuple:
+        """The shape of the ids, and `output_dim`."""
+        return (*input_shape, self.output_dim)
+
+    def compute_output_spec(self, inputs: keras.KerasTensor) -> keras.KerasTensor:
+        """As the base class, which would trace the lookup for it."""
+        shape = self.compute_output_shape(inputs.shape)
+        return keras.KerasTensor(shape, dtype=self.compute_dtype, ragged=getattr(inputs, "ragged", False))
+
+    def save_own_variables(self, store: dict) -> None:
+        """Stores the table under the key that `keras.layers.Embedding` uses."""
+        if self.built:
+            store["0"] = self._table.numpy()
+
+    def load_own_variables(self, store: dict) -> None:
+        """Loads the table.
+
+        Raises:
+            ValueError: if the file has no table for this layer, or one of another shape.
+        """
+        if not self.built:
+            super().load_own_variables(store)  # It explains what to do.
+            return
+        if list(store.keys()) != ["0"]:
+            raise ValueError(
+                f"Received: {len(store.keys())} variables for layer '{self.name}'. Expected: 1, the table, as "
+                "ShardedEmbedding and keras.layers.Embedding save it (without LoRA or quantization)."
+            )
+        self._table.assign(store["0"])
+
+    def get_config(self) -> dict[str, Any]:
+        """The arguments, except for `weights`."""
+        return {
+            **super().get_config(),
+            "input_dim": self.input_dim,
+            "output_dim": self.output_dim,
+            "embeddings_initializer": keras.initializers.serialize(self.embeddings_initializer),
+            "embeddings_regularizer": keras.regularizers.serialize(self.embeddings_regularizer),
+            "embeddings_constraint": keras.constraints.serialize(self.embeddings_constraint),
+            "mask_zero": self.mask_zero,
+            "shards": self.shards,
+        }
+
+
+# Keras makes the path of a layer in a file of the name of its class; with this one, it is that of an Embedding.
+ShardedEmbedding.__name__ = "Embedding"

@@ -1,0 +1,184 @@
+"""Hands tasks to the workers, one at a time each; when a worker dies, another one does its task."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.distribute.coordinator import coordinator_context
+from tensorflow.python.eager import context, executor
+
+
+@dataclasses.dataclass(eq=False)
+class Worker:
+    """A worker as the coordinator sees it.
+
+    Attributes:
+        index: its task index.
+        device: on which it computes.
+        lives: how often it was lost, or a task on it broke off; what was made on it before is not to be used.
+        is_lost: whether it is being waited for.
+        done: how many tasks it has done.
+    """
+
+    index: int
+    device: str
+    lives: int = 0
+    is_lost: bool = False
+    done: int = 0
+
+
+@dataclasses.dataclass(eq=False)
+class Task:
+    """Something for a worker to do.
+
+    Attributes:
+        run: is called in the worker's thread, with the worker's device entered, and returns the result. Called again,
+            for another worker, if a worker dies.
+        deliver: is called with the result, in the worker's thread; once.
+        home: the worker that should do it; others only do it while that one is lost.
+    """
+
+    run: Callable[[Worker], Any]
+    deliver: Callable[[Any], Any]
+    home: Worker | None = None
+
+
+class Dispatcher:
+    """Tasks for workers, done in any order. All methods are for one thread, the coordinator's main one.
+
+    Args:
+        coordinator: TensorFlow's, whose handling of lost workers is used.
+        devices: of the workers.
+
+    Attributes:
+        workers: the workers.
+
+    Example:
+        >>> dispatcher = Dispatcher(tf.distribute.coordinator.ClusterCoordinator(strategy), devices)
+        >>> results = []
+        >>> dispatcher.submit(Task(lambda worker: worker.device, results.append))
+        >>> dispatcher.join()
+    """
+
+    def __init__(self, coordinator: tf.distribute.coordinator.ClusterCoordinator, devices: list[str]):
+        self.workers = [Worker(index, device) for index, device in enumerate(devices)]
+        self._cluster = coordinator._cluster
+        self._changed = threading.Condition()
+        self._waiting: collections.deque[Task] = collections.deque()
+        self._running = 0
+        self._error: BaseException | None = None
+        for worker in self.workers:
+            threading.Thread(target=self._serve, args=(worker,), name=f"tfdist-{worker.device}", daemon=True).start()
+
+    def submit(self, task: Task) -> None:
+        """Adds a task."""
+        with self._changed:
+            self._waiting.append(task)
+            self._changed.notify_all()
+
+    def wait_below(self, limit: int) -> None:
+        """Waits until less than so many tasks are waiting or being done.
+
+        Raises:
+            Exception: what a task has raised, once; all other tasks are dropped then.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._error is not None or len(self._waiting) + self._running < limit)
+        self._raise()
+
+    def wait_until(self, condition: Callable[[], Any]) -> None:
+        """Waits until something is the case, which is looked at whenever a task is done, or nothing is left to do.
+
+        Raises:
+            Exception: as `wait_below`.
+        """
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._error is not None or condition() or not (self._waiting or self._running)
+            )
+        self._raise()
+
+    def join(self) -> None:
+        """Waits until all tasks are done; raises as `wait_below`."""
+        self.wait_below(1)
+
+    def abandon(self) -> None:
+        """Drops what waits, of all models, and what has failed, and waits until nothing is being done."""
+        with self._changed:
+            self._waiting.clear()
+            self._changed.wait_for(lambda: not self._running)
+            self._waiting.clear()
+            self._error = None
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            error = self._error
+            self.abandon()
+            raise error
+
+    def _serve(self, worker: Worker) -> None:
+        # Tasks of a worker are done one after the other, and by this thread: no need for TensorFlow's own.
+        own_executor = executor.new_executor(enable_async=False)
+        upstream = self._cluster.workers[worker.index]
+        with (
+            tf.device(worker.device),
+            context.executor_scope(own_executor),
+            coordinator_context.with_dispatch_context(upstream),
+        ):
+            while True:
+                self._do(self._take(worker), worker)
+
+    def _do(self, task: Task, worker: Worker) -> None:
+        is_mine = True
+
+        def give_back(error: BaseException | None = None) -> None:
+            nonlocal is_mine
+            with self._changed:
+                self._waiting.appendleft(task)
+                self._running -= 1
+                is_mine = False
+                worker.lives += 1
+                worker.is_lost = error is not None
+                self._changed.notify_all()
+
+        try:
+            # It returns after the worker has come back, or raises if a parameter server is lost as well.
+            with self._cluster.failure_handler.wait_on_failure(
+                on_failure_fn=give_back, on_transient_failure_fn=give_back, worker_device_name=worker.device
+            ):
+                result = task.run(worker)
+                with self._changed:
+                    task.deliver(result)
+                    worker.done += 1
+            worker.is_lost = False
+        except StopIteration as error:
+            # Keras would take it for the end of the data.
+            self._note_error(RuntimeError(f"a step has raised {error!r}"))
+        except BaseException as error:
+            self._note_error(error)
+        finally:
+            with self._changed:
+                self._running -= is_mine
+                self._changed.notify_all()
+
+    def _note_error(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = self._error or error
+
+    def _take(self, worker: Worker) -> Task:
+        with self._changed:
+            while (task := self._next(worker)) is None:
+                self._changed.wait()
+            self._waiting.remove(task)
+            self._running += 1
+            return task
+
+    def _next(self, worker: Worker) -> Task | None:
+        if self._error is not None:
+            return None
+        return next((t for t in self._waiting if t.home in (None, worker) or t.home.is_lost), None)

@@ -1,0 +1,279 @@
+"""A train step that returns its gradients, and the function that applies those of all workers together."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.strategies.keras_step import KerasStep, shadowed
+from tfdist.strategies.parameter_server.batches import flatten_spec
+from tfdist.strategies.parameter_server.packing import Packing
+from tfdist.strategies.parameter_server.sparse_updates import sparse_updates
+from tfdist.strategies.parameter_server.step_function import StepFunction, StepOutcome, Trace
+from tfdist.strategies.parameter_server.transfer import fetch
+from tfdist.strategies.step_shadows import SEED_STRIDE, optimizers_of, seed_generators_of
+
+_SHARD = tf.TensorSpec([], tf.int64)
+_WEIGHT = tf.TensorSpec([], tf.float32)
+
+
+@dataclasses.dataclass
+class ShardTrace(Trace):
+    """A traced step on a shard of a batch.
+
+    Attributes:
+        state: the variables besides the trained ones that the step changes (moving averages, seeds).
+        gradients: how its gradients travel; `None` if it has none.
+        optimizer: which one applies them.
+    """
+
+    state: list[keras.Variable]
+    gradients: _Gradients | None
+    optimizer: keras.optimizers.Optimizer | None
+
+
+@dataclasses.dataclass
+class ShardOutcome:
+    """What a worker has made of its shard of a batch.
+
+    Attributes:
+        outcome: what it adds to the metrics.
+        gradients: one tensor for each destination of the trace's gradients, there.
+        state: what the trace's other variables have become.
+    """
+
+    outcome: StepOutcome
+    gradients: list[tf.Tensor]
+    state: list[np.ndarray]
+
+
+class GradientStep(StepFunction):
+    """Traces a train step so that it changes nothing: gradients and the model's other state are returned.
+
+    Args:
+        strategy: a `ParameterServerStrategy`.
+        model: the model.
+    """
+
+    def __init__(self, strategy: Any, model: keras.Model):
+        super().__init__(strategy, model, model.train_step)
+        self._noted_state: list[keras.Variable] = []
+        self._noted_gradients: tuple[_Gradients | None, keras.optimizers.Optimizer | None] = None, None
+        self._apply_functions: dict[tuple[int, int], tf.types.experimental.ConcreteFunction] = {}
+
+    @property
+    def is_loopable(self) -> bool:
+        return False
+
+    def shard_outcome(self, trace: ShardTrace, outputs: Sequence[Any]) -> ShardOutcome:
+        """What a call has returned; fetches the small parts, and sends gradients to their servers."""
+        vectors, logs, updates, gradients, state = outputs
+        sent = []
+        destinations = trace.gradients.destinations if trace.gradients else []
+        for gradient, device in zip(gradients, destinations, strict=True):
+            with tf.device(device):
+                sent.append(tf.identity(gradient))
+        # From here on the worker may die: nothing of its work is on it any more.
+        return ShardOutcome(self.outcome(trace, (vectors, logs, updates)), sent, [fetch(value) for value in state])
+
+    def apply(self, trace: ShardTrace, shards: Sequence[ShardOutcome], weights: Sequence[float]) -> None:
+        """Updates the model, once.
+
+        Args:
+            trace: that the shards' outcomes are of.
+            shards: in the order of their rows.
+            weights: of their gradients; the sum is 1.
+        """
+        for i, variable in enumerate(trace.state):
+            values = [shard.state[i] for shard in shards]
+            if variable.value.dtype.is_floating:
+                values[0] = sum(np.float64(w) * v for w, v in zip(weights, values, strict=True))
+            variable.assign(values[0].astype(variable.dtype))
+        if trace.gradients is None:
+            return  # nothing is trained
+        arguments = [tf.constant(weights, tf.float32), *(g for shard in shards for g in shard.gradients)]
+        self._apply_function(trace, len(shards))(*arguments)
+
+    def _noted(self, function: tf.types.experimental.ConcreteFunction) -> ShardTrace:
+        return ShardTrace(function, self._noted_logs, self._noted_updates, self._noted_state, *self._noted_gradients)
+
+    def _trace_once(self, spec: Any) -> tf.types.experimental.ConcreteFunction:
+        def step(shard: tf.Tensor, weight: tf.Tensor, *flat: tf.Tensor) -> Any:
+            return self._shard_step(spec, shard, weight, list(flat))
+
+        return self._concrete(step, [_SHARD, _WEIGHT, *flatten_spec(spec)])
+
+    def _shard_step(self, spec: Any, shard: tf.Tensor, weight: tf.Tensor, flat: list[tf.Tensor]) -> Any:
+        captured: list[tuple[keras.optimizers.Optimizer, list, list]] = []
+
+        def enter(stack: contextlib.ExitStack) -> None:
+            # Sums, and means that a metric takes one of a batch, are of the whole batch, as this tells Keras.
+            step = KerasStep("train", self._model, self._step)
+            step.begin_shard(weight)
+            stack.enter_context(self._strategy.keras_step(step))
+            for optimizer in optimizers_of(self._model):
+                stack.enter_context(shadowed(optimizer, apply=_recorder(optimizer, captured)))
+            for generator in seed_generators_of(self._model):
+                stack.enter_context(shadowed(generator, next=_next_of_shard(generator, shard)))
+
+        others = list(self._model.non_trainable_variables)
+        before = [tf.identity(tf.zeros(v.shape, v.dtype)) for v in self.variables]
+        values = [tf.identity(v.value) for v in others]
+        after, logs, updates = self._run(spec, flat, before + values, self.variables + others, enter)
+        after, changed = after[: len(before)], after[len(before) :]
+        self._check_additive(before, after)
+        state = [(v, new) for v, old, new in zip(others, values, changed, strict=True) if not _is_same(old, new)]
+        self._noted_state = [variable for variable, _ in state]
+        return self._packing.pack(after), logs, updates, self._pack(captured), [new for _, new in state]
+
+    def _pack(self, captured: list[tuple[keras.optimizers.Optimizer, list, list]]) -> list[tf.Tensor]:
+        if len(captured) > 1:
+            names = ", ".join(f"'{optimizer.name}'" for optimizer, _, _ in captured)
+            raise NotImplementedError(
+                f"Received: a train_step that applies gradients {len(captured)} times (optimizers {names}) under "
+                "ParameterServerStrategy(mode='sync'). The second gradient would have to wait for the first update, on "
+                "all workers. Expected: one optimizer, applied once a step; or mode='async'."
+            )
+        self._noted_gradients = None, None
+        if not captured:
+            return []
+        optimizer, gradients, variables = captured[0]
+        self._noted_gradients = _Gradients(gradients, variables), optimizer
+        return self._noted_gradients[0].pack(gradients)
+
+    def _apply_function(self, trace: ShardTrace, shards: int) -> tf.types.experimental.ConcreteFunction:
+        key = id(trace), shards
+        if key not in self._apply_functions:
+            each = len(trace.gradients.destinations)
+
+            def apply(weights: tf.Tensor, *tensors: tf.Tensor) -> tf.Tensor:
+                def replica(weights: tf.Tensor, tensors: Sequence[tf.Tensor]) -> None:
+                    parts = [list(tensors[i * each : (i + 1) * each]) for i in range(shards)]
+                    with sparse_updates(trace.optimizer, sum_duplicates=False):
+                        trace.optimizer.apply(*trace.gradients.sum(parts, weights))
+
+                self._strategy.run_replica(replica, weights, list(tensors))
+                return tf.constant(0)
+
+            specs = [tf.TensorSpec([shards], tf.float32), *trace.gradients.specs * shards]
+            self._apply_functions[key] = self._concrete(apply, specs)
+        return self._apply_functions[key]
+
+
+@dataclasses.dataclass
+class _Group:
+    """Variables of one dtype on one server.
+
+    Attributes:
+        device: of the server.
+        dense: positions of those with dense gradients.
+        packing: of the dense ones.
+        sparse: positions of those with sparse gradients.
+        widths: how many values each row of a sparse one has.
+    """
+
+    device: str
+    dense: list[int]
+    packing: Packing
+    sparse: list[int]
+    widths: list[int]
+
+
+class _Gradients:
+    """How the gradients of a step travel, to each server: as one vector of values, and one of indices if it needs any.
+
+    Attributes:
+        destinations: device of each tensor.
+        specs: specification of each tensor.
+    """
+
+    def __init__(self, gradients: Sequence[Any], variables: Sequence[keras.Variable]):
+        self._variables = variables
+        self._groups: list[_Group] = []
+        self.destinations: list[str] = []
+        self.specs: list[tf.TensorSpec] = []
+        present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        places = {i: (variables[i].value.device, gradients[i].dtype) for i in present}
+        for place in dict.fromkeys(places.values()):
+            own = [i for i in present if places[i] == place]
+            sparse = [i for i in own if isinstance(gradients[i], tf.IndexedSlices)]
+            dense = [i for i in own if i not in sparse]
+            packing = Packing([gradients[i].shape for i in dense], [gradients[i].dtype for i in dense])
+            widths = [math.prod(variables[i].shape[1:]) for i in sparse]
+            self._groups.append(_Group(place[0], dense, packing, sparse, widths))
+            self.specs += [tf.TensorSpec([None], place[1]), *[tf.TensorSpec([None], tf.int64)][: len(sparse)]]
+            self.destinations += [place[0]] * (2 if sparse else 1)
+
+    def pack(self, gradients: Sequence[Any]) -> list[tf.Tensor]:
+        """The tensors to send."""
+        tensors = []
+        for group in self._groups:
+            slices = [gradients[i] for i in group.sparse]
+            values = [tf.reshape(part.values, [-1]) for part in slices]
+            tensors.append(tf.concat([*group.packing.pack([gradients[i] for i in group.dense]), *values], 0))
+            if slices:
+                indices = [tf.cast(part.indices, tf.int64) for part in slices]
+                tensors.append(tf.concat([[tf.size(part, tf.int64) for part in indices], *indices], 0))
+        return tensors
+
+    def sum(self, parts: Sequence[list[tf.Tensor]], weights: tf.Tensor) -> tuple[list, list[keras.Variable]]:
+        """The weighted sum of what several workers have sent, as gradients of the variables."""
+        rest = [iter(part) for part in parts]
+        gradients: list = [None] * len(self._variables)
+        for group in self._groups:
+            with tf.device(group.device):
+                vectors = [next(part) for part in rest]
+                vectors = [v * tf.cast(w, v.dtype) for v, w in zip(vectors, tf.unstack(weights), strict=True)]
+                total = tf.add_n([vector[: group.packing.length] for vector in vectors])
+                dense = group.packing.unpack([total] if group.dense else [])
+                for i, gradient in zip(group.dense, dense, strict=True):
+                    gradients[i] = gradient
+                if group.sparse:
+                    values = [vector[group.packing.length :] for vector in vectors]
+                    self._join_slices(group, values, [next(part) for part in rest], gradients)
+        return gradients, list(self._variables)
+
+    def _join_slices(self, group: _Group, vectors: list[tf.Tensor], indices: list[tf.Tensor], gradients: list) -> None:
+        count = len(group.sparse)
+        counts = [part[:count] for part in indices]
+        rows = [tf.split(part[count:], own, num=count) for part, own in zip(indices, counts, strict=True)]
+        values = [tf.split(v, own * group.widths, num=count) for v, own in zip(vectors, counts, strict=True)]
+        for position, i in enumerate(group.sparse):
+            shape = self._variables[i].shape
+            gradients[i] = tf.IndexedSlices(
+                tf.concat([tf.reshape(own[position], [-1, *shape[1:]]) for own in values], 0),
+                tf.concat([own[position] for own in rows], 0),
+                tf.constant(list(shape), tf.int64),
+            )
+
+
+def _recorder(optimizer: keras.optimizers.Optimizer, captured: list) -> Any:
+    def apply(grads: Any, trainable_variables: Any = None) -> None:
+        variables = optimizer._trainable_variables if trainable_variables is None else trainable_variables
+        captured.append((optimizer, list(grads), list(variables)))
+
+    return apply
+
+
+def _next_of_shard(generator: keras.random.SeedGenerator, shard: tf.Tensor) -> Any:
+    original = generator.next
+
+    def next_seed(*args: Any, **kwargs: Any) -> tf.Tensor:
+        seed = original(*args, **kwargs)
+        offset = tf.cast(shard * SEED_STRIDE % 2**32, seed.dtype)
+        return seed + tf.stack([offset, tf.zeros_like(offset)])
+
+    return next_seed
+
+
+def _is_same(before: tf.Tensor, after: tf.Tensor) -> bool:
+    while after is not before and after.op.type == "Identity":
+        after = after.op.inputs[0]
+    return after.name == before.name

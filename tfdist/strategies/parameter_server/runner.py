@@ -1,0 +1,253 @@
+"""What stands in for a model's `train_function` and `test_function`: batches go to the workers, metrics come back."""
+
+from __future__ import annotations
+
+import collections
+import time
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.strategies.parameter_server.batches import BatchIterator, flatten, is_dense, rows_of, spec_of
+from tfdist.strategies.parameter_server.dispatcher import Dispatcher, Task, Worker
+from tfdist.strategies.parameter_server.extended import COORDINATOR
+from tfdist.strategies.parameter_server.step_function import StepFunction, StepOutcome, Trace
+from tfdist.strategies.parameter_server.transfer import fetch
+from tfdist.strategies.parameter_server.worker_input import Shard, WorkerIterator
+
+# Between two looks at the metrics during an epoch; computing their results takes as long as handing out a step.
+_LOG_SECONDS = 0.1
+
+
+class Runner:
+    """Hands the steps of an epoch to the workers, in any order, and adds up what they return.
+
+    Args:
+        strategy: a `ParameterServerStrategy`.
+        model: the model.
+        kind: "train" or "test".
+
+    Example:
+        >>> model.train_function = Runner(strategy, model, "train")
+        >>> logs = model.train_function(iterator)  # of the steps that have been done so far
+    """
+
+    def __init__(self, strategy: Any, model: keras.Model, kind: str = "train"):
+        self._strategy, self._model = strategy, model
+        self._step = StepFunction(strategy, model, getattr(model, f"{kind}_step"))
+        self._dispatcher: Dispatcher = strategy.dispatcher
+        self._arrived: collections.deque[StepOutcome] = collections.deque()
+        self._shards: WorkerIterator | None = None
+        self._missing = 0
+        self._sums: list[np.ndarray] | None = None
+        self._origins: Any = {}
+        self._own_logs: list[np.ndarray] = []
+        self._logs: Any = None
+        self._previous: Any = None
+        self._logged_at = 0.0
+        self._returned: Any = None
+
+    def __call__(self, iterator: Any) -> Any:
+        """One execution, of `steps_per_execution` steps.
+
+        Args:
+            iterator: of a dataset that the strategy has distributed, or any iterator of batches.
+
+        Returns:
+            The logs of the steps of the epoch that have been done so far; those of the epoch before while there are
+            none: to wait for one, the other workers would stand idle at the beginning of each epoch.
+
+        Raises:
+            StopIteration: if there are no data.
+            Exception: what a step has raised.
+        """
+        try:
+            return self._execute(iterator)
+        except KeyboardInterrupt:
+            self._dispatcher.abandon()
+            raise
+
+    def _execute(self, iterator: Any) -> Any:
+        on_batch = not isinstance(iterator, (BatchIterator, WorkerIterator))
+        if isinstance(iterator, BatchIterator):
+            self._submit(iterator.draw(self._model.steps_per_execution), iterator.spec)
+        elif isinstance(iterator, WorkerIterator):
+            self._submit_shards(iterator, self._model.steps_per_execution)
+            self._shards = iterator
+        else:
+            batch = next(iter(iterator))
+            self._submit([flatten(batch)], spec_of(batch))
+        self._wait(1 if on_batch else self._strategy.max_inflight)
+        self._collect()
+        return self._current_logs()
+
+    def finish(self) -> None:
+        """Waits until all steps are done; then the metrics are complete.
+
+        Raises:
+            Exception: what a step has raised.
+        """
+        self._dispatcher.join()
+        self._submit_missing()
+        self._collect()
+        self._write_metrics()
+        self._shards, self._missing = None, 0
+        if self._returned is not None:
+            self._previous = self._read_logs()
+            if isinstance(self._returned, dict):
+                # Keras takes a custom step's logs for those of the epoch.
+                self._returned.update(self._previous)
+        self._logs = self._returned = None
+
+    def forget(self) -> None:
+        """Waits until all steps are done, and drops what they add to the metrics: these begin anew.
+
+        Raises:
+            Exception: what a step has raised.
+        """
+        self._dispatcher.join()
+        self._arrived.clear()
+        self._shards, self._missing = None, 0
+        self._sums = self._logs = self._returned = None
+
+    def _wait(self, limit: int) -> None:
+        """Waits until less than so many tasks are handed out, and something can be logged."""
+        self._dispatcher.wait_below(limit)
+        if self._logs is None and (self._previous is None or self._strategy.max_inflight == 1):
+            # Callbacks want to see logs after the first step, too.
+            self._dispatcher.wait_until(lambda: self._arrived)
+
+    def _submit(self, batches: list[list[tf.Tensor]], spec: Any) -> None:
+        single = self._step.single(spec)
+        can_join = len(batches) > 1 and self._step.is_loopable and is_dense(spec)
+        for group in _groups(batches) if can_join else [[batch] for batch in batches]:
+            if len(group) == 1:
+                self._hand_out(single, group[0])
+            else:
+                with tf.device(COORDINATOR):
+                    joined = [tf.concat(tensors, 0) for tensors in zip(*group, strict=True)]
+                rows = np.cumsum([0, *(batch[0].shape[0] for batch in group)], dtype=np.int32)
+                self._hand_out(self._step.several(spec), [tf.constant(rows), *joined])
+
+    def _submit_shards(self, iterator: WorkerIterator, steps: int) -> None:
+        wanted = steps
+        while wanted:
+            self._dispatcher.wait_until(lambda: iterator.free() or iterator.is_over)
+            shard = iterator.free()
+            if shard is None:
+                if wanted == steps:
+                    raise StopIteration
+                return
+            count = wanted if shard.remaining is None else min(wanted, shard.remaining)
+            wanted -= count
+            self._hand_out_shard(iterator, shard, count)
+
+    def _submit_missing(self) -> None:
+        """Does the steps that Keras has counted although a shard had come to its end."""
+        while self._shards is not None and self._missing:
+            missing, self._missing = self._missing, 0
+            try:
+                self._submit_shards(self._shards, missing)
+            except StopIteration:
+                return
+            self._dispatcher.join()
+
+    def _hand_out_shard(self, iterator: WorkerIterator, shard: Shard, steps: int) -> None:
+        trace = self._step.on_iterator(iterator.element_spec, iterator.spec)
+        self._dispatcher.wait_below(self._strategy.max_inflight)
+        shard.is_busy = True
+        if shard.remaining is not None:
+            shard.remaining -= steps
+
+        count = tf.constant(steps)
+
+        def run(worker: Worker) -> tuple[StepOutcome, int]:
+            done, *outputs = trace.function(shard.iterator_on(worker), count)
+            return self._step.outcome(trace, outputs), int(fetch(done))
+
+        def deliver(result: tuple[StepOutcome, int]) -> None:
+            outcome, done = result
+            shard.done += done
+            shard.is_busy, shard.is_exhausted = False, done < steps
+            self._missing += steps - done
+            if done:
+                self._arrived.append(outcome)
+
+        self._dispatcher.submit(Task(run, deliver, self._home_of(shard, iterator)))
+
+    def _home_of(self, shard: Shard, iterator: WorkerIterator) -> Worker | None:
+        """The worker that is to go on with a shard: another one if its own has several, and one has none."""
+        homes = [other.home for other in iterator.shards if other is shard or not other.is_over]
+        if shard.home is not None and homes.count(shard.home) == 1:
+            return shard.home
+        return next((w for w in self._dispatcher.workers if not w.is_lost and w not in homes), shard.home)
+
+    def _hand_out(self, trace: Trace, arguments: list[tf.Tensor]) -> None:
+        self._dispatcher.wait_below(self._strategy.max_inflight)
+
+        def run(worker: Worker) -> StepOutcome:
+            return self._step.outcome(trace, trace.function(*arguments))
+
+        self._dispatcher.submit(Task(run, self._arrived.append))
+
+    def _collect(self) -> None:
+        while self._arrived:
+            self._add(self._arrived.popleft())
+
+    def _add(self, outcome: StepOutcome) -> None:
+        if self._sums is None:
+            self._sums = [np.array(array) for array in outcome.additions]
+        else:
+            for total, array in zip(self._sums, outcome.additions, strict=True):
+                total += array
+        for metric, args, kwargs in outcome.updates:
+            metric.update_state(*args, **kwargs)
+        self._origins, self._own_logs = outcome.origins, outcome.logs
+
+    def _write_metrics(self) -> None:
+        if self._sums is None:
+            return
+        for variable, total in zip(self._step.variables, self._sums, strict=True):
+            variable._value.assign_add(tf.constant(total, variable._value.dtype))
+        self._sums = None
+
+    def _current_logs(self) -> Any:
+        now = time.monotonic()
+        if self._logs is None and self._sums is None and self._previous is not None:
+            self._returned = dict(self._previous) if isinstance(self._previous, dict) else self._previous
+            return self._returned
+        if self._logs is None or now - self._logged_at > _LOG_SECONDS or self._strategy.max_inflight == 1:
+            self._write_metrics()
+            self._logs, self._logged_at = self._read_logs(), now
+        self._returned = dict(self._logs) if isinstance(self._logs, dict) else self._logs
+        return self._returned
+
+    def _read_logs(self) -> Any:
+        results: dict[int, list] = {}
+        own = iter(self._own_logs)
+
+        def read(origin: Any) -> Any:
+            if origin.of is None:
+                return next(own)
+            metric, position = origin.of
+            if id(metric) not in results:
+                results[id(metric)] = tf.nest.flatten(metric.result())
+            return np.asarray(results[id(metric)][position])
+
+        return tf.nest.map_structure(read, self._origins)
+
+
+def _groups(batches: list[list[tf.Tensor]]) -> list[list[list[tf.Tensor]]]:
+    """Batches one after the other that differ in their number of rows at most, so that they can be concatenated."""
+    groups: list[list[list[tf.Tensor]]] = []
+    last = None
+    for tensors in batches:
+        key = [tensor.shape[1:] for tensor in tensors] if rows_of(tensors) is not None else None
+        if key is not None and key == last:
+            groups[-1].append(tensors)
+        else:
+            groups.append([tensors])
+        last = key
+    return groups

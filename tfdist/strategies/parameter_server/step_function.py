@@ -1,0 +1,326 @@
+"""A Keras step as a function that a worker runs: it returns what it adds to the metrics instead of changing them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.backend.common import global_state
+from tensorflow.python.data.ops.iterator_ops import IteratorSpec
+
+from tfdist.strategies.keras_step import shadowed
+from tfdist.strategies.parameter_server.additivity import only_adds
+from tfdist.strategies.parameter_server.batches import any_rows, flatten, flatten_spec, unflatten
+from tfdist.strategies.parameter_server.captured_state import CapturedState
+from tfdist.strategies.parameter_server.packing import Packing
+from tfdist.strategies.parameter_server.sparse_updates import sparse_updates
+from tfdist.strategies.parameter_server.transfer import fetch, local_constant
+from tfdist.strategies.step_logs import marked_result
+from tfdist.strategies.step_shadows import metrics_of, optimizers_of
+
+
+@dataclasses.dataclass
+class Trace:
+    """A traced step, or several, and what its outputs mean.
+
+    Attributes:
+        function: what a worker runs.
+        logs: the structure of the step's logs; leaves are `Origin`s.
+        updates: for each update of a metric that is not additive, the metric and the structure of the arguments.
+    """
+
+    function: tf.types.experimental.ConcreteFunction
+    logs: Any
+    updates: list[tuple[keras.Metric, Any]]
+
+
+@dataclasses.dataclass
+class StepOutcome:
+    """What a worker has returned of one or several steps.
+
+    Attributes:
+        origins: the structure of the logs, as in `Trace`.
+        additions: to the state of each metric variable.
+        logs: values of the last step's logs that are no metric's result.
+        updates: for each metric that is not additive, the arguments of `update_state`.
+    """
+
+    origins: Any
+    additions: list[np.ndarray]
+    logs: list[np.ndarray]
+    updates: list[tuple[keras.Metric, tuple, dict]]
+
+
+class StepFunction:
+    """Traces a step of a model for the workers.
+
+    Args:
+        strategy: a `ParameterServerStrategy`.
+        model: the model.
+        step: `model.train_step` or `model.test_step`.
+
+    Attributes:
+        variables: of all metrics.
+    """
+
+    def __init__(self, strategy: Any, model: keras.Model, step: Callable):
+        self._strategy, self._model, self._step = strategy, model, step
+        self._metrics = metrics_of(model)
+        self.variables = list({id(v): v for metric in self._metrics for v in metric.variables}.values())
+        self._packing = Packing([v.shape for v in self.variables], [v.dtype for v in self.variables])
+        self._forwarded: list[keras.Metric] = []
+        self._not_additive: list[keras.Variable] = []
+        self._made: list[keras.Variable] = []
+        self._noted_logs: Any = None
+        self._noted_updates: list[tuple[keras.Metric, Any]] = []
+        self._last: tuple[Any, Trace] | None = None
+        self._traces: dict[str, Trace] = {}
+
+    @property
+    def is_loopable(self) -> bool:
+        """Whether several steps can be one call; known after the first trace."""
+        return not self._forwarded
+
+    def single(self, spec: Any) -> Trace:
+        """One step; takes the dense tensors of a batch."""
+        if self._last is None or self._last[0] is not spec:
+            key = repr(spec)
+            if key not in self._traces:
+                self._traces[key] = self._trace(spec)
+            self._last = spec, self._traces[key]
+        return self._last[1]
+
+    def several(self, spec: Any) -> Trace:
+        """One or more steps; takes where each batch begins (and the last one ends), and concatenated batches."""
+        key = f"several {spec!r}"
+        if key not in self._traces:
+            loop = self._loop(spec, self.single(spec).function)
+            function = self._concrete(loop, [_SPLITS, *any_rows(flatten_spec(spec))])
+            self._traces[key] = Trace(function, self._noted_logs, [])
+        return self._traces[key]
+
+    def on_iterator(self, element_spec: Any, spec: Any) -> Trace:
+        """Steps on a worker's own data; takes an iterator and how many steps, and returns how many were done, too.
+
+        Raises:
+            ValueError: if a metric is not additive.
+        """
+        key = f"iterator {spec!r}"
+        if key not in self._traces:
+            single = self.single(spec).function
+            if self._forwarded:
+                raise ValueError(
+                    f"Received: metric '{self._forwarded[0].name}', whose state is not a sum, and input on the "
+                    "workers. Expected: metrics that add up; or ParameterServerStrategy(worker_input=False), with "
+                    "which the coordinator updates the others."
+                )
+            specs = [IteratorSpec(element_spec), tf.TensorSpec([], tf.int32)]
+            function = self._concrete(self._loop_on_iterator(spec, single), specs)
+            self._traces[key] = Trace(function, self._noted_logs, [])
+        return self._traces[key]
+
+    def outcome(self, trace: Trace, outputs: Sequence[tf.Tensor]) -> StepOutcome:
+        """What a call has returned; fetches it."""
+        vectors, logs, updates = outputs
+        return StepOutcome(
+            trace.logs,
+            self._packing.unpack([fetch(vector) for vector in vectors]),
+            [fetch(value) for value in logs],
+            [
+                (metric, *unflatten(arguments, [local_constant(fetch(value)) for value in values]))
+                for (metric, arguments), values in zip(trace.updates, updates, strict=True)
+            ],
+        )
+
+    def _trace(self, spec: Any) -> Trace:
+        rounds = 0
+        while True:
+            self._not_additive = []
+            try:
+                function = self._trace_once(spec)
+            except AttributeError:
+                # The step wants to change a variable that it has made, which is no more than an initial value yet.
+                if not self._made:
+                    raise
+            if self._made:
+                rounds += 1
+                if rounds > _ROUNDS:
+                    raise ValueError(
+                        f"Received: a step that makes variable '{self._made[0].path}' each time. Expected: variables, "
+                        "layers, metrics and optimizers are made once, in __init__ or build."
+                    )
+                # It was traced with their initial values in their place.
+                with tf.init_scope(), self._strategy.scope():
+                    for variable in self._made:
+                        variable._deferred_initialize()
+                self._made = []
+            elif self._not_additive:
+                self._forward(self._not_additive)
+            else:
+                return self._noted(function)
+
+    def _noted(self, function: tf.types.experimental.ConcreteFunction) -> Trace:
+        return Trace(function, self._noted_logs, self._noted_updates)
+
+    def _trace_once(self, spec: Any) -> tf.types.experimental.ConcreteFunction:
+        # TensorFlow finds the place of an error in the model's code by the function's name, if it is a plain one.
+        def step(*flat: tf.Tensor) -> Any:
+            return self._step_from_zero(spec, list(flat))
+
+        return self._concrete(step, flatten_spec(spec))
+
+    def _concrete(self, function: Callable, specs: Sequence[tf.TensorSpec]) -> tf.types.experimental.ConcreteFunction:
+        with self._strategy.scope():
+            return tf.function(function, autograph=False).get_concrete_function(*specs)
+
+    def _step_from_zero(self, spec: Any, flat: list[tf.Tensor]) -> Any:
+        before = [tf.identity(tf.zeros(v.shape, v.dtype)) for v in self.variables]
+        after, logs, updates = self._run(spec, flat, before)
+        self._check_additive(before, after)
+        return self._packing.pack(after), logs, updates
+
+    def _check_additive(self, before: list[tf.Tensor], after: list[tf.Tensor]) -> None:
+        self._not_additive = [
+            variable
+            for variable, old, new in zip(self.variables, before, after, strict=True)
+            if not only_adds(old, new, before)
+        ]
+
+    def _loop(self, spec: Any, single: tf.types.experimental.ConcreteFunction) -> Callable:
+        def several(splits: tf.Tensor, *flat: tf.Tensor) -> Any:
+            def body(i: tf.Tensor, state: list, logs: list) -> Any:
+                rows = [
+                    tf.ensure_shape(tensor[splits[i] : splits[i + 1]], own.shape)
+                    for tensor, own in zip(flat, flatten_spec(spec), strict=True)
+                ]
+                after, logs, _ = self._run(spec, rows, state)
+                return i + 1, after, logs
+
+            begin, shapes = self._begin(single)
+            _, state, logs = tf.while_loop(
+                lambda i, *_: i < tf.size(splits) - 1,
+                body,
+                [tf.constant(0), *begin],
+                shape_invariants=[tf.TensorShape([]), *shapes],
+                parallel_iterations=1,
+            )
+            return self._packing.pack(state), logs, []
+
+        return several
+
+    def _loop_on_iterator(self, spec: Any, single: tf.types.experimental.ConcreteFunction) -> Callable:
+        def on_iterator(iterator: Any, steps: tf.Tensor) -> Any:
+            def body(i: tf.Tensor, batch: tf.experimental.Optional, state: list, logs: list) -> Any:
+                after, logs, _ = self._run(spec, flatten(batch.get_value()), state)
+                # Not one more than is asked for: it would be lost.
+                following = tf.cond(i + 1 < steps, iterator.get_next_as_optional, lambda: batch)
+                return i + 1, following, after, logs
+
+            begin, shapes = self._begin(single)
+            first = iterator.get_next_as_optional()
+            done, _, state, logs = tf.while_loop(
+                lambda i, batch, *_: tf.logical_and(i < steps, batch.has_value()),
+                body,
+                [tf.constant(0), first, *begin],
+                shape_invariants=[tf.TensorShape([]), tf.type_spec_from_value(first), *shapes],
+                parallel_iterations=1,
+            )
+            return done, self._packing.pack(state), logs, []
+
+        return on_iterator
+
+    def _begin(self, single: tf.types.experimental.ConcreteFunction) -> tuple[list, list]:
+        """State and logs at the beginning of a loop, and their shapes."""
+        _, logs, _ = single.structured_outputs
+        begin = [
+            [tf.zeros(v.shape, v.dtype) for v in self.variables],
+            [tf.zeros([d or 0 for d in value.shape], value.dtype) for value in logs],
+        ]
+        return begin, [[tf.TensorShape(v.shape) for v in self.variables], [value.shape for value in logs]]
+
+    def _run(
+        self,
+        spec: Any,
+        flat: list[tf.Tensor],
+        state: list[tf.Tensor],
+        variables: Sequence[keras.Variable] | None = None,
+        enter: Callable[[contextlib.ExitStack], Any] = lambda stack: None,
+    ) -> tuple[list, list, list]:
+        """One step in a replica's context.
+
+        Args:
+            spec: of the batch.
+            flat: its dense tensors.
+            state: values of the variables that are not changed but returned.
+            variables: which these are; by default those of the metrics.
+            enter: enters further contexts for the step.
+
+        Returns:
+            What the variables would have become, logs, and arguments of updates of metrics.
+        """
+        variables = self.variables if variables is None else variables
+        updates: list[tuple[keras.Metric, tuple, dict]] = []
+
+        def recorder(metric: keras.Metric) -> Callable:
+            return lambda *args, **kwargs: updates.append((metric, args, kwargs))
+
+        def replica(flat: list[tf.Tensor]) -> Any:
+            with contextlib.ExitStack() as stack:
+                stack.callback(self._note_made)
+                for metric in self._metrics:
+                    stack.enter_context(shadowed(metric, result=marked_result(metric)))
+                for metric in self._forwarded:
+                    stack.enter_context(shadowed(metric, update_state=recorder(metric)))
+                for optimizer in optimizers_of(self._model):
+                    # As Keras does with such gradients, but without touching all rows.
+                    stack.enter_context(sparse_updates(optimizer, sum_duplicates=False))
+                captured = stack.enter_context(CapturedState(variables, state))
+                enter(stack)
+                logs = self._step(unflatten(spec, flat))
+                return captured.values(), self._note_logs(logs)
+
+        after, logs = self._strategy.run_replica(replica, flat)
+        self._noted_updates = [(metric, (args, kwargs)) for metric, args, kwargs in updates]
+        arguments = [flatten(arguments) for _, arguments in self._noted_updates]
+        return [tf.identity(value) for value in after], logs, arguments
+
+    def _note_made(self) -> None:
+        """Keeps the variables that Keras will make when told so; it has a list of them for each thread."""
+        self._made += global_state.get_global_attribute("uninitialized_variables") or []
+        global_state.set_global_attribute("uninitialized_variables", [])
+
+    def _note_logs(self, logs: Any) -> list[tf.Tensor]:
+        leaves = tf.nest.flatten(logs)
+        origins = [getattr(leaf, "_tfdist_result", None) for leaf in leaves]
+        self._noted_logs = tf.nest.pack_sequence_as(logs, [Origin(origin) for origin in origins])
+        return [tf.convert_to_tensor(leaf) for leaf, origin in zip(leaves, origins, strict=True) if origin is None]
+
+    def _forward(self, variables: list[keras.Variable]) -> None:
+        """Lets the coordinator update the metrics of these variables, in its own process."""
+        for metric in self._metrics:
+            own = {id(v) for v in metric._variables}
+            if any(id(variable) in own for variable in variables):
+                if metric in self._forwarded:
+                    raise ValueError(
+                        f"Received: metric '{metric.name}' of class {type(metric).__name__}, whose state changes "
+                        "otherwise than by adding to it, and without update_state. What several workers do to such a "
+                        "state cannot be put together. Expected: a metric whose update_state changes its state."
+                    )
+                self._forwarded.append(metric)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Origin:
+    """Where a log comes from: (metric, position in its result), or `None` if it is a value of its own."""
+
+    of: tuple[keras.Metric, int] | None
+
+
+_SPLITS = tf.TensorSpec([None], tf.int32)
+# How often a step is traced because it makes variables: those of an optimizer may come after those of a layer.
+_ROUNDS = 5
