@@ -1,0 +1,29 @@
+"""A process with Keras 3: on its own, or one of the cluster of a `tfdist.ParameterServerStrategy`."""
+
+from __future__ import annotations
+
+import sys
+
+import keras
+
+import tfdist
+from benchmarks.parameter_server.chief import Chief
+from benchmarks.parameter_server.trials import Trial
+
+
+def main(address: str) -> None:
+    """Answers the benchmark's requests; a worker or ps serves instead."""
+    # Workers and parameter servers do not get beyond this line.
+    strategy = None if tfdist.discover().is_single_process else tfdist.ParameterServerStrategy()
+    default = strategy.max_inflight if strategy else None
+
+    def configure(trial: Trial) -> None:
+        if strategy:
+            strategy.mode, strategy.worker_input = trial.mode, trial.worker_input
+            strategy.max_inflight = trial.max_inflight or default
+
+    Chief(keras, strategy, lambda make: make(), configure).answer_all(address)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
