@@ -174,7 +174,8 @@ class Chief:
 
     def _welcome(self, guest: _Guest, said: dict) -> None:
         guest.hello, guest.received = said, b""
-        self._problems += [problem for problem in message.disagreements(self._own, said) if problem not in self._problems]
+        found = message.disagreements(self._own, said)
+        self._problems += [problem for problem in found if problem not in self._problems]
         if self._problems:
             return
         rank = said["rank"]
