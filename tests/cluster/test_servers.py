@@ -272,11 +272,15 @@ def test_a_worker_that_comes_back_serves_again(start) -> None:
     for refused in (other, same):
         assert "which this process has joined already" in refused["other"]
     own, chief = f"worker 0 ({cluster.places[1]})", f"chief 0 ({cluster.places[0]})"
-    cluster.wait_until(lambda: f"tfdist: {own} serves {chief}\n" in cluster.log(1), SOON)
+    cluster.wait_until(
+        lambda: f"tfdist: {own} serves {chief}, as process {cluster.processes[1].pid}\n" in cluster.log(1), SOON
+    )
     cluster.processes[1].kill()
     cluster.start_again(1, TFDIST_REPLACEMENT="1")
     assert told_so_far(cluster, 6)[3:] == [{"gone": "worker 0"}, {"back": "worker 0"}, {"read": [21.0]}]
-    cluster.wait_until(lambda: f"tfdist: {own} serves {chief} again\n" in cluster.log(1), SOON)
+    cluster.wait_until(
+        lambda: f"tfdist: {own} serves {chief} again, as process {cluster.processes[1].pid}\n" in cluster.log(1), SOON
+    )
     assert cluster.log(1).count("tfdist: ") == 2
     cluster.processes[1].kill()  # once more: a replacement is watched as well
     cluster.start_again(1, TFDIST_REPLACEMENT="2")
@@ -349,8 +353,8 @@ def test_the_launcher_replaces_a_worker_alone(tmp_path: Path, warm: str) -> None
     ]
     log = (tmp_path / "logs/worker-1.log").read_text()
     former, _, latter = log.partition("--- replacement 1 ---\n")
-    assert re.search(r"^tfdist: worker 1 \(\S+\) serves chief 0 \(\S+\)$", former, re.M)
-    assert re.search(r"^tfdist: worker 1 \(\S+\) serves chief 0 \(\S+\) again$", latter, re.M)
+    assert re.search(r"^tfdist: worker 1 \(\S+\) serves chief 0 \(\S+\), as process \d+$", former, re.M)
+    assert re.search(r"^tfdist: worker 1 \(\S+\) serves chief 0 \(\S+\) again, as process \d+$", latter, re.M)
     assert "has ended, and worker 1" in latter
     assert "replacement" not in (tmp_path / "logs/worker-0.log").read_text()
 

@@ -63,7 +63,7 @@ def serve(cluster: ClusterConfig, start_timeout: float) -> NoReturn:
     )
     watch = ServerWatch(cluster.chief_address or "")
     _reach_chief(watch, chief, start_timeout, _LONG_WAIT if rejoined else deadline - time.monotonic(), rejoined)
-    say(f"{own} serves {chief}{' again' if rejoined else ''}")
+    say(f"{own} serves {chief}{' again' if rejoined else ''}, as process {os.getpid()}")
     _wait_for_end(watch)
     # Whoever is started together with its job can find the chief of a former one, which is about to end.
     while rejoined and not os.environ.get(_REPLACEMENT) and time.monotonic() < deadline:
@@ -75,7 +75,7 @@ def serve(cluster: ClusterConfig, start_timeout: float) -> NoReturn:
             break
         ignore_signals(f"{own} serves until {chief} has ended")
         _reach_chief(watch, chief, start_timeout, _LONG_WAIT if rejoined else deadline - time.monotonic(), rejoined)
-        say(f"{own} serves {chief}")
+        say(f"{own} serves {chief}, as process {os.getpid()}")
         _wait_for_end(watch)
     say(f"{chief} has ended, and {own} ends as well")
     del server

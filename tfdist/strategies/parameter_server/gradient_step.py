@@ -156,7 +156,7 @@ class GradientStep(StepFunction):
             def apply(weights: tf.Tensor, *tensors: tf.Tensor) -> tf.Tensor:
                 def replica(weights: tf.Tensor, tensors: Sequence[tf.Tensor]) -> None:
                     parts = [list(tensors[i * each : (i + 1) * each]) for i in range(shards)]
-                    with sparse_updates(trace.optimizer, sum_duplicates=False):
+                    with sparse_updates(trace.optimizer):
                         trace.optimizer.apply(*trace.gradients.sum(parts, weights))
 
                 self._strategy.run_replica(replica, weights, list(tensors))

@@ -14,19 +14,18 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.optimizers.indexed_slices import sum_duplicates as summed
 from tfdist.strategies.keras_step import shadowed
 
 
 @contextlib.contextmanager
-def sparse_updates(optimizer: keras.optimizers.Optimizer, sum_duplicates: bool = True) -> Iterator[None]:
+def sparse_updates(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
     """Makes an optimizer's updates row-wise, where that gives the same result, while a step is traced.
+
+    Of a row that occurs several times, the accumulator gets the sum of the squares of its gradients, not the square of
+    their sum: so does Keras with `tf.IndexedSlices` in one process.
 
     Args:
         optimizer: any optimizer, also a `keras.optimizers.LossScaleOptimizer` around one.
-        sum_duplicates: whether gradients of a row that occurs several times are added up first, as in the update with
-            a dense gradient. If not, the result is that of Keras with `tf.IndexedSlices`: the accumulator gets the
-            sum of the squares instead of the square of the sum.
 
     Example:
         >>> optimizer, table = keras.optimizers.Adagrad(1.0), keras.Variable([[0.0], [0.0]])
@@ -39,17 +38,15 @@ def sparse_updates(optimizer: keras.optimizers.Optimizer, sum_duplicates: bool =
     if type(optimizer).update_step is not keras.optimizers.Adagrad.update_step:
         yield
         return
-    with shadowed(optimizer, update_step=_row_wise(optimizer, optimizer.update_step, sum_duplicates)):
+    with shadowed(optimizer, update_step=_row_wise(optimizer, optimizer.update_step)):
         yield
 
 
-def _row_wise(optimizer: Any, dense: Callable, sum_duplicates: bool) -> Callable:
+def _row_wise(optimizer: Any, dense: Callable) -> Callable:
     def update_step(gradient: Any, variable: Any, learning_rate: Any) -> None:
         if not isinstance(gradient, tf.IndexedSlices):
             dense(gradient, variable, learning_rate)
             return
-        if sum_duplicates:
-            gradient = summed(gradient)
         rows, values = gradient.indices, tf.cast(gradient.values, variable.dtype)
         accumulator = optimizer._accumulators[optimizer._get_variable_index(variable)].value
         optimizer.assign_add(accumulator, tf.IndexedSlices(tf.square(values), rows))

@@ -278,7 +278,7 @@ class StepFunction:
                     stack.enter_context(shadowed(metric, update_state=recorder(metric)))
                 for optimizer in optimizers_of(self._model):
                     # As Keras does with such gradients, but without touching all rows.
-                    stack.enter_context(sparse_updates(optimizer, sum_duplicates=False))
+                    stack.enter_context(sparse_updates(optimizer))
                 captured = stack.enter_context(CapturedState(variables, state))
                 enter(stack)
                 logs = self._step(unflatten(spec, flat))
