@@ -9,10 +9,11 @@ __version__ = "0.1.0"
 
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
-    submodules=["callbacks", "cluster", "layers", "optimizers", "strategies", "testing"],
+    submodules=["callbacks", "cluster", "layers", "memory", "optimizers", "strategies", "testing"],
     submod_attrs={
         "cluster": ["ClusterConfig", "ClusterError", "discover"],
         "strategies": [
+            "HostOffloadStrategy",
             "MirroredStrategy",
             "MultiWorkerMirroredStrategy",
             "ParameterServerStrategy",

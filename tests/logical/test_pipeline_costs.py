@@ -8,9 +8,9 @@ import keras
 import pytest
 from keras import layers, ops
 
-from tfdist.strategies.pipeline.costs import costs_of, crossing, measured_costs, weights
-from tfdist.strategies.pipeline.graph import LayerGraph, flatten, functional_of
-from tfdist.strategies.pipeline.partition import Cost, balance, shares
+from tfdist.layer_graph.costs import costs_of, crossing, measured_costs, weights
+from tfdist.layer_graph.graph import LayerGraph, flatten, functional_of
+from tfdist.layer_graph.partition import Cost, balance, shares
 
 
 def sequence(shape: tuple[int | None, ...], *of_layers: keras.Layer, dtype: str = "float32") -> LayerGraph:

@@ -243,5 +243,5 @@ def test_layer_that_changes_the_variable_of_another_stage():
         return model
 
     message = refusal(build, pipeline(cuts=["before"]))
-    assert "which changes a variable that it does not own. A pipeline cannot tell where that variable lives." in message
+    assert "in which a layer changes a variable that it does not own; that would be lost." in message
     assert "Expected: layers change their own variables only" in message

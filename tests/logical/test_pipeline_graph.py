@@ -11,8 +11,8 @@ import tensorflow as tf
 from keras import layers, ops
 from keras.src.ops.node import Node
 
+from tfdist.layer_graph.graph import LayerGraph, flatten, functional_of
 from tfdist.strategies.pipeline.cut_names import cuts_from_names
-from tfdist.strategies.pipeline.graph import LayerGraph, flatten, functional_of
 from tfdist.strategies.pipeline.stage_scope import stage, stages_of
 
 

@@ -29,7 +29,7 @@ def loaded_by(statement: str) -> list[str]:
         "import tfdist.testing; dir(tfdist.testing)",
         "from tfdist.testing import run_local",
         "import tfdist.strategies.pipeline.schedule, tfdist.strategies.pipeline.simulation",
-        "import tfdist.strategies.pipeline.partition, tfdist.strategies.pipeline.picture",
+        "import tfdist.layer_graph.partition, tfdist.strategies.pipeline.picture",
     ],
 )
 def test_no_tensorflow(statement):

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tfdist.strategies.pipeline.partition import balance, shares
+from tfdist.layer_graph.partition import balance, shares
 from tfdist.strategies.pipeline.summary import RunSummary, StageSummary, summary
 
 

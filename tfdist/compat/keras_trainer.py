@@ -8,9 +8,11 @@ from typing import Any
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
 from tfdist.compat.patch import Patch
+from tfdist.memory import application as memory
 from tfdist.strategies import epoch_iterators, guards
 from tfdist.strategies.data_parallel import DataParallel
 from tfdist.strategies.global_batches import GlobalBatchDataset
+from tfdist.strategies.host_offload import HostOffloadStrategy
 from tfdist.strategies.parameter_server import strategy as parameter_server
 from tfdist.strategies.parameter_server.batches import CoordinatorDataset
 from tfdist.strategies.parameter_server.strategy import ParameterServerStrategy
@@ -52,7 +54,7 @@ def _maybe_symbolic_build(original: Callable) -> Callable:
         if iterator is not None:
             epoch_iterators.note(self, iterator)
         strategy = self._distribute_strategy
-        if not isinstance(strategy, (DataParallel, PipelineStrategy, ParameterServerStrategy)):
+        if not isinstance(strategy, (DataParallel, PipelineStrategy, ParameterServerStrategy, HostOffloadStrategy)):
             guards.warn_without_scope()
             guards.check_without_strategy(self)
             pipeline.warn_without_scope()
@@ -70,7 +72,10 @@ def _maybe_symbolic_build(original: Callable) -> Callable:
                 self._symbolic_build(data_batch=epoch_iterators.batch_specification(iterator))
         # Once more: Keras builds metrics, and shows their variables, only now.
         _check(strategy, self)
-        if isinstance(strategy, ParameterServerStrategy):
+        policy = getattr(strategy, "memory", None)
+        if policy is not None and not memory.is_applied(self):
+            memory.apply(self, policy)
+        if isinstance(strategy, (ParameterServerStrategy, HostOffloadStrategy)):
             strategy.prepare(self)
 
     return _maybe_symbolic_build
@@ -89,7 +94,7 @@ def _make_predict_function(original: Callable) -> Callable:
 
 
 def _check(strategy: Any, model: Any) -> None:
-    if isinstance(strategy, (PipelineStrategy, ParameterServerStrategy)):
+    if isinstance(strategy, (PipelineStrategy, ParameterServerStrategy, HostOffloadStrategy)):
         strategy.check_model(model)
     else:
         guards.check(strategy, model)

@@ -5,6 +5,7 @@ import lazy_loader
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
+        "host_offload": ["HostOffloadStrategy"],
         "mirrored": ["MirroredStrategy"],
         "multi_worker": ["MultiWorkerMirroredStrategy"],
         "parameter_server.strategy": ["ParameterServerStrategy"],

@@ -14,6 +14,7 @@ import tensorflow as tf
 from tensorflow.python.distribute import distribute_utils, mirrored_run
 from tensorflow.python.distribute.values import DistributedValues, SyncOnReadVariable
 
+from tfdist.memory.policy import policy_of
 from tfdist.strategies import step_logs
 from tfdist.strategies.global_batches import GlobalBatch, GlobalBatchDataset, share_of
 from tfdist.strategies.gradients import WIRE_DTYPES
@@ -31,7 +32,7 @@ BATCH_NORM_MODES = ("global", "local")
 class DataParallel:
     """Mixin for subclasses of `tf.distribute.Strategy`."""
 
-    def _configure_data_parallel(self, communication: str | None, batch_norm: str) -> None:
+    def _configure_data_parallel(self, communication: str | None, batch_norm: str, memory: Any) -> None:
         if communication not in WIRE_DTYPES:
             raise ValueError(
                 f"Unknown communication. Received: communication={communication!r}. "
@@ -44,6 +45,7 @@ class DataParallel:
             )
         self._wire_dtype = WIRE_DTYPES[communication]
         self._global_batch_norm = batch_norm == "global"
+        self.memory = policy_of(memory)
         self._keras_step: KerasStep | None = None
         self._keras_asks_for_data = False
         self._epoch_iterator: Any = None

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 # Bytes to which TensorFlow aligns tensors (EIGEN_MAX_ALIGN_BYTES with AVX-512; a multiple of it with less).
-_ALIGNMENT = 64
+ALIGNMENT = 64
 
 WIRE_DTYPES = {None: None, "bf16": tf.bfloat16}
 
@@ -39,10 +39,10 @@ def all_reduce_sum(
         if not isinstance(value, tf.IndexedSlices):
             groups.setdefault(value.dtype, []).append(i)
     for dtype, indices in groups.items():
-        packed = _zeros_unless(counts, _pack([values[i] for i in indices]))
+        packed = _zeros_unless(counts, pack([values[i] for i in indices]))
         narrow = wire_dtype is not None and dtype.is_floating and wire_dtype.size < dtype.size
         summed = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.cast(packed, wire_dtype) if narrow else packed)
-        parts = _unpack(tf.cast(summed, dtype) if narrow else summed, [values[i] for i in indices])
+        parts = unpack(tf.cast(summed, dtype) if narrow else summed, [values[i] for i in indices])
         for i, part in zip(indices, parts, strict=True):
             results[i] = part
     for i, value in enumerate(values):
@@ -57,12 +57,12 @@ def _zeros_unless(counts: tf.Tensor | None, value: tf.Tensor) -> tf.Tensor:
     return value if counts is None else tf.cond(counts, lambda: value, lambda: tf.zeros_like(value))
 
 
-def _pack(values: Sequence[tf.Tensor]) -> tf.Tensor:
+def pack(values: Sequence[tf.Tensor]) -> tf.Tensor:
     """One matrix of all values, each beginning at a row of its own; a row is as long as TensorFlow aligns memory.
 
-    That is why `_unpack` costs nothing: rows of an aligned matrix share its memory, parts of a vector are copied.
+    That is why `unpack` costs nothing: rows of an aligned matrix share its memory, parts of a vector are copied.
     """
-    width = _ALIGNMENT // values[0].dtype.size
+    width = ALIGNMENT // values[0].dtype.size
     rows = []
     for value in values:
         flat = tf.reshape(value, [-1])
@@ -73,7 +73,7 @@ def _pack(values: Sequence[tf.Tensor]) -> tf.Tensor:
     return tf.concat(rows, 0) if len(rows) > 1 else tf.identity(rows[0])
 
 
-def _unpack(packed: tf.Tensor, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+def unpack(packed: tf.Tensor, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Parts of a packed matrix, in the shapes of the values that were packed."""
     width = packed.shape[1]
     sizes = [tf.size(v) if v.shape.num_elements() is None else v.shape.num_elements() for v in values]

@@ -16,7 +16,7 @@ from tfdist.strategies.keras_step import recognise
 from tfdist.strategies.step_shadows import metrics_of, optimizers_of, parts_of
 
 # Their modules need this one.
-_OTHERS = ("PipelineStrategy", "ParameterServerStrategy")
+_OTHERS = ("PipelineStrategy", "ParameterServerStrategy", "HostOffloadStrategy")
 
 
 def check(strategy: tf.distribute.Strategy, model: keras.Model) -> None:

@@ -12,6 +12,7 @@ from tensorflow.python.distribute import mirrored_strategy
 
 from tfdist.cluster.discovery import discover
 from tfdist.compat import install
+from tfdist.memory.policy import MemoryPolicy
 from tfdist.strategies.data_parallel import DataParallel, DataParallelExtended
 
 # Collectives of different strategies need different keys; stock strategies begin at 0.
@@ -37,6 +38,7 @@ class MirroredStrategy(DataParallel, tf.distribute.MirroredStrategy):
         batch_norm: `"global"` (BatchNormalization uses the statistics of the global batch, as one process does; two
             small collectives a layer and step) or `"local"` (of each replica's rows; the moving statistics are
             averaged at every step).
+        memory: what models keep for their backward pass, see `tfdist.memory.MemoryPolicy`; by default everything.
 
     Raises:
         ValueError: for an unknown `communication` or `batch_norm`.
@@ -57,10 +59,11 @@ class MirroredStrategy(DataParallel, tf.distribute.MirroredStrategy):
         *,
         communication: str | None = None,
         batch_norm: str = "global",
+        memory: MemoryPolicy | str | None = None,
     ):
         install()
         _warn_in_cluster()
-        self._configure_data_parallel(communication, batch_norm)
+        self._configure_data_parallel(communication, batch_norm, memory)
         self._collective_key_base = next(_GROUP_KEYS)
         # tf.distribute.MirroredStrategy.__init__ names its extended class; this does the rest of what it does.
         extended = _MirroredExtended(self, devices=devices, cross_device_ops=cross_device_ops)

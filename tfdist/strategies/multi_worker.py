@@ -15,6 +15,7 @@ from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.discovery import discover
 from tfdist.cluster.errors import ClusterError
 from tfdist.compat import install
+from tfdist.memory.policy import MemoryPolicy
 from tfdist.strategies.agreement import Agreement
 from tfdist.strategies.chief_files import ChiefFiles
 from tfdist.strategies.data_parallel import DataParallel, DataParallelExtended
@@ -73,6 +74,7 @@ class MultiWorkerMirroredStrategy(DataParallel, tf.distribute.MultiWorkerMirrore
         batch_norm: `"global"` (BatchNormalization uses the statistics of the global batch, as one process does; two
             small collectives a layer and step) or `"local"` (of each replica's rows; the moving statistics are
             averaged at every step).
+        memory: what models keep for their backward pass, see `tfdist.memory.MemoryPolicy`; by default everything.
         start_timeout: how long to wait at the start until all processes are there, in seconds.
         peer_timeout: how long to wait for another process that has not yet come to the same call, in seconds.
 
@@ -101,11 +103,12 @@ class MultiWorkerMirroredStrategy(DataParallel, tf.distribute.MultiWorkerMirrore
         cluster: ClusterConfig | None = None,
         communication: str | None = None,
         batch_norm: str = "global",
+        memory: MemoryPolicy | str | None = None,
         start_timeout: float = 300.0,
         peer_timeout: float = 1800.0,
     ):
         install()
-        self._configure_data_parallel(communication, batch_norm)
+        self._configure_data_parallel(communication, batch_norm, memory)
         try:
             config = _cluster_of(cluster, cluster_resolver)
             self._job = join(config, start_timeout, peer_timeout) if config.num_workers > 1 else None

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from tfdist.cluster.config import ClusterConfig
 from tfdist.compat import install
+from tfdist.memory.policy import MemoryPolicy, policy_of
 from tfdist.strategies import servers
 from tfdist.strategies.keras_step import KerasStep
 from tfdist.strategies.parameter_server import checks, connection, installation
@@ -68,6 +69,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             batches, instead of by the coordinator, which sends batches to them. Functions that return a dataset
             (`strategy.distribute_datasets_from_function`, or passed to fit as they are) always are.
         backup_workers: of the workers, how many compute in synchronous training what others are still at.
+        memory: what models keep for their backward pass, see `tfdist.memory.MemoryPolicy`; by default everything.
         start_timeout: how long to wait at the start until all processes are there, in seconds.
 
     Raises:
@@ -93,9 +95,11 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         max_inflight: int | None = None,
         worker_input: bool = False,
         backup_workers: int = 0,
+        memory: MemoryPolicy | str | None = None,
         start_timeout: float = 300.0,
     ):
         install()
+        self.memory = policy_of(memory)
         self._keras_step: KerasStep | None = None
         self._start_timeout = start_timeout
         if isinstance(cluster, tf.distribute.cluster_resolver.ClusterResolver):

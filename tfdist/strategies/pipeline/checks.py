@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 from keras.src.models.functional import Functional
 
+from tfdist.memory.application import is_applied
 from tfdist.strategies.guards import check_steps
 from tfdist.strategies.step_shadows import optimizers_of
 
@@ -34,6 +35,11 @@ def check(strategy: tf.distribute.Strategy, model: keras.Model, replicas: int, m
             "Received: run_eagerly=True under PipelineStrategy. The layers run one after the other, each on its "
             "variables' device, with the whole batch at once. Expected: run_eagerly=False for a pipeline.",
             stacklevel=2,
+        )
+    if is_applied(model):
+        raise ValueError(
+            "Received: a memory policy for a model under PipelineStrategy, whose stages keep what they keep for each "
+            "micro-batch. Expected: `tfdist.memory.remove(model)`, and PipelineStrategy(recompute=True)."
         )
     check_steps(model)
     for layer in model._flatten_layers():

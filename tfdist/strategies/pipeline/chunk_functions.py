@@ -23,7 +23,7 @@ from tensorflow.python.eager.polymorphic_function import atomic_function
 from tensorflow.python.framework import func_graph
 from tensorflow.python.ops import gradients_util
 
-from tfdist.strategies.pipeline.chunk import Chunk, Value
+from tfdist.layer_graph.chunk import Chunk, Value
 from tfdist.strategies.pipeline.weight_gradients import RowProduct, as_row_product
 
 _log = logging.getLogger("tfdist")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
-from tfdist.strategies.pipeline.graph import LayerGraph
+from tfdist.layer_graph.graph import LayerGraph
 
 _SHOWN = 5
 
@@ -27,7 +27,7 @@ def cuts_from_names(graph: LayerGraph, names: Sequence[str]) -> tuple[int, ...]:
 
     Example:
         >>> import keras
-        >>> from tfdist.strategies.pipeline.graph import flatten
+        >>> from tfdist.layer_graph.graph import flatten
         >>> layers = [keras.Input((2,)), *(keras.layers.Dense(1, name=name) for name in "abc")]
         >>> cuts_from_names(flatten(keras.Sequential(layers)._functional), ["a", "b"])
         (1, 2)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
 
-from tfdist.strategies.pipeline.chunk import Value
+from tfdist.layer_graph.chunk import Value
 from tfdist.strategies.pipeline.chunk_functions import Forward
 from tfdist.strategies.pipeline.clock import Clock
 from tfdist.strategies.pipeline.gradient_sums import GradientSums

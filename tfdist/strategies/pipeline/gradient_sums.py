@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.strategies.pipeline.chunk import Chunk
+from tfdist.layer_graph.chunk import Chunk
 from tfdist.strategies.pipeline.plan import PipelinePlan
 from tfdist.strategies.pipeline.weight_gradients import RowProduct
 

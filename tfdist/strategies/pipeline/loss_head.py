@@ -19,7 +19,7 @@ from tensorflow.core.framework import attr_value_pb2
 from tensorflow.python.eager.polymorphic_function import atomic_function
 from tensorflow.python.framework import func_graph
 
-from tfdist.strategies.pipeline.chunk import Value
+from tfdist.layer_graph.chunk import Value
 from tfdist.strategies.pipeline.plan import PipelinePlan
 
 MASKED = "the model's outputs have masks, and the number of unmasked steps is known when the whole batch is through"

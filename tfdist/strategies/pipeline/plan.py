@@ -13,10 +13,10 @@ import keras
 from keras.src import tree
 from keras.src.models.functional import Functional
 
-from tfdist.strategies.pipeline.chunk import Chunk, make_chunks
+from tfdist.layer_graph.chunk import Chunk, make_chunks
+from tfdist.layer_graph.graph import LayerGraph
+from tfdist.layer_graph.partition import Cost
 from tfdist.strategies.pipeline.chunk_functions import ChunkFunctions
-from tfdist.strategies.pipeline.graph import LayerGraph
-from tfdist.strategies.pipeline.partition import Cost
 from tfdist.strategies.pipeline.schedule import Schedule, forward_only
 
 _log = logging.getLogger("tfdist")

@@ -8,12 +8,12 @@ import keras
 import tensorflow as tf
 from keras.src.models.functional import Functional
 
-from tfdist.strategies.pipeline.chunk import uncuttable
-from tfdist.strategies.pipeline.costs import costs_of, crossing, measured_costs, weights
+from tfdist.layer_graph.chunk import uncuttable
+from tfdist.layer_graph.costs import costs_of, crossing, measured_costs, weights
+from tfdist.layer_graph.graph import LayerGraph, flatten
+from tfdist.layer_graph.partition import balance
 from tfdist.strategies.pipeline.cut_names import cuts_from_names
-from tfdist.strategies.pipeline.graph import LayerGraph, flatten
 from tfdist.strategies.pipeline.memory_limit import memory_limit
-from tfdist.strategies.pipeline.partition import balance
 from tfdist.strategies.pipeline.plan import PipelinePlan
 from tfdist.strategies.pipeline.schedule import Schedule, make_schedule
 from tfdist.strategies.pipeline.stage_scope import stages_of

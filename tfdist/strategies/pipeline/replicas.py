@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.strategies.pipeline.chunk import Value
+from tfdist.layer_graph.chunk import Value
 from tfdist.strategies.pipeline.clock import Clock
 from tfdist.strategies.pipeline.engine import PipelineRun
 from tfdist.strategies.pipeline.gradient_sums import added

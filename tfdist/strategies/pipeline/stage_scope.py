@@ -12,7 +12,7 @@ from typing import Any
 
 from keras.src.ops.node import Node
 
-from tfdist.strategies.pipeline.graph import Call, LayerGraph
+from tfdist.layer_graph.graph import Call, LayerGraph
 
 _NOTE = "_tfdist_stage"
 _SHOWN = 5
@@ -69,7 +69,7 @@ def stages_of(graph: LayerGraph) -> tuple[LayerGraph, tuple[int, ...]] | None:
 
     Example:
         >>> import keras
-        >>> from tfdist.strategies.pipeline.graph import flatten
+        >>> from tfdist.layer_graph.graph import flatten
         >>> inputs = keras.Input((4,))
         >>> with stage(0):
         ...     x = keras.layers.Dense(8)(inputs)

@@ -15,14 +15,14 @@ from tensorflow.python.distribute import distribute_lib, one_device_strategy
 
 from tfdist.cluster.config import ClusterConfig
 from tfdist.compat import install
+from tfdist.layer_graph.chunk import is_traced
+from tfdist.layer_graph.graph import functional_of
 from tfdist.strategies import epoch_iterators
 from tfdist.strategies.keras_step import predicting_model, recognise
 from tfdist.strategies.pipeline import checks, pipelined_call
-from tfdist.strategies.pipeline.chunk import is_traced
 from tfdist.strategies.pipeline.clock import Clock
 from tfdist.strategies.pipeline.description import describe
 from tfdist.strategies.pipeline.devices import pipeline_devices
-from tfdist.strategies.pipeline.graph import functional_of
 from tfdist.strategies.pipeline.locality import LocalScalars, local_optimizers, near_inputs
 from tfdist.strategies.pipeline.loss_head import MASKED, LossHead, why_not_decomposable
 from tfdist.strategies.pipeline.placement import SlotReferences, move, move_slots

@@ -15,8 +15,8 @@ from tensorflow.python.framework import ops
 from tensorflow.python.profiler.internal import flops_registry  # noqa: F401  registers what is asked for below
 from tensorflow.python.util import deprecation
 
-from tfdist.strategies.pipeline.graph import Call, LayerGraph
-from tfdist.strategies.pipeline.partition import Cost
+from tfdist.layer_graph.graph import Call, LayerGraph
+from tfdist.layer_graph.partition import Cost
 
 # Stands for a dimension that the model leaves open, such as the length of a sequence.
 _OPEN_DIMENSION = 128
@@ -45,7 +45,7 @@ def costs_of(graph: LayerGraph, rows: int) -> list[Cost]:
 
     Example:
         >>> import keras
-        >>> from tfdist.strategies.pipeline.graph import flatten
+        >>> from tfdist.layer_graph.graph import flatten
         >>> model = keras.Sequential([keras.Input((10,)), keras.layers.Dense(5, use_bias=False)])
         >>> costs_of(flatten(model._functional), rows=4)
         [Cost(flops=400.0, parameter_bytes=200.0, output_bytes=80.0, seconds=0.0, frozen_bytes=0.0)]
@@ -86,7 +86,7 @@ def measured_costs(graph: LayerGraph, rows: int) -> list[Cost]:
 
     Example:
         >>> import keras
-        >>> from tfdist.strategies.pipeline.graph import flatten
+        >>> from tfdist.layer_graph.graph import flatten
         >>> model = keras.Sequential([keras.Input((10,)), keras.layers.Dense(5)])
         >>> measured_costs(flatten(model._functional), rows=4)[0].seconds > 0
         True
@@ -139,7 +139,7 @@ def crossing(graph: LayerGraph) -> list[float]:
 
     Example:
         >>> import keras
-        >>> from tfdist.strategies.pipeline.graph import flatten
+        >>> from tfdist.layer_graph.graph import flatten
         >>> layers = [keras.Input((2,)), keras.layers.Dense(5), keras.layers.Dense(3), keras.layers.Dense(1)]
         >>> crossing(flatten(keras.Sequential(layers)._functional))
         [0.0, 20.0, 12.0]

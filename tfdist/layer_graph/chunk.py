@@ -12,7 +12,8 @@ import keras
 import tensorflow as tf
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 
-from tfdist.strategies.pipeline.graph import Call, LayerGraph
+from tfdist.layer_graph.graph import Call, LayerGraph
+from tfdist.layer_graph.pure_call import call_purely
 
 
 class Value(NamedTuple):
@@ -65,33 +66,19 @@ class Chunk:
         training: bool,
     ) -> ChunkResult:
         """Calls the layers, as a pure function of the variables' values and the inputs."""
-        mapping = [*zip(self.trainable, trainable, strict=True), *zip(self.state, state, strict=True)]
         values = dict(zip(self.inputs, map(_with_mask, inputs), strict=True))
-        with keras.StatelessScope(mapping, collect_losses=True) as scope, _call_context(model, training), _tracing():
-            mapped = dict(scope.state_mapping)
-            for call in self.calls:
-                call.run(values, training)
-            new_state = [tf.convert_to_tensor(scope.get_current_value(v)) for v in self.state]
-            losses = [tf.convert_to_tensor(loss) for loss in scope.losses]
-            assigned = [
-                variable.path
-                for variable in self.trainable
-                if scope.get_current_value(variable) is not mapped[id(variable)]
-            ]
-        if assigned:
-            raise ValueError(
-                f"Received: a layer that assigns to its trainable variable {assigned[0]} when it is called. A pipeline "
-                "would lose that. Expected: layers assign to non-trainable variables only "
-                "(`add_weight(trainable=False)`)."
-            )
-        known = {id(v) for v in (*self.trainable, *self.state)}
-        if scope.state_mapping.keys() - known:
-            raise ValueError(
-                f"Received: stage {self.index} with the layers {self.calls[0].name} to {self.calls[-1].name}, one of "
-                "which changes a variable that it does not own. A pipeline cannot tell where that variable lives. "
-                "Expected: layers change their own variables only; give keras.random functions a SeedGenerator that "
-                "is an attribute of the layer."
-            )
+
+        def run() -> None:
+            with _call_context(model, training), _tracing():
+                for call in self.calls:
+                    call.run(values, training)
+
+        _, new_state, losses = call_purely(
+            run,
+            f"the layers {self.calls[0].name} to {self.calls[-1].name}",
+            list(zip(self.trainable, trainable, strict=True)),
+            list(zip(self.state, state, strict=True)),
+        )
         outputs = [Value(tf.convert_to_tensor(values[key]), get_keras_mask(values[key])) for key in self.outputs]
         return ChunkResult(outputs, new_state, losses)
 

@@ -1,0 +1,321 @@
+"""Blocks of memory policies: which there are, what they may contain, what is refused, and the guide."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import tfdist
+from tests.logical.memory_models import CLASSES, data, dense, transformer, unet, written
+from tests.logical.test_memory_transparency import assert_equal, plain, train
+from tfdist.layer_graph.graph import flatten
+from tfdist.memory import MemoryPolicy, apply, remove
+from tfdist.memory.segmentation import automatic_cuts
+
+GUIDE = Path(__file__).parents[2] / "docs" / "memory.md"
+
+
+def plan_of(model: keras.Model, *arguments):
+    apply(model, MemoryPolicy(*arguments))
+    return vars(model)["call"].plan
+
+
+# --- Which blocks there are -------------------------------------------------------------------------------------------
+
+
+def test_automatic_blocks_of_equal_layers_are_about_the_square_root():
+    chain = [keras.Input((9,)), *(layers.Dense(9) for _ in range(16))]
+    assert automatic_cuts(flatten(keras.Sequential(chain)._functional)) == (4, 8, 12)
+
+
+def test_automatic_blocks_leave_calls_of_a_layer_with_statistics_together():
+    norm, x = layers.BatchNormalization(), (inputs := keras.Input((9,)))
+    for _ in range(3):
+        x = norm(layers.Dense(9)(x))
+    x = layers.Dense(9)(layers.Dense(9)(layers.Dense(9)(x)))
+    graph = flatten(keras.Model(inputs, x))
+    assert min(automatic_cuts(graph)) >= 6
+
+
+def test_named_layers_and_classes():
+    plan = plan_of(transformer(), "swap", ["encoder_2", layers.Embedding])
+    blocks = [[call.operation.__class__.__name__ for call in chunk.calls] for chunk in plan.chunks]
+    assert blocks[0] == ["Embedding"] and blocks[2] == ["Encoder"]
+    assert plan.names[2] == "encoder_2"
+    assert plan.modes == ["swap", "none", "swap", "none"]
+
+
+def test_nested_models_are_blocks_by_their_name():
+    inner = keras.Sequential([keras.Input((4,)), layers.Dense(4, name="a"), layers.Dense(4, name="b")], name="inner")
+    inputs = keras.Input((4,))
+    model = keras.Model(inputs, layers.Dense(1)(inner(layers.Dense(4)(inputs))))
+    plan = plan_of(model, "recompute", ["inner"])
+    assert [[call.name for call in chunk.calls] for chunk in plan.chunks][1] == ["inner/a", "inner/b"]
+    plan = plan_of(model, {"*/b": "park"}, ["a", "b"])
+    assert dict(zip(plan.names, plan.modes, strict=True)) == {"": "none", "inner/a": "none", "inner/b": "park"}
+
+
+def test_layers_of_a_model_that_is_written_as_a_class():
+    model = apply(written(), "recompute")
+    assert [name for name in ("embedding", "pool", "head") if "call" in vars(getattr(model, name))] == []
+    assert ["call" in vars(encoder) for encoder in model.encoders] == [True] * 4
+    assert "call" not in vars(remove(model).encoders[0])
+    model = apply(model, MemoryPolicy("recompute", [layers.LayerNormalization, "encoder_1"]))
+    assert ["call" in vars(encoder) for encoder in model.encoders] == [False, True, False, False]
+    assert all("call" in vars(norm) for encoder in model.encoders for norm in encoder.norms)
+
+
+def test_named_blocks_of_a_written_model_are_equal():
+    policy = MemoryPolicy("recompute", [layers.LayerNormalization, "encoder_1"])
+    assert_equal(train("written", None, policy), plain("written", None))
+
+
+# --- What they may contain --------------------------------------------------------------------------------------------
+
+
+class Noise(layers.Layer):
+    """Draws from the global seed, adds a loss, and counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = self.add_weight(shape=(), trainable=False, initializer="zeros")
+
+    def call(self, x):
+        self.count.assign_add(1.0)
+        self.add_loss(1e-2 * keras.ops.mean(keras.ops.square(x)))
+        return x + 0.1 * keras.random.normal(keras.ops.shape(x))
+
+
+def regularized() -> keras.Model:
+    x = inputs = keras.Input((12,))
+    for _ in range(4):
+        x = layers.Dense(12, "tanh", activity_regularizer="l2", kernel_regularizer="l2")(x)
+        x = Noise()(x)
+    return keras.Model(inputs, layers.Dense(CLASSES, activation="softmax")(x))
+
+
+def steps(model: keras.Model, x, y, **compile_arguments) -> list[np.ndarray]:
+    arguments = {"optimizer": "adam", "loss": "sparse_categorical_crossentropy"} | compile_arguments
+    model.compile(**arguments)
+    losses = [np.asarray(model.train_on_batch(x, y)) for _ in range(3)]
+    return [*losses, *model.get_weights()]
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"optimizer": lambda: keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2)},
+        {"optimizer": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01, clipnorm=0.1))},
+    ],
+    ids=["losses and random numbers", "accumulation", "loss scale"],
+)
+def test_losses_random_numbers_and_optimizers(mode, arguments):
+    x, y = data("dense", 8)
+    found = []
+    for policy in (None, MemoryPolicy(mode, min_bytes=0)):
+        keras.utils.set_random_seed(5)
+        keras.random.normal((1,))  # makes the global seed
+        model = regularized()
+        if policy is not None:
+            apply(model, policy)
+        found.append(steps(model, x, y, **{key: make() for key, make in arguments.items()}))
+    for a, b in zip(*found, strict=True):
+        # What a layer returns is read by the next one and by losses, in another block: three gradients to be added.
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_mixed_precision(mode):
+    x, y = data("unet", 8)
+    found = []
+    for policy in (None, MemoryPolicy(mode, min_bytes=0)):
+        keras.utils.set_random_seed(5)
+        before = keras.config.dtype_policy()
+        keras.config.set_dtype_policy("mixed_bfloat16")
+        try:
+            model = unet()
+        finally:
+            keras.config.set_dtype_policy(before)
+        if policy is not None:
+            apply(model, policy)
+        found.append(steps(model, x, y))
+    for a, b in zip(*found, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "park", "swap"])
+def test_a_loop_of_ones_own(mode):
+    x, _y = data("dense", 8)
+    found = []
+    for policy in (None, MemoryPolicy(mode, min_bytes=0)):
+        keras.utils.set_random_seed(5)
+        model = dense()
+        if policy is not None:
+            apply(model, policy)
+
+        @tf.function
+        def gradients(model=model):
+            # Twice the same model in a step: as in a Siamese network.
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(model(x, training=True) - 0.5 * model(2.0 * x, training=True)) ** 2
+            return tape.gradient(loss, model.trainable_weights)
+
+        found.append([g.numpy() for g in gradients()] + model.get_weights())
+    for a, b in zip(*found, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-9)
+
+
+def test_gradients_of_gradients():
+    x, _ = data("dense", 8)
+    found = []
+    for policy in (None, MemoryPolicy("recompute")):
+        keras.utils.set_random_seed(5)
+        model = keras.Sequential([keras.Input((12,)), *(layers.Dense(12, "tanh") for _ in range(6)), layers.Dense(1)])
+        if policy is not None:
+            apply(model, policy)
+        with tf.GradientTape() as outer:
+            given = tf.constant(x)
+            with tf.GradientTape() as inner:
+                inner.watch(given)
+                outputs = model(given, training=True)
+            penalty = tf.reduce_sum(tf.square(inner.gradient(outputs, given)))
+        found.append([g.numpy() for g in outer.gradient(penalty, model.trainable_weights) if g is not None])
+    assert len(found[0]) == len(found[1])
+    for a, b in zip(*found, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_files_and_configuration_do_not_change(tmp_path):
+    model = apply(dense(), "recompute")
+    model.compile("adam", "sparse_categorical_crossentropy")
+    x, y = data("dense", 8)
+    model.fit(x, y, verbose=0)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert "call" not in vars(loaded)
+    np.testing.assert_array_equal(loaded.predict(x, verbose=0), model.predict(x, verbose=0))
+
+
+def test_a_policy_of_a_strategy(mirrored):
+    strategy = tfdist.MirroredStrategy(list(mirrored.extended.worker_devices), memory="recompute")
+    with strategy.scope():
+        model = dense()
+        model.compile("sgd", "sparse_categorical_crossentropy")
+    x, y = data("dense", 8)
+    model.fit(x, y, verbose=0)
+    assert set(vars(model)["call"].plan.modes) == {"recompute"}
+
+
+# --- What is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mode": "recomputed"}, "Expected one of 'none', 'recompute', 'park', 'swap'"),
+        ({"mode": {"a": "swop"}}, "mode='swop'"),
+        ({"blocks": "encoder"}, r"Expected: 'auto', or a list: \['encoder'\]"),
+        ({"prefetch": -1}, "prefetch=-1"),
+        ({"min_bytes": -1}, "min_bytes=-1"),
+    ],
+)
+def test_policies_that_make_no_sense(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        MemoryPolicy(**arguments)
+
+
+def test_unknown_blocks():
+    with pytest.raises(ValueError, match=r"block 'encoder_9'. Expected: the name of a layer, such as 'encoder_"):
+        apply(transformer(), MemoryPolicy(blocks=["encoder_9"]))
+    with pytest.raises(ValueError, match=r"Conv2D.*Expected: the class of a layer: .*Encoder"):
+        apply(transformer(), MemoryPolicy(blocks=[layers.Conv2D]))
+    with pytest.raises(ValueError, match=r"block 7. Expected: the name of a layer, or a class"):
+        apply(transformer(), MemoryPolicy(blocks=[7]))
+
+
+def test_models_that_are_not_built():
+    with pytest.raises(ValueError, match=r"which is not built.*Expected: a model with a keras.Input"):
+        apply(keras.Sequential([layers.Dense(1)]), "recompute")
+
+
+def test_models_without_blocks():
+    class Plain(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.layer = layers.Dense(1)
+
+        def call(self, x):
+            return self.layer(x)
+
+    model = Plain()
+    model(np.zeros((1, 2)))
+    with pytest.raises(ValueError, match=r"blocks='auto' for a model that is written as a class"):
+        apply(model, "recompute")
+
+
+def test_swapping_needs_a_graph():
+    x, y = data("dense", 8)
+    model = apply(dense(), "swap")
+    model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=True)
+    with pytest.raises(ValueError, match=r"mode 'swap' outside of a graph"):
+        model.fit(x, y, verbose=0)
+
+
+def test_parking_and_xla():
+    model = dense()
+    model.compile("sgd", "sparse_categorical_crossentropy", jit_compile=True)
+    apply(model, "park")
+    assert model.jit_compile is False
+    model.compile("sgd", "sparse_categorical_crossentropy", jit_compile="auto")
+    assert model.jit_compile is False
+    with pytest.warns(UserWarning, match="doesn't support `jit_compile=True`"):
+        model.compile("sgd", "sparse_categorical_crossentropy", jit_compile=True)
+    remove(model).compile("sgd", "sparse_categorical_crossentropy", jit_compile=True)
+    assert model.jit_compile is True
+
+
+def test_layers_that_change_what_is_not_theirs():
+    other = keras.Variable(0.0, trainable=False)
+
+    class Changes(layers.Layer):
+        def call(self, x):
+            other.assign_add(1.0)
+            return x
+
+    inputs = keras.Input((12,))
+    model = apply(keras.Model(inputs, layers.Dense(CLASSES)(Changes()(layers.Dense(12)(inputs)))), "recompute")
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    x, y = data("dense", 8)
+    with pytest.raises(ValueError, match=r"changes a variable that it does not own; that would be lost"):
+        model.fit(x, y, verbose=0)
+
+
+def test_pipelines_have_a_recomputation_of_their_own(four_devices):
+    strategy = tfdist.PipelineStrategy(four_devices[:2])
+    with strategy.scope():
+        model = dense()
+        model.compile("sgd", "sparse_categorical_crossentropy")
+    apply(model, "recompute")
+    x, y = data("dense", 8)
+    with pytest.raises(ValueError, match=r"Expected: `tfdist.memory.remove\(model\)`, and PipelineStrategy\(recompute"):
+        model.fit(x, y, verbose=0)
+
+
+# --- The guide --------------------------------------------------------------------------------------------------------
+
+
+def test_the_guides_programs_run():
+    programs = re.findall(r"^```python\n(.*?)^```$", GUIDE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    assert len(programs) == 2
+    names: dict[str, object] = {}
+    for program in programs:
+        exec(compile(program, str(GUIDE), "exec"), names)
+    assert set(vars(names["model"])["call"].plan.modes) == {"swap", "recompute", "none"}

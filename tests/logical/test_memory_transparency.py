@@ -1,0 +1,95 @@
+"""Memory policies change nothing of what is computed: weights, history and predictions are equal, bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdist
+from tests.logical.memory_models import MODELS, data
+from tfdist.memory import MemoryPolicy, recomputed
+
+BATCH, BATCHES, EPOCHS = 8, 4, 2
+
+
+class Trained(NamedTuple):
+    weights: list[np.ndarray]
+    history: dict[str, list[float]]
+    predictions: np.ndarray
+
+
+def train(name: str, strategy: Any, policy: Any, **compile_arguments: Any) -> Trained:
+    keras.utils.set_random_seed(7)
+    x, y = data(name, BATCH * BATCHES)
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        model = MODELS[name]()
+        model.compile(
+            **{"optimizer": "adam", "loss": "sparse_categorical_crossentropy", "metrics": ["accuracy"]}
+            | compile_arguments
+        )
+    if policy is not None:
+        tfdist.memory.apply(model, policy)
+    history = model.fit(x, y, batch_size=BATCH, epochs=EPOCHS, shuffle=False, verbose=0)
+    return Trained(model.get_weights(), history.history, model.predict(x, verbose=0))
+
+
+def assert_equal(found: Trained, expected: Trained) -> None:
+    assert found.history == expected.history
+    for a, b in zip(found.weights, expected.weights, strict=True):
+        np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(found.predictions, expected.predictions)
+
+
+@functools.cache
+def plain(name: str, strategy: Any, **compile_arguments: Any) -> Trained:
+    return train(name, strategy, None, **compile_arguments)
+
+
+@pytest.fixture(params=["no strategy", "mirrored"])
+def strategy(request: pytest.FixtureRequest, mirrored: Any) -> Any:
+    return mirrored if request.param == "mirrored" else None
+
+
+@pytest.mark.parametrize("mode", ["recompute", "park", "swap"])
+@pytest.mark.parametrize("name", MODELS)
+def test_equal_to_plain_training(strategy, name, mode):
+    policy = MemoryPolicy(mode, host="CPU:3", min_bytes=0)
+    assert_equal(train(name, strategy, policy), plain(name, strategy))
+
+
+def test_modes_can_be_mixed():
+    modes = {"wide_0": "swap", "wide_[12]": "recompute", "wide_3": "park", "wide_4": "none"}
+    policy = MemoryPolicy(modes, [f"wide_{i}" for i in range(5)], "CPU:3", 2, 0)
+    assert_equal(train("dense", None, policy), plain("dense", None))
+
+
+@pytest.mark.parametrize("jit", [True, False])
+def test_xla(jit):
+    assert_equal(train("dense", None, "recompute", jit_compile=jit), plain("dense", None, jit_compile=jit))
+
+
+@pytest.mark.parametrize("mode", ["recompute", "park"])
+def test_eager_steps(mode):
+    policy = MemoryPolicy(mode, host="CPU:3", min_bytes=0)
+    assert_equal(train("dense", None, policy, run_eagerly=True), plain("dense", None, run_eagerly=True))
+
+
+# --- Negative controls ------------------------------------------------------------------------------------------------
+
+
+def test_it_is_the_old_seeds_and_statistics_that_are_used_again(monkeypatch):
+    original = recomputed.gated
+
+    def other_state(groups, gate, compiled):
+        trainable, state, tensors = original(groups, gate, compiled)
+        return trainable, [value + tf.cast(1, value.dtype) for value in state], tensors
+
+    monkeypatch.setattr(recomputed, "gated", other_state)
+    found, expected = train("dense", None, "recompute"), plain("dense", None)
+    assert max(np.abs(a - b).max() for a, b in zip(found.weights, expected.weights, strict=True)) > 1e-3

@@ -1,0 +1,59 @@
+"""Prints what each device holds at the peak of a step, in bytes, with the weights on the host or on the device.
+
+python -m tests.memory.host_offload_program <depth> <offload | all at once | plain>...
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers
+
+import tfdist
+from tests.memory.liveness import held
+
+WIDTH, ROWS = 256, 64
+
+
+def build(depth: int) -> keras.Model:
+    """Blocks whose weights need more than what they compute, with Dropout, BatchNormalization and a regularizer."""
+    x = inputs = keras.Input((WIDTH,))
+    for _ in range(depth):
+        y = layers.Dropout(0.1)(layers.Dense(WIDTH, activation="relu", kernel_regularizer="l2")(x))
+        x = layers.Add()([x, layers.BatchNormalization()(y)])
+    return keras.Model(inputs, layers.Dense(1)(x))
+
+
+def measure(depth: int, kind: str) -> dict[str, dict[str, int]]:
+    """Bytes at the peak and all the time, by device, of a train and a test step."""
+    keras.utils.set_random_seed(0)
+    if kind == "plain":
+        strategy = tf.distribute.OneDeviceStrategy("CPU:1")
+    else:
+        strategy = tfdist.HostOffloadStrategy("CPU:1", "CPU:0", prefetch=1 if kind == "offload" else 10 * depth)
+    with strategy.scope():
+        model = build(depth)
+        model.compile("adam", "mse")
+    x, y = np.ones((ROWS, WIDTH), "float32"), np.ones((ROWS, 1), "float32")
+    model.fit(x, y, batch_size=ROWS, verbose=0)
+    found = {}
+    for name in ("train_step", "test_step"):
+
+        @tf.function(autograph=False)
+        def step(x, y, name=name):
+            return strategy.run(getattr(model, name), args=((x, y),))
+
+        function = step.get_concrete_function(tf.TensorSpec(x.shape), tf.TensorSpec(y.shape))
+        for device, usage in held(function, (x, y)).items():
+            found[f"{name} {device}"] = {"peak": usage.peak, "resident": usage.resident}
+    return found
+
+
+if __name__ == "__main__":
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+    print(json.dumps({kind: measure(int(sys.argv[1]), kind) for kind in sys.argv[2:]}))

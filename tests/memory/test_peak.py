@@ -1,0 +1,40 @@
+"""What a training step needs at its peak, as TensorFlow's allocator counts it, in processes of their own."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.launcher.conftest import SOURCE
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+
+_DEADLINE = 180
+
+
+@functools.cache
+def peaks(blocks: int, *modes: str) -> dict[str, int]:
+    """Bytes by mode."""
+    command = [sys.executable, "-m", "tests.memory.peak_program", str(blocks), *modes]
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "TF_CPP_MIN_LOG_LEVEL": "2"}
+    result = subprocess.run(command, cwd=SOURCE, env=environment, capture_output=True, text=True, timeout=_DEADLINE)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_recomputation_keeps_a_quarter_of_sixteen_blocks():
+    found = peaks(16, "none", "recompute")
+    assert found["recompute"] <= 0.25 * found["none"]
+
+
+def test_recomputation_grows_by_the_inputs_of_blocks_only():
+    few, many = peaks(4, "none", "recompute"), peaks(16, "none", "recompute")
+    input_of_block = 2048 * 64 * 4
+    assert many["recompute"] - few["recompute"] <= 1.2 * 12 * input_of_block
+    # Without it, all that is made inside of the blocks is added.
+    assert many["none"] - few["none"] > 6 * 12 * input_of_block

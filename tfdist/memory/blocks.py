@@ -1,0 +1,112 @@
+"""Parts of a model as pure functions: consecutive calls of a graph of layers, or one layer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src import tree
+from keras.src.backend.common import global_state
+
+from tfdist.layer_graph import chunk as graph
+from tfdist.layer_graph.pure_call import PureResult, call_purely
+from tfdist.memory.call_context import call_context, context_values
+from tfdist.memory.values import Value, attached, pack, unpack, value_of
+
+
+class GraphBlock:
+    """Consecutive calls of a Functional or Sequential model, in one call of the model.
+
+    Args:
+        chunk: the calls.
+        model: whose layers they are.
+        training: as in `model(x, training=training)`.
+        inputs: of the chunk.
+
+    Attributes:
+        trainable: its trainable variables.
+        state: all other variables that it uses.
+        tensors: what goes in.
+    """
+
+    def __init__(self, chunk: graph.Chunk, model: keras.Model, training: bool, inputs: Sequence[Value]):
+        self._chunk = dataclasses.replace(chunk, state=_with_global_seed(chunk.state))
+        self.trainable, self.state = self._chunk.trainable, self._chunk.state
+        self.tensors, self._layout = pack(inputs)
+        self._model, self._training, self._context = model, training, context_values()
+        self._output_layout: list[tuple[bool, ...]] = []
+
+    def run(self, trainable: Sequence[Any], state: Sequence[Any], tensors: Sequence[Any]) -> PureResult:
+        """See `Block.run`."""
+        inputs = [graph.Value(value.tensor, value.mask) for value in unpack(tensors, self._layout)]
+        with call_context(self._context):
+            outputs, *rest = self._chunk.run(self._model, trainable, state, inputs, self._training)
+        results, self._output_layout = pack([value_of(tensor) for tensor, _ in outputs])
+        return PureResult(results, *rest)
+
+    def outputs(self, tensors: Sequence[tf.Tensor]) -> list[Value]:
+        """What the chunk returns, with these tensors in it."""
+        return unpack(tensors, self._output_layout)
+
+
+class LayerBlock:
+    """A layer, in one call of it.
+
+    Args:
+        layer: the layer.
+        function: its own `call`.
+        args: the call's arguments.
+        kwargs: the call's keyword arguments.
+
+    Attributes:
+        trainable: its trainable variables.
+        state: all other variables that it uses.
+        tensors: what goes in.
+    """
+
+    def __init__(self, layer: keras.layers.Layer, function: Callable, args: tuple, kwargs: dict[str, Any]):
+        self.trainable = tuple(v for v in layer.variables if v.trainable)
+        self.state = _with_global_seed(tuple(v for v in layer.variables if not v.trainable))
+        self._layer, self._function, self._arguments = layer, function, (args, kwargs)
+        self.tensors, self._layout = pack([value_of(x) for x in tree.flatten(self._arguments) if tf.is_tensor(x)])
+        self._context = context_values()
+        self._results: Any = None
+        self._output_layout: list[tuple[bool, ...]] = []
+
+    def run(self, trainable: Sequence[Any], state: Sequence[Any], tensors: Sequence[Any]) -> PureResult:
+        """See `Block.run`."""
+        args, kwargs = _filled_in(self._arguments, unpack(tensors, self._layout))
+
+        def run() -> Any:
+            with call_context(self._context):
+                return self._function(*args, **kwargs)
+
+        self._results, *rest = call_purely(
+            run,
+            f"layer '{self._layer.name}'",
+            list(zip(self.trainable, trainable, strict=True)),
+            list(zip(self.state, state, strict=True)),
+        )
+        values = [value_of(x) for x in tree.flatten(self._results) if tf.is_tensor(x)]
+        results, self._output_layout = pack(values)
+        return PureResult(results, *rest)
+
+    def outputs(self, tensors: Sequence[tf.Tensor]) -> Any:
+        """What the layer returns, with these tensors in it."""
+        return _filled_in(self._results, unpack(tensors, self._output_layout))
+
+
+def _filled_in(structure: Any, values: Sequence[Value]) -> Any:
+    given = iter(values)
+    return tree.map_structure(lambda x: attached(next(given)) if tf.is_tensor(x) else x, structure)
+
+
+def _with_global_seed(state: Sequence[keras.Variable]) -> tuple[keras.Variable, ...]:
+    """With the seed of random functions that were given none."""
+    generator = global_state.get_global_attribute("global_seed_generator")
+    if generator is None or any(variable is generator.state for variable in state):
+        return tuple(state)
+    return (*state, generator.state)

@@ -1,0 +1,106 @@
+"""A policy applied to one model: its blocks, and what is kept of each."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import keras
+from keras.src.models.functional import Functional
+
+from tfdist.layer_graph.chunk import Chunk, make_chunks
+from tfdist.layer_graph.graph import LayerGraph, flatten
+from tfdist.memory.block_call import BlockCall, Keeping
+from tfdist.memory.choice import choose, repeated
+from tfdist.memory.order import current_order
+from tfdist.memory.policy import MemoryPolicy
+from tfdist.memory.recomputed import Parked, Recomputed
+from tfdist.memory.remaining_layers import remaining_layers
+from tfdist.memory.segmentation import automatic_cuts, spans
+from tfdist.memory.stream_cuts import stream_cuts
+from tfdist.memory.streamed import Streamed
+from tfdist.memory.swapped import Swapped
+
+KINDS: dict[str, type[BlockCall] | None] = {
+    "none": None,
+    "recompute": Recomputed,
+    "park": Parked,
+    "swap": Swapped,
+    "stream": Streamed,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphPlan:
+    """Blocks of a Functional or Sequential model.
+
+    Attributes:
+        functional: its graph of layers.
+        graph: the same as a list of calls.
+        chunks: the blocks, which are all calls, in their order.
+        names: of the blocks.
+        modes: of the blocks.
+    """
+
+    functional: Functional
+    graph: LayerGraph
+    chunks: Sequence[Chunk]
+    names: Sequence[str]
+    modes: Sequence[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerPlan:
+    """Layers that are blocks, in a model whose calls are not known.
+
+    Attributes:
+        layers: the layers.
+        names: their names.
+        modes: of the blocks.
+    """
+
+    layers: Sequence[keras.layers.Layer]
+    names: Sequence[str]
+    modes: Sequence[str]
+
+
+def plan_graph(functional: Functional, policy: MemoryPolicy) -> GraphPlan:
+    """The blocks of a Functional or Sequential model.
+
+    Raises:
+        ValueError: if the policy names blocks that there are not, or that are no blocks.
+    """
+    graph = flatten(functional)
+    if policy.blocks == "auto":
+        cuts = stream_cuts(graph) if policy.streams else automatic_cuts(graph)
+        names = [f"block_{index}" for index in range(len(cuts) + 1)]
+    else:
+        chosen = spans(graph, policy.blocks)
+        cuts = tuple(sorted({bound for span in chosen.values() for bound in span} - {0, len(graph.calls)}))
+        known = {begin: name for name, (begin, _) in chosen.items()}
+        names = [known.get(begin, "") for begin in (0, *cuts)]
+    modes = [policy.mode_of(name) if name or policy.streams else "none" for name in names]
+    return GraphPlan(functional, graph, make_chunks(graph, cuts), names, modes)
+
+
+def plan_layers(model: keras.Model, policy: MemoryPolicy) -> LayerPlan:
+    """The blocks of a model that is written as a class.
+
+    Raises:
+        ValueError: if the policy names blocks that there are not, or does not name any and none is found.
+    """
+    layers = model._flatten_layers(include_self=False)
+    chosen = (
+        repeated(layers) if policy.blocks == "auto" else choose({layer.name: layer for layer in layers}, policy.blocks)
+    )
+    blocks, names = list(chosen.values()), list(chosen)
+    if policy.streams:
+        rest = remaining_layers(model, blocks)
+        blocks, names = [*blocks, *rest], [*names, *(layer.name for layer in rest)]
+    return LayerPlan(blocks, names, [policy.mode_of(name) for name in names])
+
+
+def keeping(policy: MemoryPolicy, model: keras.Model) -> Keeping:
+    """How the blocks are called in one call of a model."""
+    compiled = bool(model.compiled and model.jit_compile)
+    return Keeping(current_order(), policy.host, policy.prefetch, policy.min_bytes, compiled)

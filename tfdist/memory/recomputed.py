@@ -1,0 +1,59 @@
+"""Blocks that are run again in the backward pass, from inputs that are kept on the device or on the host.
+
+Source: "Training Deep Nets with Sublinear Memory Cost" (Chen et al., arXiv 1604.06174). Other than `keras.remat` and
+`tf.recompute_grad`, the second run has the seeds and the statistics of the first one, and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager import record
+
+from tfdist.layer_graph.pure_call import PureResult
+from tfdist.memory.block_call import BlockCall, watch
+from tfdist.memory.gates import gated, released_together, waiting_for
+from tfdist.memory.host_copies import from_host, to_host
+
+
+class Recomputed(BlockCall):
+    """Keeps the inputs."""
+
+    def forward(self) -> PureResult:
+        with record.stop_recording():
+            return self.block.run(self.trainable, self.state, self.tensors)
+
+    def inputs(self) -> list[tf.Tensor]:
+        """The inputs again, in the backward pass."""
+        return self.tensors
+
+    def backward(self, cotangents: Sequence[tf.Tensor]) -> list[Any]:
+        compiled = self.keeping.compiled
+        self.keeping.order.begun.append(list(cotangents))
+        trainable, state, tensors = gated([self.trainable, self.state, self.inputs()], cotangents, compiled)
+        # The context is for what has no inputs that could wait: random numbers, say.
+        with self.autocast(), waiting_for(cotangents, compiled), tf.GradientTape() as tape:
+            watch(tape, [*trainable, *tensors])
+            result = self.block.run(trainable, state, tensors)
+        gradients = self.gradients(tape, result, [*trainable, *tensors], cotangents)
+        return released_together(gradients, compiled)
+
+
+class Parked(Recomputed):
+    """Keeps the inputs on the host."""
+
+    def __init__(self, block: Any, trainable: list, state: list, tensors: list, keeping: Any):
+        super().__init__(block, trainable, state, tensors, keeping)
+        self._devices = [tensor.device for tensor in self.tensors]
+        self._copies = [to_host(t, self.place, keeping) if keeping.moves(t) else None for t in tensors]
+
+    def forward(self) -> PureResult:
+        result = super().forward()
+        self.tensors = [t if copy is None else None for t, copy in zip(self.tensors, self._copies, strict=True)]
+        return result
+
+    def inputs(self) -> list[tf.Tensor]:
+        kept = zip(self.tensors, self._copies, self._devices, strict=True)
+        return [t if copy is None else from_host(copy, device, self.keeping) for t, copy, device in kept]

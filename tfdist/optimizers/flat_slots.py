@@ -1,0 +1,153 @@
+"""What an optimizer keeps for its variables (momenta, accumulators, averages), each replica a shard of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.optimizers.flat_bucket import FlatBucket
+from tfdist.optimizers.sharded_slot import ShardedSlot
+from tfdist.strategies.replica_values import gather, parts_of_variable
+
+
+class FlatSlots:
+    """The slots of an optimizer by kind ("momentum", ...) and bucket: one Keras variable that differs by replica.
+
+    Args:
+        strategy: the strategy of the variables; each of its replicas has a shard.
+        buckets: the buckets with the indices of their variables.
+        variables: the Keras variables.
+        step: returns how many steps were made; what was collected before another step is out of date.
+        owner: name of the optimizer, the beginning of the slots' paths.
+
+    Attributes:
+        views: every slot of every variable, in the order in which Keras' optimizers keep and save theirs.
+    """
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        buckets: Sequence[tuple[FlatBucket, list[int]]],
+        variables: Sequence[Any],
+        step: Callable[[], int],
+        owner: str,
+    ) -> None:
+        self._strategy = strategy
+        self._buckets = [bucket for bucket, _ in buckets]
+        self._places = {
+            id(variables[i]): (b, place) for b, (_, indices) in enumerate(buckets) for place, i in enumerate(indices)
+        }
+        self._step, self._owner = step, owner
+        self._shards: dict[str, list[Any]] = {}
+        self._collected: dict[int, np.ndarray] = {}
+        self._collected_after = -1
+        self.views: list[ShardedSlot] = []
+
+    def add(self, reference_variable: Any, name: str | None = None, initializer: Any = "zeros") -> ShardedSlot:
+        """Does what `Optimizer.add_variable_from_reference` does, for all variables of a bucket at a time."""
+        kind = name or "var"
+        if kind not in self._shards:
+            self._shards[kind] = [self._new_shards(b, kind, initializer) for b in range(len(self._buckets))]
+        bucket, place = self._places[id(reference_variable)]
+        slot = ShardedSlot(self, kind, bucket, place, self._owner, reference_variable)
+        self.views.append(slot)
+        return slot
+
+    def of_replicas(self, kind: str) -> list[tf.Variable]:
+        """The shards of a kind of slot that are in this process: by bucket, and by replica within the bucket."""
+        return [part for shards in self._shards[kind] for part in parts_of_variable(shards)]
+
+    def collect(self) -> None:
+        """With several processes: fetches the shards of all others, so that slots can be read until the next step.
+
+        A collective: all processes call it after the same step. What is fetched is kept on the host.
+        """
+        if self._is_local:
+            return
+        every = [shards for kind in self._shards.values() for shards in kind]
+        self._collected = {
+            id(shards): value.numpy().reshape(-1, value.shape[-1])
+            for shards, value in zip(every, gather(self._strategy, every), strict=True)
+        }
+        self._collected_after = self._step()
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether this process can read slots by itself."""
+        return self._is_local or self._collected_after == self._step()
+
+    def read(self, kind: str, bucket: int, place: int) -> np.ndarray:
+        """The slot of one variable.
+
+        Raises:
+            RuntimeError: if other processes have shards of it, and `collect` was not called after the last step.
+        """
+        if not self.is_readable:
+            raise RuntimeError(
+                f"Received: a process that reads the slots '{kind}' of optimizer '{self._owner}' by itself, while the "
+                "other processes hold shards of them. Expected: `model.optimizer.collect()` on every process before, "
+                "after the last step (`fit` does so when it ends). Use tfdist.callbacks.BackupAndRestore to save in "
+                "the middle of a fit, or call `collect` in a callback before keras.callbacks.ModelCheckpoint."
+            )
+        layout, shards = self._buckets[bucket], self._shards[kind][bucket]
+        begin, end = layout.begins[place], layout.begins[place + 1]
+        if self._is_local:
+            rows = [part[low:high].numpy() for part, low, high, _ in self._overlaps(shards, layout, begin, end)]
+        else:
+            rows = [self._collected[id(shards)][begin:end]]
+        shape = layout.shapes[place]
+        return np.concatenate(rows).reshape(-1)[: shape.num_elements()].reshape(shape)
+
+    def write(self, kind: str, bucket: int, place: int, value: np.ndarray) -> None:
+        """Sets the slot of one variable; with several processes all call it with the same value."""
+        layout, shards = self._buckets[bucket], self._shards[kind][bucket]
+        begin, end = layout.begins[place], layout.begins[place + 1]
+        rows = np.zeros((end - begin) * layout.width, layout.dtype.as_numpy_dtype)
+        rows[: value.size] = value.reshape(-1)
+        rows = rows.reshape(end - begin, layout.width)
+        for part, low, high, offset in self._overlaps(shards, layout, begin, end):
+            part[low:high].assign(rows[offset : offset + high - low])
+        self._collected_after = -1
+
+    @property
+    def _is_local(self) -> bool:
+        return self._strategy.num_replicas_in_sync == self._local_replicas
+
+    @property
+    def _local_replicas(self) -> int:
+        # The default strategy has no list of devices.
+        return 1 if self._strategy.num_replicas_in_sync == 1 else len(self._strategy.extended.worker_devices)
+
+    def _overlaps(
+        self, shards: Any, layout: FlatBucket, begin: int, end: int
+    ) -> list[tuple[tf.Variable, int, int, int]]:
+        """This process' shards that have some of the rows: `(shard, its first such row, the end, rows before)`."""
+        first = 0 if self._is_local else self._strategy.extended._input_position()[1] * self._local_replicas
+        found = []
+        for shard, part in enumerate(parts_of_variable(shards), first):
+            start = shard * layout.shard_rows
+            low, high = max(begin - start, 0), min(end - start, layout.shard_rows)
+            if low < high:
+                found.append((part, low, high, start + low - begin))
+        return found
+
+    def _new_shards(self, bucket: int, kind: str, initializer: Any) -> Any:
+        layout = self._buckets[bucket]
+        inside = self._strategy is tf.distribute.get_strategy() or self._strategy.num_replicas_in_sync == 1
+        with contextlib.nullcontext() if inside else self._strategy.scope(), tf.init_scope():
+            return keras.Variable(
+                keras.initializers.get(initializer),
+                shape=(layout.shard_rows, layout.width),
+                dtype=layout.dtype.name,
+                trainable=False,
+                autocast=False,
+                # Read and written by each replica by itself.
+                synchronization="on_read",
+                aggregation="sum",
+                name=f"{kind}_shards_{bucket}",
+            )

@@ -1,0 +1,143 @@
+"""`tfdist.HostOffloadStrategy`: one device, and weights on the host that it sees one block at a time."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from tensorflow.python.distribute import device_util, distribute_lib, one_device_strategy
+
+from tfdist.compat import install
+from tfdist.memory import application
+from tfdist.memory.stream_policy import StreamPolicy
+from tfdist.strategies import host_offload_checks as checks
+from tfdist.strategies.host_work import sums_on_host, work_on_host
+from tfdist.strategies.keras_step import predicting_model, recognise
+
+
+class _HostOffloadExtended(one_device_strategy.OneDeviceExtended):
+    """The part of `HostOffloadStrategy` that `tf.distribute` calls."""
+
+    def __init__(self, container: Any, device: str, host: str):
+        super().__init__(container, device)
+        self.host = host
+
+    def _create_variable(self, next_creator: Callable, **kwargs: Any) -> Any:
+        # All variables: weights, optimizer slots, metrics, seeds.
+        kwargs.pop("colocate_with", None)
+        with tf.device(self.host):
+            return next_creator(**kwargs)
+
+    def _update_non_slot(self, colocate_with: Any, fn: Callable, args: tuple, kwargs: dict, group: bool) -> Any:
+        with tf.device(self.host), distribute_lib.UpdateContext(self.host):
+            result = fn(*args, **kwargs)
+        return result if group else tf.nest.map_structure(self._local_results, result)
+
+    def _call_for_each_replica(self, fn: Callable, args: tuple, kwargs: dict) -> Any:
+        def placed(*args: Any, **kwargs: Any) -> Any:
+            with sums_on_host(self._device, self.host):
+                return fn(*args, **kwargs)
+
+        return super()._call_for_each_replica(placed, args, kwargs)
+
+    def _experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any) -> tf.data.Dataset:
+        # Batches wait on the host, too: stock strategies keep the next ones on the device.
+        return dataset
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        return (self.host,)
+
+    def non_slot_devices(self, var_list: Any) -> tuple[str, ...]:
+        return (self.host,)
+
+
+class HostOffloadStrategy(tf.distribute.Strategy):
+    """Trains a model that is larger than the device: weights and optimizer slots are on the host and are updated there.
+
+    One block of layers is on the device at a time. Its weights come from the host while the block before it computes,
+    in the forward pass and once more in the backward pass, in which the block is run again; the gradients of weights
+    leave for the host at once, and the device waits when it is two blocks ahead of them. What the device needs does
+    not grow with the depth of the model (L2L, Pudipeddi et al., arXiv 2002.05645). Inputs of blocks wait on the host,
+    too. The numbers are those of plain training, bit for bit, but where TensorFlow would make one kernel of operations
+    in two blocks, or add up more than two gradients of a tensor that several blocks read: there they are rounded
+    otherwise.
+
+    Build and compile a Keras model in `strategy.scope()`; `fit`, `evaluate` and `predict` then work so.
+
+    Args:
+        device: what computes.
+        host: where variables are, and are updated.
+        blocks: names or classes of the layers that are blocks. "auto": consecutive layers of a Functional or Sequential
+            model, none of which needs much more than the largest layer; in a model that is written as a class, the
+            layers of the kind that repeats most. All other layers are streamed, too.
+        prefetch: how many blocks ahead weights are fetched; 0 or more.
+
+    Raises:
+        ValueError: for devices that do not exist, or are the same; for another argument that makes no sense. When a
+            model is trained: with run_eagerly=True or jit_compile=True, or if it has no blocks.
+
+    Example (two logical CPU devices, or a GPU, are needed):
+        >>> import keras, numpy as np, tfdist
+        >>> strategy = tfdist.HostOffloadStrategy("CPU:1", "CPU:0")  # doctest: +SKIP
+        >>> with strategy.scope():  # doctest: +SKIP
+        ...     model = keras.Sequential([keras.Input((4,)), *(keras.layers.Dense(4) for _ in range(9))])
+        ...     model.compile("adam", "mse")
+        >>> history = model.fit(np.ones((8, 4)), np.ones((8, 4)), verbose=0)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        device: str = "GPU:0",
+        host: str = "CPU:0",
+        blocks: str | Sequence[str | type] = "auto",
+        prefetch: int = 1,
+    ):
+        install()
+        device, host = checks.check_devices(device, host)
+        self.policy = StreamPolicy(blocks=blocks, host=host, prefetch=prefetch)
+        self._prepared: weakref.WeakSet[keras.Model] = weakref.WeakSet()
+        self._warned: weakref.WeakSet[keras.Model] = weakref.WeakSet()
+        super().__init__(_HostOffloadExtended(self, device_util.resolve(device), host))
+
+    def run(self, fn: Callable, args: tuple = (), kwargs: dict | None = None, options: Any = None) -> Any:
+        step = recognise(fn) if len(args) == 1 and not kwargs else None
+        if step is None:
+            return super().run(fn, args, kwargs, options)
+        model = step.model or predicting_model(fn)
+        # `predict` comes here without having asked whether it may.
+        self.check_model(model)
+        self.prepare(model)
+        with work_on_host(model, self.extended.host):
+            return super().run(fn, args, kwargs, options)
+
+    def check_model(self, model: keras.Model) -> None:
+        """Refuses what cannot be streamed, and says, once for each model, what makes streaming pointless.
+
+        Args:
+            model: a model, created in this strategy's scope.
+
+        Raises:
+            ValueError: with the reason and the remedy.
+        """
+        applied_by_others = application.is_applied(model) and model not in self._prepared
+        checks.check_model(self, model, applied_by_others)
+        if model not in self._warned and checks.warn(model):
+            self._warned.add(model)
+
+    def prepare(self, model: keras.Model) -> None:
+        """Cuts a model into blocks, at the first call.
+
+        Args:
+            model: a built model.
+
+        Raises:
+            ValueError: if it is not built, or has no blocks.
+        """
+        if application.is_applied(model):
+            return
+        application.apply(model, self.policy)
+        self._prepared.add(model)
