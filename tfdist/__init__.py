@@ -12,6 +12,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     submodules=["callbacks", "cluster", "layers", "memory", "optimizers", "strategies", "testing"],
     submod_attrs={
         "cluster": ["ClusterConfig", "ClusterError", "discover"],
+        "optimizers": ["ShardedOptimizer"],
         "strategies": [
             "HostOffloadStrategy",
             "MirroredStrategy",

@@ -65,7 +65,7 @@ class ShardedOptimizer(keras.optimizers.Optimizer):
         >>> strategy = tfdist.MirroredStrategy()
         >>> with strategy.scope():
         ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-        ...     model.compile(tfdist.optimizers.ShardedOptimizer(keras.optimizers.Adam(1e-3)), "mse")
+        ...     model.compile(tfdist.ShardedOptimizer(keras.optimizers.Adam(1e-3)), "mse")
         >>> history = model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
 
     References:
