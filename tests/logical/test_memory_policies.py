@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from pathlib import Path
 
 import keras
@@ -171,6 +173,24 @@ def test_a_loop_of_ones_own(mode):
         found.append([g.numpy() for g in gradients()] + model.get_weights())
     for a, b in zip(*found, strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-9)
+
+
+def test_graphs_are_given_back():
+    x, _ = data("dense", 8)
+    model = apply(dense(), "recompute")
+
+    def traced() -> weakref.ref:
+        @tf.function
+        def gradients():
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(model(x, training=True))
+            return tape.gradient(loss, model.trainable_weights)
+
+        return weakref.ref(gradients.get_concrete_function().graph)
+
+    graph = traced()
+    gc.collect()
+    assert graph() is None
 
 
 def test_gradients_of_gradients():

@@ -7,7 +7,6 @@ host for the backward pass would be fetched at its beginning, and all blocks wou
 from __future__ import annotations
 
 import threading
-import weakref
 
 import tensorflow as tf
 
@@ -60,8 +59,11 @@ def current_order() -> Order:
     """
     if tf.executing_eagerly():
         return Order()
-    orders = _orders.setdefault(tf.compat.v1.get_default_graph(), {})
-    return orders.setdefault(threading.get_ident(), Order())
+    # On the graph itself, which its tensors keep: in a table of graphs they would keep it for ever.
+    graph = tf.compat.v1.get_default_graph()
+    if not hasattr(graph, _ATTRIBUTE):
+        setattr(graph, _ATTRIBUTE, {})
+    return getattr(graph, _ATTRIBUTE).setdefault(threading.get_ident(), Order())
 
 
-_orders: weakref.WeakKeyDictionary[tf.Graph, dict[int, Order]] = weakref.WeakKeyDictionary()
+_ATTRIBUTE = "_tfdist_orders"
