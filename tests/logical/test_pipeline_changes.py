@@ -183,7 +183,7 @@ def test_what_cannot_be_right_is_refused() -> None:
         )
         recurrent.compile("sgd", "mse")
         sparse = keras.Model(i := keras.Input((8,), sparse=True), layers.Dense(3)(layers.Dense(4)(i)))
-    with pytest.raises(ValueError, match="a layer that assigns to its trainable variable"):
+    with pytest.raises(ValueError, match="a layer assigns to its trainable variable"):
         fit(model)
     with pytest.raises(ValueError, match="with stateful=True, which keeps a state for each row of a batch"):
         recurrent.fit(np.ones((8, 4, 2)), np.ones((8, 1)), batch_size=8, verbose=0)
