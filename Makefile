@@ -24,12 +24,12 @@ help:
 demo: $(VENV)/.examples
 	$(RUN)tfdist run -n 2 examples/train_digits.py $(ARGS)
 
-# What starts no processes runs on two cores; what does, or counts seconds, has the machine to itself. With ARGS that
-# select tests, one of the two may find none (code 5).
+# What trains in one process runs on two cores; what starts processes, or counts seconds, has the machine to itself.
+# With ARGS that select tests, one of the two may find none (code 5).
 test: $(VENV)/.test
-	$(RUN)python -m pytest -n 2 --dist loadfile tests/unit tests/compat tests/logical tests/memory $(ARGS) || test $$? -eq 5
-	$(RUN)python -m pytest tests/launcher tests/testing tests/fault_tolerance tests/cluster tests/parameter_server \
-		$(ARGS) || test $$? -eq 5
+	$(RUN)python -m pytest -n 2 --dist loadfile tests/logical tests/memory $(ARGS) || test $$? -eq 5
+	$(RUN)python -m pytest tests/unit tests/compat tests/launcher tests/testing tests/fault_tolerance tests/cluster \
+		tests/parameter_server $(ARGS) || test $$? -eq 5
 
 lint: $(VENV)/.test
 	$(RUN)ruff check .
