@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.argument_types import count, names
 from benchmarks.data_parallel.models import MODELS
 from benchmarks.data_parallel.peers import PEERS, VARIANTS
 
@@ -20,19 +21,19 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.data_parallel", description=__doc__)
     add = parser.add_argument
-    add("--peers", type=_names(PEERS), default=list(PEERS), help=f"of {','.join(PEERS)} (default: all)")
-    add("--models", type=_names(MODELS), default=list(MODELS), help=f"of {','.join(MODELS)} (default: all)")
+    add("--peers", type=names(PEERS), default=list(PEERS), help=f"of {','.join(PEERS)} (default: all)")
+    add("--models", type=names(MODELS), default=list(MODELS), help=f"of {','.join(MODELS)} (default: all)")
     add(
         "--variants",
-        type=_names(VARIANTS),
+        type=names(VARIANTS),
         default=list(VARIANTS),
         help=f'more lines for tfdist, of {",".join(VARIANTS)} (default: all; "" for none)',
     )
-    add("--rounds", type=_count, default=3, help="how often every trial runs (default: %(default)s)")
-    add("--windows", type=_count, default=5, help="windows of a trial (default: %(default)s)")
-    add("--steps", type=_count, default=40, help="steps of a window (default: %(default)s)")
-    add("--warmup", type=_count, default=60, help="steps before the first window (default: %(default)s)")
-    add("--batch", type=_count, default=64, help="rows of each process in a step (default: %(default)s)")
+    add("--rounds", type=count, default=3, help="how often every trial runs (default: %(default)s)")
+    add("--windows", type=count, default=5, help="windows of a trial (default: %(default)s)")
+    add("--steps", type=count, default=40, help="steps of a window (default: %(default)s)")
+    add("--warmup", type=count, default=60, help="steps before the first window (default: %(default)s)")
+    add("--batch", type=count, default=64, help="rows of each process in a step (default: %(default)s)")
     add("--cores", type=_cores, help="the two cores, such as 0,2 (default: the first two usable ones)")
     add("--deadline", type=float, default=300.0, help="seconds that a trial may take (default: %(default)s)")
     add("--env", type=_variable, action="append", default=[], help="KEY=VALUE for all processes (repeatable)")
@@ -46,23 +47,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         found, expected = _listed(options.cores), _listed(usable)
         parser.error(f"cores {found}: expected two of {expected}. Choose them by --cores, or use a larger machine.")
     return options
-
-
-def _names(known: Collection[str]) -> Callable[[str], list[str]]:
-    def read(text: str) -> list[str]:
-        names = [name for name in text.split(",") if name]
-        for name in names:
-            if name not in known:
-                raise argparse.ArgumentTypeError(f"{name!r}: expected names of {', '.join(known)}, with commas between")
-        return names
-
-    return read
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number from 1 on")
-    return int(text)
 
 
 def _cores(text: str) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.pipeline.children import Children, say
+from benchmarks.children import Children, say
 
 STAGES = 4
 MICROBATCHES = 8

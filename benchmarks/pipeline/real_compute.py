@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from benchmarks.children import Children, say
 from benchmarks.data_parallel.peers import installed
-from benchmarks.pipeline.children import Children, say
 from benchmarks.pipeline.shapes import SHAPES
 
 STAGES = 2

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.children import Children, say
 from benchmarks.data_parallel.measure import StepClock
-from benchmarks.pipeline.children import Children, say
 
 DEVICES = (2, 4, 8)
 MICROBATCHES = (4, 16, 32)

@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
-from benchmarks.data_parallel.table import machine_line
 from benchmarks.markdown import spread, table
 from benchmarks.pipeline.schedule_efficiency import SCHEDULES, chunks_of, ideal_speed_up
 from benchmarks.pipeline.shapes import SHAPES
 
 _TITLES = {"tfdist": "tfdist", "torch": "PyTorch"}
-
-
-def report(results: Mapping[str, Mapping]) -> str:
-    """All tables, and the machines that they were measured on.
-
-    Args:
-        results: what `python -m benchmarks.pipeline` writes as JSON.
-    """
-    parts = []
-    for part, (title, make) in _PARTS.items():
-        if part in results:
-            parts += [f"### {title}", make(results[part]["records"])]
-    return "\n\n".join([*parts, *_machines(results)])
 
 
 def schedules(records: Sequence[Mapping]) -> str:
@@ -62,31 +47,6 @@ def tracing(records: Sequence[Mapping]) -> str:
     """A line for each number of devices and micro-batches."""
     lines = [[str(r["devices"]), str(r["microbatches"]), spread(r["seconds"]), f"{r['nodes']:,}"] for r in records]
     return table(["K", "M", "First step, s", "Nodes"], lines, left=0)
-
-
-_PARTS = {
-    "schedules": ("Schedules: speed-up, and its share of the ideal", schedules),
-    "compute": ("Two stages with a core each", compute),
-    "memory": ("Memory of each stage during a step", memory),
-    "tracing": ("Tracing", tracing),
-}
-
-
-def _machines(results: Mapping[str, Mapping]) -> list[str]:
-    """A paragraph for each machine and set of versions, most often one."""
-    measured: dict[str, list[tuple[str, float, float]]] = {}
-    for part in _PARTS:
-        if part in results:
-            facts = dict(results[part]["machine"])
-            busy, load = facts.pop("busy_before"), facts.pop("load_before")
-            measured.setdefault(json.dumps(facts), []).append((part, busy, load))
-    lines = []
-    for facts, found in measured.items():
-        busy_parts = ", ".join(f"{part} {busy:.2f}" for part, busy, _ in found)
-        # The load of later parts is that of the benchmark itself.
-        machine = {**json.loads(facts), "load_before": found[0][2]}
-        lines.append(machine_line(machine, f"Cores that other programs kept busy before each part: {busy_parts}."))
-    return lines
 
 
 def _schedule_cells(found: Mapping[tuple, float], devices: int, microbatches: int) -> Iterable[str]:

@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from benchmarks.pipeline.shapes import LEARNING_RATE, SHAPES, DenseStack, Shape, TransformerStack
-from benchmarks.pipeline.windows import Windows, steps_of_window
 from benchmarks.process_files import announce, announced
+from benchmarks.windows import Windows, steps_of_window
 
 
 def main(text: str, path: str) -> None:

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pipeline.children import Children, say
+from benchmarks.children import Children, say
 
 DEVICES = (2, 4)
 MICROBATCHES = (4, 8, 16, 32)

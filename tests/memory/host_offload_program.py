@@ -14,7 +14,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfdist
-from tests.memory.liveness import held
+from benchmarks.memory.liveness import held_in_step
 
 WIDTH, ROWS = 256, 64
 
@@ -42,13 +42,7 @@ def measure(depth: int, kind: str) -> dict[str, dict[str, int]]:
     model.fit(x, y, batch_size=ROWS, verbose=0)
     found = {}
     for name in ("train_step", "test_step"):
-
-        @tf.function(autograph=False)
-        def step(x, y, name=name):
-            return strategy.run(getattr(model, name), args=((x, y),))
-
-        function = step.get_concrete_function(tf.TensorSpec(x.shape), tf.TensorSpec(y.shape))
-        for device, usage in held(function, (x, y)).items():
+        for device, usage in held_in_step(model, x, y, name).items():
             found[f"{name} {device}"] = {"peak": usage.peak, "resident": usage.resident}
     return found
 

@@ -1,6 +1,6 @@
 """Prints what a training step adds to the memory in use at its peak, in bytes, for each mode that is asked for.
 
-python -m tests.memory.peak_program <blocks> <mode>...
+python -m tests.memory.peak_program <blocks> <mode>[+xla]...
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import sys
 
 # TensorFlow counts what this allocator gives out; the usual one of CPUs is not counted.
-os.environ["TF_CPU_ALLOCATOR_USE_BFC"] = "1"
+os.environ.setdefault("TF_CPU_ALLOCATOR_USE_BFC", "1")
 
 import keras
 import numpy as np
@@ -35,7 +35,8 @@ def peak(blocks: int, mode: str) -> int:
     """Bytes that the second of two steps adds to what is in use before it."""
     keras.utils.set_random_seed(0)
     model = build(blocks)
-    model.compile("adam", "mse")
+    mode, _, xla = mode.partition("+")
+    model.compile("adam", "mse", jit_compile=bool(xla))
     if mode != "none":
         memory.apply(model, memory.MemoryPolicy(mode, [f"block_{index}" for index in range(blocks)]))
     x, y = np.ones((ROWS, WIDTH), "float32"), np.ones((ROWS, 1), "float32")

@@ -28,7 +28,9 @@ class Children:
     cores: tuple[int, ...]
     deadline: float
 
-    def python(self, module: str, settings: Mapping[str, Any], cores: Sequence[int]) -> Any:
+    def python(
+        self, module: str, settings: Mapping[str, Any], cores: Sequence[int], env: Mapping[str, str] | None = None
+    ) -> Any:
         """Runs a module in one process, on these cores, and returns its result.
 
         Raises:
@@ -37,7 +39,7 @@ class Children:
         with tempfile.TemporaryDirectory(prefix="tfdist-bench-") as folder:
             result = Path(folder, "result.json")
             words = (sys.executable, "-m", module, json.dumps(settings), str(result))
-            run_together([Command(words, self._environ({}), tuple(cores))], Path(folder), self.deadline)
+            run_together([Command(words, self._environ(env or {}), tuple(cores))], Path(folder), self.deadline)
             return json.loads(result.read_text())
 
     def stages(self, module: str, settings: Mapping[str, Any], stages: int, env: Mapping[str, str]) -> Any:
@@ -48,9 +50,21 @@ class Children:
         Raises:
             TrialError: if it fails or takes too long.
         """
+        return self._launched(("--stages", str(stages)), module, settings, env)
+
+    def workers(self, module: str, settings: Mapping[str, Any], env: Mapping[str, str]) -> Any:
+        """Runs a module by `tfdist run -n 2`, each worker on a core, and returns the result of its first process.
+
+        Raises:
+            TrialError: if it fails or takes too long.
+        """
+        count = str(len(self.cores))
+        return self._launched(("-n", count, "--cpus-per-worker", "1"), module, settings, env)
+
+    def _launched(self, kind: tuple[str, ...], module: str, settings: Mapping[str, Any], env: Mapping[str, str]) -> Any:
         with tempfile.TemporaryDirectory(prefix="tfdist-bench-") as folder:
             result = Path(folder, "result.json")
-            launcher = ("-m", "tfdist", "run", "--stages", str(stages), "--no-warm", "--max-restarts", "0")
+            launcher = ("-m", "tfdist", "run", *kind, "--no-warm", "--max-restarts", "0")
             output = ("--grace", "2", "--output", "all", "--log-dir", f"{folder}/logs")
             program = ("-m", module, json.dumps({**settings, "folder": folder}), str(result))
             words = (sys.executable, *launcher, *output, *program)

@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager.polymorphic_function.concrete_function import ConcreteFunction
@@ -34,6 +35,23 @@ class Held:
     peak: int
     resident: int
     largest: list[tuple[int, str]]
+
+
+def held_in_step(model: keras.Model, x: np.ndarray, y: np.ndarray, name: str = "train_step") -> dict[str, Held]:
+    """What is held by device in one step of a compiled model, under its strategy.
+
+    Args:
+        model: trained before, so that all its variables are there.
+        x: inputs.
+        y: targets.
+        name: of the model's method: "train_step" or "test_step".
+    """
+
+    @tf.function(autograph=False)
+    def step(x: tf.Tensor, y: tf.Tensor) -> Any:
+        return model.distribute_strategy.run(getattr(model, name), args=((x, y),))
+
+    return held(step.get_concrete_function(tf.TensorSpec(x.shape), tf.TensorSpec(y.shape)), (x, y))
 
 
 def held(function: ConcreteFunction, arguments: Sequence[np.ndarray]) -> dict[str, Held]:
