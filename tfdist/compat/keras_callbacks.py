@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from tfdist.callbacks.backup_and_restore import BackupAndRestore
 from tfdist.callbacks.progress_reporter import add_reporter
 from tfdist.callbacks.writers import WRITERS
 from tfdist.compat.patch import Patch
+from tfdist.optimizers.collected_slots import collect_slots
 from tfdist.strategies.chief_files import files_of
 
 # These do other things, too; only what writes is silenced.
@@ -82,12 +84,23 @@ def _arrange(callback_list: Any, model: Any) -> None:
 
 def _changes(callback: keras.callbacks.Callback, is_chief: bool) -> dict[str, Any]:
     """Attributes to set on a callback while it works on several processes."""
-    if isinstance(callback, _SAVERS) and not is_chief:
-        return {"_save_model": _do_nothing, "delete_checkpoint": False}
+    if isinstance(callback, _SAVERS):
+        save = functools.partial(_save_together, callback, is_chief)
+        return {"_save_model": save} if is_chief else {"_save_model": save, "delete_checkpoint": False}
     if isinstance(callback, keras.callbacks.TerminateOnNaN):
         # Until the end of an epoch each process sees its own loss; one that stops alone leaves the others waiting.
         return {"on_batch_end": _do_nothing, "on_epoch_end": callback.on_batch_end}
     return {}
+
+
+def _save_together(callback: keras.callbacks.Callback, is_chief: bool, *args: Any, **kwargs: Any) -> None:
+    """In place of `_save_model`, which is called on all processes after the same step.
+
+    Whether the chief saves then, and under which name, may depend on what only its own batches tell.
+    """
+    collect_slots(callback.model)
+    if is_chief:
+        type(callback)._save_model(callback, *args, **kwargs)
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:

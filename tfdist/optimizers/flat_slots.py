@@ -91,8 +91,8 @@ class FlatSlots:
             raise RuntimeError(
                 f"Received: a process that reads the slots '{kind}' of optimizer '{self._owner}' by itself, while the "
                 "other processes hold shards of them. Expected: `model.optimizer.collect()` on every process before, "
-                "after the last step (`fit` does so when it ends). Use tfdist.callbacks.BackupAndRestore to save in "
-                "the middle of a fit, or call `collect` in a callback before keras.callbacks.ModelCheckpoint."
+                "after the last step (`fit` does so when it ends, and so do `model.save`, `save_weights`, "
+                "keras.callbacks.ModelCheckpoint and tfdist.callbacks.BackupAndRestore, on every process)."
             )
         layout, shards = self._buckets[bucket], self._shards[kind][bucket]
         begin, end = layout.begins[place], layout.begins[place + 1]

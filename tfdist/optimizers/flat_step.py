@@ -36,7 +36,8 @@ class FlatStep:
         variables: Sequence[Any],
     ) -> None:
         self._optimizer, self._buckets, self._variables = optimizer, buckets, variables
-        self._replicas = len(parts_of_variable(variables[0]))
+        # Keras builds on no variables to load an .h5 file.
+        self._replicas = len(parts_of_variable(variables[0])) if variables else 0
         self._slots = {kind: slots.of_replicas(kind) for kind in dict.fromkeys(slot.kind for slot in slots.views)}
         for attribute, value in list(vars(optimizer).items()):
             if isinstance(value, list) and value and isinstance(value[0], ShardedSlot):

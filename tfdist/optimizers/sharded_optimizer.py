@@ -48,8 +48,8 @@ class ShardedOptimizer(keras.optimizers.Optimizer):
     row first: of a row that a batch uses several times, Keras' own optimizers square the parts one by one.
 
     Files hold whole slots, as if they were written without this class, and load into any number of replicas. With
-    several processes no one can write them alone: `fit` fetches all slots to the hosts when it ends, and `collect` does
-    so in the middle, before `keras.callbacks.ModelCheckpoint`; `tfdist.callbacks.BackupAndRestore` needs neither.
+    several processes no one can write them alone: all take part in `model.save`, `save_weights` and the callbacks that
+    save, and the chief writes. When `fit` ends it fetches all slots to the hosts, and the chief can save alone.
 
     Args:
         inner_optimizer: a new Keras optimizer that updates each element by itself, or its name: SGD, RMSprop, Adam,
@@ -129,9 +129,15 @@ class ShardedOptimizer(keras.optimizers.Optimizer):
     def collect(self) -> None:
         """On several processes: fetches all slots to the hosts, so that any of them can save them until the next step.
 
-        A collective: all processes call it after the same step. `fit` does so when it ends.
+        A collective: all processes call it after the same step. `fit` does so when it ends, and whatever saves the
+        model on all processes before it does; only what reads slots by itself needs a call.
         """
         self._slots.collect()
+
+    @property
+    def is_collected(self) -> bool:
+        """Whether this process can read all slots: they are here, or were collected after the last step."""
+        return not self.built or self._slots.is_readable
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
         """As in `keras.optimizers.Optimizer`; collects the slots, too."""

@@ -48,6 +48,10 @@ class ShardedSlot:
         """
         return self._slots.read(*self._where)
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """As `numpy`; `model.save("x.h5")` reads variables so."""
+        return self.numpy().astype(dtype or self.dtype, copy=False)
+
     def read_value(self) -> tf.Tensor:
         """The whole slot; with several processes a collective, which all of them call after the same step."""
         if not self._slots.is_readable:
