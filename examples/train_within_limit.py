@@ -4,6 +4,7 @@ Example:
     python examples/train_within_limit.py                        # both of the following, one after the other
     python examples/train_within_limit.py --memory none          # plain Keras runs out of memory
     python examples/train_within_limit.py --memory recompute     # the same model, and one line more
+   python examples/train_within_limit.py --memory recompute --report step.png     # what that will hold
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--data-dir", help="where prepared datasets are kept (default: as TensorFlow Datasets)")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--report", metavar="FILE", help="train nothing, but draw what a step would hold: step.png")
     return parser.parse_args()
 
 
@@ -84,6 +86,11 @@ def train(options: argparse.Namespace) -> None:
     model = build_model()
     if options.memory == "recompute":
         tfdist.memory.apply(model, "recompute")
+    if options.report:
+        report = tfdist.memory.report(model, options.batch_size)
+        print(report)
+        report.plot(options.report)
+        return
     try:
         model.fit(train, epochs=options.epochs, shuffle=False, verbose=2)
     except tf.errors.ResourceExhaustedError as error:

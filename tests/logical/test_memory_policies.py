@@ -325,7 +325,7 @@ def test_pipelines_have_a_recomputation_of_their_own(four_devices):
         model.compile("sgd", "sparse_categorical_crossentropy")
     apply(model, "recompute")
     x, y = data("dense", 8)
-    with pytest.raises(ValueError, match=r"Expected: `tfdist.memory.remove\(model\)`, and PipelineStrategy\(recompute"):
+    with pytest.raises(ValueError, match=r"Expected: `tfdist.memory.remove\(model\)`, and PipelineStrategy\(memory="):
         model.fit(x, y, verbose=0)
 
 

@@ -73,8 +73,11 @@ def _maybe_symbolic_build(original: Callable) -> Callable:
         # Once more: Keras builds metrics, and shows their variables, only now.
         _check(strategy, self)
         policy = getattr(strategy, "memory", None)
-        if policy is not None and not memory.is_applied(self):
+        if policy is not None and memory.applied(self) is None:
             memory.apply(self, policy)
+            automatic = memory.automatic_of(self)
+            if automatic is not None:
+                automatic.note(iterator, data_batch)
         if isinstance(strategy, (ParameterServerStrategy, HostOffloadStrategy)):
             strategy.prepare(self)
 

@@ -6,21 +6,14 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 
 from tfdist.layer_graph.graph import Call, LayerGraph
 from tfdist.layer_graph.pure_call import call_purely
-
-
-class Value(NamedTuple):
-    """A tensor on its way through the model, with the mask that Keras has attached to it."""
-
-    tensor: Any
-    mask: Any = None
+from tfdist.layer_graph.values import Value, attached, value_of
 
 
 class ChunkResult(NamedTuple):
@@ -66,7 +59,9 @@ class Chunk:
         training: bool,
     ) -> ChunkResult:
         """Calls the layers, as a pure function of the variables' values and the inputs."""
-        values = dict(zip(self.inputs, map(_with_mask, inputs), strict=True))
+        # Identities with attributes of their own: others may see the same tensors without a mask.
+        own = [attached(value._replace(tensor=tf.identity(value.tensor))) for value in inputs]
+        values = dict(zip(self.inputs, own, strict=True))
 
         def run() -> None:
             with _call_context(model, training), _tracing():
@@ -79,8 +74,7 @@ class Chunk:
             list(zip(self.trainable, trainable, strict=True)),
             list(zip(self.state, state, strict=True)),
         )
-        outputs = [Value(tf.convert_to_tensor(values[key]), get_keras_mask(values[key])) for key in self.outputs]
-        return ChunkResult(outputs, new_state, losses)
+        return ChunkResult([value_of(values[key]) for key in self.outputs], new_state, losses)
 
 
 def make_chunks(graph: LayerGraph, cuts: Sequence[int]) -> list[Chunk]:
@@ -115,13 +109,6 @@ def uncuttable(graph: LayerGraph) -> set[int]:
             if not variable.trainable and not variable._value.trainable:
                 calls_of.setdefault(id(variable), []).append(position)
     return {cut for positions in calls_of.values() for cut in range(positions[0] + 1, positions[-1] + 1)}
-
-
-def _with_mask(value: Value) -> Any:
-    tensor = tf.identity(value.tensor)  # an attribute of its own: others may see the same tensor without a mask
-    if value.mask is not None:
-        set_keras_mask(tensor, value.mask)
-    return tensor
 
 
 _traced = threading.local()

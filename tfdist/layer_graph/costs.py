@@ -22,7 +22,7 @@ from tfdist.layer_graph.partition import Cost
 _OPEN_DIMENSION = 128
 # Writing and reading back a byte takes as long as this many operations: 10 to 16 in image models on CPUs, where
 # convolutions in single precision get 50 to 80 GFLOP/s, and elementwise layers 3 to 6 GB/s.
-_FLOPS_PER_BYTE = 10
+FLOPS_PER_BYTE = 10
 # A variable in training: itself, its gradient, and the two slots of an optimizer such as Adam.
 _COPIES_IN_TRAINING = 4
 _BYTES_OF_STRING = 16
@@ -118,7 +118,7 @@ def weights(costs: Sequence[Cost], balance: str) -> list[float]:
         [30.0]
     """
     if balance == "flops":
-        return [float(c.flops + _FLOPS_PER_BYTE * c.output_bytes) for c in costs]
+        return [float(c.flops + FLOPS_PER_BYTE * c.output_bytes) for c in costs]
     if balance == "memory":
         trained = _COPIES_IN_TRAINING - 1
         return [
@@ -159,7 +159,7 @@ def _flops(call: Call, operations: Sequence[tf.Operation], values: Mapping[int, 
     """Operations of a call; an estimate by its parameters where the profiler cannot know."""
     counted, multiplies, gathers, opaque = 0.0, False, False, False
     for operation in operations:
-        counted += _flops_of(operation)
+        counted += flops_of(operation)
         multiplies |= "MatMul" in operation.type or "Conv" in operation.type or operation.type == "Einsum"
         gathers |= "Gather" in operation.type
         opaque |= any(attribute.HasField("func") for attribute in operation.node_def.attr.values())
@@ -168,7 +168,12 @@ def _flops(call: Call, operations: Sequence[tf.Operation], values: Mapping[int, 
     return counted
 
 
-def _flops_of(operation: tf.Operation) -> float:
+def flops_of(operation: tf.Operation) -> float:
+    """Operations of one node of a graph, as TensorFlow's profiler counts them; 0 where it cannot know.
+
+    Args:
+        operation: of a graph with static shapes.
+    """
     shapes = [tensor.shape for tensor in (*operation.inputs, *operation.outputs)]
     if not all(shape.is_fully_defined() for shape in shapes):
         return 0.0

@@ -4,5 +4,10 @@ import lazy_loader
 
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
-    submod_attrs={"application": ["apply", "remove"], "policy": ["MemoryPolicy"]},
+    submod_attrs={
+        "application": ["apply", "remove"],
+        "policy": ["MemoryPolicy"],
+        "estimation.choosing": ["Choice", "choose"],
+        "estimation.report": ["MemoryReport", "report"],
+    },
 )

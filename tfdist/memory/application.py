@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import logging
+from collections.abc import Iterator
 
 import keras
 import tensorflow as tf
 
 from tfdist.layer_graph.graph import functional_of
+from tfdist.memory.automatic import METHODS, Automatic
 from tfdist.memory.graph_call import GraphCall
 from tfdist.memory.layer_call import LayerCall
-from tfdist.memory.plan import plan_graph, plan_layers
+from tfdist.memory.plan import GraphPlan, LayerPlan, plan_graph, plan_layers
 from tfdist.memory.policy import MemoryPolicy, policy_of
 
 _log = logging.getLogger("tfdist")
@@ -23,7 +27,8 @@ def apply(model: keras.Model, policy: MemoryPolicy | str) -> keras.Model:
 
     The model's layers, weights, files and configuration do not change; `fit`, `train_on_batch`, custom train steps and
     loops with a `tf.GradientTape` take part. It works before `compile` and after it, under any strategy that runs the
-    model's own `call`: `PipelineStrategy` does not, and has `recompute=` of its own.
+    model's own `call`: `PipelineStrategy` does not, and has `memory=` of its own. Mode "auto" chooses in `fit` and
+    `train_on_batch`, which know how large batches are; until then everything is kept.
 
     Args:
         model: a model that is built: by `keras.Input`, by `build`, or by being called once.
@@ -48,31 +53,34 @@ def apply(model: keras.Model, policy: MemoryPolicy | str) -> keras.Model:
             f"Received: model '{model.name}', which is not built, so that its layers are not known. Expected: a model "
             "with a keras.Input, or one on which `model.build(input_shape)` was called, or which was called once."
         )
-    functional = functional_of(model)
-    if functional is not None:
-        _shadow_call(model, model, GraphCall(model, plan_graph(functional, policy), policy))
+    if policy.is_automatic:
+        # Names that are wrong should not wait for a fit.
+        _plan(model, dataclasses.replace(policy, mode="none", budget=None))
+        automatic = Automatic(model, policy)
+        for name in METHODS:
+            object.__setattr__(model, name, getattr(automatic, name))
     else:
-        plan = plan_layers(model, policy)
-        for layer, mode in zip(plan.layers, plan.modes, strict=True):
-            _shadow_call(model, layer, LayerCall(layer, mode, model, policy))
-    if set(policy.modes) & {"park", "swap"}:
-        _do_without_xla(model)
-        if len(tf.config.list_logical_devices()) == 1:
-            _log.warning(
-                "Mode 'park' or 'swap' for model '%s' on a machine whose only device is the host: nothing can be kept "
-                "elsewhere. Mode 'recompute' saves memory here.",
-                model.name,
-            )
+        apply_modes(model, policy)
     return model
 
 
-def is_applied(model: keras.Model) -> bool:
-    """Whether a policy is applied to a model.
+def applied(model: keras.Model) -> MemoryPolicy | None:
+    """The policy that is applied to a model, or to a part of it; `None` if there is none.
 
     Args:
         model: any model.
     """
-    return any(isinstance(vars(layer).get("call"), (GraphCall, LayerCall)) for layer in model._flatten_layers())
+    automatic = automatic_of(model)
+    return _modes(model) if automatic is None else automatic.policy
+
+
+def automatic_of(model: keras.Model) -> Automatic | None:
+    """What chooses for a model; `None` if its policy says what is kept, or it has none.
+
+    Args:
+        model: any model.
+    """
+    return getattr(vars(model).get("make_train_function"), "__self__", None)
 
 
 def remove(model: keras.Model) -> keras.Model:
@@ -84,13 +92,74 @@ def remove(model: keras.Model) -> keras.Model:
     Returns:
         The model.
     """
+    if automatic_of(model) is not None:
+        for name in METHODS:
+            object.__delattr__(model, name)
+    _remove_modes(model)
+    return model
+
+
+def apply_modes(model: keras.Model, policy: MemoryPolicy) -> None:
+    """Applies a policy whose modes are known, instead of those that are applied."""
+    _remove_modes(model)
+    plan = _plan(model, policy)
+    if isinstance(plan, GraphPlan):
+        _shadow_call(model, model, GraphCall(model, plan, policy))
+    else:
+        for layer, mode in zip(plan.layers, plan.modes, strict=True):
+            _shadow_call(model, layer, LayerCall(layer, mode, model, policy))
+    if set(policy.modes) & {"park", "swap"}:
+        _do_without_xla(model)
+        if len(tf.config.list_logical_devices()) == 1:
+            _log.warning(
+                "Mode 'park' or 'swap' for model '%s' on a machine whose only device is the host: nothing can be kept "
+                "elsewhere. Mode 'recompute' saves memory here.",
+                model.name,
+            )
+
+
+@contextlib.contextmanager
+def under(model: keras.Model, policy: MemoryPolicy | None) -> Iterator[None]:
+    """Applies a policy whose modes are known, for as long as the block runs.
+
+    Args:
+        model: a model that is built.
+        policy: what is kept; `None` for everything, with blocks as they are found if the model has any.
+    """
+    before, function, compiled = _modes(model), model.train_function, model.jit_compile
+    try:
+        try:
+            apply_modes(model, policy or MemoryPolicy("none"))
+        except ValueError:
+            if policy is not None:
+                raise
+        yield
+    finally:
+        _remove_modes(model)
+        model.jit_compile = compiled
+        if before is not None:
+            apply_modes(model, before)
+        model.train_function = function
+
+
+def _plan(model: keras.Model, policy: MemoryPolicy) -> GraphPlan | LayerPlan:
+    functional = functional_of(model)
+    return plan_layers(model, policy) if functional is None else plan_graph(functional, policy)
+
+
+def _modes(model: keras.Model) -> MemoryPolicy | None:
+    """The policy whose modes are applied."""
+    calls = (vars(layer).get("call") for layer in model._flatten_layers())
+    return next((call.policy for call in calls if isinstance(call, (GraphCall, LayerCall))), None)
+
+
+def _remove_modes(model: keras.Model) -> None:
     for layer in model._flatten_layers():
         if isinstance(vars(layer).get("call"), (GraphCall, LayerCall)):
             object.__delattr__(layer, "call")
             model.train_function = None
     if vars(model).pop(_WITHOUT_XLA, False):
         model.supports_jit = True
-    return model
 
 
 def _shadow_call(model: keras.Model, layer: keras.layers.Layer, call: GraphCall | LayerCall) -> None:

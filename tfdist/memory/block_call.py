@@ -13,6 +13,7 @@ from keras.src.backend.common.variables import AutocastScope, get_autocast_scope
 from tensorflow.python.eager import record
 
 from tfdist.layer_graph.pure_call import PureResult
+from tfdist.memory.labels import labelled
 from tfdist.memory.order import Order
 
 
@@ -20,10 +21,12 @@ class Block(Protocol):
     """A part of a model, as a pure function.
 
     Attributes:
+        label: its name.
         trainable: its trainable variables.
         state: all other variables that it uses.
     """
 
+    label: str
     trainable: Sequence[keras.Variable]
     state: Sequence[keras.Variable]
 
@@ -131,6 +134,13 @@ def call_block(
     Returns:
         Its outputs and the losses that its layers have added. Its variables have changed.
     """
+    with labelled(block.label):
+        return _call_block(block, tensors, kind, keeping)
+
+
+def _call_block(
+    block: Block, tensors: Sequence[tf.Tensor], kind: type[BlockCall] | None, keeping: Keeping
+) -> PureResult:
     with AutocastScope(None):
         trainable = [tf.convert_to_tensor(variable.value) for variable in block.trainable]
         state = [tf.convert_to_tensor(variable.value) for variable in block.state]
@@ -149,7 +159,8 @@ def call_block(
         return result
 
     def backward(*cotangents: Any) -> list[Any]:
-        return call.backward([tf.convert_to_tensor(cotangent) for cotangent in cotangents])
+        with labelled(block.label):
+            return call.backward([tf.convert_to_tensor(cotangent) for cotangent in cotangents])
 
     with record.stop_recording():
         results = [tf.identity(tensor) for tensor in (*result.result, *result.losses)]

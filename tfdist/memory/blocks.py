@@ -11,10 +11,10 @@ import tensorflow as tf
 from keras.src import tree
 from keras.src.backend.common import global_state
 
-from tfdist.layer_graph import chunk as graph
+from tfdist.layer_graph.chunk import Chunk
 from tfdist.layer_graph.pure_call import PureResult, call_purely
+from tfdist.layer_graph.values import Value, attached, pack, unpack, value_of
 from tfdist.memory.call_context import call_context, context_values
-from tfdist.memory.values import Value, attached, pack, unpack, value_of
 
 
 class GraphBlock:
@@ -25,14 +25,17 @@ class GraphBlock:
         model: whose layers they are.
         training: as in `model(x, training=training)`.
         inputs: of the chunk.
+        label: the block's name.
 
     Attributes:
+        label: the block's name.
         trainable: its trainable variables.
         state: all other variables that it uses.
         tensors: what goes in.
     """
 
-    def __init__(self, chunk: graph.Chunk, model: keras.Model, training: bool, inputs: Sequence[Value]):
+    def __init__(self, chunk: Chunk, model: keras.Model, training: bool, inputs: Sequence[Value], label: str):
+        self.label = label
         self._chunk = dataclasses.replace(chunk, state=_with_global_seed(chunk.state))
         self.trainable, self.state = self._chunk.trainable, self._chunk.state
         self.tensors, self._layout = pack(inputs)
@@ -41,10 +44,10 @@ class GraphBlock:
 
     def run(self, trainable: Sequence[Any], state: Sequence[Any], tensors: Sequence[Any]) -> PureResult:
         """See `Block.run`."""
-        inputs = [graph.Value(value.tensor, value.mask) for value in unpack(tensors, self._layout)]
+        inputs = unpack(tensors, self._layout)
         with call_context(self._context):
             outputs, *rest = self._chunk.run(self._model, trainable, state, inputs, self._training)
-        results, self._output_layout = pack([value_of(tensor) for tensor, _ in outputs])
+        results, self._output_layout = pack(outputs)
         return PureResult(results, *rest)
 
     def outputs(self, tensors: Sequence[tf.Tensor]) -> list[Value]:
@@ -62,12 +65,14 @@ class LayerBlock:
         kwargs: the call's keyword arguments.
 
     Attributes:
+        label: the layer's name.
         trainable: its trainable variables.
         state: all other variables that it uses.
         tensors: what goes in.
     """
 
     def __init__(self, layer: keras.layers.Layer, function: Callable, args: tuple, kwargs: dict[str, Any]):
+        self.label = layer.name
         self.trainable = tuple(v for v in layer.variables if v.trainable)
         self.state = _with_global_seed(tuple(v for v in layer.variables if not v.trainable))
         self._layer, self._function, self._arguments = layer, function, (args, kwargs)

@@ -9,11 +9,11 @@ from keras.src import tree
 from tensorflow.python.eager import record
 
 from tfdist.layer_graph.chunk import is_traced
+from tfdist.layer_graph.values import attached, value_of
 from tfdist.memory.block_call import call_block
 from tfdist.memory.blocks import GraphBlock
 from tfdist.memory.plan import KINDS, GraphPlan, keeping
 from tfdist.memory.policy import MemoryPolicy
-from tfdist.memory.values import attached, value_of
 
 
 class GraphCall:
@@ -26,20 +26,20 @@ class GraphCall:
     """
 
     def __init__(self, model: keras.Model, plan: GraphPlan, policy: MemoryPolicy):
-        self._model, self.plan, self._policy = model, plan, policy
+        self._model, self.plan, self.policy = model, plan, policy
         self._original = type(model).call.__get__(model)
 
     def __call__(self, inputs: Any, training: bool | None = None, mask: Any = None, **kwargs: Any) -> Any:
         symbolic = any(map(keras.backend.is_keras_tensor, tree.flatten(inputs)))
-        idle = not (self._policy.streams or record.could_possibly_record())
+        idle = not (self.policy.streams or record.could_possibly_record())
         if is_traced() or mask is not None or kwargs or symbolic or idle:
             return self._original(inputs, training=training, mask=mask, **kwargs)
         plan = self.plan
         tensors = plan.functional._standardize_inputs(inputs)
         values = {key: value_of(tensor) for key, tensor in zip(plan.graph.inputs, tensors, strict=True)}
-        how = keeping(self._policy, self._model)
-        for chunk, mode in zip(plan.chunks, plan.modes, strict=True):
-            block = GraphBlock(chunk, self._model, bool(training), [values[key] for key in chunk.inputs])
+        how = keeping(self.policy, self._model)
+        for chunk, mode, name in zip(plan.chunks, plan.modes, plan.names, strict=True):
+            block = GraphBlock(chunk, self._model, bool(training), [values[key] for key in chunk.inputs], name)
             result = call_block(block, block.tensors, KINDS[mode], how)
             values.update(zip(chunk.outputs, block.outputs(result.result), strict=True))
             self._model._losses.extend(result.losses)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Sequence
 
 import keras
@@ -28,6 +29,8 @@ KINDS: dict[str, type[BlockCall] | None] = {
     "swap": Swapped,
     "stream": Streamed,
 }
+
+_cuts: weakref.WeakKeyDictionary[Functional, tuple[int, ...]] = weakref.WeakKeyDictionary()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +75,7 @@ def plan_graph(functional: Functional, policy: MemoryPolicy) -> GraphPlan:
     """
     graph = flatten(functional)
     if policy.blocks == "auto":
-        cuts = stream_cuts(graph) if policy.streams else automatic_cuts(graph)
+        cuts = stream_cuts(graph) if policy.streams else _automatic_cuts(functional, graph)
         names = [f"block_{index}" for index in range(len(cuts) + 1)]
     else:
         chosen = spans(graph, policy.blocks)
@@ -81,6 +84,13 @@ def plan_graph(functional: Functional, policy: MemoryPolicy) -> GraphPlan:
         names = [known.get(begin, "") for begin in (0, *cuts)]
     modes = [policy.mode_of(name) if name or policy.streams else "none" for name in names]
     return GraphPlan(functional, graph, make_chunks(graph, cuts), names, modes)
+
+
+def _automatic_cuts(functional: Functional, graph: LayerGraph) -> tuple[int, ...]:
+    """As `automatic_cuts`, which takes seconds for deep models, and finds the same again for every policy."""
+    if functional not in _cuts:
+        _cuts[functional] = automatic_cuts(graph)
+    return _cuts[functional]
 
 
 def plan_layers(model: keras.Model, policy: MemoryPolicy) -> LayerPlan:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import re
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 MODES = ("none", "recompute", "park", "swap")
+AUTOMATIC = "auto"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,13 +28,16 @@ class MemoryPolicy:
 
     Args:
         mode: one of the modes, for all blocks; or modes by names of blocks, `{"encoder*": "swap"}`, where names are
-            patterns as in a shell, the first that fits counts, and a block that none fits is left alone.
+            patterns as in a shell, the first that fits counts, and a block that none fits is left alone; or "auto":
+            when `fit` or `train_on_batch` knows the batch size, each block gets the mode with which a step fits into
+            `budget` for the least added time, as `tfdist.memory.choose` estimates it.
         blocks: what a block is. Names of layers or classes of layers: each such layer is one. "auto": consecutive
             layers of a Functional or Sequential model, cut where that keeps the least (Chen et al., arXiv 1604.06174);
             in other models, the layers of the kind that repeats most.
         host: the device that takes what is parked or swapped.
         prefetch: how many blocks ahead of its use it is fetched; 0 or more.
         min_bytes: tensors that are smaller stay on the device.
+        budget: with "auto", what a device may hold: bytes, or "8GB", "500 MB", "7.5GiB".
 
     Raises:
         ValueError: for an argument that makes no sense.
@@ -47,14 +52,22 @@ class MemoryPolicy:
     host: str = "CPU:0"
     prefetch: int = 1
     min_bytes: int = 1 << 16
+    budget: str | int | None = None
 
     # Which modes there are, and whether weights are on the host, too.
     known: ClassVar[tuple[str, ...]] = MODES
     streams: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
+        if self.is_automatic != (self.budget is not None):
+            raise ValueError(
+                f"Received: mode={self.mode!r} and budget={self.budget!r}. Expected: MemoryPolicy('auto', "
+                "budget='8GB'), say, or another mode without a budget."
+            )
+        if self.is_automatic:
+            bytes_of_budget(self.budget)
         for mode in self.modes:
-            if mode not in self.known:
+            if mode not in self.known and not self.is_automatic:
                 raise ValueError(f"Received: mode={mode!r}. Expected one of {', '.join(map(repr, self.known))}.")
         if isinstance(self.blocks, str) and self.blocks != "auto":
             raise ValueError(f"Received: blocks={self.blocks!r}. Expected: 'auto', or a list: [{self.blocks!r}].")
@@ -62,6 +75,11 @@ class MemoryPolicy:
             raise ValueError(f"Received: prefetch={self.prefetch!r}. Expected: a whole number, 0 or more.")
         if self.min_bytes < 0:
             raise ValueError(f"Received: min_bytes={self.min_bytes!r}. Expected: 0 or more.")
+
+    @property
+    def is_automatic(self) -> bool:
+        """Whether the modes are still to be chosen."""
+        return self.mode == AUTOMATIC
 
     @property
     def modes(self) -> list[str]:
@@ -87,3 +105,22 @@ def policy_of(given: MemoryPolicy | str | None) -> MemoryPolicy | None:
         'swap'
     """
     return MemoryPolicy(given) if isinstance(given, str) else given
+
+
+def bytes_of_budget(budget: str | int) -> int:
+    """How many bytes are meant.
+
+    Args:
+        budget: a number, or text with a unit of 1000 (kB, MB, GB, TB) or 1024 (KiB, MiB, GiB, TiB).
+
+    Raises:
+        ValueError: for anything else.
+
+    Example:
+        >>> bytes_of_budget("1.5GB"), bytes_of_budget("1 GiB")
+        (1500000000, 1073741824)
+    """
+    found = re.fullmatch(r"\s*(\d+\.?\d*)\s*([kmgt]?)(i?)b?\s*", str(budget).lower())
+    if isinstance(budget, bool) or found is None or not float(found[1]):
+        raise ValueError(f"Received: budget={budget!r}. Expected: bytes, such as 8_000_000_000, or '8GB', '7.5GiB'.")
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2] or " "))

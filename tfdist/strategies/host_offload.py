@@ -123,7 +123,7 @@ class HostOffloadStrategy(tf.distribute.Strategy):
         Raises:
             ValueError: with the reason and the remedy.
         """
-        applied_by_others = application.is_applied(model) and model not in self._prepared
+        applied_by_others = application.applied(model) is not None and model not in self._prepared
         checks.check_model(self, model, applied_by_others)
         if model not in self._warned and checks.warn(model):
             self._warned.add(model)
@@ -137,7 +137,7 @@ class HostOffloadStrategy(tf.distribute.Strategy):
         Raises:
             ValueError: if it is not built, or has no blocks.
         """
-        if application.is_applied(model):
+        if application.applied(model) is not None:
             return
         application.apply(model, self.policy)
         self._prepared.add(model)

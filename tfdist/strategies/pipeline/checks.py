@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 from keras.src.models.functional import Functional
 
-from tfdist.memory.application import is_applied
+from tfdist.memory.application import applied
 from tfdist.strategies.guards import check_steps
 from tfdist.strategies.step_shadows import optimizers_of
 
@@ -36,10 +36,10 @@ def check(strategy: tf.distribute.Strategy, model: keras.Model, replicas: int, m
             "variables' device, with the whole batch at once. Expected: run_eagerly=False for a pipeline.",
             stacklevel=2,
         )
-    if is_applied(model):
+    if applied(model) is not None:
         raise ValueError(
             "Received: a memory policy for a model under PipelineStrategy, whose stages keep what they keep for each "
-            "micro-batch. Expected: `tfdist.memory.remove(model)`, and PipelineStrategy(recompute=True)."
+            "micro-batch. Expected: `tfdist.memory.remove(model)`, and PipelineStrategy(memory=...) with a mode."
         )
     check_steps(model)
     for layer in model._flatten_layers():

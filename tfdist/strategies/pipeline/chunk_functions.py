@@ -23,7 +23,16 @@ from tensorflow.python.eager.polymorphic_function import atomic_function
 from tensorflow.python.framework import func_graph
 from tensorflow.python.ops import gradients_util
 
-from tfdist.layer_graph.chunk import Chunk, Value
+from tfdist.layer_graph.chunk import Chunk
+from tfdist.layer_graph.values import (
+    Gradients,
+    Value,
+    differentiable,
+    differentiable_parts,
+    gradients_of,
+    pack,
+    unpack,
+)
 from tfdist.strategies.pipeline.weight_gradients import RowProduct, as_row_product
 
 _log = logging.getLogger("tfdist")
@@ -45,16 +54,16 @@ class Forward:
         outputs: the chunk's outputs, in the order of `Chunk.outputs`.
         state: the values of the chunk's non-trainable variables afterwards.
         loss: sum of the losses that the layers have added, a float32 scalar; `None` if there are none.
-        arguments: what went into the function, for the backward pass.
-        residuals: what the backward pass needs besides.
+        shared: what the backward pass needs and all micro-batches have: weights, for one.
+        kept: what it needs of this micro-batch: inputs, and what was computed.
         turn: what the next call on the same device waits for.
     """
 
     outputs: list[Value]
     state: list[tf.Tensor]
     loss: tf.Tensor | None
-    arguments: list[tf.Tensor]
-    residuals: list[tf.Tensor]
+    shared: list[tf.Tensor]
+    kept: list[tf.Tensor]
     turn: tf.Tensor
 
 
@@ -63,20 +72,15 @@ class Backward:
     """What the backward pass of one micro-batch has left.
 
     Attributes:
-        inputs: gradients of the chunk's inputs, in the order of `Chunk.inputs`; `None` where there is none.
+        inputs: gradients of the chunk's inputs, in the order of `Chunk.inputs`.
         weights: for each trainable variable a gradient (a tensor or `IndexedSlices`), or the two factors of a
             `RowProduct` in a tuple, or `None`.
         turn: what the next call on the same device waits for.
     """
 
-    inputs: list[tf.Tensor | None]
+    inputs: list[Gradients]
     weights: list[Any]
     turn: tf.Tensor
-
-
-def is_differentiable(dtype: tf.DType) -> bool:
-    """Whether gradients come back to tensors of a dtype."""
-    return dtype.is_floating or dtype.is_complex
 
 
 class ChunkFunctions:
@@ -102,7 +106,7 @@ class ChunkFunctions:
             arguments: the chunk's inputs.
             differentiable: whether a backward pass may follow.
         """
-        specs = tuple(tf.TensorSpec(t.shape, t.dtype) if t is not None else None for v in arguments for t in v)
+        specs = tuple(Value(*(None if t is None else tf.TensorSpec(t.shape, t.dtype) for t in v)) for v in arguments)
         key = specs, differentiable
         if key not in self._traces:
             # Several pipelines call the function: what is in it runs where it is called.
@@ -112,7 +116,7 @@ class ChunkFunctions:
 
 
 class _Trace:
-    def __init__(self, functions: ChunkFunctions, specs: Sequence[tf.TensorSpec | None], differentiable: bool):
+    def __init__(self, functions: ChunkFunctions, specs: Sequence[Value], differentiable: bool):
         self.functions, self.specs, self._recompute = functions, specs, functions.recompute
         chunk = functions.chunk
         # The number and kind of a chunk: it is what one reads in a profile.
@@ -124,10 +128,16 @@ class _Trace:
         self._number_of_outputs = len(graph.outputs)
         self.products: list[RowProduct | None] = [None] * len(chunk.trainable)
         self._residuals: list[tf.Tensor] = []
+        # Positions of the arguments that the backward function takes, too.
+        self._shared: list[int] = []
+        self._kept: list[int] = []
         if differentiable:
             self._differentiate(graph)
-        if differentiable and not self._recompute:
-            graph.outputs = [*graph.outputs, *self._residuals]
+        if differentiable:
+            # Inputs come out again: on this device, whatever sends them elsewhere.
+            with graph.as_default():
+                inputs = [tf.identity(graph.inputs[i]) for i in self._kept]
+            graph.outputs = [*graph.outputs, *inputs, *self._residuals]
         self._forward = _define(f"{self._name}_forward", graph)
 
     @property
@@ -152,21 +162,21 @@ class _Trace:
             inputs: the chunk's inputs.
         """
         chunk = self.functions.chunk
-        arguments = [*trainable, *state, *(t for value in inputs for t in value if t is not None), *self._captures]
+        arguments = [*trainable, *state, *pack(inputs)[0], *self._captures]
         turn, *results = self._forward.call_flat(turn, *arguments)
-        residuals = results[self._number_of_outputs :]
+        kept = results[self._number_of_outputs :]
         taken = iter(results[: self._number_of_outputs])
-        outputs = [Value(next(taken), next(taken) if masked else None) for masked in self._masked]
+        outputs = unpack(taken, self._layout)
         new_state = [next(taken) if changed else old for changed, old in zip(self._changed, state, strict=True)]
         loss = next(taken) if self._adds_losses else None
         assert len(outputs) == len(chunk.outputs)
-        return Forward(outputs, new_state, loss, arguments, residuals, turn)
+        return Forward(outputs, new_state, loss, [arguments[i] for i in self._shared], kept, turn)
 
     def backward(
         self,
         turn: tf.Tensor,
         forward: Forward,
-        cotangents: Sequence[tf.Tensor | None],
+        cotangents: Sequence[Gradients],
         loss_cotangent: tf.Tensor | None,
     ) -> Backward:
         """Adds a call of the backward function to the graph.
@@ -174,45 +184,37 @@ class _Trace:
         Args:
             turn: that of the call before it on the same device.
             forward: what the forward pass has left.
-            cotangents: gradients of the outputs; `None` counts as zeros.
+            cotangents: gradients of the outputs; what is missing counts as zeros.
             loss_cotangent: gradient of the losses that the layers have added.
         """
         given = []
         for value, cotangent in zip(forward.outputs, cotangents, strict=True):
-            if is_differentiable(value.tensor.dtype):
-                given.append(tf.zeros_like(value.tensor) if cotangent is None else cotangent)
+            pairs = zip(cotangent, differentiable_parts(value), strict=True)
+            given += [_zeros_like(part) if c is None else c for c, part in pairs if part is not None]
         if self._adds_losses:
             given.append(tf.zeros([]) if loss_cotangent is None else loss_cotangent)
-        if self._recompute:
-            known = forward.arguments
-        else:
-            known = [*(forward.arguments[i] for i in self._kept_arguments), *forward.residuals]
-        turn, *results = self._backward.call_flat(turn, *given, *known)
+        turn, *results = self._backward.call_flat(turn, *given, *forward.shared, *forward.kept)
         taken = iter(results)
         gradients = [_rebuild(kind, taken) for kind in self._gradient_kinds]
         count = len(self.functions.chunk.trainable)
-        weights, floating = gradients[:count], iter(gradients[count:])
-        dense = [spec is not None and is_differentiable(spec.dtype) for spec in self.specs[::2]]
-        return Backward([next(floating) if is_float else None for is_float in dense], weights, turn)
+        weights, floating = gradients[:count], gradients[count:]
+        return Backward(gradients_of(self.specs, floating), weights, turn)
 
     def _forward_graph(self, suffix: str) -> func_graph.FuncGraph:
         def run(*flat: tf.Tensor) -> list[tf.Tensor]:
             return self._run(list(flat))
 
-        specs = [*self._variables, *(spec for spec in self.specs if spec is not None)]
+        specs = [*self._variables, *pack(self.specs)[0]]
         return func_graph.func_graph_from_py_func(f"{self._name}_{suffix}", run, specs, {})
 
     def _run(self, flat: list[tf.Tensor]) -> list[tf.Tensor]:
         chunk, functions = self.functions.chunk, self.functions
         first, second = len(chunk.trainable), len(self._variables)
-        state, given = flat[first:second], iter(flat[second:])
-        tensors = [next(given) if spec is not None else None for spec in self.specs]
-        inputs = [Value(*pair) for pair in zip(tensors[::2], tensors[1::2], strict=True)]
+        state, inputs = flat[first:second], unpack(flat[second:], pack(self.specs)[1])
         result = chunk.run(functions.model, flat[:first], state, inputs, functions.training)
-        self._masked = [value.mask is not None for value in result.outputs]
         self._changed = [new is not old for new, old in zip(result.state, state, strict=True)]
         self._adds_losses = bool(result.losses)
-        outputs = [t for value in result.outputs for t in value if t is not None]
+        outputs, self._layout = pack(result.outputs)
         outputs += [new for new, changed in zip(result.state, self._changed, strict=True) if changed]
         if result.losses:
             outputs.append(tf.add_n([tf.reduce_sum(tf.cast(loss, tf.float32)) for loss in result.losses]))
@@ -220,12 +222,7 @@ class _Trace:
 
     def _differentiated(self, graph: func_graph.FuncGraph) -> list[tf.Tensor]:
         """The outputs of a forward graph that gradients come back to."""
-        positions, position = [], 0
-        for masked in self._masked:
-            positions.append(position)
-            position += 1 + masked
-        values = [graph.outputs[i] for i in positions]
-        found = [t for t in values if is_differentiable(t.dtype)]
+        found = differentiable(unpack(graph.outputs, self._layout))
         return [*found, graph.outputs[-1]] if self._adds_losses else found
 
     def _differentiate(self, graph: func_graph.FuncGraph) -> None:
@@ -239,13 +236,8 @@ class _Trace:
         source = self._forward_graph("recompute") if self._recompute else graph
         ys = self._differentiated(source)
         count, begin = len(self.functions.chunk.trainable), len(self._variables)
-        own = source.inputs[begin : begin + sum(spec is not None for spec in self.specs)]
-        kept = [spec is not None for spec in self.specs]
-        is_value = [i % 2 == 0 for i, keep in enumerate(kept) if keep]
-        xs = [
-            *source.inputs[:count],
-            *(t for t, value in zip(own, is_value, strict=True) if value and is_differentiable(t.dtype)),
-        ]
+        inputs = unpack(source.inputs[begin:], pack(self.specs)[1])
+        xs = [*source.inputs[:count], *differentiable(inputs)]
         if self._recompute:
             # One graph makes both passes; it takes the gradients of the outputs first.
             backward = source
@@ -253,7 +245,7 @@ class _Trace:
                 given = [tf.compat.v1.placeholder(y.dtype, y.shape) for y in ys]
                 gradients = gradients_util._GradientsHelper(ys, xs, grad_ys=given)
                 self._set_gradients(backward, gradients, count)
-            backward.inputs = [*given, *backward.inputs]
+            self._set_inputs(backward, given, dict(enumerate(backward.inputs)))
             self._backward = _define(f"{self._name}_backward", backward)
             return
         with source.as_default():
@@ -264,12 +256,21 @@ class _Trace:
             self._set_gradients(backward, gradients, count)
         arguments = {id(t): i for i, t in enumerate(source.inputs)}
         captured = [(external, internal) for external, internal in backward.captures]
-        passed = [(arguments[id(e)], i) for e, i in captured if id(e) in arguments]
-        kept_residuals = [(e, i) for e, i in captured if id(e) not in arguments]
-        self._kept_arguments = [position for position, _ in passed]
-        self._residuals = [external for external, _ in kept_residuals]
-        backward.inputs = [*given, *(i for _, i in passed), *(i for _, i in kept_residuals)]
+        residuals = [(e, i) for e, i in captured if id(e) not in arguments]
+        self._residuals = [external for external, _ in residuals]
+        self._set_inputs(backward, given, {arguments[id(e)]: i for e, i in captured if id(e) in arguments})
+        backward.inputs = [*backward.inputs, *(i for _, i in residuals)]
         self._backward = _define(f"{self._name}_backward", backward)
+
+    def _set_inputs(
+        self, graph: func_graph.FuncGraph, given: Sequence[tf.Tensor], passed: dict[int, tf.Tensor]
+    ) -> None:
+        """Lets a backward graph take the gradients of the outputs, and arguments of the forward function."""
+        begin = len(self._variables)
+        own = range(begin, begin + len(pack(self.specs)[0]))
+        self._shared = [position for position in passed if position not in own]
+        self._kept = [position for position in passed if position in own]
+        graph.inputs = [*given, *(passed[position] for position in (*self._shared, *self._kept))]
 
     def _set_gradients(self, graph: func_graph.FuncGraph, gradients: Sequence[Any], count: int) -> None:
         self._gradient_kinds, outputs = [], []
@@ -308,6 +309,11 @@ def _draws_unseeded(graph: func_graph.FuncGraph) -> bool:
     definition = graph.as_graph_def()
     nodes = [*definition.node, *(node for function in definition.library.function for node in function.node_def)]
     return any(node.op in _UNSEEDED for node in nodes)
+
+
+def _zeros_like(tensor: tf.Tensor) -> tf.Tensor:
+    # Only the shape is waited for and kept.
+    return tf.zeros(tf.shape(tensor), tensor.dtype)
 
 
 def _rebuild(kind: str | None, taken: Any) -> Any:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
 
-from tfdist.layer_graph.chunk import Value
+from tfdist.layer_graph.values import Gradients, Value, pack
 from tfdist.strategies.pipeline.chunk_functions import Forward
 from tfdist.strategies.pipeline.clock import Clock
 from tfdist.strategies.pipeline.gradient_sums import GradientSums
+from tfdist.strategies.pipeline.host_stays import HostStays
 from tfdist.strategies.pipeline.plan import PipelinePlan
 from tfdist.strategies.pipeline.schedule import Instruction
 
@@ -51,10 +53,13 @@ class PipelineRun:
         self._values: list[dict[int, Value]] = [
             dict(zip(plan.graph.inputs, map(Value, piece), strict=True)) for piece in inputs
         ]
-        self._cotangents: list[dict[int, list[tf.Tensor]]] = [{} for _ in inputs]
+        self._cotangents: list[dict[int, list[Gradients]]] = [{} for _ in inputs]
         self._loss_cotangents: list[tf.Tensor] = []
         self._forwards: dict[tuple[int, int], Forward] = {}
         self._turns: dict[int, tf.Tensor] = {}
+        self._stays: HostStays | None = None
+        if differentiable and plan.stays is not None:
+            self._stays = HostStays(plan.stays, plan.devices, plan.schedule.orders)
         self.losses: list[list[tf.Tensor]] = [[] for _ in inputs]
         self.sums = GradientSums(plan)
 
@@ -64,6 +69,7 @@ class PipelineRun:
         other._forwards = dict(self._forwards)
         other._cotangents = [{} for _ in self._cotangents]
         other._turns = dict(self._turns)
+        other._stays = self._stays.copy() if self._stays is not None else None
         other.sums = GradientSums(self.plan)
         return other
 
@@ -81,6 +87,9 @@ class PipelineRun:
         """
         for stage, instruction in instructions:
             with self.on_stage(stage, instruction):
+                if self._stays is not None:
+                    begins_with = [self._turns[stage], *self._inputs_of(instruction)]
+                    self._delay_turn(stage, self._stays.begin(stage, instruction, begins_with))
                 if instruction.kind == "forward":
                     self._forward(stage, instruction.chunk, instruction.microbatch)
                     if after_model and instruction.chunk == len(self.plan.chunks) - 1:
@@ -112,16 +121,14 @@ class PipelineRun:
         """A value that the forward pass of a micro-batch has made."""
         return self._values[index][key]
 
-    def add_cotangents(self, index: int, keys: Sequence[int], cotangents: Sequence[tf.Tensor | None]) -> None:
+    def add_cotangents(self, index: int, keys: Sequence[int], cotangents: Sequence[Gradients]) -> None:
         """Notes gradients of values, for one micro-batch."""
         for key, cotangent in zip(keys, cotangents, strict=True):
-            if cotangent is not None:
-                self._cotangents[index].setdefault(key, []).append(cotangent)
+            self._cotangents[index].setdefault(key, []).append(cotangent)
 
     def gradient_of_input(self, index: int, key: int) -> tf.Tensor | None:
         """Gradient of one of the model's inputs, for one micro-batch; `None` if there is none."""
-        found = self._cotangents[index].get(key)
-        return tf.add_n(found) if found else None
+        return _total(self._cotangents[index].get(key, [])).tensor
 
     def changed_state(self, chunk: int) -> list[tf.Tensor | None]:
         """What the last micro-batch has left of a chunk's state; `None` for what no layer changes."""
@@ -150,15 +157,19 @@ class PipelineRun:
         ]
         if forward.loss is not None:
             self.losses[microbatch].append(forward.loss)
+        if self._stays is not None:
+            kept = self._stays.sent(stage, Instruction("forward", index, microbatch), forward.kept)
+            forward = dataclasses.replace(forward, kept=kept)
         if self._differentiable:
             self._forwards[index, microbatch] = forward
 
     def _backward(self, stage: int, index: int, microbatch: int) -> None:
         chunk, cotangents = self.plan.chunks[index], self._cotangents[microbatch]
         forward = self._forwards.pop((index, microbatch))
+        if self._stays is not None:
+            forward = dataclasses.replace(forward, kept=self._stays.fetched(stage, forward.kept))
         inputs = [self._values[microbatch][key] for key in chunk.inputs]
-        given = [cotangents.pop(key, None) for key in chunk.outputs]
-        given = [g if g is None else g[0] if len(g) == 1 else tf.add_n(g) for g in given]
+        given = [_total(cotangents.pop(key, [])) for key in chunk.outputs]
         trace = self.plan.functions(chunk, self._training).trace(inputs, True)
         loss_cotangent = self._loss_cotangents[microbatch] if forward.loss is not None else None
         backward = trace.backward(self._turns[stage], forward, given, loss_cotangent)
@@ -169,6 +180,12 @@ class PipelineRun:
     def _inputs_of(self, instruction: Instruction) -> list[tf.Tensor]:
         chunk = self.plan.chunks[instruction.chunk]
         if instruction.kind == "forward":
-            return [self._values[instruction.microbatch][key].tensor for key in chunk.inputs]
+            return pack([self._values[instruction.microbatch][key] for key in chunk.inputs])[0]
         cotangents = self._cotangents[instruction.microbatch]
-        return [t for key in chunk.outputs for t in cotangents.get(key, [])]
+        return [t for key in chunk.outputs for pair in cotangents.get(key, []) for t in pair if t is not None]
+
+
+def _total(gradients: Sequence[Gradients]) -> Gradients:
+    """The sum of the gradients of one value."""
+    parts = [[part for part in of_part if part is not None] for of_part in zip(*gradients, strict=True)]
+    return Gradients(*(tf.add_n(found) if len(found) > 1 else next(iter(found), None) for found in parts))

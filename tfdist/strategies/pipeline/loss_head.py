@@ -19,7 +19,7 @@ from tensorflow.core.framework import attr_value_pb2
 from tensorflow.python.eager.polymorphic_function import atomic_function
 from tensorflow.python.framework import func_graph
 
-from tfdist.layer_graph.chunk import Value
+from tfdist.layer_graph.values import Gradients, Value, attached, differentiable, gradients_of, pack, unpack
 from tfdist.strategies.pipeline.plan import PipelinePlan
 
 MASKED = "the model's outputs have masks, and the number of unmasked steps is known when the whole batch is through"
@@ -71,11 +71,11 @@ class LossHead:
 
     def add(
         self, outputs: Sequence[Value], targets: Any, sample_weight: Any, cotangent: tf.Tensor
-    ) -> tuple[tf.Tensor, list[tf.Tensor], list[tf.Tensor]]:
+    ) -> tuple[tf.Tensor, list[tf.Tensor], list[Gradients]]:
         """Adds a call to the graph.
 
         Args:
-            outputs: the model's outputs.
+            outputs: the model's outputs, without masks.
             targets: their targets, in Keras' structure.
             sample_weight: weights of the rows, or `None`.
             cotangent: with what the gradient is multiplied: a float32 scalar.
@@ -84,10 +84,13 @@ class LossHead:
             The loss, the losses of the single outputs, where Keras tracks these, and the gradients of the outputs.
         """
         given = [targets, sample_weight]
-        flat = [value.tensor for value in outputs] + [t for t in tree.flatten(given) if t is not None]
-        captured, function, trackers = self._function(len(outputs), flat, given)
-        results = list(function.call_flat(cotangent, *flat, *captured))
-        return results[0], results[1 : 1 + trackers], results[1 + trackers :]
+        predictions, layout = pack(outputs)
+        flat = predictions + [t for t in tree.flatten(given) if t is not None]
+        captured, function, trackers, used = self._function(layout, flat, given)
+        loss, *results = function.call_flat(cotangent, *flat, *captured)
+        found = iter(results[trackers:])
+        gradients = [next(found) if is_used else None for is_used in used]
+        return loss, results[:trackers], gradients_of(outputs, gradients)
 
     @property
     def trackers(self) -> list[keras.metrics.Mean]:
@@ -105,38 +108,42 @@ class LossHead:
             # Keras weights by rows only where their number is static.
             tracker.update_state(loss, sample_weight=rows if isinstance(rows, int) else None)
 
-    def _function(self, outputs: int, flat: Sequence[tf.Tensor], given: Any) -> tuple:
+    def _function(self, layout: Sequence[tuple[bool, ...]], flat: Sequence[tf.Tensor], given: Any) -> tuple:
         present = tuple(t is not None for t in tree.flatten(given))
-        key = tuple((t.dtype, tuple(t.shape)) for t in flat), present
+        key = tuple((t.dtype, tuple(t.shape)) for t in flat), tuple(layout), present
         if key not in self._functions:
             # Several pipelines call the function: what is in it runs where it is called.
             with tf.device(None):
-                self._functions[key] = self._make(outputs, flat, given)
+                self._functions[key] = self._make(layout, flat, given)
         return self._functions[key]
 
-    def _make(self, outputs: int, flat: Sequence[tf.Tensor], given: Any) -> tuple:
+    def _make(self, layout: Sequence[tuple[bool, ...]], flat: Sequence[tf.Tensor], given: Any) -> tuple:
         loss_object = self._model._compile_loss
+        used: list[bool] = []
 
         def run(cotangent: tf.Tensor, *arguments: tf.Tensor) -> list[tf.Tensor]:
-            predictions, rest = arguments[:outputs], iter(arguments[outputs:])
+            rest = iter(arguments)
+            outputs = unpack(rest, layout)
             leaves = [next(rest) if t is not None else None for t in tree.flatten(given)]
             targets, weights = tree.pack_sequence_as(given, leaves)
             variables = [v for tracker in self.trackers for v in (tracker.total, tracker.count)]
             mapping = [(v, tf.zeros(v.shape, v.dtype)) for v in variables]
             with keras.StatelessScope(mapping) as scope, tf.GradientTape() as tape:
-                tape.watch(predictions)
+                tape.watch(differentiable(outputs))
                 # Models of float64 have losses of float64.
-                loss = tf.cast(loss_object(targets, self._pack(list(predictions)), weights), cotangent.dtype)
+                predictions = self._pack([attached(value) for value in outputs])
+                loss = tf.cast(loss_object(targets, predictions, weights), cotangent.dtype)
                 scaled = loss * cotangent
-            gradients = tape.gradient(scaled, predictions, unconnected_gradients="zero")
+            gradients = tape.gradient(scaled, differentiable(outputs))
+            used.extend(gradient is not None for gradient in gradients)
             values = [tf.convert_to_tensor(scope.get_current_value(v)) for v in variables]
             means = [total / count for total, count in zip(values[::2], values[1::2], strict=True)]
             tracked = [tf.cast(mean, cotangent.dtype) for mean in means]
-            return [loss, *tracked, *gradients]
+            return [loss, *tracked, *(gradient for gradient in gradients if gradient is not None)]
 
         specs = [tf.TensorSpec([], tf.float32), *(tf.TensorSpec(t.shape, t.dtype) for t in flat)]
         name = tf.compat.v1.get_default_graph().unique_name("pipeline_loss")
         graph = func_graph.func_graph_from_py_func(name, run, specs, {})
         attributes = {"_noinline": attr_value_pb2.AttrValue(b=True)}
         function = atomic_function.from_func_graph(f"__{name}_{id(graph)}", graph, attributes)
-        return list(graph.external_captures), function, len(self.trackers)
+        return list(graph.external_captures), function, len(self.trackers), used

@@ -10,10 +10,9 @@ from typing import Any
 
 import tensorflow as tf
 from keras.src.backend import AutocastScope
-from keras.src.backend.common.masking import set_keras_mask
 from tensorflow.python.eager import record
 
-from tfdist.strategies.pipeline.chunk_functions import is_differentiable
+from tfdist.layer_graph.values import Value, attached, differentiable, gradients_of
 from tfdist.strategies.pipeline.micro_batches import MicroBatches
 from tfdist.strategies.pipeline.plan import PipelinePlan
 from tfdist.strategies.pipeline.replicas import ReplicatedRun, read_trainable
@@ -36,21 +35,23 @@ def call(plan: PipelinePlan, inputs: Any, training: bool) -> Any:
 def _call(plan: PipelinePlan, flat: list[tf.Tensor], training: bool) -> Any:
     trainable = read_trainable(plan)
     recorded = [*(value for values in trainable for value in values), *flat]
-    differentiable = record.should_record_backprop(recorded)
+    is_recorded = record.should_record_backprop(recorded)
     with record.stop_recording():
         schedule = plan.schedule
-        if not (training or differentiable):
+        if not (training or is_recorded):
             rows = static_rows(flat)
             schedule = plan.inference_of(rows)
         count = plan.replicas * schedule.microbatches
-        micro_batches = MicroBatches(flat, count, may_be_fewer=not (training or differentiable))
-        run = ReplicatedRun(plan, micro_batches, flat, trainable, training, differentiable)
+        micro_batches = MicroBatches(flat, count, may_be_fewer=not (training or is_recorded))
+        run = ReplicatedRun(plan, micro_batches, flat, trainable, training, is_recorded)
         order = schedule.linear_order()
         run.execute([item for item in order if item[1].kind == "forward"])
         if training:
             run.assign_state()
         values = [run.output(key) for key in plan.graph.outputs]
-        tensors = [tf.identity(value.tensor) for value in values]
+        # Tensors of their own, for the record and for what is attached.
+        outputs = [Value(*(part if part is None else tf.identity(part) for part in value)) for value in values]
+        tensors = differentiable(outputs)
         weights = [micro_batches.weight(i) for i in range(count)]
         losses = [loss * weights[i] for i in range(count) for loss in run.losses[i]]
         loss = [tf.add_n(losses)] if losses else []
@@ -63,12 +64,9 @@ def _call(plan: PipelinePlan, flat: list[tf.Tensor], training: bool) -> Any:
             again = run.copy()
             of_outputs = cotangents[: len(tensors)]
             again.set_loss_cotangents([weight * cotangents[-1] for weight in weights] if loss else [])
-            taken = [is_differentiable(value.tensor.dtype) for value in values]
-            keys = [key for key, take in zip(plan.graph.outputs, taken, strict=True) if take]
-            given = [cotangent for cotangent, take in zip(of_outputs, taken, strict=True) if take]
-            for key, cotangent in zip(keys, given, strict=True):
-                for index, piece in enumerate(micro_batches.cut_gradient(cotangent)):
-                    again.add_cotangents(index, [key], [piece])
+            pieces = [micro_batches.cut_gradient(cotangent) for cotangent in of_outputs]
+            for index, own in enumerate(zip(*pieces, strict=True)):
+                again.add_cotangents(index, plan.graph.outputs, gradients_of(outputs, own))
             again.execute([item for item in order if item[1].kind == "backward"])
             gradients = again.gradients_of_chunks()
             gradients += [again.gradient_of_input(key) for key in plan.graph.inputs]
@@ -78,11 +76,8 @@ def _call(plan: PipelinePlan, flat: list[tf.Tensor], training: bool) -> Any:
         return gradients
 
     record.record_operation("TfdistPipeline", [*tensors, *loss], recorded, backward)
-    for tensor, value in zip(tensors, values, strict=True):
-        if value.mask is not None:
-            set_keras_mask(tensor, value.mask)
     plan.model._losses.extend(loss)
-    return plan.pack_outputs(tensors)
+    return plan.pack_outputs([attached(value) for value in outputs])
 
 
 def _refuse_second_order(*_: Any) -> None:

@@ -16,6 +16,7 @@ from keras.src.models.functional import Functional
 from tfdist.layer_graph.chunk import Chunk, make_chunks
 from tfdist.layer_graph.graph import LayerGraph
 from tfdist.layer_graph.partition import Cost
+from tfdist.memory.policy import MemoryPolicy
 from tfdist.strategies.pipeline.chunk_functions import ChunkFunctions
 from tfdist.strategies.pipeline.schedule import Schedule, forward_only
 
@@ -37,6 +38,7 @@ class PipelinePlan:
         schedule: the order of the work in a training step.
         recompute: for each chunk, whether its backward pass runs the forward pass again.
         split_weights: whether weight gradients are made later, of several micro-batches at once.
+        stays: how what is kept for backward passes spends the time until then on the host; `None`: on the device.
     """
 
     model: keras.Model
@@ -49,6 +51,7 @@ class PipelinePlan:
     schedule: Schedule
     recompute: Sequence[bool]
     split_weights: bool
+    stays: MemoryPolicy | None
 
     def __post_init__(self) -> None:
         self.decomposes = False

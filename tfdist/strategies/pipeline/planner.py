@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -12,6 +13,7 @@ from tfdist.layer_graph.chunk import uncuttable
 from tfdist.layer_graph.costs import costs_of, crossing, measured_costs, weights
 from tfdist.layer_graph.graph import LayerGraph, flatten
 from tfdist.layer_graph.partition import balance
+from tfdist.memory.policy import MODES, MemoryPolicy, policy_of
 from tfdist.strategies.pipeline.cut_names import cuts_from_names
 from tfdist.strategies.pipeline.memory_limit import memory_limit
 from tfdist.strategies.pipeline.plan import PipelinePlan
@@ -40,6 +42,7 @@ class Planner:
         balance: str,
         recompute: bool | str | Sequence[bool],
         weight_gradients: str,
+        memory: MemoryPolicy | str | None = None,
     ):
         _check_choice("schedule", schedule, SCHEDULES)
         _check_choice("balance", balance, BALANCES)
@@ -57,6 +60,11 @@ class Planner:
         self.chunks_per_device, self.cuts, self.balance = chunks_per_device, cuts, balance
         self.split_weights = weight_gradients == "batched"
         self.recompute = _recompute(recompute, self.chunks)
+        self.stays: MemoryPolicy | None = None
+        if memory is not None:
+            policy = _policy(memory, recompute)
+            self.recompute = (policy.mode in ("recompute", "park"),) * self.chunks
+            self.stays = policy if policy.mode in ("park", "swap") else None
 
     @property
     def chunks(self) -> int:
@@ -88,6 +96,7 @@ class Planner:
             schedule,
             self.recompute or (False,) * self.chunks,
             self.split_weights,
+            self.stays,
         )
         return plan
 
@@ -169,3 +178,20 @@ def _recompute(value: bool | str | Sequence[bool], chunks: int) -> tuple[bool, .
             "each piece of the model."
         )
     return values
+
+
+def _policy(memory: MemoryPolicy | str, recompute: Any) -> MemoryPolicy:
+    """The policy of all stages."""
+    if recompute != "auto":
+        raise ValueError(
+            f"Received: memory={memory!r} and recompute={recompute!r}. Expected: one of the two; recompute=True is "
+            "memory='recompute'."
+        )
+    policy = policy_of(memory)
+    if policy.mode not in MODES or policy.blocks != "auto":
+        raise ValueError(
+            f"Received: memory={memory!r} for a PipelineStrategy, whose blocks are the stages' pieces of the model. "
+            "Expected: one mode for all of them, such as 'park' or MemoryPolicy('swap', min_bytes=1 << 20), without "
+            "`blocks`; or recompute='auto', or recompute=[True, False, ...] for each piece."
+        )
+    return policy

@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.layer_graph.chunk import Value
+from tfdist.layer_graph.values import Gradients, Value
 from tfdist.strategies.pipeline.clock import Clock
 from tfdist.strategies.pipeline.engine import PipelineRun
 from tfdist.strategies.pipeline.gradient_sums import added
@@ -108,11 +108,10 @@ class ReplicatedRun:
         """One of the model's outputs, of the whole batch."""
         pieces = [run.value(i, key) for run in self._runs for i in range(self._each)]
         with tf.device(self._plan.device_of_value(key)):
-            tensor = self._micro_batches.join([piece.tensor for piece in pieces])
-            mask = None if pieces[0].mask is None else self._micro_batches.join([piece.mask for piece in pieces])
-        return Value(tensor, mask)
+            parts = [None if part[0] is None else self._micro_batches.join(part) for part in zip(*pieces, strict=True)]
+        return Value(*parts)
 
-    def add_cotangents(self, index: int, keys: Sequence[int], cotangents: Sequence[tf.Tensor | None]) -> None:
+    def add_cotangents(self, index: int, keys: Sequence[int], cotangents: Sequence[Gradients]) -> None:
         """Notes gradients of values, for one micro-batch."""
         run, own = self._find(index)
         run.add_cotangents(own, keys, cotangents)

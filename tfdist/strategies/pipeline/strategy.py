@@ -17,6 +17,7 @@ from tfdist.cluster.config import ClusterConfig
 from tfdist.compat import install
 from tfdist.layer_graph.chunk import is_traced
 from tfdist.layer_graph.graph import functional_of
+from tfdist.memory.policy import MemoryPolicy
 from tfdist.strategies import epoch_iterators
 from tfdist.strategies.keras_step import predicting_model, recognise
 from tfdist.strategies.pipeline import checks, pipelined_call
@@ -115,6 +116,9 @@ class PipelineStrategy(tf.distribute.Strategy):
         weight_gradients: "accumulate" adds up the micro-batches' gradients; "batched" keeps their factors and makes one
             larger product of them at the end of the step: faster where weights are large against the rows of a
             micro-batch, more memory.
+        memory: a mode of `tfdist.memory.MemoryPolicy`, or a policy with one mode, for all stages: "recompute" is
+            recompute=True; with "park", the inputs of a micro-batch spend the time until its backward pass on the host,
+            with "swap" all that was computed. By default, `recompute` decides.
         replicas: how many pipelines the devices are dealt out to; their gradients are added up.
         cluster: the cluster and this process' place in it; by default what `tfdist.discover()` finds.
         start_timeout: how long to wait at the start until all processes are there, in seconds.
@@ -145,6 +149,7 @@ class PipelineStrategy(tf.distribute.Strategy):
         balance: str = "flops",
         recompute: bool | str | Sequence[bool] = "auto",
         weight_gradients: str = "accumulate",
+        memory: MemoryPolicy | str | None = None,
         replicas: int | None = None,
         cluster: ClusterConfig | None = None,
         start_timeout: float = 300.0,
@@ -152,7 +157,7 @@ class PipelineStrategy(tf.distribute.Strategy):
         install()
         self._devices = pipeline_devices(devices, replicas, cluster, start_timeout)
         self._planner = Planner(
-            self._devices, microbatches, schedule, chunks_per_device, cuts, balance, recompute, weight_gradients
+            self._devices, microbatches, schedule, chunks_per_device, cuts, balance, recompute, weight_gradients, memory
         )
         self._running = self._warned = False
         self._rows: int | None = None

@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 from keras.src.trainers.data_adapters import data_adapter_utils
 
+from tfdist.layer_graph.values import attached
 from tfdist.strategies.pipeline.clock import Clock
 from tfdist.strategies.pipeline.gradient_sums import added
 from tfdist.strategies.pipeline.loss_head import LossHead
@@ -101,4 +102,4 @@ def _needs_predictions(model: keras.Model) -> bool:
 
 
 def _predictions(plan: PipelinePlan, run: ReplicatedRun) -> Any:
-    return plan.pack_outputs([run.output(key).tensor for key in plan.graph.outputs])
+    return plan.pack_outputs([attached(run.output(key)) for key in plan.graph.outputs])

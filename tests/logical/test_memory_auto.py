@@ -1,0 +1,205 @@
+"""A policy with a budget: what is chosen, when, and that training stays what it is."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import tfdist
+from tests.logical.memory_models import MODELS, data
+from tfdist import memory
+from tfdist.memory.application import applied
+
+ROWS, WIDTH, DEPTH = 256, 32, 6
+NAMES = [f"block_{index}" for index in range(DEPTH)]
+
+
+def build() -> keras.Model:
+    x = inputs = keras.Input((WIDTH,))
+    for name in NAMES:
+        inner = [layers.Dense(8 * WIDTH, activation="gelu"), layers.Dropout(0.2), layers.Dense(WIDTH)]
+        x = keras.Sequential([keras.Input((WIDTH,)), *inner], name=name)(x)
+    return keras.Model(inputs, layers.Dense(1)(x))
+
+
+def compiled() -> keras.Model:
+    keras.utils.set_random_seed(0)
+    model = build()
+    model.compile("adam", "mse")
+    return model
+
+
+def batches(rows: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(rows, WIDTH)).astype("float32"), np.ones((rows, 1), "float32")
+
+
+def trained(model: keras.Model) -> list[np.ndarray]:
+    model.fit(*batches(3 * ROWS), batch_size=ROWS, epochs=2, shuffle=False, verbose=0)
+    return model.get_weights()
+
+
+def same(ours, others) -> bool:
+    return all(map(np.array_equal, ours, others))
+
+
+def policy(share: float, **more) -> memory.MemoryPolicy:
+    """A budget of so much of what plain training needs."""
+    return memory.MemoryPolicy("auto", NAMES, budget=int(share * plain_total()), **more)
+
+
+@functools.cache
+def plain_total() -> int:
+    model = compiled()
+    return memory.choose(model, ROWS, memory.MemoryPolicy("auto", NAMES, budget="1TB")).plain
+
+
+def test_more_blocks_are_run_again_for_less_memory():
+    counts, added = [], []
+    for share in (1.0, 0.8, 0.6, 0.4):
+        model = compiled()
+        choice = memory.choose(model, ROWS, policy(share))
+        assert choice.chosen <= choice.budget
+        assert applied(model) is None
+        modes = [choice.policy.mode_of(name) for name in NAMES]
+        assert modes == [option.mode for option in choice.options]
+        counts.append(modes.count("recompute"))
+        added.append(choice.added)
+        # What is told is what a report finds.
+        device = memory.report(model, ROWS, choice.policy)["CPU:0"]
+        assert choice.chosen == pytest.approx(device.total + 0.1 * device.step, abs=2)
+    assert counts[0] == 0 and added[0] == 0.0
+    assert counts == sorted(counts) and len(set(counts)) == 4
+    # One more forward pass of all blocks is a third of a step.
+    assert added == sorted(added) and added[-1] <= 1 / 3
+
+
+def test_an_impossible_budget_says_what_the_least_is():
+    model = compiled()
+    with pytest.raises(
+        ValueError, match=r"budget='1 MB' for a step of model '.*' that needs at least (\d\S+) MB"
+    ) as error:
+        memory.choose(model, ROWS, memory.MemoryPolicy("auto", NAMES, budget="1 MB"))
+    least = float(str(error.value).split("at least ")[1].split(" MB")[0]) * 1e6
+    choice = memory.choose(model, ROWS, memory.MemoryPolicy("auto", NAMES, budget=int(1.01 * least)))
+    assert 0.98 * least <= choice.chosen <= 1.01 * least
+
+
+def test_with_a_host_blocks_are_sent_there(four_devices):
+    with tfdist.MirroredStrategy(["CPU:1"]).scope():
+        model = compiled()
+    choice = memory.choose(model, ROWS, policy(0.6, min_bytes=0))
+    assert set(choice.policy.modes) <= {"none", "swap", "park", "recompute"}
+    assert {option.mode for option in choice.options} & {"swap", "park"}
+    assert memory.report(model, ROWS, choice.policy)["CPU:0"].step > 0
+
+
+def test_the_table_names_every_block():
+    choice = memory.choose(compiled(), ROWS, policy(0.6))
+    lines = str(choice).splitlines()
+    again = sum(option.mode == "recompute" for option in choice.options)
+    assert lines[0].startswith(f"{again} of {DEPTH} blocks keep less: a step needs ")
+    rows = [line.split() for line in lines if line.strip().startswith("block_")]
+    assert [row[0] for row in rows] == NAMES
+    assert [row[1] for row in rows] == [option.mode for option in choice.options]
+    assert sum(float(row[-2]) for row in rows) == pytest.approx(100, abs=0.5)
+
+
+def test_fit_chooses_and_trains_the_same(caplog):
+    expected = trained(compiled())
+    model = compiled()
+    memory.apply(model, policy(0.6))
+    caplog.set_level(logging.WARNING, "tfdist")
+    assert same(trained(model), expected)
+    assert "blocks keep less: a step needs" in caplog.text and "block_0" in caplog.text
+    assert applied(model).is_automatic
+    assert memory.report(model, ROWS)["CPU:0"].total <= 0.6 * plain_total()
+    # Larger batches need another choice, and there is none.
+    with pytest.raises(ValueError, match="needs at least"):
+        model.fit(*batches(40 * ROWS), batch_size=20 * ROWS, verbose=0)
+    memory.remove(model)
+    assert applied(model) is None
+    model.fit(*batches(40 * ROWS), batch_size=20 * ROWS, verbose=0)
+
+
+def test_nothing_is_changed_where_it_fits(caplog):
+    model = compiled()
+    memory.apply(model, policy(1.1))
+    assert same(trained(model), trained(compiled()))
+    assert "keep less" not in caplog.text
+
+
+def test_another_seed_is_seen():
+    model = compiled()
+    memory.apply(model, policy(0.6))
+    keras.utils.set_random_seed(1)
+    other = build()
+    other.compile("adam", "mse")
+    assert not same(trained(model), trained(other))
+
+
+def test_under_a_strategy(mirrored, four_devices):
+    chosen = policy(0.6, host=mirrored.extended.worker_devices[0])
+    with mirrored.scope():
+        expected = trained(compiled())
+    mirrored_with = tfdist.MirroredStrategy(list(mirrored.extended.worker_devices), memory=chosen)
+    with mirrored_with.scope():
+        model = compiled()
+    assert same(trained(model), expected)
+    assert applied(model).is_automatic
+
+
+def test_train_on_batch():
+    model, plain = compiled(), compiled()
+    memory.apply(model, policy(0.6))
+    assert [model.train_on_batch(*batches(ROWS)) for _ in range(3)] == [
+        plain.train_on_batch(*batches(ROWS)) for _ in range(3)
+    ]
+    assert memory.report(model, ROWS)["CPU:0"].total <= 0.6 * plain_total()
+
+
+@pytest.mark.parametrize("name", ["resnet", "unet", "written"])
+def test_blocks_that_are_found(name):
+    x, y = data(name, 64)
+
+    def train(share: float | None) -> keras.Model:
+        keras.utils.set_random_seed(0)
+        model = MODELS[name]()
+        model.compile("adam", "sparse_categorical_crossentropy")
+        if share is not None:
+            whole = memory.report(model, data=(x, y))["CPU:0"]
+            budget = int(share * (whole.total + 0.1 * whole.step))
+            memory.apply(model, memory.MemoryPolicy("auto", budget=budget))
+        model.fit(x, y, batch_size=64, epochs=2, shuffle=False, verbose=0)
+        return model
+
+    assert same(train(0.85).get_weights(), train(None).get_weights())
+
+
+def test_batches_of_unknown_size():
+    model = compiled()
+    memory.apply(model, policy(0.6))
+
+    def rows():
+        for n in (3, 5):
+            yield batches(n)
+
+    with pytest.raises(ValueError, match=r"batches whose shapes are not all known.*drop_remainder=True"):
+        model.fit(rows(), verbose=0)
+
+
+def test_what_cannot_be_chosen(four_devices):
+    model = compiled()
+    with pytest.raises(ValueError, match=r"policy=None. Expected: tfdist.memory.MemoryPolicy\('auto'"):
+        memory.choose(model, ROWS)
+    with pytest.raises(ValueError, match=r"block 'block_9'. Expected: the name of a layer, such as"):
+        memory.apply(model, memory.MemoryPolicy("auto", ["block_9"], budget="1GB"))
+    with tfdist.HostOffloadStrategy("CPU:1", "CPU:0").scope():
+        offloaded = compiled()
+    with pytest.raises(ValueError, match="under HostOffloadStrategy, whose blocks are all streamed"):
+        memory.choose(offloaded, ROWS, memory.MemoryPolicy("auto", budget="1GB"))

@@ -1,0 +1,198 @@
+"""`PipelineStrategy(memory=...)`: the same training, whatever is recomputed or spends its time on the host."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import tfdist
+from tests.logical.pipelines import after_one_step, assert_trains_equally, labelled, mlp, pipeline
+from tests.logical.test_pipeline_models import recurrent, tokens
+from tfdist.memory import MemoryPolicy
+from tfdist.strategies.pipeline.host_stays import HostStays, _host_of
+from tfdist.testing import differences
+
+pytestmark = pytest.mark.usefixtures("four_devices")
+
+MODES = ("recompute", "park", "swap")
+SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "interleaved")
+DATA = labelled(41)
+
+
+def policy(mode: str, **arguments: Any) -> MemoryPolicy:
+    """The device CPU:0 is the host; nothing is too small."""
+    return MemoryPolicy(mode, **{"min_bytes": 0, **arguments})
+
+
+def stages(count: int = 2, microbatches: int = 4, **options: Any) -> tfdist.PipelineStrategy:
+    """On other devices than the host."""
+    return tfdist.PipelineStrategy([f"CPU:{i}" for i in range(1, 1 + count)], microbatches=microbatches, **options)
+
+
+def with_state() -> keras.Model:
+    """With what a second run could change: masks of Dropout, statistics; with a connection that skips a stage."""
+    inputs = keras.Input((8,))
+    first = layers.Dense(16, "relu", name="first")(inputs)
+    x = layers.BatchNormalization(momentum=0.5)(layers.Dense(16, name="second")(layers.Dropout(0.3)(first)))
+    x = layers.Add()([layers.Dense(16, "gelu", name="third")(x), first])
+    model = keras.Model(inputs, layers.Dense(3, "softmax")(layers.Dropout(0.2)(x)))
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "sparse_categorical_crossentropy", metrics=["accuracy"])
+    return model
+
+
+def own_step() -> keras.Model:
+    class Own(keras.Model):
+        def train_step(self, data: Any) -> dict[str, Any]:
+            return super().train_step(data)
+
+    plain = with_state()
+    model = Own(plain.inputs, plain.outputs)
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    return model
+
+
+def mixed_precision() -> keras.Model:
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        return with_state()
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+def observed(
+    build: Callable[[], keras.Model], data: Any, make: Callable = stages, count: int = 2, **options: Any
+) -> dict[str, dict[str, np.ndarray]]:
+    """What two steps leave, by mode."""
+    strategies = {mode: make(count, memory=policy(mode), **options) for mode in ("none", *MODES)}
+    return {mode: after_one_step(strategy, build, data, 2)[1] for mode, strategy in strategies.items()}
+
+
+def assert_equal(found: dict[str, dict[str, np.ndarray]], tolerance: float = 1e-6) -> None:
+    """To the host and back nothing changes; what is run again may be rounded otherwise."""
+    gaps = {pair: max(differences(*(found[mode] for mode in pair)).values()) for pair in PAIRS}
+    assert gaps.pop(("recompute", "none")) <= tolerance
+    assert gaps == {("park", "recompute"): 0.0, ("swap", "none"): 0.0}
+
+
+PAIRS = (("recompute", "none"), ("park", "recompute"), ("swap", "none"))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_equal_bit_for_bit(schedule):
+    assert_equal(observed(with_state, DATA, microbatches=8, schedule=schedule))
+
+
+def test_models_of_other_kinds():
+    assert_equal(observed(own_step, DATA, schedule="gpipe"))
+    data = tokens(), np.random.RandomState(2).randint(0, 3, (37, 6))
+    assert_equal(observed(recurrent, data, schedule="gpipe"))
+    # Eight bits in each number.
+    assert_equal(observed(mixed_precision, DATA, schedule="gpipe"), tolerance=0.01)
+
+
+def test_other_options():
+    assert_equal(observed(mlp(), DATA, pipeline, 4, replicas=2, schedule="gpipe"))
+    assert_equal(observed(mlp(), DATA, stages, 3, microbatches=6, schedule="gpipe", weight_gradients="batched"))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_equal_to_one_process(mode):
+    assert_trains_equally(mlp(), labelled(), stages(2, 4, schedule="gpipe", memory=policy(mode)))
+
+
+def test_negative_control_with_the_inputs_of_another_micro_batch(monkeypatch):
+    """What is fetched is what is used."""
+    original = HostStays.sent
+    first: dict[tuple[int, int], list[tf.Tensor]] = {}
+
+    def sent(self: HostStays, stage: int, instruction: Any, tensors: Any) -> list[tf.Tensor]:
+        return first.setdefault((id(self), instruction.chunk), original(self, stage, instruction, tensors))
+
+    monkeypatch.setattr(HostStays, "sent", sent)
+    found = observed(mlp(), labelled(40), schedule="gpipe")
+    for mode, same in (("park", "recompute"), ("swap", "none")):
+        assert max(differences(found[mode], found[same]).values()) > 1e-4
+
+
+def kept(strategy: tfdist.PipelineStrategy) -> tuple[dict[int, int], dict[int, int]]:
+    """How many tensors go from forward passes to backward passes, by stage: on the device, and through the host."""
+    with strategy.scope():
+        model = mlp()()
+    x, y = labelled(64)
+    model.fit(x, y, batch_size=64, verbose=0)
+
+    @tf.function(autograph=False)
+    def step(x: tf.Tensor, y: tf.Tensor) -> Any:
+        return strategy.run(model.train_step, args=((x, y),))
+
+    graph = step.get_concrete_function(tf.TensorSpec([64, 8]), tf.TensorSpec([64], tf.int64)).graph
+    on_device, on_host = dict.fromkeys(range(4), 0), dict.fromkeys(range(4), 0)
+    for operation in graph.get_operations():
+        if operation.name.startswith("backward_") and "PartitionedCall" in operation.type:
+            stage = int(operation.name.split("_")[1].split("/")[0])
+            # The first one is the turn.
+            for tensor in operation.inputs[1:]:
+                devices = []
+                while tensor.op.type == "Identity":
+                    devices.append(tf.DeviceSpec.from_string(tensor.device).device_index)
+                    tensor = tensor.op.inputs[0]
+                # There is another one, of the loss.
+                if re.fullmatch(r"forward_\d+(_\d+)?/(Stateful)?PartitionedCall", tensor.op.name):
+                    (on_host if 0 in devices else on_device)[stage] += 1
+    return on_device, on_host
+
+
+def test_where_it_is_kept():
+    everything, _ = kept(stages(2, 8, schedule="gpipe", memory="none"))
+    inputs, nothing = kept(stages(2, 8, schedule="gpipe", memory="recompute"))
+    # One input a stage, of eight micro-batches; layers keep more.
+    assert [inputs[0], inputs[1]] == [8, 8]
+    assert min(everything[0], everything[1]) >= 16
+    assert sum(nothing.values()) == 0
+    assert kept(stages(2, 8, schedule="gpipe", memory=policy("park"))) == (nothing, inputs)
+    on_device, on_host = kept(stages(2, 8, schedule="gpipe", memory=policy("swap")))
+    assert {i: on_device[i] + on_host[i] for i in on_host} == everything
+    # Nothing but the shapes of what is not there.
+    assert max(on_device.values()) <= 8
+    assert on_host[0] >= 16
+
+
+def test_small_tensors_and_what_is_needed_soon_stay():
+    inputs, _ = kept(stages(2, 8, schedule="gpipe", memory="recompute"))
+    assert kept(stages(2, 8, schedule="gpipe", memory=policy("park", min_bytes=1 << 16)))[0] == inputs
+    # In 1F1B the last stage goes back at once, the one before it after two more instructions.
+    _, on_host = kept(stages(3, 8, schedule="1f1b", memory=policy("park")))
+    assert min(on_host[0], on_host[1]) > 4
+    assert on_host[2] == 0
+    _, on_host = kept(stages(3, 8, schedule="1f1b", memory=policy("park", prefetch=2)))
+    assert on_host[0] > 4
+    assert on_host[1] == on_host[2] == 0
+
+
+def test_the_host_is_that_of_the_process():
+    assert _host_of("/job:worker/replica:0/task:1/device:GPU:3", "CPU:0") == (
+        "/job:worker/replica:0/task:1/device:CPU:0"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"memory": "offload"}, "Received: mode='offload'. Expected one of 'none', 'recompute', 'park', 'swap'."),
+        ({"memory": "park", "recompute": True}, "Expected: one of the two; recompute=True is memory='recompute'."),
+        ({"memory": MemoryPolicy({"a": "swap"})}, "whose blocks are the stages' pieces of the model. Expected: one"),
+        ({"memory": MemoryPolicy("swap", blocks=["a"])}, "without `blocks`; or recompute='auto', or recompute=[True"),
+        ({"memory": MemoryPolicy("auto", budget="8GB")}, "for a PipelineStrategy, whose blocks are the stages' pieces"),
+    ],
+)
+def test_policies_that_make_no_sense(arguments, message):
+    with pytest.raises(ValueError) as error:
+        pipeline(**arguments)
+    assert message in str(error.value)

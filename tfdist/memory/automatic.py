@@ -1,0 +1,77 @@
+"""A policy whose modes are chosen when a fit says how large its batches are."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src import tree
+
+from tfdist.memory.estimation.batch import specifications_of
+from tfdist.memory.policy import MemoryPolicy
+from tfdist.strategies import epoch_iterators
+
+_log = logging.getLogger("tfdist")
+# The methods of a model that are shadowed.
+METHODS = ("_maybe_symbolic_build", "make_train_function")
+
+
+class Automatic:
+    """Stands between Keras and a model: notes what its batches are, and applies a policy before a step is traced.
+
+    Args:
+        model: a model.
+        policy: with mode "auto".
+
+    Attributes:
+        policy: the same.
+    """
+
+    def __init__(self, model: keras.Model, policy: MemoryPolicy):
+        self.policy, self._model = policy, model
+        self._batch: Any = None
+        self._chosen_for: Any = None
+
+    def note(self, iterator: Any = None, data_batch: Any = None) -> None:
+        """Notes a batch, as Keras gives it to `_maybe_symbolic_build`."""
+        if iterator is not None:
+            rows = epoch_iterators.batch_size(iterator)
+            specs = epoch_iterators.batch_specification(iterator)
+            self._batch = tree.map_structure(lambda spec: _with_rows(spec, rows), specs)
+        elif data_batch is not None:
+            # Keras says `None` for weights that are not there.
+            self._batch = specifications_of(tuple(part for part in data_batch if part is not None))
+
+    def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
+        self.note(iterator, data_batch)
+        type(self._model)._maybe_symbolic_build(self._model, iterator=iterator, data_batch=data_batch)
+
+    def make_train_function(self, force: bool = False) -> Any:
+        """As Keras' own, after the choice."""
+        if self._batch is not None and self._chosen_for != str(self._batch):
+            self._choose()
+        return type(self._model).make_train_function(self._model, force)
+
+    def _choose(self) -> None:
+        # They are above this file.
+        from tfdist.memory.application import apply_modes
+        from tfdist.memory.estimation.choosing import choose_for
+
+        if any(size is None for spec in tree.flatten(self._batch) for size in spec.shape):
+            raise ValueError(
+                f"Received: mode 'auto' for model '{self._model.name}', and batches whose shapes are not all known: "
+                f"{self._batch}. Expected: dataset.batch(n, drop_remainder=True); or "
+                "tfdist.memory.choose(model, data=batch, policy=...), whose policy can be applied."
+            )
+        self._chosen_for = str(self._batch)
+        choice = choose_for(self._model, self._batch, self.policy)
+        apply_modes(self._model, choice.policy)
+        if any(option.mode != "none" for option in choice.options):
+            _log.warning("Model '%s': %s", self._model.name, choice)
+
+
+def _with_rows(spec: tf.TensorSpec, rows: int | None) -> tf.TensorSpec:
+    shape = [rows if size is None and not place else size for place, size in enumerate(spec.shape)]
+    return tf.TensorSpec(shape, spec.dtype)

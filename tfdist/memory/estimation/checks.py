@@ -1,0 +1,73 @@
+"""Which models' steps can be estimated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from tfdist.memory.policy import MemoryPolicy
+from tfdist.strategies.host_offload import HostOffloadStrategy
+from tfdist.strategies.parameter_server.strategy import ParameterServerStrategy
+from tfdist.strategies.pipeline.strategy import PipelineStrategy
+
+
+def check_estimable(model: keras.Model, function: str) -> None:
+    """Checks that a training step of a model can be traced here.
+
+    Args:
+        model: any model.
+        function: what the user has called.
+
+    Raises:
+        ValueError: if it cannot.
+    """
+    if not model.built or not model.compiled:
+        missing = "built" if not model.built else "compiled"
+        raise ValueError(
+            f"Received: {function}() for model '{model.name}', which is not {missing}. Expected: a model with known "
+            "inputs, after `model.compile(optimizer, loss)`."
+        )
+    strategy = model.distribute_strategy
+    if isinstance(strategy, (ParameterServerStrategy, PipelineStrategy)):
+        raise ValueError(
+            f"Received: {function}() for model '{model.name}' under {type(strategy).__name__}, whose steps run in "
+            "other processes or in parts. Expected: the same model without a strategy, or under MirroredStrategy, "
+            "MultiWorkerMirroredStrategy or HostOffloadStrategy."
+        )
+
+
+def check_chosen(model: keras.Model, policy: MemoryPolicy | None) -> None:
+    """Checks that there is something to choose.
+
+    Args:
+        model: any model.
+        policy: what the user has given.
+
+    Raises:
+        ValueError: if there is not.
+    """
+    if policy is None or not policy.is_automatic:
+        raise ValueError(
+            f"Received: policy={policy!r}. Expected: tfdist.memory.MemoryPolicy('auto', budget='8GB'), say."
+        )
+    if isinstance(model.distribute_strategy, HostOffloadStrategy):
+        raise ValueError(
+            f"Received: model '{model.name}' under HostOffloadStrategy, whose blocks are all streamed. Expected: "
+            "another strategy, or none."
+        )
+
+
+def check_one_batch(batch_size: int | None, data: Any) -> None:
+    """Checks that the batch is described in one way.
+
+    Args:
+        batch_size: its rows, or `None`.
+        data: a batch, or `None`.
+
+    Raises:
+        ValueError: if both are given, or none.
+    """
+    if (data is None) == (batch_size is None):
+        given = "neither batch_size nor data" if data is None else "both batch_size and data"
+        raise ValueError(f"Received: {given}. Expected: one of them: batch_size=32, say, or data=(x, y).")

@@ -1,0 +1,202 @@
+"""Chooses for each block of a model what is kept of it, so that a training step fits into a budget."""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from tfdist.memory.application import under
+from tfdist.memory.estimation.assignment import Option, assign, peak
+from tfdist.memory.estimation.batch import batch_of, specifications_of
+from tfdist.memory.estimation.block_costs import BlockCost, block_costs, options
+from tfdist.memory.estimation.checks import check_chosen, check_estimable, check_one_batch
+from tfdist.memory.estimation.estimate import estimate
+from tfdist.memory.estimation.rates import Rates, measured_rates
+from tfdist.memory.estimation.traced_graph import short_device
+from tfdist.memory.policy import MemoryPolicy, bytes_of_budget
+
+# What a step makes is estimated to within 15 % (benchmarks/memory); the rest is known.
+_MARGIN = 1.1
+_ATTEMPTS = 6
+# Of the budget: less than this is not worth another estimate.
+_NEAR = 0.97
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What was chosen, and why. Print it for a table.
+
+    Attributes:
+        policy: to be applied.
+        budget: bytes that a device may hold.
+        plain: bytes that it would hold if everything was kept, with a margin for what the estimate does not know.
+        chosen: bytes that it holds under the policy, with the same margin.
+        blocks: what each block keeps and computes.
+        options: what was chosen for each block.
+        rates: how fast the device is, which decides between computing again and sending.
+    """
+
+    policy: MemoryPolicy
+    budget: int
+    plain: int
+    chosen: int
+    blocks: Sequence[BlockCost]
+    options: Sequence[Option]
+    rates: Rates
+
+    @property
+    def added(self) -> float:
+        """Added time, as a share of the time of a step that keeps everything; a backward pass counts as two forward."""
+        step = 3 * sum(block.flops for block in self.blocks) / self.rates.flops
+        return sum(option.seconds for option in self.options) / step if step else 0.0
+
+    def __str__(self) -> str:
+        table = Table(box=SIMPLE_HEAD)
+        for name in ("block", "mode", "keeps, MB", "instead of, MB", "forward pass, %", "added time, %"):
+            table.add_column(name, justify="left" if name in ("block", "mode") else "right")
+        flops = sum(block.flops for block in self.blocks) or 1.0
+        for block, option in zip(self.blocks, self.options, strict=True):
+            share, added = block.flops / flops, option.seconds * self.rates.flops / (3 * flops)
+            saved = "" if option.mode == "none" else f"{block.kept / 1e6:.2f}"
+            numbers = (f"{option.kept / 1e6:.2f}", saved, f"{100 * share:.1f}", f"{100 * added:.1f}")
+            table.add_row(block.name, option.mode, *numbers)
+        console = Console(file=io.StringIO(), width=120)
+        console.print(table)
+        return "\n".join([self.summary, *(line.rstrip() for line in console.file.getvalue().rstrip().splitlines())])
+
+    @property
+    def summary(self) -> str:
+        """One line."""
+        changed = sum(option.mode != "none" for option in self.options)
+        return (
+            f"{changed} of {len(self.blocks)} blocks keep less: a step needs {self.chosen / 1e6:.4g} MB of a budget of "
+            f"{self.budget / 1e6:.4g} MB (everything kept: {self.plain / 1e6:.4g} MB), and about "
+            f"{100 * self.added:.0f} % more time."
+        )
+
+
+def choose(
+    model: keras.Model, batch_size: int | None = None, policy: MemoryPolicy | None = None, *, data: Any = None
+) -> Choice:
+    """Chooses a mode for each block so that the peak of a training step fits a budget at the least added time.
+
+    Steps are estimated as by `tfdist.memory.report`, a few of them, with a margin of a tenth for what they make. How
+    fast the device and its link to the host are is measured in some tenths of a second. On a machine whose only device
+    is the host, and where XLA compiles the model, blocks are run again or left alone, and nothing is sent.
+
+    Args:
+        model: as for `report`, but not under `HostOffloadStrategy`.
+        batch_size: rows of the global batch, as in `fit`.
+        policy: `MemoryPolicy("auto", budget="8GB")`, with blocks, host and so on if they matter. The budget is what
+            each device may hold: weights, slots, the batch, and what the step makes.
+        data: a batch of arrays instead of `batch_size`, as for `report`.
+
+    Returns:
+        The choice, whose `policy` can be applied; nothing is applied here.
+
+    Raises:
+        ValueError: if not even the modes that keep the least fit: it says what they need; or as for `report`.
+
+    Example:
+        >>> import keras, tfdist
+        >>> layers = [keras.Input((64,)), *(keras.layers.Dense(64, "gelu") for _ in range(9))]
+        >>> model = keras.Sequential(layers)
+        >>> model.compile("sgd", "mse")
+        >>> choice = tfdist.memory.choose(model, 1024, tfdist.memory.MemoryPolicy("auto", budget="8 MB"))
+        >>> choice.chosen <= 8e6 < choice.plain
+        True
+    """
+    check_estimable(model, "choose")
+    check_chosen(model, policy)
+    check_one_batch(batch_size, data)
+    return choose_for(model, batch_of(model, batch_size) if data is None else specifications_of(data), policy)
+
+
+def choose_for(model: keras.Model, batch: Any, policy: MemoryPolicy) -> Choice:
+    """Does what `choose` does, for a batch of these specifications."""
+    search = _Search(model, batch, policy)
+    if search.plain <= search.budget:
+        return search.choice([of_block[0] for of_block in search.options])
+    least = [min(of_block, key=lambda option: (option.needed, option.kept)) for of_block in search.options]
+    smallest = min([least, *search.uniform()], key=search.needs)
+    if search.needs(smallest) > search.budget:
+        raise ValueError(
+            f"Received: budget={policy.budget!r} for a step of model '{model.name}' that needs at least "
+            f"{search.needs(smallest) / 1e6:.4g} MB, with the modes that keep the least. Expected: a budget of that, a "
+            "smaller batch, more and smaller blocks, or tfdist.HostOffloadStrategy, which keeps weights and slots on "
+            "the host."
+        )
+    best, low, high = smallest, peak(smallest), peak([of_block[0] for of_block in search.options])
+    limit = min(max(search.budget - search.beside, low), high)
+    # The sums are near what a step needs, not the same: where it really fits is found between what does and what not.
+    for _ in range(_ATTEMPTS):
+        found = assign(search.options, limit)
+        fits = found is not None and search.needs(found) <= search.budget
+        if fits and _seconds(found) <= _seconds(best):
+            best = found
+            if search.needs(best) > _NEAR * search.budget:
+                break
+        low, high = (limit, high) if fits or found is None else (low, limit)
+        limit = (low + high) / 2
+    return search.choice(best)
+
+
+class _Search:
+    """What a step needs under several policies; the same one is estimated once."""
+
+    def __init__(self, model: keras.Model, batch: Any, policy: MemoryPolicy):
+        self._model, self._batch, self._policy = model, batch, policy
+        self.budget = bytes_of_budget(policy.budget)
+        with under(model, dataclasses.replace(policy, mode="none", budget=None)):
+            plain = estimate(model, batch)
+        replicas = {device.device for device in plain.devices if device.batch}
+        host = short_device(policy.host)
+        with_host = host not in replicas and not model.jit_compile
+        self.rates = measured_rates(plain.devices[0].device, policy.host)
+        self._costs = block_costs(plain)
+        self.options = options(self._costs, self.rates, with_host)
+        self.plain = self._with_margin(plain)
+        # What is there besides the blocks'.
+        self.beside = self.plain - sum(cost.kept for cost in self._costs)
+        self._needs = {("none",) * len(self.options): self.plain}
+
+    def uniform(self) -> list[list[Option]]:
+        """The same mode for all blocks, as far as they have it."""
+        modes = {option.mode for of_block in self.options for option in of_block}
+        return [
+            [next((option for option in of_block if option.mode == mode), of_block[0]) for of_block in self.options]
+            for mode in sorted(modes)
+        ]
+
+    def needs(self, chosen: Sequence[Option]) -> int:
+        """Bytes that a step needs, with the margin."""
+        modes = tuple(option.mode for option in chosen)
+        if modes not in self._needs:
+            with under(self._model, self._policy_of(modes)):
+                self._needs[modes] = self._with_margin(estimate(self._model, self._batch))
+        return self._needs[modes]
+
+    def choice(self, chosen: Sequence[Option]) -> Choice:
+        """What is told of it."""
+        policy = self._policy_of([option.mode for option in chosen])
+        return Choice(policy, self.budget, self.plain, self.needs(chosen), self._costs, chosen, self.rates)
+
+    def _policy_of(self, modes: Sequence[str]) -> MemoryPolicy:
+        by_block = {glob.escape(cost.name): mode for cost, mode in zip(self._costs, modes, strict=True)}
+        return dataclasses.replace(self._policy, mode=by_block, budget=None)
+
+    @staticmethod
+    def _with_margin(estimated: Any) -> int:
+        return max(round(device.total + (_MARGIN - 1) * device.step) for device in estimated.devices if device.batch)
+
+
+def _seconds(chosen: Sequence[Option]) -> float:
+    return sum(option.seconds for option in chosen)

@@ -1,0 +1,155 @@
+"""How much memory a training step of a model needs, on which device, and for what."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import keras
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from tfdist.memory.application import applied, under
+from tfdist.memory.estimation.batch import batch_of, specifications_of
+from tfdist.memory.estimation.checks import check_chosen, check_estimable, check_one_batch
+from tfdist.memory.estimation.choosing import choose_for
+from tfdist.memory.estimation.estimate import DeviceMemory, estimate
+from tfdist.memory.estimation.measured_step import measure
+from tfdist.memory.estimation.traced_step import GRADIENTS, OPTIMIZER, OTHER
+from tfdist.memory.policy import MemoryPolicy, policy_of
+from tfdist.strategies.host_offload import HostOffloadStrategy
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryReport:
+    """What each device holds in a training step. Print it for a table.
+
+    Attributes:
+        model: name of the model.
+        rows: of the batch.
+        policy: what is kept; `None` for everything.
+        blocks: names of the model's blocks, in their order.
+        devices: those that hold something, those of the replicas first.
+    """
+
+    model: str
+    rows: int
+    policy: MemoryPolicy | None
+    blocks: Sequence[str]
+    devices: Sequence[DeviceMemory]
+
+    def __getitem__(self, device: str) -> DeviceMemory:
+        """The device with this name, such as "GPU:0"."""
+        return next(found for found in self.devices if found.device == device)
+
+    @property
+    def title(self) -> str:
+        """What the report is about."""
+        return f"A training step of '{self.model}', {self.rows} rows, {_described(self.policy)}"
+
+    def __str__(self) -> str:
+        table = Table(box=SIMPLE_HEAD)
+        table.add_column("MB")
+        for device in self.devices:
+            table.add_column(device.device, justify="right")
+        _row(table, "weights", (device.weights for device in self.devices))
+        _row(table, "optimizer slots", (device.slots for device in self.devices))
+        _row(table, "batch", (device.batch for device in self.devices))
+        _row(table, "step, at its peak", (device.step for device in self.devices))
+        for label in (*self.blocks, GRADIENTS, OPTIMIZER, OTHER):
+            _row(table, f"  {label}", (device.at_peak.get(label, 0) for device in self.devices))
+        _row(table, "all", (device.total for device in self.devices))
+        if any(device.measured is not None for device in self.devices):
+            _row(table, "step, measured", (device.measured for device in self.devices))
+        console = Console(file=io.StringIO(), width=120)
+        console.print(table)
+        return "\n".join([self.title, *(line.rstrip() for line in console.file.getvalue().rstrip().splitlines())])
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draws what each device holds in the course of the step.
+
+        Args:
+            path: file to write; its ending, such as `.png` or `.svg`, says in which format.
+
+        Raises:
+            ImportError: if matplotlib is not installed.
+        """
+        from tfdist.memory.estimation.picture import save_picture
+
+        save_picture(path, self)
+
+
+def report(
+    model: keras.Model,
+    batch_size: int | None = None,
+    policy: MemoryPolicy | str | None = None,
+    *,
+    data: Any = None,
+    measured: bool = False,
+) -> MemoryReport:
+    """Estimates the memory of a training step from its graph, without running it.
+
+    The graph is what TensorFlow would run: it is traced with the policy, and each operation takes memory for what it
+    makes, until nobody needs that any more. What kernels need inside of themselves is not known, nor what recurrent
+    layers keep in their loops.
+
+    Args:
+        model: a compiled model that is built, under no strategy, `MirroredStrategy`, `MultiWorkerMirroredStrategy`
+            (called by all workers, and reporting on the devices of its own) or `HostOffloadStrategy`.
+        batch_size: rows of the global batch, as in `fit`.
+        policy: what is kept; by default what was applied to the model. The model's own policy is not changed.
+        data: a batch `(x, y)` or `(x, y, sample_weight)` of arrays, for models that do not tell the shapes of all of
+            them; instead of `batch_size`.
+        measured: whether to run some steps, on zeros, and measure the peak of their memory. Weights, slots and metrics
+            are put back.
+
+    Raises:
+        ValueError: if shapes are not known, the policy does not fit the model, or the strategy is another one.
+        RuntimeError: if `measured` and TensorFlow does not count the memory of any device; says what to do.
+
+    Example:
+        >>> import keras, tfdist
+        >>> model = keras.Sequential([keras.Input((8,)), *(keras.layers.Dense(8, "relu") for _ in range(9))])
+        >>> model.compile("adam", "mse")
+        >>> [device.device for device in tfdist.memory.report(model, 32, "recompute").devices]
+        ['CPU:0']
+    """
+    check_estimable(model, "report")
+    check_one_batch(batch_size, data)
+    batch = batch_of(model, batch_size) if data is None else specifications_of(data)
+    policy = policy_of(policy) or applied(model) or getattr(model.distribute_strategy, "memory", None)
+    if policy is not None and policy.is_automatic:
+        check_chosen(model, policy)
+        policy = choose_for(model, batch, policy).policy
+    # That one has blocks of its own.
+    streams = isinstance(model.distribute_strategy, HostOffloadStrategy)
+    with contextlib.nullcontext() if streams else under(model, policy):
+        estimated = estimate(model, batch)
+        found = measure(model, batch) if measured else {}
+    devices = [dataclasses.replace(device, measured=found.get(device.device)) for device in estimated.devices]
+    return MemoryReport(
+        model.name,
+        keras.tree.flatten(batch)[0].shape[0],
+        applied(model) if streams else policy,
+        list(dict.fromkeys(estimated.traced.forward.values())),
+        devices,
+    )
+
+
+def _described(policy: MemoryPolicy | None) -> str:
+    if policy is None or set(policy.modes) <= {"none"}:
+        return "everything is kept"
+    if isinstance(policy.mode, str):
+        return f"mode {policy.mode!r}"
+    modes = Counter(policy.modes)
+    return "modes " + ", ".join(f"{mode!r} ({count})" for mode, count in modes.items())
+
+
+def _row(table: Table, name: str, sizes: Iterable[int | None]) -> None:
+    table.add_row(name, *("" if size is None else f"{size / 1e6:.2f}" for size in sizes))
