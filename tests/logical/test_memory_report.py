@@ -148,6 +148,18 @@ def test_several_outputs():
     assert memory.report(model, 8)["CPU:0"].step > 0
 
 
+def test_a_wrong_guess_is_told():
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(3)])
+    model.compile(
+        "sgd",
+        lambda y, prediction: keras.ops.mean(keras.ops.take(prediction, keras.ops.cast(y[:, 5], "int32"), axis=1)),
+    )
+    with pytest.raises(ValueError, match=r"for which a batch .* was assumed; .* Expected: data=\(x, y\)"):
+        memory.report(model, 8)
+    assert memory.report(model, data=(np.ones((8, 4)), np.ones((8, 6), "int32")))["CPU:0"].step > 0
+    assert applied(model) is None
+
+
 def test_the_table_and_the_picture(tmp_path):
     report = memory.report(stack(8), ROWS, memory.MemoryPolicy("recompute", names(8)))
     lines = str(report).splitlines()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -42,12 +44,30 @@ def batch_of(model: keras.Model, rows: int) -> tuple[Any, Any]:
     outputs = tree.flatten(functional.outputs)
     losses = tree.flatten(model._compile_loss._user_loss) if model._compile_loss is not None else []
     losses = losses * len(outputs) if len(losses) == 1 else losses
-    sparse = [_is_sparse(loss) for loss in losses] + [False] * (len(outputs) - len(losses))
+    sparse = [_is_sparse(loss) for loss in losses] if len(losses) == len(outputs) else [False] * len(outputs)
     y = [
         tf.TensorSpec([rows, *t.shape[1:-1]], tf.int32) if of_classes else tf.TensorSpec([rows, *t.shape[1:]], t.dtype)
         for t, of_classes in zip(outputs, sparse, strict=True)
     ]
     return x, tree.pack_sequence_as(_bare(functional._outputs_struct), y)
+
+
+@contextlib.contextmanager
+def assumed(batch: Any) -> Iterator[None]:
+    """Says what was assumed of a batch if what is done with it fails.
+
+    Args:
+        batch: as `batch_of` has made it.
+    """
+    try:
+        yield
+    except (tf.errors.OpError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
+        if str(error).startswith("Received: "):
+            raise
+        raise ValueError(
+            f"Received: batch_size, for which a batch {batch} was assumed; a training step with it fails: {error}. "
+            "Expected: data=(x, y), a batch of arrays, instead of batch_size; only its shapes and dtypes are looked at."
+        ) from error
 
 
 def specifications_of(data: Any) -> Any:

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from tfdist.memory.application import under
 from tfdist.memory.estimation.assignment import Option, assign, peak
-from tfdist.memory.estimation.batch import batch_of, specifications_of
+from tfdist.memory.estimation.batch import assumed, batch_of, specifications_of
 from tfdist.memory.estimation.block_costs import BlockCost, block_costs, options
 from tfdist.memory.estimation.checks import check_chosen, check_estimable, check_one_batch
 from tfdist.memory.estimation.estimate import estimate
@@ -117,7 +117,11 @@ def choose(
     check_estimable(model, "choose")
     check_chosen(model, policy)
     check_one_batch(batch_size, data)
-    return choose_for(model, batch_of(model, batch_size) if data is None else specifications_of(data), policy)
+    if data is not None:
+        return choose_for(model, specifications_of(data), policy)
+    batch = batch_of(model, batch_size)
+    with assumed(batch):
+        return choose_for(model, batch, policy)
 
 
 def choose_for(model: keras.Model, batch: Any, policy: MemoryPolicy) -> Choice:

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tfdist.memory.application import applied, under
-from tfdist.memory.estimation.batch import batch_of, specifications_of
+from tfdist.memory.estimation.batch import assumed, batch_of, specifications_of
 from tfdist.memory.estimation.checks import check_chosen, check_estimable, check_one_batch
 from tfdist.memory.estimation.choosing import choose_for
 from tfdist.memory.estimation.estimate import DeviceMemory, estimate
@@ -129,7 +129,8 @@ def report(
         policy = choose_for(model, batch, policy).policy
     # That one has blocks of its own.
     streams = isinstance(model.distribute_strategy, HostOffloadStrategy)
-    with contextlib.nullcontext() if streams else under(model, policy):
+    guess = assumed(batch) if data is None else contextlib.nullcontext()
+    with guess, contextlib.nullcontext() if streams else under(model, policy):
         estimated = estimate(model, batch)
         found = measure(model, batch) if measured else {}
     devices = [dataclasses.replace(device, measured=found.get(device.device)) for device in estimated.devices]
