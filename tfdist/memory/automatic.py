@@ -65,9 +65,9 @@ class Automatic:
                 f"{self._batch}. Expected: dataset.batch(n, drop_remainder=True); or "
                 "tfdist.memory.choose(model, data=batch, policy=...), whose policy can be applied."
             )
-        self._chosen_for = str(self._batch)
         choice = choose_for(self._model, self._batch, self.policy)
         apply_modes(self._model, choice.policy)
+        self._chosen_for = str(self._batch)
         if any(option.mode != "none" for option in choice.options):
             _log.warning("Model '%s': %s", self._model.name, choice)
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -90,7 +91,8 @@ def choose(
 
     Steps are estimated as by `tfdist.memory.report`, a few of them, with a margin of a tenth for what they make. How
     fast the device and its link to the host are is measured in some tenths of a second. On a machine whose only device
-    is the host, and where XLA compiles the model, blocks are run again or left alone, and nothing is sent.
+    is the host, and where XLA compiles the model, blocks are run again or left alone, and nothing is sent. With several
+    processes all of them call this, and choose the same.
 
     Args:
         model: as for `report`, but not under `HostOffloadStrategy`.
@@ -164,7 +166,7 @@ class _Search:
         replicas = {device.device for device in plain.devices if device.batch}
         host = short_device(policy.host)
         with_host = host not in replicas and not model.jit_compile
-        self.rates = measured_rates(plain.devices[0].device, policy.host)
+        self.rates = _agreed(model.distribute_strategy, measured_rates(plain.devices[0].device, policy.host))
         self._costs = block_costs(plain)
         self.options = options(self._costs, self.rates, with_host)
         self.plain = self._with_margin(plain)
@@ -200,6 +202,18 @@ class _Search:
     @staticmethod
     def _with_margin(estimated: Any) -> int:
         return max(round(device.total + (_MARGIN - 1) * device.step) for device in estimated.devices if device.batch)
+
+
+def _agreed(strategy: tf.distribute.Strategy, rates: Rates) -> Rates:
+    """The slowest of all processes' rates.
+
+    All must choose the same: a block with synchronised statistics that is run again meets its like on the others.
+    """
+    peers = getattr(strategy, "peers", None)
+    if peers is None:
+        return rates
+    every = peers.gather("rates", list(rates), "choose what the blocks of a model keep")
+    return Rates(*map(min, zip(*every, strict=True)))
 
 
 def _seconds(chosen: Sequence[Option]) -> float:

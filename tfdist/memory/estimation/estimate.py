@@ -63,11 +63,6 @@ class Estimate:
     operations: Sequence[Operation]
     devices: Sequence[DeviceMemory]
 
-    @property
-    def total(self) -> int:
-        """Bytes at the peak, on the first replica's device."""
-        return self.devices[0].total
-
 
 def estimate(model: keras.Model, batch: Any) -> Estimate:
     """Traces a training step, and runs through its operations.
