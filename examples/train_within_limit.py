@@ -117,6 +117,8 @@ def try_both() -> None:
 def main() -> None:
     """Trains in one way or in both."""
     options = parse_arguments()
+    if options.report and options.memory is None:
+        raise SystemExit("received --report without --memory, expected both: which step is to be drawn?")
     if options.memory is None:
         try_both()
     else:

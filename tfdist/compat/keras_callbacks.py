@@ -89,7 +89,9 @@ def _changes(callback: keras.callbacks.Callback, is_chief: bool) -> dict[str, An
         return {"_save_model": save} if is_chief else {"_save_model": save, "delete_checkpoint": False}
     if isinstance(callback, keras.callbacks.TerminateOnNaN):
         # Until the end of an epoch each process sees its own loss; one that stops alone leaves the others waiting.
-        return {"on_batch_end": _do_nothing, "on_epoch_end": callback.on_batch_end}
+        # The class's own: what an interrupted fit has left is no method of it.
+        stop = type(callback).on_batch_end.__get__(callback)
+        return {"on_batch_end": _do_nothing, "on_epoch_end": stop}
     return {}
 
 

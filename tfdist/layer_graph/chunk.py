@@ -50,6 +50,19 @@ class Chunk:
     trainable: tuple[keras.Variable, ...]
     state: tuple[keras.Variable, ...]
 
+    def as_it_is(self) -> Chunk:
+        """The same with the variables that its layers have now, as they are trained or frozen now."""
+        trainable, state = _variables(self.calls)
+        return dataclasses.replace(self, trainable=trainable, state=state)
+
+    def call(self, inputs: Sequence[Value], training: bool) -> list[Value]:
+        """Calls the layers as they are, in a call of their model."""
+        values = dict(zip(self.inputs, map(attached, inputs), strict=True))
+        with _tracing():
+            for call in self.calls:
+                call.run(values, training)
+        return [value_of(values[key]) for key in self.outputs]
+
     def run(
         self,
         model: keras.Model,
@@ -86,18 +99,22 @@ def make_chunks(graph: LayerGraph, cuts: Sequence[int]) -> list[Chunk]:
         made = {key for call in piece for key in call.outputs}
         needed = {*graph.outputs, *(key for later in taken_by[index + 1 :] for key in later)}
         # dict.fromkeys keeps the order and drops what comes again.
-        variables = list({id(v): v for call in piece for v in call.variables}.values())
         chunks.append(
             Chunk(
                 index,
                 piece,
                 tuple(dict.fromkeys(key for key in taken_by[index] if key not in made)),
                 tuple(key for call in piece for key in call.outputs if key in needed),
-                tuple(v for v in variables if v.trainable),
-                tuple(v for v in variables if not v.trainable),
+                *_variables(piece),
             )
         )
     return chunks
+
+
+def _variables(calls: Sequence[Call]) -> tuple[tuple[keras.Variable, ...], tuple[keras.Variable, ...]]:
+    """Those of the calls' layers that are trained, and all others."""
+    variables = list({id(v): v for call in calls for v in call.variables}.values())
+    return tuple(v for v in variables if v.trainable), tuple(v for v in variables if not v.trainable)
 
 
 def uncuttable(graph: LayerGraph) -> set[int]:

@@ -18,7 +18,7 @@ from tfdist.memory.plan import GraphPlan, LayerPlan, plan_graph, plan_layers
 from tfdist.memory.policy import MemoryPolicy, policy_of
 
 _log = logging.getLogger("tfdist")
-# Notes on the model that it is this file that has changed its `supports_jit`.
+# Notes on the model that it is this file that has changed its `supports_jit`, and what its `jit_compile` was.
 _WITHOUT_XLA = "_tfdist_without_xla"
 
 
@@ -47,15 +47,18 @@ def apply(model: keras.Model, policy: MemoryPolicy | str) -> keras.Model:
         >>> model = tfdist.memory.apply(model, "recompute")
     """
     policy = policy_of(policy)
-    remove(model)
+    if policy is None:
+        raise ValueError("Received: policy=None. Expected: a mode, or a MemoryPolicy; `remove` takes a policy back.")
     if not model.built:
         raise ValueError(
             f"Received: model '{model.name}', which is not built, so that its layers are not known. Expected: a model "
             "with a keras.Input, or one on which `model.build(input_shape)` was called, or which was called once."
         )
+    # What is wrong should be told before anything is changed, and not wait for a fit.
+    _plan(model, dataclasses.replace(policy, mode="none", budget=None) if policy.is_automatic else policy)
+    _check_host(policy)
+    remove(model)
     if policy.is_automatic:
-        # Names that are wrong should not wait for a fit.
-        _plan(model, dataclasses.replace(policy, mode="none", budget=None))
         automatic = Automatic(model, policy)
         for name in METHODS:
             object.__setattr__(model, name, getattr(automatic, name))
@@ -106,8 +109,8 @@ def apply_modes(model: keras.Model, policy: MemoryPolicy) -> None:
     if isinstance(plan, GraphPlan):
         _shadow_call(model, model, GraphCall(model, plan, policy))
     else:
-        for layer, mode in zip(plan.layers, plan.modes, strict=True):
-            _shadow_call(model, layer, LayerCall(layer, mode, model, policy))
+        for layer, name, mode in zip(plan.layers, plan.names, plan.modes, strict=True):
+            _shadow_call(model, layer, LayerCall(layer, name, mode, model, policy))
     if set(policy.modes) & {"park", "swap"}:
         _do_without_xla(model)
         if len(tf.config.list_logical_devices()) == 1:
@@ -126,7 +129,9 @@ def under(model: keras.Model, policy: MemoryPolicy | None) -> Iterator[None]:
         model: a model that is built.
         policy: what is kept; `None` for everything, with blocks as they are found if the model has any.
     """
-    before, function, compiled = _modes(model), model.train_function, model.jit_compile
+    function, compiled, supports = model.train_function, model.jit_compile, model.supports_jit
+    calls = {id(layer): (layer, vars(layer)["call"]) for layer in model._flatten_layers() if _has_call(layer)}
+    noted = vars(model).get(_WITHOUT_XLA)
     try:
         try:
             apply_modes(model, policy or MemoryPolicy("none"))
@@ -136,10 +141,18 @@ def under(model: keras.Model, policy: MemoryPolicy | None) -> Iterator[None]:
         yield
     finally:
         _remove_modes(model)
-        model.jit_compile = compiled
-        if before is not None:
-            apply_modes(model, before)
-        model.train_function = function
+        for layer, call in calls.values():
+            object.__setattr__(layer, "call", call)
+        if noted is not None:
+            object.__setattr__(model, _WITHOUT_XLA, noted)
+        model.supports_jit, model.jit_compile, model.train_function = supports, compiled, function
+
+
+def _check_host(policy: MemoryPolicy) -> None:
+    known = [device.name.removeprefix("/device:") for device in tf.config.list_logical_devices()]
+    spec = tf.DeviceSpec.from_string(policy.host)
+    if spec.job is None and f"{spec.device_type}:{spec.device_index}" not in known:
+        raise ValueError(f"Received: host={policy.host!r}. Expected: a device of this process: {', '.join(known)}.")
 
 
 def _plan(model: keras.Model, policy: MemoryPolicy) -> GraphPlan | LayerPlan:
@@ -149,17 +162,22 @@ def _plan(model: keras.Model, policy: MemoryPolicy) -> GraphPlan | LayerPlan:
 
 def _modes(model: keras.Model) -> MemoryPolicy | None:
     """The policy whose modes are applied."""
-    calls = (vars(layer).get("call") for layer in model._flatten_layers())
-    return next((call.policy for call in calls if isinstance(call, (GraphCall, LayerCall))), None)
+    return next((vars(layer)["call"].policy for layer in model._flatten_layers() if _has_call(layer)), None)
+
+
+def _has_call(layer: keras.layers.Layer) -> bool:
+    return isinstance(vars(layer).get("call"), (GraphCall, LayerCall))
 
 
 def _remove_modes(model: keras.Model) -> None:
     for layer in model._flatten_layers():
-        if isinstance(vars(layer).get("call"), (GraphCall, LayerCall)):
+        if _has_call(layer):
             object.__delattr__(layer, "call")
             model.train_function = None
-    if vars(model).pop(_WITHOUT_XLA, False):
+    compiled = vars(model).pop(_WITHOUT_XLA, None)
+    if compiled is not None:
         model.supports_jit = True
+        model.jit_compile = model.jit_compile or compiled
 
 
 def _shadow_call(model: keras.Model, layer: keras.layers.Layer, call: GraphCall | LayerCall) -> None:
@@ -175,7 +193,7 @@ def _do_without_xla(model: keras.Model) -> None:
         return
     # Keras heeds it in compile: "auto" becomes False, and True does, with a warning.
     model.supports_jit = False
-    object.__setattr__(model, _WITHOUT_XLA, True)
+    object.__setattr__(model, _WITHOUT_XLA, bool(model.compiled and model.jit_compile))
     if model.compiled and model.jit_compile:
         _log.warning(
             "Model '%s' was compiled with XLA, which cannot send activations to the host; it is trained without "

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src import tree
+from tensorflow.python.distribute.values import PerReplicaSpec
 
 from tfdist.memory.estimation.batch import specifications_of
 from tfdist.memory.policy import MemoryPolicy
@@ -39,10 +40,17 @@ class Automatic:
         if iterator is not None:
             rows = epoch_iterators.batch_size(iterator)
             specs = epoch_iterators.batch_specification(iterator)
-            self._batch = tree.map_structure(lambda spec: _with_rows(spec, rows), specs)
+            # A dataset that is distributed already has batches of one replica.
+            each = tf.nest.flatten(iterator._distributed_dataset.element_spec)
+            replicas = self._model.distribute_strategy.num_replicas_in_sync
+            times = replicas if any(isinstance(spec, PerReplicaSpec) for spec in each) else 1
+            self._batch = tree.map_structure(lambda spec: _with_rows(spec, rows, times), specs)
         elif data_batch is not None:
             # Keras says `None` for weights that are not there.
-            self._batch = specifications_of(tuple(part for part in data_batch if part is not None))
+            parts = tuple(data_batch)
+            while parts and parts[-1] is None:
+                parts = parts[:-1]
+            self._batch = specifications_of(parts)
 
     def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
         self.note(iterator, data_batch)
@@ -50,16 +58,21 @@ class Automatic:
 
     def make_train_function(self, force: bool = False) -> Any:
         """As Keras' own, after the choice."""
-        if self._batch is not None and self._chosen_for != str(self._batch):
+        # There is no function after `compile`: another optimizer, say, has other slots.
+        changed = self._chosen_for != str(self._batch) or self._model.train_function is None
+        if self._batch is not None and (changed or force):
             self._choose()
         return type(self._model).make_train_function(self._model, force)
 
     def _choose(self) -> None:
         # They are above this file.
         from tfdist.memory.application import apply_modes
+        from tfdist.memory.estimation.checks import check_chosen, check_estimable
         from tfdist.memory.estimation.choosing import choose_for
 
-        if any(size is None for spec in tree.flatten(self._batch) for size in spec.shape):
+        check_estimable(self._model, "MemoryPolicy('auto')")
+        check_chosen(self._model, self.policy)
+        if any(size is None for spec in tf.nest.flatten(self._batch) if spec is not None for size in spec.shape):
             raise ValueError(
                 f"Received: mode 'auto' for model '{self._model.name}', and batches whose shapes are not all known: "
                 f"{self._batch}. Expected: dataset.batch(n, drop_remainder=True); or "
@@ -72,6 +85,7 @@ class Automatic:
             _log.warning("Model '%s': %s", self._model.name, choice)
 
 
-def _with_rows(spec: tf.TensorSpec, rows: int | None) -> tf.TensorSpec:
-    shape = [rows if size is None and not place else size for place, size in enumerate(spec.shape)]
-    return tf.TensorSpec(shape, spec.dtype)
+def _with_rows(spec: tf.TensorSpec, rows: int | None, times: int) -> tf.TensorSpec:
+    first, *rest = spec.shape if spec.shape.rank else [None]
+    first = rows if first is None else first * times
+    return tf.TensorSpec([first, *rest], spec.dtype)

@@ -13,6 +13,7 @@ from keras.src.backend.common.variables import AutocastScope, get_autocast_scope
 from tensorflow.python.eager import record
 
 from tfdist.layer_graph.pure_call import PureResult
+from tfdist.layer_graph.values import is_differentiable
 from tfdist.memory.labels import labelled
 from tfdist.memory.order import Order
 
@@ -113,11 +114,6 @@ class BlockCall:
 def watch(tape: tf.GradientTape, tensors: Sequence[tf.Tensor]) -> None:
     """Lets a tape watch what has gradients."""
     tape.watch([tensor for tensor in tensors if is_differentiable(tensor)])
-
-
-def is_differentiable(tensor: tf.Tensor) -> bool:
-    """Whether gradients come back to a tensor."""
-    return tensor.dtype.is_floating or tensor.dtype.is_complex
 
 
 def call_block(

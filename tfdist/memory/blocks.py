@@ -36,6 +36,8 @@ class GraphBlock:
 
     def __init__(self, chunk: Chunk, model: keras.Model, training: bool, inputs: Sequence[Value], label: str):
         self.label = label
+        # Layers may have been frozen, or set free, since the policy was applied.
+        chunk = chunk.as_it_is()
         self._chunk = dataclasses.replace(chunk, state=_with_global_seed(chunk.state))
         self.trainable, self.state = self._chunk.trainable, self._chunk.state
         self.tensors, self._layout = pack(inputs)
@@ -60,19 +62,20 @@ class LayerBlock:
 
     Args:
         layer: the layer.
+        label: the block's name.
         function: its own `call`.
         args: the call's arguments.
         kwargs: the call's keyword arguments.
 
     Attributes:
-        label: the layer's name.
+        label: the block's name.
         trainable: its trainable variables.
         state: all other variables that it uses.
         tensors: what goes in.
     """
 
-    def __init__(self, layer: keras.layers.Layer, function: Callable, args: tuple, kwargs: dict[str, Any]):
-        self.label = layer.name
+    def __init__(self, layer: keras.layers.Layer, label: str, function: Callable, args: tuple, kwargs: dict[str, Any]):
+        self.label = label
         self.trainable = tuple(v for v in layer.variables if v.trainable)
         self.state = _with_global_seed(tuple(v for v in layer.variables if not v.trainable))
         self._layer, self._function, self._arguments = layer, function, (args, kwargs)

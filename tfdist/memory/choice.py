@@ -49,26 +49,26 @@ def choose(layers: Mapping[str, Any], wanted: Sequence[str | type]) -> dict[str,
     return {name: layer for name, layer in layers.items() if name in found}
 
 
-def repeated(layers: Sequence[keras.layers.Layer]) -> dict[str, keras.layers.Layer]:
+def repeated(layers: Mapping[str, keras.layers.Layer]) -> dict[str, keras.layers.Layer]:
     """The layers of the class that repeats most among those that are made of other layers.
 
     Args:
-        layers: of a model, those inside of others too.
+        layers: of a model by their names, those inside of others too.
 
     Raises:
         ValueError: if no class repeats.
     """
-    kinds: dict[type, list[keras.layers.Layer]] = collections.defaultdict(list)
-    for layer in layers:
+    kinds: dict[type, dict[str, keras.layers.Layer]] = collections.defaultdict(dict)
+    for name, layer in layers.items():
         if layer._layers and layer.variables:
-            kinds[type(layer)].append(layer)
-    chosen = max(kinds.values(), key=len, default=[])
+            kinds[type(layer)][name] = layer
+    chosen = max(kinds.values(), key=len, default={})
     if len(chosen) < 2:
         raise ValueError(
             "Received: blocks='auto' for a model that is written as a class, without layers of its own kind that "
             "repeat. Expected: a Functional or Sequential model; or blocks=[...] with names or classes of layers."
         )
-    return {layer.name: layer for layer in chosen}
+    return chosen
 
 
 def _alternatives(item: str | type, layers: Mapping[str, Any]) -> str:

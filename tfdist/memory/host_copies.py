@@ -10,6 +10,17 @@ import tensorflow as tf
 from tfdist.memory.block_call import Keeping
 from tfdist.memory.gates import waiting_for
 
+_NOT_COPIED = frozenset({tf.resource, tf.variant, tf.string})
+
+
+def is_data(tensor: tf.Tensor) -> bool:
+    """Whether it may go to the host: no resource or text, and no shape.
+
+    Shapes are known when the graph is made ready, if nobody hides them.
+    """
+    is_shape = tensor.dtype.is_integer and tensor.shape.rank is not None and tensor.shape.rank < 2
+    return not is_shape and tensor.dtype not in _NOT_COPIED
+
 
 def to_host(tensor: tf.Tensor, place: int, keeping: Keeping) -> tf.Tensor:
     """A copy on the host, made once for each tensor.

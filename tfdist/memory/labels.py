@@ -12,7 +12,8 @@ import tensorflow as tf
 
 _numbers = itertools.count()
 _recording: dict[str, str] | None = None
-_GRADIENT = "gradient_tape/"
+# The name scope of gradients.
+GRADIENT = "gradient_tape/"
 
 
 @contextlib.contextmanager
@@ -62,7 +63,7 @@ def label_of(operation: str, labels: Mapping[str, str], scopes: Mapping[str, str
     if operation in labels:
         return labels[operation]
     # TensorFlow names an operation of a gradient after the one that it is the gradient of.
-    before, found, scope = operation.partition(_GRADIENT)
+    before, found, scope = operation.partition(GRADIENT)
     scope = before + scope if found else ""
     while scope and scope not in scopes:
         scope = scope.rpartition("/")[0]

@@ -13,6 +13,7 @@ from tensorflow.python.eager import record
 from tfdist.layer_graph.chunk import is_traced
 from tfdist.memory.block_call import call_block
 from tfdist.memory.blocks import LayerBlock
+from tfdist.memory.labels import labelled
 from tfdist.memory.plan import KINDS, keeping
 from tfdist.memory.policy import MemoryPolicy
 
@@ -22,13 +23,14 @@ class LayerCall:
 
     Args:
         layer: the layer.
+        name: of the block.
         mode: of the block.
         model: of which it is a part.
         policy: how it is called.
     """
 
-    def __init__(self, layer: keras.layers.Layer, mode: str, model: keras.Model, policy: MemoryPolicy):
-        self.policy, self._layer, self._mode = policy, layer, mode
+    def __init__(self, layer: keras.layers.Layer, name: str, mode: str, model: keras.Model, policy: MemoryPolicy):
+        self.policy, self._layer, self._name, self._mode = policy, layer, name, mode
         self._model = weakref.ref(model)
         self._original = type(layer).call.__get__(layer)
 
@@ -37,7 +39,10 @@ class LayerCall:
         in_block = is_traced() or not any(map(tf.is_tensor, tree.flatten((args, kwargs))))
         if in_block or not (self.policy.streams or record.could_possibly_record()):
             return self._original(*args, **kwargs)
-        block = LayerBlock(self._layer, self._original, args, kwargs)
+        if KINDS[self._mode] is None:
+            with labelled(self._name):
+                return self._original(*args, **kwargs)
+        block = LayerBlock(self._layer, self._name, self._original, args, kwargs)
         result = call_block(block, block.tensors, KINDS[self._mode], keeping(self.policy, self._model()))
         for loss in result.losses:
             self._layer.add_loss(loss)

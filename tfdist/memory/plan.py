@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 
 import keras
@@ -30,6 +32,7 @@ KINDS: dict[str, type[BlockCall] | None] = {
     "stream": Streamed,
 }
 
+_SHOWN = 8
 _cuts: weakref.WeakKeyDictionary[Functional, tuple[int, ...]] = weakref.WeakKeyDictionary()
 
 
@@ -82,8 +85,28 @@ def plan_graph(functional: Functional, policy: MemoryPolicy) -> GraphPlan:
         cuts = tuple(sorted({bound for span in chosen.values() for bound in span} - {0, len(graph.calls)}))
         known = {begin: name for name, (begin, _) in chosen.items()}
         names = [known.get(begin, "") for begin in (0, *cuts)]
+    _check_patterns(policy, [name for name in names if name])
     modes = [policy.mode_of(name) if name or policy.streams else "none" for name in names]
     return GraphPlan(functional, graph, make_chunks(graph, cuts), names, modes)
+
+
+def _check_patterns(policy: MemoryPolicy, names: Sequence[str]) -> None:
+    for pattern in () if isinstance(policy.mode, str) else policy.mode:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            raise ValueError(
+                f"Received: mode={{{pattern!r}: {policy.mode[pattern]!r}, ...}}, a pattern that fits no block. "
+                f"Expected: names of blocks, or patterns, such as {', '.join(map(repr, names[:_SHOWN]))}."
+            )
+
+
+def _numbered(names: Sequence[str]) -> list[str]:
+    """The names, those that come again with numbers: layers of one class may all be called "block"."""
+    seen: Counter[str] = Counter()
+    found = []
+    for name in names:
+        found.append(f"{name}_{seen[name]}" if seen[name] else name)
+        seen[name] += 1
+    return found
 
 
 def _automatic_cuts(functional: Functional, graph: LayerGraph) -> tuple[int, ...]:
@@ -100,13 +123,14 @@ def plan_layers(model: keras.Model, policy: MemoryPolicy) -> LayerPlan:
         ValueError: if the policy names blocks that there are not, or does not name any and none is found.
     """
     layers = model._flatten_layers(include_self=False)
-    chosen = (
-        repeated(layers) if policy.blocks == "auto" else choose({layer.name: layer for layer in layers}, policy.blocks)
-    )
+    names = _numbered([layer.name for layer in layers])
+    every = dict(zip(names, layers, strict=True))
+    chosen = repeated(every) if policy.blocks == "auto" else choose(every, policy.blocks)
     blocks, names = list(chosen.values()), list(chosen)
     if policy.streams:
         rest = remaining_layers(model, blocks)
         blocks, names = [*blocks, *rest], [*names, *(layer.name for layer in rest)]
+    _check_patterns(policy, names)
     return LayerPlan(blocks, names, [policy.mode_of(name) for name in names])
 
 

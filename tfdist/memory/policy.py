@@ -66,14 +66,20 @@ class MemoryPolicy:
             )
         if self.is_automatic:
             bytes_of_budget(self.budget)
+        if not isinstance(self.mode, (str, Mapping)):
+            raise ValueError(f"Received: mode={self.mode!r}. Expected: a mode, or a dict of modes by names of blocks.")
         for mode in self.modes:
             if mode not in self.known and not self.is_automatic:
-                raise ValueError(f"Received: mode={mode!r}. Expected one of {', '.join(map(repr, self.known))}.")
-        if isinstance(self.blocks, str) and self.blocks != "auto":
-            raise ValueError(f"Received: blocks={self.blocks!r}. Expected: 'auto', or a list: [{self.blocks!r}].")
-        if not isinstance(self.prefetch, int) or self.prefetch < 0:
+                rest = "" if self.streams else "; or 'auto', with a budget"
+                raise ValueError(f"Received: mode={mode!r}. Expected one of {', '.join(map(repr, self.known))}{rest}.")
+        if isinstance(self.blocks, type) or (isinstance(self.blocks, str) and self.blocks != "auto"):
+            name = self.blocks.__name__ if isinstance(self.blocks, type) else repr(self.blocks)
+            raise ValueError(f"Received: blocks={self.blocks!r}. Expected: 'auto', or a list: [{name}].")
+        if not self.blocks:
+            raise ValueError(f"Received: blocks={self.blocks!r}. Expected: 'auto', or names or classes of layers.")
+        if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or self.prefetch < 0:
             raise ValueError(f"Received: prefetch={self.prefetch!r}. Expected: a whole number, 0 or more.")
-        if self.min_bytes < 0:
+        if not isinstance(self.min_bytes, (int, float)) or self.min_bytes < 0:
             raise ValueError(f"Received: min_bytes={self.min_bytes!r}. Expected: 0 or more.")
 
     @property
@@ -104,7 +110,11 @@ def policy_of(given: MemoryPolicy | str | None) -> MemoryPolicy | None:
         >>> policy_of("swap").mode
         'swap'
     """
-    return MemoryPolicy(given) if isinstance(given, str) else given
+    if given is None or isinstance(given, MemoryPolicy):
+        return given
+    if isinstance(given, str):
+        return MemoryPolicy(given)
+    raise ValueError(f"Received: policy={given!r}. Expected: a mode, such as 'recompute', or MemoryPolicy(...).")
 
 
 def bytes_of_budget(budget: str | int) -> int:

@@ -12,7 +12,8 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.eager import record
 
-from tfdist.layer_graph.pure_call import PureResult
+from tfdist.layer_graph.effects import CHANGING, UNSEEDED
+from tfdist.layer_graph.pure_call import ImpureError, PureResult
 from tfdist.memory.block_call import BlockCall, watch
 from tfdist.memory.gates import gated, released_together, waiting_for
 from tfdist.memory.host_copies import from_host, to_host
@@ -23,7 +24,13 @@ class Recomputed(BlockCall):
 
     def forward(self) -> PureResult:
         with record.stop_recording():
-            return self.block.run(self.trainable, self.state, self.tensors)
+            if tf.executing_eagerly():
+                return self.block.run(self.trainable, self.state, self.tensors)
+            graph = tf.compat.v1.get_default_graph()
+            before = len(graph.get_operations())
+            result = self.block.run(self.trainable, self.state, self.tensors)
+            _check_effects(self.block.label, graph.get_operations()[before:])
+            return result
 
     def inputs(self) -> list[tf.Tensor]:
         """The inputs again, in the backward pass."""
@@ -39,6 +46,22 @@ class Recomputed(BlockCall):
             result = self.block.run(trainable, state, tensors)
         gradients = self.gradients(tape, result, [*trainable, *tensors], cotangents)
         return released_together(gradients, compiled)
+
+
+def _check_effects(block: str, operations: Sequence[tf.Operation]) -> None:
+    for operation in operations:
+        if operation.type in UNSEEDED:
+            what = "draws random numbers that would be others the second time"
+            remedy = "keras.random functions with a keras.random.SeedGenerator"
+        elif operation.type in CHANGING:
+            what = "changes a variable of TensorFlow, which would be done twice"
+            remedy = "variables of the layer itself, made by `add_weight`"
+        else:
+            continue
+        raise ImpureError(
+            f"Received: block '{block}', which is to be run again and {what} (operation {operation.name}, "
+            f"{operation.type}). Expected: {remedy}; or mode 'none' or 'swap' for this block."
+        )
 
 
 class Parked(Recomputed):

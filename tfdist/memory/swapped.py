@@ -17,10 +17,9 @@ import tensorflow as tf
 from tfdist.layer_graph.pure_call import PureResult
 from tfdist.memory.block_call import BlockCall, watch
 from tfdist.memory.gates import released_together
-from tfdist.memory.host_copies import from_host, to_host
+from tfdist.memory.host_copies import from_host, is_data, to_host
 
 _LEFT = frozenset({"ReadVariableOp", "Const", "VarHandleOp", "Placeholder"})
-_NOT_COPIED = frozenset({tf.resource, tf.variant, tf.string})
 _numbers = itertools.count()
 
 
@@ -83,6 +82,4 @@ class Swapped(BlockCall):
 
 def _is_kept(tensor: tf.Tensor) -> bool:
     """Whether it is the result of a computation, which is kept for the backward pass."""
-    # Shapes are known when the graph is made ready, if nobody hides them.
-    is_shape = tensor.dtype.is_integer and tensor.shape.rank is not None and tensor.shape.rank < 2
-    return not is_shape and tensor.op.type not in _LEFT and tensor.dtype not in _NOT_COPIED
+    return is_data(tensor) and tensor.op.type not in _LEFT

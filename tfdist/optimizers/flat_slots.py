@@ -69,6 +69,8 @@ class FlatSlots:
         """
         if self._is_local:
             return
+        # Those of an earlier step are of no use, and as large as all slots.
+        self._collected = {}
         every = [shards for kind in self._shards.values() for shards in kind]
         self._collected = {
             id(shards): value.numpy().reshape(-1, value.shape[-1])

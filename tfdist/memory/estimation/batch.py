@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src import tree
 
@@ -42,8 +43,12 @@ def batch_of(model: keras.Model, rows: int) -> tuple[Any, Any]:
         )
     x = tree.map_structure(lambda t: tf.TensorSpec([rows, *t.shape[1:]], t.dtype), _bare(functional._inputs_struct))
     outputs = tree.flatten(functional.outputs)
-    losses = tree.flatten(model._compile_loss._user_loss) if model._compile_loss is not None else []
-    losses = losses * len(outputs) if len(losses) == 1 else losses
+    given = model._compile_loss._user_loss if model._compile_loss is not None else None
+    if isinstance(given, dict):
+        names = model.output_names if set(given) & set(model.output_names) else sorted(functional._outputs_struct)
+        losses = [given.get(name) for name in names]
+    else:
+        losses = list(given) if isinstance(given, (list, tuple)) else [given] * len(outputs)
     sparse = [_is_sparse(loss) for loss in losses] if len(losses) == len(outputs) else [False] * len(outputs)
     y = [
         tf.TensorSpec([rows, *t.shape[1:-1]], tf.int32) if of_classes else tf.TensorSpec([rows, *t.shape[1:]], t.dtype)
@@ -61,7 +66,7 @@ def assumed(batch: Any) -> Iterator[None]:
     """
     try:
         yield
-    except (tf.errors.OpError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
+    except (tf.errors.OpError, ValueError, TypeError, IndexError) as error:
         if str(error).startswith("Received: "):
             raise
         raise ValueError(
@@ -76,12 +81,33 @@ def specifications_of(data: Any) -> Any:
     Args:
         data: a batch `(x, y)` or `(x, y, sample_weight)`.
     """
-    return tree.map_structure(lambda x: tf.type_spec_from_value(tf.convert_to_tensor(x)), data)
+    return tf.nest.map_structure(_specification, data)
+
+
+def _specification(value: Any) -> tf.TensorSpec | None:
+    if value is None:
+        return None
+    if isinstance(value, (tf.RaggedTensor, tf.SparseTensor)):
+        raise ValueError(
+            f"Received: a batch with a {type(value).__name__}, whose memory depends on its rows. Expected: tensors or "
+            "arrays, such as the padded batch, `value.to_tensor()`."
+        )
+    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        value = np.asarray(value)
+    kind = tf.as_dtype(value.dtype)
+    # As Keras casts arrays in `fit`.
+    return tf.TensorSpec(value.shape, keras.backend.floatx() if kind == tf.float64 else kind)
 
 
 def split(batch: Any, replicas: int) -> Any:
     """The largest part of a batch that a replica gets."""
-    return tree.map_structure(lambda s: tf.TensorSpec([-(-s.shape[0] // replicas), *s.shape[1:]], s.dtype), batch)
+
+    def part(spec: tf.TensorSpec | None) -> tf.TensorSpec | None:
+        if spec is None or not spec.shape.rank:
+            return spec
+        return tf.TensorSpec([-(-spec.shape[0] // replicas), *spec.shape[1:]], spec.dtype)
+
+    return tf.nest.map_structure(part, batch)
 
 
 def _bare(structure: Any) -> Any:
@@ -90,5 +116,8 @@ def _bare(structure: Any) -> Any:
 
 
 def _is_sparse(loss: Any) -> bool:
-    name = loss if isinstance(loss, str) else getattr(loss, "name", getattr(loss, "__name__", ""))
-    return "sparse" in str(name).lower()
+    if loss is None:
+        return False
+    loss = keras.losses.get(loss)
+    names = [type(loss).__name__, getattr(loss, "__name__", ""), getattr(getattr(loss, "fn", None), "__name__", "")]
+    return any("sparse" in name.lower() for name in names)

@@ -28,6 +28,11 @@ def check_estimable(model: keras.Model, function: str) -> None:
             f"Received: {function}() for model '{model.name}', which is not {missing}. Expected: a model with known "
             "inputs, after `model.compile(optimizer, loss)`."
         )
+    if model.optimizer is None:
+        raise ValueError(
+            f"Received: {function}() for model '{model.name}', which is compiled without an optimizer. Expected: "
+            "`model.compile(optimizer, loss)`."
+        )
     strategy = model.distribute_strategy
     if isinstance(strategy, (ParameterServerStrategy, PipelineStrategy)):
         raise ValueError(
@@ -47,9 +52,14 @@ def check_chosen(model: keras.Model, policy: MemoryPolicy | None) -> None:
     Raises:
         ValueError: if there is not.
     """
-    if policy is None or not policy.is_automatic:
+    if not isinstance(policy, MemoryPolicy) or not policy.is_automatic:
         raise ValueError(
             f"Received: policy={policy!r}. Expected: tfdist.memory.MemoryPolicy('auto', budget='8GB'), say."
+        )
+    if model.run_eagerly:
+        raise ValueError(
+            f"Received: mode 'auto' for model '{model.name}' with run_eagerly=True, whose steps are no graphs that "
+            "could be estimated. Expected: run_eagerly=False, or modes of your choice."
         )
     if isinstance(model.distribute_strategy, HostOffloadStrategy):
         raise ValueError(
@@ -71,3 +81,7 @@ def check_one_batch(batch_size: int | None, data: Any) -> None:
     if (data is None) == (batch_size is None):
         given = "neither batch_size nor data" if data is None else "both batch_size and data"
         raise ValueError(f"Received: {given}. Expected: one of them: batch_size=32, say, or data=(x, y).")
+    if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1):
+        raise ValueError(f"Received: batch_size={batch_size!r}. Expected: a whole number of at least 1.")
+    if data is not None and not (isinstance(data, (tuple, list)) and len(data) in (2, 3)):
+        raise ValueError(f"Received: data of type {type(data).__name__}. Expected: (x, y) or (x, y, sample_weight).")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import glob
 import io
+import logging
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,12 +21,13 @@ from tfdist.memory.estimation.assignment import Option, assign, peak
 from tfdist.memory.estimation.batch import assumed, batch_of, specifications_of
 from tfdist.memory.estimation.block_costs import BlockCost, block_costs, options
 from tfdist.memory.estimation.checks import check_chosen, check_estimable, check_one_batch
-from tfdist.memory.estimation.estimate import estimate
+from tfdist.memory.estimation.estimate import Estimate, estimate
 from tfdist.memory.estimation.rates import Rates, measured_rates
 from tfdist.memory.estimation.traced_graph import short_device
 from tfdist.memory.policy import MemoryPolicy, bytes_of_budget
 
-# What a step makes is estimated to within 15 % (benchmarks/memory); the rest is known.
+_log = logging.getLogger("tfdist")
+# The order in which TensorFlow's executor runs what is ready differs, and the peak by up to about a tenth.
 _MARGIN = 1.1
 _ATTEMPTS = 6
 # Of the budget: less than this is not worth another estimate.
@@ -87,10 +90,12 @@ class Choice:
 def choose(
     model: keras.Model, batch_size: int | None = None, policy: MemoryPolicy | None = None, *, data: Any = None
 ) -> Choice:
-    """Chooses a mode for each block so that the peak of a training step fits a budget at the least added time.
+    """Chooses a mode for each block so that the peak of a training step fits a budget at about the least added time.
 
-    Steps are estimated as by `tfdist.memory.report`, a few of them, with a margin of a tenth for what they make. How
-    fast the device and its link to the host are is measured in some tenths of a second. On a machine whose only device
+    Steps are estimated as by `tfdist.memory.report`, a few of them (seconds for each, in a deep model), with a margin
+    of a tenth for what they make. What `report` does not know is not in the budget: what loops of recurrent layers
+    keep, and how XLA orders a step; a warning says so. How fast the device and its link to the host are is measured in
+    some tenths of a second. On a machine whose only device
     is the host, and where XLA compiles the model, blocks are run again or left alone, and nothing is sent. With several
     processes all of them call this, and choose the same.
 
@@ -131,14 +136,13 @@ def choose_for(model: keras.Model, batch: Any, policy: MemoryPolicy) -> Choice:
     search = _Search(model, batch, policy)
     if search.plain <= search.budget:
         return search.choice([of_block[0] for of_block in search.options])
-    least = [min(of_block, key=lambda option: (option.needed, option.kept)) for of_block in search.options]
-    smallest = min([least, *search.uniform()], key=search.needs)
+    smallest = min(search.uniform(), key=search.needs)
     if search.needs(smallest) > search.budget:
         raise ValueError(
             f"Received: budget={policy.budget!r} for a step of model '{model.name}' that needs at least "
-            f"{search.needs(smallest) / 1e6:.4g} MB, with the modes that keep the least. Expected: a budget of that, a "
-            "smaller batch, more and smaller blocks, or tfdist.HostOffloadStrategy, which keeps weights and slots on "
-            "the host."
+            f"{math.ceil(search.needs(smallest) / 1e4) / 100} MB, with the modes that keep the least and a margin of a "
+            "tenth. Expected: a budget of that, a smaller batch, more and smaller blocks; or, if weights and slots are "
+            "most of it, tfdist.HostOffloadStrategy, which keeps them on the host."
         )
     best, low, high = smallest, peak(smallest), peak([of_block[0] for of_block in search.options])
     limit = min(max(search.budget - search.beside, low), high)
@@ -164,6 +168,7 @@ class _Search:
         with under(model, dataclasses.replace(policy, mode="none", budget=None)):
             plain = estimate(model, batch)
         replicas = {device.device for device in plain.devices if device.batch}
+        _check_known(model, plain)
         host = short_device(policy.host)
         with_host = host not in replicas and not model.jit_compile
         self.rates = _agreed(model.distribute_strategy, measured_rates(plain.devices[0].device, policy.host))
@@ -200,8 +205,25 @@ class _Search:
         return dataclasses.replace(self._policy, mode=by_block, budget=None)
 
     @staticmethod
-    def _with_margin(estimated: Any) -> int:
+    def _with_margin(estimated: Estimate) -> int:
         return max(round(device.total + (_MARGIN - 1) * device.step) for device in estimated.devices if device.batch)
+
+
+def _check_known(model: keras.Model, plain: Estimate) -> None:
+    if not plain.traced.forward:
+        raise ValueError(
+            f"Received: model '{model.name}', whose train step calls none of its blocks. Expected: a step that calls "
+            "the model, or blocks=[...] with layers that it calls."
+        )
+    loops = any(operation.type in ("While", "StatelessWhile") for operation in plain.traced.graph.get_operations())
+    for known, what in ((not model.jit_compile, "how XLA orders a step"), (not loops, "what loops keep inside")):
+        if not known:
+            _log.warning(
+                "Model '%s': %s is not estimated, and not in the budget. Measure: tfdist.memory.report(..., "
+                "measured=True).",
+                model.name,
+                what,
+            )
 
 
 def _agreed(strategy: tf.distribute.Strategy, rates: Rates) -> Rates:

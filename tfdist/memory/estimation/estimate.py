@@ -40,7 +40,7 @@ class DeviceMemory:
     batch: int
     step: int
     at_peak: dict[str, int]
-    timeline: list[dict[str, int]]
+    timeline: list[dict[str, int]] = dataclasses.field(repr=False)
     measured: int | None = None
 
     @property

@@ -9,8 +9,11 @@ import numpy as np
 import tensorflow as tf
 from keras.src import tree
 
+from tfdist.strategies.step_shadows import optimizers_of, seed_generators_of
+
 _STEPS = 3
-_SOME = 1 << 16
+# Some allocators of CPUs count what is large only.
+_SOME = 256
 
 
 def measure(model: keras.Model, batch: Any) -> dict[str, int]:
@@ -28,7 +31,8 @@ def measure(model: keras.Model, batch: Any) -> dict[str, int]:
         RuntimeError: if TensorFlow counts the memory of no device, or of none for itself.
     """
     devices = _counted()
-    variables = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
+    variables = [*model.variables, *model.metrics_variables, *(g.state for g in seed_generators_of(model))]
+    variables += [variable for optimizer in optimizers_of(model) for variable in optimizer.variables]
     saved = [np.array(variable) for variable in variables]
     before = model.train_function
     peaks: dict[str, list[int]] = {device: [] for device in devices}
@@ -75,7 +79,6 @@ def _is_counted(device: str) -> bool:
         before = tf.config.experimental.get_memory_info(device)["current"]
         with tf.device(device):
             some = tf.zeros([_SOME])
-        # Some allocators of CPUs have statistics in which nothing happens.
         return tf.config.experimental.get_memory_info(device)["current"] >= before + some.shape[0]
     except (ValueError, tf.errors.OpError):
         return False

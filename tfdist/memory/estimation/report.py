@@ -26,7 +26,7 @@ from tfdist.memory.policy import MemoryPolicy, policy_of
 from tfdist.strategies.host_offload import HostOffloadStrategy
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class MemoryReport:
     """What each device holds in a training step. Print it for a table.
 
@@ -46,7 +46,13 @@ class MemoryReport:
 
     def __getitem__(self, device: str) -> DeviceMemory:
         """The device with this name, such as "GPU:0"."""
-        return next(found for found in self.devices if found.device == device)
+        found = {memory.device: memory for memory in self.devices}
+        if device not in found:
+            raise KeyError(f"Received: {device!r}. Expected: one of {', '.join(found)}.")
+        return found[device]
+
+    def __repr__(self) -> str:
+        return str(self)
 
     @property
     def title(self) -> str:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src import tree
 from tensorflow.python.distribute import distribute_utils
 from tensorflow.python.distribute.distribute_lib import _DefaultDistributionStrategy
 
 from tfdist.memory.estimation.traced_graph import VIEWS, short_device
-from tfdist.memory.labels import label_of, recorded, scopes_of
+from tfdist.memory.labels import GRADIENT, label_of, recorded, scopes_of
 from tfdist.strategies.keras_step import shadowed
+from tfdist.strategies.step_shadows import parts_of
 
 GRADIENTS, OPTIMIZER, OTHER = "gradients of weights", "optimizer", "loss and metrics"
 
@@ -45,7 +45,9 @@ def trace_step(model: keras.Model, batch: Any) -> TracedStep:
     strategy = model.distribute_strategy
     replicas = len(compute_devices(model))
     # Keras makes the optimizer's variables, and those of metrics, in the first step otherwise.
-    symbolic = tree.map_structure(lambda spec: keras.KerasTensor(spec.shape, spec.dtype.name), batch)
+    symbolic = tf.nest.map_structure(
+        lambda spec: None if spec is None else keras.KerasTensor(spec.shape, spec.dtype.name), batch
+    )
     with strategy.scope():
         # With a strategy it also does what the strategy does before a fit. The class's own: this is no batch of a fit.
         type(model)._maybe_symbolic_build(model, data_batch=symbolic)
@@ -59,9 +61,11 @@ def trace_step(model: keras.Model, batch: Any) -> TracedStep:
         data = distribute_utils.regroup(batches, always_wrap=True) if several else batches[0]
         return strategy.run(model.train_step, args=(data,))
 
-    with recorded() as blocks, _noted_gradients(model.optimizer, applied):
+    with recorded() as blocks, contextlib.ExitStack() as stack:
+        for part in [model.optimizer, *parts_of(model.optimizer)]:
+            stack.enter_context(_noted_gradients(part, applied))
         graph = tf.function(step, autograph=False).get_concrete_function(*[batch] * replicas).graph
-    gradients = {_maker(tensor).name for tensor in applied}
+    gradients = _gradient_operations([_through_views(tensor) for tensor in applied], blocks)
     scopes = scopes_of(blocks)
 
     def label(operation: tf.Operation) -> str:
@@ -95,10 +99,25 @@ def _noted_gradients(optimizer: keras.Optimizer, noted: list[tf.Tensor]) -> Iter
         yield
 
 
-def _maker(tensor: tf.Tensor) -> tf.Operation:
-    """The operation that has made what a tensor shows."""
-    operation, position = tensor.op, tensor.value_index
-    while operation.type in VIEWS and operation.inputs:
-        tensor = operation.inputs[position if operation.type == "IdentityN" else 0]
-        operation, position = tensor.op, tensor.value_index
-    return operation
+def _gradient_operations(applied: Sequence[tf.Tensor], blocks: Mapping[str, str]) -> set[str]:
+    """Names of the operations that make what an optimizer gets, back to where it was computed.
+
+    On the way it may be scaled, clipped, packed and reduced.
+    """
+    found: set[str] = set()
+    waiting = [tensor.op for tensor in applied]
+    while waiting:
+        operation = waiting.pop()
+        if operation.name in found:
+            continue
+        found.add(operation.name)
+        if operation.name not in blocks and GRADIENT not in operation.name:
+            waiting += [tensor.op for tensor in operation.inputs]
+    return found
+
+
+def _through_views(tensor: tf.Tensor) -> tf.Tensor:
+    """What a tensor shows."""
+    while tensor.op.type in VIEWS and tensor.op.inputs:
+        tensor = tensor.op.inputs[tensor.value_index if tensor.op.type == "IdentityN" else 0]
+    return tensor

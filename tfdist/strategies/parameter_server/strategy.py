@@ -100,6 +100,11 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     ):
         install()
         self.memory = policy_of(memory)
+        if self.memory is not None and self.memory.is_automatic:
+            raise ValueError(
+                f"Received: memory={memory!r}. A choice estimates steps of one process, and those of "
+                "ParameterServerStrategy run on workers. Expected: a policy with modes of your choice."
+            )
         self._keras_step: KerasStep | None = None
         self._start_timeout = start_timeout
         if isinstance(cluster, tf.distribute.cluster_resolver.ClusterResolver):

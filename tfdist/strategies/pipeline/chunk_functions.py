@@ -24,6 +24,7 @@ from tensorflow.python.framework import func_graph
 from tensorflow.python.ops import gradients_util
 
 from tfdist.layer_graph.chunk import Chunk
+from tfdist.layer_graph.effects import UNSEEDED
 from tfdist.layer_graph.values import (
     Gradients,
     Value,
@@ -36,12 +37,6 @@ from tfdist.layer_graph.values import (
 from tfdist.strategies.pipeline.weight_gradients import RowProduct, as_row_product
 
 _log = logging.getLogger("tfdist")
-_UNSEEDED = frozenset(
-    [
-        *("RandomUniform", "RandomUniformInt", "RandomStandardNormal", "ParameterizedTruncatedNormal"),
-        *("TruncatedNormal", "RandomGamma", "RandomPoissonV2", "RandomShuffle", "Multinomial"),
-    ]
-)
 # Grappler would copy the function to each of its calls, and merge what is recomputed with what was computed before.
 _ATTRIBUTES = {"_noinline": attr_value_pb2.AttrValue(b=True)}
 
@@ -308,7 +303,7 @@ def _draws_unseeded(graph: func_graph.FuncGraph) -> bool:
     """Whether a graph, or a function that it calls, has random operations with a state of their own."""
     definition = graph.as_graph_def()
     nodes = [*definition.node, *(node for function in definition.library.function for node in function.node_def)]
-    return any(node.op in _UNSEEDED for node in nodes)
+    return any(node.op in UNSEEDED for node in nodes)
 
 
 def _zeros_like(tensor: tf.Tensor) -> tf.Tensor:

@@ -17,12 +17,10 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.memory.block_call import Keeping
-from tfdist.memory.host_copies import from_host, to_host
+from tfdist.memory.host_copies import from_host, is_data, to_host
 from tfdist.memory.order import Order
 from tfdist.memory.policy import MemoryPolicy
 from tfdist.strategies.pipeline.schedule import Instruction
-
-_NOT_COPIED = frozenset({tf.resource, tf.variant, tf.string})
 
 
 class HostStays:
@@ -89,8 +87,7 @@ class HostStays:
 
 
 def _travels(tensor: tf.Tensor, keeping: Keeping) -> bool:
-    is_shape = tensor.dtype.is_integer and tensor.shape.rank is not None and tensor.shape.rank < 2
-    return tensor.dtype not in _NOT_COPIED and not is_shape and keeping.moves(tensor)
+    return is_data(tensor) and keeping.moves(tensor)
 
 
 def _host_of(device: str, host: str) -> str:
