@@ -185,7 +185,7 @@ def test_the_host_is_that_of_the_process():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"memory": "offload"}, "Received: mode='offload'. Expected one of 'none', 'recompute', 'park', 'swap'."),
+        ({"memory": "offload"}, "Received: mode='offload'. Expected one of 'none', 'recompute', 'park', 'swap'"),
         ({"memory": "park", "recompute": True}, "Expected: one of the two; recompute=True is memory='recompute'."),
         ({"memory": MemoryPolicy({"a": "swap"})}, "whose blocks are the stages' pieces of the model. Expected: one"),
         ({"memory": MemoryPolicy("swap", blocks=["a"])}, "without `blocks`; or recompute='auto', or recompute=[True"),

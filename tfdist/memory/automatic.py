@@ -40,8 +40,9 @@ class Automatic:
         if iterator is not None:
             rows = epoch_iterators.batch_size(iterator)
             specs = epoch_iterators.batch_specification(iterator)
-            # A dataset that is distributed already has batches of one replica.
-            each = tf.nest.flatten(iterator._distributed_dataset.element_spec)
+            # A dataset that the user has distributed has batches of one replica.
+            dataset = iterator._distributed_dataset
+            each = tf.nest.flatten(getattr(dataset, "source", dataset).element_spec)
             replicas = self._model.distribute_strategy.num_replicas_in_sync
             times = replicas if any(isinstance(spec, PerReplicaSpec) for spec in each) else 1
             self._batch = tree.map_structure(lambda spec: _with_rows(spec, rows, times), specs)

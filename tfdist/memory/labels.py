@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import threading
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import tensorflow as tf
 
-_numbers = itertools.count()
+from tfdist.memory.noted import noted
+
 _recording: dict[str, str] | None = None
 # The name scope of gradients.
 GRADIENT = "gradient_tape/"
@@ -38,14 +36,9 @@ def labelled(block: str) -> Iterator[None]:
     if labels is None or not block or tf.executing_eagerly():
         yield
         return
-    thread = threading.get_ident()
-
-    def note(node: Any) -> None:
-        if threading.get_ident() == thread:
-            labels[node.name] = block
-
-    with tf.compat.v1.get_default_graph()._attr_scope({f"_tfdist_label_{next(_numbers)}": note}):
+    with noted(tf.compat.v1.get_default_graph()) as made:
         yield
+    labels.update(dict.fromkeys(made, block))
 
 
 def label_of(operation: str, labels: Mapping[str, str], scopes: Mapping[str, str]) -> str:

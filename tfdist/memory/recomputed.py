@@ -6,7 +6,7 @@ Source: "Training Deep Nets with Sublinear Memory Cost" (Chen et al., arXiv 1604
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -17,6 +17,7 @@ from tfdist.layer_graph.pure_call import ImpureError, PureResult
 from tfdist.memory.block_call import BlockCall, watch
 from tfdist.memory.gates import gated, released_together, waiting_for
 from tfdist.memory.host_copies import from_host, to_host
+from tfdist.memory.noted import noted
 
 
 class Recomputed(BlockCall):
@@ -27,9 +28,9 @@ class Recomputed(BlockCall):
             if tf.executing_eagerly():
                 return self.block.run(self.trainable, self.state, self.tensors)
             graph = tf.compat.v1.get_default_graph()
-            before = len(graph.get_operations())
-            result = self.block.run(self.trainable, self.state, self.tensors)
-            _check_effects(self.block.label, graph.get_operations()[before:])
+            with noted(graph) as made:
+                result = self.block.run(self.trainable, self.state, self.tensors)
+            _check_effects(self.block.label, map(graph.get_operation_by_name, made))
             return result
 
     def inputs(self) -> list[tf.Tensor]:
@@ -48,7 +49,7 @@ class Recomputed(BlockCall):
         return released_together(gradients, compiled)
 
 
-def _check_effects(block: str, operations: Sequence[tf.Operation]) -> None:
+def _check_effects(block: str, operations: Iterable[tf.Operation]) -> None:
     for operation in operations:
         if operation.type in UNSEEDED:
             what = "draws random numbers that would be others the second time"

@@ -6,10 +6,7 @@ backward pass are led through the host.
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -18,9 +15,9 @@ from tfdist.layer_graph.pure_call import PureResult
 from tfdist.memory.block_call import BlockCall, watch
 from tfdist.memory.gates import released_together
 from tfdist.memory.host_copies import from_host, is_data, to_host
+from tfdist.memory.noted import noted
 
 _LEFT = frozenset({"ReadVariableOp", "Const", "VarHandleOp", "Placeholder"})
-_numbers = itertools.count()
 
 
 class Swapped(BlockCall):
@@ -37,7 +34,7 @@ class Swapped(BlockCall):
         self._graph = tf.compat.v1.get_default_graph()
 
     def forward(self) -> PureResult:
-        with self._noted() as made, tf.GradientTape(persistent=True) as self._tape:
+        with noted(self._graph) as made, tf.GradientTape(persistent=True) as self._tape:
             watch(self._tape, [*self.trainable, *self.tensors])
             self._result = self.block.run(self.trainable, self.state, self.tensors)
         self._made = {*made, *(tensor.op.name for tensor in self.tensors)}
@@ -45,28 +42,11 @@ class Swapped(BlockCall):
 
     def backward(self, cotangents: Sequence[tf.Tensor]) -> list[Any]:
         self.keeping.order.begun.append(list(cotangents))
-        with self._noted() as made:
+        with noted(self._graph) as made:
             gradients = self.gradients(self._tape, self._result, [*self.trainable, *self.tensors], cotangents)
         self._reroute(made)
         self.keeping.order.hold_back(self.place)
         return released_together(gradients, compiled=False)
-
-    @contextlib.contextmanager
-    def _noted(self) -> Iterator[list[str]]:
-        """The names of the operations that are made in the meantime by this replica, which has a thread of its own.
-
-        Nothing about them is changed. TensorFlow orders the terms of sums by the names of operations, so that a name
-        scope would change results.
-        """
-        names: list[str] = []
-        thread = threading.get_ident()
-
-        def note(node: Any) -> None:
-            if threading.get_ident() == thread:
-                names.append(node.name)
-
-        with self._graph._attr_scope({f"_tfdist_noted_{next(_numbers)}": note}):
-            yield names
 
     def _reroute(self, names: Sequence[str]) -> None:
         """Lets the operations of the backward pass read from the host what the forward pass has made."""
