@@ -149,8 +149,10 @@ def under(model: keras.Model, policy: MemoryPolicy | None) -> Iterator[None]:
 
 
 def _check_host(policy: MemoryPolicy) -> None:
-    known = [device.name.removeprefix("/device:") for device in tf.config.list_logical_devices()]
+    specs = [tf.DeviceSpec.from_string(device.name) for device in tf.config.list_logical_devices()]
+    known = sorted({f"{spec.device_type}:{spec.device_index}" for spec in specs})
     spec = tf.DeviceSpec.from_string(policy.host)
+    # Of another process' devices only that process knows.
     if spec.job is None and f"{spec.device_type}:{spec.device_index}" not in known:
         raise ValueError(f"Received: host={policy.host!r}. Expected: a device of this process: {', '.join(known)}.")
 

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src import tree
 
+from tfdist.memory.estimation.traced_graph import short_device
 from tfdist.strategies.step_shadows import optimizers_of, seed_generators_of
 
 _STEPS = 3
@@ -59,7 +60,8 @@ def measure(model: keras.Model, batch: Any) -> dict[str, int]:
 
 def _counted() -> list[str]:
     """The devices whose memory TensorFlow counts: GPUs, and a CPU with a certain allocator."""
-    found = [device.name.removeprefix("/device:") for device in tf.config.list_logical_devices()]
+    # In a cluster TensorFlow lists the devices of all tasks; by their short names it takes its own.
+    found = list(dict.fromkeys(short_device(device.name) for device in tf.config.list_logical_devices()))
     counted = [device for device in found if device.startswith(("GPU", "CPU")) and _is_counted(device)]
     if sum(device.startswith("CPU") for device in counted) > 1:
         raise RuntimeError(
