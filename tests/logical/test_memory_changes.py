@@ -10,7 +10,9 @@ from keras import layers
 
 import tfdist
 from tfdist import memory
+from tfdist.memory import graph_call
 from tfdist.memory.application import applied
+from tfdist.memory.block_call import call_block
 
 DEPTH, WIDTH, ROWS = 8, 16, 32
 
@@ -94,30 +96,41 @@ def test_layers_of_one_name_are_blocks_of_their_own():
 
 
 def test_a_model_in_a_model_that_gets_a_mask(monkeypatch):
-    def build() -> tuple[keras.Model, keras.Model]:
+    def build(masked: bool = True) -> tuple[keras.Model, keras.Model]:
         keras.utils.set_random_seed(0)
         steps = [layers.LSTM(8, return_sequences=True, name="lstm"), *(layers.Dense(8) for _ in range(5))]
         inner = keras.Sequential([keras.Input((6, 8)), *steps])
         inputs = keras.Input((6,), dtype="int32")
-        x = inner(layers.Embedding(10, 8, mask_zero=True)(inputs))
+        x = inner(layers.Embedding(10, 8, mask_zero=masked)(inputs))
         model = keras.Model(inputs, layers.Dense(1)(layers.GlobalAveragePooling1D()(x)))
         return model, inner
 
     x, y = np.random.default_rng(0).integers(0, 3, (16, 6)), np.ones((16, 1))
+    called: list[str] = []
+
+    def counting(block, *arguments):
+        called.append(block.label)
+        return call_block(block, *arguments)
+
+    monkeypatch.setattr(graph_call, "call_block", counting)
     weights = []
-    for policy in (None, "recompute"):
-        model, inner = build()
+    for policy, masked in ((None, True), ("recompute", True), (None, False)):
+        model, inner = build(masked)
         if policy:
             memory.apply(inner, policy)
         model.compile("sgd", "mse")
         model.fit(x, y, shuffle=False, verbose=0)
         weights.append(model.get_weights())
-    assert all(map(np.array_equal, *weights))
+    assert all(map(np.array_equal, weights[0], weights[1]))
+    assert len(called) > 1 and len(set(called)) == len(called)
+    # Without the mask the LSTM computes something else.
+    assert not all(map(np.array_equal, weights[0], weights[2]))
+    model, inner = build()
+    memory.apply(inner, "recompute")
+    model.compile("sgd", "mse")
     # A report of the outer model leaves the inner one's policy where it is.
     memory.report(model, 16)
     assert "call" in vars(inner) and "call" not in vars(model)
-    # Without the mask the LSTM computes something else.
-    assert not np.array_equal(build()[1](np.ones((1, 6, 8)))[0], build()[0].layers[-2](np.zeros((1, 6, 8)))[0])
 
 
 def test_random_numbers_of_tensorflow_are_refused_where_they_would_be_others():

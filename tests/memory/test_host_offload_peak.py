@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import functools
-import json
-import os
-import subprocess
-import sys
 
 import pytest
 
-from tests.launcher.conftest import SOURCE
+from tests.memory.programs import printed_by
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 
@@ -22,11 +18,7 @@ _WEIGHTS_OF_A_LAYER = 256 * 256 * 4
 @functools.cache
 def measured(depth: int) -> dict[str, dict[str, dict[str, int]]]:
     """Bytes of each way to train, by step and device."""
-    command = [sys.executable, "-m", "tests.memory.host_offload_program", str(depth), "offload", "all at once", "plain"]
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "TF_CPP_MIN_LOG_LEVEL": "2"}
-    result = subprocess.run(command, cwd=SOURCE, env=environment, capture_output=True, text=True, timeout=_DEADLINE)
-    assert result.returncode == 0, result.stderr[-3000:]
-    return json.loads(result.stdout.splitlines()[-1])
+    return printed_by("host_offload_program", str(depth), "offload", "all at once", "plain", deadline=_DEADLINE)
 
 
 @pytest.mark.parametrize("step", ["train_step", "test_step"])

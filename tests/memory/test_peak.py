@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import functools
-import json
-import os
-import subprocess
-import sys
 
 import pytest
 
-from tests.launcher.conftest import SOURCE
+from tests.memory.programs import printed_by
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 
@@ -20,11 +16,7 @@ _DEADLINE = 180
 @functools.cache
 def peaks(blocks: int, *modes: str) -> dict[str, int]:
     """Bytes by mode."""
-    command = [sys.executable, "-m", "tests.memory.peak_program", str(blocks), *modes]
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "TF_CPP_MIN_LOG_LEVEL": "2"}
-    result = subprocess.run(command, cwd=SOURCE, env=environment, capture_output=True, text=True, timeout=_DEADLINE)
-    assert result.returncode == 0, result.stderr[-3000:]
-    return json.loads(result.stdout.splitlines()[-1])
+    return printed_by("peak_program", str(blocks), *modes, deadline=_DEADLINE)
 
 
 def test_recomputation_keeps_a_quarter_of_sixteen_blocks():

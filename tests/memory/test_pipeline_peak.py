@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import functools
-import json
-import os
-import subprocess
-import sys
 
 import pytest
 
-from tests.launcher.conftest import SOURCE
+from tests.memory.programs import printed_by
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -22,11 +18,7 @@ _FEW, _MANY = 4, 8
 def peaks(microbatches: int) -> dict[str, dict[str, int]]:
     """Bytes by mode and device."""
     modes = ["none", "recompute", "park", "swap"]
-    command = [sys.executable, "-m", "tests.memory.pipeline_program", "gpipe", str(microbatches), *modes]
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "TF_CPP_MIN_LOG_LEVEL": "2"}
-    result = subprocess.run(command, cwd=SOURCE, env=environment, capture_output=True, text=True, timeout=_DEADLINE)
-    assert result.returncode == 0, result.stderr[-3000:]
-    return json.loads(result.stdout.splitlines()[-1])
+    return printed_by("pipeline_program", "gpipe", str(microbatches), *modes, deadline=_DEADLINE)
 
 
 @pytest.mark.parametrize("stage", ["CPU:1", "CPU:2"])

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import functools
-import json
-import os
 import statistics
-import subprocess
-import sys
 
 import pytest
 
-from tests.launcher.conftest import SOURCE
+from tests.memory.programs import printed_by
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 
@@ -22,11 +18,7 @@ _MODELS = ("blocks", "dense", "resnet", "transformer", "written", "unet")
 @functools.cache
 def found() -> dict[str, dict[str, dict[str, int]]]:
     """Bytes by model and policy."""
-    command = [sys.executable, "-m", "tests.memory.report_program", *_MODELS]
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "TF_CPP_MIN_LOG_LEVEL": "2"}
-    result = subprocess.run(command, cwd=SOURCE, env=environment, capture_output=True, text=True, timeout=_DEADLINE)
-    assert result.returncode == 0, result.stderr[-3000:]
-    return json.loads(result.stdout.splitlines()[-1])
+    return printed_by("report_program", *_MODELS, deadline=_DEADLINE)
 
 
 def test_what_is_estimated_is_near_what_is_measured():

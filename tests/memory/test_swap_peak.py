@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import functools
-import json
-import os
-import subprocess
-import sys
 
 import pytest
 
-from tests.launcher.conftest import SOURCE
+from tests.memory.programs import printed_by
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 
@@ -27,11 +23,7 @@ _INSIDE = 16 * _INPUT
 def peaks(blocks: int) -> dict[str, dict[str, int]]:
     """Bytes of each kind, by device."""
     kinds = ["none", "park", "swap", "park at once", "swap at once"]
-    command = [sys.executable, "-m", "tests.memory.swap_program", str(blocks), *kinds]
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "TF_CPP_MIN_LOG_LEVEL": "2"}
-    result = subprocess.run(command, cwd=SOURCE, env=environment, capture_output=True, text=True, timeout=_DEADLINE)
-    assert result.returncode == 0, result.stderr[-3000:]
-    return json.loads(result.stdout.splitlines()[-1])
+    return printed_by("swap_program", str(blocks), *kinds, deadline=_DEADLINE)
 
 
 def growth(kind: str, device: str) -> int:

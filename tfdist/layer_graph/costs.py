@@ -95,7 +95,7 @@ def measured_costs(graph: LayerGraph, rows: int) -> list[Cost]:
     values = {key: _sample(*graph.shapes[key], rows) for key in graph.inputs}
     seconds = []
     for call in graph.calls:
-        seconds.append(_seconds(_compiled(call, values)))
+        seconds.append(seconds_of(_compiled(call, values)))
         with keras.StatelessScope():
             _run(call, values, graph)
     return [cost._replace(seconds=value) for cost, value in zip(costs, seconds, strict=True)]
@@ -244,7 +244,12 @@ def _compiled(call: Call, values: Mapping[int, Any]) -> Callable[[], Any]:
     return tf.function(run, autograph=False).get_concrete_function()
 
 
-def _seconds(run: Callable[[], Any]) -> float:
+def seconds_of(run: Callable[[], Any]) -> float:
+    """How long it takes, on whatever devices it uses: the median of some runs, after others to warm up.
+
+    Args:
+        run: what is to be measured.
+    """
     durations = []
     for _ in range(_WARM_UPS + _RUNS):
         begin = time.perf_counter()

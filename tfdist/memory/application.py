@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 from collections.abc import Iterator
 
@@ -55,7 +54,7 @@ def apply(model: keras.Model, policy: MemoryPolicy | str) -> keras.Model:
             "with a keras.Input, or one on which `model.build(input_shape)` was called, or which was called once."
         )
     # What is wrong should be told before anything is changed, and not wait for a fit.
-    _plan(model, dataclasses.replace(policy, mode="none", budget=None) if policy.is_automatic else policy)
+    plan = _plan(model, policy.with_modes("none") if policy.is_automatic else policy)
     _check_host(policy)
     remove(model)
     if policy.is_automatic:
@@ -63,7 +62,7 @@ def apply(model: keras.Model, policy: MemoryPolicy | str) -> keras.Model:
         for name in METHODS:
             object.__setattr__(model, name, getattr(automatic, name))
     else:
-        apply_modes(model, policy)
+        _follow(model, plan, policy)
     return model
 
 
@@ -104,8 +103,12 @@ def remove(model: keras.Model) -> keras.Model:
 
 def apply_modes(model: keras.Model, policy: MemoryPolicy) -> None:
     """Applies a policy whose modes are known, instead of those that are applied."""
-    _remove_modes(model)
     plan = _plan(model, policy)
+    _remove_modes(model)
+    _follow(model, plan, policy)
+
+
+def _follow(model: keras.Model, plan: GraphPlan | LayerPlan, policy: MemoryPolicy) -> None:
     if isinstance(plan, GraphPlan):
         _shadow_call(model, model, GraphCall(model, plan, policy))
     else:

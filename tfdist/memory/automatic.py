@@ -68,12 +68,11 @@ class Automatic:
     def _choose(self) -> None:
         # They are above this file.
         from tfdist.memory.application import apply_modes
-        from tfdist.memory.estimation.checks import check_chosen, check_estimable
+        from tfdist.memory.estimation.checks import check_estimable
         from tfdist.memory.estimation.choosing import choose_for
 
         check_estimable(self._model, "MemoryPolicy('auto')")
-        check_chosen(self._model, self.policy)
-        if any(size is None for spec in tf.nest.flatten(self._batch) if spec is not None for size in spec.shape):
+        if not all(spec is None or spec.shape.is_fully_defined() for spec in tf.nest.flatten(self._batch)):
             raise ValueError(
                 f"Received: mode 'auto' for model '{self._model.name}', and batches whose shapes are not all known: "
                 f"{self._batch}. Expected: dataset.batch(n, drop_remainder=True); or "
@@ -86,7 +85,10 @@ class Automatic:
             _log.warning("Model '%s': %s", self._model.name, choice)
 
 
-def _with_rows(spec: tf.TensorSpec, rows: int | None, times: int) -> tf.TensorSpec:
-    first, *rest = spec.shape if spec.shape.rank else [None]
+def _with_rows(spec: tf.TensorSpec | None, rows: int | None, times: int) -> tf.TensorSpec:
+    # What is no tensor has no shape that is known.
+    if spec is None or not spec.shape.rank:
+        return tf.TensorSpec(None) if spec is None else spec
+    first, *rest = spec.shape
     first = rows if first is None else first * times
     return tf.TensorSpec([first, *rest], spec.dtype)

@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 from keras.src import tree
+from keras.src.models.functional import unpack_singleton
 from tensorflow.python.eager import record
 
 from tfdist.layer_graph.chunk import is_traced
@@ -53,5 +54,4 @@ class GraphCall:
             values.update(zip(chunk.outputs, block.outputs(result.result), strict=True))
             self._model._losses.extend(result.losses)
         outputs = [attached(values[key]) for key in plan.graph.outputs]
-        packed = tree.pack_sequence_as(plan.functional._outputs_struct, outputs)
-        return packed[0] if isinstance(packed, (list, tuple)) and len(packed) == 1 else packed
+        return unpack_singleton(tree.pack_sequence_as(plan.functional._outputs_struct, outputs))

@@ -87,6 +87,10 @@ class MemoryPolicy:
         """Whether the modes are still to be chosen."""
         return self.mode == AUTOMATIC
 
+    def with_modes(self, mode: str | Mapping[str, str]) -> MemoryPolicy:
+        """The same with this mode, or these modes by names of blocks, and nothing left to choose."""
+        return dataclasses.replace(self, mode=mode, budget=None)
+
     @property
     def modes(self) -> list[str]:
         """The modes that it names."""

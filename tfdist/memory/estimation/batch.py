@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src import tree
+from keras.src.models.functional import unpack_singleton
 
 from tfdist.layer_graph.graph import functional_of
 
@@ -41,7 +42,8 @@ def batch_of(model: keras.Model, rows: int) -> tuple[Any, Any]:
             f"Received: model '{model.name}', whose inputs and outputs have no known shapes. Expected: "
             "data=(x, y), a batch of arrays, instead of batch_size; only its shapes and dtypes are looked at."
         )
-    x = tree.map_structure(lambda t: tf.TensorSpec([rows, *t.shape[1:]], t.dtype), _bare(functional._inputs_struct))
+    inputs = unpack_singleton(functional._inputs_struct)
+    x = tree.map_structure(lambda t: tf.TensorSpec([rows, *t.shape[1:]], t.dtype), inputs)
     outputs = tree.flatten(functional.outputs)
     given = model._compile_loss._user_loss if model._compile_loss is not None else None
     if isinstance(given, dict):
@@ -54,7 +56,7 @@ def batch_of(model: keras.Model, rows: int) -> tuple[Any, Any]:
         tf.TensorSpec([rows, *t.shape[1:-1]], tf.int32) if of_classes else tf.TensorSpec([rows, *t.shape[1:]], t.dtype)
         for t, of_classes in zip(outputs, sparse, strict=True)
     ]
-    return x, tree.pack_sequence_as(_bare(functional._outputs_struct), y)
+    return x, tree.pack_sequence_as(unpack_singleton(functional._outputs_struct), y)
 
 
 @contextlib.contextmanager
@@ -108,11 +110,6 @@ def split(batch: Any, replicas: int) -> Any:
         return tf.TensorSpec([-(-spec.shape[0] // replicas), *spec.shape[1:]], spec.dtype)
 
     return tf.nest.map_structure(part, batch)
-
-
-def _bare(structure: Any) -> Any:
-    """Keras packs a single tensor into a list for some models."""
-    return structure[0] if isinstance(structure, (list, tuple)) and len(structure) == 1 else structure
 
 
 def _is_sparse(loss: Any) -> bool:

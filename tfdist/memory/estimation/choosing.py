@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import glob
-import io
 import logging
 import math
 from collections.abc import Sequence
@@ -13,7 +12,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from tfdist.memory.application import under
@@ -25,6 +23,7 @@ from tfdist.memory.estimation.estimate import Estimate, estimate
 from tfdist.memory.estimation.rates import Rates, measured_rates
 from tfdist.memory.estimation.traced_graph import short_device
 from tfdist.memory.policy import MemoryPolicy, bytes_of_budget
+from tfdist.plain_text import plain_text
 
 _log = logging.getLogger("tfdist")
 # The order in which TensorFlow's executor runs what is ready differs, and the peak by up to about a tenth.
@@ -72,9 +71,7 @@ class Choice:
             saved = "" if option.mode == "none" else f"{block.kept / 1e6:.2f}"
             numbers = (f"{option.kept / 1e6:.2f}", saved, f"{100 * share:.1f}", f"{100 * added:.1f}")
             table.add_row(block.name, option.mode, *numbers)
-        console = Console(file=io.StringIO(), width=120)
-        console.print(table)
-        return "\n".join([self.summary, *(line.rstrip() for line in console.file.getvalue().rstrip().splitlines())])
+        return f"{self.summary}\n\n{plain_text(table)}"
 
     @property
     def summary(self) -> str:
@@ -122,7 +119,6 @@ def choose(
         True
     """
     check_estimable(model, "choose")
-    check_chosen(model, policy)
     check_one_batch(batch_size, data)
     if data is not None:
         return choose_for(model, specifications_of(data), policy)
@@ -133,6 +129,7 @@ def choose(
 
 def choose_for(model: keras.Model, batch: Any, policy: MemoryPolicy) -> Choice:
     """Does what `choose` does, for a batch of these specifications."""
+    check_chosen(model, policy)
     search = _Search(model, batch, policy)
     if search.plain <= search.budget:
         return search.choice([of_block[0] for of_block in search.options])
@@ -165,7 +162,7 @@ class _Search:
     def __init__(self, model: keras.Model, batch: Any, policy: MemoryPolicy):
         self._model, self._batch, self._policy = model, batch, policy
         self.budget = bytes_of_budget(policy.budget)
-        with under(model, dataclasses.replace(policy, mode="none", budget=None)):
+        with under(model, policy.with_modes("none")):
             plain = estimate(model, batch)
         replicas = {device.device for device in plain.devices if device.batch}
         _check_known(model, plain)
@@ -202,7 +199,7 @@ class _Search:
 
     def _policy_of(self, modes: Sequence[str]) -> MemoryPolicy:
         by_block = {glob.escape(cost.name): mode for cost, mode in zip(self._costs, modes, strict=True)}
-        return dataclasses.replace(self._policy, mode=by_block, budget=None)
+        return self._policy.with_modes(by_block)
 
     @staticmethod
     def _with_margin(estimated: Estimate) -> int:

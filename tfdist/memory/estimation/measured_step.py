@@ -14,7 +14,7 @@ from tfdist.strategies.step_shadows import optimizers_of, seed_generators_of
 
 _STEPS = 3
 # Some allocators of CPUs count what is large only.
-_SOME = 256
+_SOME = 1024
 
 
 def measure(model: keras.Model, batch: Any) -> dict[str, int]:
@@ -80,7 +80,7 @@ def _is_counted(device: str) -> bool:
     try:
         before = tf.config.experimental.get_memory_info(device)["current"]
         with tf.device(device):
-            some = tf.zeros([_SOME])
+            some = tf.zeros([_SOME], tf.uint8)
         return tf.config.experimental.get_memory_info(device)["current"] >= before + some.shape[0]
     except (ValueError, tf.errors.OpError):
         return False

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable
 from typing import NamedTuple
 
 import tensorflow as tf
 
+from tfdist.layer_graph.costs import seconds_of
+
 _SIDE = 1024  # of the matrices
 _BYTES = 1 << 25
-_RUNS = 5
 
 
 class Rates(NamedTuple):
@@ -49,14 +47,4 @@ def measured_rates(device: str, host: str) -> Rates:
         with tf.device(host):
             return block + 0.0
 
-    return Rates(2.0 * _SIDE**3 / _seconds(multiply), _BYTES / _seconds(copy))
-
-
-def _seconds(run: Callable[[], tf.Tensor]) -> float:
-    durations = []
-    for _ in range(1 + _RUNS):
-        begin = time.perf_counter()
-        run()
-        tf.test.experimental.sync_devices()
-        durations.append(time.perf_counter() - begin)
-    return statistics.median(durations[1:])
+    return Rates(2.0 * _SIDE**3 / seconds_of(multiply), _BYTES / seconds_of(copy))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -12,17 +11,18 @@ from typing import Any
 
 import keras
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from tfdist.memory.application import applied, under
 from tfdist.memory.estimation.batch import assumed, batch_of, specifications_of
-from tfdist.memory.estimation.checks import check_chosen, check_estimable, check_one_batch
+from tfdist.memory.estimation.checks import check_estimable, check_one_batch
 from tfdist.memory.estimation.choosing import choose_for
 from tfdist.memory.estimation.estimate import DeviceMemory, estimate
 from tfdist.memory.estimation.measured_step import measure
+from tfdist.memory.estimation.picture import save_picture
 from tfdist.memory.estimation.traced_step import GRADIENTS, OPTIMIZER, OTHER
 from tfdist.memory.policy import MemoryPolicy, policy_of
+from tfdist.plain_text import plain_text
 from tfdist.strategies.host_offload import HostOffloadStrategy
 
 
@@ -73,9 +73,7 @@ class MemoryReport:
         _row(table, "all", (device.total for device in self.devices))
         if any(device.measured is not None for device in self.devices):
             _row(table, "step, measured", (device.measured for device in self.devices))
-        console = Console(file=io.StringIO(), width=120)
-        console.print(table)
-        return "\n".join([self.title, *(line.rstrip() for line in console.file.getvalue().rstrip().splitlines())])
+        return f"{self.title}\n\n{plain_text(table)}"
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draws what each device holds in the course of the step.
@@ -86,8 +84,6 @@ class MemoryReport:
         Raises:
             ImportError: if matplotlib is not installed.
         """
-        from tfdist.memory.estimation.picture import save_picture
-
         save_picture(path, self)
 
 
@@ -131,7 +127,6 @@ def report(
     batch = batch_of(model, batch_size) if data is None else specifications_of(data)
     policy = policy_of(policy) or applied(model) or getattr(model.distribute_strategy, "memory", None)
     if policy is not None and policy.is_automatic:
-        check_chosen(model, policy)
         policy = choose_for(model, batch, policy).policy
     # That one has blocks of its own.
     streams = isinstance(model.distribute_strategy, HostOffloadStrategy)

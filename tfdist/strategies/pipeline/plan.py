@@ -11,7 +11,7 @@ from typing import Any
 
 import keras
 from keras.src import tree
-from keras.src.models.functional import Functional
+from keras.src.models.functional import Functional, unpack_singleton
 
 from tfdist.layer_graph.chunk import Chunk, make_chunks
 from tfdist.layer_graph.graph import LayerGraph
@@ -84,8 +84,7 @@ class PipelinePlan:
 
     def pack_outputs(self, tensors: list[Any]) -> Any:
         """The structure that calling the model returns."""
-        packed = tree.pack_sequence_as(self.functional._outputs_struct, tensors)
-        return packed[0] if isinstance(packed, (list, tuple)) and len(packed) == 1 else packed
+        return unpack_singleton(tree.pack_sequence_as(self.functional._outputs_struct, tensors))
 
     def choose_schedule(self, planner: Any, obstacle: str | None) -> None:
         """Sets the schedule that the user wants, or the best one that the compiled loss allows.

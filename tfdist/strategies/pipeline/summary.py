@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 from collections.abc import Sequence
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from tfdist.plain_text import plain_text
 
 _UNITS = ("", "K", "M", "G", "T", "P")
 
@@ -105,12 +105,8 @@ def summary(stages: Sequence[StageSummary], run: RunSummary, width: int = 100) -
             f"{stage.flops / total:.1%}" if total else "-",
             _size(stage.sent_bytes) if stage.sent_bytes else "-",
         )
-    text = io.StringIO()
-    console = Console(file=text, width=width, color_system=None, legacy_windows=False)
-    console.print(table)
-    for line in _lines(run.devices or len({stage.device for stage in stages}), len(stages), run):
-        console.print(Text(line))
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines()).strip("\n")
+    lines = _lines(run.devices or len({stage.device for stage in stages}), len(stages), run)
+    return plain_text(table, *map(Text, lines), width=width)
 
 
 def _lines(devices: int, stages: int, run: RunSummary) -> list[str]:
