@@ -77,8 +77,9 @@ def build_model(blocks: int = 12, filters: int = 16) -> keras.Model:
 def train(options: argparse.Namespace) -> None:
     """Trains and evaluates the model, in the memory that there is."""
     device = limit_memory(options.limit)
-    keras.utils.set_random_seed(options.seed)
     builder = prepared.prepare(Digits, options.data_dir)
+    # Not before: preparing a dataset, which is done once, draws random numbers.
+    keras.utils.set_random_seed(options.seed)
     train, test = (
         builder.as_dataset(split=split, as_supervised=True, shuffle_files=False, batch_size=options.batch_size)
         for split in ("train", "test")

@@ -36,7 +36,7 @@ def main(text: str, path: str) -> None:
         records.append(record)
         try:
             model = compiled(variant, shape, settings["depth"], device if variant == OFFLOAD else "", xla)
-            record["peak"] = _peak(model, data, device)
+            record["peak"] = peak_of_step(model, data, device)
             settle = tf.test.experimental.sync_devices
             trials.append((record, FitWindows(model, data, [os.getpid()], settings["seconds"], settle=settle)))
         except Exception as error:  # a peer that fails is a result
@@ -49,8 +49,15 @@ def main(text: str, path: str) -> None:
     Path(path).write_text(json.dumps(records))
 
 
-def _peak(model: Any, data: Any, device: str) -> int:
-    """Bytes that a step adds to what is in use before it."""
+def peak_of_step(model: Any, data: Any, device: str, steps: int = 2) -> int:
+    """Bytes that the last of some steps adds to what is in use before it.
+
+    Args:
+        model: a compiled model.
+        data: a dataset of batches.
+        device: whose memory TensorFlow counts.
+        steps: how many are made.
+    """
     import keras
     from tensorflow.config import experimental
 
@@ -64,7 +71,7 @@ def _peak(model: Any, data: Any, device: str) -> int:
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             found.append(experimental.get_memory_info(device)["peak"] - self._before)
 
-    model.fit(data, steps_per_epoch=2, shuffle=False, verbose=0, callbacks=[Measure()])
+    model.fit(data, steps_per_epoch=steps, shuffle=False, verbose=0, callbacks=[Measure()])
     return found[-1]
 
 

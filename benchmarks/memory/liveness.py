@@ -17,6 +17,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager.polymorphic_function.concrete_function import ConcreteFunction
 
+from tfdist.memory.estimation.traced_graph import short_device
+
 v1 = tf.compat.v1
 # What they return is there before and after: variables, arguments and constants.
 _RESIDENT = frozenset({"ReadVariableOp", "VarHandleOp", "Const", "_Arg", "Placeholder"})
@@ -66,19 +68,19 @@ def held(function: ConcreteFunction, arguments: Sequence[np.ndarray]) -> dict[st
     """
     metadata = _run(function, arguments)
     times = {
-        (_short(device.device), node.node_name): node
+        (short_device(device.device), node.node_name): node
         for device in metadata.step_stats.dev_stats
         for node in device.node_stats
     }
     sources = {
-        _channel(node): (_short(node.device), *_split(next(_data_inputs(node))))
+        _channel(node): (short_device(node.device), *_split(next(_data_inputs(node))))
         for partition in metadata.partition_graphs
         for node in partition.node
         if node.op in ("_Send", "_HostSend")
     }
     found = {}
     for partition in metadata.partition_graphs:
-        device = next(_short(node.device) for node in partition.node if node.device)
+        device = next(short_device(node.device) for node in partition.node if node.device)
         found[device] = _Partition(device, partition, times, sources).held()
     return found
 
@@ -242,8 +244,3 @@ def _channel(node: Any) -> tuple[bytes, ...]:
 def _allocation(output: Any) -> tuple[int, int]:
     description = output.tensor_description.allocation_description
     return description.allocated_bytes or description.requested_bytes, description.ptr
-
-
-def _short(device: str) -> str:
-    spec = tf.DeviceSpec.from_string(device)
-    return f"{spec.device_type}:{spec.device_index}"

@@ -17,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
+from benchmarks.memory.fit_worker import peak_of_step
 from tfdist import memory
 
 WIDTH, ROWS = 64, 2048
@@ -32,7 +33,7 @@ def build(blocks: int) -> keras.Model:
 
 
 def peak(blocks: int, mode: str) -> int:
-    """Bytes that the second of two steps adds to what is in use before it."""
+    """Bytes that the last of three steps adds to what is in use before it."""
     keras.utils.set_random_seed(0)
     model = build(blocks)
     mode, _, xla = mode.partition("+")
@@ -41,18 +42,7 @@ def peak(blocks: int, mode: str) -> int:
         memory.apply(model, memory.MemoryPolicy(mode, [f"block_{index}" for index in range(blocks)]))
     x, y = np.ones((ROWS, WIDTH), "float32"), np.ones((ROWS, 1), "float32")
     data = tf.data.Dataset.from_tensors((x, y)).repeat(3)
-    found: list[int] = []
-
-    class Measure(keras.callbacks.Callback):
-        def on_train_batch_begin(self, batch, logs=None):
-            tf.config.experimental.reset_memory_stats("CPU:0")
-            self.before = tf.config.experimental.get_memory_info("CPU:0")["current"]
-
-        def on_train_batch_end(self, batch, logs=None):
-            found.append(tf.config.experimental.get_memory_info("CPU:0")["peak"] - self.before)
-
-    model.fit(data, epochs=1, verbose=0, callbacks=[Measure()])
-    return found[-1]
+    return peak_of_step(model, data, "CPU:0", steps=3)
 
 
 if __name__ == "__main__":

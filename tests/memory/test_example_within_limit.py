@@ -31,9 +31,8 @@ def test_a_batch_that_only_a_policy_can_hold(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr[-3000:]
     _, plain, recomputed = re.split(r"^--- --memory \w+$", result.stdout, flags=re.MULTILINE)
 
-    assert re.search(
-        r"^out of memory: OOM when allocating tensor with shape\[750,8,8,16\]", result.stderr, re.MULTILINE
-    )
+    # Which of a step's tensors no longer fits depends on the order in which the executor comes to them.
+    assert re.search(r"^out of memory: OOM when allocating tensor with shape\[750,", result.stderr, re.MULTILINE)
     assert "test accuracy" not in plain
     assert "--- ended with exit code 1" in plain
 

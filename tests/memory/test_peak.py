@@ -8,7 +8,7 @@ import pytest
 
 from tests.memory.programs import printed_by
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 _DEADLINE = 180
 

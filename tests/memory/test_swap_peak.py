@@ -8,7 +8,7 @@ import pytest
 
 from tests.memory.programs import printed_by
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 _DEADLINE = 180
 _FEW, _MANY = 4, 16
@@ -55,4 +55,4 @@ def test_plain_training_needs_more_for_more_blocks():
 
 @pytest.mark.parametrize("mode", ["park", "swap"])
 def test_the_device_needs_more_if_all_is_fetched_at_once(mode):
-    assert growth(f"{mode} at once", "CPU:1") > 0.6 * growth(mode, "CPU:0")
+    assert growth(f"{mode} at once", "CPU:1") > 0.5 * growth(mode, "CPU:0")

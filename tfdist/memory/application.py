@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import keras
 import tensorflow as tf
 
 from tfdist.layer_graph.graph import functional_of
+from tfdist.memory.application_checks import check_applicable, check_host, check_model
 from tfdist.memory.automatic import METHODS, Automatic
 from tfdist.memory.graph_call import GraphCall
 from tfdist.memory.layer_call import LayerCall
-from tfdist.memory.plan import GraphPlan, LayerPlan, plan_graph, plan_layers
+from tfdist.memory.plan import GraphPlan, LayerPlan, contents, plan_graph, plan_layers
 from tfdist.memory.policy import MemoryPolicy, policy_of
+from tfdist.memory.undecided_call import UndecidedCall
 
 _log = logging.getLogger("tfdist")
 # Notes on the model that it is this file that has changed its `supports_jit`, and what its `jit_compile` was.
 _WITHOUT_XLA = "_tfdist_without_xla"
+_ON_HOST = ("park", "swap")
 
 
 def apply(model: keras.Model, policy: MemoryPolicy | str) -> keras.Model:
@@ -45,22 +48,20 @@ def apply(model: keras.Model, policy: MemoryPolicy | str) -> keras.Model:
         >>> model.compile("sgd", "mse")
         >>> model = tfdist.memory.apply(model, "recompute")
     """
+    check_model(model)
     policy = policy_of(policy)
     if policy is None:
         raise ValueError("Received: policy=None. Expected: a mode, or a MemoryPolicy; `remove` takes a policy back.")
-    if not model.built:
-        raise ValueError(
-            f"Received: model '{model.name}', which is not built, so that its layers are not known. Expected: a model "
-            "with a keras.Input, or one on which `model.build(input_shape)` was called, or which was called once."
-        )
+    check_applicable(model, policy)
     # What is wrong should be told before anything is changed, and not wait for a fit.
     plan = _plan(model, policy.with_modes("none") if policy.is_automatic else policy)
-    _check_host(policy)
+    check_host(policy)
     remove(model)
     if policy.is_automatic:
         automatic = Automatic(model, policy)
         for name in METHODS:
             object.__setattr__(model, name, getattr(automatic, name))
+        _shadow_call(model, model, UndecidedCall(model, policy))
     else:
         _follow(model, plan, policy)
     return model
@@ -93,7 +94,11 @@ def remove(model: keras.Model) -> keras.Model:
 
     Returns:
         The model.
+
+    Raises:
+        ValueError: if it is no model.
     """
+    check_model(model)
     if automatic_of(model) is not None:
         for name in METHODS:
             object.__delattr__(model, name)
@@ -114,12 +119,13 @@ def _follow(model: keras.Model, plan: GraphPlan | LayerPlan, policy: MemoryPolic
     else:
         for layer, name, mode in zip(plan.layers, plan.names, plan.modes, strict=True):
             _shadow_call(model, layer, LayerCall(layer, name, mode, model, policy))
-    if set(policy.modes) & {"park", "swap"}:
+    if set(policy.modes) & set(_ON_HOST):
         _do_without_xla(model)
         if len(tf.config.list_logical_devices()) == 1:
             _log.warning(
-                "Mode 'park' or 'swap' for model '%s' on a machine whose only device is the host: nothing can be kept "
-                "elsewhere. Mode 'recompute' saves memory here.",
+                "Mode %s for model '%s' on a machine whose only device is the host: nothing can be kept elsewhere. "
+                "Mode 'recompute' saves memory here.",
+                " and ".join(repr(mode) for mode in _ON_HOST if mode in policy.modes),
                 model.name,
             )
 
@@ -151,13 +157,15 @@ def under(model: keras.Model, policy: MemoryPolicy | None) -> Iterator[None]:
         model.supports_jit, model.jit_compile, model.train_function = supports, compiled, function
 
 
-def _check_host(policy: MemoryPolicy) -> None:
-    specs = [tf.DeviceSpec.from_string(device.name) for device in tf.config.list_logical_devices()]
-    known = sorted({f"{spec.device_type}:{spec.device_index}" for spec in specs})
-    spec = tf.DeviceSpec.from_string(policy.host)
-    # Of another process' devices only that process knows.
-    if spec.job is None and f"{spec.device_type}:{spec.device_index}" not in known:
-        raise ValueError(f"Received: host={policy.host!r}. Expected: a device of this process: {', '.join(known)}.")
+def contents_of(model: keras.Model, policy: MemoryPolicy) -> dict[str, str]:
+    """The first and the last layer of each block, by the block's name; nothing where blocks are layers.
+
+    Args:
+        model: a model that is built.
+        policy: what is kept.
+    """
+    functional = functional_of(model)
+    return contents(plan_graph(functional, policy)) if functional is not None and policy.blocks == "auto" else {}
 
 
 def _plan(model: keras.Model, policy: MemoryPolicy) -> GraphPlan | LayerPlan:
@@ -171,7 +179,7 @@ def _modes(model: keras.Model) -> MemoryPolicy | None:
 
 
 def _has_call(layer: keras.layers.Layer) -> bool:
-    return isinstance(vars(layer).get("call"), (GraphCall, LayerCall))
+    return isinstance(vars(layer).get("call"), (GraphCall, LayerCall, UndecidedCall))
 
 
 def _remove_modes(model: keras.Model) -> None:
@@ -185,7 +193,7 @@ def _remove_modes(model: keras.Model) -> None:
         model.jit_compile = model.jit_compile or compiled
 
 
-def _shadow_call(model: keras.Model, layer: keras.layers.Layer, call: GraphCall | LayerCall) -> None:
+def _shadow_call(model: keras.Model, layer: keras.layers.Layer, call: Callable) -> None:
     # Past Keras' attribute tracking.
     object.__setattr__(layer, "call", call)
     # What was traced keeps everything.

@@ -75,14 +75,17 @@ class Automatic:
         if not all(spec is None or spec.shape.is_fully_defined() for spec in tf.nest.flatten(self._batch)):
             raise ValueError(
                 f"Received: mode 'auto' for model '{self._model.name}', and batches whose shapes are not all known: "
-                f"{self._batch}. Expected: dataset.batch(n, drop_remainder=True); or "
-                "tfdist.memory.choose(model, data=batch, policy=...), whose policy can be applied."
+                f"{self._batch}. Expected: batches of one size, such as dataset.batch(n, drop_remainder=True); or, for "
+                "generators, too, choice = tfdist.memory.choose(model, data=(x, y), policy=...) with the largest batch "
+                "that comes, and tfdist.memory.apply(model, choice.policy)."
             )
         choice = choose_for(self._model, self._batch, self.policy)
         apply_modes(self._model, choice.policy)
         self._chosen_for = str(self._batch)
         if any(option.mode != "none" for option in choice.options):
             _log.warning("Model '%s': %s", self._model.name, choice)
+        else:
+            _log.info("Model '%s': %s", self._model.name, choice.summary)
 
 
 def _with_rows(spec: tf.TensorSpec | None, rows: int | None, times: int) -> tf.TensorSpec:

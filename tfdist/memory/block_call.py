@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras.src.backend.common.variables import AutocastScope, get_autocast_scope
 from tensorflow.python.eager import record
 
-from tfdist.layer_graph.pure_call import PureResult
+from tfdist.layer_graph.pure_call import ImpureError, PureResult
 from tfdist.layer_graph.values import is_differentiable
 from tfdist.memory.labels import labelled
 from tfdist.memory.order import Order
@@ -74,6 +74,8 @@ class BlockCall:
     """
 
     inference: ClassVar[type[BlockCall] | None] = None
+    # What to do with a layer that is no pure function.
+    remedy: ClassVar[str] = "mode 'none' for this block, which is then called as it is"
 
     def __init__(self, block: Block, trainable: list, state: list, tensors: list, keeping: Keeping):
         self.block, self.trainable, self.state, self.keeping = block, trainable, state, keeping
@@ -149,7 +151,13 @@ def _call_block(
         _assign(block, state, result)
         return result
     call = kind(block, trainable, state, list(tensors), keeping)
-    result = call.forward()
+    try:
+        result = call.forward()
+    except ImpureError as error:
+        if str(error).startswith("Received: block "):
+            raise
+        told = str(error).removeprefix("Received: ").removesuffix(".")
+        raise ImpureError(f"Received: block '{block.label}': {told}; or {call.remedy}.") from error
     _assign(block, state, result)
     if not trained:
         return result

@@ -93,9 +93,11 @@ def plan_graph(functional: Functional, policy: MemoryPolicy) -> GraphPlan:
 def _check_patterns(policy: MemoryPolicy, names: Sequence[str]) -> None:
     for pattern in () if isinstance(policy.mode, str) else policy.mode:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            more = ", ..." if len(policy.mode) > 1 else ""
+            remedy = "; for layers by their names, blocks=[...]" if policy.blocks == "auto" else ""
             raise ValueError(
-                f"Received: mode={{{pattern!r}: {policy.mode[pattern]!r}, ...}}, a pattern that fits no block. "
-                f"Expected: names of blocks, or patterns, such as {', '.join(map(repr, names[:_SHOWN]))}."
+                f"Received: mode={{{pattern!r}: {policy.mode[pattern]!r}{more}}}, with a pattern that fits no block. "
+                f"Expected: names of blocks, or patterns, such as {', '.join(map(repr, names[:_SHOWN]))}{remedy}."
             )
 
 
@@ -132,6 +134,16 @@ def plan_layers(model: keras.Model, policy: MemoryPolicy) -> LayerPlan:
         blocks, names = [*blocks, *rest], [*names, *(layer.name for layer in rest)]
     _check_patterns(policy, names)
     return LayerPlan(blocks, names, [policy.mode_of(name) for name in names])
+
+
+def contents(plan: GraphPlan) -> dict[str, str]:
+    """The first and the last layer of each block, by its name.
+
+    Args:
+        plan: of a model.
+    """
+    ends = [list(dict.fromkeys((chunk.calls[0].name, chunk.calls[-1].name))) for chunk in plan.chunks]
+    return {name: " to ".join(of_block) for name, of_block in zip(plan.names, ends, strict=True)}
 
 
 def keeping(policy: MemoryPolicy, model: keras.Model) -> Keeping:

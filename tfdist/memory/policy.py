@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import ClassVar
 
 MODES = ("none", "recompute", "park", "swap")
@@ -68,6 +68,10 @@ class MemoryPolicy:
             bytes_of_budget(self.budget)
         if not isinstance(self.mode, (str, Mapping)):
             raise ValueError(f"Received: mode={self.mode!r}. Expected: a mode, or a dict of modes by names of blocks.")
+        if not self.modes:
+            raise ValueError(
+                "Received: mode={}. Expected: one mode, or modes by names of blocks: {'encoder*': 'swap'}."
+            )
         for mode in self.modes:
             if mode not in self.known and not self.is_automatic:
                 rest = "" if self.streams else "; or 'auto', with a budget"
@@ -75,7 +79,7 @@ class MemoryPolicy:
         if isinstance(self.blocks, type) or (isinstance(self.blocks, str) and self.blocks != "auto"):
             name = self.blocks.__name__ if isinstance(self.blocks, type) else repr(self.blocks)
             raise ValueError(f"Received: blocks={self.blocks!r}. Expected: 'auto', or a list: [{name}].")
-        if not self.blocks:
+        if not self.blocks or not isinstance(self.blocks, Collection):
             raise ValueError(f"Received: blocks={self.blocks!r}. Expected: 'auto', or names or classes of layers.")
         if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or self.prefetch < 0:
             raise ValueError(f"Received: prefetch={self.prefetch!r}. Expected: a whole number, 0 or more.")

@@ -6,6 +6,7 @@ Source: "Training Deep Nets with Sublinear Memory Cost" (Chen et al., arXiv 1604
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from tensorflow.python.eager import record
 from tfdist.layer_graph.effects import CHANGING, UNSEEDED
 from tfdist.layer_graph.pure_call import ImpureError, PureResult
 from tfdist.memory.block_call import BlockCall, watch
+from tfdist.memory.fusion import keep_apart
 from tfdist.memory.gates import gated, released_together, waiting_for
 from tfdist.memory.host_copies import from_host, to_host
 from tfdist.memory.noted import noted
@@ -23,14 +25,18 @@ from tfdist.memory.noted import noted
 class Recomputed(BlockCall):
     """Keeps the inputs."""
 
+    # What the first run has made, and where; nothing outside of a graph.
+    _graph: tf.Graph | None = None
+    _made: Sequence[str] = ()
+
     def forward(self) -> PureResult:
         with record.stop_recording():
             if tf.executing_eagerly():
                 return self.block.run(self.trainable, self.state, self.tensors)
-            graph = tf.compat.v1.get_default_graph()
-            with noted(graph) as made:
+            self._graph = tf.compat.v1.get_default_graph()
+            with noted(self._graph) as self._made:
                 result = self.block.run(self.trainable, self.state, self.tensors)
-            _check_effects(self.block.label, map(graph.get_operation_by_name, made))
+            _check_effects(self.block.label, map(self._graph.get_operation_by_name, self._made))
             return result
 
     def inputs(self) -> list[tf.Tensor]:
@@ -41,12 +47,22 @@ class Recomputed(BlockCall):
         compiled = self.keeping.compiled
         self.keeping.order.begun.append(list(cotangents))
         trainable, state, tensors = gated([self.trainable, self.state, self.inputs()], cotangents, compiled)
+        # The gradient may be asked for elsewhere; and XLA merges as it likes.
+        same = self._graph is not None and tf.compat.v1.get_default_graph() is self._graph and not compiled
         # The context is for what has no inputs that could wait: random numbers, say.
-        with self.autocast(), waiting_for(cotangents, compiled), tf.GradientTape() as tape:
+        with self.autocast(), waiting_for(cotangents, compiled), tf.GradientTape() as tape, _noted(same) as again:
             watch(tape, [*trainable, *tensors])
             result = self.block.run(trainable, state, tensors)
-        gradients = self.gradients(tape, result, [*trainable, *tensors], cotangents)
+        with _noted(same) as made:
+            gradients = self.gradients(tape, result, [*trainable, *tensors], cotangents)
+        if same:
+            found = [t for t in tf.nest.flatten(gradients, expand_composites=True) if t is not None]
+            keep_apart(self._graph, self._made, again, made, found)
         return released_together(gradients, compiled)
+
+
+def _noted(wanted: bool) -> contextlib.AbstractContextManager[list[str]]:
+    return noted(tf.compat.v1.get_default_graph()) if wanted else contextlib.nullcontext([])
 
 
 def _check_effects(block: str, operations: Iterable[tf.Operation]) -> None:

@@ -21,6 +21,8 @@ from tfdist.memory.recomputed import Parked, Recomputed
 class Fetched(Recomputed):
     """Takes the values of its variables from the host; where nothing is trained, this is all there is to do."""
 
+    remedy = "another strategy than HostOffloadStrategy"
+
     def __init__(self, *args: Any):
         super().__init__(*args)
         # The block is where its inputs are: the variables are elsewhere.

@@ -101,6 +101,17 @@ def _specification(value: Any) -> tf.TensorSpec | None:
     return tf.TensorSpec(value.shape, keras.backend.floatx() if kind == tf.float64 else kind)
 
 
+def symbolic(batch: Any) -> Any:
+    """A batch as Keras' own `_symbolic_build` takes it.
+
+    Args:
+        batch: specifications.
+    """
+    return tf.nest.map_structure(
+        lambda spec: None if spec is None else keras.KerasTensor(spec.shape, spec.dtype.name), batch
+    )
+
+
 def split(batch: Any, replicas: int) -> Any:
     """The largest part of a batch that a replica gets."""
 

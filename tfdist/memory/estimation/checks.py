@@ -6,26 +6,29 @@ from typing import Any
 
 import keras
 
+from tfdist.memory.estimation.batch import symbolic
 from tfdist.memory.policy import MemoryPolicy
 from tfdist.strategies.host_offload import HostOffloadStrategy
 from tfdist.strategies.parameter_server.strategy import ParameterServerStrategy
 from tfdist.strategies.pipeline.strategy import PipelineStrategy
 
 
-def check_estimable(model: keras.Model, function: str) -> None:
+def check_estimable(model: keras.Model, function: str, batch: Any = None) -> None:
     """Checks that a training step of a model can be traced here.
 
     Args:
-        model: any model.
+        model: any model. If it is not built, and a batch is given, it is built from that, as `fit` would.
         function: what the user has called.
+        batch: specifications of a batch.
 
     Raises:
         ValueError: if it cannot.
     """
-    if not model.built or not model.compiled:
-        missing = "built" if not model.built else "compiled"
+    if not isinstance(model, keras.Model):
+        raise ValueError(f"Received: {function}() for {model!r}. Expected: a keras.Model, as the first argument.")
+    if not model.compiled:
         raise ValueError(
-            f"Received: {function}() for model '{model.name}', which is not {missing}. Expected: a model with known "
+            f"Received: {function}() for model '{model.name}', which is not compiled. Expected: a model with known "
             "inputs, after `model.compile(optimizer, loss)`."
         )
     if model.optimizer is None:
@@ -39,6 +42,15 @@ def check_estimable(model: keras.Model, function: str) -> None:
             f"Received: {function}() for model '{model.name}' under {type(strategy).__name__}, whose steps run in "
             "other processes or in parts. Expected: the same model without a strategy, or under MirroredStrategy, "
             "MultiWorkerMirroredStrategy or HostOffloadStrategy."
+        )
+    if not model.built and batch is not None:
+        with strategy.scope():
+            model._symbolic_build(data_batch=symbolic(batch))
+    if not model.built:
+        raise ValueError(
+            f"Received: {function}() for model '{model.name}', which is not built: its shapes are not known. Expected: "
+            "data=(x, y), a batch of arrays, instead of batch_size; or `model.build(input_shape)`, or one call of the "
+            "model, before."
         )
 
 
@@ -61,10 +73,23 @@ def check_chosen(model: keras.Model, policy: MemoryPolicy | None) -> None:
             f"Received: mode 'auto' for model '{model.name}' with run_eagerly=True, whose steps are no graphs that "
             "could be estimated. Expected: run_eagerly=False, or modes of your choice."
         )
+    check_not_streamed(model, "nothing is left to choose")
+
+
+def check_not_streamed(model: keras.Model, why: str) -> None:
+    """Checks that a model has no policy of its strategy's.
+
+    Args:
+        model: any model.
+        why: another policy makes no sense.
+
+    Raises:
+        ValueError: if it has one.
+    """
     if isinstance(model.distribute_strategy, HostOffloadStrategy):
         raise ValueError(
-            f"Received: model '{model.name}' under HostOffloadStrategy, whose blocks are all streamed. Expected: "
-            "another strategy, or none."
+            f"Received: a policy for model '{model.name}' under HostOffloadStrategy, whose blocks are all streamed: "
+            f"{why}. Expected: no policy; or the same model under another strategy, or none."
         )
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import glob
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -14,20 +14,19 @@ import tensorflow as tf
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from tfdist.memory.application import under
+from tfdist.memory.application import contents_of, under
 from tfdist.memory.estimation.assignment import Option, assign, peak
 from tfdist.memory.estimation.batch import assumed, batch_of, specifications_of
 from tfdist.memory.estimation.block_costs import BlockCost, block_costs, options
 from tfdist.memory.estimation.checks import check_chosen, check_estimable, check_one_batch
 from tfdist.memory.estimation.estimate import Estimate, estimate
+from tfdist.memory.estimation.liveness import MARGIN
 from tfdist.memory.estimation.rates import Rates, measured_rates
 from tfdist.memory.estimation.traced_graph import short_device
-from tfdist.memory.policy import MemoryPolicy, bytes_of_budget
+from tfdist.memory.policy import MODES, MemoryPolicy, bytes_of_budget
 from tfdist.plain_text import plain_text
 
 _log = logging.getLogger("tfdist")
-# The order in which TensorFlow's executor runs what is ready differs, and the peak by up to about a tenth.
-_MARGIN = 1.1
 _ATTEMPTS = 6
 # Of the budget: less than this is not worth another estimate.
 _NEAR = 0.97
@@ -45,6 +44,7 @@ class Choice:
         blocks: what each block keeps and computes.
         options: what was chosen for each block.
         rates: how fast the device is, which decides between computing again and sending.
+        layers: the first and the last layer of each block, by its name; nothing where blocks are layers.
     """
 
     policy: MemoryPolicy
@@ -54,6 +54,7 @@ class Choice:
     blocks: Sequence[BlockCost]
     options: Sequence[Option]
     rates: Rates
+    layers: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def added(self) -> float:
@@ -65,12 +66,15 @@ class Choice:
         table = Table(box=SIMPLE_HEAD)
         for name in ("block", "mode", "keeps, MB", "instead of, MB", "forward pass, %", "added time, %"):
             table.add_column(name, justify="left" if name in ("block", "mode") else "right")
+        if self.layers:
+            table.add_column("layers", no_wrap=True)
         flops = sum(block.flops for block in self.blocks) or 1.0
         for block, option in zip(self.blocks, self.options, strict=True):
             share, added = block.flops / flops, option.seconds * self.rates.flops / (3 * flops)
             saved = "" if option.mode == "none" else f"{block.kept / 1e6:.2f}"
             numbers = (f"{option.kept / 1e6:.2f}", saved, f"{100 * share:.1f}", f"{100 * added:.1f}")
-            table.add_row(block.name, option.mode, *numbers)
+            of_block = [self.layers.get(block.name, "")] if self.layers else []
+            table.add_row(block.name, option.mode, *numbers, *of_block)
         return f"{self.summary}\n\n{plain_text(table)}"
 
     @property
@@ -118,10 +122,11 @@ def choose(
         >>> choice.chosen <= 8e6 < choice.plain
         True
     """
-    check_estimable(model, "choose")
     check_one_batch(batch_size, data)
-    if data is not None:
-        return choose_for(model, specifications_of(data), policy)
+    batch = None if data is None else specifications_of(data)
+    check_estimable(model, "choose", batch)
+    if batch is not None:
+        return choose_for(model, batch, policy)
     batch = batch_of(model, batch_size)
     with assumed(batch):
         return choose_for(model, batch, policy)
@@ -130,6 +135,13 @@ def choose(
 def choose_for(model: keras.Model, batch: Any, policy: MemoryPolicy) -> Choice:
     """Does what `choose` does, for a batch of these specifications."""
     check_chosen(model, policy)
+    # One that keeps everything, one for each of the others for all blocks, and then what is between them.
+    _log.info(
+        "Model '%s': estimating a training step under 1 to %d plans, each of which is traced, to fit it into %s.",
+        model.name,
+        len(MODES) + _ATTEMPTS,
+        policy.budget,
+    )
     search = _Search(model, batch, policy)
     if search.plain <= search.budget:
         return search.choice([of_block[0] for of_block in search.options])
@@ -195,7 +207,8 @@ class _Search:
     def choice(self, chosen: Sequence[Option]) -> Choice:
         """What is told of it."""
         policy = self._policy_of([option.mode for option in chosen])
-        return Choice(policy, self.budget, self.plain, self.needs(chosen), self._costs, chosen, self.rates)
+        layers = contents_of(self._model, policy)
+        return Choice(policy, self.budget, self.plain, self.needs(chosen), self._costs, chosen, self.rates, layers)
 
     def _policy_of(self, modes: Sequence[str]) -> MemoryPolicy:
         by_block = {glob.escape(cost.name): mode for cost, mode in zip(self._costs, modes, strict=True)}
@@ -203,7 +216,7 @@ class _Search:
 
     @staticmethod
     def _with_margin(estimated: Estimate) -> int:
-        return max(round(device.total + (_MARGIN - 1) * device.step) for device in estimated.devices if device.batch)
+        return max(round(device.total + (MARGIN - 1) * device.step) for device in estimated.devices if device.batch)
 
 
 def _check_known(model: keras.Model, plain: Estimate) -> None:

@@ -82,7 +82,7 @@ def estimate(model: keras.Model, batch: Any) -> Estimate:
         id(part) for variable in (*model.variables, *model.metrics_variables) for part in parts_of_variable(variable)
     }
     slots = _bytes_by_device(variable for variable in traced.graph.variables if id(variable) not in known)
-    rows = sum(map(bytes_of, tf.nest.flatten(on_each)))
+    rows = sum(bytes_of(spec) for spec in tf.nest.flatten(on_each) if spec is not None)
     devices = dict.fromkeys([*replicas, *sorted({*usages, *weights, *slots})])
     return Estimate(
         traced,

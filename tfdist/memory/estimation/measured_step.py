@@ -40,7 +40,7 @@ def measure(model: keras.Model, batch: Any) -> dict[str, int]:
     try:
         # The class's own: nothing is to be chosen now.
         type(model).make_train_function(model, force=True)
-        data = tf.data.Dataset.from_tensors(tree.map_structure(lambda spec: tf.zeros(spec.shape, spec.dtype), batch))
+        data = tf.data.Dataset.from_tensors(tree.map_structure(_zeros, batch))
         iterator = iter(model.distribute_strategy.experimental_distribute_dataset(data.repeat()))
         for _ in range(1 + _STEPS):
             held = {}
@@ -58,20 +58,23 @@ def measure(model: keras.Model, batch: Any) -> dict[str, int]:
     return {device: sorted(found[1:])[_STEPS // 2] for device, found in peaks.items()}
 
 
+def _zeros(spec: tf.TensorSpec | None) -> tf.Tensor | None:
+    return None if spec is None else tf.zeros(spec.shape, spec.dtype)
+
+
 def _counted() -> list[str]:
     """The devices whose memory TensorFlow counts: GPUs, and a CPU with a certain allocator."""
     # In a cluster TensorFlow lists the devices of all tasks; by their short names it takes its own.
     found = list(dict.fromkeys(short_device(device.name) for device in tf.config.list_logical_devices()))
     counted = [device for device in found if device.startswith(("GPU", "CPU")) and _is_counted(device)]
-    if sum(device.startswith("CPU") for device in counted) > 1:
+    shared = sum(device.startswith("CPU") for device in counted or found) > 1
+    if not counted or shared:
+        reasons = ["whose memory TensorFlow does not count"] if not counted else []
+        reasons += ["which share one allocator"] if shared else []
         raise RuntimeError(
-            f"Received: measured=True with {', '.join(counted)}, which share one allocator. Expected: a single logical "
-            "CPU device, or GPUs."
-        )
-    if not counted:
-        raise RuntimeError(
-            f"Received: measured=True with {', '.join(found)}, whose memory TensorFlow does not count. Expected: a "
-            "GPU; or, on a CPU, TF_CPU_ALLOCATOR_USE_BFC=1 in the environment before TensorFlow is imported."
+            f"Received: measured=True with {', '.join(counted or found)}, {' and '.join(reasons)}. Expected: a GPU; "
+            "or, on a CPU, a single logical device, and TF_CPU_ALLOCATOR_USE_BFC=1 in the environment before "
+            "TensorFlow is imported."
         )
     return counted
 

@@ -42,7 +42,7 @@ def save_picture(path: str | os.PathLike[str], report: MemoryReport) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
-            "MemoryReport.plot draws with matplotlib, which cannot be imported: pip install tfdist[plot]"
+            "MemoryReport.plot draws with matplotlib, which cannot be imported: pip install 'tfdist[plot]'"
         ) from error
 
     devices = [device for device in report.devices if device.total]
@@ -65,7 +65,15 @@ def save_picture(path: str | os.PathLike[str], report: MemoryReport) -> None:
         total = device.total / _MB
         axes.axhline(total, color="black", linewidth=0.6, linestyle="--")
         axes.text(0, total, f" {total:.4g} MB", va="bottom", fontsize=8)
-        axes.set(ylabel=f"{device.device}, MB", xlim=(0, max(len(line) - 1, 1)), ylim=(0, 1.12 * total), xticks=[])
+        top = total
+        if device.measured is not None:
+            measured = (device.total - device.step + device.measured) / _MB
+            axes.axhline(measured, color="tab:red", linewidth=0.8, linestyle=":", label="_measured")
+            # Away from the line of the estimate.
+            side = {"va": "top" if measured < total else "bottom", "ha": "right"}
+            axes.text(len(line) - 1, measured, f"measured: {measured:.4g} MB ", fontsize=8, **side)
+            top = max(total, measured)
+        axes.set(ylabel=f"{device.device}, MB", xlim=(0, max(len(line) - 1, 1)), ylim=(0, 1.12 * top), xticks=[])
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8, reverse=True, frameon=False)
     axes.set_xlabel("forward and backward pass, operation by operation")
     figure.suptitle(report.title, fontsize=10)

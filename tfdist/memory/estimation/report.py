@@ -6,16 +6,16 @@ import contextlib
 import dataclasses
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from tfdist.memory.application import applied, under
+from tfdist.memory.application import applied, contents_of, under
 from tfdist.memory.estimation.batch import assumed, batch_of, specifications_of
-from tfdist.memory.estimation.checks import check_estimable, check_one_batch
+from tfdist.memory.estimation.checks import check_estimable, check_not_streamed, check_one_batch
 from tfdist.memory.estimation.choosing import choose_for
 from tfdist.memory.estimation.estimate import DeviceMemory, estimate
 from tfdist.memory.estimation.measured_step import measure
@@ -24,6 +24,9 @@ from tfdist.memory.estimation.traced_step import GRADIENTS, OPTIMIZER, OTHER
 from tfdist.memory.policy import MemoryPolicy, policy_of
 from tfdist.plain_text import plain_text
 from tfdist.strategies.host_offload import HostOffloadStrategy
+
+_SMALL = 1e6
+_LEGEND = "Indented: what is held of each at the moment of the step's peak, not the most that each holds."
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -36,6 +39,7 @@ class MemoryReport:
         policy: what is kept; `None` for everything.
         blocks: names of the model's blocks, in their order.
         devices: those that hold something, those of the replicas first.
+        layers: the first and the last layer of each block, by its name; nothing where blocks are layers.
     """
 
     model: str
@@ -43,6 +47,7 @@ class MemoryReport:
     policy: MemoryPolicy | None
     blocks: Sequence[str]
     devices: Sequence[DeviceMemory]
+    layers: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __getitem__(self, device: str) -> DeviceMemory:
         """The device with this name, such as "GPU:0"."""
@@ -60,20 +65,29 @@ class MemoryReport:
         return f"A training step of '{self.model}', {self.rows} rows, {_described(self.policy)}"
 
     def __str__(self) -> str:
+        small = all(device.total < _SMALL for device in self.devices)
+        unit, size_of_unit = ("kB", 1e3) if small else ("MB", 1e6)
         table = Table(box=SIMPLE_HEAD)
-        table.add_column("MB")
+        table.add_column(unit)
+
+        def row(name: str, sizes: Iterable[int | None], *more: str) -> None:
+            table.add_row(name, *("" if size is None else f"{size / size_of_unit:.2f}" for size in sizes), *more)
+
         for device in self.devices:
             table.add_column(device.device, justify="right")
-        _row(table, "weights", (device.weights for device in self.devices))
-        _row(table, "optimizer slots", (device.slots for device in self.devices))
-        _row(table, "batch", (device.batch for device in self.devices))
-        _row(table, "step, at its peak", (device.step for device in self.devices))
+        if self.layers:
+            table.add_column("layers", no_wrap=True)
+        row("weights", (device.weights for device in self.devices))
+        row("optimizer slots", (device.slots for device in self.devices))
+        row("batch", (device.batch for device in self.devices))
+        row("step, at its peak", (device.step for device in self.devices))
         for label in (*self.blocks, GRADIENTS, OPTIMIZER, OTHER):
-            _row(table, f"  {label}", (device.at_peak.get(label, 0) for device in self.devices))
-        _row(table, "all", (device.total for device in self.devices))
+            sizes = (device.at_peak.get(label, 0) for device in self.devices)
+            row(f"  {label}", sizes, *([self.layers.get(label, "")] if self.layers else []))
+        row("all", (device.total for device in self.devices))
         if any(device.measured is not None for device in self.devices):
-            _row(table, "step, measured", (device.measured for device in self.devices))
-        return f"{self.title}\n\n{plain_text(table)}"
+            row("step, measured", (device.measured for device in self.devices))
+        return f"{self.title}\n\n{plain_text(table)}\n\n{_LEGEND}"
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draws what each device holds in the course of the step.
@@ -105,9 +119,10 @@ def report(
         model: a compiled model that is built, under no strategy, `MirroredStrategy`, `MultiWorkerMirroredStrategy`
             (called by all workers, and reporting on the devices of its own) or `HostOffloadStrategy`.
         batch_size: rows of the global batch, as in `fit`.
-        policy: what is kept; by default what was applied to the model. The model's own policy is not changed.
+        policy: what is kept; by default what was applied to the model. The model's own policy is not changed. Under
+            `HostOffloadStrategy`, whose blocks are all streamed, none.
         data: a batch `(x, y)` or `(x, y, sample_weight)` of arrays, for models that do not tell the shapes of all of
-            them; instead of `batch_size`.
+            them; instead of `batch_size`. A model that is not built is built from it.
         measured: whether to run some steps, on zeros, and measure the peak of their memory. Weights, slots and metrics
             are put back.
 
@@ -122,9 +137,12 @@ def report(
         >>> [device.device for device in tfdist.memory.report(model, 32, "recompute").devices]
         ['CPU:0']
     """
-    check_estimable(model, "report")
     check_one_batch(batch_size, data)
-    batch = batch_of(model, batch_size) if data is None else specifications_of(data)
+    batch = None if data is None else specifications_of(data)
+    check_estimable(model, "report", batch)
+    batch = batch_of(model, batch_size) if batch is None else batch
+    if policy is not None:
+        check_not_streamed(model, "mode 'stream' is the only one, and what is reported without a policy")
     policy = policy_of(policy) or applied(model) or getattr(model.distribute_strategy, "memory", None)
     if policy is not None and policy.is_automatic:
         policy = choose_for(model, batch, policy).policy
@@ -134,13 +152,15 @@ def report(
     with guess, contextlib.nullcontext() if streams else under(model, policy):
         estimated = estimate(model, batch)
         found = measure(model, batch) if measured else {}
+        used = applied(model) if streams else policy
     devices = [dataclasses.replace(device, measured=found.get(device.device)) for device in estimated.devices]
     return MemoryReport(
         model.name,
         keras.tree.flatten(batch)[0].shape[0],
-        applied(model) if streams else policy,
+        used,
         list(dict.fromkeys(estimated.traced.forward.values())),
         devices,
+        contents_of(model, used or MemoryPolicy("none")),
     )
 
 
@@ -151,7 +171,3 @@ def _described(policy: MemoryPolicy | None) -> str:
         return f"mode {policy.mode!r}"
     modes = Counter(policy.modes)
     return "modes " + ", ".join(f"{mode!r} ({count})" for mode, count in modes.items())
-
-
-def _row(table: Table, name: str, sizes: Iterable[int | None]) -> None:
-    table.add_row(name, *("" if size is None else f"{size / 1e6:.2f}" for size in sizes))

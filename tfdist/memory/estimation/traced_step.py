@@ -12,6 +12,7 @@ import tensorflow as tf
 from tensorflow.python.distribute import distribute_utils
 from tensorflow.python.distribute.distribute_lib import _DefaultDistributionStrategy
 
+from tfdist.memory.estimation.batch import symbolic
 from tfdist.memory.estimation.traced_graph import VIEWS, short_device
 from tfdist.memory.labels import GRADIENT, label_of, recorded, scopes_of
 from tfdist.strategies.keras_step import shadowed
@@ -45,14 +46,12 @@ def trace_step(model: keras.Model, batch: Any) -> TracedStep:
     strategy = model.distribute_strategy
     replicas = len(compute_devices(model))
     # Keras makes the optimizer's variables, and those of metrics, in the first step otherwise.
-    symbolic = tf.nest.map_structure(
-        lambda spec: None if spec is None else keras.KerasTensor(spec.shape, spec.dtype.name), batch
-    )
+    built_from = symbolic(batch)
     with strategy.scope():
         # With a strategy it also does what the strategy does before a fit. The class's own: this is no batch of a fit.
-        type(model)._maybe_symbolic_build(model, data_batch=symbolic)
+        type(model)._maybe_symbolic_build(model, data_batch=built_from)
         if model._distribute_strategy is None:
-            model._symbolic_build(data_batch=symbolic)
+            model._symbolic_build(data_batch=built_from)
     applied: list[tf.Tensor] = []
 
     @tf.autograph.experimental.do_not_convert
