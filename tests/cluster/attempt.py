@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +28,20 @@ def error_of(function: Callable[..., Any], *arguments: Any, **more: Any) -> tupl
     except Exception as error:
         return type(error).__name__, str(error)
     return "no error", repr(result)
+
+
+def logged(function: Callable[..., Any], *arguments: Any, **more: Any) -> list[str]:
+    """Returns the warnings that tfdist logs in a call."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    log = logging.getLogger("tfdist")
+    log.addHandler(handler)
+    try:
+        function(*arguments, **more)
+    finally:
+        log.removeHandler(handler)
+    return said
 
 
 def found_on(results: list[dict[str, Any]], rank: int, name: str) -> Any:

@@ -1,16 +1,16 @@
-"""Every row of the feature table, on two processes, and on two processes with two devices each."""
+"""The feature table on two processes, with one and with two devices each: one row of each kind, and the exchanges; all
+others in `make test-all`."""
 
 from __future__ import annotations
 
 import functools
-import traceback
-import unittest
 from pathlib import Path
 
 import pytest
 
 from tests.features import reference
-from tests.features.table import FEATURES
+from tests.features.running import Found, gaps_of, run_rows
+from tests.features.selection import EXCHANGES, ONE_OF_EACH_KIND, REST
 from tfdist.testing import run_local
 
 pytestmark = pytest.mark.cluster
@@ -19,42 +19,47 @@ pytestmark = pytest.mark.cluster
 _DEADLINE = 540
 
 
-def whole_table(names: list[str], devices: int, place: Path) -> dict[str, dict[str, float] | str]:
-    """Runs on every process: the largest differences, or the traceback, of every row."""
+def rows_of_table(names: list[str], devices: int, place: Path) -> Found:
+    """Runs on every process."""
     import tfdist
 
     strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout=60, peer_timeout=60)
     assert strategy.num_replicas_in_sync == 2 * devices
-    results: dict[str, dict[str, float] | str] = {}
-    for name in names:
-        print("feature:", name, flush=True)
-        try:
-            with reference.remembered(name, place):
-                results[name] = FEATURES[name](strategy)
-        except unittest.SkipTest as reason:
-            results[name] = f"skipped: {reason}"
-        except Exception:
-            results[name] = traceback.format_exc()
-    return results
+    return run_rows(strategy, names, place)
 
 
 @functools.cache
-def results(devices: int) -> list[dict[str, dict[str, float] | str]]:
+def results(devices: int, names: tuple[str, ...]) -> list[Found]:
     return run_local(
-        whole_table,
+        rows_of_table,
         workers=2,
         devices_per_worker=devices,
         timeout=_DEADLINE,
-        args=(list(FEATURES), devices, reference.folder()),
+        args=(list(names), devices, reference.folder()),
     )
 
 
 @pytest.mark.timeout(_DEADLINE + 60)
+@pytest.mark.parametrize("name", ONE_OF_EACH_KIND)
+def test_equals_one_process(name):
+    assert_compared(name, 1, ONE_OF_EACH_KIND)
+
+
+@pytest.mark.timeout(_DEADLINE + 60)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_with_two_devices_each_equals_one_process(name):
+    assert_compared(name, 2, EXCHANGES)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(_DEADLINE + 60)
 @pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("name", FEATURES)
-def test_equals_one_process(name, devices):
-    for rank, table in enumerate(results(devices)):
-        if str(table[name]).startswith("skipped"):
-            pytest.skip(table[name])
-        assert isinstance(table[name], dict), f"rank {rank}: {table[name]}"
-        assert table[name], f"rank {rank}: nothing was compared"
+@pytest.mark.parametrize("name", REST)
+def test_the_rest_equals_one_process(name, devices):
+    assert_compared(name, devices, REST)
+
+
+def assert_compared(name: str, devices: int, names: tuple[str, ...]) -> None:
+    for rank, found in enumerate(results(devices, names)):
+        gaps_of(found, name, rank)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.attempt import attempt, error_of, found_on
+from tests.cluster.attempt import attempt, error_of, found_on, logged
 from tests.cluster.counting import ROWS
 from tfdist.testing import run_local
 
@@ -42,6 +42,9 @@ def wrong_data() -> dict[str, Any]:
     found["dtype"] = error_of(model.fit, batches(x if rank == 0 else x.astype("float64"), y), verbose=0)
     # Six batches, the last of which is uneven, on both.
     found["rows"] = error_of(model.fit, x[: 90 - 5 * rank], y[: 90 - 5 * rank], batch_size=16, verbose=0)
+    found["parts of equal size"] = logged(model.fit, x[rank::2], y[rank::2], batch_size=16, verbose=0)
+    # Another machine may round differently.
+    found["last bits"] = logged(model.fit, x * (1 + 1e-6 * rank), y, batch_size=16, verbose=0)
     found["fit after the errors"] = attempt("fit", lambda: model.fit(x, y, batch_size=16, verbose=0).history)
 
     def without_scope() -> list[str]:
@@ -141,6 +144,16 @@ class TestData:
         names = data_results()[rank]["names"]
         words = f"Received: number of rows: {names[0]}: 90; {names[1]}: 85."
         assert_error(data_results()[rank]["rows"], "ValueError", words, "Pass the arrays whole, and the same")
+
+    def test_arrays_in_parts_of_equal_size_are_warned_of(self, rank):
+        names = data_results()[rank]["names"]
+        said = found_on(data_results(), rank, "parts of equal size")
+        assert len(said) == (1 if rank == 0 else 0)
+        for text in said:
+            assert text.startswith(
+                f"Received: arrays with other numbers on {names[1]} than on {names[0]}, as many rows."
+            )
+        assert found_on(data_results(), rank, "last bits") == []
 
     def test_a_model_without_a_scope_is_warned_of_once(self, rank):
         (text,) = found_on(data_results(), rank, "without a scope")

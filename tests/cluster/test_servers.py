@@ -343,7 +343,7 @@ def test_a_killed_parameter_server_is_told(start) -> None:
 def test_the_launcher_replaces_a_worker_alone(tmp_path: Path, warm: str) -> None:
     code, out, err = finish(launched(tmp_path, "replaced", "-n", "2", "--ps", "1", warm), tmp_path)
     assert code == 0, err
-    told = [json.loads(line.removeprefix("[chief 0] ")) for line in out.splitlines() if "{" in line]
+    told = [json.loads(line.removeprefix("[chief 0] ")) for line in out.splitlines() if line.startswith("[chief 0] {")]
     first, gone_, back, second = told
     assert (first, second) == ({"read": [21.0, 22.0]}, {"read": [21.0, 22.0]})
     assert (gone_, back) == ({"gone": "worker 1"}, {"back": "worker 1"})

@@ -326,5 +326,6 @@ class TestTwoProcesses:
         assert found["without the optimizer"] == ["export", "without.h5"]
         assert found["if nothing were collected"][0] == "RuntimeError"
         kind, text = found["alone after a step"]
-        assert kind == "PeerTimeout"
+        # The other one may have come to its end by then.
+        assert kind in ("PeerTimeout", "ProcessGone")
         assert "save the model, too (each process has a part of the slots" in text

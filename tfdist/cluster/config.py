@@ -27,6 +27,8 @@ class ClusterConfig:
         task_type: The own job.
         task_index: The own index in that job.
         source: Where the description came from, for messages; two configurations that differ only in it are equal.
+        local_rank: Which of the processes that see the same devices of a host this one is; None if it is not known.
+        local_size: How many these are.
 
     Raises:
         ClusterError: With one line for each problem of the description.
@@ -41,6 +43,8 @@ class ClusterConfig:
     task_type: str = "worker"
     task_index: int = 0
     source: str = field(default="argument", compare=False)
+    local_rank: int | None = field(default=None, compare=False)
+    local_size: int | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.jobs, _NoCluster):
@@ -86,16 +90,18 @@ class ClusterConfig:
         problems = [f"{source}: {problem}" for problem in problems]
         task = content.get("task")
         config = None
-        if "cluster" not in content:
+        # Kubeflow's TFJob with enableDynamicWorker tells each worker its own address and those of the ps.
+        jobs = content.get("cluster", content.get("sparseCluster"))
+        if jobs is None:
             config = cls.single_process(source)
         elif isinstance(task, Mapping) and {"type", "index"} <= task.keys():
             try:
-                config = cls(content["cluster"], task["type"], task["index"], source)  # type: ignore[arg-type]
+                config = cls(jobs, task["type"], task["index"], source)  # type: ignore[arg-type]
             except ClusterError as error:
                 problems += error.problems
         else:
             got = "missing" if task is None else repr(task)
-            jobs, found = validation.normalise(content["cluster"])
+            jobs, found = validation.normalise(jobs)
             found += validation.job_problems(jobs) if jobs or not found else []
             found.append(
                 f'"task" is {got}; add "task": {{"type": "worker", "index": 0}} with the values of this process'

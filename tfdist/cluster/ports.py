@@ -13,6 +13,7 @@ from tfdist.cluster.errors import ClusterError
 
 _LINUX_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _USUAL_EPHEMERAL = 32768
+_LOW = 20000
 
 
 class Reservation:
@@ -43,7 +44,7 @@ class Reservation:
         self.close()
 
 
-def reserve(count: int, host: str = "127.0.0.1", low: int = 20000, high: int | None = None) -> Reservation:
+def reserve(count: int, host: str = "127.0.0.1", low: int = _LOW, high: int | None = None) -> Reservation:
     """Reserves ports on this machine, safely against other reservations made at the same time.
 
     The ports are held on every interface whatever the host is, because TensorFlow's server binds to every interface.
@@ -67,7 +68,7 @@ def reserve(count: int, host: str = "127.0.0.1", low: int = 20000, high: int | N
         2
     """
     _check_host(host)
-    high = _default_high(low) if high is None else high
+    high = default_range(low)[1] if high is None else high
     candidates = range(low, high)
     # The system's randomness: processes forked at the same moment must not walk the same way.
     start = random.SystemRandom().randrange(len(candidates)) if candidates else 0
@@ -88,6 +89,24 @@ def reserve(count: int, host: str = "127.0.0.1", low: int = 20000, high: int | N
     return Reservation(held)
 
 
+def reserve_again(port: int) -> Reservation:
+    """Reserves the port that another process, which has died, had on this machine.
+
+    Its connections may not quite have ended: they are in the way of `reserve`, but not of a server.
+
+    Raises:
+        OSError: If a process listens there.
+
+    Example:
+        >>> with reserve(1) as reservation:
+        ...     port = reservation.ports[0]
+        >>> with reserve_again(port) as reservation:
+        ...     reservation.ports == (port,)
+        True
+    """
+    return Reservation([sockets.bind_everywhere(port, reuse=True)])
+
+
 def ephemeral_low(path: Path = _LINUX_RANGE) -> int:
     """The lowest port that the system gives to outgoing connections.
 
@@ -102,10 +121,16 @@ def ephemeral_low(path: Path = _LINUX_RANGE) -> int:
         return _USUAL_EPHEMERAL
 
 
-def _default_high(low: int) -> int:
+def default_range(low: int = _LOW) -> tuple[int, int]:
+    """The ports that are used where none are named: those from `low` to where those of outgoing connections begin.
+
+    Example:
+        >>> default_range()[0]
+        20000
+    """
     high = ephemeral_low()
     # A system whose outgoing connections start below leaves nothing free; a port that is held is safe from them too.
-    return high if high > low else max(_USUAL_EPHEMERAL, min(low + 10000, 65536))
+    return low, (high if high > low else max(_USUAL_EPHEMERAL, min(low + 10000, 65536)))
 
 
 def _hold(port: int) -> socket.socket | None:

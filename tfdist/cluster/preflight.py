@@ -15,7 +15,7 @@ from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.errors import ClusterError
 
 # For processes that the others reach by an address which is not this machine's own.
-_SKIP_ADDRESS_CHECK = "TFDIST_SKIP_ADDRESS_CHECK"
+SKIP_ADDRESS_CHECK = "TFDIST_SKIP_ADDRESS_CHECK"
 
 
 def check(config: ClusterConfig, env: Mapping[str, str] | None = None) -> list[str]:
@@ -45,7 +45,7 @@ def check(config: ClusterConfig, env: Mapping[str, str] | None = None) -> list[s
     if not in_kubernetes:
         problems += _hosts(config)
     if config.address is not None:
-        problems += _own_port(config, must_be_local=not in_kubernetes and not _is_on(env, _SKIP_ADDRESS_CHECK))
+        problems += _own_port(config, must_be_local=not in_kubernetes and not is_on(env, SKIP_ADDRESS_CHECK))
     return problems
 
 
@@ -65,12 +65,13 @@ def require(config: ClusterConfig, env: Mapping[str, str] | None = None) -> None
 
 def _keras(env: Mapping[str, str]) -> list[str]:
     name = "TF_USE_LEGACY_KERAS"
-    if not _is_on(env, name):
+    if not is_on(env, name):
         return []
     return [f"{name}={env[name]} selects Keras 2, which is not supported; unset it to use Keras 3"]
 
 
-def _is_on(env: Mapping[str, str], name: str) -> bool:
+def is_on(env: Mapping[str, str], name: str) -> bool:
+    """Whether a variable is 1 or true."""
     return env.get(name, "").lower() in ("1", "true")
 
 
@@ -138,7 +139,7 @@ def _own_port(config: ClusterConfig, must_be_local: bool) -> list[str]:
                     f"{task}: {config.address} is not an address of this machine; "
                     "set the task type and index of this process to the task that runs here, or correct the address; "
                     "if it is forwarded to this machine (NAT, the published port of a container), "
-                    f"set {_SKIP_ADDRESS_CHECK}=1"
+                    f"set {SKIP_ADDRESS_CHECK}=1"
                 ]
     try:
         sockets.bind_everywhere(port, reuse=True).close()

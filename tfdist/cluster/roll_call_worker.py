@@ -60,7 +60,8 @@ class Worker:
             if now >= self._deadline:
                 raise RollCallTimeout(self._why_late(chief, reason))
             self._note([chief])
-            time.sleep(min(pause * random.uniform(0.5, 1.0), self._deadline - now))
+            # Not by the generator of the program, whose numbers stay those of one process.
+            time.sleep(min(pause * random.SystemRandom().uniform(0.5, 1.0), self._deadline - now))
             pause = min(2 * pause, self._poll)
 
     def _why_late(self, chief: str, reason: str) -> str:

@@ -1,0 +1,136 @@
+"""Who is gone is said by those that are left, where no launcher of tfdist does."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+import tfdist
+from tfdist.cluster import ports
+
+pytestmark = pytest.mark.cluster
+
+_DEADLINE = 120
+PROGRAM = """
+import os, signal, sys
+import keras, numpy as np
+import tfdist
+strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout=60)
+with strategy.scope():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+class End(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 5 and strategy.peers.rank == int(sys.argv[1]):
+            if sys.argv[2] == "raise":
+                raise ValueError("the program's own")
+            os.kill(os.getpid(), signal.SIGKILL)
+model.fit(np.ones((6400, 4)), np.ones((6400, 1)), batch_size=32, verbose=0, shuffle=False, callbacks=[End()])
+"""
+
+
+def train(size: int, *arguments: str) -> tuple[list[str], list[tuple[int, str]]]:
+    """The addresses, and exit code and standard error of each process."""
+    with ports.reserve(size) as reservation:
+        places = [f"127.0.0.1:{port}" for port in reservation.ports]
+    processes = []
+    try:
+        for index in range(size):
+            config = json.dumps({"cluster": {"worker": places}, "task": {"type": "worker", "index": index}})
+            env = {**os.environ, "TF_CONFIG": config, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
+            words = [sys.executable, "-c", PROGRAM, *arguments]
+            processes.append(subprocess.Popen(words, env=env, stderr=subprocess.PIPE, text=True))
+        results = []
+        for process in processes:
+            _, text = process.communicate(timeout=_DEADLINE)
+            results.append((process.returncode, text))
+        return places, results
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.timeout(_DEADLINE + 30)
+@pytest.mark.parametrize(("rank", "how", "code"), [(0, "kill", -9), (1, "kill", -9), (2, "raise", 1)])
+def test_who_is_gone_is_named_below_the_traceback(rank, how, code):
+    places, results = train(3, str(rank), how)
+    assert results[rank][0] == code
+    assert " is gone" not in results[rank][1]
+    only = f"tfdist: worker {rank} ({places[rank]}) is gone; what it has printed, and the log of the system that"
+    said = []
+    for survivor in {0, 1, 2} - {rank}:
+        found, text = results[survivor]
+        print(text)
+        assert found == 1
+        lines = text.splitlines()
+        (at,) = (number for number, line in enumerate(lines) if line.startswith("tfdist: "))
+        # Who hears of it from another survivor only, by its end, finds both gone.
+        assert f"worker {rank} ({places[rank]})" in lines[at]
+        said.append(lines[at])
+        assert "Start the job again, all of its tasks: with tfdist.callbacks.BackupAndRestore it goes on" in lines[at]
+        traceback = next(number for number, line in enumerate(lines) if line.startswith("Traceback"))
+        assert any("CollectiveReduce" in line for line in lines[traceback:at])
+    assert any(line.startswith(only) for line in said)
+
+
+def test_which_exceptions_are_about_peers():
+    import tensorflow as tf
+
+    from tfdist.strategies.lost_peers import is_about_peers
+
+    reset = tf.errors.UnavailableError(None, None, "recvmsg:Connection reset by peer")
+    led_to = RuntimeError("not saved")
+    led_to.__cause__ = reset
+    assert is_about_peers(reset) and is_about_peers(led_to)
+    assert is_about_peers(tf.errors.InternalError(None, None, "Collective ops is aborted by: ..."))
+    own = [ValueError("Collective"), KeyboardInterrupt(), tf.errors.InternalError(None, None, "Blas GEMM failed"), None]
+    assert not any(map(is_about_peers, [*own, tf.errors.InvalidArgumentError(None, None, "Collective")]))
+
+
+def test_what_is_said_of_whom(monkeypatch):
+    from tfdist.strategies.lost_peers import GONE, SILENT, THERE, lost, state_of
+
+    with socket.create_server(("127.0.0.1", 0)) as there:
+        place = f"127.0.0.1:{there.getsockname()[1]}"
+        assert state_of(place, 1.0) == THERE
+    assert state_of(place, 1.0) == GONE
+
+    def no_answer(place: tuple[str, int], timeout: float) -> None:
+        raise TimeoutError(f"{place}: {timeout}")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(socket, "create_connection", no_answer)
+        assert state_of(place, 1.0) == SILENT
+    assert lost({"worker 1 (b:1)": THERE}) == ""
+    assert lost({"worker 1 (b:1)": SILENT, "worker 2 (c:1)": THERE}).startswith(
+        "worker 1 (b:1) does not answer: a host that is down, hangs or is cut off; what it has printed"
+    )
+    both = lost({"worker 1 (b:1)": GONE, "worker 2 (c:1)": GONE, "worker 3 (d:1)": SILENT})
+    assert both.startswith("worker 1 (b:1), worker 2 (c:1) are gone, and worker 3 (d:1) does not answer")
+    assert "; the first of them to end is the cause; what they have printed, and the log" in both
+    assert lost({f"worker {index}": GONE for index in range(20)}).partition(" are")[0].endswith("worker 7 and 12 more")
+
+
+def test_nothing_else_changes_what_is_shown(monkeypatch):
+    from tfdist.strategies import lost_peers
+
+    shown: list[type] = []
+    with ports.reserve(2) as reservation:
+        cluster = tfdist.ClusterConfig({"worker": [f"127.0.0.1:{port}" for port in reservation.ports]}, "worker", 0)
+
+    def before(kind: type[BaseException], error: BaseException, trace: object) -> None:
+        shown.append(kind)
+
+    monkeypatch.setattr(sys, "excepthook", before)
+    monkeypatch.setattr(lost_peers, "_ask", lambda cluster: pytest.fail("asked"))
+    lost_peers.name_lost_peers(cluster, {"TFDIST_RUN_ID": "1"})
+    assert sys.excepthook is before  # the launcher names whoever failed
+    lost_peers.name_lost_peers(cluster, {})
+    sys.excepthook(ValueError, ValueError("Collective"), None)
+    assert shown == [ValueError]

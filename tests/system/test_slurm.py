@@ -1,0 +1,172 @@
+"""A real Slurm: srun in all its ways, what a batch script or an interactive shell gets, and training."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+
+import pytest
+
+from tests.cluster.test_lost_peers import PROGRAM
+from tests.launcher.conftest import SOURCE, wait_until
+from tests.system.jobs import FIT, MEET, TOLERANCE, Job, Jobs, assert_met, assert_trained_as
+from tests.system.slurm import Slurm
+
+pytestmark = pytest.mark.slurm
+
+_SECONDS = 60.0
+_DEMO = (f"{SOURCE}/examples/train_digits.py", "--epochs=1", "--data-dir={folder}", "--backup-dir={folder}/backup")
+
+
+def batch(jobs: Jobs, slurm: Slurm, script: str, *options: str, env: dict[str, str] | None = None) -> Job:
+    """Submits a script, and waits for its end; `sbatch --wait` asks for it every ten seconds only."""
+    wrapped = ["sbatch", "--output={folder}/batch.txt", *options, f"--wrap={script}; touch {{folder}}/ended"]
+    job = jobs.start(*wrapped, on=slurm, env=env)
+    assert job.end(_SECONDS) == 0, job.output
+    wait_until((job.folder / "ended").exists, _SECONDS, "the end of the batch script")
+    return job
+
+
+@pytest.mark.parametrize(
+    ("options", "nodes"),
+    [
+        (("-N3", "-n6", "--ntasks-per-node=2"), "n9 n9 n10 n10 n11 n11"),
+        (("-N3", "-n6", "--ntasks-per-node=2", "--distribution=cyclic"), "n9 n10 n11 n9 n10 n11"),
+        (("-N3", "-n5"), "n9 n9 n9 n10 n11"),
+        (("-N1", "-n2"), "n9 n9"),
+    ],
+    ids=["block", "cyclic", "uneven", "one node"],
+)
+def test_tasks_find_each_other(slurm, jobs, options, nodes):
+    job = jobs.start("srun", *options, *MEET, on=slurm)
+    assert job.end(_SECONDS) == 0, job.output
+    found = assert_met(job, len(nodes.split()))
+    assert " ".join(task["node"] for task in found) == nodes
+    assert re.fullmatch(r"Slurm step \d+\.0", found[0]["source"])
+
+
+@pytest.mark.netns
+def test_addresses_are_those_of_the_hosts(slurm_on_hosts, hosts, jobs):
+    job = jobs.start("srun", "-N3", "-n5", *MEET, on=slurm_on_hosts)
+    assert job.end(_SECONDS) == 0, job.output
+    found = assert_met(job, 5)
+    assert [place[0] for place in found[0]["places"]] == [hosts[task["node"]].address for task in found]
+
+
+def test_two_steps_on_one_node_do_not_mix(slurm, jobs):
+    step = f"srun -n2 --exact {' '.join(MEET)}"
+    job = batch(jobs, slurm, f"{step} & {step} & wait", "-N1", "-n4", env={"MEETING_TEST_ALL": "4"})
+    found = job.found()
+    assert len(found) == 4, (job.folder / "batch.txt").read_text()
+    steps = {task["source"]: [other for other in found if other["source"] == task["source"]] for task in found}
+    assert [sorted(task["rank"] for task in tasks) for tasks in steps.values()] == [[0, 1], [0, 1]]
+    assert all(task["answers"] == [0, 1] for task in found)
+    places = [tuple(place) for tasks in steps.values() for place in tasks[0]["places"]]
+    assert len(set(places)) == 4
+
+
+def test_a_step_may_have_fewer_tasks_than_the_job(slurm, jobs):
+    job = jobs.start("salloc", "-N3", "-n6", "srun", "-N2", "-n3", *MEET, on=slurm)
+    assert job.end(_SECONDS) == 0, job.output
+    assert [task["node"] for task in assert_met(job, 3)] == ["n9", "n9", "n10"]
+
+
+def test_rank_0_on_another_node_than_the_first(slurm, jobs, tmp_path):
+    (tmp_path / "nodes").write_text("n11\nn9\nn10\n")
+    options, env = ("-n3", "--distribution=arbitrary"), {"SLURM_HOSTFILE": str(tmp_path / "nodes")}
+    wrong = jobs.start("srun", *options, *MEET, on=slurm, env={**env, "MEETING_TEST_TIMEOUT": "2"})
+    assert wrong.end(_SECONDS) != 0
+    assert any("received rank 0 on node 2 of n[9-11]" in task["error"] for task in wrong.found()), wrong.output
+    job = jobs.start("srun", *options, *MEET, on=slurm, env={**env, "TFDIST_MEETING": "n11"})
+    assert job.end(_SECONDS) == 0, (job.output, job.found())
+    assert [task["node"] for task in assert_met(job, 3)] == ["n11", "n9", "n10"]
+
+
+@pytest.mark.parametrize("way", ["a batch script", "an interactive shell"])
+def test_without_srun_it_says_so(slurm_here, jobs, way):
+    if way == "a batch script":
+        job = batch(jobs, slurm_here, " ".join(MEET), "-N3", "-n3")
+    else:
+        job = jobs.start("salloc", "-N3", "-n3", *MEET, on=slurm_here)
+        assert job.end(_SECONDS) == 3, job.output
+    (task,) = job.found()
+    assert re.match(r"Received: a process in Slurm job \d+, which has 3 tasks, but not started as one", task["error"])
+    assert re.search(r"Start it there with `srun python \S*meeting_program\.py`; to train", task["error"])
+    assert task["seconds"] < 2.0
+
+
+def test_one_task_needs_no_srun(slurm_here, jobs):
+    (task,) = batch(jobs, slurm_here, " ".join(MEET), "-N1", "-n1").found()
+    assert task["rank"] == 0 and re.fullmatch(r"Slurm job \d+", task["source"])
+
+
+_LEFT_OVER = '{"cluster": {"worker": ["127.0.0.1:4001", "127.0.0.1:4002"]}, "task": {"type": "worker", "index": 0}}'
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ({"WORLD_SIZE": "2"}, r"WORLD_SIZE=2, but Slurm step \d+\.0 says that the number of processes is 3"),
+        ({"TF_CONFIG": _LEFT_OVER}, r"TF_CONFIG of 2 tasks, but Slurm step \d+\.0 says that the number of tasks is 3"),
+    ],
+    ids=["WORLD_SIZE", "TF_CONFIG"],
+)
+def test_a_contradiction_is_named(slurm_here, jobs, env, said):
+    job = jobs.start("srun", "-N3", "-n3", *MEET, on=slurm_here, env=env)
+    assert job.end(_SECONDS) == 3, job.output
+    errors = [task["error"] for task in job.found()]
+    assert len(errors) == 3
+    for error in errors:
+        assert re.match(f"Received: {said}", error)
+
+
+def test_a_killed_task_ends_the_step(slurm, jobs):
+    job = jobs.start("srun", "-N3", "-n3", "-K1", *MEET, on=slurm, env={"MEETING_TEST_ALL": "99"})
+    while len(job.found()) < 3:
+        assert job.launch.popen.poll() is None, job.output
+        time.sleep(0.05)
+    os.kill(job.found()[1]["pid"], signal.SIGKILL)
+    # The highest of the tasks' codes: the others have been asked to end.
+    assert job.end(20) == 128 + signal.SIGTERM
+    assert re.search(r"error: \w+: task 1: Killed", job.output)
+    job.launch.assert_nothing_is_left(within=5.0)
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+@pytest.mark.netns
+def test_those_that_are_left_name_who_is_gone(slurm_on_hosts, hosts, jobs):
+    program = ("{python}", "-c", PROGRAM.replace("{", "{{").replace("}", "}}"), "1", "kill")
+    job = jobs.start("srun", "-N3", "-n3", "--label", *program, on=slurm_on_hosts)
+    assert job.end(2 * _SECONDS) != 0
+    said = dict(re.findall(r"(\d): tfdist: (worker .*)", job.output))
+    assert sorted(said) == ["0", "2"], job.output
+    assert any(
+        re.match(rf"worker 1 \({hosts['n10'].address}:\d+\) is gone; what it has", line) for line in said.values()
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+@pytest.mark.netns
+def test_training_equals_one_process(slurm_on_hosts, jobs, one_process):
+    job = jobs.start("srun", "-N3", "-n3", *FIT, on=slurm_on_hosts)
+    assert job.end(180) == 0, job.output
+    assert_trained_as(job, one_process, 3)
+    # A difference would be noticed.
+    name = "weight 0"
+    with pytest.raises(AssertionError, match=name):
+        assert_trained_as(job, {**one_process, name: one_process[name] + 2 * TOLERANCE}, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+@pytest.mark.netns
+def test_the_example_runs_unchanged(slurm_on_hosts, jobs):
+    job = jobs.start("srun", "-N3", "-n3", "{python}", *_DEMO, "--model-path={folder}/digits.keras", on=slurm_on_hosts)
+    assert job.end(180) == 0, job.output
+    accuracies = re.findall(r"test accuracy: (0\.\d+); saved as", job.output)
+    assert len(accuracies) == 3 and len(set(accuracies)) == 1 and float(accuracies[0]) > 0.7
+    assert (job.folder / "digits.keras").stat().st_size > 100_000
