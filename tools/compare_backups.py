@@ -19,6 +19,7 @@ from pathlib import Path
 _ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(_ROOT))
 
+from benchmarks.data_parallel.table import fill  # noqa: E402
 from tests.fault_tolerance.forked_jobs import Ended, ForkedJobs  # noqa: E402
 from tests.fault_tolerance.job import Job  # noqa: E402
 from tests.fault_tolerance.trials import KILLED, Case, Outcome, Trials, about, interrupted  # noqa: E402
@@ -93,7 +94,7 @@ def killed_while_writing(jobs: ForkedJobs, folder: Path, backup: dict) -> str:
         place = folder / str(trial)
         # From outside: a thread of the process itself would wait until Python's lock is free, which is between writes.
         started = jobs.start(job, place)
-        while not any((place / "backup").glob("*")):
+        while not (any((place / "backup").glob("*")) or started.ended.done()):
             time.sleep(0.01)
         time.sleep(chance.uniform(0.5, 1.5))
         started.kill()
@@ -148,8 +149,7 @@ def main(arguments: list[str]) -> int:
     print(text)
     for name in arguments:
         path = Path(name)
-        before, rest = path.read_text().split(BEGIN)
-        path.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}")
+        path.write_text(fill(path.read_text(), text, BEGIN, END))
     return 0
 
 

@@ -90,6 +90,7 @@ def test_state_that_is_not_saved_is_found_out(drill) -> None:
     assert any(line.startswith("sequential/dense/kernel: ") for line in row["details"])
 
 
+@pytest.mark.exhaustive
 def test_random_data_cannot_be_judged(drill) -> None:
     code, report = drill("--only", "kill-worker", flaw="unseeded")
     assert code == 1

@@ -85,6 +85,41 @@ def test_one_process_may_come_back(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+UNCAUGHT = """
+import sys
+import keras, numpy as np
+import tfdist
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+try:
+    model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0, callbacks=[tfdist.callbacks.BackupAndRestore(sys.argv[1])])
+except tfdist.callbacks.FolderInUse:
+    if sys.argv[2] == "caught":
+        raise SystemExit(5)
+    raise
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "code"), [("raised", 78), ("caught", 5)])
+def test_who_is_refused_is_not_started_again(tmp_path: Path, how: str, code: int) -> None:
+    lock = FolderLock(str(tmp_path))
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-c", UNCAUGHT, str(tmp_path), how],
+            env={**os.environ, "TFDIST_EVENT_LOG": f"{tmp_path}/events.jsonl"},
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+        )
+    finally:
+        lock.release()
+    assert ended.returncode == code, ended.stderr
+    events = (tmp_path / "events.jsonl").read_text() if how == "raised" else ""
+    assert ('"event": "refused"' in events) == (how == "raised")
+    assert ("FolderInUse: Received: backup_dir" in ended.stderr) == (how == "raised")
+
+
 JOB = Job(backup={"save_freq": 4}).light
 
 
@@ -119,4 +154,5 @@ def test_all_workers_hear_of_it(jobs: ForkedJobs, tmp_path: Path) -> None:
     for run in ended:
         assert run.code == 1, run.log
         assert f"FolderInUse: Received: backup_dir 'backup', to which process {os.getpid()} on " in run.log
-    assert [run.code for run in jobs.run_workers([job, job], tmp_path)] == [0, 0]
+    again = jobs.run_workers([job, job], tmp_path)
+    assert [run.code for run in again] == [0, 0], "\n".join(run.log for run in again)

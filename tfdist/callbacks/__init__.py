@@ -8,6 +8,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "backup_and_restore": ["BackupAndRestore"],
         "folder_lock": ["FolderInUse"],
         "pipeline_timeline": ["PipelineTimeline"],
+        "tensorboard": ["TensorBoard"],
         "store": ["CheckpointStore", "DamagedBackups"],
     },
 )

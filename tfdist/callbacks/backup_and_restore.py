@@ -53,7 +53,8 @@ class BackupAndRestore(keras.callbacks.Callback):
             another model, optimizer, loss, metrics, other callbacks or data. The text names the first difference.
         OSError: in `fit`, if the folder cannot be made or written to.
         tfdist.callbacks.DamagedBackups: in `fit`, if there are backups but all of them are damaged.
-        tfdist.callbacks.FolderInUse: in `fit`, if another training writes to the folder.
+        tfdist.callbacks.FolderInUse: in `fit`, if another training writes to the folder; uncaught, it ends the program
+            with exit code 78, and neither `tfdist run` nor `tfdist submit` starts it again.
 
     Example:
         >>> import keras, numpy as np, tfdist
@@ -62,6 +63,8 @@ class BackupAndRestore(keras.callbacks.Callback):
         >>> backup = tfdist.callbacks.BackupAndRestore("backup", save_freq=100)
         >>> history = model.fit(np.ones((8, 4)), np.ones((8, 1)), callbacks=[backup], verbose=0)
     """
+
+    keeps_on_disk = True
 
     def __init__(
         self,
@@ -118,6 +121,12 @@ class BackupAndRestore(keras.callbacks.Callback):
         last = [callback for callback in callbacks if getattr(callback, "comes_last", False)]
         self._others = [callback for callback in callbacks if callback is not self and callback not in last]
         return [_First(self), *self._others, self, *last]
+
+    def abandon(self) -> None:
+        """Leaves a fit that an exception has ended, and that is called again in this process."""
+        fit, self._fit = self._fit, None
+        if fit is not None:
+            fit.abandon()
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         self._fit.begun()

@@ -251,7 +251,12 @@ class DataPosition:
             yield from self._execution(step)
             step += iterator.steps_per_execution
         if iterator._num_batches and iterator._steps_seen >= iterator._num_batches:
-            iterator._current_iterator = self._make()
+            if self._array_seed is not None and iterator.steps_per_epoch is None:
+                # Keras makes one that nobody uses. Making it takes as long as many steps: it is only counted.
+                self._made += 1
+                iterator._current_iterator = None
+            else:
+                iterator._current_iterator = self._make()
             iterator._steps_seen = 0
         iterator.data_adapter.on_epoch_end()
 

@@ -16,13 +16,15 @@ from keras.src.utils.rng_utils import get_random_seed
 from tfdist.callbacks import callback_state, csv_logger, fit_identity, notices, tensor_files
 from tfdist.callbacks.background_writer import BackgroundWriter
 from tfdist.callbacks.data_position import DataPosition
+from tfdist.callbacks.elastic_store import ElasticStore
 from tfdist.callbacks.fit_number import folder_of_fit, note_finished, remove_if_empty
 from tfdist.callbacks.preemption import PreemptionSignal
+from tfdist.callbacks.refusal import is_final
 from tfdist.callbacks.save_schedule import SaveSchedule
 from tfdist.callbacks.shared_store import SharedStore
 from tfdist.callbacks.store import Checkpoint
 from tfdist.callbacks.training_state import TrainingState
-from tfdist.callbacks.writers import WRITERS
+from tfdist.callbacks.writers import is_the_chiefs
 from tfdist.strategies import epoch_iterators, random_state
 from tfdist.strategies.agreement import Agreement, Request
 from tfdist.strategies.pending_steps import settle
@@ -69,12 +71,13 @@ class FitBackup:
         self._callback_list = callback_list
         self._everyone = others
         # Shown to the user, or the chief's alone; neither changes what is computed.
-        self._others = [c for c in others if not isinstance(c, (keras.callbacks.ProgbarLogger, *WRITERS))]
+        self._others = [c for c in others if not (isinstance(c, keras.callbacks.ProgbarLogger) or is_the_chiefs(c))]
         strategy = model.distribute_strategy
         self._peers = getattr(strategy, "peers", None)
         self._agreement: Agreement | None = getattr(strategy, "agreement", None)
         self._is_chief = getattr(strategy, "is_chief", True)
-        self._store = SharedStore(folder_of_fit(options.backup_dir), options.keep, self._peers)
+        self._store = self._store_of(strategy)
+        self._writes = self._is_chief or self._store.everybody_writes
         self._writer = BackgroundWriter(options.asynchronous, self._warn_not_written)
         self._schedule = SaveSchedule(options.save_freq)
         self._signal = PreemptionSignal(options.preemption_signal, model)
@@ -90,6 +93,12 @@ class FitBackup:
         self._until_begun = contextlib.ExitStack()
         self._at_epoch_end = False
         self._epochs = 0
+
+    def _store_of(self, strategy: tf.distribute.Strategy) -> SharedStore | ElasticStore:
+        members = getattr(strategy, "members", None)
+        folder, keep = folder_of_fit(self._options.backup_dir), self._options.keep
+        disk = SharedStore(folder, keep, self._peers) if members is None or self._options.keeps_on_disk else None
+        return disk if members is None else ElasticStore(strategy.horovod, members, strategy.memory_folder, disk)
 
     # Beginning
 
@@ -113,8 +122,10 @@ class FitBackup:
             notices.of_obstacle(self._position.obstacle)
         if checkpoint is not None:
             self._resume(iterator, checkpoint)
-        elif self._is_chief:
-            csv_logger.begin_anew(self._everyone)
+        else:
+            self._store.begin_together(self._state)
+            if self._is_chief:
+                csv_logger.begin_anew(self._everyone)
 
     def _resume(self, iterator: Any, checkpoint: Checkpoint) -> None:
         meta, model = checkpoint.meta, self._model
@@ -122,10 +133,13 @@ class FitBackup:
         if model._distribute_strategy is None or not hasattr(model.distribute_strategy, "keras_input"):
             model._symbolic_build(data_batch=epoch_iterators.batch_specification(iterator))
         self._state.make_global_seed_generator(meta["variables"])
-        self._state.check(meta["variables"])
-        self._check_identity(meta)
-        self._entries = callback_state.matching(self._others, meta["callbacks"], exactly=self._is_chief)
-        self._position.resume(meta["epoch"], meta["position"], checkpoint.tensors)
+        try:
+            self._state.check(meta["variables"])
+            self._check_identity(meta)
+            self._entries = callback_state.matching(self._others, meta["callbacks"], exactly=self._is_chief)
+            self._position.resume(meta["epoch"], meta["position"], checkpoint.tensors)
+        except ValueError as error:
+            raise is_final(error) from None  # it is no better another time
         self._state.load(checkpoint.tensors)
         self._place = _Place(meta["epoch"], meta["steps"], meta["total"])
         self._validations = meta["validations"]
@@ -165,6 +179,8 @@ class FitBackup:
         self._schedule.saved(self._place.total)
         if self._resumed is not None and self._is_over(self._resumed.meta):
             self._restore_the_rest()  # no epoch begins
+        if self._resumed is None and self._store.everybody_writes:
+            self._save(mid_epoch=False)  # a process may be lost before the first step that is saved
 
     # Epochs
 
@@ -223,6 +239,7 @@ class FitBackup:
             return  # still due after the next step
         else:
             self._save(mid_epoch=True)
+            self._store.saved()
 
     def validation_begins(self) -> None:
         """Before the validation of an epoch: the first one makes the iterators that earlier ones have made."""
@@ -255,6 +272,8 @@ class FitBackup:
         if save or due or is_last or self._schedule.every_epoch:
             self._writer.wait()
             self._save(mid_epoch=False)
+            if not is_last:
+                self._store.saved()
         self._at_epoch_end = False
 
     # Saving
@@ -268,7 +287,7 @@ class FitBackup:
         place = dataclasses.replace(self._place)
         self._schedule.saved(place.total)
         tensors: dict[str, Any] = self._state.snapshot(with_metrics=mid_epoch)
-        if not self._is_chief or self._writer.is_busy:
+        if not self._writes or self._writer.is_busy:
             return
         entries = callback_state.capture(self._others, self._settings, tensors, self._state.parts)
         self._unsaved.tell(entries)
@@ -339,6 +358,7 @@ class FitBackup:
         self._writer.close()
         if delete and self._is_chief:
             self._store.clear()
+        self._store.finished()
         self._store.release()
         if delete and self._is_chief:
             remove_if_empty(self._options.backup_dir)
@@ -346,6 +366,12 @@ class FitBackup:
         note_finished(self._options.backup_dir)
         if self._stop_at_end:
             self._leave("at the end of the fit", "is complete")
+        self._signal.uninstall()
+
+    def abandon(self) -> None:
+        """The fit has failed, and is called again."""
+        self._writer.close()
+        self._store.release()
         self._signal.uninstall()
 
     def _warn_not_written(self, error: Exception) -> None:

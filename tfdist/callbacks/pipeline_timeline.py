@@ -12,6 +12,7 @@ from typing import Any
 
 import keras
 
+from tfdist.picture_endings import wanted_endings
 from tfdist.strategies.pipeline.clock import Clock
 from tfdist.strategies.pipeline.clock_offsets import clock_offsets
 from tfdist.strategies.pipeline.loss_head import MASKED, why_not_decomposable
@@ -164,15 +165,13 @@ def _why_nothing(model: keras.Model) -> str:
 
 def _check_format(path: str | os.PathLike[str]) -> None:
     try:
-        from matplotlib.backend_bases import FigureCanvasBase
+        wanted = wanted_endings(path)
     except ImportError as error:
         raise ImportError(
-            "PipelineTimeline draws with matplotlib, which cannot be imported: pip install tfdist[plot]"
+            "PipelineTimeline draws with matplotlib, which cannot be imported: pip install 'tfdist[plot]'"
         ) from error
-    known = FigureCanvasBase.get_supported_filetypes()
-    ending = Path(path).suffix[1:].lower()
-    if ending not in known:
+    if wanted:
         raise ValueError(
             f"Received: PipelineTimeline({os.fspath(path)!r}). Expected: a path that ends in one of "
-            f"{', '.join(f'.{name}' for name in sorted(known))}."
+            f"{', '.join(f'.{name}' for name in wanted)}."
         )

@@ -8,6 +8,7 @@ from typing import Any
 
 from tfdist.callbacks.damage import DamagedBackups, DamagedCheckpoint
 from tfdist.callbacks.folder_lock import FolderInUse, FolderLock
+from tfdist.callbacks.refusal import is_final
 from tfdist.callbacks.store import Checkpoint, CheckpointStore
 from tfdist.strategies.peers import Peers
 
@@ -23,6 +24,8 @@ class SharedStore:
     Attributes:
         directory: its folder.
     """
+
+    everybody_writes = False
 
     def __init__(self, directory: str, keep: int, peers: Peers | None):
         self._peers = peers
@@ -46,6 +49,15 @@ class SharedStore:
         """See `CheckpointStore.write`; on the chief only."""
         return self._store.write(meta, tensors)
 
+    def begin_together(self, state: Any) -> None:
+        """Does nothing: the processes have begun with the same."""
+
+    def saved(self) -> None:
+        """Does nothing: the processes stay the same."""
+
+    def finished(self) -> None:
+        """Does nothing: the folder is that of one fit."""
+
     def clear(self) -> None:
         """See `CheckpointStore.clear`; on the chief only."""
         self._store.clear()
@@ -65,6 +77,8 @@ class SharedStore:
             ValueError: on all processes, if one of them does not find what the chief has found.
         """
         if self._peers is None:
+            if isinstance(self._problem, FolderInUse):
+                raise is_final(self._problem)
             if self._problem is not None:
                 raise self._problem
             return self._store.newest(prefer)
@@ -81,7 +95,7 @@ class SharedStore:
         answer = self._peers.gather("backup", answer, "choose a backup")[0]
         if "problem" in answer:
             self._peers.acknowledge("backup-folder", "hear that the folder cannot be used")
-            raise (FolderInUse if answer["in use"] else OSError)(answer["problem"])
+            raise is_final(FolderInUse(answer["problem"])) if answer["in use"] else OSError(answer["problem"])
         if "reasons" in answer:
             self._peers.acknowledge("backup-damaged", "hear that all backups are damaged")
             raise DamagedBackups(self.directory, answer["reasons"])

@@ -9,6 +9,10 @@ import time
 from typing import Any
 
 FILE_NAME = "events.jsonl"
+# Names the file for the progress of the training, and for all events where there is no folder of logs;
+# STANDARD_OUTPUT where whoever wants to know could not read a file.
+VARIABLE = "TFDIST_EVENT_LOG"
+STANDARD_OUTPUT = "-"
 
 
 class EventLog:
@@ -17,19 +21,21 @@ class EventLog:
     Args:
         folder: folder of the logs; None: events go nowhere.
         name: who writes, such as "worker 1".
+        path: the file, in place of that in the folder.
 
     Example:
         >>> EventLog(None, "worker 1").write("saved", step=12)
     """
 
-    def __init__(self, folder: str | None, name: str) -> None:
-        self._path = os.path.join(folder, FILE_NAME) if folder else None
+    def __init__(self, folder: str | None, name: str, path: str = "") -> None:
+        self._path = path or (os.path.join(folder, FILE_NAME) if folder else None)
         self._name = name
 
     @classmethod
     def from_environment(cls) -> EventLog:
         """The log of the run to which this process belongs; one that writes nothing where there is no run."""
-        return cls(os.environ.get("TFDIST_LOG_DIR"), _own_name())
+        folder = os.environ.get("TFDIST_LOG_DIR")
+        return cls(folder, own_name(), "" if folder else os.environ.get(VARIABLE, ""))
 
     def write(self, event: str, **fields: Any) -> None:
         """Appends an event with the time and the writer's name. A full disk costs the event, nothing else.
@@ -42,6 +48,9 @@ class EventLog:
             return
         line = json.dumps({"time": time.time(), "name": self._name, "event": event, **fields}, default=str) + "\n"
         with contextlib.suppress(OSError):
+            if self._path == STANDARD_OUTPUT:
+                os.write(1, line.encode())
+                return
             descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
                 os.write(descriptor, line.encode())
@@ -49,7 +58,13 @@ class EventLog:
                 os.close(descriptor)
 
 
-def _own_name() -> str:
+def own_name() -> str:
+    """What this process is called in the log: its task, such as "worker 1", or else its number.
+
+    Example:
+        >>> own_name()  # without a cluster
+        'process 4711'
+    """
     text = os.environ.get("TFDIST_CLUSTER") or os.environ.get("TF_CONFIG") or "{}"
     try:
         task = json.loads(text)["task"]

@@ -1,0 +1,1 @@
+"""`tfdist monitor`: what a run does, from the event log that its processes write. Nothing here imports TensorFlow."""

@@ -1,0 +1,69 @@
+"""Which process a number means: the number alone may belong to a stranger by now."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+# Of /proc/PID/stat, behind the command's name.
+_STATE, _START = 0, 19
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A process, told from all others that ever had its number.
+
+    Attributes:
+        pid: its number.
+        start: when it was started, in ticks since the machine was.
+        boot: which time the machine was started.
+
+    Example:
+        >>> Identity.of(os.getpid()).is_alive
+        True
+    """
+
+    pid: int
+    start: int
+    boot: str
+
+    @classmethod
+    def of(cls, pid: int) -> Identity | None:
+        """The process that has this number now; None if there is none, or all of it is its exit code."""
+        try:
+            status = Path("/proc", str(pid), "stat").read_bytes()
+        except OSError:
+            return None
+        fields = status[status.rindex(b")") + 1 :].split()
+        if fields[_STATE] in (b"Z", b"X"):
+            return None
+        return cls(pid, int(fields[_START]), _BOOT.read_text().strip())
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether this very process runs."""
+        return Identity.of(self.pid) == self
+
+    def signal(self, number: signal.Signals) -> bool:
+        """Sends it a signal; a process that has got its number since then gets none.
+
+        Returns:
+            Whether it was there.
+        """
+        try:
+            # While this is open its number is not given to another process.
+            descriptor = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            return False
+        try:
+            if not self.is_alive:
+                return False
+            signal.pidfd_send_signal(descriptor, number)
+            return True
+        except ProcessLookupError:
+            return False
+        finally:
+            os.close(descriptor)
