@@ -119,6 +119,18 @@ def two_devices() -> dict[str, Any]:
         model = mlp(steps_per_execution=2)()
     found["steps_per_execution"] = error_of(model.fit, batches(x, y), verbose=0)
 
+    def lose_a_process(batch: int, logs: Any = None) -> None:
+        raise ConnectionError("a process is gone")
+
+    with strategy.scope():
+        model = mlp()()
+    losing = [keras.callbacks.LambdaCallback(on_train_batch_end=lose_a_process)]
+    found["a lost process"] = error_of(model.fit, batches(x, y), verbose=0, callbacks=losing)
+
+    with strategy.scope():
+        mirrored = keras.Variable(3.0)
+    found["numbers"] = [error_of(kind, mirrored)[0] for kind in (int, float)]
+
     counter = keras.Variable(0.0)
     add = tf.function(lambda: counter.assign_add(1.0)).get_concrete_function()
     found["operations of assign_add"] = {operation.type for operation in add.graph.get_operations()}
@@ -223,6 +235,10 @@ def predictions_do_not_tell_their_model() -> None:
     assert set(local()["predicts by a model's method"]) == {False}
 
 
+def fit_ends_with_the_first_process() -> None:
+    assert local()["a lost process"] == ("ConnectionError", "a process is gone")
+
+
 def additions_are_a_read_and_a_write() -> None:
     assert {"ReadVariableOp", "AssignVariableOp"} <= local()["operations of assign_add"]
     assert "AssignAddVariableOp" not in local()["operations of assign_add"]
@@ -232,6 +248,10 @@ def additions_are_a_read_and_a_write() -> None:
 def slots_are_saved_shard_by_shard() -> None:
     whole, in_two_parts = local()["slots saved"]
     assert in_two_parts == whole + 1
+
+
+def mirrored_variables_are_no_numbers() -> None:
+    assert local()["numbers"] == ["TypeError", "TypeError"]
 
 
 def every_process_writes(target: str) -> None:
@@ -251,8 +271,11 @@ CANARIES: dict[str, Callable[[], None]] = {
     ),
     f"{_TRAINER}:TFEpochIterator.__init__": strategies_are_not_told_who_asks_for_a_dataset,
     f"{_TRAINER}:TensorFlowTrainer._maybe_symbolic_build": a_generator_loses_its_first_batches,
+    f"{_TRAINER}:TensorFlowTrainer.fit": fit_ends_with_the_first_process,
     f"{_TRAINER}:TensorFlowTrainer.make_predict_function": predictions_do_not_tell_their_model,
     "keras.src.backend.tensorflow.core:Variable._initialize": additions_are_a_read_and_a_write,
+    "keras.src.backend.common.variables:Variable.__int__": mirrored_variables_are_no_numbers,
+    "keras.src.backend.common.variables:Variable.__float__": mirrored_variables_are_no_numbers,
     "keras.src.optimizers.base_optimizer:BaseOptimizer.save_own_variables": slots_are_saved_shard_by_shard,
     "keras.src.optimizers.base_optimizer:BaseOptimizer.load_own_variables": slots_are_saved_shard_by_shard,
     **{

@@ -66,6 +66,17 @@ class TwoOptimizers(keras.Model):
 
 
 class TestRefusals:
+    @pytest.mark.parametrize("device", ["CPU:99", "GPU:7", "a processor", 1])
+    def test_devices_that_do_not_exist(self, device):
+        """TensorFlow takes them, and hangs in the first step."""
+        with pytest.raises(ValueError, match=r"Expected: one of /device:CPU:0, .*tfdist run -n N") as refused:
+            tfdist.MirroredStrategy(["CPU:0", device])
+        assert str(refused.value).startswith(f"Received: device {device!r}. ")
+
+    def test_devices_by_other_names(self):
+        strategy = tfdist.MirroredStrategy(["/cpu:0", tf.config.list_logical_devices("CPU")[1]])
+        assert [name[-6:] for name in strategy.extended.worker_devices] == [":CPU:0", ":CPU:1"]
+
     def test_jit_compile(self, mirrored):
         with mirrored.scope():
             model = mlp(jit_compile=True)()
@@ -371,3 +382,14 @@ class TestNothingStays:
         again = train_and_observe(tf.distribute.get_strategy(), mlp(), rows(81), batch_size=BATCH)
         for (name, a), b in zip(expected.items(), again.values(), strict=True):
             np.testing.assert_array_equal(a, b, err_msg=name)
+
+
+def test_scalar_variables_are_numbers(mirrored):
+    with mirrored.scope():
+        model = keras.Sequential([keras.Input((4,)), layers.BatchNormalization(), layers.Dense(1)])
+        model.compile(keras.optimizers.Adam(0.25), "mse")
+    model.fit(np.ones((32, 4)), np.ones((32, 1)), batch_size=8, verbose=0)
+    assert int(model.optimizer.iterations) == 4
+    assert float(model.optimizer.learning_rate) == 0.25
+    with pytest.raises(TypeError, match="Only scalar arrays"):
+        float(model.layers[0].gamma)

@@ -290,7 +290,8 @@ def test_layers_that_are_in_no_named_block_are_streamed_too(four_devices):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, r"device='GPU:0'. Expected: one of .*CPU:0.*set_logical_device_configuration"),
+        ({}, r"device='GPU:0'. Expected: one of .*CPU:0.*device='CPU:1', host='CPU:0'"),
+        ({"device": "CPU:1", "memory": "recompute"}, r"memory='recompute'\). It has a policy of its own"),
         ({"device": "CPU:1", "host": "CPU:9"}, r"host='CPU:9'. Expected: one of"),
         ({"device": "the GPU"}, r"device='the GPU'. Expected: one of"),
         ({"device": "CPU:0", "host": "/device:CPU:0"}, r"which are the same.*Expected: an accelerator, and the host"),
@@ -324,16 +325,28 @@ def test_what_is_made_outside_of_the_scope_or_has_a_policy(strategy):
     optimizer = keras.optimizers.Adam()
     with pytest.raises(ValueError, match=r"optimizer 'adam.*', created outside of this strategy's scope"):
         compiled(strategy, chain, optimizer=lambda: optimizer).fit(x, y, verbose=0)
-    model = tfdist.memory.apply(compiled(strategy, chain), "recompute")
-    with pytest.raises(ValueError, match=r"Expected: `tfdist.memory.remove\(model\)`"):
+    model = compiled(strategy, chain)
+    for trained in (False, True):
+        with pytest.raises(
+            ValueError, match=r"under HostOffloadStrategy, which has one of its own.*Nothing was applied"
+        ):
+            tfdist.memory.apply(model, "recompute")
+        assert ("call" in vars(model)) == trained
         model.fit(x, y, verbose=0)
-    tfdist.memory.remove(model).fit(x, y, verbose=0)
+    assert vars(model)["call"].policy.streams
     outside = chain()
     with strategy.scope():
         model = keras.Sequential([keras.Input((12,)), *outside.layers, layers.Dense(CLASSES)])
         model.compile("sgd", "sparse_categorical_crossentropy")
     with pytest.raises(ValueError, match=r"variable '.*dense.*', created outside of this strategy's scope"):
         model.fit(x, y, verbose=0)
+
+
+def test_a_device_is_asked_for_where_there_is_one(monkeypatch):
+    only = tf.config.list_logical_devices()[:1]
+    monkeypatch.setattr(tf.config, "list_logical_devices", lambda *kind: only)
+    with pytest.raises(ValueError, match=r"set_logical_device_configuration .*HostOffloadStrategy\(device='CPU:1'\)"):
+        tfdist.HostOffloadStrategy()
 
 
 @pytest.mark.parametrize(

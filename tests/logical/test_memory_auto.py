@@ -8,6 +8,7 @@ import logging
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers
 
 import tfdist
@@ -129,9 +130,56 @@ def test_fit_chooses_and_trains_the_same(caplog):
 
 def test_nothing_is_changed_where_it_fits(caplog):
     model = compiled()
-    memory.apply(model, policy(1.1))
+    chosen = policy(1.1)
+    memory.apply(model, chosen)
+    caplog.set_level(logging.INFO, "tfdist")
     assert same(trained(model), trained(compiled()))
-    assert "keep less" not in caplog.text
+    told = [record for record in caplog.records if record.name == "tfdist"]
+    assert [record.levelname for record in told] == ["INFO", "INFO"]
+    assert "estimating a training step under 1 to 10 plans" in told[0].getMessage()
+    assert f"0 of {DEPTH} blocks keep less: a step needs {plain_total() / 1e6:.4g} MB" in told[1].getMessage()
+
+
+def test_a_loop_of_ones_own_is_told_once_that_everything_is_kept(caplog):
+    x, y = batches(ROWS)
+
+    def loop(model: keras.Model, steps: int = 2) -> None:
+        for _ in range(steps):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(model(x, training=True) - y))
+            model.optimizer.apply(tape.gradient(loss, model.trainable_weights), model.trainable_weights)
+
+    model, plain = compiled(), compiled()
+    memory.apply(model, policy(0.6))
+    model(x)  # nothing is trained
+    model.predict(x, verbose=0)
+    memory.report(model, ROWS)
+    assert "outside of its own fit" not in caplog.text
+    loop(model)
+    loop(plain)
+    assert caplog.text.count("is called under a tape outside of its own fit and train_on_batch") == 1
+    assert same(model.get_weights(), plain.get_weights())
+    # What fit has chosen is there for loops, too; and without a policy nothing is told.
+    caplog.clear()
+    model = compiled()
+    memory.apply(model, policy(0.6))
+    trained(model)
+    loop(model)
+    model = compiled()
+    loop(memory.remove(memory.apply(model, policy(0.6))))
+    assert "outside of its own fit" not in caplog.text and "call" not in vars(model)
+
+
+def test_blocks_that_are_found_say_which_layers_they_are():
+    model = keras.Sequential([keras.Input((WIDTH,)), *(layers.Dense(WIDTH, name=f"layer_{i}") for i in range(9))])
+    model.compile("sgd", "mse")
+    choice = memory.choose(model, ROWS, memory.MemoryPolicy("auto", budget="1GB"))
+    assert choice.layers["block_0"] == "layer_0 to layer_2"
+    [line] = [line for line in str(choice).splitlines() if line.strip().startswith("block_2")]
+    assert line.endswith("layer_6 to layer_8")
+    report = memory.report(model, ROWS, "recompute")
+    assert report.layers == choice.layers and "layer_6 to layer_8" in str(report)
+    assert memory.report(model, ROWS, memory.MemoryPolicy("recompute", ["layer_1"])).layers == {}
 
 
 def test_another_seed_is_seen():
@@ -189,7 +237,7 @@ def test_batches_of_unknown_size():
         for n in (3, 5):
             yield batches(n)
 
-    with pytest.raises(ValueError, match=r"batches whose shapes are not all known.*drop_remainder=True"):
+    with pytest.raises(ValueError, match=r"batches whose shapes are not all known.*drop_remainder=True.*generators"):
         model.fit(rows(), verbose=0)
 
 
@@ -203,3 +251,6 @@ def test_what_cannot_be_chosen(four_devices):
         offloaded = compiled()
     with pytest.raises(ValueError, match="under HostOffloadStrategy, whose blocks are all streamed"):
         memory.choose(offloaded, ROWS, memory.MemoryPolicy("auto", budget="1GB"))
+    model.compile("adam", "mse", run_eagerly=True)
+    with pytest.raises(ValueError, match=r"mode 'auto', which is chosen from the graph.*Expected: run_eagerly=False"):
+        memory.apply(model, policy(0.6))

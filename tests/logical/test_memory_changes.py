@@ -170,8 +170,13 @@ def test_layers_that_cannot_be_run_again_stay_outside():
         inner = [layers.Dense(WIDTH, name="first"), normalised, layers.Dense(WIDTH, name="last")]
         return keras.Sequential([keras.Input((WIDTH,)), *inner, layers.Dense(1)])
 
-    with pytest.raises(ValueError, match="assigns to its trainable variable"):
-        train(memory.apply(build(), memory.MemoryPolicy("recompute", ["normalised"])))
+    # Swapped ones, too: the gradient would be that of the weights before they were normalised.
+    for mode in ("recompute", "swap"):
+        with pytest.raises(
+            ValueError,
+            match=r"Received: block 'normalised': .*assigns to its trainable variable.*; or mode 'none' for this block",
+        ):
+            train(memory.apply(build(), memory.MemoryPolicy(mode, ["normalised"])))
     for policy in (
         memory.MemoryPolicy("none"),
         memory.MemoryPolicy("recompute", ["first", "last"]),
@@ -181,6 +186,37 @@ def test_layers_that_cannot_be_run_again_stay_outside():
         plain = train(build())
         keras.utils.set_random_seed(0)
         assert close(train(memory.apply(build(), policy)), plain)
+
+
+def test_messages_say_what_to_do():
+    for function in (lambda: memory.apply("recompute", "recompute"), lambda: memory.remove(3)):
+        with pytest.raises(ValueError, match=r"Received: model=.*Expected: a keras.Model, as the first argument"):
+            function()
+    with pytest.raises(ValueError, match=r"mode=\{\}\. Expected: one mode, or modes by names of blocks"):
+        memory.MemoryPolicy({})
+    with pytest.raises(ValueError, match=r"blocks=3\. Expected: 'auto', or names or classes of layers"):
+        memory.MemoryPolicy(blocks=3)
+    with pytest.raises(ValueError, match=r"host='xyz'\. Expected: a device of this process: CPU:0, CPU:1"):
+        memory.apply(stack(), memory.MemoryPolicy("swap", host="xyz"))
+    with pytest.raises(
+        ValueError, match=r"mode=\{'layer_1': 'swap'\}, with a pattern.*for layers by their names, blocks="
+    ):
+        memory.apply(stack(), memory.MemoryPolicy({"layer_1": "swap"}))
+    with pytest.raises(ValueError, match=r"\{'layer_9': 'swap', \.\.\.\}, with a pattern.* such as 'layer_1'\."):
+        memory.apply(stack(), memory.MemoryPolicy({"layer_9": "swap", "*": "none"}, ["layer_1"]))
+    model = stack()
+    model.compile("sgd", "mse", run_eagerly=True)
+    with pytest.raises(ValueError, match=r"mode 'swap', which changes the graph.*Expected: run_eagerly=False; or mode"):
+        memory.apply(model, memory.MemoryPolicy({"*": "swap"}, ["layer_1"]))
+    memory.apply(model, "recompute")
+
+
+@pytest.mark.parametrize("mode", ["park", "swap"])
+def test_the_warning_of_a_machine_with_one_device_names_the_mode(mode, monkeypatch, caplog):
+    only = tf.config.list_logical_devices()[:1]
+    monkeypatch.setattr(tf.config, "list_logical_devices", lambda *kind: only)
+    memory.apply(stack(), mode)
+    assert f"Mode '{mode}' for model" in caplog.text
 
 
 def test_what_is_refused_changes_nothing():

@@ -335,12 +335,17 @@ def test_pipelines_have_a_recomputation_of_their_own(four_devices):
 def test_the_guides_programs_run(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     programs = re.findall(r"^```python\n(.*?)^```$", GUIDE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    assert len(programs) == 4
+    assert len(programs) == 5
     names: dict[str, object] = {}
     for program in programs:
         exec(compile(program, str(GUIDE), "exec"), names)
     assert set(vars(names["model"])["call"].plan.modes) == {"swap", "recompute", "none"}
     assert (tmp_path / "step.png").exists()
+    # The slots that the replicas had are those of one optimizer.
+    split, whole = (names[name].optimizer.variables for name in ("split", "whole"))
+    assert len(split) == len(whole) == 2 + 2 * 2 and float(np.abs(whole[2]).max()) > 0
+    for a, b in zip(split, whole, strict=True):
+        np.testing.assert_array_equal(a, b)
     # The table that the guide shows; which of several equal blocks are run again, and their times, are not told.
     told = capsys.readouterr().out
     shown = re.search(r"3 of 8 blocks keep less: .* MB\), and", GUIDE.read_text(encoding="utf-8"))

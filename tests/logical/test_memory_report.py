@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import keras
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ import tfdist
 from tests.logical.memory_models import MODELS, data
 from tfdist import memory
 from tfdist.memory.application import applied
+from tfdist.memory.estimation import measured_step
 from tfdist.memory.estimation.batch import batch_of
 from tfdist.memory.estimation.picture import _moments
 
@@ -124,6 +127,9 @@ def test_weights_on_the_host(four_devices):
     assert report["CPU:1"].weights == report["CPU:1"].slots == 0
     assert report["CPU:0"].weights == 8 * WIDTH * (WIDTH + 1) * 4
     assert report.policy.mode == "stream"
+    for policy in ("recompute", memory.MemoryPolicy("auto", budget="1GB")):
+        with pytest.raises(ValueError, match=r"a policy for model .* under HostOffloadStrategy.*Expected: no policy"):
+            memory.report(model, ROWS, policy)
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
@@ -174,7 +180,63 @@ def test_the_table_and_the_picture(tmp_path):
     assert max(sum(moment.values()) for moment in line) == report["CPU:0"].total
 
 
+def test_small_models_are_told_in_kilobytes():
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(8), layers.Dense(1)])
+    model.compile("sgd", "mse")
+    lines = str(memory.report(model, 8)).splitlines()
+    rows = {line[:24].strip(): line.split() for line in lines}
+    assert "kB" in lines[2].split()
+    assert rows["weights"][1] == f"{4 * (4 * 8 + 8 + 8 + 1) / 1e3:.2f}"
+    assert "at the moment of the step's peak" in lines[-1]
+
+
+def test_the_picture_shows_what_was_measured(tmp_path):
+    matplotlib = pytest.importorskip("matplotlib")
+    report = memory.report(stack(), ROWS)
+    device = report["CPU:0"]
+    measured = dataclasses.replace(device, measured=device.step + 1_000_000)
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        for name, devices in (("estimated", [device]), ("measured", [measured])):
+            dataclasses.replace(report, devices=devices).plot(tmp_path / f"{name}.svg")
+    shown = f"measured: {(device.total + 1_000_000) / 1e6:.4g} MB"
+    assert shown in (tmp_path / "measured.svg").read_text(encoding="utf-8")
+    assert "measured" not in (tmp_path / "estimated.svg").read_text(encoding="utf-8")
+
+
+class Scored(keras.Model):
+    """Has no targets: its loss is the weighted mean of what it returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = layers.Dense(3)
+
+    def call(self, x):
+        return self.inner(x)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        assert y is None
+        return keras.ops.mean(y_pred * sample_weight[:, None])
+
+
+def test_batches_without_targets_and_models_that_are_not_built(monkeypatch):
+    # No device is counted here, but the steps are run.
+    monkeypatch.setattr(measured_step, "_counted", lambda: [])
+    model = Scored()
+    model.compile("sgd")
+    with pytest.raises(ValueError, match=r"which is not built.*Expected: data=\(x, y\).*model.build"):
+        memory.report(model, 8)
+    device = memory.report(model, data=(np.ones((8, 4)), None, np.ones((8,))), measured=True)["CPU:0"]
+    assert (device.weights, device.batch) == (4 * (4 * 3 + 3), 4 * (8 * 4 + 8))
+    model = keras.Sequential([layers.Dense(3)])
+    model.compile("adam", "mse")
+    policy = memory.MemoryPolicy("auto", budget="1MB")
+    assert memory.choose(model, data=(np.ones((8, 4)), np.ones((8, 3))), policy=policy).plain > 0
+    assert model.built
+
+
 def test_what_cannot_be_estimated():
+    with pytest.raises(ValueError, match=r"report\(\) for 'model'. Expected: a keras.Model, as the first argument"):
+        memory.report("model", 8)
     model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
     with pytest.raises(ValueError, match=r"is not compiled\. Expected: a model with known inputs, after"):
         memory.report(model, 8)
@@ -195,9 +257,12 @@ def test_measuring_needs_devices_that_are_counted(monkeypatch):
         raise ValueError(f"Allocator stats not available for device '{device}'")
 
     monkeypatch.setattr(tf.config.experimental, "get_memory_info", not_counted)
-    with pytest.raises(RuntimeError, match=r"does not count\. Expected: a GPU; or, on a CPU, TF_CPU_ALLOCATOR_USE_BFC"):
+    with pytest.raises(
+        RuntimeError, match=r"does not count and .* Expected: a GPU; or, on a CPU, a single logical device"
+    ):
         memory.report(stack(), 8, measured=True)
     # As it is where statistics are there, but stay as they are.
     monkeypatch.setattr(tf.config.experimental, "get_memory_info", lambda device: {"current": 0, "peak": 0})
-    with pytest.raises(RuntimeError, match="does not count"):
+    both = r"does not count and which share one allocator.*a single logical device, and TF_CPU_ALLOCATOR_USE_BFC=1"
+    with pytest.raises(RuntimeError, match=both):
         memory.report(stack(), 8, measured=True)

@@ -77,7 +77,7 @@ def test_batch_norm_of_each_replicas_rows(mirrored):
 
 def test_gradients_of_statistics_without_weights(mirrored, monkeypatch):
     """Those that come back from the other replicas belong to losses of other weights."""
-    monkeypatch.setattr(normalization, "_sum", normalization._all_reduce)
+    monkeypatch.setattr(normalization, "_sum", normalization.all_reduce)
     with pytest.raises(AssertionError, match=r"does not equal one process(.|\n)*weight 0"):
         FEATURES["BatchNormalization in a custom train_step, uneven"](mirrored)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -213,7 +215,7 @@ class TestMistakes:
     def test_clusters(self, missing, text):
         jobs = {name: places for name, places in JOBS.items() if name not in missing}
         cluster = ClusterConfig(jobs, next(iter(jobs)), 0)
-        for function in (find, tfdist.ParameterServerStrategy):
+        for function in (functools.partial(find, start_timeout=1.0), tfdist.ParameterServerStrategy):
             with pytest.raises(ClusterError) as error:
                 function(cluster)
             assert str(error.value).startswith(f"Received: {text}")
@@ -226,7 +228,7 @@ class TestMistakes:
 
     def test_the_evaluator(self):
         with pytest.raises(ClusterError, match=r"^Received: task evaluator 0\. Expected: chief, worker or ps"):
-            find(ClusterConfig(JOBS, "evaluator", 0))
+            find(ClusterConfig(JOBS, "evaluator", 0), start_timeout=1.0)
 
     def test_wrong_arguments_in_a_cluster(self):
         """They are refused before anything waits for other processes."""

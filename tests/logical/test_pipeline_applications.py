@@ -30,6 +30,8 @@ NETWORKS = {
     "VGG19": (applications.VGG19, 32, {}),
     "Xception": (applications.Xception, 71, {}),
 }
+# One of each kind: residual, with squeeze and excitation, without statistics. The others are for `make test-all`.
+ALWAYS = ("MobileNetV3Small", "ResNet50", "VGG16")
 # Without statistics: there, micro-batches and whole batches are the same.
 STATELESS = ("VGG16", "VGG19")
 TOLERANCE = 1e-6
@@ -63,7 +65,9 @@ def largest_gap(expected: dict[str, np.ndarray], received: dict[str, np.ndarray]
     return float(max(gaps))
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(
+    "name", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.exhaustive) for name in NETWORKS]
+)
 def test_one_step(name):
     build, size = builder(name), NETWORKS[name][1]
     random = np.random.RandomState(0)

@@ -230,7 +230,7 @@ def test_a_picture_has_a_known_format(path):
 
 def test_without_matplotlib_the_error_comes_at_once(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
-    with pytest.raises(ImportError, match=r"PipelineTimeline draws with matplotlib.*: pip install tfdist\[plot\]$"):
+    with pytest.raises(ImportError, match=r"PipelineTimeline draws with matplotlib.*: pip install 'tfdist\[plot\]'$"):
         tfdist.callbacks.PipelineTimeline("step.png")
 
 

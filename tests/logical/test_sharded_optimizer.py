@@ -416,6 +416,7 @@ class Own(keras.optimizers.Adam):
         (lambda: optimizers.Lamb(), "Lamb scales the update of a variable by norms"),
         (lambda: optimizers.Nadam(), "Nadam keeps a product over the steps"),
         (lambda: LazyAdam(), "LazyAdam updates only the rows"),
+        (lambda: ShardedOptimizer("adam"), r"ShardedOptimizer.Adam.*Expected: ShardedOptimizer.Adam.*once"),
         (lambda: Own(), "Own may do so: tfdist does not know it.*Expected: one of SGD, RMSprop"),
         (lambda: optimizers.LossScaleOptimizer(optimizers.Adam()), "Expected: LossScaleOptimizer.ShardedOptimizer"),
         (lambda: optimizers.Adam(gradient_accumulation_steps=2, clipnorm=1.0), "clipnorm=1.0.*Expected: clipvalue"),

@@ -1,13 +1,15 @@
-"""Every row of the feature table, with one execution at a time, and in synchronous training."""
+"""The feature table, with one execution at a time, and in synchronous training: what differs in how it is exchanged,
+what is not equal, and what is refused; all others in `make test-all`."""
 
 from __future__ import annotations
 
 import functools
-import traceback
-import unittest
+from importlib.metadata import version
 
 import pytest
 
+from tests.features.running import Found, gaps_of, run_rows
+from tests.features.selection import EXCHANGES
 from tests.features.table import FEATURES
 from tfdist.testing import run_local
 
@@ -52,56 +54,58 @@ ALMOST_EQUAL = {
     "steps_per_execution, uneven",
     "convolutional network",
 }
+if version("tensorflow").startswith("2.20."):
+    ALMOST_EQUAL.add("BatchNormalization")
 
 
-def whole_table(names: list[str], mode: str) -> dict[str, dict[str, float] | str]:
-    """In the chief: the largest differences, or the traceback, of every row."""
+def some_rows(names: list[str], mode: str) -> Found:
+    """In the chief."""
     import tfdist
 
-    strategy = tfdist.ParameterServerStrategy(mode=mode, max_inflight=1, start_timeout=120)
-    results: dict[str, dict[str, float] | str] = {}
-    for name in names:
-        print("feature:", name, flush=True)
-        try:
-            results[name] = FEATURES[name](strategy)
-        except unittest.SkipTest as reason:
-            results[name] = f"skipped: {reason}"
-        except Exception:
-            results[name] = traceback.format_exc()
-    return results
+    return run_rows(tfdist.ParameterServerStrategy(mode=mode, max_inflight=1, start_timeout=120), names)
+
+
+DAILY = {
+    "async": {*EXCHANGES, *REFUSED["async"], *ALMOST_EQUAL},
+    "sync": {*EXCHANGES, *REFUSED["sync"], *PER_SHARD, *LOGGED_BEFORE},
+}
+
+
+def cases(mode: str) -> list:
+    """The rows that are not refused."""
+    rows = [name for name in FEATURES if name not in REFUSED[mode]]
+    return [pytest.param(name, marks=() if name in DAILY[mode] else pytest.mark.exhaustive) for name in rows]
 
 
 @functools.cache
-def results(mode: str) -> dict[str, dict[str, float] | str]:
-    (table,) = run_local(whole_table, workers=2, ps=2, timeout=_DEADLINE, args=(list(FEATURES), mode))
+def _results(mode: str, daily: bool) -> Found:
+    names = [name for name in FEATURES if (name in DAILY[mode]) == daily]
+    (table,) = run_local(some_rows, workers=2, ps=2, timeout=_DEADLINE, args=(names, mode))
     return table
 
 
-def gaps_of(mode: str, name: str) -> dict[str, float]:
-    found = results(mode)[name]
-    if str(found).startswith("skipped"):
-        pytest.skip(found)
-    assert isinstance(found, dict), found
-    assert found, "nothing was compared"
-    return found
+def results(mode: str, name: str) -> Found:
+    """What was found of a row, and of those that are run with it."""
+    return _results(mode, name in DAILY[mode])
 
 
 @pytest.mark.timeout(_DEADLINE + 60)
-@pytest.mark.parametrize("name", [name for name in FEATURES if name not in REFUSED["async"]])
+@pytest.mark.parametrize("name", cases("async"))
 def test_one_execution_at_a_time_equals_one_process(name):
-    assert max(gaps_of("async", name).values()) <= (1e-6 if name in ALMOST_EQUAL else 0.0)
+    assert max(gaps_of(results("async", name), name).values()) <= (1e-6 if name in ALMOST_EQUAL else 0.0)
 
 
 @pytest.mark.timeout(_DEADLINE + 60)
-@pytest.mark.parametrize("name", [name for name in FEATURES if name not in REFUSED["sync"]])
+@pytest.mark.parametrize("name", cases("sync"))
 def test_synchronous_training_equals_one_process(name):
+    found = results("sync", name)
     if name in PER_SHARD | LOGGED_BEFORE:
-        assert "does not equal one process" in results("sync")[name] or "Largest absolute" in results("sync")[name]
+        assert "does not equal one process" in found[name] or "Largest absolute" in found[name]
     else:
-        assert max(gaps_of("sync", name).values()) <= (2e-3 if name.startswith("mixed_") else 1e-6)
+        assert max(gaps_of(found, name).values()) <= (2e-3 if name.startswith("mixed_") else 1e-6)
 
 
 @pytest.mark.timeout(_DEADLINE + 60)
 @pytest.mark.parametrize(("mode", "name"), [(mode, name) for mode, names in REFUSED.items() for name in names])
 def test_what_is_refused(mode, name):
-    assert REFUSED[mode][name] in results(mode)[name]
+    assert REFUSED[mode][name] in results(mode, name)[name]

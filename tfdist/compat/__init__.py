@@ -14,6 +14,7 @@ def patches() -> list:
     from tfdist.compat import (
         deferred_captures,
         keras_callbacks,
+        keras_elastic,
         keras_losses,
         keras_metrics,
         keras_optimizers,
@@ -30,6 +31,7 @@ def patches() -> list:
         keras_optimizers,
         keras_trainer,
         keras_callbacks,
+        keras_elastic,
         keras_saving,
         keras_variables,
         keras_sharded_slots,

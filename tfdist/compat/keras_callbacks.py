@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 
 from tfdist.callbacks.backup_and_restore import BackupAndRestore
+from tfdist.callbacks.progress_log import add_progress_log
 from tfdist.callbacks.progress_reporter import add_reporter
-from tfdist.callbacks.writers import WRITERS
+from tfdist.callbacks.writers import is_on_every_process, is_the_chiefs
 from tfdist.compat.patch import Patch
 from tfdist.optimizers.collected_slots import collect_slots
 from tfdist.strategies.chief_files import files_of
+from tfdist.strategies.horovod.refusals import check_callbacks
 
 # These do other things, too; only what writes is silenced.
 _SAVERS = (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore)
@@ -25,20 +27,26 @@ class Together(keras.callbacks.Callback):
 
     Args:
         restore: undoes what was changed on the other callbacks for the time of the fit.
+        helpers: callbacks that need the other processes to have them, too; they are told whether these do.
     """
 
     comes_last = True
 
-    def __init__(self, restore: contextlib.ExitStack):
+    def __init__(self, restore: contextlib.ExitStack, helpers: Sequence[Any] = ()):
         super().__init__()
         self._restore = restore
+        self._helpers = helpers
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         """Raises ValueError on every process if callbacks have restored different states."""
         peers, optimizer = self.model.distribute_strategy.peers, self.model.optimizer
         steps = int(optimizer.iterations.numpy()) if optimizer is not None else 0
         own = {"epoch": self.model._initial_epoch or 0, "optimizer step": steps}
-        everyone = peers.gather("begin", own, "begin to train")
+        helpers = [type(callback).__name__ for callback in self._helpers]
+        told = peers.gather("begin", [own, helpers], "begin to train")
+        everyone = [state for state, _ in told]
+        for callback in self._helpers:
+            callback.joined(all(theirs == helpers for _, theirs in told))
         if any(state != own for state in everyone):
             listing = "; ".join(f"{name}: {state}" for name, state in zip(peers.names, everyone, strict=True))
             raise ValueError(
@@ -65,20 +73,22 @@ def _arrange(callback_list: Any, model: Any) -> None:
     callbacks = callback_list.callbacks
     if any(isinstance(callback, Together) for callback in callbacks):
         return
+    check_callbacks(callbacks)
     if files_of(model) is not None:
         restore = contextlib.ExitStack()
         is_chief = model.distribute_strategy.is_chief
         if not is_chief:
-            callbacks = [callback for callback in callbacks if not isinstance(callback, WRITERS)]
+            callbacks = [callback for callback in callbacks if not is_the_chiefs(callback)]
         for callback in callbacks:
             for name, value in _changes(callback, is_chief).items():
                 restore.callback(setattr, callback, name, getattr(callback, name, None))
                 setattr(callback, name, value)
-        callbacks = [*callbacks, Together(restore)]
+        callbacks = [*callbacks, Together(restore, list(filter(is_on_every_process, callbacks)))]
     for callback in list(callbacks):
         if isinstance(callback, BackupAndRestore):
             callbacks = callback.arrange(callback_list, callbacks)
     add_reporter(callbacks)
+    add_progress_log(callbacks, model)
     callback_list.callbacks = callbacks
 
 

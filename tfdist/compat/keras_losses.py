@@ -16,6 +16,7 @@ import tensorflow as tf
 from keras.src import ops
 
 from tfdist.compat.patch import Patch
+from tfdist.strategies.exchange import all_reduce
 from tfdist.strategies.keras_step import KerasStep, current_step
 
 _MODULE = "keras.src.losses.loss"
@@ -38,7 +39,7 @@ def _share_of(value: Any, step: KerasStep) -> Any:
     value = tf.convert_to_tensor(value)
     if step.counts is not None:
         value *= tf.cast(step.counts, value.dtype)
-    total = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, value)
+    total = all_reduce(value)
     return tf.math.divide_no_nan(value, total * tf.cast(step.weight, value.dtype))
 
 

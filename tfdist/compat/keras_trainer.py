@@ -12,6 +12,7 @@ from tfdist.memory import application as memory
 from tfdist.strategies import epoch_iterators, guards
 from tfdist.strategies.data_parallel import DataParallel
 from tfdist.strategies.global_batches import GlobalBatchDataset
+from tfdist.strategies.horovod import refusals
 from tfdist.strategies.host_offload import HostOffloadStrategy
 from tfdist.strategies.parameter_server import strategy as parameter_server
 from tfdist.strategies.parameter_server.batches import CoordinatorDataset
@@ -53,6 +54,7 @@ def _maybe_symbolic_build(original: Callable) -> Callable:
     def _maybe_symbolic_build(self: Any, iterator: Any = None, data_batch: Any = None) -> None:
         if iterator is not None:
             epoch_iterators.note(self, iterator)
+        refusals.check_optimizers(self)
         strategy = self._distribute_strategy
         if not isinstance(strategy, (DataParallel, PipelineStrategy, ParameterServerStrategy, HostOffloadStrategy)):
             guards.warn_without_scope()

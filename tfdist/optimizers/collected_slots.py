@@ -20,6 +20,7 @@ def collect_slots(model: keras.Model) -> None:
 
     Raises:
         tfdist.strategies.peers.PeerTimeout: if another process does not save the model, too.
+        ConnectionError: if it has ended.
     """
     optimizers = [part for optimizer in optimizers_of(model) for part in (optimizer, *parts_of(optimizer))]
     scattered = [one for one in optimizers if isinstance(one, ShardedOptimizer) and not one.is_collected]

@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_utils
 
+from tfdist.strategies import exchange
 from tfdist.strategies.keras_step import global_replica, local_replica
 
 
@@ -27,6 +28,7 @@ def all_gather(shards: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     if not extended._use_merge_call():
         # Compiled by XLA, or in a branch: what is left there is the all-reduce.
         return [_by_all_reduce(context, shard) for shard in shards]
+    exchange.note_other()
     if len(extended.worker_devices) == context.num_replicas_in_sync:
         return list(context.merge_call(_copy_to_all_devices, args=tuple(shards)))
     if tf.executing_eagerly():
@@ -43,7 +45,7 @@ def _with_rows(whole: tf.Tensor, shard: tf.Tensor, context: Any) -> tf.Tensor:
 def _by_all_reduce(context: Any, shard: tf.Tensor) -> tf.Tensor:
     before, rows = global_replica() * shard.shape[0], shard.shape[0]
     after = (context.num_replicas_in_sync - 1) * rows - before
-    return context.all_reduce(tf.distribute.ReduceOp.SUM, tf.pad(shard, [[before, after], [0, 0]]))
+    return exchange.all_reduce(tf.pad(shard, [[before, after], [0, 0]]))
 
 
 def _copy_to_all_devices(strategy: tf.distribute.Strategy, *shards: Any) -> tuple:

@@ -45,6 +45,12 @@ def check_inner(optimizer: Any) -> None:
             "Received: ShardedOptimizer(LossScaleOptimizer(...)), which would test shards of the gradients for "
             "overflow. Expected: LossScaleOptimizer(ShardedOptimizer(...)), the other way round."
         )
+    if kind == "ShardedOptimizer":
+        inner = type(optimizer.inner_optimizer).__name__
+        raise ValueError(
+            f"Received: ShardedOptimizer(ShardedOptimizer({inner}(...))), which has split its slots already. Expected: "
+            f"ShardedOptimizer({inner}(...)), once."
+        )
     if type(optimizer) not in ELEMENTWISE:
         reason = _REASONS.get(kind, "may do so: tfdist does not know it")
         raise ValueError(

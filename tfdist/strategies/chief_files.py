@@ -57,6 +57,8 @@ class ChiefFiles:
         be taken for later ones.
         """
         announced = self._peers.gather("files", self._heard, purpose)[0]
+        # After the fit the chief's program may end at once, and with it what keeps the messages.
+        self._peers.acknowledge("files-heard", purpose)
         self._heard = announced
         self._announced.clear()
 

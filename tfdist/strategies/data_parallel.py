@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,9 +16,9 @@ from tensorflow.python.distribute import distribute_utils, mirrored_run
 from tensorflow.python.distribute.values import DistributedValues, SyncOnReadVariable
 
 from tfdist.memory.policy import policy_of
-from tfdist.strategies import step_logs
+from tfdist.strategies import exchange, step_logs
 from tfdist.strategies.global_batches import GlobalBatch, GlobalBatchDataset, share_of
-from tfdist.strategies.gradients import WIRE_DTYPES
+from tfdist.strategies.gradients import WIRE_DTYPES, Wire
 from tfdist.strategies.keras_step import KerasStep, current_step, recognise
 from tfdist.strategies.sharing import cut_rows, static_rows
 from tfdist.strategies.step_shadows import metrics_of, shadows
@@ -43,10 +44,12 @@ class DataParallel:
                 f"Unknown batch_norm. Received: batch_norm={batch_norm!r}. Expected 'global' (statistics of the global "
                 "batch, as one process computes them) or 'local' (of each replica's rows; no collectives)."
             )
-        self._wire_dtype = WIRE_DTYPES[communication]
+        self._wire = Wire(WIRE_DTYPES[communication])
         self._global_batch_norm = batch_norm == "global"
         self.memory = policy_of(memory)
         self._keras_step: KerasStep | None = None
+        # By model: what a training step adds up over the replicas. Weak: no model has to live longer for it.
+        self.sums_of_step: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         self._keras_asks_for_data = False
         self._epoch_iterator: Any = None
 
@@ -79,15 +82,14 @@ class DataParallel:
                 replica_step = _predict_on_replica
             else:
                 replica_step = _step_on_replica
-                stack.enter_context(
-                    shadows(step, wire_dtype=self._wire_dtype, global_batch_norm=self._global_batch_norm)
-                )
+                stack.enter_context(shadows(step, wire=self._wire, global_batch_norm=self._global_batch_norm))
             previous, self._keras_step = self._keras_step, step
             stack.callback(setattr, self, "_keras_step", previous)
             stack.enter_context(_other_random_numbers(self.extended._input_position()[1]))
             outputs = super().run(replica_step, batch, None, options)
         if step.kind == "predict":
             return outputs
+        exchange.keep(step, self)
         return tf.nest.map_structure(lambda value: _mark_reduced(_local_mean(self, value)), outputs)
 
     def reduce(self, reduce_op: Any, value: Any, axis: int | None) -> Any:

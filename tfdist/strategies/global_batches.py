@@ -8,12 +8,14 @@ construction; so, unlike `tf.distribute.DistributedDataset`, no collective is ne
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 from tensorflow.python.data.experimental.ops import distribute
 from tensorflow.python.distribute import input_lib
 
+from tfdist.strategies.input_meter import after
 from tfdist.strategies.sharing import count_rows, cut_rows, share, take_share
 
 # Nothing here needs AutoGraph, which takes a second to find that out.
@@ -81,23 +83,44 @@ def rows_of_worker(
 
 
 class GlobalBatchIterator(input_lib.DistributedIterator):
-    """Iterator of `GlobalBatchDataset`: all replicas of all workers run out of data at the same step."""
+    """Iterator of `GlobalBatchDataset`: all replicas of all workers run out of data at the same step.
+
+    What compiled functions take from it is counted by the strategy's `input_meter`.
+    """
 
     def get_next(self, name: str | None = None) -> Any:
-        return self._get_next_no_partial_batch_handling(name)
+        take = functools.partial(self._get_next_no_partial_batch_handling, name)
+        meter = self._strategy.input_meter
+        if not meter.counts:
+            return take()
+        batch, seconds = meter.timed(take)
+        meter.count(batch, seconds)
+        return after(seconds, batch)
 
     def get_next_as_optional(self) -> tf.experimental.Optional:
-        optionals = []
-        for device, iterator in zip(self._input_workers.worker_devices, self._iterators, strict=True):
-            with tf.device(device):
-                optionals.extend(iterator.get_next_as_optional_list())
+        meter = self._strategy.input_meter
+        if meter.counts:
+            optionals, seconds = meter.timed(self._next_optionals)
+        else:
+            optionals, seconds = self._next_optionals(), None
 
         def value() -> tf.experimental.Optional:
             values = [optional.get_value() for optional in optionals]
             per_replica = input_lib._create_per_replica(values, self._strategy)
+            if seconds is not None:
+                meter.count(per_replica, seconds)
             return tf.experimental.Optional.from_value(per_replica)
 
-        return tf.cond(optionals[0].has_value(), value, lambda: tf.experimental.Optional.empty(self._element_spec))
+        with tf.control_dependencies([] if seconds is None else [seconds]):
+            has_value = optionals[0].has_value()
+        return tf.cond(has_value, value, lambda: tf.experimental.Optional.empty(self._element_spec))
+
+    def _next_optionals(self) -> list[tf.experimental.Optional]:
+        optionals: list[tf.experimental.Optional] = []
+        for device, iterator in zip(self._input_workers.worker_devices, self._iterators, strict=True):
+            with tf.device(device):
+                optionals.extend(iterator.get_next_as_optional_list())
+        return optionals
 
     @property
     def _type_spec(self) -> GlobalBatchIteratorSpec:

@@ -6,9 +6,12 @@ on in a step travels together: gradients, and the moving statistics that the for
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
+
+from tfdist.strategies.exchange import all_reduce
 
 # Bytes to which TensorFlow aligns tensors (EIGEN_MAX_ALIGN_BYTES with AVX-512; a multiple of it with less).
 ALIGNMENT = 64
@@ -16,40 +19,71 @@ ALIGNMENT = 64
 WIRE_DTYPES = {None: None, "bf16": tf.bfloat16}
 
 
+@dataclasses.dataclass(frozen=True)
+class Wire:
+    """How gradients travel.
+
+    Attributes:
+        dtype: dtype to which wider floating dense tensors are cast for the sum, e.g. `tf.bfloat16`: half the bytes;
+            every addition then rounds to 8 significant bits (relative error up to 2**-8 of the partial sum).
+        bucket_bytes: how many bytes travel together, at most, a single tensor aside; `None` for all. Each bucket is
+            sent as soon as what is in it is there.
+    """
+
+    dtype: tf.DType | None = None
+    bucket_bytes: int | None = None
+
+
+AS_THEY_ARE = Wire()
+
+
 def all_reduce_sum(
     values: Sequence[tf.Tensor | tf.IndexedSlices],
-    wire_dtype: tf.DType | None = None,
+    wire: Wire = AS_THEY_ARE,
     counts: tf.Tensor | None = None,
 ) -> list:
-    """Sums tensors over all replicas, the dense ones of one dtype in one collective.
+    """Sums tensors over all replicas, the dense ones of one dtype (and bucket) in one collective.
 
     Args:
         values: tensors or `tf.IndexedSlices`, with the same shapes (slices: any number of rows) on every replica.
-        wire_dtype: dtype to which wider floating dense tensors are cast for the sum, e.g. `tf.bfloat16`: half the
-            bytes; every addition then rounds to 8 significant bits (relative error up to 2**-8 of the partial sum).
+        wire: how they travel.
         counts: whether this replica's values count (boolean scalar); if not, zeros are added, even for NaN.
 
     Returns:
         A list of the sums, in the dtypes and shapes of `values`.
     """
-    context = tf.distribute.get_replica_context()
     results: list = [None] * len(values)
     groups: dict[tf.DType, list[int]] = {}
     for i, value in enumerate(values):
         if not isinstance(value, tf.IndexedSlices):
             groups.setdefault(value.dtype, []).append(i)
-    for dtype, indices in groups.items():
+    for indices in (bucket for group in groups.values() for bucket in _buckets(group, values, wire.bucket_bytes)):
+        dtype = values[indices[0]].dtype
         packed = _zeros_unless(counts, pack([values[i] for i in indices]))
-        narrow = wire_dtype is not None and dtype.is_floating and wire_dtype.size < dtype.size
-        summed = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.cast(packed, wire_dtype) if narrow else packed)
+        narrow = wire.dtype is not None and dtype.is_floating and wire.dtype.size < dtype.size
+        summed = all_reduce(tf.cast(packed, wire.dtype) if narrow else packed)
         parts = unpack(tf.cast(summed, dtype) if narrow else summed, [values[i] for i in indices])
         for i, part in zip(indices, parts, strict=True):
             results[i] = part
     for i, value in enumerate(values):
         if isinstance(value, tf.IndexedSlices):
             slices = tf.IndexedSlices(_zeros_unless(counts, value.values), value.indices, value.dense_shape)
-            results[i] = context.all_reduce(tf.distribute.ReduceOp.SUM, slices)
+            results[i] = all_reduce(slices)
     return results
+
+
+def _buckets(indices: list[int], values: Sequence[tf.Tensor], most: int | None) -> Iterator[list[int]]:
+    """Neighbours together: backpropagation comes to variables one layer after the other."""
+    bucket: list[int] = []
+    filled = 0
+    for i in indices:
+        size = (values[i].shape.num_elements() or 0) * values[i].dtype.size
+        if bucket and most is not None and filled + size > most:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(i)
+        filled += size
+    yield bucket
 
 
 def _zeros_unless(counts: tf.Tensor | None, value: tf.Tensor) -> tf.Tensor:

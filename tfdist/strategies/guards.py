@@ -69,7 +69,7 @@ def warn_without_scope() -> None:
     job.warned_without_scope = True
     warnings.warn(
         "Received: a call of fit, evaluate or predict for a model that was created outside of strategy.scope(). Each "
-        f"of the {job.cluster.num_workers} processes does all the work by itself, on a model of its own, and all of "
+        f"of the {len(job.peers.names)} processes does all the work by itself, on a model of its own, and all of "
         "them write their files. Expected: `with strategy.scope(): model = ...; model.compile(...)`, around "
         "load_model, too, unless this is meant.",
         stacklevel=level,

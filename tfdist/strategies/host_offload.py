@@ -75,6 +75,7 @@ class HostOffloadStrategy(tf.distribute.Strategy):
             model, none of which needs much more than the largest layer; in a model that is written as a class, the
             layers of the kind that repeats most. All other layers are streamed, too.
         prefetch: how many blocks ahead weights are fetched; 0 or more.
+        memory: an argument of other strategies. This one has a policy of its own, and takes no other.
 
     Raises:
         ValueError: for devices that do not exist, or are the same; for another argument that makes no sense. When a
@@ -95,11 +96,12 @@ class HostOffloadStrategy(tf.distribute.Strategy):
         host: str = "CPU:0",
         blocks: str | Sequence[str | type] = "auto",
         prefetch: int = 1,
+        memory: None = None,
     ):
         install()
+        checks.check_no_policy(memory)
         device, host = checks.check_devices(device, host)
         self.policy = StreamPolicy(blocks=blocks, host=host, prefetch=prefetch)
-        self._prepared: weakref.WeakSet[keras.Model] = weakref.WeakSet()
         self._warned: weakref.WeakSet[keras.Model] = weakref.WeakSet()
         super().__init__(_HostOffloadExtended(self, device_util.resolve(device), host))
 
@@ -123,8 +125,7 @@ class HostOffloadStrategy(tf.distribute.Strategy):
         Raises:
             ValueError: with the reason and the remedy.
         """
-        applied_by_others = application.applied(model) is not None and model not in self._prepared
-        checks.check_model(self, model, applied_by_others)
+        checks.check_model(self, model)
         if model not in self._warned and checks.warn(model):
             self._warned.add(model)
 
@@ -140,4 +141,3 @@ class HostOffloadStrategy(tf.distribute.Strategy):
         if application.applied(model) is not None:
             return
         application.apply(model, self.policy)
-        self._prepared.add(model)

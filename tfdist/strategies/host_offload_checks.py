@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import keras
 import tensorflow as tf
 from tensorflow.python.distribute import device_util
 
 from tfdist.strategies.guards import check_steps
+from tfdist.strategies.known_devices import find_device, known_devices
 from tfdist.strategies.step_shadows import optimizers_of, parts_of
 
 
@@ -22,19 +24,15 @@ def check_devices(device: str, host: str) -> tuple[str, str]:
     Raises:
         ValueError: if one of them does not exist, or they are the same.
     """
-    known = [device_util.canonicalize(found.name) for found in tf.config.list_logical_devices()]
     names = []
     for argument, given in (("device", device), ("host", host)):
-        try:
-            name = device_util.canonicalize(given)
-        except (TypeError, ValueError):
-            name = ""
-        if name not in known:
+        name = find_device(given)
+        if name is None:
             raise ValueError(
-                f"Received: {argument}={given!r}. Expected: one of {', '.join(known)}. Without a GPU, logical CPU "
-                "devices can stand in to try it: call tf.config.set_logical_device_configuration before anything else."
+                f"Received: {argument}={given!r}. Expected: one of {', '.join(known_devices())}. Without a GPU, "
+                f"{_stand_in()}."
             )
-        names.append(name)
+        names.append(device_util.canonicalize(name))
     if names[0] == names[1]:
         raise ValueError(
             f"Received: device={device!r} and host={host!r}, which are the same: nothing would be elsewhere. Expected: "
@@ -43,13 +41,39 @@ def check_devices(device: str, host: str) -> tuple[str, str]:
     return names[0], names[1]
 
 
-def check_model(strategy: tf.distribute.Strategy, model: keras.Model, applied_by_others: bool) -> None:
+def _stand_in() -> str:
+    """What to do to try it on a machine without a GPU."""
+    if len(tf.config.list_logical_devices("CPU")) > 1:
+        return "a logical CPU device can stand in to try it: device='CPU:1', host='CPU:0'"
+    return (
+        "logical CPU devices can stand in to try it: call tf.config.set_logical_device_configuration before anything "
+        "else, and then HostOffloadStrategy(device='CPU:1')"
+    )
+
+
+def check_no_policy(memory: Any) -> None:
+    """Checks that nobody asks for another memory policy.
+
+    Args:
+        memory: as other strategies take it.
+
+    Raises:
+        ValueError: if it is one.
+    """
+    if memory is not None:
+        raise ValueError(
+            f"Received: HostOffloadStrategy(memory={memory!r}). It has a policy of its own: weights and inputs of "
+            "blocks are on the host, and each block is run again. Expected: HostOffloadStrategy(blocks=..., "
+            "prefetch=...); or memory= of another strategy, such as MirroredStrategy."
+        )
+
+
+def check_model(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
     """Checks a model, before it is built or after.
 
     Args:
         strategy: the strategy in whose scope it was created.
         model: the model.
-        applied_by_others: whether it has a memory policy that is not the strategy's.
 
     Raises:
         ValueError: if it cannot be trained under this strategy.
@@ -64,11 +88,6 @@ def check_model(strategy: tf.distribute.Strategy, model: keras.Model, applied_by
         raise ValueError(
             "Received: compile(jit_compile=True) under HostOffloadStrategy. XLA compiles a step for one device, with "
             "all weights there. Expected: jit_compile=False or 'auto' (the default)."
-        )
-    if applied_by_others:
-        raise ValueError(
-            "Received: a memory policy for a model under HostOffloadStrategy, which has one of its own: nothing of a "
-            "block stays on the device. Expected: `tfdist.memory.remove(model)`."
         )
     check_steps(model)
     for optimizer in optimizers_of(model):

@@ -10,14 +10,22 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.distribute import mirrored_strategy
 
-from tfdist.cluster.discovery import discover
+from tfdist.cluster.config import ClusterConfig
+from tfdist.cluster.discovery import find
+from tfdist.cluster.errors import ClusterError
 from tfdist.compat import install
 from tfdist.memory.policy import MemoryPolicy
 from tfdist.strategies.data_parallel import DataParallel, DataParallelExtended
+from tfdist.strategies.input_meter import InputMeter
+from tfdist.strategies.known_devices import existing_device
 
 # Collectives of different strategies need different keys; stock strategies begin at 0.
 _GROUP_KEYS = itertools.count(1_000, 1_000)
 _log = logging.getLogger("tfdist")
+_MORE_DEVICES = (
+    "For more CPU devices in one process call tf.config.set_logical_device_configuration before anything else; for "
+    "more processes use tfdist.MultiWorkerMirroredStrategy and `tfdist run -n N`."
+)
 
 
 class _MirroredExtended(DataParallelExtended, mirrored_strategy.MirroredExtended):
@@ -41,7 +49,7 @@ class MirroredStrategy(DataParallel, tf.distribute.MirroredStrategy):
         memory: what models keep for their backward pass, see `tfdist.memory.MemoryPolicy`; by default everything.
 
     Raises:
-        ValueError: for an unknown `communication` or `batch_norm`.
+        ValueError: for a device that does not exist, or an unknown `communication` or `batch_norm`.
 
     Example:
         >>> import keras, numpy as np, tfdist
@@ -65,13 +73,21 @@ class MirroredStrategy(DataParallel, tf.distribute.MirroredStrategy):
         _warn_in_cluster()
         self._configure_data_parallel(communication, batch_norm, memory)
         self._collective_key_base = next(_GROUP_KEYS)
+        devices = None if devices is None else [existing_device(device, _MORE_DEVICES) for device in devices]
         # tf.distribute.MirroredStrategy.__init__ names its extended class; this does the rest of what it does.
         extended = _MirroredExtended(self, devices=devices, cross_device_ops=cross_device_ops)
         tf.distribute.Strategy.__init__(self, extended)
+        self.input_meter = InputMeter()
 
 
 def _warn_in_cluster() -> None:
-    workers = discover().num_workers
+    try:
+        found = find()
+    except ClusterError as error:
+        # It has to be mended for a strategy that needs the cluster; this one does not.
+        _log.warning("MirroredStrategy trains on the devices of this process, whatever the cluster is. %s", error)
+        return
+    workers = found.num_workers if isinstance(found, ClusterConfig) else found.size
     if workers > 1:
         _log.warning(
             "MirroredStrategy trains on the devices of one process, and this is one of %d processes of a cluster: each "

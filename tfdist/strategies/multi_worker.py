@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Iterator
+import os
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.distribute import collective_all_reduce_strategy as collective_strategy
-from tensorflow.python.eager import context
 
+from tfdist.cluster.backend import HOROVOD, chosen
 from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.discovery import discover
 from tfdist.cluster.errors import ClusterError
 from tfdist.compat import install
 from tfdist.memory.policy import MemoryPolicy
-from tfdist.strategies.agreement import Agreement
-from tfdist.strategies.chief_files import ChiefFiles
-from tfdist.strategies.data_parallel import DataParallel, DataParallelExtended
-from tfdist.strategies.epoch_iterators import rows_of_arrays
 from tfdist.strategies.job import join
-from tfdist.strategies.peers import Peers
-from tfdist.strategies.sigterm import heed_sigterm
+from tfdist.strategies.job_member import JobMember, JobMemberExtended
 
 # Collectives of different strategies need different keys; other kinds of strategies, of which the processes may have
 # different numbers, have keys in another range.
 _GROUP_KEYS = itertools.count(1_000_000, 1_000)
 
 
-class _MultiWorkerExtended(DataParallelExtended, collective_strategy.CollectiveAllReduceExtended):
+class _MultiWorkerExtended(JobMemberExtended, collective_strategy.CollectiveAllReduceExtended):
     """The part of `MultiWorkerMirroredStrategy` that `tf.distribute` calls."""
 
     # Read by upstream's initializer; true for the second strategy of a process and all further ones.
@@ -48,22 +42,14 @@ class _MultiWorkerExtended(DataParallelExtended, collective_strategy.CollectiveA
     def _input_position(self) -> tuple[int, int]:
         return self._num_workers, self._id_in_cluster
 
-    def _experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any) -> Any:
-        distributed = super()._experimental_distribute_dataset(dataset, options)
-        strategy = self._container_strategy()
-        if strategy.peers and strategy._keras_asks_for_data:
-            own = getattr(distributed, "own", True)
-            rows = rows_of_arrays(strategy._epoch_iterator)
-            strategy.peers.check_same_dataset(getattr(distributed, "source", dataset), own, rows)
-        return distributed
 
-
-class MultiWorkerMirroredStrategy(DataParallel, tf.distribute.MultiWorkerMirroredStrategy):
+class MultiWorkerMirroredStrategy(JobMember, tf.distribute.MultiWorkerMirroredStrategy):
     """Data parallelism over the processes of a cluster, equal to one process on the same global batches.
 
     Every process runs the same script. Build and compile a Keras model in `strategy.scope()` and call `fit`,
     `evaluate` and `predict` as in one process: `batch_size` is the global batch size, every process passes the same
     data and keeps its own rows, and only the chief writes files. Without a cluster it trains on the local devices.
+    Under `tfdist run --backend horovod` it is a `tfdist.HorovodStrategy`.
 
     Args:
         cluster_resolver: as in `tf.distribute.MultiWorkerMirroredStrategy`; `cluster` is the shorter way.
@@ -95,6 +81,14 @@ class MultiWorkerMirroredStrategy(DataParallel, tf.distribute.MultiWorkerMirrore
         >>> history = model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
     """
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> MultiWorkerMirroredStrategy:
+        if cls is MultiWorkerMirroredStrategy and chosen(os.environ) == HOROVOD:
+            from tfdist.strategies.horovod.strategy import HorovodStrategy
+
+            # A subclass: Python goes on with its initializer.
+            cls = HorovodStrategy
+        return super().__new__(cls)
+
     def __init__(
         self,
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
@@ -110,7 +104,7 @@ class MultiWorkerMirroredStrategy(DataParallel, tf.distribute.MultiWorkerMirrore
         install()
         self._configure_data_parallel(communication, batch_norm, memory)
         try:
-            config = _cluster_of(cluster, cluster_resolver)
+            config = cluster_of(cluster, cluster_resolver, start_timeout)
             self._job = join(config, start_timeout, peer_timeout) if config.num_workers > 1 else None
         except ClusterError as error:
             # Its text is for who has started the job; where in tfdist it was found out only hides it.
@@ -119,51 +113,20 @@ class MultiWorkerMirroredStrategy(DataParallel, tf.distribute.MultiWorkerMirrore
         # The upstream initializer names its extended class; this does the rest of what it does.
         extended = _MultiWorkerExtended(
             self,
-            cluster_resolver=cluster_resolver or _resolver(config),
+            cluster_resolver=cluster_resolver or resolver_of(config),
             communication_options=communication_options or tf.distribute.experimental.CommunicationOptions(),
         )
         tf.distribute.Strategy.__init__(self, extended)
-        self.agreement = Agreement() if self._job else None
         if self._job:
             _MultiWorkerExtended._std_server_started = True
-            if context.global_seed() != self._job.seed:
-                tf.random.set_seed(self._job.seed)
-            heed_sigterm()
-
-    @property
-    def seed_is_given(self) -> bool:
-        """Whether the program has set a global seed, before the strategy or since."""
-        return self._job is None or self._job.seed_is_given or context.global_seed() != self._job.seed
-
-    @property
-    def peers(self) -> Peers | None:
-        """The other processes of the job; `None` without a cluster."""
-        return self._job.peers if self._job else None
-
-    @property
-    def chief_files(self) -> ChiefFiles | None:
-        """Who writes which file; `None` without a cluster."""
-        return self._job.files if self._job else None
-
-    @property
-    def is_chief(self) -> bool:
-        """Whether this process writes files (rank 0; always true without a cluster)."""
-        return self.peers is None or self.peers.rank == 0
-
-    @contextlib.contextmanager
-    def keras_input(self, epoch_iterator: Any = None) -> Iterator[None]:
-        if self.peers:
-            heed_sigterm()
-            self.peers.share_random_state()
-        with super().keras_input(epoch_iterator):
-            yield
+        self._begin_as_member()
 
 
-def _cluster_of(cluster: ClusterConfig | None, resolver: Any) -> ClusterConfig:
+def cluster_of(cluster: ClusterConfig | None, resolver: Any, start_timeout: float) -> ClusterConfig:
     if cluster is not None and resolver is not None:
         raise ValueError("Received both cluster and cluster_resolver. Expected at most one; leave one out.")
     if resolver is None:
-        return _of_training_task(cluster or discover())
+        return _of_training_task(cluster or discover(timeout=start_timeout))
     jobs = resolver.cluster_spec().as_dict()
     if not jobs:
         return ClusterConfig.single_process()
@@ -180,7 +143,7 @@ def _of_training_task(config: ClusterConfig) -> ClusterConfig:
     return ClusterConfig.single_process() if config.task_type == "evaluator" else config
 
 
-def _resolver(config: ClusterConfig) -> tf.distribute.cluster_resolver.ClusterResolver:
+def resolver_of(config: ClusterConfig) -> tf.distribute.cluster_resolver.ClusterResolver:
     if config.is_single_process:
         return tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
     jobs = {job: addresses for job, addresses in config.jobs.items() if job in ("chief", "worker")}

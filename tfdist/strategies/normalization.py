@@ -13,6 +13,7 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
+from tfdist.strategies.exchange import all_reduce
 from tfdist.strategies.keras_step import current_step, global_replica
 
 
@@ -67,15 +68,11 @@ def _sum(values: tf.Tensor) -> tf.Tensor:
 
     @tf.custom_gradient
     def add(values: tf.Tensor) -> tuple[tf.Tensor, Callable]:
-        return _all_reduce(values), of_all_losses
+        return all_reduce(values), of_all_losses
 
     @tf.custom_gradient
     def of_all_losses(gradient: tf.Tensor) -> tuple[tf.Tensor, Callable]:
         weight = tf.cast(current_step().relative_weight, gradient.dtype)
-        return tf.math.divide_no_nan(_all_reduce(tf.math.multiply_no_nan(gradient, weight)), weight), add
+        return tf.math.divide_no_nan(all_reduce(tf.math.multiply_no_nan(gradient, weight)), weight), add
 
     return add(values)
-
-
-def _all_reduce(values: tf.Tensor) -> tf.Tensor:
-    return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, values)

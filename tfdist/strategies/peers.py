@@ -1,4 +1,4 @@
-"""What the processes of a job tell each other outside of the training step, through TensorFlow's coordination service.
+"""What the processes of a job tell each other outside of the training step.
 
 Used when a dataset is distributed (every process must have the same one, and draw the same random numbers for it) and
 when a file is saved. A collective would do as well only if every process made the same calls in the same order; here
@@ -12,11 +12,13 @@ import hashlib
 import json
 import logging
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
+import numpy as np
 import tensorflow as tf
-from tensorflow.python.eager import context
 
+from tfdist.cluster.key_value import ProcessGone
 from tfdist.strategies import random_state
 from tfdist.strategies.pipeline_facts import has_no_order, seeds
 
@@ -31,6 +33,10 @@ _SAME_STEPS = (
     "With AutoShardPolicy.OFF or FILE each worker has its own rows, but as many steps as the others: "
     "cut or repeat the shards to one length, `dataset.take(n)`."
 )
+_SAME_CALLS = (
+    "Expected: every process makes the same calls of fit, evaluate, predict and *_on_batch. Look for code that only "
+    "one rank runs, and at that process' log."
+)
 _REMEDIES = {
     "number of rows": "Pass the arrays whole, and the same, on every process.",
     "number of batches": _SHARD_REMEDY,
@@ -38,6 +44,16 @@ _REMEDIES = {
     "seeds of its shuffling": "Give `keras.utils.set_random_seed` the same seed on every process, and build the "
     "dataset after the strategy.",
 }
+
+
+class Store(Protocol):
+    """Keeps texts by name for all processes."""
+
+    def set(self, name: str, text: str) -> None:
+        """Keeps a text."""
+
+    def get(self, name: str, seconds: float, of: int | None = None) -> str | None:
+        """The text of that name, which the rank `of` sets, once there is one; `None` after `seconds`."""
 
 
 class PeerTimeout(TimeoutError):
@@ -51,17 +67,19 @@ class Peers:
         names: a readable name per rank, such as "worker 1 (host:port)".
         rank: rank of this process.
         timeout: how long to wait for another process, in seconds.
+        store: keeps what they tell each other.
     """
 
-    def __init__(self, names: list[str], rank: int, timeout: float):
+    def __init__(self, names: list[str], rank: int, timeout: float, store: Store):
         self.names = names
         self.rank = rank
         self.timeout = timeout
+        self._store = store
         self._counts: dict[str, int] = {}
 
     def tell(self, key: str, value: Any) -> None:
         """Publishes a JSON-serialisable value under a key that was never used before."""
-        context.context().set_config_key_value(f"tfdist/{key}", json.dumps(value))
+        self._store.set(f"tfdist/{key}", json.dumps(value))
 
     def hear(self, key: str, rank: int, purpose: str, within: float | None = None) -> Any:
         """Waits for a value that `rank` publishes.
@@ -74,22 +92,41 @@ class Peers:
 
         Raises:
             PeerTimeout: if it does not come in time.
+            ConnectionError: if that process is known to be gone.
         """
         began = time.monotonic()
         timeout = self.timeout if within is None else within
         while True:
             left = timeout - (time.monotonic() - began)
             try:
-                milliseconds = max(1, int(1000 * min(left, _POLL_SECONDS)))
-                return json.loads(context.context().get_config_key_value(f"tfdist/{key}", milliseconds))
-            except (tf.errors.DeadlineExceededError, tf.errors.NotFoundError):
-                if left <= 0:
-                    raise PeerTimeout(
-                        f"{self.names[self.rank]} waited {timeout:.0f} s for {self.names[rank]} to {purpose}, and "
-                        "it did not. Expected: every process makes the same calls of fit, evaluate, predict and "
-                        "*_on_batch. Look for code that only one rank runs, and at that process' log."
-                    ) from None
-                _log.warning("%s is waiting for %s to %s", self.names[self.rank], self.names[rank], purpose)
+                text = self._store.get(f"tfdist/{key}", max(0.0, min(left, _POLL_SECONDS)), rank)
+                has_left = text is None and self._store.get(f"tfdist/left/{rank}", 0.0, rank) is not None
+                if has_left:  # it may have been the last that it did
+                    text = self._store.get(f"tfdist/{key}", 0.0, rank)
+            except ProcessGone:
+                raise ProcessGone(
+                    f"{self.names[self.rank]} waited for {self.names[rank]} to {purpose}, and that process is gone. "
+                    "Look into its output for why."
+                ) from None
+            if text is not None:
+                return json.loads(text)
+            if has_left:
+                raise ProcessGone(
+                    f"{self.names[self.rank]} waited for {self.names[rank]} to {purpose}, and that program has ended. "
+                    f"{_SAME_CALLS}"
+                )
+            if left <= 0:
+                raise PeerTimeout(
+                    f"{self.names[self.rank]} waited {timeout:.0f} s for {self.names[rank]} to {purpose}, and "
+                    f"it did not. {_SAME_CALLS}"
+                )
+            _log.warning("%s is waiting for %s to %s", self.names[self.rank], self.names[rank], purpose)
+
+    def leave(self) -> None:
+        """Tells the others that this program ends, so that nobody waits for it."""
+        # There may be nobody left who keeps messages.
+        with contextlib.suppress(Exception):
+            self.tell(f"left/{self.rank}", True)
 
     def gather(self, topic: str, value: Any, purpose: str) -> list:
         """Exchanges a value between all processes; returns the values by rank. All must call it equally often."""
@@ -106,7 +143,7 @@ class Peers:
                 self.hear(f"{topic}/{number}/{rank}", rank, purpose)
             return
         # Rank 0 may have heard it, and be gone, before it could say so.
-        with contextlib.suppress(tf.errors.UnavailableError):
+        with contextlib.suppress(ConnectionError):
             self.tell(f"{topic}/{number}/{self.rank}", True)
 
     def share_random_state(self) -> None:
@@ -126,13 +163,16 @@ class Peers:
         else:
             random_state.restore(self.hear(key, 0, "tell its random state"))
 
-    def check_same_dataset(self, dataset: tf.data.Dataset, own: bool = False, rows: int | None = None) -> None:
-        """Compares this process' dataset with the others'.
+    def check_same_dataset(
+        self, dataset: tf.data.Dataset, own: bool = False, rows: int | None = None, glance: Sequence[float] = ()
+    ) -> None:
+        """Compares this process' dataset with the others'. Warns of other numbers in arrays.
 
         Args:
             dataset: the dataset, with one element for each step.
             own: whether each process has rows of its own, in an order of its own.
             rows: number of rows, where it is known.
+            glance: numbers that say what is in some of the rows, where that is known.
 
         Raises:
             ValueError: on every process, if they differ in size, structure or the seeds of their shuffling.
@@ -149,7 +189,8 @@ class Peers:
                 "some rows twice and on others never. Expected: a deterministic order; remove "
                 "`options.deterministic = False` or `map(..., deterministic=False)`."
             )
-        everyone = self.gather("dataset", own_facts, "pass its dataset to fit, evaluate or predict")
+        told = self.gather("dataset", [own_facts, list(glance)], "pass its dataset to fit, evaluate or predict")
+        everyone = [facts for facts, _ in told]
         for what in own_facts:
             values = [value[what] for value in everyone]
             if any(value != values[0] for value in values):
@@ -159,3 +200,19 @@ class Peers:
                     f"The processes have different datasets. Received: {what}: {listing}. Expected: the same dataset "
                     f"of global batches on every process; tfdist gives each its rows. {remedy}"
                 )
+        different = [
+            name for name, (_, numbers) in zip(self.names, told, strict=True) if not _near(numbers, told[0][1])
+        ]
+        if different and self.rank == 0:
+            _log.warning(
+                "Received: arrays with other numbers on %s than on %s, as many rows. Expected: the same arrays, whole, "
+                "on every process: tfdist gives each its rows of them, so that of parts, such as x[rank::2], many rows "
+                "are never used. Remove the cut; if the numbers are random, seed what makes them.",
+                ", ".join(different),
+                self.names[0],
+            )
+
+
+def _near(numbers: Sequence[float], others: Sequence[float]) -> bool:
+    """Machines may compute the same numbers with other last bits."""
+    return len(numbers) == len(others) and np.allclose(numbers, others, rtol=1e-3, atol=1e-3, equal_nan=True)

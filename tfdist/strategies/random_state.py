@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+from collections.abc import Iterator
 
 import numpy as np
 import tensorflow as tf
@@ -25,6 +27,25 @@ def restore(state: list) -> None:
         _into(context.context()._rng, operations)
     _into(random, python)
     np.random.set_state((name, np.asarray(keys, "uint32"), *rest))
+
+
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """Puts Python's and NumPy's global generators back to where they were, whatever is drawn meanwhile.
+
+    Example:
+        >>> random.seed(1)
+        >>> with kept():
+        ...     drawn = random.random()
+        >>> drawn == random.random()
+        True
+    """
+    python, numbers = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numbers)
 
 
 def _of(generator: random.Random) -> list:

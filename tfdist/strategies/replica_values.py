@@ -63,6 +63,11 @@ def _gather_of(strategy: tf.distribute.Strategy) -> Callable[[tf.Tensor], tf.Ten
     return gather_rows
 
 
+def forget_functions() -> None:
+    """Traces anew what exchanges values: the processes of a strategy are others."""
+    _gather_of.cache_clear()
+
+
 def scatter(strategy: tf.distribute.Strategy, variable: Any, values: np.ndarray) -> None:
     """Gives every local replica its own value back.
 

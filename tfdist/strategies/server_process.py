@@ -1,4 +1,4 @@
-"""The end of a process that serves: not before its chief's, and then for certain."""
+"""The end of a process that serves: not before its chief's, and then for certain; and of one that is refused."""
 
 from __future__ import annotations
 
@@ -58,13 +58,16 @@ def heed_signals() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def end() -> NoReturn:
+def end(code: int = 0) -> NoReturn:
     """Ends the process as if the program had come to its end; the threads of TensorFlow's server do not count.
+
+    Args:
+        code: its exit code.
 
     Example:
         >>> end()
     """
-    guard = threading.Timer(_EXIT_SECONDS, os._exit, (0,))
+    guard = threading.Timer(_EXIT_SECONDS, os._exit, (code,))
     guard.daemon = True
     guard.start()
     atexit._run_exitfuncs()  # ends processes of multiprocessing, too
@@ -72,4 +75,4 @@ def end() -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
-    os._exit(0)
+    os._exit(code)

@@ -81,7 +81,7 @@ class ServerWatch:
             except OSError:
                 if time.monotonic() >= deadline:
                     return None
-            time.sleep(_LONGEST_PAUSE * random.uniform(0.5, 1.0))
+            time.sleep(_LONGEST_PAUSE * random.SystemRandom().uniform(0.5, 1.0))
 
     def _connect(self) -> socket.socket:
         connection = socket.create_connection(self._place, timeout=_CONNECT_SECONDS)

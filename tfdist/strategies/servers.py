@@ -156,7 +156,7 @@ def await_servers(
 
 def _check_joined(cluster: ClusterConfig, other_use: bool) -> None:
     joined = job.joined()
-    before = joined.cluster if joined else _connected[0] if _connected else _awaited
+    before = joined or (_connected[0] if _connected else _awaited)
     if before is not None and (joined or other_use or before != cluster):
         raise ClusterError(
             f"Received: {cluster}. Expected: {before}, which this process has joined already. TensorFlow's "

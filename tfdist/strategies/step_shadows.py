@@ -21,7 +21,7 @@ from keras.src.backend.common import global_state
 
 from tfdist.strategies import updated_state
 from tfdist.strategies.agreement import Agreement
-from tfdist.strategies.gradients import all_reduce_sum, scale
+from tfdist.strategies.gradients import Wire, all_reduce_sum, scale
 from tfdist.strategies.keras_step import KerasStep, global_replica, local_replica, shadowed
 from tfdist.strategies.normalization import global_moments
 from tfdist.strategies.step_logs import marked_result
@@ -31,12 +31,12 @@ SEED_STRIDE = 0x9E3779B9
 
 
 @contextlib.contextmanager
-def shadows(step: KerasStep, *, wire_dtype: tf.DType | None, global_batch_norm: bool) -> Iterator[None]:
+def shadows(step: KerasStep, *, wire: Wire, global_batch_norm: bool) -> Iterator[None]:
     """Applies all shadows of a train or test step for as long as the block runs."""
     with contextlib.ExitStack() as stack:
         if step.kind == "train":
             for optimizer in optimizers_of(step.model):
-                _shadow_optimizer(stack, step, optimizer, wire_dtype)
+                _shadow_optimizer(stack, step, optimizer, wire)
         for layer in step.model._flatten_layers():
             if isinstance(layer, keras.layers.BatchNormalization) and (global_batch_norm or layer.synchronized):
                 stack.enter_context(shadowed(layer, _moments=global_moments(layer)))
@@ -116,7 +116,7 @@ def _next_of_replica(original: Callable) -> Callable:
     return next_seed
 
 
-def _shadow_optimizer(stack: contextlib.ExitStack, step: KerasStep, optimizer: Any, wire_dtype: Any) -> None:
+def _shadow_optimizer(stack: contextlib.ExitStack, step: KerasStep, optimizer: Any, wire: Wire) -> None:
     original_scale, original_apply = optimizer.scale_loss, optimizer.apply
 
     def scale_loss(loss: tf.Tensor) -> tf.Tensor:
@@ -129,16 +129,14 @@ def _shadow_optimizer(stack: contextlib.ExitStack, step: KerasStep, optimizer: A
         variables = optimizer._trainable_variables if trainable_variables is None else list(trainable_variables)
         scaled = (id(optimizer), local_replica()) in step.scaled_losses
         weight = step.relative_weight if scaled else step.weight
-        original_apply(_global_gradients(step, list(grads), variables, weight, wire_dtype), trainable_variables)
+        original_apply(_global_gradients(step, list(grads), variables, weight, wire), trainable_variables)
 
     stack.enter_context(shadowed(optimizer, scale_loss=scale_loss, apply=apply))
     for part in [optimizer, *parts_of(optimizer)]:
         stack.enter_context(shadowed(part, _all_reduce_sum_gradients=list))
 
 
-def _global_gradients(
-    step: KerasStep, grads: list, variables: list, weight: tf.Tensor, wire_dtype: tf.DType | None
-) -> list:
+def _global_gradients(step: KerasStep, grads: list, variables: list, weight: tf.Tensor, wire: Wire) -> list:
     """Gradients of the global batch's loss, on every replica; averages the state that the step has updated, too.
 
     Args:
@@ -146,7 +144,7 @@ def _global_gradients(
         grads: gradients of this replica's loss, `None` where there is none.
         variables: what they are gradients of.
         weight: with what they are multiplied.
-        wire_dtype: as in `all_reduce_sum`.
+        wire: as in `all_reduce_sum`.
     """
     for variable in variables:
         if getattr(variable, "overwrite_with_gradient", False):
@@ -162,11 +160,11 @@ def _global_gradients(
     agreement = _agreement_of(step.model)
     if agreement is not None:
         state_values.append(agreement.read())
-    if wire_dtype is None:
-        sums = all_reduce_sum([*values, *state_values], counts=step.counts)
+    if wire.dtype is None:
+        sums = all_reduce_sum([*values, *state_values], wire, step.counts)
     else:
         # The state is kept from step to step: it must not be rounded to the wire's dtype.
-        sums = all_reduce_sum(values, wire_dtype, step.counts) + all_reduce_sum(state_values, counts=step.counts)
+        sums = all_reduce_sum(values, wire, step.counts) + all_reduce_sum(state_values, counts=step.counts)
     if agreement is not None:
         total = sums.pop()
         if local_replica() == 0:

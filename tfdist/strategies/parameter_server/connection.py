@@ -15,13 +15,13 @@ from tfdist.strategies.server_process import say
 _START = "`tfdist run -n 2 --ps 1 train.py` starts a chief, two workers and a parameter server on this machine"
 
 
-def find(cluster: ClusterConfig | None) -> ClusterConfig:
+def find(cluster: ClusterConfig | None, start_timeout: float) -> ClusterConfig:
     """The cluster that was given, or is discovered.
 
     Raises:
         ClusterError: if it is none for this strategy.
     """
-    config = discover() if cluster is None else cluster
+    config = discover(timeout=start_timeout) if cluster is None else cluster
     if config.is_single_process:
         raise ClusterError(
             f"Received: no cluster ({config.source}). Expected: a chief, workers and parameter servers (jobs chief, "

@@ -81,7 +81,7 @@ class Runner:
             self._submit([flatten(batch)], spec_of(batch))
         self._wait(1 if on_batch else self._strategy.max_inflight)
         self._collect()
-        return self._current_logs()
+        return self._current_logs(fresh=on_batch)
 
     def finish(self) -> None:
         """Waits until all steps are done; then the metrics are complete.
@@ -213,12 +213,12 @@ class Runner:
             variable._value.assign_add(tf.constant(total, variable._value.dtype))
         self._sums = None
 
-    def _current_logs(self) -> Any:
+    def _current_logs(self, fresh: bool) -> Any:
         now = time.monotonic()
         if self._logs is None and self._sums is None and self._previous is not None:
             self._returned = dict(self._previous) if isinstance(self._previous, dict) else self._previous
             return self._returned
-        if self._logs is None or now - self._logged_at > _LOG_SECONDS or self._strategy.max_inflight == 1:
+        if fresh or self._logs is None or now - self._logged_at > _LOG_SECONDS or self._strategy.max_inflight == 1:
             self._write_metrics()
             self._logs, self._logged_at = self._read_logs(), now
         self._returned = dict(self._logs) if isinstance(self._logs, dict) else self._logs

@@ -111,7 +111,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             self._config, resolver = None, cluster
             workers = len(resolver.cluster_spec().as_dict().get("worker", ()))
         else:
-            self._config = connection.find(cluster)
+            self._config = connection.find(cluster, start_timeout)
             resolver, workers = connection.resolver(self._config), len(self._config.jobs["worker"])
         checks.check_arguments(mode, max_inflight, worker_input, backup_workers, workers)
         if self._config is not None and not self._config.is_chief:

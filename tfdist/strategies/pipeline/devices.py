@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.discovery import discover
 from tfdist.cluster.errors import ClusterError
+from tfdist.strategies.known_devices import existing_device
 from tfdist.strategies.servers import connect, serve
 
 
@@ -34,7 +35,7 @@ def pipeline_devices(
         ValueError: for a device that does not exist, or devices that do not make equally long pipelines.
         tfdist.ClusterError: if a process of the cluster does not come.
     """
-    config = cluster or discover()
+    config = cluster or discover(timeout=start_timeout)
     if config.num_workers > 1 and config.task_type not in ("chief", "worker"):
         raise ClusterError(
             f"Received: task {config.task_type} {config.task_index}. Expected: chief or worker, which a pipeline has "
@@ -79,18 +80,8 @@ _DEVICE = (str, tf.config.LogicalDevice)
 
 
 def _checked(device: Any) -> str:
-    known = [d.name for d in tf.config.list_logical_devices() if d.device_type in ("CPU", "GPU", "TPU")]
-    try:
-        wanted = tf.DeviceSpec.from_string(device.name if isinstance(device, tf.config.LogicalDevice) else device)
-    except ValueError:
-        wanted = None
-    here = tf.DeviceSpec.from_string(known[0])
-    for name in known:
-        spec = tf.DeviceSpec.from_string(name)
-        if wanted is not None and spec == here.replace(device_type=None, device_index=None).make_merged_spec(wanted):
-            return name
-    raise ValueError(
-        f"Received: device {device!r}. Expected: one of {', '.join(known)}. For more CPU devices in one process call "
-        "tf.config.set_logical_device_configuration before anything else; for workers' devices start the program with "
-        "`tfdist run --stages N`."
+    return existing_device(
+        device,
+        "For more CPU devices in one process call tf.config.set_logical_device_configuration before anything else; for "
+        "workers' devices start the program with `tfdist run --stages N`.",
     )

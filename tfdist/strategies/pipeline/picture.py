@@ -58,7 +58,7 @@ def save_picture(
         from matplotlib.patches import Patch
     except ImportError as error:
         raise ImportError(
-            "save_picture draws with matplotlib, which cannot be imported: pip install tfdist[plot]"
+            "save_picture draws with matplotlib, which cannot be imported: pip install 'tfdist[plot]'"
         ) from error
     panels = {"measured": measured, "predicted": predicted} if measured else {"predicted": predicted}
     stages = max((interval.device + 1 for intervals in panels.values() for interval in intervals), default=1)

@@ -1,0 +1,124 @@
+"""The feature table on two and three processes: equal to one process, and on all ranks alike."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.features import reference
+from tests.features.running import Found, gaps_of, run_rows
+from tests.features.selection import EXCHANGES
+from tests.features.table import FEATURES
+from tfdist.testing import run_local
+
+pytestmark = pytest.mark.cluster
+
+_DEADLINE = 540
+
+# Steps are those of MultiWorkerMirroredStrategy, whose tests have one row of each kind; only the exchange is another.
+RANKS = (2, 3)
+REST = [name for name in FEATURES if name not in EXCHANGES]
+# Rows without sums of many terms in another order: what is left is the rounding of the sum over the ranks.
+EXACT = ("numpy arrays", "Adam", "clipnorm", "gradient_accumulation_steps", "Embedding and Adam (sparse gradients)")
+
+
+def table(names: list[str], place: Path) -> Found:
+    """Runs on every process."""
+    import tfdist
+
+    strategy = tfdist.HorovodStrategy(start_timeout=60, peer_timeout=60)
+    assert strategy.extended._collectives is not None
+    return run_rows(strategy, names, place)
+
+
+@functools.cache
+def results(ranks: int) -> list[Found]:
+    return run_local(table, workers=ranks, timeout=_DEADLINE, args=(list(EXCHANGES), reference.folder()))
+
+
+@functools.cache
+def rest() -> list[Found]:
+    return run_local(table, workers=2, timeout=_DEADLINE, args=(REST, reference.folder()))
+
+
+@pytest.mark.timeout(_DEADLINE + 60)
+@pytest.mark.parametrize(("ranks", "name"), [(ranks, name) for ranks in RANKS for name in EXCHANGES])
+def test_equals_one_process(ranks, name):
+    assert_compared(results(ranks), name)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(_DEADLINE + 60)
+@pytest.mark.parametrize("name", REST)
+def test_equals_one_process_as_well(name):
+    assert_compared(rest(), name)
+
+
+def assert_compared(results: list[Found], name: str) -> None:
+    for rank, found in enumerate(results):
+        gaps_of(found, name, rank)
+
+
+@pytest.mark.timeout(_DEADLINE + 60)
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("name", EXACT)
+def test_weights_are_those_of_one_process_but_for_rounding(ranks, name):
+    (gaps, *others) = [found[name] for found in results(ranks)]
+    assert isinstance(gaps, dict), gaps
+    assert max(gap for what, gap in gaps.items() if what.startswith(("weight", "predict"))) <= 5e-7
+    # Every rank has compared its own: the same differences to the last bit.
+    assert others == [gaps] * (ranks - 1)
+
+
+def digests() -> list[str]:
+    """Runs on every process: what one training leaves behind, to the last bit."""
+    import keras
+    from keras import layers
+
+    import tfdist
+    from tests.features.table import BATCH, mlp, rows
+    from tfdist.testing import train_and_observe
+
+    strategy = tfdist.HorovodStrategy(start_timeout=60, peer_timeout=60)
+    build = mlp(layers.BatchNormalization, lambda: layers.Dropout(0.4), optimizer=lambda: keras.optimizers.Adam(0.01))
+    seen: dict[str, np.ndarray] = train_and_observe(strategy, build, rows(81), batch_size=BATCH)
+    return [f"{name} {hashlib.sha256(value.tobytes()).hexdigest()}" for name, value in seen.items()]
+
+
+def test_ranks_are_identical_to_the_last_bit():
+    first, *others = run_local(digests, workers=3, timeout=120)
+    assert len(first) > 10
+    assert others == [first] * 2
+
+
+def without_reduction() -> str:
+    """Runs on every process, with a collective that returns what it is given."""
+    from unittest import mock
+
+    import tfdist
+    from tests.features.table import BATCH, mlp, rows
+    from tfdist.strategies.horovod.collectives import Collectives
+    from tfdist.testing import assert_transparent
+
+    strategy = tfdist.HorovodStrategy(start_timeout=60, peer_timeout=60)
+
+    def nothing(self: Collectives, op: Any, value: Any) -> Any:
+        return value
+
+    try:
+        with mock.patch.object(Collectives, "all_reduce", nothing):
+            assert_transparent(strategy, mlp(), rows(), batch_size=BATCH)
+    except AssertionError as error:
+        return str(error)
+    return "nothing was noticed"
+
+
+def test_a_missing_reduction_is_noticed():
+    for message in run_local(without_reduction, workers=2, timeout=120):
+        assert message.startswith("HorovodStrategy with 2 replicas does not equal one process."), message
+        assert "\n  weight 0" in message

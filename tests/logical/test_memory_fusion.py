@@ -1,0 +1,85 @@
+"""Layers of which TensorFlow makes one kernel: it is the same one whether a block is run again or not."""
+
+from __future__ import annotations
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import tfdist
+from tfdist import memory
+from tfdist.memory import recomputed
+
+WIDTH, BATCH = 64, 64
+
+
+def dense(activation: str) -> keras.Model:
+    inner = [layers.Dense(WIDTH, activation) for _ in range(6)]
+    return keras.Sequential([keras.Input((WIDTH,)), *inner, layers.Dense(1)])
+
+
+def convolutions(activation: str) -> keras.Model:
+    x = inputs = keras.Input((8, 8, 4))
+    for _ in range(4):
+        x = layers.Conv2D(4, 3, padding="same", activation=activation)(x)
+    return keras.Model(inputs, layers.Dense(1)(layers.Flatten()(x)))
+
+
+def normalised(activation: str) -> keras.Model:
+    """With statistics that are trained, and some that are not, which TensorFlow merges with what is before them."""
+    x = inputs = keras.Input((8, 8, 4))
+    for index in range(4):
+        x = layers.Conv2D(4, 3, padding="same", use_bias=False)(x)
+        norm = layers.BatchNormalization()
+        norm.trainable = index % 2 == 0
+        x = layers.Activation(activation)(norm(x))
+    return keras.Model(inputs, layers.Dense(1)(layers.Flatten()(x)))
+
+
+def weights(build, activation: str, policy=None, strategy=None, rows: int = 3 * BATCH) -> list[np.ndarray]:
+    keras.utils.set_random_seed(0)
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        model = build(activation)
+        model.compile("adam", "mse")
+    if policy:
+        memory.apply(model, policy)
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(rows, *model.input_shape[1:])).astype("float32")
+    y = rng.normal(size=(rows, 1)).astype("float32")
+    model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+    return model.get_weights()
+
+
+def gap(ours: list[np.ndarray], others: list[np.ndarray]) -> float:
+    return max(float(np.abs(a - b).max()) for a, b in zip(ours, others, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("build", "activation"),
+    [
+        *((dense, activation) for activation in ("gelu", "swish", "mish", "softplus")),
+        (convolutions, "gelu"),
+        (normalised, "gelu"),
+    ],
+)
+def test_what_is_run_again_is_merged_as_in_plain_training(build, activation):
+    policy = memory.MemoryPolicy("park" if activation == "mish" else "recompute", host="CPU:3", min_bytes=0)
+    assert gap(weights(build, activation, policy), weights(build, activation)) == 0.0
+
+
+def test_streamed_blocks_are_merged_as_in_plain_training(four_devices):
+    strategy = tfdist.HostOffloadStrategy("CPU:1", "CPU:0")
+    assert gap(weights(dense, "gelu", strategy=strategy), weights(dense, "gelu")) == 0.0
+
+
+def test_batches_of_other_sizes_differ_in_the_last_bits():
+    rows = 3 * BATCH + 10
+    assert gap(weights(dense, "gelu", "recompute", rows=rows), weights(dense, "gelu", rows=rows)) < 1e-6
+
+
+def test_it_is_keeping_apart_that_does_it(monkeypatch):
+    monkeypatch.setattr(recomputed, "keep_apart", lambda *arguments: None)
+    assert gap(weights(dense, "softplus", "recompute"), weights(dense, "softplus")) > 0.0

@@ -1,0 +1,31 @@
+"""Texts by name in TensorFlow's coordination service, which runs in the chief of a multi-worker job."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+from tensorflow.python.eager import context
+
+
+class CoordinationStore:
+    """The texts that the processes of a job keep for each other; see `tfdist.cluster.key_value` for another kind."""
+
+    def set(self, name: str, text: str) -> None:
+        """Keeps a text under a name that was never used before.
+
+        Raises:
+            ConnectionError: if the chief is gone.
+        """
+        try:
+            context.context().set_config_key_value(name, text)
+        except tf.errors.UnavailableError as error:
+            raise ConnectionError(error.message) from None
+
+    def get(self, name: str, seconds: float, of: int | None = None) -> str | None:
+        """The text of that name, once there is one; `None` if there is none within `seconds`.
+
+        TensorFlow itself ends a step when one of the processes, `of` or another one, is gone.
+        """
+        try:
+            return context.context().get_config_key_value(name, max(1, int(1000 * seconds)))
+        except (tf.errors.DeadlineExceededError, tf.errors.NotFoundError):
+            return None

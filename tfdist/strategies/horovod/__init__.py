@@ -1,0 +1,1 @@
+"""`tfdist.HorovodStrategy`: data parallelism by Horovod's collectives."""

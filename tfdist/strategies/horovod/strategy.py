@@ -1,0 +1,136 @@
+"""`tfdist.HorovodStrategy`: several processes, one device each, connected by Horovod."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.cluster.config import ClusterConfig
+from tfdist.cluster.errors import ClusterError
+from tfdist.compat import install
+from tfdist.memory.policy import MemoryPolicy
+from tfdist.strategies import random_state, replica_values
+from tfdist.strategies.gradients import Wire
+from tfdist.strategies.horovod.arguments import COMPRESSIONS, check_arguments
+from tfdist.strategies.horovod.devices import own_device
+from tfdist.strategies.horovod.elastic import Members, is_elastic
+from tfdist.strategies.horovod.extended import HorovodExtended
+from tfdist.strategies.horovod.job import is_connected_by_launcher, join, rejoin
+from tfdist.strategies.horovod.memory_folders import memory_folder
+from tfdist.strategies.multi_worker import MultiWorkerMirroredStrategy, cluster_of, resolver_of
+
+
+class HorovodStrategy(MultiWorkerMirroredStrategy):
+    """Data parallelism over processes that Horovod connects (Gloo, MPI or NCCL), equal to one process.
+
+    Everything is as with `tfdist.MultiWorkerMirroredStrategy`, but for who carries what the processes exchange: plain
+    Keras code in `strategy.scope()`, global batches, and only rank 0 writes files. Each process uses one device. It
+    is started by `tfdist run`, `horovodrun`, `mpirun` or any other system that tfdist knows. A single process needs no
+    Horovod.
+
+    Args:
+        cluster_resolver: as in `MultiWorkerMirroredStrategy`.
+        communication_options: as in `MultiWorkerMirroredStrategy`; Horovod needs none.
+        compression: `None`, or `"fp16"` to cast gradients to float16 for the all-reduce: half the bytes, a relative
+            error of up to 2**-11 in each addend and partial sum, and infinity above 65504.
+        bucket_bytes: `None` to send all gradients of a step at once, or how many bytes to send together, at most: the
+            first bucket is on its way while the others are still computed.
+        process_set: ranks that train together, this one among them; every process names the group it belongs to.
+            `None` for all, or for those of this process' first `HorovodStrategy`.
+        cluster: as in `MultiWorkerMirroredStrategy`.
+        communication: `None`; that of `MultiWorkerMirroredStrategy`, `"bf16"`, is none of Horovod's.
+        batch_norm: as in `MultiWorkerMirroredStrategy`.
+        memory: as in `MultiWorkerMirroredStrategy`.
+        start_timeout: how long to wait at the start until all processes are there, in seconds; horovodrun and mpirun
+            have limits of their own.
+        peer_timeout: how long to wait for a process that has not yet come to the same call, in seconds.
+
+    Raises:
+        ImportError: if Horovod is not installed, or was built for another TensorFlow.
+        tfdist.ClusterError: if a process does not come, the processes do not fit together, or `process_set` names a
+            rank that does not exist.
+        ValueError: for an unknown `compression`, `communication` or `batch_norm`, a `bucket_bytes` or a limit of time
+            that is no positive number, or a `process_set` that is no list of distinct ranks.
+
+    References:
+        Sergeev and Del Balso, "Horovod: fast and easy distributed deep learning in TensorFlow" (arXiv 1802.05799).
+
+    Example (started by `tfdist run -n 2 train.py`, or `horovodrun -np 2 python train.py`):
+        >>> import keras, numpy as np, tfdist
+        >>> strategy = tfdist.HorovodStrategy()
+        >>> with strategy.scope():
+        ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        ...     model.compile("sgd", "mse")
+        >>> history = model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
+        communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
+        *,
+        compression: str | None = None,
+        bucket_bytes: int | None = None,
+        process_set: Sequence[int] | None = None,
+        cluster: ClusterConfig | None = None,
+        communication: str | None = None,
+        batch_norm: str = "global",
+        memory: MemoryPolicy | str | None = None,
+        start_timeout: float = 300.0,
+        peer_timeout: float = 1800.0,
+    ):
+        install()
+        limits = {"start_timeout": start_timeout, "peer_timeout": peer_timeout}
+        check_arguments(compression, communication, bucket_bytes, process_set, **limits)
+        if process_set is not None and is_elastic(os.environ):
+            raise ValueError(
+                f"Received: process_set={list(process_set)} in an elastic job. Expected: None; ranks change there."
+            )
+        self._configure_data_parallel(None, batch_norm, memory)
+        self._wire = Wire(COMPRESSIONS[compression], bucket_bytes)
+        try:
+            # Horovod draws the port of its server from the program's own generator, and on rank 0 only.
+            with random_state.kept():
+                if cluster is None and cluster_resolver is None and is_connected_by_launcher(os.environ):
+                    cluster = ClusterConfig.single_process()
+                config = cluster_of(cluster, cluster_resolver, start_timeout)
+                self._job = join(config, process_set, start_timeout, peer_timeout)
+        except (ClusterError, ImportError) as error:
+            # Its text is for who has started the job; where in tfdist it was found out only hides it.
+            raise error.with_traceback(None) from None
+        collectives = self._job.collectives if self._job else None
+        device = self._job.device if self._job else own_device(0)
+        elastic = self._job is not None and is_elastic(os.environ)
+        # Whoever comes later makes variables when the others do not: they get their values when fit begins.
+        extended = HorovodExtended(self, device, collectives, from_first=not elastic)
+        extended._cluster_resolver = cluster_resolver or resolver_of(config)
+        tf.distribute.Strategy.__init__(self, extended)
+        self._begin_as_member()
+        with random_state.kept():
+            self.members = Members(self.horovod) if elastic else None
+        self.memory_folder = memory_folder(self) if elastic else None
+
+    @property
+    def horovod(self) -> Any:
+        """The module `horovod.tensorflow`, initialized; `None` in a single process."""
+        return self._job.horovod if self._job else None
+
+    @contextlib.contextmanager
+    def noting_failure(self) -> Iterator[None]:
+        """Notes whether a fit fails: at the end of the program, nobody waits for the others then."""
+        if self._job is not None:
+            self._job.failed = True
+        yield
+        if self._job is not None:
+            self._job.failed = False
+
+    def regroup(self) -> None:
+        """Connects the processes of an elastic job anew; all that has been compiled for the former ones is void."""
+        with random_state.kept():
+            rejoin(self._job)
+        self.extended.connect(self._job.collectives)
+        replica_values.forget_functions()
