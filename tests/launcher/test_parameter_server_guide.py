@@ -44,6 +44,7 @@ def test_the_guides_program(launch, tmp_path: Path) -> None:
     started.assert_nothing_is_left()
 
 
+@pytest.mark.exhaustive
 def test_the_example_survives_a_killed_worker(launch, tmp_path: Path) -> None:
     started = launch("", command=[sys.executable, "-m", "tfdist", "run", *CLUSTER, str(EXAMPLE), *SMALL])
     chief, worker = tmp_path / "logs" / "chief-0.log", tmp_path / "logs" / "worker-1.log"

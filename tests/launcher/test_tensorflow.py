@@ -64,3 +64,25 @@ def test_sigterm_that_tensorflow_swallows(launch) -> None:
     assert started.finish(10).code == 143
     assert time.monotonic() - start < 4.0
     started.assert_nothing_is_left()
+
+
+def test_a_program_that_ends_where_others_wait_for_it_is_named(launch) -> None:
+    started = launch(
+        """
+        import keras, numpy as np, tfdist
+        strategy = tfdist.MultiWorkerMirroredStrategy()
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        if index == 1:
+            sys.exit()
+        model.fit(np.ones((8, 8)), np.ones((8, 1)), verbose=0)
+        """,
+        "-n",
+        "2",
+    )
+    # Not after the half hour that is waited for a process that is there.
+    result = started.finish(120)
+    assert result.code == 1
+    assert "to start fit, evaluate or predict, and that program has ended. Expected: every process makes" in result.err
+    started.assert_nothing_is_left()

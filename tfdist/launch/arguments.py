@@ -21,6 +21,16 @@ class Target:
     kind: str
     words: tuple[str, ...]
 
+    @property
+    def typed(self) -> list[str]:
+        """As it is typed, at the end of a command line of tfdist.
+
+        Example:
+            >>> Target("module", ("package.train", "--epochs", "3")).typed
+            ['-m', 'package.train', '--epochs', '3']
+        """
+        return [*{"module": ["-m"], "command": ["--"], "script": []}[self.kind], *self.words]
+
     def command(self) -> tuple[str, ...]:
         """The argument vector that runs it.
 
@@ -43,6 +53,11 @@ class Target:
         if not os.path.exists(program):
             raise ValueError(
                 f"{program}: no such script in {os.getcwd()}. "
+                "Give the path of a Python file, -m MODULE, or -- COMMAND for a program that is not Python."
+            )
+        if os.path.isdir(program) and not os.path.exists(os.path.join(program, "__main__.py")):
+            raise ValueError(
+                f"{program}: a folder without __main__.py. "
                 "Give the path of a Python file, -m MODULE, or -- COMMAND for a program that is not Python."
             )
         return (sys.executable, "-u", program, *rest)

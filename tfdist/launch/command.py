@@ -1,47 +1,40 @@
-"""The command line: `tfdist run`, `tfdist drill` and `tfdist env`. Little is imported until it is known what to do."""
+"""The command line. Little is imported until it is known what to do."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
-from tfdist.launch.arguments import Target, split
+from tfdist.cluster.backend import BACKENDS, TENSORFLOW
+from tfdist.cluster.backend import VARIABLE as BACKEND_VARIABLE
+from tfdist.launch.arguments import Target
 from tfdist.launch.option_types import CountOrAuto, SecondsOrAuto, WorkerRange
+from tfdist.launch.script_command import TARGET, ScriptCommand, read_env
 
-_TARGET = "tfdist.launch.target"
 _WORKERS_HELP = "Number of training processes; MIN:MAX begins with MAX, goes on with fewer when some die.  [default: 2]"
 _STAGES_HELP = "Instead of -n: a process for each of the K stages that tfdist.PipelineStrategy cuts a model into."
 _REPLICAS_HELP = "With --stages: R copies of the whole pipeline, K*R processes in all.  [default: 1]"
 _HANG_HELP = "Without progress for so long, a process counts as hung.  [default: what is unusual for it, 30 at least]"
 _PS_HELP = "Number of parameter servers; a chief is started as well, which drives the -n workers."
+_BACKEND_HELP = "What carries the collectives of MultiWorkerMirroredStrategy."
+_DISCOVERY_HELP = "Elastic: prints host:slots for each host that can be used now. With --backend horovod -n MIN:MAX."
+_INTERFACE_HELP = "Elastic: the network interface that all hosts share; needed with a single host (lo)."
 _RESTARTS_HELP = "How often to start all processes again after one failed; with --ps, also a lost worker alone."
 _START_HELP = "Seconds from the call of fit to the first step, until the run counts as hung."
 _WARM_HELP = "Keep a process that has imported TensorFlow, from which restarted processes are forked."
 _DRILL_HANG_HELP = "For the fault that hangs a worker.  [default: from the time between two backups]"
 _ONLY_HELP = "Only this fault (repeatable): kill-worker, kill-chief, hang, corrupt, truncate, disk-full or preempt."
 _KEEP_GOING_HELP = "Go on after a fault that the training did not survive unchanged."
+_ELSEWHERE = {
+    **dict.fromkeys(("submit", "jobs", "status", "logs", "cancel"), "tfdist.submit.command"),
+    "monitor": "tfdist.monitor.command",
+}
 _POSITIVE = click.FloatRange(min=0, min_open=True)
 _GRACE_HELP = "Seconds before SIGKILL; also until an evaluator is stopped once the training has ended."
-
-
-class _RunCommand(click.Command):
-    """Leaves everything from the script on to the script, options included."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        with_value = {
-            name
-            for option in self.params
-            if isinstance(option, click.Option) and not option.is_flag
-            for name in option.opts
-        }
-        own, target = split(args, with_value)
-        ctx.meta[_TARGET] = target
-        return super().parse_args(ctx, own)
-
-    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
-        return ["[OPTIONS]", "SCRIPT", "[ARGS]..."]
 
 
 def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
@@ -52,32 +45,44 @@ def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> N
         ctx.exit()
 
 
-def _read_env(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
-    env = {}
-    for text in values:
-        name, separator, value = text.partition("=")
-        if not separator or not name:
-            raise click.BadParameter(f"{text!r}: expected KEY=VALUE, for example --env TF_CPP_MIN_LOG_LEVEL=0.")
-        env[name] = value
-    return env
+class _Commands(click.Group):
+    """Has those of other packages as well, which are imported when they are asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted([*super().list_commands(ctx), *_ELSEWHERE])
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in _ELSEWHERE:
+            return super().get_command(ctx, name)
+        return getattr(importlib.import_module(_ELSEWHERE[name]), name)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version, help="Version.")
 def main() -> None:
     """Distributed training for Keras 3 on TensorFlow."""
 
 
-@main.command(cls=_RunCommand, short_help="Run a script as a cluster on this machine.")
+@main.command(cls=ScriptCommand, short_help="Run a script as a cluster on this machine.")
 @click.option("-n", "--workers", type=WorkerRange(), help=_WORKERS_HELP)
 @click.option("--stages", type=click.IntRange(min=1), metavar="K", help=_STAGES_HELP)
 @click.option("--replicas", type=click.IntRange(min=1), metavar="R", help=_REPLICAS_HELP)
 @click.option("--ps", type=int, default=0, show_default=True, help=_PS_HELP)
 @click.option("--chief", is_flag=True, help='Let the first worker be the job "chief".')
 @click.option("--evaluator", is_flag=True, help="Start an evaluator, too; it may outlast the training by --grace.")
+@click.option(
+    "--backend",
+    type=click.Choice(BACKENDS),
+    default=TENSORFLOW,
+    envvar=BACKEND_VARIABLE,
+    show_default=True,
+    help=_BACKEND_HELP,
+)
+@click.option("--host-discovery", metavar="PROGRAM", help=_DISCOVERY_HELP)
+@click.option("--interface", metavar="NAME", help=_INTERFACE_HELP)
 @click.option("--cpus-per-worker", type=CountOrAuto(1), default="auto", show_default=True, help="Cores of each one.")
 @click.option("--gpus-per-worker", type=CountOrAuto(0), default="auto", show_default=True, help="GPUs of each one.")
-@click.option("--env", multiple=True, metavar="KEY=VALUE", callback=_read_env, help="Set a variable (repeatable).")
+@click.option("--env", multiple=True, metavar="KEY=VALUE", callback=read_env, help="Set a variable (repeatable).")
 @click.option("--log-dir", metavar="DIR", help="Folder of the logs.  [default: tfdist-logs/<date-time>-<pid>]")
 @click.option("--grace", type=click.FloatRange(min=0), default=10, show_default=True, help=_GRACE_HELP)
 @click.option("--output", type=click.Choice(["chief", "all"]), default="chief", help="Whose output to show.")
@@ -98,9 +103,10 @@ def run(ctx: click.Context, **options: Any) -> None:
     from tfdist.launch.plan import PlanError
     from tfdist.launch.run import run_local
 
-    target: Target = ctx.meta[_TARGET]
+    target: Target = ctx.meta[TARGET]
+    given = [name for name in options if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
     try:
-        code = run_local(target, **options)
+        code = run_local(target, **options, given=given)
     except PlanError as error:
         raise click.UsageError(str(error)) from None
     except (ClusterError, OSError) as error:
@@ -109,7 +115,7 @@ def run(ctx: click.Context, **options: Any) -> None:
     ctx.exit(code)
 
 
-@main.command(cls=_RunCommand, short_help="Try out whether a script survives kills, hangs, damaged backups, ...")
+@main.command(cls=ScriptCommand, short_help="Try out whether a script survives kills, hangs, damaged backups, ...")
 @click.option("-n", "--workers", type=click.IntRange(min=1), default=2, show_default=True, help="Training processes.")
 @click.option("--only", multiple=True, metavar="NAME", help=_ONLY_HELP)
 @click.option("--timeout", type=_POSITIVE, default=300, show_default=True, help="Seconds that each run may take.")
@@ -129,13 +135,82 @@ def drill(ctx: click.Context, as_json: bool, **options: Any) -> None:
     from tfdist.launch.plan import PlanError
 
     try:
-        code = run_drill(ctx.meta[_TARGET], DrillOptions(**options), as_json)
+        code = run_drill(ctx.meta[TARGET], DrillOptions(**options), as_json)
     except PlanError as error:
         raise click.UsageError(str(error)) from None
     except OSError as error:
         print(f"tfdist: {error}", file=sys.stderr)
         code = 1
     ctx.exit(code)
+
+
+@main.group()
+def horovod() -> None:
+    """Horovod, as the transport of tfdist.HorovodStrategy."""
+
+
+@horovod.command(short_help="Build a wheel of Horovod for the installed TensorFlow.")
+@click.option("--wheel-dir", metavar="DIR", help="Where to put it.  [default: ~/.cache/tfdist/horovod/tensorflow-...]")
+@click.option("--force", is_flag=True, help="Build even if there is one already.")
+def build(wheel_dir: str | None, force: bool) -> None:
+    """Build a wheel of Horovod 0.28.1 for the TensorFlow that is installed here, and let two processes try it.
+
+    It takes some minutes, a C++ compiler and CMake. MPI and NCCL are included where they are found. The last line of
+    the output is the path of the wheel.
+    """
+    from tfdist.launch.horovod.build import build as build_wheel
+    from tfdist.launch.horovod.source import BuildError
+
+    def say(text: str) -> None:
+        print(f"tfdist: {text}", file=sys.stderr, flush=True)
+
+    try:
+        wheel = build_wheel(wheel_dir, force, say)
+    except (BuildError, OSError) as error:
+        say(str(error))
+        sys.exit(1)
+    # pip would leave a wheel of this version alone, whatever TensorFlow it was built for.
+    say(f"install it with: {sys.executable} -m pip install --force-reinstall {wheel}")
+    print(wheel)
+
+
+@main.command(cls=ScriptCommand, short_help="Predict which strategy trains a script fastest, and what it needs.")
+@click.option("--devices", metavar="N|N,N|N..M", help="How many may be used.  [default: those of the hardware]")
+@click.option("--batch-size", type=click.IntRange(min=1), help="Rows of the global batch.  [default: the script's]")
+@click.option("--hardware", metavar="NAME|FILE", help="Where it would run.  [default: this machine]")
+@click.option("--calibrate", is_flag=True, help="Measure this machine, even if it is known. It should be idle.")
+@click.option("--save", metavar="FILE", help="Write down the hardware as JSON, for --hardware elsewhere.")
+@click.option("--plot", metavar="FILE", help="Draw the speed-up over the number of devices, as .png or .svg.")
+@click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
+@click.pass_context
+def plan(ctx: click.Context, **options: Any) -> None:
+    """Predict what each strategy needs for SCRIPT: memory, communication and time of a step, without training.
+
+    SCRIPT is run up to its first call of fit, with strategies that do nothing. This machine is measured when it is
+    needed for the first time. Without SCRIPT, --calibrate and --save only do that.
+    """
+    from tfdist.planning.command import PlanningError
+    from tfdist.planning.command import plan as run_plan
+
+    try:
+        print(run_plan(ctx.meta[TARGET], **options))
+    except PlanningError as error:
+        raise click.ClickException(str(error)) from None
+
+
+@main.command(short_help="Try whether the processes of a job can train together: srun tfdist check")
+@click.option("--timeout", type=_POSITIVE, default=60, show_default=True, help="Seconds to wait for the others.")
+@click.option("--no-tensorflow", is_flag=True, help="Leave out the sum through TensorFlow, which takes some seconds.")
+@click.pass_context
+def check(ctx: click.Context, timeout: float, no_tensorflow: bool) -> None:
+    """Start it as the training is started: srun tfdist check, mpirun tfdist check, in each pod, ...
+
+    The processes find each other, and rank 0 prints who is there, what they run, latency and bandwidth between them,
+    and whether TensorFlow sums up right. The last line is "ready", or the first thing to mend; the exit code then is 1.
+    """
+    from tfdist.launch.check.check import check as run_check
+
+    ctx.exit(run_check(timeout, with_tensorflow=not no_tensorflow))
 
 
 @main.command(short_help="Show cluster, versions and devices.")

@@ -62,8 +62,8 @@ class ProcessGroup:
         self._log_dir = log_dir
         self._start_program = start_program
         self._progress_files = {plan.name: ProgressFile() for plan in plans if plan.trains and not plan.serves}
-        continues = f"restart {restart}" if restart else ""
-        self.processes = [Process(self._with_progress(plan), log_dir, continues, start_program) for plan in plans]
+        self._continues = f"restart {restart}" if restart else ""
+        self.processes = [Process(self._with_progress(plan), log_dir, self._continues, start_program) for plan in plans]
         self._started: list[Process] = []
 
     def _with_progress(self, plan: ProcessPlan) -> ProcessPlan:
@@ -143,6 +143,18 @@ class ProcessGroup:
         self._start(successor)
         return successor
 
+    def add(self, plan: ProcessPlan) -> Process:
+        """Starts one more process.
+
+        Raises:
+            OSError: it could not be started.
+        """
+        self._progress_files[plan.name] = ProgressFile()
+        process = Process(self._with_progress(plan), self._log_dir, self._continues, self._start_program)
+        self.processes.append(process)
+        self._start(process)
+        return process
+
     def signal(self, number: int) -> None:
         """Sends a signal to every process that has not ended, and to its helpers."""
         for process in self.running:
@@ -155,8 +167,8 @@ class ProcessGroup:
 
     def resize(self) -> None:
         """Tells the process that is shown live what size the terminal has now."""
-        first = self.processes[0]
-        if self._terminal.is_tty:
+        if self._terminal.is_tty and self.processes:
+            first = self.processes[0]
             first.resize(self._terminal.size_inside(first.plan.name))
 
     def _start(self, process: Process) -> None:

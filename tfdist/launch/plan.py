@@ -6,11 +6,16 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from tfdist.cluster.backend import HOROVOD, TENSORFLOW
+from tfdist.cluster.backend import VARIABLE as BACKEND
 from tfdist.cluster.config import ClusterConfig
 from tfdist.launch.machine import Machine
 from tfdist.launch.stages import VARIABLES as OF_STAGES
 from tfdist.launch.stages import Stages
 from tfdist.supervision.progress import VARIABLE as PROGRESS
+
+# What TensorFlow is to print, unless the user says it.
+LOG_LEVEL, QUIET = "TF_CPP_MIN_LOG_LEVEL", "2"
 
 AUTO = "auto"
 # Number of the replacement, in the environment of a worker that was started in the place of another one.
@@ -18,13 +23,19 @@ REPLACEMENT = "TFDIST_REPLACEMENT"
 
 Task = tuple[str, int]
 
+# The cluster of a launcher around this one.
+OF_CLUSTER = ("TF_CONFIG", "TFDIST_CLUSTER")
 # What the launcher itself tells every process; a value from --env would make the processes disagree.
 RESERVED = (
-    *("TF_CONFIG", "TFDIST_CLUSTER", "TFDIST_RUN_ID", "TFDIST_LOG_DIR", "TFDIST_RESTART"),
+    *(*OF_CLUSTER, "TFDIST_RUN_ID", "TFDIST_LOG_DIR", "TFDIST_RESTART", BACKEND),
     *(REPLACEMENT, *OF_STAGES, PROGRESS),
 )
 
-_REMEDIES = {"TFDIST_LOG_DIR": "Use --log-dir.", **dict.fromkeys(OF_STAGES, "Use --stages and --replicas.")}
+_REMEDIES = {
+    "TFDIST_LOG_DIR": "Use --log-dir.",
+    BACKEND: "Use --backend.",
+    **dict.fromkeys(OF_STAGES, "Use --stages and --replicas."),
+}
 
 
 class PlanError(ValueError):
@@ -44,6 +55,7 @@ class RunOptions:
     env: Mapping[str, str] = field(default_factory=dict)
     host: str = "127.0.0.1"
     stages: Stages | None = None
+    backend: str = TENSORFLOW
 
     def __post_init__(self) -> None:
         if self.workers < 1:
@@ -54,6 +66,11 @@ class RunOptions:
             raise PlanError(
                 f"--chief and --ps {self.ps}: expected only one of them. "
                 "With parameter servers a chief is started anyway, which drives the workers: leave --chief out."
+            )
+        if self.backend == HOROVOD and (self.ps or self.stages):
+            raise PlanError(
+                f"--backend {self.backend} and {'--ps' if self.ps else '--stages'}: expected only one of them. Horovod "
+                "connects processes that train copies of one model: leave --backend out."
             )
         for name in RESERVED:
             if name in self.env:
@@ -172,12 +189,13 @@ def plan_run(
             "TFDIST_LOG_DIR": log_dir,
             "TFDIST_RESTART": str(restart),
             **(options.stages.environment() if options.stages else {}),
+            BACKEND: options.backend,
             REPLACEMENT: "",
             PROGRESS: "",  # whoever starts the process fills it in; that of a launcher around this one is not ours
         }
         pinned = cpus.get(task, ())
         env = {
-            **_runtime_defaults(len(pinned), len(machine.cores), ps_cluster=options.ps > 0),
+            **runtime_defaults(len(pinned), len(machine.cores), ps_cluster=options.ps > 0),
             **({"TF_FORCE_GPU_ALLOW_GROWTH": "true"} if shares_gpus(options, machine) else {}),
             **inherited,
             "PYTHONUNBUFFERED": "1",
@@ -250,15 +268,21 @@ def _jobs(options: RunOptions, ports: Sequence[int]) -> dict[str, list[str]]:
     return jobs
 
 
-def _runtime_defaults(pinned: int, usable: int, ps_cluster: bool) -> dict[str, str]:
-    """Settings that a user's own value overrides."""
+def runtime_defaults(pinned: int, usable: int, ps_cluster: bool) -> dict[str, str]:
+    """Settings of a process that a user's own value overrides.
+
+    Args:
+        pinned: how many cores it has for itself; 0 if it is not pinned.
+        usable: how many cores there are.
+        ps_cluster: whether there are parameter servers.
+    """
     # At least 2: a collective waits inside one inter-op thread while another goes on computing; with a single one
     # nothing could run meanwhile, not even what the collective waits for. 4 where there are parameter servers, which
     # answer their clients on those threads, too.
     interop = max(pinned or usable, 4 if ps_cluster else 2)
     defaults = {
         "TF_NUM_INTEROP_THREADS": str(interop),
-        "TF_CPP_MIN_LOG_LEVEL": "2",
+        LOG_LEVEL: QUIET,
         # glibc returns free pages at the top of the heap to the kernel; the buffers of an all-reduce would be given
         # back and faulted in again at every step. This keeps 64 MiB of them.
         "MALLOC_TOP_PAD_": "67108864",

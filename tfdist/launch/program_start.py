@@ -51,6 +51,20 @@ def start_afresh(plan: ProcessPlan, output: int) -> subprocess.Popen[bytes]:
         if plan.cpus:
             os.sched_setaffinity(0, plan.cpus)
 
+    return spawn(plan, output, before_exec)
+
+
+def spawn(plan: ProcessPlan, output: int, before_exec: Callable[[], None] | None = None) -> subprocess.Popen[bytes]:
+    """Starts a program in a session of its own.
+
+    Args:
+        plan: the program, its arguments and environment.
+        output: file descriptor for all that it prints.
+        before_exec: runs between fork and exec; not where this process has several threads.
+
+    Raises:
+        OSError: the command cannot be run.
+    """
     return subprocess.Popen(
         plan.command,
         env=dict(plan.env),

@@ -11,12 +11,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from tfdist.cluster.config import ClusterConfig
-from tfdist.cluster.discovery import discover
+from tfdist.cluster.discovery import find
 from tfdist.cluster.errors import ClusterError
+from tfdist.cluster.membership import Membership
 from tfdist.cluster.preflight import check
 from tfdist.launch.versions import versions
 
 _RELEVANT = ("TF_", "TFDIST_", "CUDA_", "NCCL_", "KERAS_", "OMP_")
+# What clusters are found by.
+_RELEVANT += ("SLURM_", "OMPI_COMM_", "PMI_", "MPI_LOCAL", "MV2_COMM_", "HOROVOD_", "JSM_", "LSB_JOBID", "PBS_JOBID")
+_RELEVANT += ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "SM_HOSTS", "SM_CURRENT", "JOB_COMPLETION")
 _SECRET = re.compile(r"TOKEN|SECRET|KEY|PASSWORD", re.IGNORECASE)
 _DEVICE_DEADLINE = 60.0
 _MARK = "tfdist-devices:"
@@ -43,17 +47,18 @@ def gather(with_devices: bool = True, env: Mapping[str, str] | None = None) -> d
     """
     env = os.environ if env is None else env
     problems: list[str] = []
-    config: ClusterConfig | None = None
+    config: ClusterConfig | Membership | None = None
     try:
-        config = discover(env)
-        problems += check(config, env)
+        config = find(env)
+        # Where the others are is told when they meet: when a strategy is made, or by `tfdist check`.
+        problems += check(config, env) if isinstance(config, ClusterConfig) else []
     except ClusterError as error:
         problems += str(error).splitlines()
     facts: dict[str, Any] = {
         "cluster": str(config) if config else "invalid",
         "environment": config.source if config else None,
         "rank": config.rank if config else None,
-        "tf_config": config.to_tf_config() if config else None,
+        "tf_config": config.to_tf_config() if isinstance(config, ClusterConfig) else None,
         "problems": problems,
         "versions": versions(),
     }
@@ -103,7 +108,9 @@ def as_json(facts: Mapping[str, Any]) -> str:
 def as_text(facts: Mapping[str, Any]) -> str:
     """The facts for people."""
     rank = "none" if facts["rank"] is None else facts["rank"]
-    lines = [f"cluster:      {facts['cluster']}", f"environment:  {facts['environment']}", f"rank:         {rank}"]
+    # Without a cluster, the problems below say what is wrong with it.
+    known = [f"environment:  {facts['environment']}"] if facts["environment"] else []
+    lines = [f"cluster:      {facts['cluster']}", *known, f"rank:         {rank}"]
     lines += _section("problems", facts["problems"] or ["none"])
     lines += _section("versions", _columns(facts["versions"]))
     if "devices" in facts:

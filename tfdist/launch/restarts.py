@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tfdist.launch.failure import Failure
+from tfdist.supervision.exit_codes import REFUSED
 from tfdist.supervision.progress import DONE, Progress
 
 _FIRST_DELAY = 1.0
@@ -146,6 +147,8 @@ class RestartPolicy:
     def _against(self, incident: Incident, previous: Incident | None) -> str | None:
         if not self._trains or self.limit == 0:
             return ""  # perhaps not a program that trains with Keras at all, and a typo fails again at once
+        if incident.failure.status == REFUSED:
+            return f"not restarted: exit code {REFUSED} says that it would fail again"
         if not incident.trains:
             return "not restarted: it is not one of the training processes"
         own = incident.progress.get(incident.failure.name)

@@ -5,13 +5,22 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from tfdist.cluster.backend import HOROVOD
 from tfdist.cluster.ports import reserve
 from tfdist.launch.arguments import Target
+from tfdist.launch.horovod.elastic import (
+    ElasticOptions,
+    ElasticRun,
+    check_hosts,
+    check_options,
+    elastic_announcement,
+    elastic_environment,
+)
 from tfdist.launch.machine import Machine
 from tfdist.launch.plan import (
     PlanError,
@@ -27,6 +36,8 @@ from tfdist.launch.restarts import RestartPolicy
 from tfdist.launch.stages import stages_of
 from tfdist.launch.supervisor import Patience, Supervisor
 from tfdist.launch.terminal import Terminal
+from tfdist.launch.versions import versions
+from tfdist.strategies.horovod import installation
 
 
 def run_local(
@@ -48,8 +59,14 @@ def run_local(
     hang_timeout: float | None,
     start_timeout: float,
     warm: bool,
+    backend: str,
+    host_discovery: str | None,
+    interface: str | None,
+    given: Collection[str] = (),
 ) -> int:
     """Runs a program as a cluster on this machine and returns the exit code.
+
+    `given` names the options that do not have their defaults by themselves.
 
     Raises:
         PlanError: the options ask for something that is not there.
@@ -64,17 +81,41 @@ def run_local(
                 f"-n {fewest}:{most} and --ps {ps}: expected one number of workers. With parameter servers a worker "
                 f"that is lost is replaced, and the others go on meanwhile: use -n {most}."
             )
-        options = RunOptions(most, ps, chief, evaluator, cpus_per_worker, gpus_per_worker, env, host, parts)
+        options = RunOptions(most, ps, chief, evaluator, cpus_per_worker, gpus_per_worker, env, host, parts, backend)
         command = target.command()
+        missing = installation.problem(versions()["tensorflow"]) if backend == HOROVOD else None
+        if missing is not None:
+            raise ValueError(f"--backend {backend}: {missing}")
+        if (host_discovery or interface) and backend != HOROVOD:
+            raise ValueError(
+                "--host-discovery and --interface are for elastic jobs: expected --backend horovod, too. Without it, "
+                "-n MIN:MAX goes on with fewer processes after a restart of all."
+            )
+        if interface and not host_discovery:
+            raise ValueError("--interface: expected --host-discovery, too. Other jobs use the addresses of --host.")
+        if host_discovery:
+            check_options(given, has_range=workers is not None)
     except ValueError as error:
         raise PlanError(str(error)) from None
     machine = Machine.this_one()
-    for share in (share_cpus, share_gpus):
-        share(options, machine)  # what is not there is found before anything is announced; fewer workers need less
     run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     folder = Path(
         log_dir or default_log_dir(run_id, os.getcwd(), tempfile.gettempdir(), os.access(os.getcwd(), os.W_OK))
     ).absolute()
+    shown_folder = _shortest(folder)
+    show_all = output == "all"
+    if host_discovery:
+        elastic = ElasticOptions(command, fewest, most, host_discovery, interface, show_all, grace, max_restarts)
+        notices = check_hosts(elastic)
+        folder.mkdir(parents=True, exist_ok=True)
+        terminal = Terminal.standard(live="worker 0", env=os.environ)
+        for text in (elastic_announcement(elastic, str(shown_folder)), *notices):
+            terminal.message(text)
+        of_run = {"TFDIST_RUN_ID": run_id, "TFDIST_LOG_DIR": str(folder)}
+        variables = {**elastic_environment(os.environ, env, machine, most), **of_run}
+        return ElasticRun(elastic, variables, shown_folder, terminal).run()
+    for share in (share_cpus, share_gpus):
+        share(options, machine)  # what is not there is found before anything is announced; fewer workers need less
 
     @contextmanager
     def prepare(count: int, restart: int) -> Iterator[list[ProcessPlan]]:
@@ -88,15 +129,14 @@ def run_local(
                 os.environ,
                 run_id,
                 log_dir=str(folder),
-                show_all=output == "all",
+                show_all=show_all,
                 restart=restart,
             )
 
     folder.mkdir(parents=True, exist_ok=True)
-    shown_folder = _shortest(folder)
     first_job, first_index = options.tasks[0]
     terminal = Terminal.standard(live=f"{first_job} {first_index}", env=os.environ)
-    terminal.message(announcement(options, str(shown_folder), output == "all"))
+    terminal.message(announcement(options, str(shown_folder), show_all))
     if shares_gpus(options, machine):
         terminal.message(
             f"{len(machine.gpus)} GPU(s) for {len(options.tasks_with_devices)} processes, which share them; "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ from tfdist.launch.terminal import Terminal
 from tfdist.launch.watchdog import Watchdog
 from tfdist.supervision.events import EventLog
 from tfdist.supervision.exit_codes import PREEMPTED
+from tfdist.supervision.identity import Identity
 from tfdist.supervision.progress import Progress
 
 _TICK = 0.05
@@ -121,7 +123,8 @@ class Supervisor:
             ProcessGroup(plans, self._log_dir, self._terminal, guardian, restart.number, starts.start) as group,
         ):
             processes = {process.plan.name: process.group for process in group.processes}
-            self._events.write("start", restart=restart.number, workers=restart.workers, processes=processes)
+            what = {"restart": restart.number, "workers": restart.workers, "processes": processes}
+            self._events.write("start", **what, launcher=asdict(Identity.of(os.getpid())))
             on_progress = functools.partial(self._on_progress, starts)
             replacements = Replacements(group, self._replace, starts.worth_waiting)
             incarnation = Incarnation(

@@ -148,7 +148,9 @@ def suspect(overdue: Overdue, seen: Mapping[str, Progress | None], states: Mappi
     if others and own.time + _TELLING_DIFFERENCE < min(progress.time for progress in others):
         return Suspect(last, f"stands still at step {own.step} and was the first to fall silent: {silence}")
     if not others:
-        return Suspect(last, f"stands still at step {own.step}: {silence}")
+        done = [f"{name} has ended its fit at step {p.step}" for name, p in seen.items() if p and p.phase == DONE]
+        ended = f", while {' and '.join(done)}" if done else ""
+        return Suspect(last, f"stands still at step {own.step}{ended}: {silence}")
     return Suspect(
         overdue.name,
         f"stands still at step {reports[overdue.name].step if overdue.name in reports else own.step}, as do all "

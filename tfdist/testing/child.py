@@ -21,6 +21,9 @@ def main(call: str, result: str) -> int:
     partial = Path(f"{result}.part")
     partial.write_bytes(_dump(outcome))
     os.replace(partial, result)
+    jobs = sys.modules.get("tfdist.strategies.job")
+    if outcome[1] and jobs is not None and jobs.joined() is not None:
+        jobs.joined().leave()
     return 0 if outcome[1] else 1
 
 

@@ -19,8 +19,10 @@ import cloudpickle
 from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.ports import reserve
 from tfdist.launch.guardian import Guardian
+from tfdist.supervision import events, progress
 
 _LAST_LINES = 40
+_OF_RUN = ("TFDIST_LOG_DIR", events.VARIABLE, progress.VARIABLE)
 # Started by its path: it finds the parent's modules only after it has read where the parent found them.
 _CHILD = str(Path(__file__).with_name("child.py"))
 
@@ -112,10 +114,12 @@ def _cluster(workers: int, ps: int, ports: Sequence[int]) -> tuple[list[tuple[st
 def _start(root: Path, config: ClusterConfig, rank: int, env: Mapping[str, str]) -> subprocess.Popen:
     settings = {"TF_CONFIG": config.to_json(), "TFDIST_CLUSTER": config.to_json(), "PYTHONUNBUFFERED": "1"}
     threads = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "4", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    # Where a run around this process writes its events and its progress is not for processes of another one.
+    around = {name: value for name, value in os.environ.items() if name not in _OF_RUN}
     with open(root / f"log-{rank}", "wb") as log:
         return subprocess.Popen(
             [sys.executable, _CHILD, str(root / "call"), str(root / f"result-{rank}")],
-            env={**threads, **os.environ, **settings, **env},
+            env={**threads, **around, **settings, **env},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

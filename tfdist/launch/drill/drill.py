@@ -17,7 +17,6 @@ from rich.console import Console
 from tfdist.launch.arguments import Target
 from tfdist.launch.drill import table
 from tfdist.launch.drill.comparison import compare
-from tfdist.launch.drill.event_stream import Event, of_kind
 from tfdist.launch.drill.faults import Fault, faults_for
 from tfdist.launch.drill.outcome import (
     DIFFERS,
@@ -36,6 +35,7 @@ from tfdist.launch.failure import exit_code
 from tfdist.launch.guardian import Guardian
 from tfdist.launch.plan import PlanError, default_log_dir
 from tfdist.launch.signals import SignalInbox
+from tfdist.supervision.event_stream import Event, of_kind
 from tfdist.supervision.exit_codes import PREEMPTED
 
 _REFERENCE = "reference"
@@ -110,7 +110,7 @@ def run_drill(target: Target, options: DrillOptions, as_json: bool) -> int:
     folder = Path(options.log_dir or default_log_dir(now, os.getcwd(), tempfile.gettempdir(), writable))
     messages = Console(stderr=True, highlight=False)
     with SignalInbox() as inbox, Guardian() as guardian:
-        drill = Drill(_words(target), options, folder.absolute(), guardian, inbox, messages)
+        drill = Drill(target.typed, options, folder.absolute(), guardian, inbox, messages)
         try:
             outcomes = drill.run(faults)
         except DrillError as error:
@@ -286,8 +286,3 @@ def _summary(outcome: Outcome) -> str:
         f"{outcome.result}: detected after {table.seconds(back.detected)}, training again after "
         f"{table.seconds(back.training_again)}, {back.steps_redone} step(s) redone"
     )
-
-
-def _words(target: Target) -> list[str]:
-    flag = {"module": ["-m"], "command": ["--"], "script": []}[target.kind]
-    return [*flag, *target.words]

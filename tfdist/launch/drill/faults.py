@@ -11,8 +11,8 @@ from pathlib import Path
 
 from tfdist.callbacks.checkpoint_name import committed_checkpoints
 from tfdist.launch.drill.checkpoint_damage import flip_bit, newest_checkpoint, truncate
-from tfdist.launch.drill.event_stream import Event, of_kind
 from tfdist.launch.drill.trial import Trial, TrialError
+from tfdist.supervision.event_stream import Event, of_kind
 
 
 @dataclass(frozen=True)

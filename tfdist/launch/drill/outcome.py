@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tfdist.launch.drill.event_stream import Event, of_kind
+from tfdist.supervision.event_stream import Event, of_kind
 
 IDENTICAL = "identical"
 DIFFERS = "differs"

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tfdist.launch.drill.event_stream import Event, of_kind
+from tfdist.supervision.event_stream import Event, of_kind
 
 # A backup to fall back on, one that is disturbed, and one after that.
 FEWEST_SAVES = 3

@@ -14,9 +14,9 @@ from pathlib import Path
 from types import TracebackType
 
 from tfdist.callbacks.drill_folder import VARIABLE
-from tfdist.launch.drill.event_stream import Event, EventStream, of_kind
 from tfdist.launch.guardian import Guardian
 from tfdist.launch.signals import STOP_SIGNALS, SignalInbox
+from tfdist.supervision.event_stream import Event, EventStream, of_kind
 
 _TICK = 0.02
 _FAREWELL = 3.0

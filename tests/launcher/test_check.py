@@ -1,0 +1,155 @@
+"""`tfdist check` as real processes: what is well, and each kind of fault, planted."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from tfdist.cluster import ports
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+
+_DEADLINE = 90
+# A process that is told that it has another version, or that does not listen where it says.
+_OTHER_VERSION = """
+from tfdist.launch import versions
+from tfdist.launch.check import member
+member.versions = lambda: {**versions.versions(), "tensorflow": "2.19.9"}
+"""
+_NO_SUM = """
+import time
+from tfdist.launch.check import all_reduce
+all_reduce.all_reduce = lambda cluster, timeout: time.sleep(1000)
+"""
+_IMPATIENT = """
+from tfdist.launch.check import check
+check._SUM_SECONDS = {seconds}
+"""
+_BLOCKED = """
+from tfdist.launch.check import check
+class Silent:
+    def __init__(self, token, port): pass
+    def close(self): pass
+check.EchoServer = Silent
+"""
+
+
+def run(
+    ranks: list[int],
+    size: int,
+    *options: str,
+    plant: str = "",
+    everywhere: str = "",
+    env: dict | None = None,
+    level: str | None = "3",
+) -> list[tuple[int, str]]:
+    """Exit code and output of the ranks that are started; the last of them has the fault."""
+    with ports.reserve(1) as reservation:
+        meeting = reservation.ports[0]
+    results: dict[int, tuple[int, str]] = {}
+
+    settings = {name: value for name, value in os.environ.items() if name != "TF_CPP_MIN_LOG_LEVEL"}
+    if level is not None:
+        settings["TF_CPP_MIN_LOG_LEVEL"] = level
+
+    def one(rank: int) -> None:
+        code = everywhere + (plant if rank == ranks[-1] else "") + "\nfrom tfdist.launch.command import main; main()"
+        variables = {"TFDIST_RANK": str(rank), "TFDIST_SIZE": str(size), "TFDIST_MEETING": f"localhost:{meeting}"}
+        process = subprocess.run(
+            [sys.executable, "-c", code, "check", *options],
+            env={**settings, **(variables if env is None else env)},
+            capture_output=True,
+            text=True,
+            timeout=_DEADLINE,
+        )
+        results[rank] = process.returncode, process.stdout + process.stderr
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for rank, (code, output) in sorted(results.items()):
+        print(f"--- rank {rank}, exit code {code}\n{output}")
+    return [results[rank] for rank in ranks]
+
+
+def last_line(output: str) -> str:
+    """What rank 0 has said at last, without what TensorFlow adds."""
+    return [line for line in output.splitlines() if line.startswith(("ready", "not ready", "tfdist: not ready"))][-1]
+
+
+def test_all_is_well():
+    # The timeout is for the others, not for the start of TensorFlow; and what that prints is not shown.
+    (code, output), (other_code, other) = run([0, 1], 2, "--timeout", "4", level=None)
+    assert (code, other_code) == (0, 0)
+    assert last_line(output) == "ready"
+    lines = output.splitlines()
+    rows = [line.split() for line in lines if line.startswith(("0     worker", "1     worker"))]
+    assert [row[:3] for row in rows] == [["0", "worker", "0"], ["1", "worker", "1"]]
+    assert sum("B/s" in line for line in lines) == 2
+    assert "TensorFlow's all-reduce: the right sum everywhere" in output
+    assert "ready" not in other
+    assert len(lines) == 10 and lines[-1] == "tfdist: rank 0 of 2, from TFDIST_RANK", output
+    assert other.splitlines() == ["tfdist: rank 1 of 2, from TFDIST_RANK"]
+
+
+def test_a_sum_that_does_not_end():
+    (code, output), (other_code, _) = run([0, 1], 2, plant=_NO_SUM, everywhere=_IMPATIENT.format(seconds=20))
+    assert (code, other_code) == (1, 1)
+    assert last_line(output).startswith("not ready: TensorFlow's all-reduce failed in worker ")
+    assert "it has not ended within 20 s" in last_line(output)
+
+
+def test_tensorflow_that_is_still_starting():
+    (code, output), (other_code, _) = run([0, 1], 2, everywhere=_IMPATIENT.format(seconds=0.1))
+    assert (code, other_code) == (1, 1)
+    assert "TensorFlow was still starting after 0.1 s (a slow file system? few cores?). Start the" in last_line(output)
+    assert "--no-tensorflow" in last_line(output)
+
+
+def test_a_missing_rank():
+    found = run([0, 2], 3, "--timeout", "3")
+    for code, output in found:
+        assert code == 1
+        assert "not ready: Received: 2 of 3 processes" in last_line(output)
+        assert "Expected: rank 1 as well" in last_line(output)
+
+
+def test_another_version():
+    (code, output), (other_code, _) = run([0, 1], 2, plant=_OTHER_VERSION)
+    assert (code, other_code) == (1, 1)
+    assert last_line(output).startswith("not ready: tensorflow is 2.")
+    assert "2.19.9 on worker 1. Expected: the same everywhere" in last_line(output)
+    assert "all-reduce" not in output
+
+
+def test_a_blocked_process():
+    (code, output), (other_code, _) = run([0, 1], 2, plant=_BLOCKED)
+    assert (code, other_code) == (1, 1)
+    assert last_line(output).startswith("not ready: worker 0 on ")
+    assert "does not reach worker 1 on" in last_line(output) and "Connection refused" in last_line(output)
+    assert "blocked" in output
+
+
+def test_a_port_that_is_taken():
+    with ports.reserve(2) as reservation:
+        addresses = [f"127.0.0.1:{port}" for port in reservation.ports]
+    with socket.create_server(("", int(addresses[0].rpartition(":")[2]))):
+        config = f'{{"cluster": {{"worker": {addresses}}}, "task": {{"type": "worker", "index": 0}}}}'.replace("'", '"')
+        ((code, output),) = run([0], 2, env={"TF_CONFIG": config})
+    assert code == 1
+    assert f"not ready: worker 0: cannot bind port {addresses[0].rpartition(':')[2]}" in last_line(output)
+
+
+def test_alone():
+    ((code, output),) = run([0], 1)
+    assert (code, last_line(output)) == (
+        0,
+        "ready: one process (TFDIST_RANK). For several, start this as the training: `srun tfdist check`",
+    )

@@ -1,0 +1,115 @@
+"""The processes of a job, met before TensorFlow starts, with a store where they leave texts for each other."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import secrets
+from collections.abc import Iterator
+
+from tfdist.cluster import address, ports
+from tfdist.cluster.config import ClusterConfig
+from tfdist.cluster.errors import ClusterError
+from tfdist.cluster.key_value import KeyValueClient, KeyValueServer
+from tfdist.cluster.roll_call import meet
+from tfdist.cluster.roll_call_message import members as tasks_of
+from tfdist.launch.check.member import Member
+
+_LAST_WORDS_SECONDS = 5.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Assembly:
+    """All processes, as one of them sees them.
+
+    Attributes:
+        rank: this one among the members.
+        members: those that train, then the parameter servers.
+        measuring: the port at which each of them can be measured.
+        token: a secret of this meeting.
+        store: where they leave texts.
+        timeout: how long each of them waits for another, in seconds.
+    """
+
+    rank: int
+    members: list[Member]
+    measuring: list[int]
+    token: bytes
+    store: KeyValueServer | KeyValueClient
+    timeout: float
+
+    def tell(self, topic: str, text: str) -> None:
+        """Leaves a text of this process.
+
+        Raises:
+            ClusterError: if rank 0, which keeps them, is gone.
+        """
+        try:
+            self.store.set(f"{topic} of {self.rank}", text)
+        except ConnectionError:
+            raise self._gone(0, "answer") from None
+
+    def hear(self, topic: str, rank: int, more: float = 0.0) -> str:
+        """The text of another process.
+
+        Args:
+            topic: what it is about.
+            rank: whose it is.
+            more: how much longer than `timeout` it may take, in seconds.
+
+        Raises:
+            ClusterError: if there is none in time, or the process is gone.
+        """
+        try:
+            text = self.store.get(f"{topic} of {rank}", self.timeout + more, rank)
+        except ConnectionError:
+            text = None
+        if text is None:
+            raise self._gone(rank, topic, more)
+        return text
+
+    def hear_all(self, topic: str, more: float = 0.0) -> list[str]:
+        """The text of each process, for rank 0."""
+        return [self.hear(topic, rank, more) for rank in range(len(self.members))]
+
+    def _gone(self, rank: int, topic: str, more: float = 0.0) -> ClusterError:
+        member = self.members[rank]
+        return ClusterError(
+            f"Received: nothing from {member.task} on {member.host} ({member.address}), which came to the meeting, "
+            f"within {self.timeout + more:g} s. Expected: its {topic}; see what it has printed"
+        )
+
+
+@contextlib.contextmanager
+def assembled(config: ClusterConfig, timeout: float) -> Iterator[Assembly]:
+    """Meets the other processes.
+
+    Args:
+        config: the cluster.
+        timeout: how long to wait for them, in seconds.
+
+    Raises:
+        ClusterError: if one does not come.
+    """
+    servers = "ps" in config.jobs
+    rank = tasks_of(config, servers).index((config.task_type, config.task_index))
+    own = Member.this_one(f"{config.task_type} {config.task_index}", str(config.address), os.environ)
+    token = secrets.token_bytes(32)
+    server = KeyValueServer(token) if rank == 0 else None
+    with ports.reserve(1) as reservation:
+        info = {"member": dataclasses.asdict(own), "measuring": reservation.ports[0]}
+        if server is not None:
+            info |= {"store": server.port, "token": token.hex()}
+        met = meet(config, timeout, info, servers=servers)
+        everyone = [met[other] for other in range(len(met))]
+        members = [Member(**one["member"]) for one in everyone]
+        token = bytes.fromhex(everyone[0]["token"])
+        place = address.split(members[0].address)[0], everyone[0]["store"]
+        store = server or KeyValueClient(place, token, rank, timeout)
+        try:
+            yield Assembly(rank, members, [one["measuring"] for one in everyone], token, store, timeout)
+            if server is not None:
+                server.wait_until_left(_LAST_WORDS_SECONDS)
+        finally:
+            store.close()

@@ -1,0 +1,1 @@
+"""`tfdist horovod build`: a wheel of Horovod for the installed TensorFlow."""

@@ -1,0 +1,1 @@
+"""Slurm: a batch script for sbatch, which starts the training with srun."""
