@@ -32,11 +32,13 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def load(options: argparse.Namespace) -> tuple[tf.data.Dataset, tf.data.Dataset, int]:
-    """Returns training data, held-out data and the number of classes."""
+    """Returns training data, held-out data and the number of classes; seeds the generators of random numbers."""
     if options.dataset == "digits":
         builder = prepared.prepare(Digits, options.data_dir)
     else:
         builder = prepared.find(options.dataset, options.data_dir)
+    # Not before: preparing a dataset, which is done once, draws random numbers.
+    keras.utils.set_random_seed(options.seed)
 
     def normalise(image: tf.Tensor, label: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         return tf.cast(image, tf.float32) / 255.0, label
@@ -78,7 +80,6 @@ def main() -> None:
     options = parse_arguments()
     # First of all: the workers must find each other before TensorFlow does anything else.
     strategy = tfdist.MultiWorkerMirroredStrategy()
-    keras.utils.set_random_seed(options.seed)
 
     try:
         train, test, classes = load(options)

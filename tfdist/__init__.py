@@ -9,11 +9,14 @@ __version__ = "0.1.0"
 
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
-    submodules=["callbacks", "cluster", "layers", "memory", "optimizers", "strategies", "testing"],
+    submodules=["callbacks", "cluster", "layers", "memory", "optimizers", "planning", "strategies", "testing"],
     submod_attrs={
         "cluster": ["ClusterConfig", "ClusterError", "discover"],
         "optimizers": ["ShardedOptimizer"],
+        "planning": ["auto", "plan"],
+        "reproducibility": ["set_seed"],
         "strategies": [
+            "HorovodStrategy",
             "HostOffloadStrategy",
             "MirroredStrategy",
             "MultiWorkerMirroredStrategy",

@@ -14,7 +14,7 @@ from types import FrameType
 from benchmarks.data_parallel import machine, table, trial
 from benchmarks.data_parallel.arguments import parse
 from benchmarks.data_parallel.measure import Summary
-from benchmarks.data_parallel.peers import Row, Trial, in_turns, make_rows, split_available
+from benchmarks.data_parallel.peers import Row, Trial, in_turns, make_rows, split_available, variants_available
 from benchmarks.data_parallel.processes import TrialError
 from benchmarks.data_parallel.workload import Workload
 
@@ -27,11 +27,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # As KeyboardInterrupt does: unwinds, so that the processes of the trial are ended.
     signal.signal(signal.SIGTERM, _leave)
     peers, reasons = split_available(options.peers)
-    for reason in reasons:
+    variants, more_reasons = variants_available(options.variants)
+    for reason in reasons + more_reasons:
         _say(reason)
     try:
         workloads = [_workload(options, model) for model in options.models]
-        rows = [row for workload in workloads for row in make_rows(peers, options.variants, workload)]
+        rows = [row for workload in workloads for row in make_rows(peers, variants, workload)]
     except ValueError as error:
         _say(str(error))
         return 2
@@ -84,7 +85,9 @@ def _name(this: Trial) -> str:
     workload = this.workload
     parts = [workload.model, this.peer, f"{workload.processes} process{'es' if workload.processes > 1 else ''}"]
     parts += [f"steps_per_execution={workload.steps_per_execution}"] if workload.steps_per_execution > 1 else []
-    return " ".join([*parts, *([workload.communication] if workload.communication else [])])
+    parts += [workload.backend] if workload.backend != "tensorflow" else []
+    parts += [f"bucket_bytes={workload.bucket_bytes}"] if workload.bucket_bytes else []
+    return " ".join([*parts, *(how for how in (workload.communication, workload.compression) if how)])
 
 
 def _plain(this: Trial) -> dict:

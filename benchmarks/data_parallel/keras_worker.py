@@ -1,4 +1,4 @@
-"""A process of Keras 3: on its own, or a worker of `tfdist.MultiWorkerMirroredStrategy`."""
+"""A process of Keras 3: on its own, or a worker of tfdist."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ def main(text: str, path: str) -> None:
     workload = Workload.from_json(text)
     strategy = None
     if workload.processes > 1:
-        strategy = tfdist.MultiWorkerMirroredStrategy(communication=workload.communication)
+        options = {name: getattr(workload, name) for name in ("communication", "compression", "bucket_bytes")}
+        # Under --backend horovod it is a HorovodStrategy, which has more options.
+        strategy = tfdist.MultiWorkerMirroredStrategy(**{name: v for name, v in options.items() if v is not None})
         if strategy.num_replicas_in_sync != workload.processes:
             raise SystemExit(
                 f"{strategy.num_replicas_in_sync} replicas; expected {workload.processes}. Start by `tfdist run`."

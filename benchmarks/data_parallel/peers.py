@@ -34,6 +34,12 @@ PEERS = {
 VARIANTS: dict[str, tuple[str, dict]] = {
     "bf16": ('tfdist, communication="bf16"', {"communication": "bf16"}),
     "spe10": ("tfdist, steps_per_execution=10", {"steps_per_execution": 10}),
+    "horovod": ("tfdist, --backend horovod", {"backend": "horovod"}),
+    "horovod-fp16": ("tfdist, HorovodStrategy(compression='fp16')", {"backend": "horovod", "compression": "fp16"}),
+    "horovod-buckets": (
+        "tfdist, HorovodStrategy(bucket_bytes=2**21)",
+        {"backend": "horovod", "bucket_bytes": 2**21},
+    ),
 }
 
 
@@ -79,6 +85,21 @@ def split_available(peers: Iterable[str], is_there: Callable[[str], bool] = inst
     return available, reasons
 
 
+def variants_available(
+    variants: Iterable[str], is_there: Callable[[str], bool] = installed
+) -> tuple[list[str], list[str]]:
+    """Returns the variants that can run, and for each of the others the reason why it cannot.
+
+    Example:
+        >>> variants_available(["bf16", "horovod"], is_there=lambda package: False)[0]
+        ['bf16']
+    """
+    variants = list(variants)
+    left_out = [v for v in variants if VARIANTS[v][1].get("backend") == "horovod" and not is_there("horovod")]
+    reasons = [f"{VARIANTS[v][0]} is left out: Horovod is not installed. See docs/horovod.md." for v in left_out]
+    return [variant for variant in variants if variant not in left_out], reasons
+
+
 def make_rows(peers: Sequence[str], variants: Sequence[str], workload: Workload) -> list[Row]:
     """The lines of one model.
 
@@ -93,8 +114,7 @@ def make_rows(peers: Sequence[str], variants: Sequence[str], workload: Workload)
         for title, settings in [(PEERS[name].title, {}), *own_variants]:
             two = dataclasses.replace(workload, processes=2, **settings)
             # One process does not communicate: its trial is that of the default settings, and measured once.
-            one = dataclasses.replace(two, processes=1, communication=None)
-            rows.append(Row(title, Trial(name, one), Trial(name, two)))
+            rows.append(Row(title, Trial(name, two.in_one_process()), Trial(name, two)))
     return rows
 
 

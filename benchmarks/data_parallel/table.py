@@ -30,7 +30,7 @@ def as_records(rows: Sequence[Row], samples: Samples) -> list[dict]:
     references = {
         row.two.workload.model: found.get(row.two)
         for row in reversed(rows)
-        if row.two.peer == "tfdist" and row.two.workload.steps_per_execution == 1 and not row.two.workload.communication
+        if row.two.peer == "tfdist" and row.two.workload.is_default
     }
     records = []
     for row in rows:
@@ -70,8 +70,8 @@ def machine_line(machine: Mapping, workload_text: str) -> str:
     )
 
 
-def fill(text: str, content: str) -> str:
-    """Replaces what stands between the two marks of a README.
+def fill(text: str, content: str, begin: str = BEGIN, end: str = END) -> str:
+    """Replaces what stands between the two marks of a page.
 
     Raises:
         ValueError: if the text does not have each mark once, in order.
@@ -80,14 +80,14 @@ def fill(text: str, content: str) -> str:
         >>> fill("a <!-- result -->old<!-- /result --> z", "new")
         'a <!-- result -->\\nnew\\n<!-- /result --> z'
     """
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
         raise ValueError(
-            f"the README has {text.count(BEGIN)} {BEGIN} and {text.count(END)} {END}; expected one of each, in this "
+            f"the page has {text.count(begin)} {begin} and {text.count(end)} {end}; expected one of each, in this "
             "order. Put both marks where the result belongs."
         )
-    head, _, rest = text.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    return f"{head}{BEGIN}\n{content}\n{END}{tail}"
+    head, _, rest = text.partition(begin)
+    _, _, tail = rest.partition(end)
+    return f"{head}{begin}\n{content}\n{end}{tail}"
 
 
 def _cells(record: Mapping) -> tuple[str, ...]:

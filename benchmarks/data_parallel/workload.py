@@ -21,6 +21,9 @@ class Workload:
         steps: steps of each window.
         steps_per_execution: steps that Keras runs in one call.
         communication: option of `tfdist.MultiWorkerMirroredStrategy`.
+        backend: option of `tfdist run`.
+        compression: option of `tfdist.HorovodStrategy`, as the next one.
+        bucket_bytes: the same.
 
     Raises:
         ValueError: if the model is not known, a number is too low, or a window would begin or end inside of a call.
@@ -34,6 +37,9 @@ class Workload:
     steps: int = 40
     steps_per_execution: int = 1
     communication: str | None = None
+    backend: str = "tensorflow"
+    compression: str | None = None
+    bucket_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if self.model not in MODELS:
@@ -47,6 +53,17 @@ class Workload:
                     f"{name} {getattr(self, name)}: expected a multiple of {self.steps_per_execution}, the steps that "
                     "one call runs. Choose a multiple, or leave out the variant that runs several steps in a call."
                 )
+
+    def in_one_process(self) -> Workload:
+        """The same training where nothing is communicated."""
+        alone = {"communication": None, "backend": "tensorflow", "compression": None, "bucket_bytes": None}
+        return dataclasses.replace(self, processes=1, **alone)
+
+    @property
+    def is_default(self) -> bool:
+        """Whether nothing but the defaults was asked of tfdist."""
+        alone = self.in_one_process()
+        return self == dataclasses.replace(alone, processes=self.processes) and self.steps_per_execution == 1
 
     @property
     def global_batch(self) -> int:

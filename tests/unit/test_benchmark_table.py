@@ -104,6 +104,9 @@ def test_a_peer_that_is_not_installed_is_left_out_with_a_reason() -> None:
         "PyTorch DDP (gloo) is left out: torch is not installed. Install it by `pip install torch`.",
     ]
     assert not peers.installed("a_package_that_does_not_exist")
+    available, reasons = peers.variants_available(["bf16", "horovod"], lambda package: package != "horovod")
+    assert available == ["bf16"]
+    assert reasons == ["tfdist, --backend horovod is left out: Horovod is not installed. See docs/horovod.md."]
 
 
 def test_table() -> None:

@@ -9,7 +9,7 @@ from tfdist.callbacks.checkpoint_name import checkpoint_name
 from tfdist.callbacks.damage import DamagedCheckpoint
 from tfdist.callbacks.manifest import MANIFEST_NAME, Manifest, encode_manifest, measure_file, verify_checkpoint
 from tfdist.launch.drill.checkpoint_damage import backup_folders, flip_bit, newest_checkpoint, truncate
-from tfdist.launch.drill.event_stream import EventStream
+from tfdist.supervision.event_stream import EventStream
 
 
 def write(folder: Path, number: int, time: int) -> Path:

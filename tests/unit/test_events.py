@@ -31,8 +31,8 @@ def test_an_event_has_time_name_and_fields(tmp_path: Path) -> None:
     [
         ("TFDIST_CLUSTER", '{"task": {"type": "worker", "index": 1}}', "worker 1"),
         ("TF_CONFIG", '{"task": {"type": "chief", "index": 0}}', "chief 0"),
-        ("TF_CONFIG", "no JSON", f"process {os.getpid()}"),
-        ("TF_CONFIG", "{}", f"process {os.getpid()}"),
+        pytest.param("TF_CONFIG", "no JSON", f"process {os.getpid()}", id="no JSON"),
+        pytest.param("TF_CONFIG", "{}", f"process {os.getpid()}", id="no task"),
     ],
 )
 def test_the_name_is_the_task(
@@ -68,3 +68,17 @@ def test_lines_of_several_processes_stay_whole(tmp_path: Path) -> None:
     found = lines(tmp_path)
     for name in ("worker 0", "worker 1"):
         assert [event["number"] for event in found if event["name"] == name] == list(range(300))
+
+
+def test_another_file_where_there_is_no_folder_of_logs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TFDIST_EVENT_LOG", str(tmp_path / "job.jsonl"))
+    EventLog.from_environment().write("saved", step=1)
+    assert json.loads((tmp_path / "job.jsonl").read_text())["step"] == 1
+    monkeypatch.setenv("TFDIST_EVENT_LOG", "-")
+    EventLog.from_environment().write("saved", step=2)
+    assert json.loads(capfd.readouterr().out)["step"] == 2
+    monkeypatch.setenv("TFDIST_LOG_DIR", str(tmp_path))
+    EventLog.from_environment().write("saved", step=3)
+    assert lines(tmp_path)[0]["step"] == 3

@@ -60,6 +60,25 @@ builder = prepared.prepare(Digits, str(folder / "data"))
 print(len(list(builder.as_dataset(split="train"))), len(list(builder.as_dataset(split="test"))))
 """
 
+DRAW_AFTER_LOADING = """
+import hashlib, json, random, sys
+import keras
+import numpy as np
+import prepared
+import train_digits
+from digits import Digits
+folder = sys.argv[1]
+keras.utils.set_random_seed(1)
+prepared.prepare(Digits, folder + "/control")
+control = random.random()
+sys.argv = ["train_digits.py", "--data-dir", folder + "/data"]
+train, _, _ = train_digits.load(train_digits.parse_arguments())
+images = np.concatenate([image for image, _ in train.as_numpy_iterator()])
+weights = keras.initializers.GlorotUniform()((2, 2)).numpy().tolist()
+drawn = [random.random(), np.random.random(), weights, hashlib.sha256(images.tobytes()).hexdigest()]
+print(json.dumps({"drawn": drawn, "control": control}))
+"""
+
 READ_FASHION = """
 import sys
 import prepared
@@ -134,6 +153,15 @@ def test_processes_may_prepare_at_the_same_time(tmp_path: Path) -> None:
     assert [code for code, _, _ in results] == [0, 0, 0], "\n".join(errors for _, _, errors in results)
     assert {output.splitlines()[-1] for _, output, _ in results} == {"1500 297"}
     assert [path.name for path in (tmp_path / "data" / "digits").iterdir()] == ["1.0.0"]
+
+
+def test_the_first_run_which_prepares_the_data_draws_what_later_ones_draw(tmp_path: Path) -> None:
+    results = [finish(start("-c", DRAW_AFTER_LOADING, tmp_path)) for _ in range(2)]
+    assert [code for code, _, _ in results] == [0, 0], results[0][2] + results[1][2]
+    first, second = (json.loads(output.splitlines()[-1]) for _, output, _ in results)
+    assert first["drawn"] == second["drawn"]
+    # Without its order the example would not have that: to prepare a dataset draws random numbers.
+    assert first["control"] != second["control"]
 
 
 def write_idx(folder: Path, prefix: str, count: int) -> None:

@@ -24,6 +24,7 @@ def loaded_by(statement: str) -> list[str]:
         "import tfdist",
         "import tfdist.cluster",
         "import tfdist.launch.command",
+        "import tfdist.planning.command",
         "import tfdist; tfdist.discover(); tfdist.ClusterConfig; tfdist.ClusterError; dir(tfdist)",
         "import tfdist.cluster.preflight, tfdist.cluster.roll_call, tfdist.cluster.ports",
         "import tfdist.testing; dir(tfdist.testing)",

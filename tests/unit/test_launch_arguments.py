@@ -34,6 +34,16 @@ def test_script_runs_in_this_python(tmp_path) -> None:
     assert Target("script", (str(script), "-x", "a b")).command() == (sys.executable, "-u", str(script), "-x", "a b")
 
 
+def test_a_folder_runs_if_python_can_run_it(tmp_path) -> None:
+    for kind in ("script", "command"):
+        target = Target(kind, (f"{tmp_path}.py" if kind == "command" else str(tmp_path),))
+        (tmp_path.parent / f"{tmp_path.name}.py").mkdir(exist_ok=True)
+        with pytest.raises(ValueError, match=r": a folder without __main__.py\. Give the path of a Python file, -m"):
+            target.command()
+    (tmp_path / "__main__.py").touch()
+    assert Target("script", (str(tmp_path),)).command() == (sys.executable, "-u", str(tmp_path))
+
+
 def test_module_runs_in_this_python() -> None:
     assert Target("module", ("pkg.train", "-x")).command() == (sys.executable, "-u", "-m", "pkg.train", "-x")
 

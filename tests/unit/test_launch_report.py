@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from tests.unit.environment_dumps import DUMPS
 from tfdist.launch import report
 from tfdist.launch.command import main
 
@@ -27,6 +28,18 @@ def test_cluster_of_tf_config() -> None:
     assert facts["rank"] == 1
     assert facts["tf_config"]["cluster"] == {"worker": ["localhost:1", "localhost:2"]}
     assert facts["environment"] == "TF_CONFIG"
+
+
+def test_a_rank_whose_peers_are_not_known_yet() -> None:
+    env = {**DUMPS["Slurm"].env, "PATH": "p"}
+    facts = report.gather(with_devices=False, env=env)
+    assert (facts["cluster"], facts["environment"]) == ("rank 3 of 4, from Slurm step 9.0", "Slurm step 9.0")
+    assert (facts["rank"], facts["tf_config"], facts["problems"]) == (3, None, [])
+    assert facts["variables"]["SLURM_STEP_NODELIST"] == "n[9-11]" and "PATH" not in facts["variables"]
+    facts = report.gather(with_devices=False, env={**env, "WORLD_SIZE": "8"})
+    assert facts["cluster"] == "invalid" and "WORLD_SIZE=8, but Slurm step 9.0" in facts["problems"][0]
+    assert "environment:" not in report.as_text(facts)
+    assert "environment:" in report.as_text({**facts, "environment": "Slurm step 9.0"})
 
 
 def test_problems_make_the_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,6 +98,11 @@ def test_the_same_exception_without_progress() -> None:
     [
         (RestartPolicy(0), incident(5), ""),
         (RestartPolicy(3), incident(0, progress={"worker 0": None, "worker 1": None}, progressed=False), ""),
+        (
+            RestartPolicy(3),
+            incident(0, Failure("worker 1", 78), progressed=False),
+            "not restarted: exit code 78 says that it would fail again",
+        ),
         (RestartPolicy(3), incident(5, trains=False), "not restarted: it is not one of the training processes"),
         (
             RestartPolicy(3),
@@ -105,7 +110,7 @@ def test_the_same_exception_without_progress() -> None:
             "not restarted: the training had ended, what failed came after it",
         ),
     ],
-    ids=["limit 0", "never reported", "other job", "after the training"],
+    ids=["limit 0", "never reported", "refused", "other job", "after the training"],
 )
 def test_not_worth_a_restart(policy: RestartPolicy, what: Incident, reason: str) -> None:
     assert policy.decide(what) == GiveUp(reason)

@@ -124,7 +124,7 @@ NO_PROGRESS = "no progress for 30.2 s (--hang-timeout)"
             {"worker 0": at(5.0, step=8), "worker 1": at(1.0, "done", step=3)},
             {},
             "worker 0",
-            f"stands still at step 8: {NO_PROGRESS}",
+            f"stands still at step 8, while worker 1 has ended its fit at step 3: {NO_PROGRESS}",
         ),
         ({"worker 0": at(5.0, step=8)}, {}, "worker 0", f"stands still at step 8: {NO_PROGRESS}"),
     ],

@@ -30,7 +30,15 @@ def test_the_installed_package_has_the_command_the_types_and_the_extras() -> Non
     commands = {entry.name: entry.value for entry in package.entry_points if entry.group == "console_scripts"}
     assert commands == {"tfdist": "tfdist.launch.command:main"}
     assert package.metadata["Requires-Python"] == ">=3.10"
-    assert set(package.metadata.get_all("Provides-Extra") or ()) == {"examples", "plot", "bench", "test"}
+    assert set(package.metadata.get_all("Provides-Extra") or ()) == {
+        "examples",
+        "plot",
+        "kubernetes",
+        "bench",
+        "docs",
+        "test",
+        "horovod-build",
+    }
     assert (Path(tfdist.__file__).parent / "py.typed").exists()
 
 

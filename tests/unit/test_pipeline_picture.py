@@ -15,7 +15,7 @@ from tfdist.strategies.pipeline.simulation import Interval, simulate
 
 def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"save_picture draws with matplotlib.*: pip install tfdist\[plot\]$"):
+    with pytest.raises(ImportError, match=r"save_picture draws with matplotlib.*: pip install 'tfdist\[plot\]'$"):
         save_picture(tmp_path / "step.png", None, steps())
     assert not (tmp_path / "step.png").exists()
 

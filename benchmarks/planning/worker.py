@@ -1,0 +1,85 @@
+"""What a process does: `python -m benchmarks.planning.worker SETTINGS RESULT`. Plans a model, or trains it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+_WARM_UP, _WINDOWS = 12, 5
+_WINDOW_SECONDS = 0.8
+
+
+def _plan(settings: dict[str, Any]) -> list[dict[str, Any]]:
+    import tfdist
+    from benchmarks.planning.models import MODELS
+    from tfdist.planning.hardware import Hardware
+
+    build, rows = MODELS[settings["model"]]
+    found = tfdist.plan(build(), rows, devices=2, hardware=Hardware.from_json(settings["hardware"]))
+    best = found.recommendation.best
+    return [{**dataclasses.asdict(row), "best": row is best} for row in found.rows]
+
+
+def _train(settings: dict[str, Any]) -> list[float] | None:
+    """Milliseconds of a step, in each of some windows; `None` in all processes but the first one."""
+    import keras
+    import tensorflow as tf
+
+    import tfdist
+    from benchmarks.planning.models import MODELS
+    from tfdist.memory.estimation.batch import batch_of
+
+    build, rows = MODELS[settings["model"]]
+    strategy = getattr(tfdist, settings["strategy"])(**settings["options"]) if settings["strategy"] else None
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        model = build()
+    # Random numbers, and classes 0 and 1; zeros would make some arithmetic cheaper.
+    batch = tf.nest.map_structure(
+        lambda spec: (
+            tf.random.stateless_uniform(spec.shape, [0, 0], 0, 2, spec.dtype)
+            if spec.dtype.is_integer
+            else tf.random.stateless_normal(spec.shape, [0, 0])
+        ),
+        batch_of(model, rows),
+    )
+    times: list[float] = []
+
+    class Clock(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            times.append(time.perf_counter())
+
+    data = tf.data.Dataset.from_tensors(batch).repeat()
+    model.fit(data, steps_per_epoch=_WARM_UP, verbose=0, shuffle=False, callbacks=[Clock()])
+    step = statistics.median(b - a for a, b in itertools.pairwise(times[2:]))
+    window = max(round(_WINDOW_SECONDS / step), 3)
+    # All processes must take the same number.
+    window = _agreed(strategy, window)
+    times.clear()
+    model.fit(data, steps_per_epoch=window * _WINDOWS + 1, verbose=0, shuffle=False, callbacks=[Clock()])
+    bounds = times[::window]
+    samples = [1e3 * (b - a) / window for a, b in itertools.pairwise(bounds)]
+    return samples if getattr(strategy, "is_chief", True) else None
+
+
+def _agreed(strategy: Any, window: int) -> int:
+    peers = getattr(strategy, "peers", None)
+    return max(peers.gather("window", window, "choose the length of a window")) if peers is not None else window
+
+
+def main() -> None:
+    """Runs, and writes the result."""
+    settings, result = json.loads(sys.argv[1]), Path(sys.argv[2])
+    found = _plan(settings) if settings["task"] == "plan" else _train(settings)
+    if found is not None:
+        result.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

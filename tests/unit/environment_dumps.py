@@ -1,0 +1,310 @@
+"""What systems put into the environment of a process, each with what is to be read from it, and with a neighbour.
+
+From running systems: Slurm 22.05, Open MPI 4.1.4 and MPICH 4, alone and in Slurm. The others from their sources and
+documentation. A neighbour is a similar environment that must not be taken for the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Dump:
+    """One process.
+
+    Attributes:
+        env: its variables.
+        module: the environment that is to be found.
+        rank: its rank; `None` if it is no member of a job of several.
+        size: how many there are.
+        neighbour: what has to be set (or, as `None`, unset) for it to be another environment.
+        instead: that one.
+        host: of rank 0.
+        local: number among those on its host, and how many these are.
+        channel: how it learns where rank 0 is.
+    """
+
+    env: dict[str, str]
+    module: str
+    rank: int | None
+    size: int
+    neighbour: dict[str, str | None]
+    instead: str
+    host: str | None = None
+    local: tuple[int | None, int | None] = (None, None)
+    channel: str | None = None
+
+
+_SLURM_JOB = {
+    "SLURM_CLUSTER_NAME": "lab",
+    "SLURM_JOB_ID": "9",
+    "SLURM_JOB_NODELIST": "n[9-11]",
+    "SLURM_JOB_NUM_NODES": "3",
+    "SLURM_NODELIST": "n[9-11]",
+    "SLURM_NTASKS": "4",
+    "SLURM_TASKS_PER_NODE": "2,1(x2)",
+}
+_SLURM_BATCH = {**_SLURM_JOB, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_GTIDS": "0"}
+_SLURM_STEP = {
+    **_SLURM_JOB,
+    "SLURMD_NODENAME": "n9",
+    "SLURM_DISTRIBUTION": "cyclic",
+    "SLURM_GTIDS": "0,3",
+    "SLURM_LAUNCH_NODE_IPADDR": "10.77.0.1",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "n[9-11]",
+    "SLURM_STEP_NUM_NODES": "3",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "2,1(x2)",
+}
+_OPEN_MPI = {
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+    "OMPI_COMM_WORLD_NODE_RANK": "0",
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_MCA_orte_hnp_uri": "269484032.0;tcp://10.77.0.1:39123",
+    "PMIX_NAMESPACE": "269484033",
+    "PMIX_RANK": "1",
+}
+_MPICH = {
+    "MPI_LOCALNRANKS": "2",
+    "MPI_LOCALRANKID": "1",
+    "PMI_FD": "6",
+    "PMI_HOSTNAME": "n9",
+    "PMI_RANK": "1",
+    "PMI_SIZE": "3",
+}
+_FOUR = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "node-1", "MASTER_PORT": "29500"}
+_POD = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "KUBERNETES_SERVICE_PORT": "443"}
+_INDEXED_JOB = {
+    **_POD,
+    "HOSTNAME": "train-3",
+    "JOB_COMPLETION_INDEX": "3",
+    "TFDIST_HOST": "train-3.train.default.svc.cluster.local",
+    "TFDIST_SIZE": "4",
+}
+_TF_JOB = (
+    '{"cluster": {"ps": ["job-ps-0.ns.svc:2222"], "worker": ["job-worker-0.ns.svc:2222", "job-worker-1.ns.svc:2222"]},'
+    ' "task": {"type": "worker", "index": 1}, "environment": "cloud"}'
+)
+_SPARSE_TF_JOB = (
+    '{"sparseCluster": {"ps": ["job-ps-0.ns.svc:2222"], "worker": {"1": "job-worker-1.ns.svc:2222"}},'
+    ' "task": {"type": "worker", "index": 1}}'
+)
+_VERTEX_CLUSTER = (
+    '"cluster": {"workerpool0": ["cmle-training-workerpool0-0:2222"],'
+    ' "workerpool1": ["cmle-training-workerpool1-0:2222", "cmle-training-workerpool1-1:2222"]}'
+)
+_VERTEX_SPEC = f'{{{_VERTEX_CLUSTER}, "environment": "cloud", "task": {{"type": "workerpool1", "index": 1}}}}'
+
+DUMPS = {
+    "by hand": Dump(
+        {"TFDIST_RANK": "1", "TFDIST_SIZE": "3", "TFDIST_LOCAL_RANK": "0", "TFDIST_LOCAL_SIZE": "1"},
+        *("own", 1, 3, {"TFDIST_RANK": None}, "single_process"),
+        local=(0, 1),
+    ),
+    "by hand, in Slurm": Dump(
+        {**_SLURM_STEP, "TFDIST_RANK": "0", "TFDIST_SIZE": "1"},
+        *("own", None, 1, {"TFDIST_RANK": None, "TFDIST_SIZE": None}, "slurm"),
+    ),
+    "Kubeflow TFJob": Dump({**_POD, "TF_CONFIG": _TF_JOB}, "tf_config", 1, 2, {"TF_CONFIG": ""}, "single_process"),
+    "Kubeflow TFJob with dynamic workers": Dump(
+        {**_POD, "TF_CONFIG": _SPARSE_TF_JOB}, "tf_config", 0, 1, {"TF_CONFIG": None}, "single_process"
+    ),
+    "Ray Train": Dump(
+        {
+            "TF_CONFIG": '{"cluster": {"worker": ["a:41", "b:42"]}, "task": {"type": "worker", "index": 0}}',
+            "TF_USE_LEGACY_KERAS": "1",
+        },
+        *("tf_config", 0, 2, {"TF_CONFIG": None}, "single_process"),
+    ),
+    "Vertex AI": Dump(
+        {"CLUSTER_SPEC": _VERTEX_SPEC, "CLOUD_ML_PROJECT_ID": "7"},
+        *("vertex_ai", 2, 3, {"CLOUD_ML_PROJECT_ID": None}, "single_process"),
+    ),
+    "torchrun in a Slurm step": Dump(
+        {
+            **_SLURM_STEP,
+            **_FOUR,
+            "GROUP_RANK": "1",
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "2",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_RUN_ID": "none",
+        },
+        *("torchrun", 2, 4, {"TORCHELASTIC_RUN_ID": None}, "slurm"),
+        host="node-1",
+        local=(0, 2),
+    ),
+    "horovodrun": Dump(
+        {
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1",
+            "HOROVOD_GLOO_RENDEZVOUS_PORT": "4321",
+            "HOROVOD_HOSTNAME": "node-2",
+            "HOROVOD_LOCAL_RANK": "0",
+            "HOROVOD_LOCAL_SIZE": "1",
+            "HOROVOD_RANK": "1",
+            "HOROVOD_SIZE": "2",
+        },
+        # What tfdist has set itself, for Horovod.
+        *("horovodrun", 1, 2, {"TFDIST_HOROVOD": "4321"}, "single_process"),
+        local=(0, 1),
+        channel="horovod_store",
+    ),
+    "Open MPI": Dump(
+        _OPEN_MPI,
+        *("open_mpi", 1, 2, {"OMPI_COMM_WORLD_RANK": None}, "single_process"),
+        local=(0, 1),
+        channel="pmix",
+    ),
+    "Open MPI in Slurm": Dump(
+        # The Slurm variables are those of mpirun's daemon on this node, one on each.
+        {
+            **_SLURM_STEP,
+            **_OPEN_MPI,
+            "SLURM_PROCID": "1",
+            "SLURM_STEP_NUM_TASKS": "2",
+            "OMPI_COMM_WORLD_RANK": "5",
+            "OMPI_COMM_WORLD_SIZE": "8",
+        },
+        *("open_mpi", 5, 8, {"OMPI_COMM_WORLD_RANK": None}, "slurm"),
+        local=(0, 1),
+        channel="pmix",
+    ),
+    "MPICH": Dump(_MPICH, "pmi", 1, 3, {"PMI_SIZE": None}, "single_process", local=(1, 2), channel="pmi"),
+    "Intel MPI in LSF": Dump(
+        {**_MPICH, "I_MPI_ROOT": "/opt/intel", "LSB_JOBID": "8", "LSB_MCPU_HOSTS": "a 4"},
+        *("pmi", 1, 3, {"PMI_SIZE": None}, "allocation"),
+        local=(1, 2),
+        channel="pmi",
+    ),
+    "MVAPICH2": Dump(
+        {
+            "MPIRUN_ID": "77",
+            "MV2_COMM_WORLD_LOCAL_RANK": "1",
+            "MV2_COMM_WORLD_LOCAL_SIZE": "2",
+            "MV2_COMM_WORLD_RANK": "3",
+            "MV2_COMM_WORLD_SIZE": "4",
+        },
+        *("mvapich", 3, 4, {"MV2_COMM_WORLD_SIZE": None}, "single_process"),
+        local=(1, 2),
+    ),
+    "Slurm": Dump(
+        _SLURM_STEP,
+        *("slurm", 3, 4, {"SLURM_STEP_NODELIST": None, "SLURM_NTASKS": "1"}, "allocation"),
+        host="n9",
+        local=(1, 2),
+    ),
+    "Slurm, a step of two tasks of a job of four": Dump(
+        {
+            **_SLURM_STEP,
+            "SLURM_LOCALID": "0",
+            "SLURM_NODEID": "1",
+            "SLURM_PROCID": "1",
+            "SLURM_STEP_ID": "1",
+            "SLURM_STEP_NODELIST": "rack[0-1]n[09-11]",
+            "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+        },
+        *("slurm", 1, 2, {"SLURM_PROCID": None, "SLURM_NTASKS": "1"}, "allocation"),
+        host="rack0n09",
+        local=(0, 1),
+    ),
+    "Slurm, srun --mpi=pmi2": Dump(
+        {
+            **_SLURM_STEP,
+            "PMI_FD": "5",
+            "PMI_JOBID": "9.0",
+            "PMI_RANK": "3",
+            "PMI_SIZE": "4",
+        },
+        # mpiexec that srun has started on each node.
+        *("slurm", 3, 4, {"PMI_JOBID": None}, "pmi"),
+        host="n9",
+        local=(1, 2),
+    ),
+    "Slurm, the shell of an interactive salloc, one node": Dump(
+        {
+            **_SLURM_STEP,
+            "SLURM_JOB_NUM_NODES": "1",
+            "SLURM_NTASKS": "1",
+            "SLURM_PROCID": "0",
+            "SLURM_STEP_ID": "4294967290",
+            "SLURM_STEP_NUM_TASKS": "1",
+        },
+        *("allocation", None, 1, {"SLURM_STEP_ID": "1"}, "slurm"),
+    ),
+    "Slurm, srun --pty bash": Dump(
+        {**_SLURM_STEP, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"},
+        *("slurm", None, 1, {"SLURM_STEP_NODELIST": None, "SLURM_NTASKS": "1"}, "allocation"),
+    ),
+    "Slurm, a batch script for one task": Dump(
+        {**_SLURM_BATCH, "SLURM_NTASKS": "1"}, "allocation", None, 1, {"SLURM_JOB_ID": None}, "single_process"
+    ),
+    "LSF with jsrun": Dump(
+        {
+            "JSM_NAMESPACE_LOCAL_RANK": "0",
+            "JSM_NAMESPACE_LOCAL_SIZE": "1",
+            "JSM_NAMESPACE_RANK": "2",
+            "JSM_NAMESPACE_SIZE": "4",
+            "LSB_JOBID": "7",
+            "LSB_MCPU_HOSTS": "batch 1",
+        },
+        *("lsf", 2, 4, {"JSM_NAMESPACE_RANK": None}, "allocation"),
+        local=(0, 1),
+        channel="pmix",
+    ),
+    "SageMaker": Dump(
+        {
+            "SM_CURRENT_HOST": "algo-2",
+            "SM_HOSTS": '["algo-1", "algo-2"]',
+            "SM_NUM_GPUS": "0",
+            "TRAINING_JOB_NAME": "digits",
+        },
+        *("sagemaker", 1, 2, {"SM_CURRENT_HOST": None}, "single_process"),
+        host="algo-1",
+        local=(0, 1),
+    ),
+    "Kubernetes Indexed Job": Dump(
+        _INDEXED_JOB,
+        *("kubernetes", 3, 4, {"KUBERNETES_SERVICE_HOST": None}, "single_process"),
+        host="train-0.train.default.svc.cluster.local",
+    ),
+    "Kubernetes Indexed Job, setHostnameAsFQDN": Dump(
+        {**_INDEXED_JOB, "HOSTNAME": "train-3.train.default.svc.cluster.local"},
+        *("kubernetes", 3, 4, {"KUBERNETES_SERVICE_HOST": None}, "single_process"),
+        host="train-0.train.default.svc.cluster.local",
+    ),
+    "Kubernetes Indexed Job of trainings that are alone": Dump(
+        {**_INDEXED_JOB, "TFDIST_SIZE": "1"},
+        *("kubernetes", None, 1, {"KUBERNETES_SERVICE_HOST": None}, "single_process"),
+    ),
+    "Kubernetes JobSet": Dump(
+        {**_INDEXED_JOB, "HOSTNAME": "set-workers-0-3", "TFDIST_HOST": "set-workers-0-3.set"},
+        *("kubernetes", 3, 4, {"KUBERNETES_SERVICE_HOST": None}, "single_process"),
+        host="set-workers-0-0.set",
+    ),
+    "Kubernetes StatefulSet": Dump(
+        {**_POD, "HOSTNAME": "train-1", "TFDIST_HOST": "train-1.train", "TFDIST_SIZE": "2"},
+        # A pod of a Deployment.
+        *("kubernetes", 1, 2, {"HOSTNAME": "train-7d4b9c-x2x9k"}, "single_process"),
+        host="train-0.train",
+    ),
+    "Kubeflow PyTorchJob": Dump(
+        {**_POD, **_FOUR}, "rank_variables", 2, 4, {"MASTER_ADDR": None}, "single_process", host="node-1"
+    ),
+    "PBS on one host": Dump({"PBS_JOBID": "3.server"}, "allocation", None, 1, {"PBS_JOBID": None}, "single_process"),
+    "Grid Engine on one host": Dump(
+        {"PE_HOSTFILE": "/dev/null", "JOB_ID": "5", "NSLOTS": "8"},
+        *("allocation", None, 1, {"PE_HOSTFILE": None}, "single_process"),
+    ),
+    "by hand, beside what another system's variables say": Dump(
+        {**_FOUR, "TFDIST_RANK": "0", "TFDIST_SIZE": "2"}, "own", 0, 2, {"TFDIST_RANK": None}, "rank_variables"
+    ),
+    "nothing": Dump({}, "single_process", None, 1, {"JOB_COMPLETION_INDEX": "0"}, "single_process"),
+}

@@ -1,0 +1,251 @@
+"""Which environment a process is in, and what it says, by what real systems set."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+import pytest
+
+from tests.unit.environment_dumps import DUMPS, Dump
+from tfdist.cluster import ClusterConfig, ClusterError, discover
+from tfdist.cluster.discovery import find
+from tfdist.cluster.environments import ENVIRONMENTS, slurm
+from tfdist.cluster.membership import Membership
+
+CASES = pytest.mark.parametrize("dump", DUMPS.values(), ids=DUMPS.keys())
+
+
+def found_in(env: dict[str, str]) -> str:
+    module = next(environment for environment in ENVIRONMENTS if environment.detect(env))
+    return module.__name__.rpartition(".")[2]
+
+
+def neighbour_of(dump: Dump) -> dict[str, str]:
+    changed = {**dump.env, **dump.neighbour}
+    return {name: value for name, value in changed.items() if value is not None}
+
+
+@CASES
+def test_the_environment_is_found(dump):
+    assert found_in(dump.env) == dump.module
+
+
+@CASES
+def test_a_neighbour_is_something_else(dump):
+    assert found_in(neighbour_of(dump)) == dump.instead
+
+
+@CASES
+def test_what_it_says(dump):
+    found = find(dump.env)
+    if dump.rank is None:
+        assert isinstance(found, ClusterConfig) and found.is_single_process
+    elif isinstance(found, ClusterConfig):
+        assert (found.rank, found.num_workers) == (dump.rank, dump.size)
+    else:
+        assert (found.rank, found.size) == (dump.rank, dump.size)
+        assert (found.local_rank, found.local_size) == dump.local
+        assert (found.host, found.channel) == (dump.host, dump.channel)
+
+
+def test_every_environment_has_a_dump():
+    covered = {dump.module for dump in DUMPS.values()}
+    # That of the launcher is tested with TF_CONFIG.
+    assert {module.__name__.rpartition(".")[2] for module in ENVIRONMENTS} - covered == {"launcher"}
+
+
+@pytest.mark.parametrize("name", ["Open MPI", "Slurm", "Kubernetes Indexed Job", "SageMaker", "Kubeflow PyTorchJob"])
+def test_jobs_are_told_apart(name):
+    env = DUMPS[name].env
+    other = {
+        "Open MPI": {"PMIX_NAMESPACE": "1"},
+        "Slurm": {"SLURM_STEP_ID": "1"},
+        "Kubernetes Indexed Job": {"HOSTNAME": "other-3"},
+        "SageMaker": {"TRAINING_JOB_NAME": "faces"},
+        "Kubeflow PyTorchJob": {"MASTER_PORT": "29501"},
+    }[name]
+    assert find(env).job != find({**env, **other}).job
+    assert find(env).job == find({**env, "HOME": "/home/somebody"}).job
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "problems"),
+    [
+        ("Slurm", {"WORLD_SIZE": "8"}, ["WORLD_SIZE=8, but Slurm step 9.0 says that the number of processes is 4"]),
+        ("Slurm", {"RANK": "0", "WORLD_SIZE": "4"}, ["RANK=0, but Slurm step 9.0 says that the rank is 3"]),
+        ("Slurm", {"TFDIST_SIZE": "5"}, ["TFDIST_SIZE=5, but Slurm"]),
+        ("Kubernetes Indexed Job", {"WORLD_SIZE": "8", "RANK": "1"}, ["RANK=1, but Kubernetes", "WORLD_SIZE=8, but"]),
+    ],
+)
+def test_contradictions_are_named(name, changes, problems):
+    with pytest.raises(ClusterError) as caught:
+        find({**DUMPS[name].env, **changes})
+    assert len(caught.value.problems) == len(problems)
+    for line, problem in zip(caught.value.problems, problems, strict=True):
+        assert problem in line and "Expected: the same. Unset" in line
+
+
+def test_what_agrees_is_no_contradiction():
+    found = find({**DUMPS["Slurm"].env, "WORLD_SIZE": "4", "RANK": "3", "MASTER_ADDR": "n9"})
+    assert isinstance(found, Membership) and found.source == "Slurm step 9.0"
+
+
+def tf_config(own: str, index: int, **jobs: int) -> str:
+    cluster = {job: [f"{job}-{number}:4001" for number in range(count)] for job, count in jobs.items()}
+    return json.dumps({"cluster": cluster, "task": {"type": own, "index": index}})
+
+
+# The Slurm step is of 4 tasks, and this is rank 3; the job of MPICH has 3, and this is rank 1.
+@pytest.mark.parametrize(
+    ("name", "text", "problem"),
+    [
+        ("Slurm", tf_config("worker", 0, worker=2), "TF_CONFIG of 2 tasks, but Slurm step 9.0 says that the number of"),
+        ("Slurm", tf_config("worker", 0, worker=4), "TF_CONFIG of rank 0 (worker 0), but Slurm step 9.0 says that the"),
+        ("Slurm", tf_config("chief", 0, chief=1, worker=3), "TF_CONFIG of rank 0 (chief 0), but Slurm step 9.0 says"),
+        ("Slurm", tf_config("worker", 0, chief=1, worker=3, ps=1), "TF_CONFIG of 5 tasks, but Slurm step 9.0 says"),
+        ("Slurm", "{}", "TF_CONFIG of 1 task, but Slurm step 9.0 says that the number of tasks is 4. Expected"),
+        ("MPICH", tf_config("worker", 1, worker=2), "TF_CONFIG of 2 tasks, but MPICH says that the number of tasks is"),
+        ("Open MPI in Slurm", tf_config("worker", 1, worker=2), "TF_CONFIG of 2 tasks, but Open MPI says that the"),
+    ],
+)
+def test_a_left_over_tf_config_is_named(name, text, problem):
+    with pytest.raises(ClusterError) as caught:
+        find({**DUMPS[name].env, "TF_CONFIG": text})
+    (line,) = caught.value.problems
+    assert f"Received: {problem}" in line
+    assert "Unset TF_CONFIG" in line and "cluster=tfdist.ClusterConfig.from_tf_config" in line
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "more"),
+    [
+        ("Slurm", tf_config("worker", 3, worker=4), {}),
+        ("Slurm", tf_config("worker", 2, chief=1, worker=3), {}),
+        # Who of them comes first is the writer's choice.
+        ("Slurm", tf_config("worker", 0, chief=1, worker=2, ps=1), {}),
+        ("Slurm", tf_config("ps", 0, chief=1, worker=2, ps=1), {}),
+        ("Slurm", tf_config("evaluator", 0, chief=1, worker=2), {}),
+        # Ray's workers inherit what its daemons have.
+        ("Slurm", tf_config("worker", 0, worker=2), {"RAY_RAYLET_PID": "7"}),
+        # A task that is alone may have started others.
+        ("Slurm, srun --pty bash", tf_config("worker", 1, worker=2), {}),
+        # No task: a batch script, an allocation without a step.
+        ("Slurm", tf_config("worker", 0, worker=2), {"SLURM_STEP_NODELIST": None}),
+        ("Slurm, a batch script for one task", tf_config("worker", 0, worker=2), {}),
+        # What cannot be told is not compared.
+        ("Slurm", tf_config("worker", 0, worker=4), {"SLURM_PROCID": "0", "SLURM_NODEID": "1"}),
+        ("Kubernetes Indexed Job", tf_config("worker", 0, worker=2), {}),
+    ],
+)
+def test_a_tf_config_that_may_be_right_is_taken(name, text, more):
+    env = {**DUMPS[name].env, "TF_CONFIG": text, **more}
+    assert find({key: value for key, value in env.items() if value is not None}).source == "TF_CONFIG"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "program"),
+    [
+        (["/usr/bin/tfdist", "check", "--timeout", "9"], "tfdist check"),
+        (["/opt/tfdist/__main__.py", "check"], "tfdist check"),
+        (["train.py", "--epochs", "9"], "python train.py"),
+        (["/usr/bin/ipython"], "python ..."),
+    ],
+)
+def test_what_was_started_is_named(arguments, program, monkeypatch):
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(ClusterError, match=f"Start it there with `srun {re.escape(program)}`; to train"):
+        find({"SLURM_JOB_ID": "9", "SLURM_NTASKS": "4"})
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ({"SLURM_JOB_ID": "9", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, "Slurm job 9, which has 4 tasks"),
+        ({"SLURM_JOB_ID": "9", "SLURM_JOB_NUM_NODES": "2"}, "Slurm job 9, which has 2 tasks"),
+        # The shell of `salloc -N3` where Slurm is set up with LaunchParameters=use_interactive_step.
+        (
+            {
+                "SLURM_JOB_ID": "9",
+                "SLURM_JOB_NUM_NODES": "3",
+                "SLURM_PROCID": "0",
+                "SLURM_STEP_ID": "4294967290",
+                "SLURM_STEP_NODELIST": "n9",
+                "SLURM_STEP_NUM_TASKS": "1",
+            },
+            "Slurm job 9, which has 3 tasks",
+        ),
+        ({"LSB_JOBID": "7", "LSB_MCPU_HOSTS": "a 4 b 4"}, "LSF job 7, which has 2 hosts"),
+        ({"PBS_JOBID": "3.s", "PBS_NODEFILE": "FILE"}, "PBS job 3.s, which has 2 hosts"),
+        ({"JOB_ID": "5", "PE_HOSTFILE": "FILE"}, "Grid Engine job 5, which has 2 hosts"),
+    ],
+)
+def test_allocated_but_not_started_as_a_task(env, said, tmp_path):
+    nodes = tmp_path / "nodes"
+    nodes.write_text("a 4 all.q\na 4 all.q\nb 4 all.q\n")
+    with pytest.raises(ClusterError, match="not started as one of its tasks") as caught:
+        discover({name: value.replace("FILE", str(nodes)) for name, value in env.items()})
+    assert said in str(caught.value)
+    assert "python ...`" in str(caught.value) and "TFDIST_RANK=0 TFDIST_SIZE=1" in str(caught.value)
+
+
+def test_slots_of_one_host_are_cores(tmp_path):
+    assert discover({"LSB_JOBID": "7", "LSB_MCPU_HOSTS": "a 16"}).is_single_process
+    (tmp_path / "nodes").write_text("a\na\na\n")
+    assert discover({"PBS_JOBID": "3.s", "PBS_NODEFILE": f"{tmp_path}/nodes"}).is_single_process
+
+
+@pytest.mark.parametrize("env", [{"WORLD_SIZE": "1"}, {"RANK": "3"}, {"TFDIST_PS": "0"}, {"MASTER_ADDR": "node-1"}])
+def test_what_says_nothing_of_several_processes(env):
+    assert discover(env).is_single_process
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("Slurm", {"SLURM_PROCID": "four"}, "SLURM_PROCID is 'four'; expected a whole number"),
+        ("Slurm", {"SLURM_PROCID": "4"}, "received rank 4 of 4 processes; expected one from 0 to 3"),
+        ("Slurm", {"SLURM_PROCID": "0", "SLURM_NODEID": "1"}, "TFDIST_MEETING"),
+        ("Slurm", {"SLURM_STEP_NODELIST": "n[9-"}, "expected a list of nodes"),
+        ("by hand", {"TFDIST_SIZE": ""}, "TFDIST_SIZE is not set"),
+        ("nothing", {"TFDIST_SIZE": "3"}, "Received: TFDIST_SIZE=3, in a process of which nothing tells the rank"),
+        ("nothing", {"WORLD_SIZE": "4"}, "Received: WORLD_SIZE=4 without RANK and MASTER_ADDR. Expected: RANK, from 0"),
+        ("nothing", {"WORLD_SIZE": "4", "RANK": "1"}, "Received: WORLD_SIZE=4 without MASTER_ADDR."),
+        ("nothing", {"TFDIST_PS": "1"}, "Received: TFDIST_PS=1, in a process that is none of several"),
+        ("Slurm, a batch script for one task", {"WORLD_SIZE": "4"}, "Received: WORLD_SIZE=4 without RANK and MASTER"),
+        ("Slurm, a batch script for one task", {"TFDIST_PS": "1"}, "start it by srun or mpirun, or by `tfdist run"),
+        (
+            "PBS on one host",
+            {"PBS_NODEFILE": "/does/not/exist"},
+            "Received: PBS_NODEFILE=/does/not/exist, which cannot be read (No such file or directory). Expected: the",
+        ),
+        ("Grid Engine on one host", {"PE_HOSTFILE": "/does/not/exist"}, "Received: PE_HOSTFILE=/does/not/exist, which"),
+        ("SageMaker", {"SM_HOSTS": "algo-1"}, "expected a JSON list with SM_CURRENT_HOST, 'algo-2'"),
+        ("Kubernetes Indexed Job", {"TFDIST_SIZE": ""}, 'the value of "completions"'),
+        ("Vertex AI", {"CLUSTER_SPEC": "{}"}, '"cluster" or "task" is missing'),
+    ],
+)
+def test_mistakes_are_named(name, changes, said):
+    with pytest.raises(ClusterError) as caught:
+        find({**DUMPS[name].env, **changes})
+    assert said in str(caught.value)
+
+
+def test_dynamic_workers_know_the_parameter_servers():
+    config = discover(DUMPS["Kubeflow TFJob with dynamic workers"].env)
+    assert config.jobs == {"worker": {1: "job-worker-1.ns.svc:2222"}, "ps": {0: "job-ps-0.ns.svc:2222"}}
+    assert (config.task_type, config.task_index) == ("worker", 1)
+
+
+def test_pools_of_vertex_are_jobs():
+    config = discover(DUMPS["Vertex AI"].env)
+    assert list(config.jobs) == ["chief", "worker"] and (config.task_type, config.task_index) == ("worker", 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"),
+    [("4", [4]), ("2(x3)", [2, 2, 2]), ("3,1(x2)", [3, 1, 1]), ("16(x2),8,4(x2)", [16, 16, 8, 4, 4]), ("", [])],
+)
+def test_tasks_of_each_node(text, counts):
+    assert slurm.tasks_per_node(text) == counts

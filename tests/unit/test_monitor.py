@@ -1,0 +1,339 @@
+"""`tfdist monitor`: what is made of the events of a run, and how it is shown."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+from tfdist.launch.command import main
+from tfdist.monitor.source import Source, find, lives, status_of
+from tfdist.monitor.state import RunState
+from tfdist.monitor.view import view
+from tfdist.monitor.watching import Watch, watch
+from tfdist.plain_text import plain_text
+from tfdist.submit.errors import SubmitError
+from tfdist.submit.record import VARIABLE, Records
+from tfdist.submit.status import FAILED, RUNNING, Status
+from tfdist.supervision.events import EventLog
+from tfdist.supervision.identity import Identity
+
+NOW = time.mktime((2026, 11, 22, 12, 0, 0, 0, 0, -1))
+
+
+def event(name: str, what: str, ago: float = 0.0, **more: Any) -> dict[str, Any]:
+    return {"time": NOW - ago, "name": name, "event": what, **more}
+
+
+def start(ago: float, *names: str, restart: int = 0) -> dict[str, Any]:
+    numbers = {name: 100 + i for i, name in enumerate(names)}
+    return event("launcher", "start", ago, restart=restart, workers=len(names), processes=numbers)
+
+
+def progress(name: str, rank: int, ago: float, **more: Any) -> dict[str, Any]:
+    told = {"epoch": 2, "epochs": 10, "step": 20, "steps": 40, "loss": 0.12345, "seconds_per_step": 0.5}
+    told |= {"steps_per_second": 2.1234, "data_wait": 0.125, "host": "node1", "pid": 500 + rank}
+    return event(name, "progress", ago, rank=rank, **{**told, **more})
+
+
+def run_of(*events: dict[str, Any]) -> RunState:
+    run = RunState()
+    for one in events:
+        run.add(one)
+    return run
+
+
+def shown(run: RunState, status: str = "running", is_running: bool = True, rows: int | None = None) -> list[str]:
+    lines = plain_text(view(run, "logs/1", status, is_running, NOW, rows), width=110).splitlines()
+    return [line for line in lines if line.strip(" ─")]
+
+
+TWO = (
+    start(100, "worker 0", "worker 1"),
+    progress("worker 1", 1, 5, loss=0.2, data_wait=None),
+    event("worker 0", "saved", 12, step=58, checkpoint="a"),
+    progress("worker 0", 0, 2),
+)
+
+
+def test_a_run_with_two_workers() -> None:
+    assert shown(run_of(*TWO)) == [
+        "logs/1: running",
+        # 20 steps of this epoch and 8 of 40, half a second each, less the two seconds since.
+        "  epoch 2/10, step 20/40, loss 0.1235, about 3 min left",
+        "  2 processes, restarts: 0, last backup 12 s ago, after step 58",
+        " process    host    pid   epoch    step   steps/s   waits for data     loss   state",
+        " worker 0   node1   500    2/10   20/40      2.12              12%   0.1235   running",
+        " worker 1   node1   501    2/10   20/40      2.12                -      0.2   running",
+    ]
+
+
+def test_the_states_of_a_process() -> None:
+    run = run_of(start(100, "worker 0", "worker 1"))
+    assert [rank.state for rank in run.ranks.values()] == ["starting", "starting"]
+    assert shown(run)[-1].split() == ["worker", "1", *"-", "101", *"-----", "starting"]
+    for one in TWO:
+        run.add(one)
+    killed = {"task": "worker 1", "kind": "signal", "cause": "worker 1 was killed by SIGKILL", "exit_code": 137}
+    run.add(event("launcher", "failure", 1, **killed, step=61))
+    assert [rank.state for rank in run.ranks.values()] == ["running", "ended, exit code 137"]
+    run.add(event("launcher", "restart", 1, restart=1, workers=2, delay=0.0))
+    assert [rank.state for rank in run.ranks.values()] == ["restarting", "restarting"]
+    run.add(start(1, "worker 0", "worker 1", restart=1))
+    assert [rank.state for rank in run.ranks.values()] == ["starting", "starting"]
+    # How far it was is still to be seen, and where; what it does now is not known.
+    assert shown(run)[4].split() == ["worker", "0", "node1", "100", "2/10", "20/40", "-", "-", "0.1235", "starting"]
+    for name in ("worker 1", "worker 0"):
+        run.add(event(name, "resumed", 0, step=58, checkpoint="ckpt-58"))
+    run.add(progress("worker 1", 1, 0, step=22))
+    run.add(event("launcher", "training-again", 0, restart=1, seconds=1.44, resumed_step=58, steps_redone=3))
+    assert [rank.state for rank in run.ranks.values()] == ["starting", "running"]
+    assert run.restarts == 1
+    assert [text for _, text in run.notable] == [
+        "worker 1 was killed by SIGKILL at step 61",
+        "restart 1 with 2 workers",
+        "goes on after step 58, with backup ckpt-58",
+        "training again after 1.4 s, 3 steps redone",
+    ]
+    assert shown(run)[-1] == "12:00:00  training again after 1.4 s, 3 steps redone"
+    run.add(event("launcher", "complete", 0, restarts=1))
+    assert [rank.state for rank in run.ranks.values()] == ["ended, exit code 0"] * 2
+    assert status_of(run, False, NOW) == ("complete after 2 min", False)
+
+
+@pytest.mark.parametrize(
+    ("last", "ending", "states"),
+    [
+        (("gave-up", {"exit_code": 3, "reason": ""}), "failed after 2 min: exit code 3", ["ended", "ended"]),
+        (
+            ("gave-up", {"exit_code": 1, "reason": "not restarted"}),
+            "failed after 2 min: exit code 1, not restarted",
+            ["ended", "ended"],
+        ),
+        (("interrupted", {"signal": "SIGINT", "exit_code": 130}), "interrupted by SIGINT after 2 min", ["ended"] * 2),
+        (
+            ("preempted", {"exit_code": 77}),
+            "preempted after 2 min: saved, to be started again",
+            ["ended"] * 2,
+        ),
+    ],
+)
+def test_the_ends_of_a_run(last: tuple[str, dict], ending: str, states: list[str]) -> None:
+    run = run_of(*TWO, event("launcher", last[0], 0, **last[1]))
+    assert status_of(run, True, NOW) == (ending, False)
+    assert [rank.state for rank in run.ranks.values()] == states
+    # A worker that is preempted does not end the run, and progress that comes late does not bring it to life.
+    run.add(progress("worker 0", 0, 0))
+    assert [rank.state for rank in run.ranks.values()] == states
+    assert status_of(run_of(*TWO, event("worker 0", "preempted", 0, step=3)), True, NOW) == ("running for 2 min", True)
+
+
+def test_a_job_that_is_started_again_goes_on_in_the_same_log() -> None:
+    run = run_of(*TWO, event("launcher", "preempted", 50, exit_code=77), start(20, "worker 0", "worker 1"))
+    assert status_of(run, True, NOW) == ("running for 20 s", True)
+
+
+def test_a_log_without_a_launcher_that_says_nothing_more() -> None:
+    run = run_of(progress("worker 0", 0, 1790))
+    assert status_of(run, True, NOW) == ("running for 30 min", True)
+    run = run_of(progress("worker 0", 0, 1900))
+    assert status_of(run, True, NOW) == (
+        "silent for 32 min, and it has no launcher that would say whether it goes on",
+        False,
+    )
+
+
+def test_an_engine_that_cannot_be_asked_for_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tfdist.monitor.watching._ASK_EVERY", 0.0)
+    answers = [Status(RUNNING, started=NOW), SubmitError("squeue: timed out"), Status(FAILED, "exit code 3")]
+
+    def ask() -> Status:
+        answer = answers.pop(0)
+        if isinstance(answer, SubmitError):
+            raise answer
+        return answer
+
+    followed = Watch(Source("slurm-1", write(tmp_path, *TWO), ask))
+    looks = [followed.look() for _ in range(3)]
+    assert [goes_on for _, goes_on in looks] == [True, True, False]
+    assert plain_text(looks[2][0]).startswith("slurm-1: failed")
+    with pytest.raises(SubmitError, match="no such job"):
+        answers.append(SubmitError("no such job"))
+        Watch(Source("slurm-2", tmp_path, ask)).look()
+
+
+@pytest.mark.parametrize("height", [20, 40])
+def test_the_last_events_are_seen_however_many_processes_there_are(tmp_path: Path, height: int) -> None:
+    names = [f"worker {i}" for i in range(50)]
+    events = [event("worker 0", "resumed", 9, step=i, checkpoint=f"ckpt-{i}-{'x' * 200}", epoch=1) for i in range(12)]
+    write(tmp_path, start(20, *names), *(progress(name, i, 5) for i, name in enumerate(names)), *events)
+    run = Watch(Source("run", tmp_path))
+    console = Console(file=io.StringIO(), width=100, height=height)
+    shown, _ = run.look(max(height - 16, 1))
+    console.print(shown)
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) <= height and "step 11" in lines[-1]
+
+
+def test_a_launcher_that_was_killed() -> None:
+    run = run_of(*TWO)
+    assert status_of(run, False, NOW) == (
+        "lost: its launcher is gone, and has not said how the run ended",
+        False,
+    )
+    assert [line.split()[-1] for line in shown(run, "lost", is_running=False)[-2:]] == ["ended", "ended"]
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    identity = Identity.of(child.pid)
+    assert identity is not None and lives(identity) and lives(None)
+    child.communicate(b"\n", timeout=20)
+    assert not lives(identity)
+    # What becomes of processes on another machine cannot be known here.
+    assert lives(dataclasses.replace(identity, boot="another"))
+
+
+def test_replacements_and_losses_of_single_workers() -> None:
+    lost = {"task": "worker 1", "kind": "signal", "cause": "worker 1 was killed by SIGKILL", "exit_code": 137}
+    run = run_of(start(9, "chief 0", "worker 1", "ps 0"), event("launcher", "replacement", 5, **lost, number=1))
+    assert (run.restarts, run.ranks["worker 1"].state) == (1, "restarting")
+    run.add(event("launcher", "loss", 4, **lost, workers=1))
+    assert (run.restarts, run.ranks["worker 1"].state) == (1, "ended, exit code 137")
+    assert [text.partition("; ")[2] for _, text in run.notable] == ["started again alone", "not started again"]
+
+
+def test_silence_is_shown() -> None:
+    run = run_of(start(500, "worker 0"), progress("worker 0", 0, 45))
+    assert shown(run)[-1].endswith("running, 45 s ago")
+    assert shown(run, is_running=False)[-1].endswith("ended")
+
+
+def test_of_very_many_processes_those_that_do_not_run_are_shown() -> None:
+    names = [f"worker {rank}" for rank in range(50)]
+    run = run_of(start(9, *names), *(progress(name, rank, 1) for rank, name in enumerate(names) if rank != 33))
+    lines = shown(run, rows=3)
+    # The one that does not train has no rank, and comes last.
+    assert [line.split()[1] for line in lines[4:7]] == ["0", "1", "33"]
+    assert lines[7] == "and 47 more"
+    assert len(shown(run)) == 4 + 50
+
+
+def test_damaged_events_change_nothing() -> None:
+    run = run_of(*TWO)
+    before = shown(run)
+    for damaged in (
+        {},
+        {"event": "progress"},
+        {"name": "worker 0", "event": "progress", "time": NOW},
+        {"name": 3, "event": "start", "time": NOW},
+        {"name": "worker 0", "event": "unheard-of", "time": NOW},
+        {"name": "launcher", "event": "unheard-of", "time": NOW},
+        {"name": "launcher", "event": "start", "time": NOW, "processes": ["worker 0"], "launcher": 3},
+    ):
+        run.add(damaged)
+    assert shown(run) == before
+
+
+def test_an_empty_log_has_no_table() -> None:
+    assert shown(RunState(), "queued") == ["logs/1: queued"]
+
+
+def write(folder: Path, *events: dict[str, Any]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "events.jsonl").open("a") as file:
+        file.writelines(json.dumps(one) + "\n" for one in events)
+    return folder
+
+
+def test_the_run_that_is_meant(tmp_path: Path) -> None:
+    env = {VARIABLE: str(tmp_path / "jobs")}
+    old = write(tmp_path / "tfdist-logs" / "b", *TWO)
+    new = write(tmp_path / "tfdist-logs" / "a", *TWO)
+    os.utime(old / "events.jsonl", (1, 1))
+    (tmp_path / "tfdist-logs" / "c").mkdir()
+    assert find(None, tmp_path, env) == Source("tfdist-logs/a", new)
+    assert find("tfdist-logs", tmp_path, env) == Source("tfdist-logs/a", new)
+    assert find("tfdist-logs/b", tmp_path, env) == Source("tfdist-logs/b", old)
+    for what, expected in (
+        ("tfdist-logs/c", "in which no run has logged. Expected: the folder that `tfdist run` names at its start"),
+        ("local-9", "job 'local-9', of which nothing is known"),
+    ):
+        with pytest.raises(SubmitError) as caught:
+            find(what, tmp_path, env)
+        assert str(caught.value).startswith("Received: ") and expected in str(caught.value)
+
+
+def record(jobs: Path, backend: str, **details: Any) -> Path:
+    folder = jobs / "folder"
+    fields = {"id": f"{backend}-1", "backend": backend, "name": "t", "submitted": 1.0, "folder": str(folder)}
+    more = {"program": ["t.py"], "workers": 2, "ps": 0, "details": details}
+    jobs.mkdir(exist_ok=True)
+    (jobs / f"{backend}-1.json").write_text(json.dumps({**fields, **more}))
+    return folder / "logs"
+
+
+def test_jobs_have_the_state_that_their_engine_tells(tmp_path: Path) -> None:
+    env = {VARIABLE: str(tmp_path / "jobs")}
+    final = {"state": "failed", "detail": "exit code 3", "started": 1.0, "ended": 31.0}
+    logs = record(tmp_path / "jobs", "slurm", job="1", cluster="", final=final)
+    source = find("slurm-1", tmp_path, env)
+    assert (source.title, source.folder) == ("slurm-1", logs)
+    assert source.ask is not None and str(source.ask()) == "failed after 30 s: exit code 3"
+    # There is no launcher, and it was the same for all processes.
+    write(logs, progress("worker 0", 0, 9), progress("worker 1", 1, 9))
+    result = CliRunner().invoke(main, ["monitor", "slurm-1"], env={**env, "COLUMNS": "120"})
+    assert result.exit_code == 0
+    lines = [line for line in result.output.splitlines() if line.strip()]
+    assert lines[0] == "slurm-1: failed after 30 s: exit code 3"
+    assert [line.split()[-1] for line in lines[-2:]] == ["ended", "ended"]
+    record(tmp_path / "jobs", "kubernetes")
+    with pytest.raises(SubmitError, match="a job of Kubernetes, whose events are in the output of its pods"):
+        find("kubernetes-1", tmp_path, env)
+    assert len(Records.of_user(env).all()) == 2
+
+
+def test_on_a_terminal_it_ends_by_itself(tmp_path: Path) -> None:
+    folder = write(tmp_path / "logs", *TWO)
+    EventLog(str(folder), "launcher").write("gave-up", exit_code=3, reason="")
+    console = Console(file=io.StringIO(), force_terminal=True, width=110, height=40, color_system=None)
+    watch(Source("logs", folder), console)
+    text = console.file.getvalue()
+    assert "logs: failed after" in text and ": exit code 3" in text
+    assert "worker 1 " in text
+
+
+def test_a_run_that_goes_on_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write(tmp_path / "logs", *TWO[:2])
+    later = [[progress("worker 0", 0, 0, step=31)], [event("launcher", "complete", 0, restarts=0)]]
+    monkeypatch.setattr("time.sleep", lambda seconds: write(folder, *later.pop(0)))
+    monkeypatch.setattr("tfdist.monitor.source._SILENCE", float("inf"))  # these events are old
+    console = Console(file=io.StringIO(), force_terminal=True, width=110, height=40, color_system=None)
+    watch(Source("logs", folder), console)
+    text = console.file.getvalue()
+    assert later == []
+    assert text.index("running for") < text.index("31/40") < text.index("complete after 2 min")
+
+
+def test_what_is_imported() -> None:
+    code = (
+        "import sys; import tfdist.monitor.command; first = 'rich' in sys.modules\n"
+        "import tfdist.monitor.watching\n"
+        "print(first, [name for name in ('tensorflow', 'keras', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "False []\n"
+
+
+def test_without_a_run_it_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(main, ["monitor"], env={VARIABLE: str(tmp_path / "jobs")})
+    assert result.exit_code == 1
+    assert "in which no run has logged" in result.output

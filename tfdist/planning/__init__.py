@@ -1,0 +1,14 @@
+"""Choosing a strategy before training: what each would need and how long a step would take."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__,
+    submod_attrs={
+        "automatic": ["auto"],
+        "hardware": ["Device", "Hardware", "Link"],
+        "plan": ["Plan", "plan"],
+        "prediction": ["Prediction"],
+        "presets": ["PRESETS"],
+    },
+)

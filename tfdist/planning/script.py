@@ -1,0 +1,148 @@
+"""Runs a training script up to its first fit, to see what it would train."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import runpy
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.tensorflow.trainer import TFEpochIterator
+
+import tfdist
+from tfdist.launch.arguments import Target
+from tfdist.memory.estimation.batch import specifications_of
+
+_STRATEGIES = (
+    *("HorovodStrategy", "HostOffloadStrategy", "MirroredStrategy", "MultiWorkerMirroredStrategy"),
+    *("ParameterServerStrategy", "PipelineStrategy"),
+)
+
+
+class _FitReached(BaseException):
+    """Not an `Exception`, which a script may catch."""
+
+    def __init__(self, model: keras.Model, batch: Any):
+        self.model, self.batch = model, batch
+
+
+class NoFit(ValueError):
+    """A program that does not train what could be planned; says what was expected."""
+
+
+class NoStrategy:
+    """Stands for a strategy, and does nothing: which one is best is the question."""
+
+    num_replicas_in_sync = 1
+    is_chief = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """No scope."""
+        yield
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"Received: strategy.{name}. Expected: only strategy.scope() before model.fit(): `tfdist plan` runs the "
+            "script without a strategy up to there. Call tfdist.plan(model, batch_size) in a script of its own."
+        )
+
+
+def model_and_batch(target: Target) -> tuple[keras.Model, Any]:
+    """The model that a script fits first, and specifications of its first batch.
+
+    Nothing is trained. What the script does before its first fit is done, with strategies that do nothing.
+
+    Args:
+        target: the script and its arguments.
+
+    Raises:
+        NoFit: if it ends without a call of fit, or that has no data.
+        Exception: what the program raises before.
+    """
+    program, *arguments = target.words
+    try:
+        with _arguments(program, arguments, target.kind), _without_strategies(), _stopped_at_fit():
+            if target.kind == "module":
+                runpy.run_module(program, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(program, run_name="__main__")
+    except _FitReached as found:
+        return found.model, found.batch
+    except SystemExit as ended:
+        if ended.code not in (None, 0):
+            raise
+    raise NoFit(
+        f"Received: {program}, which has ended without a call of model.fit(). Expected: a script that calls it with "
+        "these arguments. For a loop of your own, call tfdist.plan(model, batch_size) instead."
+    )
+
+
+@contextlib.contextmanager
+def _arguments(program: str, arguments: list[str], kind: str) -> Iterator[None]:
+    before, path = sys.argv, list(sys.path)
+    sys.argv = [program, *arguments]
+    sys.path.insert(0, os.getcwd() if kind == "module" else os.path.dirname(os.path.abspath(program)))
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = before, path
+
+
+@contextlib.contextmanager
+def _without_strategies() -> Iterator[None]:
+    known = vars(tfdist)
+    before = {name: known[name] for name in _STRATEGIES if name in known}
+    known.update(dict.fromkeys(_STRATEGIES, NoStrategy))
+    try:
+        yield
+    finally:
+        for name in _STRATEGIES:
+            del known[name]
+        known.update(before)
+
+
+@contextlib.contextmanager
+def _stopped_at_fit() -> Iterator[None]:
+    before = keras.Model.fit
+    signature = inspect.signature(before)
+
+    def fit(*args: Any, **kwargs: Any) -> None:
+        called = signature.bind(*args, **kwargs)
+        called.apply_defaults()
+        raise _FitReached(args[0], _first_batch(**called.arguments))
+
+    keras.Model.fit = fit
+    try:
+        yield
+    finally:
+        keras.Model.fit = before
+
+
+def _first_batch(
+    x: Any, y: Any, sample_weight: Any, batch_size: int | None, steps_per_epoch: int | None, **others: Any
+) -> Any:
+    """Specifications of the first batch that Keras would train on."""
+    iterator = TFEpochIterator(
+        x=x,
+        y=y,
+        sample_weight=sample_weight,
+        batch_size=batch_size,
+        steps_per_epoch=steps_per_epoch,
+        shuffle=False,
+        distribute_strategy=tf.distribute.get_strategy(),
+        steps_per_execution=1,
+    )
+    batch = next(iter(iterator._distributed_dataset), None)
+    if batch is None:
+        raise NoFit("Received: a call of model.fit() without data: the dataset is empty. Expected: at least one batch.")
+    x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
+    return specifications_of((x, y) if weights is None else (x, y, weights))
