@@ -10,26 +10,69 @@ PYTHON ?= $(shell for python in python3.13 python3.12 python3.11 python3.10 pyth
 # A user-wide `user = true` in pip's configuration makes every installation into a virtual environment fail.
 export PIP_USER := 0
 
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test test-all test-matrix test-slurm lint bench docs horovod clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    train a digits classifier with two workers on this machine"
 	@echo "make test    run the tests; options for pytest: make test ARGS='-k ports -x'"
+	@echo "make test-all also those that are left out of it for their time"
+	@echo "make test-matrix the tests with other versions of TensorFlow and Keras, each in its own environment"
+	@echo "make test-slurm those on a real Slurm, MPI and networks, which it installs as root on Debian"
 	@echo "make lint    check style and formatting"
 	@echo "make bench   measure data-parallel training; options: make bench ARGS='...'"
+	@echo "make docs    build the documentation into site/"
+	@echo "make horovod build Horovod for the installed TensorFlow, some minutes; without it, its tests are skipped"
 	@echo "make clean   remove .venv, caches and logs"
 	@echo "PYTHON=/path/to/python3 chooses the Python that .venv is made with."
 
 demo: $(VENV)/.examples
 	$(RUN)tfdist run -n 2 examples/train_digits.py $(ARGS)
 
-# What trains in one process runs on two cores; what starts processes, or counts seconds, has the machine to itself.
-# With ARGS that select tests, one of the two may find none (code 5).
+# Two files run at a time, but tests of the launcher, which watch the clock, have the machine to themselves.
+# All three run even if one of them fails, but not after an interrupt (code 2). With ARGS that select tests, one of them
+# may find none (code 5).
+define tests
+	@failed=; tests() { \
+		echo "pytest $$*"; code=0; "$(1)/python" -m pytest "$$@" $(ARGS) || code=$$?; \
+		case $$code in 0|5) ;; 2) exit 2 ;; *) failed=yes ;; esac; \
+	}; \
+	tests -n 2 --dist loadfile tests/logical tests/memory; \
+	tests -n 2 --dist loadfile tests/unit tests/compat tests/submit \
+		tests/fault_tolerance tests/cluster tests/parameter_server tests/horovod; \
+	tests tests/launcher tests/testing; \
+	test -z "$$failed"
+endef
+
 test: $(VENV)/.test
-	$(RUN)python -m pytest -n 2 --dist loadfile tests/logical tests/memory $(ARGS) || test $$? -eq 5
-	$(RUN)python -m pytest tests/unit tests/compat tests/launcher tests/testing tests/fault_tolerance tests/cluster \
-		tests/parameter_server $(ARGS) || test $$? -eq 5
+	$(call tests,$(VENV)/bin)
+
+test-all:
+	$(MAKE) test ARGS="-m '' $(ARGS)"
+
+# The newest and the previous TensorFlow with the newest and the previous Keras, each in an environment of its own.
+MATRIX ?= 2.21-3.15 2.21-3.14 2.20-3.15 2.20-3.14
+
+test-matrix: $(MATRIX:%=$(VENV)-matrix/%/.tested)
+
+.PRECIOUS: $(VENV)-matrix/%/.test
+$(VENV)-matrix/%/.test: pyproject.toml setup.py
+	"$(PYTHON)" tools/bootstrap_venv.py $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test]' \
+		"tensorflow==$(word 1,$(subst -, ,$*)).*" "keras==$(word 2,$(subst -, ,$*)).*"
+	@touch $@
+
+# Always run again.
+$(VENV)-matrix/%/.tested: $(VENV)-matrix/%/.test .FORCE
+	@echo "--- TensorFlow and Keras $*"
+	$(call tests,$(@D)/bin)
+
+.FORCE:
+
+# What is not there is skipped, with its reason.
+test-slurm: $(VENV)/.test
+	sh tools/install_clusters.sh $(VENV)/mpich $(RUN)python
+	$(RUN)python -m pytest tests/system $(ARGS)
 
 lint: $(VENV)/.test
 	$(RUN)ruff check .
@@ -38,8 +81,17 @@ lint: $(VENV)/.test
 bench: $(VENV)/.bench
 	$(RUN)python -m benchmarks.data_parallel $(ARGS)
 
+# What the theme prints about its successors is no warning about a page.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(RUN)mkdocs build --strict $(ARGS)
+
+# A binary of it fits one version of TensorFlow: there is no extra that pip could install. What is built is kept.
+horovod: $(VENV)/.test $(VENV)/.horovod-build
+	wheel=$$($(RUN)tfdist horovod build) && \
+		$(RUN)python -m pip install --quiet --disable-pip-version-check --force-reinstall "$$wheel"
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache tfdist-logs *.backup
+	rm -rf $(VENV) $(VENV)-matrix build dist site *.egg-info .pytest_cache .ruff_cache tfdist-logs *.backup
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.made:
@@ -52,6 +104,7 @@ $(VENV)/.made:
 	@touch $@
 
 # One stamp for each extra: a second `make` installs nothing, a change of the requirements installs anew.
-$(VENV)/.examples $(VENV)/.test $(VENV)/.bench: $(VENV)/.%: $(VENV)/.made pyproject.toml setup.py
+$(VENV)/.examples $(VENV)/.test $(VENV)/.bench $(VENV)/.docs $(VENV)/.horovod-build: $(VENV)/.%: \
+		$(VENV)/.made pyproject.toml setup.py
 	$(RUN)python -m pip install --quiet --disable-pip-version-check -e '.[$*]'
 	@touch $@

@@ -19,6 +19,8 @@ _ROOT = Path(__file__).resolve().parent.parent
 _CHILD = "--in-this-process"
 # Starting TensorFlow included. A row that hangs does so for good.
 _SECONDS_PER_ROW = 60.0
+# Comes after the last line.
+_END = None
 
 
 def main(arguments: list[str]) -> int:
@@ -76,28 +78,28 @@ def _run_in_child(names: list[str]) -> Iterator[str]:
         text=True,
         env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
     )
-    lines: queue.Queue[str] = queue.Queue()
+    lines: queue.Queue[str | None] = queue.Queue()
 
     def read() -> None:
         for line in child.stdout:
             lines.put(line.rstrip("\n"))
-        lines.put("")
+        lines.put(_END)
 
     threading.Thread(target=read, daemon=True).start()
     try:
         for name in names:
-            try:
-                line = lines.get(timeout=_SECONDS_PER_ROW)
-            except queue.Empty:
-                yield _line(f"hangs: more than {_SECONDS_PER_ROW:.0f} s", name)
-                return
-            if not line:
+            line = "..."
+            # Lines that a row prints itself are none of ours.
+            while line is not _END and not line.endswith(f"\t{name}"):
+                try:
+                    line = lines.get(timeout=_SECONDS_PER_ROW)
+                except queue.Empty:
+                    yield _line(f"hangs: more than {_SECONDS_PER_ROW:.0f} s", name)
+                    return
+            if line is _END:
                 if name == names[0]:
                     yield _line(f"dies: exit code {child.wait()}", name)
                 return
-            # Lines that a row prints itself are none of ours.
-            while not line.endswith(f"\t{name}"):
-                line = lines.get(timeout=_SECONDS_PER_ROW)
             yield line
     finally:
         child.kill()
