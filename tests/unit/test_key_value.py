@@ -35,6 +35,12 @@ def test_texts_go_in_all_directions(server):
     other.close()
 
 
+def test_what_the_first_decides_holds(server):
+    one, other = client_of(server), client_of(server)
+    assert [one.decide("a", "mine"), other.decide("a", "yours"), server.decide("a", "ours")] == ["mine"] * 3
+    assert [server.decide("b", "ours"), other.decide("b", "yours"), other.get("b", 1.0)] == ["ours"] * 3
+
+
 def test_who_comes_first_waits(server):
     early, late = client_of(server), client_of(server)
     threading.Timer(0.2, late.set, ("a", "at last")).start()

@@ -15,6 +15,7 @@ from keras.src.utils.rng_utils import get_random_seed
 
 from tfdist.callbacks import callback_state, csv_logger, fit_identity, notices, tensor_files
 from tfdist.callbacks.background_writer import BackgroundWriter
+from tfdist.callbacks.common_stop import CommonStop
 from tfdist.callbacks.data_position import DataPosition
 from tfdist.callbacks.elastic_store import ElasticStore
 from tfdist.callbacks.fit_number import folder_of_fit, note_finished, remove_if_empty
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from tfdist.callbacks.backup_and_restore import BackupAndRestore
 
 _log = logging.getLogger("tfdist")
+
+_WITHOUT_STATE = (keras.callbacks.ProgbarLogger, CommonStop)
 
 
 @dataclasses.dataclass
@@ -70,8 +73,8 @@ class FitBackup:
         self._model = model = options.model
         self._callback_list = callback_list
         self._everyone = others
-        # Shown to the user, or the chief's alone; neither changes what is computed.
-        self._others = [c for c in others if not (isinstance(c, keras.callbacks.ProgbarLogger) or is_the_chiefs(c))]
+        # Shown to the user, the chief's alone, or between the processes; none of them changes what is computed.
+        self._others = [c for c in others if not (isinstance(c, _WITHOUT_STATE) or is_the_chiefs(c))]
         strategy = model.distribute_strategy
         self._peers = getattr(strategy, "peers", None)
         self._agreement: Agreement | None = getattr(strategy, "agreement", None)
@@ -113,10 +116,7 @@ class FitBackup:
         self._identity = fit_identity.identity_of(self._model, self._store.directory)
         self._position = DataPosition(self._model, iterator, self._options.dataset_fn, self._after_step)
         if self._agreement is not None:
-            self._agreement.clear()
-            if not self._agreement.in_use:
-                self._agreement.in_use = True
-                self._model.make_train_function(force=True)
+            self._agreement.begin(self._model)
         checkpoint = self._store.newest(lambda meta: not meta["done"] or self._is_over(meta))
         if self._position.obstacle is not None:
             notices.of_obstacle(self._position.obstacle)
@@ -223,11 +223,11 @@ class FitBackup:
         stop, save = self._signal.received, self._schedule.due_by_time
         if self._agreement is not None:
             if stop:
-                self._agreement.request(Request.STOP)
+                self._agreement.request(Request.PREEMPT)
             if save and self._is_chief:
                 self._agreement.request(Request.SAVE)
-            agreed = self._agreement.take()
-            stop, save = Request.STOP in agreed, Request.SAVE in agreed
+            agreed = self._agreement.take(Request.PREEMPT, Request.SAVE)
+            stop, save = Request.PREEMPT in agreed, Request.SAVE in agreed
         if stop:
             self._preempt()
         if not (save or self._schedule.due_after_step(self._place.total)):

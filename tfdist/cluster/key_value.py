@@ -10,6 +10,8 @@ client                        server
                          <--  [true]
 ["get", name, 5.0, 2]    -->               waits for a text of that name, 5 s at most, or until rank 2 is gone
                          <--  [text], [null] or []
+["decide", name, text]   -->               keeps the text, unless there is one of that name
+                         <--  [text]       the one that is kept
 """
 
 from __future__ import annotations
@@ -67,6 +69,11 @@ class KeyValueServer:
             self._texts[name] = text
             self._changed.notify_all()
 
+    def decide(self, name: str, text: str) -> str:
+        """Keeps a text, unless there is one of that name; returns the one that is kept, the same to all who ask."""
+        with self._changed:
+            return self._texts.setdefault(name, text)
+
     def get(self, name: str, seconds: float, of: int | None = None) -> str | None:
         """The text of that name, once there is one; `None` if there is none within `seconds`.
 
@@ -120,6 +127,8 @@ class KeyValueServer:
         if verb == "set":
             self.set(name, str(value))
             return [True]
+        if verb == "decide":
+            return [self.decide(name, str(value))]
         try:
             return [self.get(name, float(value), of)]
         except ProcessGone:
@@ -164,6 +173,14 @@ class KeyValueClient:
             ConnectionError: if the server is gone, or does not answer.
         """
         self._ask(0.0, "set", name, text)
+
+    def decide(self, name: str, text: str) -> str:
+        """As `KeyValueServer.decide`.
+
+        Raises:
+            ConnectionError: if the server is gone, or does not answer.
+        """
+        return self._ask(0.0, "decide", name, text)[0]
 
     def get(self, name: str, seconds: float, of: int | None = None) -> str | None:
         """As `KeyValueServer.get`.

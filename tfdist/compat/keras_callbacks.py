@@ -10,6 +10,7 @@ from typing import Any
 import keras
 
 from tfdist.callbacks.backup_and_restore import BackupAndRestore
+from tfdist.callbacks.common_stop import CommonStop
 from tfdist.callbacks.progress_log import add_progress_log
 from tfdist.callbacks.progress_reporter import add_reporter
 from tfdist.callbacks.writers import is_on_every_process, is_the_chiefs
@@ -83,7 +84,11 @@ def _arrange(callback_list: Any, model: Any) -> None:
             for name, value in _changes(callback, is_chief).items():
                 restore.callback(setattr, callback, name, getattr(callback, name, None))
                 setattr(callback, name, value)
-        callbacks = [*callbacks, Together(restore, list(filter(is_on_every_process, callbacks)))]
+        callbacks = [
+            *callbacks,
+            CommonStop(callback_list, callbacks),
+            Together(restore, list(filter(is_on_every_process, callbacks))),
+        ]
     for callback in list(callbacks):
         if isinstance(callback, BackupAndRestore):
             callbacks = callback.arrange(callback_list, callbacks)

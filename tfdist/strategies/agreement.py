@@ -1,7 +1,7 @@
 """Requests that all workers obey after the same step, carried by the all-reduce of that step's gradients.
 
-worker 0  request (0, 0) --+                       +--> agreed (1, 0)
-worker 1  request (1, 0) --+-- sum, with gradients -+--> agreed (1, 0)     both stop after this step
+worker 0  request (0, 0, 0) --+                       +--> agreed (1, 0, 0)
+worker 1  request (1, 0, 0) --+-- sum, with gradients -+--> agreed (1, 0, 0)     both save and leave after this step
 
 No message of its own, no race: whoever has finished a step has received what every worker requested before it.
 """
@@ -9,6 +9,7 @@ No message of its own, no race: whoever has finished a step has received what ev
 from __future__ import annotations
 
 import enum
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -17,8 +18,9 @@ import tensorflow as tf
 class Request(enum.IntEnum):
     """What a worker may request."""
 
-    STOP = 0
+    PREEMPT = 0
     SAVE = 1
+    STOP = 2
 
 
 class Agreement:
@@ -29,6 +31,13 @@ class Agreement:
         with tf.init_scope(), tf.device("CPU:0"):
             self._requested = tf.Variable(tf.zeros([len(Request)]), trainable=False)
             self._agreed = tf.Variable(tf.zeros([len(Request)]), trainable=False)
+
+    def begin(self, model: Any) -> None:
+        """At the beginning of a fit, on all processes: requests travel with its gradients, and there are none yet."""
+        self.clear()
+        if not self.in_use:
+            self.in_use = True
+            model.make_train_function(force=True)
 
     def clear(self) -> None:
         """Forgets requests: those of a training that has ended are none of the next one."""
@@ -42,14 +51,15 @@ class Agreement:
             values[what] = 1
             self._requested.assign(values)
 
-    def take(self) -> set[Request]:
-        """What has been agreed since the last call; the same on all workers after the same step."""
+    def take(self, *wanted: Request) -> set[Request]:
+        """What of the wanted has been agreed since it was taken last; the same on all workers after the same step."""
         agreed = self._agreed.numpy()
-        if not agreed.any():
-            return set()
-        self._requested.assign(np.where(agreed > 0, 0, self._requested.numpy()))
-        self._agreed.assign(tf.zeros_like(agreed))
-        return {what for what in Request if agreed[what] > 0}
+        taken = {what for what in wanted if agreed[what] > 0}
+        if taken:
+            kept = np.isin(np.arange(len(Request)), list(taken), invert=True)
+            self._requested.assign(self._requested.numpy() * kept)
+            self._agreed.assign(agreed * kept)
+        return taken
 
     # In the traced step
 

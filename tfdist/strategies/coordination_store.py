@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import tensorflow as tf
 from tensorflow.python.eager import context
 
@@ -19,6 +21,13 @@ class CoordinationStore:
             context.context().set_config_key_value(name, text)
         except tf.errors.UnavailableError as error:
             raise ConnectionError(error.message) from None
+
+    def decide(self, name: str, text: str) -> str:
+        """As `KeyValueServer.decide`."""
+        with contextlib.suppress(tf.errors.AlreadyExistsError):
+            self.set(name, text)
+            return text
+        return context.context().get_config_key_value(name)
 
     def get(self, name: str, seconds: float, of: int | None = None) -> str | None:
         """The text of that name, once there is one; `None` if there is none within `seconds`.

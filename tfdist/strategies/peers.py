@@ -52,6 +52,9 @@ class Store(Protocol):
     def set(self, name: str, text: str) -> None:
         """Keeps a text."""
 
+    def decide(self, name: str, text: str) -> str:
+        """Keeps a text, unless there is one of that name; returns the one that is kept."""
+
     def get(self, name: str, seconds: float, of: int | None = None) -> str | None:
         """The text of that name, which the rank `of` sets, once there is one; `None` after `seconds`."""
 
@@ -122,22 +125,31 @@ class Peers:
                 )
             _log.warning("%s is waiting for %s to %s", self.names[self.rank], self.names[rank], purpose)
 
+    def decide(self, key: str, value: Any) -> Any:
+        """The value that the first process which calls this has passed, the same on all; it waits for nobody."""
+        return json.loads(self._store.decide(f"tfdist/{key}", json.dumps(value)))
+
     def leave(self) -> None:
         """Tells the others that this program ends, so that nobody waits for it."""
         # There may be nobody left who keeps messages.
         with contextlib.suppress(Exception):
             self.tell(f"left/{self.rank}", True)
 
+    def count(self, topic: str) -> int:
+        """How often this process has come to a topic, this time included: the same on all that make equal calls."""
+        number = self._counts[topic] = self._counts.get(topic, 0) + 1
+        return number
+
     def gather(self, topic: str, value: Any, purpose: str) -> list:
         """Exchanges a value between all processes; returns the values by rank. All must call it equally often."""
-        number = self._counts[topic] = self._counts.get(topic, 0) + 1
+        number = self.count(topic)
         self.tell(f"{topic}/{number}/{self.rank}", value)
         ranks = range(len(self.names))
         return [value if r == self.rank else self.hear(f"{topic}/{number}/{r}", r, purpose) for r in ranks]
 
     def acknowledge(self, topic: str, purpose: str) -> None:
         """Comes after what all processes were told and before they end: rank 0, which keeps the messages, ends last."""
-        number = self._counts[topic] = self._counts.get(topic, 0) + 1
+        number = self.count(topic)
         if self.rank == 0:
             for rank in range(1, len(self.names)):
                 self.hear(f"{topic}/{number}/{rank}", rank, purpose)

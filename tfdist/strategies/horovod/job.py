@@ -51,6 +51,10 @@ class _GroupStore:
         """See `Store` in peers.py."""
         self._store.set(self._prefix + name, text)
 
+    def decide(self, name: str, text: str) -> str:
+        """See `Store` in peers.py."""
+        return self._store.decide(self._prefix + name, text)
+
     def get(self, name: str, seconds: float, of: int | None = None) -> str | None:
         """See `Store` in peers.py."""
         return self._store.get(self._prefix + name, seconds, None if of is None else self._group[of])

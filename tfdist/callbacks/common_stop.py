@@ -1,0 +1,96 @@
+"""`model.stop_training` on several processes: all leave the fit after the same step.
+
+all set it after the same batch   each says so, hears the others, and all stop there, as one process does
+only some do                      they take it back and request it with the next step's gradients; all stop after that
+at the end of an epoch            all ask each other; one that has set it is enough
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+from keras.src.utils import is_default
+
+from tfdist.strategies.agreement import Agreement, Request
+from tfdist.strategies.peers import Peers, PeerTimeout
+
+# How long to wait for those that may set it after the same batch, and are still in a callback that comes before.
+_PATIENCE_SECONDS = 10.0
+
+# Where Keras calls something between the beginning of a fit and the end of an epoch's batches.
+_HOOKS = ("on_epoch_begin", "on_batch_begin", "on_train_batch_begin", "on_batch_end", "on_train_batch_end")
+
+
+class CommonStop(keras.callbacks.Callback):
+    """Comes after the callbacks of the user, on every process of a job.
+
+    Args:
+        callback_list: Keras' list of callbacks.
+        callbacks: those of the user on this process.
+    """
+
+    def __init__(self, callback_list: Any, callbacks: Sequence[keras.callbacks.Callback]):
+        super().__init__()
+        self._callback_list = callback_list
+        self._may_stop = any(map(may_stop_within_epoch, callbacks))
+        self._agreement: Agreement | None = None
+        self._fit = self._epoch = 0
+        self._requested = False
+
+    @property
+    def _peers(self) -> Peers:
+        return self.model.distribute_strategy.peers
+
+    def on_train_begin(self, logs: dict | None = None) -> None:
+        self._requested = False
+        self._fit = self._peers.count("fit")
+        told = self._peers.gather("may stop", [self._may_stop, self.model.stop_training], "begin to train")
+        self.model.stop_training = any(stops for _, stops in told)
+        # Sums must be the same on all: one process with such a callback is enough.
+        self._agreement = self.model.distribute_strategy.agreement if any(may for may, _ in told) else None
+        if self._agreement is not None:
+            self._agreement.begin(self.model)
+            # Keras would not wait for this callback before it begins the next step.
+            self._callback_list._async_train = False
+
+    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
+        self._epoch = epoch
+
+    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+        if self._agreement is None:
+            return
+        if self._agreement.take(Request.STOP):
+            self.model.stop_training = True
+        elif self.model.stop_training and not self._all_stop_after(batch):
+            self.model.stop_training = False
+            self._requested = True
+            self._agreement.request(Request.STOP)
+
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        stops = self.model.stop_training or self._requested
+        self.model.stop_training = any(self._peers.gather("stop", stops, "finish the epoch"))
+
+    def _all_stop_after(self, batch: int) -> bool:
+        """Whether all processes have set it after this batch: the same answer on all that ask."""
+        peers, place = self._peers, f"stop/{self._fit}/{self._epoch}/{batch}"
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        peers.tell(f"{place}/{peers.rank}", True)
+        try:
+            for rank in range(len(peers.names)):
+                if rank != peers.rank:
+                    peers.hear(f"{place}/{rank}", rank, "stop, too", within=max(0.0, deadline - time.monotonic()))
+        except PeerTimeout:
+            # One may give up at the moment at which another has heard all: what the first of them says holds.
+            return peers.decide(place, False)
+        return peers.decide(place, True)
+
+
+def may_stop_within_epoch(callback: Any) -> bool:
+    """Whether a callback may set `model.stop_training` before the end of an epoch: Keras' own and tfdist's do not."""
+    known = type(callback).__module__.partition(".")[0] in ("keras", "tfdist")
+    if known and not isinstance(callback, keras.callbacks.LambdaCallback):
+        return False
+    return not all(is_default(getattr(callback, hook)) for hook in _HOOKS)
