@@ -11,16 +11,16 @@ import numpy as np
 from tests.cluster.attempt import attempt
 from tests.features.table import mlp, rows
 
-# Steps an epoch: 4. name: (ranks that stop, hook, epoch, batch)
+# name: (ranks that stop, hook, after how many steps); an epoch has 4.
 STOPS = {
-    "all": ((0, 1), "on_train_batch_end", 1, 1),
-    "chief": ((0,), "on_train_batch_end", 1, 1),
-    "other": ((1,), "on_train_batch_end", 1, 1),
-    "other, last batch of an epoch": ((1,), "on_train_batch_end", 1, 3),
-    "other, end of an epoch": ((1,), "on_epoch_end", 1, None),
-    "other, beginning of an epoch": ((1,), "on_epoch_begin", 1, None),
-    "chief, beginning of the fit": ((0,), "on_train_begin", None, None),
-    "nobody": ((), "on_train_batch_end", 1, 1),
+    "all": ((0, 1), "on_train_batch_end", 6),
+    "chief": ((0,), "on_train_batch_end", 6),
+    "other": ((1,), "on_train_batch_end", 6),
+    "other, last batch of an epoch": ((1,), "on_train_batch_end", 8),
+    "other, end of an epoch": ((1,), "on_epoch_end", 8),
+    "other, beginning of an epoch": ((1,), "on_epoch_begin", 4),
+    "chief, beginning of the fit": ((0,), "on_train_begin", 0),
+    "other, later than it trains": ((1,), "on_train_batch_end", 13),
 }
 PATIENCE = 1.0
 
@@ -30,35 +30,32 @@ class Stop(keras.callbacks.Callback):
 
     Args:
         hook: the method.
-        epoch: the epoch, from 0.
-        batch: the batch, from 0.
+        steps: after so many steps of training.
         delay: how long to wait before that, in seconds.
     """
 
-    def __init__(self, hook: str, epoch: int | None, batch: int | None, delay: float = 0.0):
+    def __init__(self, hook: str, steps: int, delay: float = 0.0):
         super().__init__()
-        self._place, self._delay = (epoch, batch), delay
+        self._steps, self._delay = steps, delay
         setattr(self, hook, self._stop)
 
-    def _stop(self, number: int | None = None, logs: dict | None = None) -> None:
-        epoch, batch = self._place
-        # Keras does not tell the epoch where a batch ends.
-        steps = int(self.model.optimizer.iterations.numpy())
-        here = ((steps - 1) // 4, number) if batch is not None else (number, None)
-        if epoch is None or here == (epoch, batch):
+    def _stop(self, *args: Any, **kwargs: Any) -> None:
+        if self.model.optimizer.iterations.numpy() == self._steps:
             time.sleep(self._delay)
             self.model.stop_training = True
 
 
-def fit(strategy: Any, callbacks: list[keras.callbacks.Callback]) -> dict[str, Any]:
-    """Trains for three epochs of four steps, or less."""
+def build(strategy: Any, **options: Any) -> keras.Model:
+    """The same model each time."""
     keras.utils.set_random_seed(1)
     with strategy.scope():
-        model = mlp()()
-    began = time.monotonic()
-    history = model.fit(*rows(48), batch_size=12, epochs=3, shuffle=False, callbacks=callbacks, verbose=0)
+        return mlp(**options)()
+
+
+def fit(model: keras.Model, callbacks: list[keras.callbacks.Callback], batch_size: int = 12) -> dict[str, Any]:
+    """Trains for three epochs, or less; of four steps each."""
+    history = model.fit(*rows(48), batch_size=batch_size, epochs=3, shuffle=False, callbacks=callbacks, verbose=0)
     return {
-        "seconds": time.monotonic() - began,
         "steps": int(model.optimizer.iterations.numpy()),
         "history": history.history,
         "weights": np.concatenate([np.ravel(weight) for weight in model.get_weights()]),
@@ -73,10 +70,21 @@ def stops(kind: str) -> dict[str, Any]:
     common_stop._PATIENCE_SECONDS = PATIENCE
     strategy = getattr(tfdist, kind)(start_timeout=60, peer_timeout=60)
     rank = strategy.peers.rank
-    results = {}
+    found = {}
+    first = build(strategy)
+    found["nobody"] = attempt("nobody", fit, first, [])
     for name, (ranks, *place) in STOPS.items():
-        results[name] = attempt(name, fit, strategy, [Stop(*place)] if rank in ranks else [])
-    late = [Stop("on_train_batch_end", 1, 1, delay=2 * PATIENCE * rank)]
-    results["all, one of them late"] = attempt("late", fit, strategy, late)
-    results["nobody, again"] = attempt("again", fit, strategy, [])
-    return results
+        found[name] = attempt(name, fit, build(strategy), [Stop(*place)] if rank in ranks else [])
+    late = Stop("on_train_batch_end", 6, delay=2 * PATIENCE * rank)
+    found["all, one of them late"] = attempt("late", fit, build(strategy), [late])
+    # Its step was traced before there was anything to agree on.
+    found["other, in a model's second fit"] = attempt("second", fit, first, [Stop("on_train_batch_end", 14)][:rank])
+
+    def by_clock(batch: int, logs: Any) -> None:
+        executions.stop_training |= bool(executions.optimizer.iterations.numpy() >= 8)
+
+    executions = build(strategy, steps_per_execution=2)
+    clock = keras.callbacks.LambdaCallback(on_train_batch_end=by_clock)
+    found["other, two steps an execution"] = attempt("executions", fit, executions, [clock][:rank], batch_size=8)
+    found["nobody, again"] = attempt("again", fit, build(strategy), [])
+    return found

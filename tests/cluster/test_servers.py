@@ -160,8 +160,8 @@ def test_a_killed_server_ends_the_step_and_is_named(start) -> None:
     cluster = start("endless", 3)
     cluster.wait_until(lambda: cluster.told() or cluster.processes[0].poll() is not None)
     assert cluster.told() == [{"running": True}]
-    cluster.processes[2].kill()
     killed = time.time()
+    cluster.processes[2].kill()
     cluster.wait_until(lambda: len(cluster.told()) == 3, SOON)
     _, first, second = cluster.told()
     assert first["raised"] in ("UnavailableError", "AbortedError")

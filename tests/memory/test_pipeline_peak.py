@@ -8,7 +8,8 @@ import pytest
 
 from tests.memory.programs import printed_by
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+# What is kept where is looked at daily in tests/logical/test_pipeline_memory.py.
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(300)]
 
 _DEADLINE = 280
 _FEW, _MANY = 4, 8

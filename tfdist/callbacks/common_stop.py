@@ -2,7 +2,8 @@
 
 all set it after the same batch   each says so, hears the others, and all stop there, as one process does
 only some do                      they take it back and request it with the next step's gradients; all stop after that
-at the end of an epoch            all ask each other; one that has set it is enough
+at the end of an epoch, or before its first batch
+                                  all ask each other; one that has set it is enough
 """
 
 from __future__ import annotations
@@ -20,8 +21,7 @@ from tfdist.strategies.peers import Peers, PeerTimeout
 # How long to wait for those that may set it after the same batch, and are still in a callback that comes before.
 _PATIENCE_SECONDS = 10.0
 
-# Where Keras calls something between the beginning of a fit and the end of an epoch's batches.
-_HOOKS = ("on_epoch_begin", "on_batch_begin", "on_train_batch_begin", "on_batch_end", "on_train_batch_end")
+_BATCH_HOOKS = ("on_batch_begin", "on_train_batch_begin", "on_batch_end", "on_train_batch_end")
 
 
 class CommonStop(keras.callbacks.Callback):
@@ -35,22 +35,25 @@ class CommonStop(keras.callbacks.Callback):
     def __init__(self, callback_list: Any, callbacks: Sequence[keras.callbacks.Callback]):
         super().__init__()
         self._callback_list = callback_list
-        self._may_stop = any(map(may_stop_within_epoch, callbacks))
+        self._may_stop = [may_stop_in(callbacks, _BATCH_HOOKS), may_stop_in(callbacks, ["on_epoch_begin"])]
         self._agreement: Agreement | None = None
+        self._asks_at_beginning = False
         self._fit = self._epoch = 0
-        self._requested = False
+        self._all_stop = self._requested = False
 
     @property
     def _peers(self) -> Peers:
         return self.model.distribute_strategy.peers
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        self._requested = False
         self._fit = self._peers.count("fit")
-        told = self._peers.gather("may stop", [self._may_stop, self.model.stop_training], "begin to train")
-        self.model.stop_training = any(stops for _, stops in told)
+        told = self._peers.gather("may stop", [*self._may_stop, self.model.stop_training], "begin to train")
         # Sums must be the same on all: one process with such a callback is enough.
-        self._agreement = self.model.distribute_strategy.agreement if any(may for may, _ in told) else None
+        in_batches, self._asks_at_beginning, stops = (any(of_all) for of_all in zip(*told, strict=True))
+        self._note(stops)
+        # XLA cannot reach the requests, which are on the host.
+        traced = in_batches and self.model.jit_compile is not True
+        self._agreement = self.model.distribute_strategy.agreement if traced else None
         if self._agreement is not None:
             self._agreement.begin(self.model)
             # Keras would not wait for this callback before it begins the next step.
@@ -58,20 +61,37 @@ class CommonStop(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         self._epoch = epoch
+        if self._asks_at_beginning:
+            self._ask("begin an epoch")
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        if self._agreement is None:
+        if self._all_stop:
             return
-        if self._agreement.take(Request.STOP):
-            self.model.stop_training = True
-        elif self.model.stop_training and not self._all_stop_after(batch):
-            self.model.stop_training = False
-            self._requested = True
-            self._agreement.request(Request.STOP)
+        if self._agreement is not None and self._agreement.take(Request.STOP):
+            self._note(True)
+        elif self.model.stop_training:
+            # What sets it after every batch from now on has been heard already.
+            if self._agreement is not None and not self._requested:
+                self._note(self._all_stop_after(batch))
+            if not self._all_stop:
+                self.model.stop_training = False
+                self._request()
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        self._ask("finish the epoch")
+
+    def _ask(self, purpose: str) -> None:
         stops = self.model.stop_training or self._requested
-        self.model.stop_training = any(self._peers.gather("stop", stops, "finish the epoch"))
+        self._note(any(self._peers.gather("stop", stops, purpose)))
+
+    def _note(self, all_stop: bool) -> None:
+        self._all_stop = self.model.stop_training = all_stop
+        self._requested = False
+
+    def _request(self) -> None:
+        self._requested = True
+        if self._agreement is not None:
+            self._agreement.request(Request.STOP)
 
     def _all_stop_after(self, batch: int) -> bool:
         """Whether all processes have set it after this batch: the same answer on all that ask."""
@@ -88,9 +108,11 @@ class CommonStop(keras.callbacks.Callback):
         return peers.decide(place, True)
 
 
-def may_stop_within_epoch(callback: Any) -> bool:
-    """Whether a callback may set `model.stop_training` before the end of an epoch: Keras' own and tfdist's do not."""
+def may_stop_in(callbacks: Sequence[Any], hooks: Sequence[str]) -> bool:
+    """Whether one of the callbacks may set `model.stop_training` there: Keras' own and tfdist's do not."""
+    return any(not is_default(getattr(c, hook)) for c in filter(_is_users, callbacks) for hook in hooks)
+
+
+def _is_users(callback: Any) -> bool:
     known = type(callback).__module__.partition(".")[0] in ("keras", "tfdist")
-    if known and not isinstance(callback, keras.callbacks.LambdaCallback):
-        return False
-    return not all(is_default(getattr(callback, hook)) for hook in _HOOKS)
+    return not known or isinstance(callback, keras.callbacks.LambdaCallback)

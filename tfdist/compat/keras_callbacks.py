@@ -103,7 +103,7 @@ def _changes(callback: keras.callbacks.Callback, is_chief: bool) -> dict[str, An
         save = functools.partial(_save_together, callback, is_chief)
         return {"_save_model": save} if is_chief else {"_save_model": save, "delete_checkpoint": False}
     if isinstance(callback, keras.callbacks.TerminateOnNaN):
-        # Until the end of an epoch each process sees its own loss; one that stops alone leaves the others waiting.
+        # Until the end of an epoch each process sees its own loss, and nobody waits there for one that stops alone.
         # The class's own: what an interrupted fit has left is no method of it.
         stop = type(callback).on_batch_end.__get__(callback)
         return {"on_batch_end": _do_nothing, "on_epoch_end": stop}

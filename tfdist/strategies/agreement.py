@@ -9,6 +9,7 @@ No message of its own, no race: whoever has finished a step has received what ev
 from __future__ import annotations
 
 import enum
+import weakref
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,8 @@ class Agreement:
     """This worker's requests, and what the workers have agreed on. To be made outside of the strategy's scope."""
 
     def __init__(self) -> None:
-        self.in_use = False
+        # Whose steps carry requests. Weak: no model has to live longer for it.
+        self.models: weakref.WeakSet = weakref.WeakSet()
         with tf.init_scope(), tf.device("CPU:0"):
             self._requested = tf.Variable(tf.zeros([len(Request)]), trainable=False)
             self._agreed = tf.Variable(tf.zeros([len(Request)]), trainable=False)
@@ -35,8 +37,8 @@ class Agreement:
     def begin(self, model: Any) -> None:
         """At the beginning of a fit, on all processes: requests travel with its gradients, and there are none yet."""
         self.clear()
-        if not self.in_use:
-            self.in_use = True
+        if model not in self.models:
+            self.models.add(model)
             model.make_train_function(force=True)
 
     def clear(self) -> None:

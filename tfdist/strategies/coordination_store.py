@@ -7,6 +7,9 @@ import contextlib
 import tensorflow as tf
 from tensorflow.python.eager import context
 
+# For what is there already.
+_SECONDS = 60.0
+
 
 class CoordinationStore:
     """The texts that the processes of a job keep for each other; see `tfdist.cluster.key_value` for another kind."""
@@ -27,7 +30,7 @@ class CoordinationStore:
         with contextlib.suppress(tf.errors.AlreadyExistsError):
             self.set(name, text)
             return text
-        return context.context().get_config_key_value(name)
+        return self.get(name, _SECONDS)
 
     def get(self, name: str, seconds: float, of: int | None = None) -> str | None:
         """The text of that name, once there is one; `None` if there is none within `seconds`.

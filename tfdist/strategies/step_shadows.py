@@ -186,4 +186,4 @@ def _scaled(values: list, factor: tf.Tensor) -> list:
 
 def _agreement_of(model: keras.Model) -> Agreement | None:
     agreement = getattr(model.distribute_strategy, "agreement", None)
-    return agreement if agreement is not None and agreement.in_use else None
+    return agreement if agreement is not None and model in agreement.models else None
