@@ -22,7 +22,8 @@ STOPS = {
     "chief, beginning of the fit": ((0,), "on_train_begin", 0),
     "other, later than it trains": ((1,), "on_train_batch_end", 13),
 }
-PATIENCE = 1.0
+# Long enough for a busy machine: those that stop together are there within it.
+PATIENCE = 3.0
 
 
 class Stop(keras.callbacks.Callback):
