@@ -82,7 +82,7 @@ def stops(kind: str) -> dict[str, Any]:
     found["other, in a model's second fit"] = attempt("second", fit, first, [Stop("on_train_batch_end", 14)][:rank])
 
     def by_clock(batch: int, logs: Any) -> None:
-        executions.stop_training |= bool(executions.optimizer.iterations.numpy() >= 8)
+        executions.stop_training = executions.optimizer.iterations.numpy() >= 8  # np.bool_
 
     executions = build(strategy, steps_per_execution=2)
     clock = keras.callbacks.LambdaCallback(on_train_batch_end=by_clock)

@@ -45,6 +45,11 @@ def test_all_leave_after_the_same_step(name):
     np.testing.assert_array_equal(one["weights"], other["weights"])
 
 
+def test_who_does_not_stop_changes_nothing():
+    weights = [found_on(results(), 1, name)["weights"] for name in ("nobody", "other, later than it trains")]
+    np.testing.assert_array_equal(*weights)
+
+
 def test_all_that_stop_together_do_as_one_process_does():
     expected = fit(build(tf.distribute.get_strategy()), [Stop(*STOPS["all"][1:])])
     found = found_on(results(), 0, "all")

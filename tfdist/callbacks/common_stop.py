@@ -37,7 +37,7 @@ class CommonStop(keras.callbacks.Callback):
         self._callback_list = callback_list
         self._may_stop = [may_stop_in(callbacks, _BATCH_HOOKS), may_stop_in(callbacks, ["on_epoch_begin"])]
         self._agreement: Agreement | None = None
-        self._asks_at_beginning = False
+        self._asks_in_batches = self._asks_at_beginning = False
         self._fit = self._epoch = 0
         self._all_stop = self._requested = False
 
@@ -47,17 +47,17 @@ class CommonStop(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         self._fit = self._peers.count("fit")
-        told = self._peers.gather("may stop", [*self._may_stop, self.model.stop_training], "begin to train")
+        told = self._peers.gather("may stop", [*self._may_stop, bool(self.model.stop_training)], "begin to train")
         # Sums must be the same on all: one process with such a callback is enough.
-        in_batches, self._asks_at_beginning, stops = (any(of_all) for of_all in zip(*told, strict=True))
+        self._asks_in_batches, self._asks_at_beginning, stops = (any(of_all) for of_all in zip(*told, strict=True))
         self._note(stops)
-        # XLA cannot reach the requests, which are on the host.
-        traced = in_batches and self.model.jit_compile is not True
-        self._agreement = self.model.distribute_strategy.agreement if traced else None
-        if self._agreement is not None:
-            self._agreement.begin(self.model)
+        self._agreement = None
+        if self._asks_in_batches:
             # Keras would not wait for this callback before it begins the next step.
             self._callback_list._async_train = False
+            if self.model.jit_compile is not True:  # XLA cannot reach the requests, which are on the host
+                self._agreement = self.model.distribute_strategy.agreement
+                self._agreement.begin(self.model)
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         self._epoch = epoch
@@ -65,13 +65,11 @@ class CommonStop(keras.callbacks.Callback):
             self._ask("begin an epoch")
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        if self._all_stop:
-            return
-        if self._agreement is not None and self._agreement.take(Request.STOP):
-            self._note(True)
+        if self._all_stop or (self._agreement is not None and self._agreement.take(Request.STOP)):
+            self._note(True)  # also if a callback has taken it back
         elif self.model.stop_training:
             # What sets it after every batch from now on has been heard already.
-            if self._agreement is not None and not self._requested:
+            if self._asks_in_batches and not self._requested:
                 self._note(self._all_stop_after(batch))
             if not self._all_stop:
                 self.model.stop_training = False
@@ -81,7 +79,7 @@ class CommonStop(keras.callbacks.Callback):
         self._ask("finish the epoch")
 
     def _ask(self, purpose: str) -> None:
-        stops = self.model.stop_training or self._requested
+        stops = bool(self.model.stop_training) or self._requested
         self._note(any(self._peers.gather("stop", stops, purpose)))
 
     def _note(self, all_stop: bool) -> None:
