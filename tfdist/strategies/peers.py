@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -24,6 +25,7 @@ from tfdist.strategies.pipeline_facts import has_no_order, seeds
 
 _log = logging.getLogger("tfdist")
 _POLL_SECONDS = 10.0
+_LAST_WORDS_SECONDS = 5.0
 
 _SHARD_REMEDY = (
     "If the dataset is already cut for this process (`dataset.shard`), remove the cut, or set "
@@ -131,7 +133,13 @@ class Peers:
 
     def leave(self) -> None:
         """Tells the others that this program ends, so that nobody waits for it."""
-        # There may be nobody left who keeps messages.
+        # There may be nobody left who keeps messages; and where this host is cut off, TensorFlow's call never returns.
+        with contextlib.suppress(Exception):
+            teller = threading.Thread(target=self._tell_of_leaving, name="tfdist-leave", daemon=True)
+            teller.start()
+            teller.join(_LAST_WORDS_SECONDS)
+
+    def _tell_of_leaving(self) -> None:
         with contextlib.suppress(Exception):
             self.tell(f"left/{self.rank}", True)
 
