@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tests.cluster.attempt import attempt
+from tests.cluster.attempt import attempt, found_on
 from tests.features.table import mlp, rows
 
 # name: (ranks that stop, hook, after how many steps); an epoch has 4.
@@ -21,6 +21,22 @@ STOPS = {
     "other, beginning of an epoch": ((1,), "on_epoch_begin", 4),
     "chief, beginning of the fit": ((0,), "on_train_begin", 0),
     "other, later than it trains": ((1,), "on_train_batch_end", 13),
+}
+# Steps of the model; a fit has 12 without an end.
+STEPS = {
+    "nobody": 12,
+    "all": 6,
+    "chief": 7,
+    "other": 7,
+    "other, last batch of an epoch": 8,
+    "other, end of an epoch": 8,
+    "other, beginning of an epoch": 5,
+    "chief, beginning of the fit": 1,
+    "other, later than it trains": 12,
+    "all, one of them late": 7,
+    "other, in a model's second fit": 15,
+    "other, two steps an execution": 10,
+    "nobody, again": 12,
 }
 # Long enough for a busy machine: those that stop together are there within it.
 PATIENCE = 3.0
@@ -89,3 +105,10 @@ def stops(kind: str) -> dict[str, Any]:
     found["other, two steps an execution"] = attempt("executions", fit, executions, [clock][:rank], batch_size=8)
     found["nobody, again"] = attempt("again", fit, build(strategy), [])
     return found
+
+
+def assert_same_end(results: list[dict[str, Any]], name: str) -> None:
+    """Both processes have left that fit after the right step, with the same weights."""
+    one, other = (found_on(results, rank, name) for rank in (0, 1))
+    assert (one["steps"], other["steps"]) == (STEPS[name], STEPS[name])
+    np.testing.assert_array_equal(one["weights"], other["weights"])

@@ -10,27 +10,10 @@ import pytest
 import tensorflow as tf
 
 from tests.cluster.attempt import found_on
-from tests.cluster.stops import STOPS, Stop, build, fit, stops
+from tests.cluster.stops import STEPS, STOPS, Stop, assert_same_end, build, fit, stops
 from tfdist.testing import run_local
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(200)]
-
-# Steps of the model; a fit has 12 without an end.
-STEPS = {
-    "nobody": 12,
-    "all": 6,
-    "chief": 7,
-    "other": 7,
-    "other, last batch of an epoch": 8,
-    "other, end of an epoch": 8,
-    "other, beginning of an epoch": 5,
-    "chief, beginning of the fit": 1,
-    "other, later than it trains": 12,
-    "all, one of them late": 7,
-    "other, in a model's second fit": 15,
-    "other, two steps an execution": 10,
-    "nobody, again": 12,
-}
 
 
 @functools.cache
@@ -40,9 +23,7 @@ def results() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", STEPS)
 def test_all_leave_after_the_same_step(name):
-    one, other = (found_on(results(), rank, name) for rank in (0, 1))
-    assert (one["steps"], other["steps"]) == (STEPS[name], STEPS[name])
-    np.testing.assert_array_equal(one["weights"], other["weights"])
+    assert_same_end(results(), name)
 
 
 def test_who_does_not_stop_changes_nothing():

@@ -36,15 +36,11 @@ class Agreement:
 
     def begin(self, model: Any) -> None:
         """At the beginning of a fit, on all processes: requests travel with its gradients, and there are none yet."""
-        self.clear()
+        for variable in (self._requested, self._agreed):
+            variable.assign(tf.zeros_like(variable))
         if model not in self.models:
             self.models.add(model)
             model.make_train_function(force=True)
-
-    def clear(self) -> None:
-        """Forgets requests: those of a training that has ended are none of the next one."""
-        for variable in (self._requested, self._agreed):
-            variable.assign(tf.zeros_like(variable))
 
     def request(self, what: Request) -> None:
         """Requests something, from the next step on until it is agreed."""
