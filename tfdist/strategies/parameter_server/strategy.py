@@ -191,7 +191,13 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 
         Args:
             model: a compiled and built model, created in this strategy's scope.
+
+        Raises:
+            Exception: what a step of an interrupted fit has raised since.
         """
+        if "dispatcher" in vars(self):
+            # What an interrupted fit has handed out must not change what callbacks restore at the begin of this one.
+            self.dispatcher.join()
         installation.install(self, model)
 
     def prepare_predict(self, model: keras.Model) -> None:
