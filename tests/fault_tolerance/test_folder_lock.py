@@ -61,7 +61,9 @@ def test_a_dead_process_holds_nothing(tmp_path: Path, holder: tuple[subprocess.P
     process.kill()
     process.wait()
     os.kill(child, 0)
+    began = time.monotonic()
     lock = FolderLock(str(tmp_path), patience=0.0)
+    assert time.monotonic() - began < 0.1
     assert (tmp_path / ".lock").read_text() == f"process {os.getpid()} on {socket.gethostname()}"
     lock.release()
     assert os.listdir(tmp_path) == []

@@ -225,7 +225,7 @@ def test_a_server_in_the_place_of_the_chief(cluster: ClusterConfig, greeting: by
             meet(config, 0.7, poll=0.1)
         with pytest.raises(JobUnderWay, match=f"^worker 1: {found}$"):
             meet(config, 10.0, rejoin=True)
-    assert time.monotonic() - begin < 8.0
+    assert time.monotonic() - begin < 2.0
 
 
 def test_a_server_that_greets_in_pieces_is_one(cluster: ClusterConfig) -> None:
