@@ -195,9 +195,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         Raises:
             Exception: what a step of an interrupted fit has raised since.
         """
-        if "dispatcher" in vars(self):
-            # What an interrupted fit has handed out must not change what callbacks restore at the begin of this one.
-            self.dispatcher.join()
+        # What an interrupted fit has handed out must not change what callbacks restore at the begin of this one.
+        self.dispatcher.join()
         installation.install(self, model)
 
     def prepare_predict(self, model: keras.Model) -> None:
