@@ -10,6 +10,8 @@ import tempfile
 
 import pytest
 
+from tfdist.testing import preload
+
 # Set by launchers and schedulers: a test run inside a job must not take itself for one of the job's tasks.
 CLUSTER_VARIABLES = ("TF_CONFIG", "TFDIST_", "SLURM_", "OMPI_", "PMI_", "PMIX_")
 
@@ -30,6 +32,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
         cpu = tf.config.list_physical_devices("CPU")[0]
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 4)
+    if any(item.get_closest_marker("cluster") for item in session.items) and not session.config.option.collectonly:
+        # The processes of `run_local` are forked: importing TensorFlow takes longer than most of them do anything.
+        preload()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

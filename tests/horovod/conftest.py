@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.launcher.conftest import launch
+from tests.launcher.conftest import launch, launches
 from tfdist.launch.versions import versions
 from tfdist.strategies.horovod.installation import problem
 
-__all__ = ["launch"]
+__all__ = ["launch", "launches"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

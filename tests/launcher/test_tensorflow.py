@@ -30,8 +30,8 @@ def script(count: int, last: str) -> str:
     return ALL_REDUCE.replace("COUNT", str(count)).replace("LAST", last)
 
 
-def test_all_reduce_over_the_reserved_ports(launch) -> None:
-    started = launch(script(10, "pass"), "-n", "2")
+def test_all_reduce_over_the_reserved_ports(warm_launch) -> None:
+    started = warm_launch(script(10, "pass"), "-n", "2")
     result = started.finish(120)
     assert result.code == 0, result.err
     assert [line for line in result.out.splitlines() if "sum" in line] == ["[worker 0] sum 3.0"] * 10
@@ -47,8 +47,8 @@ def test_all_reduce_over_the_reserved_ports(launch) -> None:
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, ["worker 1 was killed by SIGKILL (exit code 137"]),
     ],
 )
-def test_the_culprit_is_named_not_its_peer(launch, last: str, code: int, words: list[str]) -> None:
-    started = launch(script(1000000, last), "-n", "2")
+def test_the_culprit_is_named_not_its_peer(warm_launch, last: str, code: int, words: list[str]) -> None:
+    started = warm_launch(script(1000000, last), "-n", "2")
     result = started.finish(120)
     assert result.code == code, result.err
     for word in words:
@@ -56,8 +56,8 @@ def test_the_culprit_is_named_not_its_peer(launch, last: str, code: int, words: 
     started.assert_nothing_is_left()
 
 
-def test_sigterm_that_tensorflow_swallows(launch) -> None:
-    started = launch(script(1000000, "pass"), "-n", "2", "--grace", "2")
+def test_sigterm_that_tensorflow_swallows(warm_launch) -> None:
+    started = warm_launch(script(1000000, "pass"), "-n", "2", "--grace", "2")
     started.wait_for_file("worker-0", "worker-1", deadline=120)
     start = time.monotonic()
     started.popen.send_signal(signal.SIGTERM)
@@ -66,8 +66,8 @@ def test_sigterm_that_tensorflow_swallows(launch) -> None:
     started.assert_nothing_is_left()
 
 
-def test_a_program_that_ends_where_others_wait_for_it_is_named(launch) -> None:
-    started = launch(
+def test_a_program_that_ends_where_others_wait_for_it_is_named(warm_launch) -> None:
+    started = warm_launch(
         """
         import keras, numpy as np, tfdist
         strategy = tfdist.MultiWorkerMirroredStrategy()

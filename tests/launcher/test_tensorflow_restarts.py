@@ -28,10 +28,10 @@ FIT = """
 """
 
 
-def losses(launch, folder: str, fault: str, *options: str) -> tuple[str, str]:
+def losses(warm_launch, folder: str, fault: str, *options: str) -> tuple[str, str]:
     """The losses of a run with a fault at the seventh step, and what the launcher said."""
     script = FIT.replace("FAULT", fault).replace("FOLDER", f"backup-{folder}")
-    started = launch(script, "--log-dir", folder, *options)
+    started = warm_launch(script, "--log-dir", folder, *options)
     result = started.finish(120)
     assert result.code == 0, result.err
     started.assert_nothing_is_left()
@@ -39,15 +39,15 @@ def losses(launch, folder: str, fault: str, *options: str) -> tuple[str, str]:
     return line, result.err
 
 
-def test_neither_a_killed_worker_nor_a_hang_changes_the_result(launch) -> None:
-    expected, said = losses(launch, "undisturbed", "pass")
+def test_neither_a_killed_worker_nor_a_hang_changes_the_result(warm_launch) -> None:
+    expected, said = losses(warm_launch, "undisturbed", "pass")
     assert "restart" not in said
-    after_kill, said = losses(launch, "killed", "os.kill(os.getpid(), signal.SIGKILL)")
+    after_kill, said = losses(warm_launch, "killed", "os.kill(os.getpid(), signal.SIGKILL)")
     assert re.search(
         r"worker 1 was killed by SIGKILL at step 7; restart 1 of 3: training again after \d+\.\d s, [1-3] step",
         said,
     )
-    after_hang, said = losses(launch, "hung", "time.sleep(1000)", "--hang-timeout", "4")
+    after_hang, said = losses(warm_launch, "hung", "time.sleep(1000)", "--hang-timeout", "4")
     # Both fall silent at the same moment: which one is the cause cannot be seen from outside.
     assert re.search(r"worker [01] stands still at step 7.* \(--hang-timeout\); restart 1 of 3: training again", said)
     assert [after_kill, after_hang] == [expected, expected]

@@ -1,46 +1,57 @@
-"""`run_local`: results by rank, exceptions, deadlines and deaths, and no process that outlives it."""
+"""`run_local`: results by rank, exceptions, deadlines and deaths, and no process that outlives it.
+
+Everything once with processes that are started afresh, and once with processes that are forked from a server.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import sys
+import tempfile
 import time
-import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tfdist.testing import LocalRunError, run_local
+from tfdist.supervision import events
+from tfdist.testing import LocalRunError, local_cluster, preload, run_local
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(90)]
 
-MARK = "RUN_LOCAL_TEST_MARK"
+
+@pytest.fixture(params=["afresh", "forked"], autouse=True)
+def start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How the processes are started."""
+    if request.param == "forked":
+        preload()
+    else:
+        monkeypatch.setattr(local_cluster, "fork", lambda *_: None)
+    return request.param
 
 
-@pytest.fixture
-def mark() -> str:
-    """A mark in the environment of all processes of the test, this one not included."""
-    return uuid.uuid4().hex
+@pytest.fixture(autouse=True)
+def nothing_is_left(start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fails if a process of the test, or a child of one, still prints into a log two seconds after it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    yield
+    end = time.monotonic() + 2.0
+    while found := printing_below(tmp_path):
+        assert time.monotonic() < end, f"processes {found} are still there"
+        time.sleep(0.02)
 
 
-def marked(mark: str) -> list[int]:
-    """The living processes that carry a mark."""
+def printing_below(folder: Path) -> list[int]:
+    """The processes whose standard output is a file below a folder."""
     found = []
     for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and f"{MARK}={mark}".encode() in (entry / "environ").read_bytes():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and os.readlink(entry / "fd" / "1").startswith(f"{folder}/"):
                 found.append(int(entry.name))
-        except OSError:
-            continue
     return found
-
-
-def assert_nothing_is_left(mark: str) -> None:
-    end = time.monotonic() + 2.0
-    while marked(mark):
-        assert time.monotonic() < end, f"processes {marked(mark)} are still there"
-        time.sleep(0.02)
 
 
 def rank() -> int:
@@ -49,7 +60,7 @@ def rank() -> int:
     return tfdist.discover().rank
 
 
-def test_returns_by_rank(mark):
+def test_returns_by_rank():
     secret = "of the closure"
 
     def function(text: str) -> tuple:
@@ -57,9 +68,47 @@ def test_returns_by_rank(mark):
 
         return rank(), text, secret, os.environ["MORE"], "tensorflow" in sys.modules
 
-    results = run_local(function, 3, args=("argument",), env={"MORE": "yes", MARK: mark}, timeout=30)
+    results = run_local(function, 3, args=("argument",), env={"MORE": "yes"}, timeout=30)
     assert results == [(i, "argument", secret, "yes", False) for i in range(3)]
-    assert_nothing_is_left(mark)
+
+
+def test_a_process_is_like_a_fresh_one(start, tmp_path, monkeypatch):
+    """Its folder, cores, group, open files and path of modules are those that the caller gives it."""
+
+    def function() -> dict:
+        return {
+            "folder": os.getcwd(),
+            "cores": sorted(os.sched_getaffinity(0)),
+            "leads its group": os.getpgid(0) == os.getpid() == os.getsid(0),
+            "parent": os.getppid(),
+            "files": sorted(os.listdir("/proc/self/fd")),
+            "input": os.readlink("/proc/self/fd/0"),
+            "output": os.path.basename(os.readlink("/proc/self/fd/1")),
+            "path": sys.path,
+            "variables": {name: os.environ.get(name) for name in ("MORE", "AROUND", events.VARIABLE, "PATH")},
+        }
+
+    cores = sorted(os.sched_getaffinity(0))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("/somewhere")
+    monkeypatch.setenv("AROUND", "of this process")
+    monkeypatch.setenv(events.VARIABLE, "of a run around it")
+    os.sched_setaffinity(0, cores[:1])
+    try:
+        (received,) = run_local(function, 1, env={"MORE": "yes"}, timeout=30)
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert received == {
+        "folder": str(tmp_path),
+        "cores": cores[:1],
+        "leads its group": True,
+        "parent": os.getpid(),
+        "files": ["0", "1", "2", "3"],  # 3: the folder that is listed
+        "input": "/dev/null",
+        "output": "log-0",
+        "path": sys.path,
+        "variables": {"MORE": "yes", "AROUND": "of this process", events.VARIABLE: None, "PATH": os.environ["PATH"]},
+    }
 
 
 def test_cluster_is_described_in_the_environment():
@@ -82,7 +131,7 @@ def test_logical_devices():
     assert run_local(function, 1, devices_per_worker=3, timeout=60) == [3]
 
 
-def test_an_exception_comes_back_as_the_cause(mark):
+def test_an_exception_comes_back_as_the_cause():
     class OwnError(Exception):
         pass
 
@@ -94,7 +143,7 @@ def test_an_exception_comes_back_as_the_cause(mark):
 
     began = time.monotonic()
     with pytest.raises(LocalRunError) as error:
-        run_local(function, env={MARK: mark}, timeout=20)
+        run_local(function, timeout=20)
     assert time.monotonic() - began < 15
     # The class travels by value: it is equal in all but identity.
     assert type(error.value.__cause__).__name__ == "OwnError"
@@ -104,7 +153,6 @@ def test_an_exception_comes_back_as_the_cause(mark):
     assert message.startswith("Rank 1 of 2 failed.\n")
     assert "--- rank 1, exit code 1, last lines:\njust before\nTraceback" in message
     assert "OwnError: ('of rank 1', 42)" in message
-    assert_nothing_is_left(mark)
 
 
 def test_the_first_exception_is_the_cause():
@@ -118,7 +166,7 @@ def test_the_first_exception_is_the_cause():
     assert error.value.ranks == (1, 0)
 
 
-def test_parameter_servers(mark):
+def test_parameter_servers():
     """The chief returns; the others serve, and end by themselves."""
 
     def function(text: str) -> tuple:
@@ -129,12 +177,11 @@ def test_parameter_servers(mark):
             os._exit(0)
         return text, {job: len(places) for job, places in cluster.jobs.items()}, cluster.task_type
 
-    results = run_local(function, 3, ps=2, args=("argument",), env={MARK: mark}, timeout=30)
+    results = run_local(function, 3, ps=2, args=("argument",), timeout=30)
     assert results == [("argument", {"chief": 1, "worker": 3, "ps": 2}, "chief")]
-    assert_nothing_is_left(mark)
 
 
-def test_a_parameter_server_that_fails_is_blamed(mark):
+def test_a_parameter_server_that_fails_is_blamed():
     def function() -> None:
         import tfdist
 
@@ -144,9 +191,8 @@ def test_a_parameter_server_that_fails_is_blamed(mark):
         time.sleep(60)
 
     with pytest.raises(LocalRunError, match=r"^Ps 0 of 3 failed\.\n(.*\n)*--- ps 0, exit code 7, last lines:") as error:
-        run_local(function, 1, ps=1, env={MARK: mark}, timeout=20)
+        run_local(function, 1, ps=1, timeout=20)
     assert error.value.ranks[0] == 2
-    assert_nothing_is_left(mark)
 
 
 def test_a_result_that_cannot_be_pickled():
@@ -160,7 +206,7 @@ def test_a_result_that_cannot_be_pickled():
     assert "could not be pickled" in str(error.value.__cause__)
 
 
-def test_deadline(mark):
+def test_deadline():
     def function() -> None:
         import subprocess
         import sys
@@ -173,27 +219,25 @@ def test_deadline(mark):
 
     began = time.monotonic()
     with pytest.raises(LocalRunError) as error:
-        run_local(function, env={MARK: mark}, timeout=4)
+        run_local(function, timeout=4)
     assert 3.5 < time.monotonic() - began < 12
     assert str(error.value).startswith("Rank 1 of 2 did not end.\nKilled after 4 s: rank 1.\n--- rank 0, exit code 0")
     assert "--- rank 1, killed, last lines:\nchild " in str(error.value)
     assert error.value.ranks == (1,)
     assert error.value.__cause__ is None
-    assert_nothing_is_left(mark)
 
 
-def test_a_process_that_is_killed_is_blamed(mark):
+def test_a_process_that_is_killed_is_blamed():
     def function() -> None:
         if rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(60)
 
     with pytest.raises(LocalRunError) as error:
-        run_local(function, env={MARK: mark}, timeout=20)
+        run_local(function, timeout=20)
     assert str(error.value).startswith("Rank 1 of 2 failed.\n")
     assert "--- rank 1, exit code -9, last lines:" in str(error.value)
     assert error.value.ranks[0] == 1
-    assert_nothing_is_left(mark)
 
 
 def test_a_process_that_exits_without_a_result_is_blamed():
@@ -206,7 +250,7 @@ def test_a_process_that_exits_without_a_result_is_blamed():
         run_local(function, timeout=20)
 
 
-def test_an_interrupt_leaves_no_process(mark):
+def test_an_interrupt_leaves_no_process():
     """Ctrl-C while the function runs."""
 
     def interrupt(*arguments: object) -> None:
@@ -216,11 +260,10 @@ def test_an_interrupt_leaves_no_process(mark):
     try:
         signal.setitimer(signal.ITIMER_REAL, 2.0)
         with pytest.raises(KeyboardInterrupt):
-            run_local(lambda: time.sleep(60), env={MARK: mark}, timeout=50)
+            run_local(lambda: time.sleep(60), timeout=50)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
-    assert_nothing_is_left(mark)
 
 
 class TestDifferences:

@@ -38,22 +38,42 @@ class ZygoteError(RuntimeError):
     """The zygote could not start a worker, which has to be started without it."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class ForkedProcess:
-    """A worker that the zygote has forked: to be waited for like any child of this process."""
+    """A worker that the zygote has forked: to be waited for like any child of this process.
+
+    Attributes:
+        pid: its number.
+        returncode: how it ended, as `subprocess` says it; None as long as nobody has seen that it ended.
+    """
 
     pid: int
+    returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Returns how it ended, or None if it still runs."""
+        return self._look(os.WNOHANG)
 
     def wait(self) -> int:
-        """Waits for its end and returns what `subprocess` calls returncode."""
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        """Waits for its end and returns its returncode."""
+        code = self._look(0)
+        assert code is not None
+        return code
+
+    def _look(self, options: int) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, options)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
 
 
 class Zygote:
     """A process that imports TensorFlow in the background, to fork workers later.
 
     Args:
-        command: the argument vector of the workers, one that `can_fork` accepts.
+        command: the argument vector of the workers, one that `can_fork` accepts; or only its first two words, the
+            interpreter and -u, for workers that run different programs.
         env: the environment of one of them.
 
     Raises:
@@ -117,18 +137,28 @@ class Zygote:
         """Whether a worker with this command and environment would be the same as one that is started afresh."""
         return tuple(command) == self._command and shared_part(env) == self._env
 
-    def spawn(self, env: Mapping[str, str], cpus: Sequence[int], output: int) -> ForkedProcess:
+    def spawn(
+        self,
+        env: Mapping[str, str],
+        cpus: Sequence[int],
+        output: int,
+        arguments: Sequence[str] = (),
+        folder: str | None = None,
+    ) -> ForkedProcess:
         """Starts a worker; it leads a process group of its own and dies with this process.
 
         Args:
             env: its complete environment, one that `fits`.
             cpus: cores to pin it to; empty = not pinned.
             output: file descriptor for its standard output and error.
+            arguments: more words, behind those of the command.
+            folder: to work in; None = this process' own when it made the zygote.
 
         Raises:
             ZygoteError: there is no worker, and there will be none.
         """
-        request = json.dumps({"env": dict(env), "cpus": list(cpus)}).encode() + b"\n"
+        asked = {"env": dict(env), "cpus": list(cpus), "arguments": list(arguments), "folder": folder}
+        request = json.dumps(asked).encode() + b"\n"
         ours, theirs = socket.socketpair()
         pid = 0
         try:

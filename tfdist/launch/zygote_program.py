@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 
 
 def _main(descriptor: int, words: list[str]) -> None:
@@ -20,11 +21,18 @@ def _main(descriptor: int, words: list[str]) -> None:
     del sys.path[0]
     for name in [name for name in sys.modules if name.partition(".")[0] == "tfdist"]:
         del sys.modules[name]
-    if not getattr(sys.flags, "safe_path", False):
-        sys.path.insert(0, main_module.first_path(words))
-    command = (sys.executable, "-u", *words)
-    zygote_server.serve(descriptor, command)  # returns in each worker, never in the zygote
-    main_module.run(words, command, hidden_files=[__file__])
+
+    def put_first(words: Sequence[str]) -> None:
+        if not getattr(sys.flags, "safe_path", False):
+            sys.path.insert(0, main_module.first_path(words))
+
+    if words:
+        put_first(words)
+    # Returns in each worker, never in the zygote.
+    command = zygote_server.serve(descriptor, (sys.executable, "-u", *words))
+    if not words:
+        put_first(command[2:])
+    main_module.run(command[2:], command, hidden_files=[__file__])
 
 
 if __name__ == "__main__":

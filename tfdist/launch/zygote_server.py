@@ -25,12 +25,15 @@ _NOT_A_WORKER = 70
 _THREADS_SAFE_TO_FORK = {"jemalloc_bg_thd"}
 
 
-def serve(descriptor: int, command: Sequence[str]) -> None:
+def serve(descriptor: int, command: Sequence[str]) -> tuple[str, ...]:
     """Forks workers until the launcher closes the connection. Returns in the workers only, once they may begin.
 
     Args:
         descriptor: the zygote's end of its connection with the launcher.
         command: the argument vector that a worker stands for.
+
+    Returns:
+        The worker's whole argument vector: the command, and what the request adds to it.
     """
     launcher = os.getppid()
     connection = socket.socket(fileno=descriptor)
@@ -56,7 +59,7 @@ def serve(descriptor: int, command: Sequence[str]) -> None:
     try:
         connection.close()
         control, output = descriptors
-        _become_worker(socket.socket(fileno=control), output, launcher, command, set_by_import)
+        return _become_worker(socket.socket(fileno=control), output, launcher, command, set_by_import)
     except BaseException:
         os._exit(_NOT_A_WORKER)  # the launcher hears nothing more and starts the worker without us
 
@@ -103,15 +106,18 @@ def _low_priority() -> Iterator[None]:
 
 def _become_worker(
     control: socket.socket, output: int, launcher: int, command: Sequence[str], set_by_import: dict[str, str]
-) -> None:
+) -> tuple[str, ...]:
     with control, control.makefile("rb") as stream:
         os.setsid()
         request = json.loads(stream.readline())
+        whole = (*command, *request["arguments"])
         _wait_for_adoption(launcher)
         death_pact(launcher)()
         if request["cpus"]:
             os.sched_setaffinity(0, request["cpus"])
         _set_threads(request["env"])
+        if request["folder"]:
+            os.chdir(request["folder"])
         os.environ.clear()
         os.environ.update({**request["env"], **set_by_import})
         _forget_randomness()
@@ -119,10 +125,11 @@ def _become_worker(
             os.dup2(output, stream_number)
         os.close(output)
         importlib.invalidate_caches()
-        PreloadedModules(lambda: _start_over(command, request["env"])).hide()
+        PreloadedModules(lambda: _start_over(whole, request["env"])).hide()
         control.sendall(b"%d\n" % os.getpid())
         if stream.readline() != b"go\n":
             os._exit(_NOT_A_WORKER)  # the launcher has given up
+        return whole
 
 
 def _wait_for_adoption(launcher: int) -> None:

@@ -6,6 +6,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
         "local_cluster": ["LocalRunError", "run_local"],
+        "fork_server": ["preload"],
         "transparency": ["assert_transparent", "differences", "train_and_observe"],
     },
 )

@@ -19,10 +19,13 @@ import cloudpickle
 from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.ports import reserve
 from tfdist.launch.guardian import Guardian
+from tfdist.launch.zygote import ForkedProcess
 from tfdist.supervision import events, progress
+from tfdist.testing.fork_server import fork
 
 _LAST_LINES = 40
 _OF_RUN = ("TFDIST_LOG_DIR", events.VARIABLE, progress.VARIABLE)
+_THREADS = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "4", "TF_CPP_MIN_LOG_LEVEL": "2"}
 # Started by its path: it finds the parent's modules only after it has read where the parent found them.
 _CHILD = str(Path(__file__).with_name("child.py"))
 
@@ -87,7 +90,7 @@ def run_local(
         parts = (list(sys.path), devices_per_worker, (fn, tuple(args)))
         (root / "call").write_bytes(b"".join(cloudpickle.dumps(part) for part in parts))
         tasks, jobs = _cluster(workers, ps, ports.ports)
-        processes: list[subprocess.Popen] = []
+        processes: list[subprocess.Popen | ForkedProcess] = []
         try:
             for rank, task in enumerate(tasks):
                 processes.append(_start(root, ClusterConfig(jobs, *task), rank, env or {}))
@@ -111,15 +114,21 @@ def _cluster(workers: int, ps: int, ports: Sequence[int]) -> tuple[list[tuple[st
     return tasks, jobs
 
 
-def _start(root: Path, config: ClusterConfig, rank: int, env: Mapping[str, str]) -> subprocess.Popen:
-    settings = {"TF_CONFIG": config.to_json(), "TFDIST_CLUSTER": config.to_json(), "PYTHONUNBUFFERED": "1"}
-    threads = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "4", "TF_CPP_MIN_LOG_LEVEL": "2"}
+def own_environment() -> dict[str, str]:
+    """What every process of `run_local` finds in its environment, whatever its cluster is."""
     # Where a run around this process writes its events and its progress is not for processes of another one.
     around = {name: value for name, value in os.environ.items() if name not in _OF_RUN}
+    return {**_THREADS, **around, "PYTHONUNBUFFERED": "1"}
+
+
+def _start(root: Path, config: ClusterConfig, rank: int, env: Mapping[str, str]) -> subprocess.Popen | ForkedProcess:
+    cluster = {"TF_CONFIG": config.to_json(), "TFDIST_CLUSTER": config.to_json()}
+    whole = {**own_environment(), **cluster, **env}
+    words = [_CHILD, str(root / "call"), str(root / f"result-{rank}")]
     with open(root / f"log-{rank}", "wb") as log:
-        return subprocess.Popen(
-            [sys.executable, _CHILD, str(root / "call"), str(root / f"result-{rank}")],
-            env={**threads, **around, **settings, **env},
+        return fork(rank, words, whole, log.fileno()) or subprocess.Popen(
+            [sys.executable, *words],
+            env=whole,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -127,7 +136,7 @@ def _start(root: Path, config: ClusterConfig, rank: int, env: Mapping[str, str])
         )
 
 
-def _wait(processes: list[subprocess.Popen], timeout: float) -> list[int | None]:
+def _wait(processes: list[subprocess.Popen | ForkedProcess], timeout: float) -> list[int | None]:
     """Waits until all have ended, one has failed, or time is up; returns the exit codes, `None` for who still runs."""
     deadline = time.monotonic() + timeout
     while None in (codes := [p.poll() for p in processes]) and time.monotonic() < deadline:
@@ -139,7 +148,7 @@ def _wait(processes: list[subprocess.Popen], timeout: float) -> list[int | None]
     return codes
 
 
-def _kill(process: subprocess.Popen) -> None:
+def _kill(process: subprocess.Popen | ForkedProcess) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -1,0 +1,84 @@
+"""`preload`: which processes of `run_local` are forked, and that the others are started afresh."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tfdist.testing import fork_server, preload, run_local
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(90)]
+
+
+@pytest.fixture(autouse=True)
+def servers() -> None:
+    preload()
+
+
+@pytest.fixture
+def new_ones_afterwards() -> Iterator[None]:
+    """For a test that ends servers."""
+    yield
+    fork_server.close()
+    preload()
+
+
+def is_forked() -> bool:
+    return b"zygote_program.py" in Path("/proc/self/cmdline").read_bytes()
+
+
+def test_processes_are_forked():
+    assert run_local(is_forked, timeout=60) == [True, True]
+
+
+def test_tensorflow_is_there_at_once_and_unused():
+    def function() -> tuple[bool, bool, int]:
+        import sys
+
+        before = "tensorflow" in sys.modules
+        import tensorflow as tf
+
+        # Fails in a process that has used its devices.
+        cpu = tf.config.list_physical_devices("CPU")[0]
+        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 3)
+        return before, is_forked(), len(tf.config.list_logical_devices("CPU"))
+
+    assert run_local(function, timeout=60) == [(False, True, 3)] * 2
+
+
+def test_two_ranks_differ_in_the_hashes_of_strings():
+    first, second, third = run_local(lambda: hash("a"), 3, timeout=60)
+    assert first != second
+    assert first == third  # one server for both
+
+
+@pytest.mark.parametrize("name", ["TF_ENABLE_ONEDNN_OPTS", "PYTHONHASHSEED", "LD_BIND_NOW"])
+def test_what_is_read_at_the_start_makes_a_fresh_process(name):
+    found = run_local(lambda: (is_forked(), os.environ[name]), timeout=60, env={name: "1"})
+    assert found == [(False, "1")] * 2
+    assert run_local(is_forked, timeout=60) == [True, True]
+
+
+def test_a_variable_that_the_function_sets_before_the_import_starts_it_over():
+    def function() -> tuple[bool, int]:
+        os.environ["TF_ENABLE_ONEDNN_OPTS"] = "0"
+        import tensorflow as tf
+
+        return is_forked(), int(tf.constant(7))
+
+    assert run_local(function, timeout=90) == [(False, 7)] * 2
+
+
+def test_without_a_server_processes_are_started_afresh(new_ones_afterwards):
+    fork_server.close()
+    assert run_local(is_forked, timeout=60) == [False, False]
+
+
+def test_a_server_that_dies_is_done_without(new_ones_afterwards):
+    assert run_local(is_forked, timeout=60) == [True, True]
+    os.kill(fork_server.running()[1].pid, signal.SIGKILL)
+    assert run_local(is_forked, timeout=60) == [True, False]

@@ -1,0 +1,120 @@
+"""Processes that have imported TensorFlow, from which `run_local` and the tests fork theirs."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+
+from tfdist.launch.import_settings import changed_for_import
+from tfdist.launch.zygote import ForkedProcess, Zygote, ZygoteError
+
+# For imports that are under way. New ones would not be quicker.
+_PATIENCE = 60.0
+# What the interpreter, the dynamic linker and the C library read when a process starts.
+_READ_AT_START = ("PYTHON", "LD_", "MALLOC_", "GLIBC_")
+
+_servers: list[ForkServer] = []
+_lock = threading.Lock()
+
+
+class ForkServer:
+    """A process that imports TensorFlow in the background and then waits to be forked.
+
+    Args:
+        env: environment that TensorFlow is imported in.
+    """
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self._env = dict(env)
+        self._zygote = Zygote([sys.executable, "-u"], env)
+
+    def start(
+        self, words: Sequence[str], env: Mapping[str, str], output: int, folder: str | None = None
+    ) -> ForkedProcess | None:
+        """Starts `python -u WORDS`, or returns None if that has to be done without this server.
+
+        Args:
+            words: a script or -m and a module, and its arguments.
+            env: the process' whole environment.
+            output: file descriptor for its standard output and error.
+            folder: to work in; None = this process' own.
+        """
+        if changed_for_import(self._env, env) or _read_at_start(self._env) != _read_at_start(env):
+            return None
+        self._zygote.hurry()
+        deadline = time.monotonic() + _PATIENCE
+        while self._zygote.is_importing() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if not self._zygote.is_ready():
+            return None
+        try:
+            return self._zygote.spawn(env, sorted(os.sched_getaffinity(0)), output, words, folder or os.getcwd())
+        except ZygoteError:
+            return None
+
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        return self._zygote.group
+
+    def close(self) -> None:
+        """Ends the server; processes forked from it live on."""
+        self._zygote.close()
+
+
+def preload(servers: int = 2) -> None:
+    """Imports TensorFlow now, in the background, so that each later `run_local` starts some seconds sooner.
+
+    The processes of `run_local` are then forked from a process that has imported TensorFlow and has not used it. They
+    get the environment, working directory and cores of fresh ones. A process whose environment differs in what the
+    interpreter or the import of TensorFlow reads (`TF_ENABLE_ONEDNN_OPTS`, `PYTHONHASHSEED`, ...) is started afresh.
+    What differs: `/proc/PID/environ` shows the environment of the process that it was forked from.
+
+    Calling it again does nothing. The servers end with this process. On other systems than Linux it does nothing.
+
+    Args:
+        servers: how many processes import TensorFlow. Rank `r` is forked from number `r % servers`. Processes of one
+            server share the seed of Python's string hashes, so that with one only, no test would notice an order of
+            sets that differs between ranks.
+
+    Example:
+        >>> from tfdist.testing import preload, run_local
+        >>> preload()  # in conftest.py, say
+        >>> run_local(lambda: __import__("tensorflow").add(1, 1).numpy())
+        [2, 2]
+    """
+    with _lock:
+        if _servers or sys.platform != "linux":
+            return
+        from tfdist.testing.local_cluster import own_environment
+
+        _servers.extend(ForkServer(own_environment()) for _ in range(servers))
+        atexit.register(close)
+
+
+def fork(
+    rank: int, words: Sequence[str], env: Mapping[str, str], output: int, folder: str | None = None
+) -> ForkedProcess | None:
+    """Starts a process from the server of its rank, as `ForkServer.start` does; None if there is no server."""
+    with _lock:
+        return _servers[rank % len(_servers)].start(words, env, output, folder) if _servers else None
+
+
+def running() -> list[ForkServer]:
+    """The servers that `preload` has started."""
+    return list(_servers)
+
+
+def close() -> None:
+    """Ends the servers: later processes are started afresh."""
+    with _lock:
+        while _servers:
+            _servers.pop().close()
+
+
+def _read_at_start(env: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in env.items() if name.startswith(_READ_AT_START)}
