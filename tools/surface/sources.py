@@ -1,0 +1,29 @@
+"""The source of the package, parsed."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parents[2] / "tfdist"
+
+Sources = Mapping[str, ast.Module]
+
+
+def sources() -> Sources:
+    """The files of the package, by their paths."""
+    return {str(path.relative_to(_PACKAGE.parent)): parsed(str(path)) for path in sorted(_PACKAGE.rglob("*.py"))}
+
+
+@functools.cache
+def parsed(path: str) -> ast.Module:
+    """One file."""
+    return ast.parse(Path(path).read_text(encoding="utf-8"))
+
+
+@functools.cache
+def nodes_of(tree: ast.AST) -> list[ast.AST]:
+    """All that is in it; walking takes as long as parsing."""
+    return list(ast.walk(tree))
