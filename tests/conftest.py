@@ -7,13 +7,19 @@ import os
 import shutil
 import subprocess
 import tempfile
+from pathlib import Path
 
 import pytest
 
-from tfdist.testing import preload
+from tests.processes import preloaded
 
 # Set by launchers and schedulers: a test run inside a job must not take itself for one of the job's tasks.
 CLUSTER_VARIABLES = ("TF_CONFIG", "TFDIST_", "SLURM_", "OMPI_", "PMI_", "PMIX_")
+
+
+def pytest_configure() -> None:
+    """Lets the Python processes that tests start find this tree, wherever they work."""
+    os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +40,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 4)
     if any(item.get_closest_marker("cluster") for item in session.items) and not session.config.option.collectonly:
         # The processes of `run_local` are forked: importing TensorFlow takes longer than most of them do anything.
-        preload()
+        preloaded()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -47,7 +47,7 @@ def main(out: str, err: str, arguments: list[str]) -> None:
         main_module.run(command[2:], command, hidden_files=[__file__])
         return
     theirs.close()
-    assert ours.recv(1) == b"R"
+    assert ours.recv(2**16)  # it is ready
     zygote = HeldZygote(ours, pid)
     afresh = program_start.start_afresh
 

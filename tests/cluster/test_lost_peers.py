@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import tfdist
+from tests.processes import forked
 from tfdist.cluster import ports
 
 pytestmark = pytest.mark.cluster
@@ -34,32 +35,29 @@ model.fit(np.ones((6400, 4)), np.ones((6400, 1)), batch_size=32, verbose=0, shuf
 """
 
 
-def train(size: int, *arguments: str) -> tuple[list[str], list[tuple[int, str]]]:
-    """The addresses, and exit code and standard error of each process."""
+def train(folder: Path, size: int, *arguments: str) -> tuple[list[str], list[tuple[int, str]]]:
+    """The addresses, and exit code and output of each process."""
     with ports.reserve(size) as reservation:
         places = [f"127.0.0.1:{port}" for port in reservation.ports]
+    (folder / "train.py").write_text(PROGRAM)
     processes = []
     try:
         for index in range(size):
             config = json.dumps({"cluster": {"worker": places}, "task": {"type": "worker", "index": index}})
             env = {**os.environ, "TF_CONFIG": config, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
-            words = [sys.executable, "-c", PROGRAM, *arguments]
-            processes.append(subprocess.Popen(words, env=env, stderr=subprocess.PIPE, text=True))
-        results = []
-        for process in processes:
-            _, text = process.communicate(timeout=_DEADLINE)
-            results.append((process.returncode, text))
-        return places, results
+            processes.append(forked(["train.py", *arguments], folder / f"log-{index}", folder, env, index))
+        return places, [
+            (process.wait(_DEADLINE), (folder / f"log-{index}").read_text()) for index, process in enumerate(processes)
+        ]
     finally:
         for process in processes:
             process.kill()
-            process.wait()
 
 
 @pytest.mark.timeout(_DEADLINE + 30)
 @pytest.mark.parametrize(("rank", "how", "code"), [(0, "kill", -9), (1, "kill", -9), (2, "raise", 1)])
-def test_who_is_gone_is_named_below_the_traceback(rank, how, code):
-    places, results = train(3, str(rank), how)
+def test_who_is_gone_is_named_below_the_traceback(rank, how, code, tmp_path):
+    places, results = train(tmp_path, 3, str(rank), how)
     assert results[rank][0] == code
     assert " is gone" not in results[rank][1]
     only = f"tfdist: worker {rank} ({places[rank]}) is gone; what it has printed, and the log of the system that"

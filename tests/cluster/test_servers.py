@@ -9,7 +9,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,13 +16,13 @@ from pathlib import Path
 
 import pytest
 
-import tfdist
+from tests.launcher.conftest import WarmLaunch
+from tests.processes import ForkedPopen, forked
 from tfdist.cluster import ClusterConfig
 from tfdist.cluster.ports import reserve
 from tfdist.strategies.server_watch import ServerWatch
 from tfdist.strategies.servers import connect, gone
 
-SOURCE = Path(tfdist.__file__).parent.parent
 THREADS = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "4", "TF_CPP_MIN_LOG_LEVEL": "2"}
 # Importing TensorFlow in several processes at once takes its time on a busy machine.
 DEADLINE = 120.0
@@ -44,8 +43,8 @@ class Cluster:
             self.tasks = [("chief", 0), *self.tasks[:-1], *(("ps", index) for index in range(ps))]
             jobs = {"chief": self.places[:1], "worker": self.places[1:workers], "ps": self.places[workers:]}
         self.config = ClusterConfig(jobs, *self.tasks[0])
-        self.processes: list[subprocess.Popen[bytes]] = []
-        self.former: list[subprocess.Popen[bytes]] = []
+        self.processes: list[ForkedPopen | subprocess.Popen[bytes]] = []
+        self.former: list[ForkedPopen | subprocess.Popen[bytes]] = []
         for rank in range(len(self.tasks)):
             self.processes.append(self._start(rank))
 
@@ -55,14 +54,10 @@ class Cluster:
         self.former[-1].wait(SOON)
         self.processes[rank] = self._start(rank, **env)
 
-    def _start(self, rank: int, **more: str) -> subprocess.Popen[bytes]:
+    def _start(self, rank: int, **more: str) -> ForkedPopen | subprocess.Popen[bytes]:
         config = self.config.with_task(*self.tasks[rank]).to_json()
-        env = {**os.environ, **THREADS, "TF_CONFIG": config, "PYTHONPATH": str(SOURCE), "PYTHONUNBUFFERED": "1", **more}
-        command = [sys.executable, "-m", "tests.cluster.served_program", self.what]
-        with open(self._log(rank), "ab") as log:
-            return subprocess.Popen(
-                command, cwd=self.folder, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
+        env = {**os.environ, **THREADS, "TF_CONFIG": config, "PYTHONUNBUFFERED": "1", **more}
+        return forked(["-m", "tests.cluster.served_program", self.what], self._log(rank), self.folder, env, rank)
 
     def log(self, rank: int) -> str:
         return self._log(rank).read_text(errors="replace")
@@ -196,40 +191,27 @@ def test_a_server_that_does_not_come_up_is_named(start) -> None:
     assert 5.9 < told["seconds"] < 9.0
 
 
-def launched(folder: Path, what: str, *options: str) -> subprocess.Popen[str]:
-    shape = () if "--ps" in options else ("--stages", "2", "--no-warm")
-    command = [sys.executable, "-m", "tfdist", "run", *shape, "--log-dir", "logs", *options]
-    return subprocess.Popen(
-        [*command, "-m", "tests.cluster.served_program", what],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(SOURCE)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+@pytest.fixture
+def launched(tmp_path: Path) -> Iterator[Callable[..., WarmLaunch]]:
+    """Starts `tfdist run` with `served_program`."""
+    launches: list[WarmLaunch] = []
 
+    def start(what: str, *options: str) -> WarmLaunch:
+        shape = () if "--ps" in options else ("--stages", "2", "--no-warm")
+        program = ("-m", "tests.cluster.served_program", what)
+        launches.append(WarmLaunch(tmp_path, ["run", *shape, "--log-dir", "logs", *options, *program], {}))
+        return launches[-1]
 
-def finish(launcher: subprocess.Popen[str], folder: Path, deadline: float = DEADLINE) -> tuple[int, str, str]:
-    """Exit code and output; the launcher's guardian ends what it leaves behind."""
-    try:
-        out, err = launcher.communicate(timeout=deadline)
-    except subprocess.TimeoutExpired:
-        launcher.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            launcher.wait(15)
-        launcher.kill()
-        launcher.wait()
-        logs = "".join(f"--- {path}\n{path.read_text()[-3000:]}" for path in folder.glob("logs/*.log"))
-        pytest.fail(f"the launcher did not end within {deadline} s\n{logs}")
-    return launcher.returncode, out, err
+    yield start
+    for launch in launches:
+        launch.clean_up()
 
 
 @pytest.mark.slow
-def test_the_launcher_restarts_all_after_a_server_was_killed(tmp_path: Path) -> None:
-    code, out, err = finish(launched(tmp_path, "restarted", "--max-restarts", "1"), tmp_path)
-    assert code == 0, err
-    lines = [line.removeprefix("[worker 0] ") for line in out.splitlines()]
+def test_the_launcher_restarts_all_after_a_server_was_killed(launched) -> None:
+    result = launched("restarted", "--max-restarts", "1").finish(DEADLINE)
+    assert result.code == 0, result.err
+    lines = [line.removeprefix("[worker 0] ") for line in result.out.splitlines()]
     told = [json.loads(line) for line in lines if line.startswith("{")]
     assert [(step["restart"], step["step"], step["sum"]) for step in told] == [
         ("0", 1, 10000.0),
@@ -237,7 +219,9 @@ def test_the_launcher_restarts_all_after_a_server_was_killed(tmp_path: Path) -> 
         ("1", 2, 10000.0),
         ("1", 3, 10000.0),
     ]
-    assert re.search(r"tfdist: worker 1 was killed by SIGKILL at step 1; restart 1 of 1: training again after", err)
+    assert re.search(
+        r"tfdist: worker 1 was killed by SIGKILL at step 1; restart 1 of 1: training again after", result.err
+    )
     (line,) = [line for line in lines if line.startswith("tfdist: worker 1")]
     assert re.match(
         r"tfdist: worker 1 \(127\.0\.0\.1:\d+\), which holds stage 1, is gone; /.*/logs/worker-1\.log ", line
@@ -245,16 +229,14 @@ def test_the_launcher_restarts_all_after_a_server_was_killed(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_preempted_chief_can_save_what_the_servers_hold(tmp_path: Path) -> None:
-    launcher = launched(tmp_path, "preempted")
-    end = time.monotonic() + DEADLINE
-    while not (tmp_path / "ready").exists() and launcher.poll() is None and time.monotonic() < end:
-        time.sleep(0.02)
-    launcher.send_signal(signal.SIGTERM)
-    code, out, err = finish(launcher, tmp_path)
-    assert code == 77, err
-    assert '[worker 0] {"saved": 10000.0}\n' in out
-    assert "is gone" not in out
+def test_a_preempted_chief_can_save_what_the_servers_hold(launched, tmp_path: Path) -> None:
+    launch = launched("preempted")
+    launch.wait_for_file("ready", deadline=DEADLINE)
+    launch.popen.send_signal(signal.SIGTERM)
+    result = launch.finish(DEADLINE)
+    assert result.code == 77, result.err
+    assert '[worker 0] {"saved": 10000.0}\n' in result.out
+    assert "is gone" not in result.out
     assert "SIGTERM received: worker 1" in (tmp_path / "logs/worker-1.log").read_text()
 
 
@@ -340,14 +322,15 @@ def test_a_killed_parameter_server_is_told(start) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("warm", ["--warm", "--no-warm"])
-def test_the_launcher_replaces_a_worker_alone(tmp_path: Path, warm: str) -> None:
-    code, out, err = finish(launched(tmp_path, "replaced", "-n", "2", "--ps", "1", warm), tmp_path)
-    assert code == 0, err
-    told = [json.loads(line.removeprefix("[chief 0] ")) for line in out.splitlines() if line.startswith("[chief 0] {")]
+def test_the_launcher_replaces_a_worker_alone(launched, tmp_path: Path, warm: str) -> None:
+    result = launched("replaced", "-n", "2", "--ps", "1", warm).finish(DEADLINE)
+    assert result.code == 0, result.err
+    lines = [line for line in result.out.splitlines() if line.startswith("[chief 0] {")]
+    told = [json.loads(line.removeprefix("[chief 0] ")) for line in lines]
     first, gone_, back, second = told
     assert (first, second) == ({"read": [21.0, 22.0]}, {"read": [21.0, 22.0]})
     assert (gone_, back) == ({"gone": "worker 1"}, {"back": "worker 1"})
-    assert err.splitlines()[1:] == [
+    assert result.err.splitlines()[1:] == [
         "tfdist: worker 1 was killed by SIGKILL (logs/worker-1.log); started again (replacement 1 of 3), "
         "the others go on"
     ]

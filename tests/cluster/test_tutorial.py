@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
 import tempfile
-import uuid
 from pathlib import Path
 
 import pytest
 
-import tfdist
+from tests.launcher.conftest import WarmLaunch
 
 pytest.importorskip("sklearn")
 
@@ -24,44 +18,21 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 _DEADLINE = 240
 _SCRIPT = Path(__file__).with_name("tutorial") / "main.py"
-_MARK = "TUTORIAL_TEST_MARK"
-
-
-def kill_marked(mark: str) -> list[int]:
-    """Kills the processes that carry a mark in their environment; returns their ids."""
-    killed = []
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if entry.name.isdigit() and f"{_MARK}={mark}".encode() in (entry / "environ").read_bytes():
-                os.kill(int(entry.name), signal.SIGKILL)
-                killed.append(int(entry.name))
-    return killed
 
 
 @functools.cache
 def run() -> tuple[int, str, dict[str, str], list[str]]:
     """Returns exit code, everything printed, the logs by task, and the files and folders that are left."""
-    mark = uuid.uuid4().hex
     with tempfile.TemporaryDirectory(prefix="tfdist-tutorial-") as folder:
-        environment = {**os.environ, "PYTHONPATH": str(Path(tfdist.__file__).parent.parent), _MARK: mark}
-        command = [sys.executable, "-m", "tfdist", "run", "-n", "2", str(_SCRIPT)]
-        launcher = subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        launch = WarmLaunch(Path(folder), ["run", "-n", "2", str(_SCRIPT)], {})
         try:
-            printed, _ = launcher.communicate(timeout=_DEADLINE)
-        except subprocess.TimeoutExpired:
-            launcher.send_signal(signal.SIGTERM)
-            try:
-                printed, _ = launcher.communicate(timeout=10)
-            except subprocess.TimeoutExpired:
-                kill_marked(mark)
-                printed, _ = launcher.communicate()
-            printed += f"\n(ended by the test after {_DEADLINE} s)"
-        assert kill_marked(mark) == [], "the launcher left processes behind"
+            result = launch.finish(_DEADLINE)
+            launch.assert_nothing_is_left()
+        finally:
+            launch.clean_up()
         logs = {path.stem: path.read_text(errors="replace") for path in Path(folder).glob("tfdist-logs/*/*.log")}
-        left = sorted(str(path.relative_to(folder)) for path in Path(folder).iterdir())
-    return launcher.returncode, printed, logs, left
+        left = sorted(path.name for path in Path(folder).iterdir() if not path.name.startswith("launcher-"))
+    return result.code, result.out + result.err, logs, left
 
 
 def printed_by(task: str, label: str) -> str:

@@ -10,19 +10,17 @@ import sys
 import textwrap
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 import tfdist
-from tfdist.launch.zygote import ForkedProcess
-from tfdist.testing.fork_server import ForkServer
+from tests.processes import MARK, ForkedPopen, forked, living, marked
 
 SOURCE = Path(tfdist.__file__).parent.parent
-MARK = "LAUNCHER_TEST_MARK"
-_WARM_LAUNCHER = str(Path(__file__).with_name("warm_launcher.py"))
+_WARM_LAUNCHER = str(SOURCE / "tests" / "warm_launcher.py")
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class Launch:
     def __init__(self, folder: Path, command: Sequence[str], **more) -> None:
         self.folder = folder
         self.mark = uuid.uuid4().hex
-        env = {**os.environ, "PYTHONPATH": str(SOURCE), MARK: self.mark, **more.pop("env", {})}
+        env = {**os.environ, MARK: self.mark, **more.pop("env", {})}
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **more}
         self.popen = subprocess.Popen(
             command, cwd=folder, env=env, start_new_session=True, preexec_fn=_heed_hangup, **streams
@@ -60,7 +58,7 @@ class Launch:
 
     def marked(self) -> list[int]:
         """All living processes of this launch, whatever group they are in."""
-        return marked(self.mark)
+        return marked(MARK, self.mark)
 
     def assert_nothing_is_left(self, within: float = 2.0) -> None:
         wait_until(lambda: not self.marked(), within, "the end of all processes")
@@ -92,15 +90,12 @@ class WarmLaunch(Launch):
     What its processes print is read from files: it has no pipes and no terminal.
     """
 
-    def __init__(self, server: ForkServer, mark: str, folder: Path, arguments: Sequence[str]) -> None:
+    def __init__(self, folder: Path, arguments: Sequence[str], env: Mapping[str, str]) -> None:
         self.folder = folder
-        self.mark = mark
-        self._server = server
         self._streams = [folder / f"launcher-{len(list(folder.glob('launcher-*')))}-{name}" for name in ("out", "err")]
-        env = {**os.environ, "PYTHONPATH": str(SOURCE), MARK: mark}
-        process = server.start([_WARM_LAUNCHER, *map(str, self._streams), *arguments], env, 2, str(folder))
-        assert process is not None, "the fork server has ended, or the test changes what importing TensorFlow reads"
-        self.popen = ForkedPopen(process)
+        words = [_WARM_LAUNCHER, *map(str, self._streams), *arguments]
+        self.popen = forked(words, folder / "launcher-log", folder, {**os.environ, **env})
+        assert isinstance(self.popen, ForkedPopen), "this test needs `launch`: a forked process would be another one"
 
     def finish(self, deadline: float = 20.0) -> Result:
         """Waits for the end and returns the result."""
@@ -112,48 +107,8 @@ class WarmLaunch(Launch):
         return Result(code, out, err)
 
     def marked(self) -> list[int]:
-        """All living processes of this launch and of others that the server has forked; the server not included."""
-        return [pid for pid in super().marked() if pid != self._server.pid]
-
-
-class ForkedPopen:
-    """The part of `subprocess.Popen` that the tests use, for a process that somebody else has forked."""
-
-    stdout = stderr = None
-
-    def __init__(self, process: ForkedProcess) -> None:
-        self.pid = process.pid
-        self.poll = process.poll
-
-    @property
-    def returncode(self) -> int | None:
-        return self.poll()
-
-    def wait(self, timeout: float) -> int:
-        end = time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if time.monotonic() > end:
-                raise subprocess.TimeoutExpired("the launcher", timeout)
-            time.sleep(0.01)
-        return code
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-
-def marked(mark: str) -> list[int]:
-    """All living processes that carry a mark."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                if f"{MARK}={mark}".encode() in (entry / "environ").read_bytes():
-                    found.append(int(entry.name))
-    return found
+        """All living processes that have been forked in this process' tests, launchers and workers alike."""
+        return living()
 
 
 def _heed_hangup() -> None:
@@ -183,27 +138,25 @@ def launch(launches: list[Launch], tmp_path: Path) -> Callable[..., Launch]:
 
 
 @pytest.fixture
-def warm_launch(
-    warm_launcher: tuple[ForkServer, str], launches: list[Launch], tmp_path: Path
-) -> Callable[..., WarmLaunch]:
-    """`launch`, for scripts that train: seconds sooner, since nobody has to import TensorFlow."""
+def warm_launch(launches: list[Launch], tmp_path: Path) -> Callable[..., WarmLaunch]:
+    """`launch` for scripts that train: seconds sooner, since nobody has to import TensorFlow.
 
-    def start(script: str, *options: str, arguments: Sequence[str] = (), command: str = "run") -> WarmLaunch:
+    `arguments` are those of the script, `command` is all that follows `tfdist`.
+    """
+
+    def start(
+        script: str,
+        *options: str,
+        arguments: Sequence[str] = (),
+        command: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> WarmLaunch:
         write_script(tmp_path, script)
-        server, mark = warm_launcher
-        launches.append(WarmLaunch(server, mark, tmp_path, [command, *options, "script.py", *arguments]))
+        words = command or ["run", *options, "script.py", *arguments]
+        launches.append(WarmLaunch(tmp_path, words, env or {}))
         return launches[-1]
 
     return start
-
-
-@pytest.fixture(scope="session")
-def warm_launcher() -> Iterator[tuple[ForkServer, str]]:
-    """What `warm_launch` forks, and the mark that all of it carries."""
-    mark = uuid.uuid4().hex
-    server = ForkServer({**os.environ, "PYTHONPATH": str(SOURCE), MARK: mark})
-    yield server, mark
-    server.close()
 
 
 @pytest.fixture

@@ -131,13 +131,12 @@ def test_what_is_wrong_is_found():
 
 
 @pytest.mark.parametrize("page", UNDER_THE_LAUNCHER)
-def test_programs_run_under_the_launcher(page, launch, tmp_path):
+def test_programs_run_under_the_launcher(page, warm_launch, tmp_path):
     if "horovod" in page and (reason := problem(versions()["tensorflow"])):
         pytest.skip(reason)
     options, last = UNDER_THE_LAUNCHER[page]
     (tmp_path / "train.py").write_text("\n".join(code(block) for block in programs(page)))
-    command = [sys.executable, "-m", "tfdist", "run", "--max-restarts", "0", *options, "train.py"]
-    started = launch("", command=command)
+    started = warm_launch("", command=["run", "--max-restarts", "0", *options, "train.py"])
     result = started.finish(DEADLINE)
     assert result.code == 0, f"{result.out[-3000:]}\n{result.err[-3000:]}"
     if last is not None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from tests.launcher.conftest import SOURCE
+from tests.processes import forked
 
 EXAMPLE = SOURCE / "examples" / "train_language_model.py"
 SMALL = ["--epochs=1", "--batch-size=1024", "--length=16", "--width=16", "--blocks=1", "--microbatches=3"]
@@ -27,11 +26,10 @@ def results(printed: str) -> tuple[float, str]:
     return float(perplexity), sample
 
 
-def test_two_stages_train_what_one_device_trains(launch, tmp_path: Path) -> None:
+def test_two_stages_train_what_one_device_trains(warm_launch, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     options = [*SMALL, "--timeline", "timeline.png"]
-    command = [sys.executable, "-m", "tfdist", "run", "--stages", "2", str(EXAMPLE), *options]
-    started = launch("", command=command)
+    started = warm_launch("", command=["run", "--stages", "2", str(EXAMPLE), *options])
     result = started.finish(DEADLINE)
     assert result.code == 0, f"{result.out[-3000:]}\n{result.err[-3000:]}\n{started.log('worker-1')[-3000:]}"
     started.assert_nothing_is_left()
@@ -51,13 +49,6 @@ def test_two_stages_train_what_one_device_trains(launch, tmp_path: Path) -> None
     assert (tmp_path / "timeline.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert (tmp_path / "language_model.keras").stat().st_size > 10_000
 
-    alone = subprocess.run(
-        [sys.executable, str(EXAMPLE), *SMALL, "--model-path", "alone.keras"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(SOURCE)},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
-    )
-    assert alone.returncode == 0, alone.stderr[-3000:]
-    assert results(alone.stdout) == (pytest.approx(perplexity, abs=0.02), sample)
+    alone = forked([str(EXAMPLE), *SMALL, "--model-path", "alone.keras"], tmp_path / "alone", tmp_path, os.environ)
+    assert alone.wait(DEADLINE) == 0, (tmp_path / "alone").read_text()[-3000:]
+    assert results((tmp_path / "alone").read_text()) == (pytest.approx(perplexity, abs=0.02), sample)

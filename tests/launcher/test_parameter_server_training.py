@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 
@@ -31,16 +30,10 @@ TRAINING = """
     workers = strategy.dispatcher.workers
     done_by_first_life = None
 
-    def kill(job, index):
-        for entry in os.listdir("/proc"):
-            if entry.isdigit() and int(entry) != os.getppid():
-                try:
-                    environment = open(f"/proc/{entry}/environ").read()
-                except OSError:
-                    continue
-                task = json.dumps({"type": job, "index": index})
-                if f"TFDIST_RUN_ID={os.environ['TFDIST_RUN_ID']}" in environment and task in environment:
-                    os.kill(int(entry), signal.SIGKILL)
+    def kill(name):
+        events = map(json.loads, Path(os.environ["TFDIST_LOG_DIR"], "events.jsonl").open())
+        (start,) = (event for event in events if event["event"] == "start")
+        os.kill(start["processes"][name], signal.SIGKILL)
 
     def strike(step, logs=None):
         global victim, done_by_first_life
@@ -49,9 +42,9 @@ TRAINING = """
             if victim == "preempt":
                 os.kill(os.getppid(), signal.SIGTERM)
             elif victim == "midstep":
-                threading.Timer(rng.uniform(0, 0.02), kill, ("worker", 1)).start()
+                threading.Timer(rng.uniform(0, 0.02), kill, ["worker 1"]).start()
             else:
-                kill(*victim.split()[:1], int(victim.split()[1]))
+                kill(victim)
             victim = "nothing"
         if workers[1].lives and not workers[1].is_lost and done_by_first_life is None:
             done_by_first_life = workers[1].done
@@ -97,28 +90,27 @@ DATA_ON_WORKERS = """
 """
 
 
-def run(launch, mode: str, victim: str, folder: str, *options: str):
-    command = [sys.executable, "-m", "tfdist", "run", "-n", "2", "--ps", "1", *options, "script.py"]
-    started = launch(TRAINING, command=[*command, mode, victim, folder])
+def run(warm_launch, mode: str, victim: str, folder: str, *options: str):
+    started = warm_launch(TRAINING, "-n", "2", "--ps", "1", *options, arguments=[mode, victim, folder])
     result = started.finish(DEADLINE)
     started.assert_nothing_is_left()
     return result
 
 
-def undisturbed_run(launch, mode: str) -> dict:
+def undisturbed_run(warm_launch, mode: str) -> dict:
     """The result without a fault, which several tests compare with."""
     if mode not in _undisturbed:
-        _undisturbed[mode] = told(run(launch, mode, "nothing", "undisturbed"))["result"]
+        _undisturbed[mode] = told(run(warm_launch, mode, "nothing", "undisturbed"))["result"]
     return _undisturbed[mode]
 
 
 @pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.exhaustive)])
-def test_lost_processes_cost_nothing(launch, mode) -> None:
-    undisturbed = undisturbed_run(launch, mode)
+def test_lost_processes_cost_nothing(warm_launch, mode) -> None:
+    undisturbed = undisturbed_run(warm_launch, mode)
     assert undisturbed["iterations"] == 144
     assert undisturbed["loss"][-1] < 0.9 * undisturbed["loss"][0]
 
-    worker = run(launch, mode, "worker 1", "worker")
+    worker = run(warm_launch, mode, "worker 1", "worker")
     seen = told(worker)
     assert_same(seen["result"], undisturbed)
     assert seen["lives"] >= 1 and not seen["lost"]
@@ -127,22 +119,22 @@ def test_lost_processes_cost_nothing(launch, mode) -> None:
 
     # The same is done about both of them, in both modes.
     for victim in {"async": ["chief 0"], "sync": ["ps 0"]}[mode]:
-        result = run(launch, mode, victim, victim.replace(" ", ""))
+        result = run(warm_launch, mode, victim, victim.replace(" ", ""))
         assert_same(told(result)["result"], undisturbed)
         assert f"{victim} was killed by SIGKILL" in result.err
         assert "restart 1 of 3: training again after " in result.err
 
 
-def test_a_gradient_never_counts_twice(launch) -> None:
-    undisturbed = undisturbed_run(launch, "sync")
-    seen = told(run(launch, "sync", "midstep", "killed"))
+def test_a_gradient_never_counts_twice(warm_launch) -> None:
+    undisturbed = undisturbed_run(warm_launch, "sync")
+    seen = told(run(warm_launch, "sync", "midstep", "killed"))
     assert_same(seen["result"], undisturbed)
     assert seen["lives"] >= 1  # once more if a step is sent while it comes back
 
 
-def test_training_goes_on_with_the_workers_that_are_left(launch) -> None:
+def test_training_goes_on_with_the_workers_that_are_left(warm_launch) -> None:
     threads = ("--output", "all", "--env", "TF_NUM_INTEROP_THREADS=1")  # with one, every step would hang
-    result = run(launch, "async", "worker 1", "left", "--max-restarts", "0", *threads)
+    result = run(warm_launch, "async", "worker 1", "left", "--max-restarts", "0", *threads)
     assert result.code == 0, f"{result.out[-3000:]}\n{result.err[-3000:]}"
     (line,) = [line for line in result.out.splitlines() if '{"result": ' in line]
     seen = json.loads(line[line.index("{") :])
@@ -151,17 +143,15 @@ def test_training_goes_on_with_the_workers_that_are_left(launch) -> None:
     assert result.out.count("uses 4 inter-op threads instead of 1") + result.err.count("instead of 1") == 3
 
 
-def test_sigterm_saves_and_the_next_start_goes_on(launch) -> None:
-    undisturbed = undisturbed_run(launch, "async")
-    preempted = run(launch, "async", "preempt", "preempted")
+def test_sigterm_saves_and_the_next_start_goes_on(warm_launch) -> None:
+    undisturbed = undisturbed_run(warm_launch, "async")
+    preempted = run(warm_launch, "async", "preempt", "preempted")
     assert preempted.code == 77, f"{preempted.out[-3000:]}\n{preempted.err[-3000:]}"
-    assert_same(told(run(launch, "async", "nothing", "preempted"))["result"], undisturbed)
+    assert_same(told(run(warm_launch, "async", "nothing", "preempted"))["result"], undisturbed)
 
 
-def test_data_on_the_workers_begin_anew_with_the_epoch(launch) -> None:
-    result = launch(
-        DATA_ON_WORKERS, command=[sys.executable, "-m", "tfdist", "run", "-n", "2", "--ps", "1", "script.py"]
-    ).finish(DEADLINE)
+def test_data_on_the_workers_begin_anew_with_the_epoch(warm_launch) -> None:
+    result = warm_launch(DATA_ON_WORKERS, "-n", "2", "--ps", "1").finish(DEADLINE)
     seen = told(result)
     assert seen["iterations"] == 80
     assert len(seen["rows"]) in (2, 3) and set(seen["rows"]) == {320.0}, "each epoch uses each row once"

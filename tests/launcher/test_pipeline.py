@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 
@@ -84,15 +83,9 @@ RESUMED = """
 
     def kill(step, logs=None):
         if "kill" in sys.argv and int(model.optimizer.iterations) == 13 and os.environ["TFDIST_RESTART"] == "0":
-            for entry in os.listdir("/proc"):
-                # The server is the launcher's other child.
-                if entry.isdigit() and int(entry) != os.getpid():
-                    try:
-                        environment = open(f"/proc/{entry}/environ").read()
-                    except OSError:
-                        continue
-                    if f"TFDIST_RUN_ID={os.environ['TFDIST_RUN_ID']}" in environment and '"index": 1' in environment:
-                        os.kill(int(entry), signal.SIGKILL)
+            events = map(json.loads, Path(os.environ["TFDIST_LOG_DIR"], "events.jsonl").open())
+            (start,) = (event for event in events if event["event"] == "start")
+            os.kill(start["processes"]["worker 1"], signal.SIGKILL)
 
         if "preempt" in sys.argv and int(model.optimizer.iterations) == 13:
             os.kill(os.getppid(), signal.SIGTERM)
@@ -114,16 +107,15 @@ def told(result) -> dict:
 
 
 def stages(launch, program: str, count: int, *arguments: str, options: tuple[str, ...] = ()):
-    command = [sys.executable, "-m", "tfdist", "run", "--stages", str(count), *options, "script.py", *arguments]
-    started = launch(program, command=command)
+    started = launch(program, "--stages", str(count), *options, arguments=arguments)
     result = started.finish(DEADLINE)
     started.assert_nothing_is_left()
     return result
 
 
 @pytest.mark.parametrize("options", [{}, {"schedule": "gpipe", "recompute": True, "weight_gradients": "batched"}])
-def test_two_processes_equal_one(launch, options) -> None:
-    seen = told(stages(launch, TRANSPARENT, 2, json.dumps(options)))
+def test_two_processes_equal_one(warm_launch, options) -> None:
+    seen = told(stages(warm_launch, TRANSPARENT, 2, json.dumps(options)))
     assert set(seen["gaps"]) == {"skips", "masked", "pairwise"}
     assert max(seen["gaps"].values()) < 1e-5
     assert seen["schedule"] == options.get("schedule", "eager-1f1b")
@@ -135,19 +127,19 @@ def test_two_processes_equal_one(launch, options) -> None:
         assert slots == {task}, path
 
 
-def test_a_lost_stage_costs_nothing(launch) -> None:
+def test_a_lost_stage_costs_nothing(warm_launch) -> None:
     options = ("--max-restarts", "1")
-    undisturbed = told(stages(launch, RESUMED, 2, "leave", "alone", options=options))
-    result = stages(launch, RESUMED, 2, "kill", "killed", options=options)
+    undisturbed = told(stages(warm_launch, RESUMED, 2, "leave", "alone", options=options))
+    result = stages(warm_launch, RESUMED, 2, "kill", "killed", options=options)
     resumed = told(result)
     assert len(undisturbed["loss"]) == 6
     assert resumed == undisturbed
     assert "worker 1 was killed by SIGKILL at step 13; restart 1 of 1: training again after " in result.err
 
 
-def test_sigterm_saves_and_the_next_start_goes_on(launch) -> None:
-    undisturbed = told(stages(launch, RESUMED, 2, "leave", "alone"))
-    preempted = stages(launch, RESUMED, 2, "preempt", "preempted")
+def test_sigterm_saves_and_the_next_start_goes_on(warm_launch) -> None:
+    undisturbed = told(stages(warm_launch, RESUMED, 2, "leave", "alone"))
+    preempted = stages(warm_launch, RESUMED, 2, "preempt", "preempted")
     assert preempted.code == 77, f"{preempted.out[-3000:]}\n{preempted.err[-3000:]}"
     assert '{"weights"' not in preempted.out
-    assert told(stages(launch, RESUMED, 2, "leave", "preempted")) == undisturbed
+    assert told(stages(warm_launch, RESUMED, 2, "leave", "preempted")) == undisturbed

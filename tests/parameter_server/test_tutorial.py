@@ -5,15 +5,13 @@ from __future__ import annotations
 import functools
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import tfdist
+from tests.processes import forked
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(150)]
 
@@ -24,17 +22,16 @@ _SCRIPT = Path(__file__).with_name("tutorial") / "main.py"
 @functools.cache
 def results() -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="tfdist-tutorial-") as folder:
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(Path(tfdist.__file__).parent.parent),
-            "TF_NUM_INTEROP_THREADS": "4",
-            "TF_CPP_MIN_LOG_LEVEL": "2",
-        }
-        process = subprocess.run(
-            [sys.executable, str(_SCRIPT), folder], env=environment, capture_output=True, text=True, timeout=_DEADLINE
-        )
-    assert process.returncode == 0, f"{process.stdout[-2000:]}\n{process.stderr[-4000:]}"
-    return json.loads(process.stdout.splitlines()[-1])
+        environment = {**os.environ, "TF_NUM_INTEROP_THREADS": "4", "TF_CPP_MIN_LOG_LEVEL": "2"}
+        output = Path(folder, "output")
+        process = forked([str(_SCRIPT), folder], output, Path(folder), environment)
+        try:
+            code = process.wait(_DEADLINE)
+        finally:
+            process.kill()
+        printed = output.read_text()
+    assert code == 0, printed[-4000:]
+    return json.loads(printed.splitlines()[-1])
 
 
 def test_fit():

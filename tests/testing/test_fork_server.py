@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from tfdist.testing import fork_server, preload, run_local
+from tests.processes import preloaded
+from tfdist.testing import fork_server, run_local
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(90)]
 
 
 @pytest.fixture(autouse=True)
 def servers() -> None:
-    preload()
+    preloaded()
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def new_ones_afterwards() -> Iterator[None]:
     """For a test that ends servers."""
     yield
     fork_server.close()
-    preload()
+    preloaded()
 
 
 def is_forked() -> bool:
@@ -61,6 +62,17 @@ def test_what_is_read_at_the_start_makes_a_fresh_process(name):
     found = run_local(lambda: (is_forked(), os.environ[name]), timeout=60, env={name: "1"})
     assert found == [(False, "1")] * 2
     assert run_local(is_forked, timeout=60) == [True, True]
+
+
+def test_what_importing_tensorflow_sets_in_this_process_makes_no_difference(monkeypatch):
+    assert run_local(is_forked, 1, timeout=60) == [True]
+    (server, _) = fork_server.running()
+    assert "TF2_BEHAVIOR" in server.set_by_import
+    for name, value in server.set_by_import.items():
+        monkeypatch.setenv(name, value)
+    assert run_local(is_forked, 1, timeout=60) == [True]
+    monkeypatch.setenv("TF2_BEHAVIOR", "0")
+    assert run_local(is_forked, 1, timeout=60) == [False]
 
 
 def test_a_variable_that_the_function_sets_before_the_import_starts_it_over():

@@ -17,8 +17,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.processes import preloaded
 from tfdist.supervision import events
-from tfdist.testing import LocalRunError, local_cluster, preload, run_local
+from tfdist.testing import LocalRunError, local_cluster, run_local
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(90)]
 
@@ -27,7 +28,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(90)]
 def start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How the processes are started."""
     if request.param == "forked":
-        preload()
+        preloaded()
     else:
         monkeypatch.setattr(local_cluster, "fork", lambda *_: None)
     return request.param

@@ -76,6 +76,9 @@ class Zygote:
             interpreter and -u, for workers that run different programs.
         env: the environment of one of them.
 
+    Attributes:
+        set_by_import: environment variables that the imports have set, once it is ready.
+
     Raises:
         OSError: it could not be started.
 
@@ -90,6 +93,7 @@ class Zygote:
         self._command = tuple(command)
         self._env = shared_part(env)
         self._state = _State.IMPORTING
+        self.set_by_import: dict[str, str] = {}
         self._connection, theirs = socket.socketpair()
         try:
             with theirs:
@@ -129,8 +133,10 @@ class Zygote:
     def _look(self) -> _State:
         if self._state is _State.IMPORTING:
             with contextlib.suppress(BlockingIOError):
-                word = self._connection.recv(1, socket.MSG_DONTWAIT)
+                # One message, or the end.
+                word = self._connection.recv(2**16, socket.MSG_DONTWAIT)
                 self._state = _State.READY if word else _State.FAILED
+                self.set_by_import = json.loads(word or b"{}")
         return self._state
 
     def fits(self, command: Sequence[str], env: Mapping[str, str]) -> bool:

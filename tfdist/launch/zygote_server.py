@@ -43,7 +43,7 @@ def serve(descriptor: int, command: Sequence[str]) -> tuple[str, ...]:
     # Nothing of this becomes garbage: uncollected, its memory pages stay shared with the workers.
     gc.collect()
     gc.freeze()
-    connection.send(b"R")
+    connection.send(json.dumps(set_by_import).encode())
     while True:
         word, descriptors, _, _ = socket.recv_fds(connection, 1, 2)
         if not word:

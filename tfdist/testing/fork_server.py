@@ -43,18 +43,29 @@ class ForkServer:
             output: file descriptor for its standard output and error.
             folder: to work in; None = this process' own.
         """
-        if changed_for_import(self._env, env) or _read_at_start(self._env) != _read_at_start(env):
-            return None
         self._zygote.hurry()
         deadline = time.monotonic() + _PATIENCE
         while self._zygote.is_importing() and time.monotonic() < deadline:
             time.sleep(0.01)
-        if not self._zygote.is_ready():
+        if not self._zygote.is_ready() or not self._suits(env):
             return None
         try:
             return self._zygote.spawn(env, sorted(os.sched_getaffinity(0)), output, words, folder or os.getcwd())
         except ZygoteError:
             return None
+
+    def _suits(self, env: Mapping[str, str]) -> bool:
+        """Whether a fresh process would find, when it starts and imports TensorFlow, what the server has found."""
+        # What importing TensorFlow sets is there if this process has imported it, too.
+        imported = {name: value for name, value in self.set_by_import.items() if env.get(name) == value}
+        return not changed_for_import({**self._env, **imported}, env) and _read_at_start(self._env) == _read_at_start(
+            env
+        )
+
+    @property
+    def set_by_import(self) -> dict[str, str]:
+        """Environment variables that importing TensorFlow has set."""
+        return self._zygote.set_by_import
 
     @property
     def pid(self) -> int:
@@ -117,4 +128,7 @@ def close() -> None:
 
 
 def _read_at_start(env: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in env.items() if name.startswith(_READ_AT_START)}
+    # Everything that is forked has the -u of its server.
+    return {
+        name: value for name, value in env.items() if name.startswith(_READ_AT_START) and name != "PYTHONUNBUFFERED"
+    }
