@@ -19,7 +19,8 @@ CLUSTER_VARIABLES = ("TF_CONFIG", "TFDIST_", "SLURM_", "OMPI_", "PMI_", "PMIX_")
 
 def pytest_configure() -> None:
     """Lets the Python processes that tests start find this tree, wherever they work."""
-    os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])
+    paths = [str(Path(__file__).parents[1]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, paths)))
 
 
 @pytest.fixture(autouse=True)

@@ -26,12 +26,12 @@ def read_all(outer: int, deadline: float = 20.0) -> str:
     raise AssertionError(f"the terminal stayed open; so far: {text!r}")
 
 
-def on_terminal(launch, script: str, *options: str, **env: str) -> tuple[int, str]:
+def on_terminal(launch, script: str, **env: str) -> tuple[int, str]:
     outer, inner = os.openpty()
     try:
         fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", 25, COLUMNS, 0, 0))
         env = {"TERM": "xterm", "COLUMNS": "", "LINES": "", **env}
-        started = launch(script, *options, stdin=inner, stdout=inner, stderr=inner, env=env)
+        started = launch(script, stdin=inner, stdout=inner, stderr=inner, env=env)
         os.close(inner)
         inner = -1
         text = read_all(outer)
@@ -78,16 +78,14 @@ def test_progress_bar_stays_one_live_line(launch) -> None:
     assert states[-1] == "[worker 0] 20/20 " + "━" * 20 + " loss: 0.0500 - accuracy: 1.0000"
 
 
-def test_first_process_is_on_a_terminal_that_leaves_room_for_the_prefix(launch) -> None:
+def test_first_process_is_on_a_terminal_that_leaves_room_for_the_prefix(launch, tmp_path) -> None:
     script = "import shutil; print(sys.stdout.isatty(), sys.stderr.isatty(), shutil.get_terminal_size().columns)"
     code, text = on_terminal(launch, script)
     assert code == 0
-    assert f"[worker 0] True True {COLUMNS - len('[worker 0] ')}" in visible(text)
-
-
-def test_prefix_is_dim_unless_colours_are_unwanted(launch) -> None:
-    assert "\x1b[2m[worker 0] \x1b[22mhello" in on_terminal(launch, "print('hello')")[1]
-    assert "\n[worker 0] hello" in on_terminal(launch, "print('hello')", NO_COLOR="1")[1]
+    expected = f"True True {COLUMNS - len('[worker 0] ')}"
+    assert f"\x1b[2m[worker 0] \x1b[22m{expected}" in text
+    (log,) = tmp_path.glob("tfdist-logs/*/worker-0.log")
+    assert log.read_bytes() == f"{expected}\n".encode()
 
 
 def test_failure_is_reported_below_the_live_line(launch) -> None:
@@ -99,13 +97,8 @@ def test_failure_is_reported_below_the_live_line(launch) -> None:
         while not Path("drawn").exists(): time.sleep(0.01)
         sys.exit(3)
     """
-    code, text = on_terminal(launch, script)
+    code, text = on_terminal(launch, script, NO_COLOR="1")
     assert code == 3
+    assert "\x1b[2m" not in text
     rows = [visible(final_state(row)) for row in text.split("\r\n")]
     assert rows[1:3] == ["[worker 0] 5/20", "tfdist: worker 1 failed with exit code 3; its last lines:"]
-
-
-def test_log_has_plain_line_ends(launch, tmp_path) -> None:
-    on_terminal(launch, "print('a'); print('b')")
-    (log,) = tmp_path.glob("tfdist-logs/*/worker-0.log")
-    assert log.read_bytes() == b"a\nb\n"

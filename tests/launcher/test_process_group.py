@@ -1,0 +1,160 @@
+"""What the kernel does with process groups, pipes and logs, as the launcher's processes use them: with shells."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.launcher.conftest import wait_until
+from tfdist.launch import process
+from tfdist.launch.failure import Failure
+from tfdist.launch.group import ProcessGroup
+from tfdist.launch.guardian import Guardian
+from tfdist.launch.plan import ProcessPlan
+from tfdist.launch.program_start import spawn
+from tfdist.launch.terminal import Terminal
+
+
+class Trial:
+    """A process group that has come to its end.
+
+    Attributes:
+        shown: what it printed, as the launcher shows it.
+        seconds: how long it took.
+        failures: what became of each process that did not end with 0.
+    """
+
+    def __init__(self, folder: Path, *scripts: str, restart: int = 0) -> None:
+        stream, begin = io.BytesIO(), time.monotonic()
+        plans = [
+            ProcessPlan("worker", index, ("/bin/sh", "-c", script), os.environ, shown=index == 0)
+            for index, script in enumerate(scripts)
+        ]
+        self.failures: list[Failure] = []
+        terminal = Terminal(stream, is_tty=False, live="worker 0")
+        with Guardian() as guardian, ProcessGroup(plans, folder, terminal, guardian, restart, spawn) as group:
+            while not group.is_over:
+                for ended in group.tick():
+                    assert ended.status is not None
+                    if ended.status:
+                        self.failures.append(group.failure(ended, ended.status))
+                assert time.monotonic() - begin < 10.0
+            self.seconds = time.monotonic() - begin
+        self.shown = stream.getvalue().decode()
+
+
+@pytest.fixture
+def trial(tmp_path: Path) -> Callable[..., Trial]:
+    return lambda *scripts, folder=tmp_path, **more: Trial(folder, *scripts, **more)
+
+
+@pytest.fixture
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_HELPERS_GRACE", 0.1)
+
+
+def test_exit_codes_signals_and_last_words(trial) -> None:
+    done = trial("printf 'last words'; exit 9", "kill -SEGV $$", "kill -KILL $$", "exit 0")
+    failures = {one.name: one for one in done.failures}
+    assert {name: one.status for name, one in failures.items()} == {"worker 0": 9, "worker 1": -11, "worker 2": -9}
+    assert (failures["worker 0"].tail, failures["worker 1"].tail) == (("last words",), ())
+    assert done.shown == "[worker 0] last words\n"
+
+
+def test_great_amount_of_output_is_complete(trial, tmp_path: Path) -> None:
+    done = trial("seq -f 'line %.0f' 20000", "seq -f 'line %.0f' 20000")
+    expected = [f"line {number}" for number in range(1, 20001)]
+    assert done.shown.splitlines() == [f"[worker 0] {line}" for line in expected]
+    assert [(tmp_path / f"worker-{index}.log").read_text().splitlines() for index in (0, 1)] == [expected] * 2
+
+
+def test_logs_are_continued_and_the_last_life_alone_is_told(trial, tmp_path: Path) -> None:
+    for restart in range(3):
+        done = trial("exit 0", f"printf 'life {restart}'; exit 3", restart=restart)
+        assert done.failures[0].tail == (f"life {restart}",)
+    assert (tmp_path / "worker-1.log").read_text() == "life 0\n--- restart 1 ---\nlife 1\n--- restart 2 ---\nlife 2"
+    assert (tmp_path / "worker-0.log").read_text() == "--- restart 1 ---\n--- restart 2 ---\n"
+
+
+def test_logs_that_the_program_has_deleted_are_told_and_made_anew(trial, tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    done = trial(f"rm -r {logs}; echo 'no logs any more'; exit 3", folder=logs)
+    assert done.failures[0].tail == ("no logs any more",)
+    trial("exit 0", folder=logs, restart=1)
+    assert (logs / "worker-0.log").read_text() == "--- restart 1 ---\n"
+
+
+def test_helpers_may_clean_up(trial, tmp_path: Path) -> None:
+    trial(f"(sleep 0.2; touch {tmp_path}/clean) & exit 0")
+    assert (tmp_path / "clean").exists()
+
+
+def test_helpers_that_remain_are_killed(trial, tmp_path: Path, short_grace: None) -> None:
+    done = trial(f"sleep 60 & echo $! > {tmp_path}/helper; exit 3")
+    assert done.seconds < 4.0
+    helper = int((tmp_path / "helper").read_text())
+    wait_until(lambda: process.process_state(helper) in ("", "Z"), 2, "the end of the helper")
+
+
+@pytest.mark.skipif(shutil.which("setsid") is None, reason="setsid is not installed")
+@pytest.mark.parametrize(
+    "helper",
+    ["for i in $(seq 500); do [ -e hold ] || exit; sleep 0.02; done", f"exec yes {'x' * 1000}"],
+    ids=["silent", "talkative"],
+)
+@pytest.mark.parametrize("leaves", ["", "setsid"], ids=["in the group", "left the group"])
+def test_helpers_that_hold_the_output_do_not_keep_the_launcher(
+    trial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short_grace: None, leaves: str, helper: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hold").touch()
+    helper = f"{leaves} sh -c 'touch up; {helper}' &"
+    done = trial(f"printf 'the end'; {helper} while ! [ -e up ]; do sleep 0.01; done; exit 3")
+    (tmp_path / "hold").unlink()  # who left the group is nobody's to kill, and ends by itself
+    assert [one.status for one in done.failures] == [3]
+    assert done.seconds < 4.0
+    assert done.shown.startswith("[worker 0] the end")
+
+
+WAIT_FOR_SIGTERM = """
+import pathlib, signal, subprocess, sys
+helper = subprocess.Popen(["sleep", "60"])
+def stop(*_):
+    try:
+        sys.exit(-helper.wait(float(sys.argv[2])))
+    except subprocess.TimeoutExpired:
+        sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+pathlib.Path(sys.argv[1]).touch()
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "patience", "helper_gets"), [((), 0.2, 0), (("/usr/bin/env",), 5.0, signal.SIGTERM)]
+)
+def test_sigterm_goes_to_a_python_program_alone(
+    tmp_path: Path, wrapper: tuple[str, ...], patience: float, helper_gets: int
+) -> None:
+    arguments = (str(tmp_path / "ready"), str(patience))
+    command = (*wrapper, sys.executable, "-I", "-S", "-c", WAIT_FOR_SIGTERM, *arguments)
+    one = process.Process(ProcessPlan("worker", 0, command, os.environ), tmp_path, start_program=spawn)
+    one.start(None)
+    try:
+        wait_until((tmp_path / "ready").exists, 10, "its handler")
+        one.signal(signal.SIGTERM)
+        wait_until(one.poll, 5, "its end")
+        assert one.status == helper_gets
+    finally:
+        one.kill()
+        wait_until(lambda: one.poll() or one.is_over, 5, "the end of the group")
+        one.close()
