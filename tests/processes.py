@@ -18,8 +18,8 @@ from pathlib import Path
 from tfdist.launch.zygote import ForkedProcess
 from tfdist.testing import fork_server, preload
 
-# Everything that a server has forked has the server's environment in /proc, and so this.
-MARK = "TFDIST_TESTS_MARK"
+# Everything that a server has forked has the server's environment in /proc, and so this; TFDIST_... it would not have.
+MARK = "LAUNCHER_TEST_MARK"
 _mark = uuid.uuid4().hex
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from typing import Any
 
 import keras
@@ -38,6 +39,8 @@ STEPS = {
     "other, two steps an execution": 10,
     "nobody, again": 12,
 }
+# The part of `make test`.
+DAILY = ("all", "chief", "other, end of an epoch", "other, two steps an execution")
 # Long enough for a busy machine: those that stop together are there within it.
 PATIENCE = 3.0
 
@@ -79,8 +82,8 @@ def fit(model: keras.Model, callbacks: list[keras.callbacks.Callback], batch_siz
     }
 
 
-def stops(kind: str) -> dict[str, Any]:
-    """Runs every case on one of two processes."""
+def stops(kind: str, names: Collection[str]) -> dict[str, Any]:
+    """Runs cases, by the names of `STEPS`, on one of two processes."""
     import tfdist
     from tfdist.callbacks import common_stop
 
@@ -88,22 +91,27 @@ def stops(kind: str) -> dict[str, Any]:
     strategy = getattr(tfdist, kind)(start_timeout=60, peer_timeout=60)
     rank = strategy.peers.rank
     found = {}
+
+    def note(name: str, model: keras.Model, callbacks: list[keras.callbacks.Callback], **options: Any) -> None:
+        if name in names:
+            found[name] = attempt(name, fit, model, callbacks, **options)
+
     first = build(strategy)
-    found["nobody"] = attempt("nobody", fit, first, [])
+    note("nobody", first, [])
     for name, (ranks, *place) in STOPS.items():
-        found[name] = attempt(name, fit, build(strategy), [Stop(*place)] if rank in ranks else [])
+        note(name, build(strategy), [Stop(*place)] if rank in ranks else [])
     late = Stop("on_train_batch_end", 6, delay=2 * PATIENCE * rank)
-    found["all, one of them late"] = attempt("late", fit, build(strategy), [late])
+    note("all, one of them late", build(strategy), [late])
     # Its step was traced before there was anything to agree on.
-    found["other, in a model's second fit"] = attempt("second", fit, first, [Stop("on_train_batch_end", 14)][:rank])
+    note("other, in a model's second fit", first, [Stop("on_train_batch_end", 14)][:rank])
 
     def by_clock(batch: int, logs: Any) -> None:
         executions.stop_training = executions.optimizer.iterations.numpy() >= 8  # np.bool_
 
     executions = build(strategy, steps_per_execution=2)
     clock = keras.callbacks.LambdaCallback(on_train_batch_end=by_clock)
-    found["other, two steps an execution"] = attempt("executions", fit, executions, [clock][:rank], batch_size=8)
-    found["nobody, again"] = attempt("again", fit, build(strategy), [])
+    note("other, two steps an execution", executions, [clock][:rank], batch_size=8)
+    note("nobody, again", build(strategy), [])
     return found
 
 

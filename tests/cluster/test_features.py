@@ -1,5 +1,4 @@
-"""The feature table on two processes, with one and with two devices each: one row of each kind, and the exchanges; all
-others in `make test-all`."""
+"""The feature table on two processes: what depends on them, and in `make test-all` the others, and two devices each."""
 
 from __future__ import annotations
 
@@ -10,7 +9,8 @@ import pytest
 
 from tests.features import reference
 from tests.features.running import Found, gaps_of, run_rows
-from tests.features.selection import EXCHANGES, ONE_OF_EACH_KIND, REST
+from tests.features.selection import EXCHANGES, IN_PROCESSES
+from tests.features.table import FEATURES
 from tfdist.testing import run_local
 
 pytestmark = pytest.mark.cluster
@@ -40,9 +40,9 @@ def results(devices: int, names: tuple[str, ...]) -> list[Found]:
 
 
 @pytest.mark.timeout(_DEADLINE + 60)
-@pytest.mark.parametrize("name", ONE_OF_EACH_KIND)
+@pytest.mark.parametrize("name", IN_PROCESSES)
 def test_equals_one_process(name):
-    assert_compared(name, 1, ONE_OF_EACH_KIND)
+    assert_compared(name, 1, IN_PROCESSES)
 
 
 @pytest.mark.timeout(_DEADLINE + 60)
@@ -52,12 +52,14 @@ def test_with_two_devices_each_equals_one_process(name):
     assert_compared(name, 2, EXCHANGES)
 
 
+_REST = tuple(name for name in FEATURES if name not in IN_PROCESSES)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.timeout(_DEADLINE + 60)
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("name", REST)
-def test_the_rest_equals_one_process(name, devices):
-    assert_compared(name, devices, REST)
+@pytest.mark.parametrize("name", _REST)
+def test_the_rest_equals_one_process(name):
+    assert_compared(name, 1, _REST)
 
 
 def assert_compared(name: str, devices: int, names: tuple[str, ...]) -> None:

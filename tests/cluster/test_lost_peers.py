@@ -12,6 +12,7 @@ import pytest
 
 import tfdist
 from tests.processes import forked
+from tests.tiers import daily
 from tfdist.cluster import ports
 
 pytestmark = pytest.mark.cluster
@@ -55,7 +56,7 @@ def train(folder: Path, size: int, *arguments: str) -> tuple[list[str], list[tup
 
 
 @pytest.mark.timeout(_DEADLINE + 30)
-@pytest.mark.parametrize(("rank", "how", "code"), [(0, "kill", -9), (1, "kill", -9), (2, "raise", 1)])
+@pytest.mark.parametrize(("rank", "how", "code"), daily([(0, "kill", -9), (1, "kill", -9), (2, "raise", 1)], "0"))
 def test_who_is_gone_is_named_below_the_traceback(rank, how, code, tmp_path):
     places, results = train(tmp_path, 3, str(rank), how)
     assert results[rank][0] == code

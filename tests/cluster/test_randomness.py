@@ -16,9 +16,21 @@ from keras import layers
 from tests.cluster.attempt import attempt, error_of, found_on
 from tests.cluster.counting import EPOCHS, ROWS, SIZE, masks_of_rows, one_hot_rows, times_seen
 from tests.features.table import BATCH, mlp, rows
+from tests.tiers import daily
 from tfdist.testing import run_local
 
 pytestmark = pytest.mark.cluster
+
+# What `make test` looks at; a process runs this or the rest.
+DAILY = (
+    "seed before the strategy",
+    "seed before the strategy, one process",
+    "tf.data with a seed",
+    "unlike seeds",
+    "masks",
+    "masks, one process",
+    "global",
+)
 
 _DEADLINE = 150
 
@@ -51,7 +63,7 @@ def state_after_training(strategy: Any) -> dict[str, list[bytes]]:
     }
 
 
-def everything() -> dict[str, Any]:
+def everything(daily: bool) -> dict[str, Any]:
     """Runs on every process."""
     import tensorflow as tf
 
@@ -64,6 +76,8 @@ def everything() -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def note(name: str, function: Any, *arguments: Any, seed: int | None = 200 + rank, **more: Any) -> None:
+        if (name in DAILY) != daily:
+            return
         if seed is not None:
             keras.utils.set_random_seed(seed)
         found[name] = attempt(name, function, *arguments, **more)
@@ -89,17 +103,17 @@ def everything() -> dict[str, Any]:
 
 
 @functools.cache
-def results() -> list[dict[str, Any]]:
-    return run_local(everything, devices_per_worker=2, timeout=_DEADLINE)
+def results(daily: bool) -> list[dict[str, Any]]:
+    return run_local(everything, args=(daily,), devices_per_worker=2, timeout=_DEADLINE)
 
 
 def check(rank: int, name: str) -> Any:
-    return found_on(results(), rank, name)
+    return found_on(results(name in DAILY), rank, name)
 
 
 @pytest.mark.timeout(_DEADLINE + 30)
 class TestRandomness:
-    @pytest.mark.parametrize("when", ["before", "after"])
+    @pytest.mark.parametrize("when", daily(["before", "after"], "before"))
     def test_ranks_with_seeds_of_their_own_equal_one_process_with_the_chiefs(self, when):
         name = f"seed {when} the strategy"
         expected = check(0, f"{name}, one process")
@@ -111,12 +125,12 @@ class TestRandomness:
             for a, b in zip(expected[count:], received[count:], strict=True):
                 np.testing.assert_allclose(b, a, atol=1e-5, err_msg=f"rank {rank}: weights after training")
 
-    @pytest.mark.parametrize("data", ["numpy arrays", "tf.data", "tf.data with a seed"])
+    @pytest.mark.parametrize("data", daily(["numpy arrays", "tf.data", "tf.data with a seed"], "tf.data with a seed"))
     def test_every_row_is_seen_once_an_epoch(self, data):
         for rank in range(2):
             assert check(rank, data) == [EPOCHS] * ROWS, f"rank {rank}"
 
-    @pytest.mark.parametrize("name", ["unlike seeds", "unlike seeds, one in the dataset"])
+    @pytest.mark.parametrize("name", daily(["unlike seeds", "unlike seeds, one in the dataset"], "unlike seeds"))
     def test_datasets_that_shuffle_differently_are_refused(self, name):
         """They were made before `fit`, with the seeds of their processes: rows would be seen twice, or never."""
         for rank in range(2):
@@ -136,7 +150,7 @@ class TestRandomness:
     def test_first_replica_has_the_masks_of_one_process(self):
         np.testing.assert_array_equal(check(0, "masks")[:2], check(0, "masks, one process"))
 
-    @pytest.mark.parametrize("batch_norm", ["global", "local"])
+    @pytest.mark.parametrize("batch_norm", daily(["global", "local"], "global"))
     def test_all_replicas_end_with_the_same_bits(self, batch_norm):
         chief, other = (check(rank, batch_norm) for rank in range(2))
         assert len(chief) > 15

@@ -18,6 +18,7 @@ import pytest
 
 from tests.launcher.conftest import WarmLaunch
 from tests.processes import ForkedPopen, forked
+from tests.tiers import daily
 from tfdist.cluster import ClusterConfig
 from tfdist.cluster.ports import reserve
 from tfdist.strategies.server_watch import ServerWatch
@@ -179,6 +180,7 @@ def test_servers_end_with_a_killed_chief(start) -> None:
     assert time.monotonic() - killed < 5.0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_server_that_does_not_come_up_is_named(start) -> None:
     cluster = start("absent", 2)
@@ -207,6 +209,7 @@ def launched(tmp_path: Path) -> Iterator[Callable[..., WarmLaunch]]:
         launch.clean_up()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_launcher_restarts_all_after_a_server_was_killed(launched) -> None:
     result = launched("restarted", "--max-restarts", "1").finish(DEADLINE)
@@ -228,6 +231,7 @@ def test_the_launcher_restarts_all_after_a_server_was_killed(launched) -> None:
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_preempted_chief_can_save_what_the_servers_hold(launched, tmp_path: Path) -> None:
     launch = launched("preempted")
@@ -276,6 +280,7 @@ def test_a_worker_that_comes_back_serves_again(start) -> None:
     assert cluster.log(1).count(f"tfdist: {chief} has ended, and {own} ends as well\n") == 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_chief_of_a_former_job_does_not_make_a_worker_miss_its_own(start) -> None:
     cluster = start("pool", 2, ps=1)
@@ -295,6 +300,7 @@ def test_the_chief_of_a_former_job_does_not_make_a_worker_miss_its_own(start) ->
     assert [cluster.code(rank) for rank in (0, 1, 2)] == [0, 0, 0]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_worker_that_waits_for_another_job_can_be_ended(start) -> None:
     cluster = start("pool", 2, ps=1)
@@ -321,7 +327,7 @@ def test_a_killed_parameter_server_is_told(start) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("warm", ["--warm", "--no-warm"])
+@pytest.mark.parametrize("warm", daily(["--warm", "--no-warm"], "--no-warm"))
 def test_the_launcher_replaces_a_worker_alone(launched, tmp_path: Path, warm: str) -> None:
     result = launched("replaced", "-n", "2", "--ps", "1", warm).finish(DEADLINE)
     assert result.code == 0, result.err

@@ -141,6 +141,7 @@ METRICS = [f"{folder}/epoch_{name}" for folder in ("train", "validation") for na
 EVALUATION = [f"validation/evaluation_{name}_vs_iterations" for name in ("loss", "mae")]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(DEADLINE + 30)
 class TestTensorBoard:
     @pytest.mark.parametrize("name", ["epochs", "updates", "batches", "chief alone", "own rows"])

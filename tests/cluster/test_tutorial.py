@@ -14,7 +14,7 @@ from tests.launcher.conftest import WarmLaunch
 
 pytest.importorskip("sklearn")
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.exhaustive]
 
 _DEADLINE = 240
 _SCRIPT = Path(__file__).with_name("tutorial") / "main.py"

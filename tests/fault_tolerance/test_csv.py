@@ -8,6 +8,7 @@ import pytest
 
 from tests.fault_tolerance.job import Job
 from tests.fault_tolerance.trials import KILLED, Case, Trials, at, interrupted
+from tests.tiers import daily
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +35,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", daily(CASES, "killed in each"), ids=str)
 def test_rows(case: Case, trials: Trials) -> None:
     outcome = trials.outcome(case)
     assert outcome.codes == [KILLED if job.kill else 0 for job in case.jobs]

@@ -10,6 +10,7 @@ import pytest
 from tests.fault_tolerance.job import Job
 from tests.fault_tolerance.test_store_damage import DAMAGES, FILES, empty
 from tests.fault_tolerance.trials import KILLED, Case, Trials, at, interrupted
+from tests.tiers import daily
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +32,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", daily(CASES, CASES[0].name), ids=str)
 def test_newest_is_damaged(case: Case, trials: Trials) -> None:
     outcome = trials.outcome(case)
     assert outcome.codes == [KILLED, 0]

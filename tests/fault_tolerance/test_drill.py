@@ -11,7 +11,8 @@ import pytest
 
 from tests.launcher.conftest import Launch
 
-pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(600)]
+# tests/launcher/test_drill.py drills a program without TensorFlow.
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.cluster, pytest.mark.timeout(600)]
 
 SCRIPT = """
 import os, sys, time
@@ -90,7 +91,6 @@ def test_state_that_is_not_saved_is_found_out(drill) -> None:
     assert any(line.startswith("sequential/dense/kernel: ") for line in row["details"])
 
 
-@pytest.mark.exhaustive
 def test_random_data_cannot_be_judged(drill) -> None:
     code, report = drill("--only", "kill-worker", flaw="unseeded")
     assert code == 1

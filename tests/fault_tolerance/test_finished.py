@@ -6,6 +6,7 @@ import pytest
 
 from tests.fault_tolerance.job import Job
 from tests.fault_tolerance.trials import Case, Trials, at
+from tests.tiers import daily
 
 pytestmark = pytest.mark.slow
 
@@ -19,7 +20,7 @@ KEPT = [
 ]
 
 
-@pytest.mark.parametrize("case", KEPT, ids=str)
+@pytest.mark.parametrize("case", daily(KEPT, "several fits"), ids=str)
 def test_returns_at_once_with_all_of_its_history(case: Case, trials: Trials) -> None:
     outcome = trials.outcome(case)
     assert outcome.codes == [0] * len(case.jobs)
@@ -40,6 +41,7 @@ def test_trains_anew_if_the_backup_is_deleted(case: Case, trials: Trials) -> Non
 DELETED = Job(backup={"on_finish": "delete"}, fits=2, epochs=2).light.with_(epochs=2)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", [Case("several deleted", (DELETED,))], ids=str)
 def test_no_folder_of_a_deleted_fit_stays(case: Case, trials: Trials) -> None:
     outcome = trials.outcome(case)
@@ -50,7 +52,7 @@ def test_no_folder_of_a_deleted_fit_stays(case: Case, trials: Trials) -> None:
 KILL = at(9)
 
 
-@pytest.mark.parametrize("keep", [1, 2])
+@pytest.mark.parametrize("keep", daily([1, 2], "2"))
 def test_as_many_backups_stay_as_are_to_be_kept(trials: Trials, keep: int) -> None:
     job = WHOLE.with_(backup={"save_freq": 1, "keep": keep})
     outcome = trials.outcome(Case(f"keep {keep}", (job.with_(kill=KILL), job)))

@@ -17,6 +17,7 @@ import pytest
 from tests.fault_tolerance.forked_jobs import SECONDS, SOURCE, ForkedJobs
 from tests.fault_tolerance.job import Job
 from tests.fault_tolerance.trials import at
+from tests.tiers import daily
 from tfdist.callbacks.folder_lock import FolderInUse, FolderLock
 
 HOLDER = """
@@ -101,7 +102,7 @@ except tfdist.callbacks.FolderInUse:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "code"), [("raised", 78), ("caught", 5)])
+@pytest.mark.parametrize(("how", "code"), daily([("raised", 78), ("caught", 5)], "raised"))
 def test_who_is_refused_is_not_started_again(tmp_path: Path, how: str, code: int) -> None:
     lock = FolderLock(str(tmp_path))
     try:
@@ -142,6 +143,7 @@ def test_two_trainings_in_one_folder(jobs: ForkedJobs, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.cluster
 def test_all_workers_hear_of_it(jobs: ForkedJobs, tmp_path: Path) -> None:
     job = JOB.with_(strategy="workers", model="light, replicated")

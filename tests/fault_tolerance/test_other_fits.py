@@ -9,6 +9,7 @@ import pytest
 
 from tests.fault_tolerance.job import Job
 from tests.fault_tolerance.trials import KILLED, Case, Trials, at, interrupted
+from tests.tiers import daily
 from tfdist.callbacks.fit_identity import difference, normalised
 
 JOB = Job(backup={"save_freq": 4, "asynchronous": False}).light.with_(epochs=2)
@@ -31,7 +32,7 @@ CHANGES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "received", "expected"), CHANGES)
+@pytest.mark.parametrize(("case", "received", "expected"), daily(CHANGES, "rate", "loss"))
 def test_refused(case: Case, received: str, expected: str, trials: Trials) -> None:
     outcome = trials.outcome(case)
     assert outcome.codes == [KILLED if case.jobs[0].kill else 0, 1]
@@ -56,7 +57,7 @@ SAME = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", SAME, ids=str)
+@pytest.mark.parametrize("case", daily(SAME, "other names"), ids=str)
 def test_the_same_fit(case: Case, trials: Trials) -> None:
     outcome = trials.outcome(case)
     assert outcome.codes == [KILLED if job.kill else 0 for job in case.jobs]

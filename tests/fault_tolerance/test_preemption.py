@@ -9,6 +9,7 @@ import pytest
 
 from tests.fault_tolerance.job import Job
 from tests.fault_tolerance.trials import Case, Trials, interrupted
+from tests.tiers import daily
 from tfdist.supervision.exit_codes import PREEMPTED
 
 pytestmark = pytest.mark.slow
@@ -51,7 +52,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("case", "said"), CASES, ids=lambda value: str(value) if isinstance(value, Case) else "")
+@pytest.mark.parametrize(
+    ("case", "said"),
+    daily(CASES, "within an epoch", "between epochs"),
+    ids=lambda value: str(value) if isinstance(value, Case) else "",
+)
 def test_no_step_is_lost(case: Case, said: str, trials: Trials) -> None:
     outcome = trials.outcome(case)
     assert outcome.codes == [PREEMPTED] * (len(case.jobs) - 1) + [0]
@@ -69,6 +74,7 @@ def test_one_save(case: Case, trials: Trials) -> None:
     assert len(list((outcome.folder / "backup").iterdir())) == 2
 
 
+@pytest.mark.exhaustive
 def test_data_whose_position_cannot_be_saved(trials: Trials) -> None:
     outcome = trials.outcome(interrupted("generator", LIGHT.with_(data="from_generator"), sigterm(9)))
     assert outcome.codes == [PREEMPTED, 0]
@@ -86,6 +92,7 @@ def test_signals_are_left_alone_on_request(trials: Trials) -> None:
     assert outcome.differences == []
 
 
+@pytest.mark.exhaustive
 def test_the_last_epoch_is_finished_first(trials: Trials) -> None:
     job = LIGHT.with_(epochs=2)
     outcome = trials.outcome(Case("the last epoch", (job.with_(kill=sigterm(2, "on_epoch_end")), job)))
@@ -94,6 +101,7 @@ def test_the_last_epoch_is_finished_first(trials: Trials) -> None:
     assert outcome.differences == []
 
 
+@pytest.mark.exhaustive
 def test_after_a_fit_that_failed_the_signal_ends_the_process(trials: Trials) -> None:
     kill = {"when": "on_train_batch_begin", "number": 9, "signal_number": None}
     job = LIGHT.with_(hook="SIGTERM after a fit that failed")

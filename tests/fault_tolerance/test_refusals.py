@@ -11,6 +11,7 @@ import pytest
 import tfdist
 from tests.fault_tolerance.job import Job
 from tests.fault_tolerance.trials import KILLED, Case, Trials, at
+from tests.tiers import daily
 from tfdist.callbacks.store import CheckpointStore
 
 pytestmark = pytest.mark.slow
@@ -65,7 +66,7 @@ OBSTACLES = [
 SAME_AGAIN = ("generator", "from_generator", "py_function")
 
 
-@pytest.mark.parametrize(("case", "reason"), OBSTACLES)
+@pytest.mark.parametrize(("case", "reason"), daily(OBSTACLES, "generator", "PyDataset that changes"))
 def test_resumes_at_ends_of_epochs_and_says_so(case: Case, reason: str, trials: Trials) -> None:
     outcome = trials.outcome(case)
     assert outcome.codes == [KILLED, 0]
@@ -146,7 +147,7 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize(("case", "error"), CHANGES)
+@pytest.mark.parametrize(("case", "error"), daily(CHANGES, "a wider model", "other callbacks", "another order"))
 def test_refuses_what_does_not_fit_the_backup(case: Case, error: str, trials: Trials) -> None:
     outcome = trials.outcome(case)
     assert outcome.codes == [KILLED, 1]

@@ -8,6 +8,7 @@ import pytest
 
 from tests.fault_tolerance.job import Job
 from tests.fault_tolerance.trials import KILLED, Case, Trials, at, interrupted
+from tests.tiers import daily
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +43,19 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+# One of each: within an epoch, at its end, in validation, while a backup is written, several times.
+DAILY = (
+    "in the middle of an epoch",
+    "in the middle of an epoch, saved at every step",
+    "at a boundary, after the save",
+    "in validation",
+    "while writing tensors",
+    "after the last epoch",
+    "again and again",
+)
+
+
+@pytest.mark.parametrize("case", daily(CASES, *DAILY), ids=str)
 def test_kill(case: Case, trials: Trials) -> None:
     outcome = trials.outcome(case)
     expected = [KILLED if job.kill else 0 for job in case.jobs]

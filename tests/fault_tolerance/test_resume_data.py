@@ -6,6 +6,7 @@ import pytest
 
 from tests.fault_tolerance.job import ROWS, Job
 from tests.fault_tolerance.trials import KILLED, Case, Trials, at, interrupted
+from tests.tiers import daily
 
 pytestmark = pytest.mark.slow
 
@@ -56,7 +57,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+# One of each kind of data.
+DAILY = ("arrays", "shuffle", "filter", "PyDataset, reshuffled", "repeat", "shuffled validation", "several fits")
+
+
+@pytest.mark.parametrize("case", daily(CASES, *DAILY), ids=str)
 def test_kill(case: Case, trials: Trials) -> None:
     outcome = trials.outcome(case)
     assert outcome.codes == [KILLED] * (len(case.jobs) - 1) + [0]
@@ -65,7 +70,12 @@ def test_kill(case: Case, trials: Trials) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [case for case in CASES if "steps_per_epoch" not in case.jobs[-1].fit and case.jobs[-1].data != "filter"],
+    daily(
+        [case for case in CASES if "steps_per_epoch" not in case.jobs[-1].fit and case.jobs[-1].data != "filter"],
+        "arrays",
+        "shuffle",
+        "PyDataset, reshuffled",
+    ),
     ids=str,
 )
 def test_every_row_once_an_epoch(case: Case, trials: Trials) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from tests.fault_tolerance.job import Job
 from tests.fault_tolerance.trials import KILLED, Case, Trials, at, interrupted
+from tests.tiers import daily
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +33,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case", daily(CASES, "in several fits", "with LearningRateScheduler", "with more epochs after a kill"), ids=str
+)
 def test_kill(case: Case, trials: Trials) -> None:
     outcome = trials.outcome(case)
     assert outcome.codes == [KILLED if job.kill else 0 for job in case.jobs]

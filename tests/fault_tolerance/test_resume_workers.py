@@ -17,6 +17,7 @@ from tests.fault_tolerance.forked_jobs import Ended, ForkedJobs
 from tests.fault_tolerance.job import Job
 from tests.fault_tolerance.test_store_damage import empty
 from tests.fault_tolerance.trials import KILLED, differences
+from tests.tiers import daily
 from tfdist.supervision.exit_codes import PREEMPTED
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
@@ -88,13 +89,17 @@ def assert_same(expected: list[Ended], received: list[Ended]) -> None:
 
 @pytest.mark.parametrize(
     ("job", "killed", "kill"),
-    [
-        pytest.param(ARRAYS, (1,), KILL, id="a worker"),
-        pytest.param(LIGHT, (0,), KILL, id="the chief"),
-        pytest.param(DATASET, (0, 1), KILL, id="all, a dataset"),
-        pytest.param(DATASET, (1,), {"when": "on_test_batch_begin", "number": 10}, id="in validation"),
-        pytest.param(LIGHT, (0,), {"when": "writing", "stage": "tensors", "number": 4}, id="while writing"),
-    ],
+    daily(
+        [
+            pytest.param(ARRAYS, (1,), KILL, id="a worker"),
+            pytest.param(LIGHT, (0,), KILL, id="the chief"),
+            pytest.param(DATASET, (0, 1), KILL, id="all, a dataset"),
+            pytest.param(DATASET, (1,), {"when": "on_test_batch_begin", "number": 10}, id="in validation"),
+            pytest.param(LIGHT, (0,), {"when": "writing", "stage": "tensors", "number": 4}, id="while writing"),
+        ],
+        "a worker",
+        "the chief",
+    ),
 )
 def test_killed(
     cluster: Cluster, references: References, job: Job, killed: tuple[int, ...], kill: dict[str, Any]
@@ -105,6 +110,7 @@ def test_killed(
     assert_same(references(job), cluster.complete(job))
 
 
+@pytest.mark.exhaustive
 def test_killed_again_and_again(cluster: Cluster, references: References) -> None:
     for rank in (1, 0):
         cluster.run(LIGHT, kill={rank: {**KILL, "number": 7}})
@@ -113,7 +119,13 @@ def test_killed_again_and_again(cluster: Cluster, references: References) -> Non
     assert 0 < first < second
 
 
-@pytest.mark.parametrize(("job", "rank"), [(LIGHT, 1), (DATASET, 0)], ids=["a worker", "the chief, a dataset"])
+@pytest.mark.parametrize(
+    ("job", "rank"),
+    daily(
+        [pytest.param(LIGHT, 1, id="a worker"), pytest.param(DATASET, 0, id="the chief, a dataset")],
+        "the chief, a dataset",
+    ),
+)
 def test_sigterm_to_one_stops_all_at_one_step(cluster: Cluster, references: References, job: Job, rank: int) -> None:
     job = job.with_(backup={})
     stopped = cluster.run(job, kill={rank: SIGTERM})
@@ -130,6 +142,7 @@ def test_sigterm_to_one_stops_all_at_one_step(cluster: Cluster, references: Refe
     assert executions[0] + executions[1] == executions[2]
 
 
+@pytest.mark.exhaustive
 def test_sigterm_between_epochs(cluster: Cluster, references: References) -> None:
     job = LIGHT.with_(backup={})
     stopped = cluster.run(job, kill={1: {**SIGTERM, "when": "on_epoch_end", "number": 2}})
@@ -138,7 +151,7 @@ def test_sigterm_between_epochs(cluster: Cluster, references: References) -> Non
     assert_same(references(job), cluster.complete(job))
 
 
-@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 1), (1, 2)])
+@pytest.mark.parametrize(("before", "after"), daily([(3, 2), (2, 1), (1, 2)], "3"))
 def test_another_number_of_workers(cluster: Cluster, before: int, after: int) -> None:
     """The result is that of one worker, but for the last bits."""
     job = LIGHT.with_(model="smooth")
@@ -152,6 +165,7 @@ def test_another_number_of_workers(cluster: Cluster, before: int, after: int) ->
                 np.testing.assert_allclose(received, expected, atol=1e-5, rtol=0, err_msg=name)
 
 
+@pytest.mark.exhaustive
 def test_saved_by_time(cluster: Cluster, references: References) -> None:
     """The workers' clocks differ; they agree on the step at which the snapshot is taken."""
     job = LIGHT.with_(backup={"save_freq": "0.02s", "asynchronous": False})
@@ -161,6 +175,7 @@ def test_saved_by_time(cluster: Cluster, references: References) -> None:
     assert_same(references(job), cluster.complete(job))
 
 
+@pytest.mark.exhaustive
 def test_only_the_chief_writes(cluster: Cluster) -> None:
     job = LIGHT.with_(epochs=2)
     results = cluster.complete(job)

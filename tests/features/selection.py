@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from tests.features.table import FEATURES
-
 # What differs in how it is exchanged: sums, statistics, slices, branches, loops, shares that are empty.
 EXCHANGES = (
     "numpy arrays",
@@ -16,29 +14,44 @@ EXCHANGES = (
     "mixed_float16",
     "Embedding and Adam (sparse gradients)",
 )
-# Besides, one of each kind of data, metrics, losses, steps and predictions.
-ONE_OF_EACH_KIND = (
-    *EXCHANGES,
+# On two devices of one process: one row where several have the same in common, such as an optimizer with slots.
+ON_TWO_DEVICES = (
+    "numpy arrays",
     "tf.data, shuffled with a seed",
     "sample_weight",
-    "validation arrays of another size",
-    "last batch of one row, tf.data",
-    "batch size odd",
+    "last batch uneven (90 rows)",
     "one row in all",
     "metrics of all kinds",
+    "BatchNormalization",
     "L2 regularisation and constraints",
     "loss reduced by sum",
     "AdamW, weight decay, EMA",
-    "steps_per_execution",
+    "gradient_accumulation_steps",
+    "steps_per_execution, uneven",
     "run_eagerly",
-    "mixed_bfloat16",
+    "mixed_float16",
+    "Embedding and Adam (sparse gradients)",
     "masked sequences, a loss per time step",
     "dict inputs, several outputs and losses",
     "Python generator (no batch is lost)",
-    "custom train_step, written for one process",
     "BatchNormalization in a custom train_step, uneven",
-    "metrics and other values in the logs of a train_step",
+    "metrics that a train_step logs under other names",
     "two optimizers in a train_step (GAN)",
     "ragged input",
+    "train_on_batch, test_on_batch, predict_on_batch",
 )
-REST = tuple(name for name in FEATURES if name not in ONE_OF_EACH_KIND)
+# In several processes: what depends on who holds which rows, and on what is exchanged.
+IN_PROCESSES = (
+    "numpy arrays",
+    "tf.data, shuffled with a seed",
+    "last batch of one row (81 rows)",
+    "metrics of all kinds",
+    "BatchNormalization",
+    "clipnorm",
+    "gradient_accumulation_steps",
+    "steps_per_execution, uneven",
+    "Embedding and Adam (sparse gradients)",
+    "dict inputs, several outputs and losses",
+    "Python generator (no batch is lost)",
+    "custom train_step, written for one process",
+)

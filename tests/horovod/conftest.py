@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.launcher.conftest import launch, launches
+from tests.launcher.conftest import launch, launches, warm_launch
 from tfdist.launch.versions import versions
 from tfdist.strategies.horovod.installation import problem
 
-__all__ = ["launch", "launches"]
+__all__ = ["launch", "launches", "warm_launch"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

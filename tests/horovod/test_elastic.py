@@ -133,6 +133,7 @@ def told(out: str, what: str) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("victim", ["0", "1", "1 disk"])
+@pytest.mark.exhaustive
 def test_a_killed_rank_does_not_restart_the_other(elastic, alone, tmp_path, victim):
     out, err = elastic(TWO_NAMES, "kill", *victim.split())
     began, ended = told(out, "began"), told(out, "ended")
@@ -151,6 +152,7 @@ def test_a_killed_rank_does_not_restart_the_other(elastic, alone, tmp_path, vict
     assert np.abs(weights(alone) - weights(tmp_path / "elastic.npz")).max() <= 2e-5
 
 
+@pytest.mark.exhaustive
 def test_another_process_joins(elastic, alone, tmp_path):
     out, err = elastic("echo localhost:1; if [ -e added ]; then echo 127.0.0.1:1; fi", "add")
     began, ended = told(out, "began"), told(out, "ended")
@@ -165,6 +167,7 @@ def test_another_process_joins(elastic, alone, tmp_path):
     assert np.abs(weights(alone) - weights(tmp_path / "elastic.npz")).max() <= 2e-5
 
 
+@pytest.mark.exhaustive
 def test_a_host_is_taken_off(elastic, alone, tmp_path):
     out, err = elastic("echo localhost:1; if [ ! -e removed ]; then echo 127.0.0.1:1; fi", "remove")
     assert [size for _, size in told(out, "ended")] == [1]
@@ -174,6 +177,7 @@ def test_a_host_is_taken_off(elastic, alone, tmp_path):
     assert np.abs(weights(alone) - weights(tmp_path / "elastic.npz")).max() <= 2e-5
 
 
+@pytest.mark.exhaustive
 def test_a_single_host_is_started_again_or_given_up_in_one_line(begin, alone, tmp_path):
     started = begin(
         "echo localhost:2", "kill", "0", "disk", options=["--max-restarts", "0", "--log-dir", "tfdist-logs/a"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import sys
 import textwrap
 import time
@@ -14,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.launcher.conftest import SOURCE, Launch
+from tests.launcher.conftest import Launch
+from tests.processes import forked
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -62,26 +62,19 @@ def tfdist_run(*words: str) -> list[str]:
     return [sys.executable, "-m", "tfdist", "run", "-n", "2", "--backend", "horovod", *words]
 
 
-def test_an_unchanged_script_trains_to_the_weights_of_one_process(script, launch, tmp_path):
-    alone = subprocess.run(
-        [sys.executable, str(script), "alone.npz"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(SOURCE)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert alone.returncode == 0, alone.stderr
-    result = launch("", command=tfdist_run(str(script), "together.npz")).finish(120)
+def test_an_unchanged_script_trains_to_the_weights_of_one_process(script, warm_launch, tmp_path):
+    alone = forked([str(script), "alone.npz"], tmp_path / "alone", tmp_path, os.environ)
+    assert alone.wait(100) == 0, (tmp_path / "alone").read_text()
+    result = warm_launch("", command=tfdist_run(str(script), "together.npz")[3:]).finish(120)
     assert result.code == 0, result.err
     assert "trained by HorovodStrategy ['worker 0 (127.0.0.1:" in result.out
     assert np.abs(weights(tmp_path / "alone.npz") - weights(tmp_path / "together.npz")).max() <= 5e-7
 
 
-def test_a_killed_rank_changes_nothing(script, launch, tmp_path):
+def test_a_killed_rank_changes_nothing(script, warm_launch, tmp_path):
     for name, fault in (("undisturbed", []), ("killed", ["--fault"])):
         command = tfdist_run("--log-dir", f"{name}-logs", str(script), "--backup", *fault, f"{name}.npz")
-        started = launch("", command=command)
+        started = warm_launch("", command=command[3:])
         result = started.finish(150)
         assert result.code == 0, result.err
         started.assert_nothing_is_left()
@@ -96,6 +89,7 @@ def horovodrun(script: Path, *words: str) -> list[str]:
     return [command, *options, sys.executable, str(script), *words]
 
 
+@pytest.mark.exhaustive
 def test_horovodrun_starts_it_as_well(script, launch, tmp_path):
     script.write_text(TRAIN.replace("STRATEGY", "HorovodStrategy"))
     result = launch("", command=horovodrun(script, "horovodrun.npz")).finish(120)
@@ -108,6 +102,7 @@ def test_horovodrun_starts_it_as_well(script, launch, tmp_path):
 
 @pytest.mark.mpi
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun")
+@pytest.mark.exhaustive
 def test_mpirun_starts_it_without_mpi_and_horovodrun_a_strategy_without_horovod(script, launch, tmp_path):
     result = launch("", command=horovodrun(script, "horovodrun.npz")).finish(120)
     assert result.code == 0, result.err
@@ -121,6 +116,7 @@ def test_mpirun_starts_it_without_mpi_and_horovodrun_a_strategy_without_horovod(
     assert np.abs(weights(tmp_path / "horovodrun.npz") - weights(tmp_path / "mpirun.npz")).max() <= 5e-7
 
 
+@pytest.mark.exhaustive
 def test_a_killed_rank_ends_a_job_of_horovodrun(script, launch):
     script.write_text(TRAIN.replace("STRATEGY", "HorovodStrategy"))
     began = time.monotonic()
@@ -133,6 +129,7 @@ def test_a_killed_rank_ends_a_job_of_horovodrun(script, launch):
     started.assert_nothing_is_left(10)
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_gives_up_is_not_waited_for(launch, tmp_path):
     program = """
         import sys, keras, numpy as np, tfdist

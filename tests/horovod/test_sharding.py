@@ -9,5 +9,6 @@ from tests.cluster.test_sharding import assert_every_row_is_seen
 pytestmark = pytest.mark.cluster
 
 
+@pytest.mark.exhaustive
 def test_every_row_is_seen_once_an_epoch(tmp_path):
     assert_every_row_is_seen(tmp_path, TFDIST_BACKEND="horovod")

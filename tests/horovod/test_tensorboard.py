@@ -19,6 +19,7 @@ def trained(folder: Path) -> dict:
     return fit(tfdist.HorovodStrategy(start_timeout=60, peer_timeout=60), folder)
 
 
+@pytest.mark.exhaustive
 def test_two_processes(tmp_path):
     first, other = run_local(trained, args=(tmp_path,), timeout=200)
     assert [Path(path).parent.name for path in first["files"]] == ["train", "validation"]

@@ -99,6 +99,7 @@ def test_all_is_well():
     assert other.splitlines() == ["tfdist: rank 1 of 2, from TFDIST_RANK"]
 
 
+@pytest.mark.exhaustive
 def test_a_sum_that_does_not_end():
     (code, output), (other_code, _) = run([0, 1], 2, plant=_NO_SUM, everywhere=_IMPATIENT.format(seconds=20))
     assert (code, other_code) == (1, 1)

@@ -13,11 +13,13 @@ import pytest
 
 from tests.launcher.conftest import Launch, wait_until
 from tests.launcher.training import program
+from tests.tiers import daily
 from tests.unit.test_import_time import loaded_by
 
 # The chief saves after every fourth step. What is trained is the list of steps; FLAWS is a set of words.
 TRAINING = """
-    from tfdist.callbacks.checkpoint_name import checkpoint_name, committed_checkpoints
+    from tests.tiers import daily
+from tfdist.callbacks.checkpoint_name import checkpoint_name, committed_checkpoints
     from tfdist.callbacks.damage import DamagedCheckpoint
     from tfdist.callbacks.manifest import Manifest, encode_manifest, measure_file, verify_checkpoint
     from tfdist.supervision.events import EventLog
@@ -154,6 +156,7 @@ def test_a_difference_ends_the_drill_and_is_told(drill, tmp_path) -> None:
     assert {path.parent.name for path in tmp_path.glob("logs/*/backups")} == {"reference", "reference-2", "kill-worker"}
 
 
+@pytest.mark.exhaustive
 def test_keep_going(drill) -> None:
     result = drill("--keep-going", "--only", "kill-chief", "--only", "kill-worker", flaws=["forgets"]).finish(60)
     assert result.code == 1
@@ -161,6 +164,7 @@ def test_keep_going(drill) -> None:
     assert result.err.count("a second undisturbed run") == 1
 
 
+@pytest.mark.exhaustive
 def test_a_fault_after_the_last_step_counts_for_nothing(drill) -> None:
     options = ["-n", "1", "--only", "kill-chief", "--only", "preempt"]
     result = drill("--json", *options, flaws=["slow-writer"]).finish(60)
@@ -176,6 +180,7 @@ def test_a_fault_after_the_last_step_counts_for_nothing(drill) -> None:
     assert line.startswith("nothing was left to train when the fault struck, after the last step. Train for more ")
 
 
+@pytest.mark.exhaustive
 def test_a_script_that_is_not_reproducible(drill) -> None:
     result = drill("--json", flaws=["random"]).finish(60)
     assert result.code == 1
@@ -192,12 +197,14 @@ def test_a_script_that_is_not_reproducible(drill) -> None:
         ("fails", ["the undisturbed run failed: exit code 3; see ", "logs/reference"]),
     ],
 )
+@pytest.mark.exhaustive
 def test_nothing_to_compare_with(drill, flaw: str, words: list[str]) -> None:
     result = drill(flaws=[flaw]).finish(30)
     assert (result.code, result.out) == (1, "")
     assert all(word in result.err for word in words), result.err
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_does_not_come_back(drill) -> None:
     started = drill("--timeout", "6", "--only", "kill-worker", flaws=["hangs"])
     result = started.finish(30)
@@ -206,13 +213,17 @@ def test_a_run_that_does_not_come_back(drill) -> None:
     started.assert_nothing_is_left()
 
 
+@pytest.mark.exhaustive
 def test_a_single_process(drill) -> None:
     result = drill("-n", "1", "--only", "kill-chief").finish(30)
     assert result.code == 0, result.err
     assert "  kill the chief " in result.out
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    daily([(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)], str(signal.SIGKILL)),
+)
 def test_nothing_outlives_a_drill_that_is_ended(drill, tmp_path, number: signal.Signals, code: int) -> None:
     started = drill("--only", "kill-chief")
     log = tmp_path / "logs/kill-chief/events.jsonl"

@@ -26,6 +26,7 @@ def results(printed: str) -> tuple[float, str]:
     return float(perplexity), sample
 
 
+@pytest.mark.exhaustive
 def test_two_stages_train_what_one_device_trains(warm_launch, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     options = [*SMALL, "--timeline", "timeline.png"]

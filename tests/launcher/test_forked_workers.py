@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.launcher.forked_workers import Workers, wait
+from tests.tiers import daily
 from tfdist.cluster.ports import reserve
 
 pytestmark = [
@@ -85,7 +86,7 @@ def test_native_code_sees_the_environment(workers: Workers) -> None:
     assert workers.run(script)[1] == "None\n"
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", daily([1, 2], "1"))
 def test_numbers_of_threads_are_its_own(workers: Workers, threads: int) -> None:
     script = """
         import os
@@ -122,6 +123,7 @@ def test_each_draws_other_random_numbers(workers: Workers) -> None:
     assert [len(set(drawn)) for drawn in zip(*draws, strict=True)] == [3] * 7
 
 
+@pytest.mark.exhaustive
 def test_seeds_give_the_same_numbers_as_in_a_fresh_one(workers: Workers) -> None:
     script = """
         import keras, numpy as np, tensorflow as tf

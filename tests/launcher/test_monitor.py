@@ -59,6 +59,7 @@ def log_of(folder: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.cluster
+@pytest.mark.exhaustive
 def test_a_training_whose_worker_is_killed(launch) -> None:
     started = launch(TRAIN)
 
@@ -183,6 +184,7 @@ def test_on_a_terminal(launch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.cluster
+@pytest.mark.exhaustive
 def test_the_program_of_the_guide(launch) -> None:
     guide = (SOURCE / "docs" / "monitoring.md").read_text(encoding="utf-8")
     (text,) = re.findall(r"^```python\n(.*?)^```$", guide, re.MULTILINE | re.DOTALL)

@@ -29,6 +29,7 @@ def scores(printed: str) -> tuple[float, float]:
     return float(found), float(best)
 
 
+@pytest.mark.exhaustive
 def test_the_guides_program(warm_launch, tmp_path: Path) -> None:
     programs = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     (program,) = [text for text in programs if "ParameterServerStrategy()" in text]

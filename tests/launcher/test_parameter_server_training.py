@@ -125,6 +125,7 @@ def test_lost_processes_cost_nothing(warm_launch, mode) -> None:
         assert "restart 1 of 3: training again after " in result.err
 
 
+@pytest.mark.exhaustive
 def test_a_gradient_never_counts_twice(warm_launch) -> None:
     undisturbed = undisturbed_run(warm_launch, "sync")
     seen = told(run(warm_launch, "sync", "midstep", "killed"))
@@ -132,6 +133,7 @@ def test_a_gradient_never_counts_twice(warm_launch) -> None:
     assert seen["lives"] >= 1  # once more if a step is sent while it comes back
 
 
+@pytest.mark.exhaustive
 def test_training_goes_on_with_the_workers_that_are_left(warm_launch) -> None:
     threads = ("--output", "all", "--env", "TF_NUM_INTEROP_THREADS=1")  # with one, every step would hang
     result = run(warm_launch, "async", "worker 1", "left", "--max-restarts", "0", *threads)
@@ -143,6 +145,7 @@ def test_training_goes_on_with_the_workers_that_are_left(warm_launch) -> None:
     assert result.out.count("uses 4 inter-op threads instead of 1") + result.err.count("instead of 1") == 3
 
 
+@pytest.mark.exhaustive
 def test_sigterm_saves_and_the_next_start_goes_on(warm_launch) -> None:
     undisturbed = undisturbed_run(warm_launch, "async")
     preempted = run(warm_launch, "async", "preempt", "preempted")
@@ -150,6 +153,7 @@ def test_sigterm_saves_and_the_next_start_goes_on(warm_launch) -> None:
     assert_same(told(run(warm_launch, "async", "nothing", "preempted"))["result"], undisturbed)
 
 
+@pytest.mark.exhaustive
 def test_data_on_the_workers_begin_anew_with_the_epoch(warm_launch) -> None:
     result = warm_launch(DATA_ON_WORKERS, "-n", "2", "--ps", "1").finish(DEADLINE)
     seen = told(result)

@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+from tests.tiers import daily
+
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
 
 DEADLINE = 180.0
@@ -113,7 +115,9 @@ def stages(launch, program: str, count: int, *arguments: str, options: tuple[str
     return result
 
 
-@pytest.mark.parametrize("options", [{}, {"schedule": "gpipe", "recompute": True, "weight_gradients": "batched"}])
+@pytest.mark.parametrize(
+    "options", daily([{}, {"schedule": "gpipe", "recompute": True, "weight_gradients": "batched"}], "{}")
+)
 def test_two_processes_equal_one(warm_launch, options) -> None:
     seen = told(stages(warm_launch, TRANSPARENT, 2, json.dumps(options)))
     assert set(seen["gaps"]) == {"skips", "masked", "pairwise"}
@@ -137,6 +141,7 @@ def test_a_lost_stage_costs_nothing(warm_launch) -> None:
     assert "worker 1 was killed by SIGKILL at step 13; restart 1 of 1: training again after " in result.err
 
 
+@pytest.mark.exhaustive
 def test_sigterm_saves_and_the_next_start_goes_on(warm_launch) -> None:
     undisturbed = told(stages(warm_launch, RESUMED, 2, "leave", "alone"))
     preempted = stages(warm_launch, RESUMED, 2, "preempt", "preempted")

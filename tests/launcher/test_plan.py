@@ -72,6 +72,7 @@ def test_a_script_is_run_up_to_its_fit(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.cluster
+@pytest.mark.exhaustive
 def test_this_machine_is_measured_once(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
@@ -129,6 +130,7 @@ def choose_here(log: str) -> list:
 
 @pytest.mark.slow
 @pytest.mark.cluster
+@pytest.mark.exhaustive
 def test_a_job_is_measured_with_the_cores_of_all_its_processes():
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("there is one core only")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,12 @@ from tests.cluster.attempt import attempt, found_on
 def run_sections(sections: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
     """In the chief: what each section returns, or how it fails, by name."""
     return {name: attempt(name, section) for name, section in sections.items()}
+
+
+def part(sections: Mapping[str, Callable[[], Any]], daily: Collection[str], is_daily: bool) -> dict[str, Any]:
+    """Runs the sections of `make test`, or all others."""
+    assert set(daily) <= set(sections), "names of sections"
+    return run_sections({name: section for name, section in sections.items() if (name in daily) == is_daily})
 
 
 def found(results: dict[str, Any], name: str) -> Any:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.parameter_server.sections import found, largest, run_sections
+from tests.parameter_server.sections import found, largest, part
+from tests.tiers import daily
 from tfdist.testing import run_local
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(270)]
@@ -17,7 +18,18 @@ _DEADLINE = 240
 TRIES = 5
 
 
-def asynchronous() -> dict[str, Any]:
+# Sections of `make test`.
+DAILY = (
+    "counters 1",
+    "lost updates",
+    "on batch",
+    "predictions 4",
+    "errors",
+    "interrupt",
+)
+
+
+def asynchronous(is_daily: bool) -> dict[str, Any]:
     """In the chief: everything that the tests below assert on."""
     import keras
     import numpy as np
@@ -229,18 +241,23 @@ def asynchronous() -> dict[str, Any]:
         "batch callbacks 1": lambda: batch_callbacks(1),
         "batch callbacks 4": lambda: batch_callbacks(4),
     }
-    return run_sections(sections)
+    return part(sections, DAILY, is_daily)
 
 
 @functools.cache
-def results() -> dict[str, Any]:
-    (outcome,) = run_local(asynchronous, workers=2, ps=1, timeout=_DEADLINE)
+def _results(is_daily: bool) -> dict[str, Any]:
+    (outcome,) = run_local(asynchronous, workers=2, ps=1, timeout=_DEADLINE, args=(is_daily,))
     return outcome
 
 
-@pytest.mark.parametrize("steps", [1, 8])
+def result(name: str) -> Any:
+    """What a section has found, in the part of the program that it belongs to."""
+    return found(_results(name in DAILY), name)
+
+
+@pytest.mark.parametrize("steps", daily([1, 8], "1"))
 def test_counters_are_exact(steps):
-    outcome = found(results(), f"counters {steps}")
+    outcome = result(f"counters {steps}")
     assert outcome["iterations"] == 400
     assert outcome["count"] == [800.0] * 4
     assert outcome["rate"] == pytest.approx(outcome["expected rate"], rel=1e-6)
@@ -248,24 +265,26 @@ def test_counters_are_exact(steps):
 
 def test_variables_of_keras_lose_updates():
     """What finds exact counters above would find lost updates."""
-    iterations = found(results(), "lost updates")
+    iterations = result("lost updates")
     assert len(iterations) == TRIES
     assert min(iterations) < 400 and max(iterations) <= 400, iterations
 
 
+@pytest.mark.exhaustive
 def test_a_metric_starts_anew_in_each_of_many_epochs():
-    assert found(results(), "many epochs") == [40.0] * 40
+    assert result("many epochs") == [40.0] * 40
 
 
+@pytest.mark.exhaustive
 def test_metrics_that_are_sums_and_one_that_is_not():
-    outcome = found(results(), "other metrics")
+    outcome = result("other metrics")
     assert outcome["sum"] == [650 * 649 / 2] * 3
     assert outcome["largest"] == [649.0] * 3
     assert outcome["val_largest"] == [outcome["expected"]] * 3
 
 
 def test_batches_of_ones_own():
-    outcome = found(results(), "on batch")
+    outcome = result("on batch")
     # Since Keras 3.15, metrics begin anew with each of them.
     assert outcome["expected"] in ([10.0, 17.0, 1.0], [10.0, 27.0, 28.0])
     assert outcome["counts"] == outcome["expected"]
@@ -273,16 +292,17 @@ def test_batches_of_ones_own():
     assert outcome["test"] <= 1e-6 and outcome["predict"] <= 1e-6, outcome
 
 
-@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("steps", daily([1, 4], "4"))
 def test_predictions_are_in_order(steps):
-    outcome = found(results(), f"predictions {steps}")
+    outcome = result(f"predictions {steps}")
     assert outcome["shape"] == (650, 1)
     assert max(outcome[name] for name in ("before", "after", "some", "evaluate")) <= 1e-6, outcome
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("steps", [1, 4])
 def test_ragged_batches_and_outputs(steps):
-    outcome = found(results(), f"ragged {steps}")
+    outcome = result(f"ragged {steps}")
     assert outcome["values"] == 0.0
     assert outcome["lengths"]
     assert outcome["iterations"] == 24
@@ -290,7 +310,7 @@ def test_ragged_batches_and_outputs(steps):
 
 
 def test_an_error_in_a_step_reaches_its_caller():
-    outcome = found(results(), "errors")
+    outcome = result("errors")
     for name, message in outcome["errors"]:
         assert name == "InvalidArgumentError"
         assert "a feature is too large" in message
@@ -300,7 +320,7 @@ def test_an_error_in_a_step_reaches_its_caller():
 
 
 def test_an_interrupt_leaves_nothing_behind():
-    outcome = found(results(), "interrupt")
+    outcome = result("interrupt")
     assert outcome["interrupted"] == 3
     assert outcome["count"] == [650.0, 650.0]
     # All that was handed out until the eighth step's end, three times, before callbacks restore anything.
@@ -309,9 +329,10 @@ def test_an_interrupt_leaves_nothing_behind():
 
 
 # As Keras counts them, also where the last execution has fewer steps.
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("steps", "ends"), [(1, list(range(21))), (4, [3, 7, 11, 15, 19, 23])])
 def test_callbacks_of_batches(steps, ends):
-    seen = found(results(), f"batch callbacks {steps}")
+    seen = result(f"batch callbacks {steps}")
     assert [batch for batch, _, _ in seen["train"]] == ends * 2
     assert [batch for batch, _ in seen["test"]] == ends * 2
     assert {tuple(names) for _, names, _ in seen["train"]} == {("accuracy", "count", "loss")}

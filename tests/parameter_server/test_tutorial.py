@@ -13,7 +13,7 @@ import pytest
 
 from tests.processes import forked
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(150)]
 
 _DEADLINE = 120
 _SCRIPT = Path(__file__).with_name("tutorial") / "main.py"

@@ -59,9 +59,11 @@ def worker_input() -> dict[str, Any]:
     def with_steps(steps: int) -> dict[str, Any]:
         history = train(strategy, data.repeat(), steps, steps_per_epoch=7)
         finite = train(strategy, data, steps, steps_per_epoch=7)
+        ends_early = train(from_chief, uneven, steps, steps_per_epoch=7)
         return {
             "repeated": (history["count"], history["iterations"]),
             "finite": (finite["count"], finite["iterations"]),
+            "ends early": (ends_early["count"], ends_early["iterations"]),
         }
 
     def predictions() -> float:
@@ -143,6 +145,12 @@ def test_steps_per_epoch(steps):
     assert sum(counts) in (3 * whole * 32, 3 * whole * 32 - 22)
     assert outcome["finite"][1] == min(3 * whole, 21)
     assert sum(outcome["finite"][0]) <= ROWS
+    # A step that finds no data on its worker is done on another one, in the same epoch.
+    counts, iterations = outcome["ends early"]
+    assert iterations == 21
+    assert sum(counts) == ROWS
+    # One that is quick comes to its last batch, of 10 rows, in the first epoch.
+    assert counts[0] in (whole * 32, whole * 32 - 22)
 
 
 def test_predictions_and_evaluation():

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import preloaded
-from tfdist.testing import fork_server, run_local
+from tests.processes import ForkedPopen, forked, living, preloaded
+from tfdist.testing import fork_server, local_cluster, run_local
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(90)]
 
@@ -64,15 +64,25 @@ def test_what_is_read_at_the_start_makes_a_fresh_process(name):
     assert run_local(is_forked, timeout=60) == [True, True]
 
 
-def test_what_importing_tensorflow_sets_in_this_process_makes_no_difference(monkeypatch):
-    assert run_local(is_forked, 1, timeout=60) == [True]
-    (server, _) = fork_server.running()
-    assert "TF2_BEHAVIOR" in server.set_by_import
-    for name, value in server.set_by_import.items():
-        monkeypatch.setenv(name, value)
-    assert run_local(is_forked, 1, timeout=60) == [True]
-    monkeypatch.setenv("TF2_BEHAVIOR", "0")
-    assert run_local(is_forked, 1, timeout=60) == [False]
+def test_what_importing_tensorflow_sets_makes_no_difference():
+    """A test process imports it sooner or later; this one may have done so before the server of the test."""
+    names = ("TF2_BEHAVIOR", "KMP_INIT_AT_FORK")
+    bare = {name: value for name, value in local_cluster.own_environment().items() if name not in names}
+    server = fork_server.ForkServer(bare)
+    try:
+        assert starts(server, bare)
+        assert server.set_by_import["TF2_BEHAVIOR"] == "1"
+        assert starts(server, {**bare, **server.set_by_import})
+        assert not starts(server, {**bare, "TF2_BEHAVIOR": "0"})
+    finally:
+        server.close()
+
+
+def starts(server: fork_server.ForkServer, env: dict[str, str]) -> bool:
+    """Whether a server forks a process with this environment, which ends well then."""
+    with open(os.devnull, "wb") as output:
+        process = server.start(["-m", "this"], env, output.fileno())
+    return process is not None and process.wait() == 0
 
 
 def test_a_variable_that_the_function_sets_before_the_import_starts_it_over():
@@ -94,3 +104,14 @@ def test_a_server_that_dies_is_done_without(new_ones_afterwards):
     assert run_local(is_forked, timeout=60) == [True, True]
     os.kill(fork_server.running()[1].pid, signal.SIGKILL)
     assert run_local(is_forked, timeout=60) == [True, False]
+
+
+def test_what_is_forked_can_be_found(tmp_path):
+    """By it the tests see that nothing is left."""
+    (tmp_path / "sleep.py").write_text("import time; time.sleep(60)")
+    process = forked(["sleep.py"], tmp_path / "log", tmp_path, os.environ)
+    assert isinstance(process, ForkedPopen)
+    assert living() == [process.pid]
+    process.kill()
+    assert process.wait(10) == -signal.SIGKILL
+    assert living() == []
