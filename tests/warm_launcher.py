@@ -34,6 +34,7 @@ def main(out: str, err: str, arguments: list[str]) -> None:
         os.close(opened)
     # The tests may run below nohup; the launcher would then ignore SIGHUP, as it should.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    sys.path[0] = os.getcwd()  # as for python -m tfdist; the folder of this file would hide the package horovod
     launcher = os.getpid()
     ours, theirs = socket.socketpair()
     if (pid := os.fork()) == 0:

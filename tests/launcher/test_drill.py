@@ -18,8 +18,7 @@ from tests.unit.test_import_time import loaded_by
 
 # The chief saves after every fourth step. What is trained is the list of steps; FLAWS is a set of words.
 TRAINING = """
-    from tests.tiers import daily
-from tfdist.callbacks.checkpoint_name import checkpoint_name, committed_checkpoints
+    from tfdist.callbacks.checkpoint_name import checkpoint_name, committed_checkpoints
     from tfdist.callbacks.damage import DamagedCheckpoint
     from tfdist.callbacks.manifest import Manifest, encode_manifest, measure_file, verify_checkpoint
     from tfdist.supervision.events import EventLog
