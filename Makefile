@@ -10,15 +10,17 @@ PYTHON ?= $(shell for python in python3.13 python3.12 python3.11 python3.10 pyth
 # A user-wide `user = true` in pip's configuration makes every installation into a virtual environment fail.
 export PIP_USER := 0
 
-.PHONY: help demo test test-all test-matrix test-slurm lint bench docs horovod clean
+.PHONY: help demo test test-rest test-all test-matrix test-slurm durations mutations lint bench docs horovod clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    train a digits classifier with two workers on this machine"
-	@echo "make test    run the tests; options for pytest: make test ARGS='-k ports -x'"
-	@echo "make test-all also those that are left out of it for their time"
+	@echo "make test    run the tests, 8 minutes on two cores; options for pytest: make test ARGS='-k ports -x'"
+	@echo "make test-all also those that are left out of it for their time, half an hour more"
 	@echo "make test-matrix the tests with other versions of TensorFlow and Keras, each in its own environment"
 	@echo "make test-slurm those on a real Slurm, MPI and networks, which it installs as root on Debian"
+	@echo "make durations the same two, and note in tests/durations.tsv how long everything takes"
+	@echo "make mutations make mistakes on purpose in a copy, and see that tests fail"
 	@echo "make lint    check style and formatting"
 	@echo "make bench   measure data-parallel training; options: make bench ARGS='...'"
 	@echo "make docs    build the documentation into site/"
@@ -29,26 +31,27 @@ help:
 demo: $(VENV)/.examples
 	$(RUN)tfdist run -n 2 examples/train_digits.py $(ARGS)
 
-# Two files run at a time, but tests of the launcher, which watch the clock, have the machine to themselves.
-# All three run even if one of them fails, but not after an interrupt (code 2). With ARGS that select tests, one of them
-# may find none (code 5).
-define tests
-	@failed=; tests() { \
-		echo "pytest $$*"; code=0; "$(1)/python" -m pytest "$$@" $(ARGS) || code=$$?; \
-		case $$code in 0|5) ;; 2) exit 2 ;; *) failed=yes ;; esac; \
-	}; \
-	tests -n 2 --dist loadfile tests/logical tests/memory; \
-	tests -n 2 --dist loadfile tests/unit tests/compat tests/submit \
-		tests/fault_tolerance tests/cluster tests/parameter_server tests/horovod; \
-	tests tests/launcher tests/testing; \
-	test -z "$$failed"
-endef
+# So many files run at a time; on a machine with more cores: make test WORKERS=4.
+WORKERS ?= 2
+REPORTS := build/reports
+# Given a Python: its tests but those on real clusters. Files are handed out in the order of tests/conftest.py.
+pytest = "$(1)" -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --ignore=tests/system tests
 
 test: $(VENV)/.test
-	$(call tests,$(VENV)/bin)
+	$(call pytest,$(RUN)python) --junitxml=$(REPORTS)/test.xml $(ARGS)
 
-test-all:
-	$(MAKE) test ARGS="-m '' $(ARGS)"
+# What `make test` leaves out.
+test-rest: $(VENV)/.test
+	$(call pytest,$(RUN)python) -m exhaustive --junitxml=$(REPORTS)/rest.xml $(ARGS)
+
+test-all: test
+	$(MAKE) test-rest
+
+durations: test-all
+	$(RUN)python tools/test_times.py --write $(wildcard $(REPORTS)/*.xml)
+
+mutations: $(VENV)/.test
+	$(RUN)python tools/mutation_check.py $(ARGS)
 
 # The newest and the previous TensorFlow with the newest and the previous Keras, each in an environment of its own.
 MATRIX ?= 2.21-3.15 2.21-3.14 2.20-3.15 2.20-3.14
@@ -65,14 +68,14 @@ $(VENV)-matrix/%/.test: pyproject.toml setup.py
 # Always run again.
 $(VENV)-matrix/%/.tested: $(VENV)-matrix/%/.test .FORCE
 	@echo "--- TensorFlow and Keras $*"
-	$(call tests,$(@D)/bin)
+	$(call pytest,$(@D)/bin/python) -m "" $(ARGS)
 
 .FORCE:
 
 # What is not there is skipped, with its reason.
 test-slurm: $(VENV)/.test
 	sh tools/install_clusters.sh $(VENV)/mpich $(RUN)python
-	$(RUN)python -m pytest tests/system $(ARGS)
+	$(RUN)python -m pytest tests/system --junitxml=$(REPORTS)/system.xml $(ARGS)
 
 lint: $(VENV)/.test
 	$(RUN)ruff check .

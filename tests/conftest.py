@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import os
 import shutil
@@ -13,6 +14,8 @@ import pytest
 
 from tests.processes import preloaded
 
+# Made by `make durations`.
+_DURATIONS = Path(__file__).with_name("durations.tsv")
 # Set by launchers and schedulers: a test run inside a job must not take itself for one of the job's tasks.
 CLUSTER_VARIABLES = ("TF_CONFIG", "TFDIST_", "SLURM_", "OMPI_", "PMI_", "PMIX_")
 
@@ -29,6 +32,17 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith(CLUSTER_VARIABLES):
             monkeypatch.delenv(name)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where several processes share the tests, files that take long come first: nobody is left with one at the end."""
+    if not hasattr(config, "workerinput"):
+        return
+    seconds: dict[str, float] = collections.defaultdict(float)
+    for line in _DURATIONS.read_text().splitlines()[1:]:
+        _, took, _, name = line.split("\t")
+        seconds[name.split("::")[0]] += float(took)
+    items.sort(key=lambda item: -seconds[item.nodeid.split("::")[0]])
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

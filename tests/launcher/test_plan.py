@@ -173,6 +173,7 @@ def choose(flops: float, bandwidth: float) -> tuple[str, int, bool]:
 
 @pytest.mark.slow
 @pytest.mark.cluster
+@pytest.mark.exhaustive
 def test_all_processes_get_the_same_strategy():
     assert run_local(choose, 2, args=(1e8, 1e9), timeout=DEADLINE) == [("MultiWorkerMirroredStrategy", 2, True)] * 2
     assert run_local(choose, 1, args=(1e8, 1e9), timeout=DEADLINE) == [("MirroredStrategy", 1, True)]

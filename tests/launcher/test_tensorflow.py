@@ -7,6 +7,8 @@ import time
 
 import pytest
 
+from tests.tiers import daily
+
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
 ALL_REDUCE = """
@@ -41,11 +43,18 @@ def test_all_reduce_over_the_reserved_ports(warm_launch) -> None:
 
 @pytest.mark.parametrize(
     ("last", "code", "words"),
-    [
-        ("raise ValueError('the culprit')", 1, ["worker 1 failed with exit code 1;", "\n  ValueError: the culprit\n"]),
-        ("os._exit(3)", 3, ["worker 1 failed with exit code 3;"]),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 137, ["worker 1 was killed by SIGKILL (exit code 137"]),
-    ],
+    daily(
+        [
+            (
+                "raise ValueError('the culprit')",
+                1,
+                ["worker 1 failed with exit code 1;", "\n  ValueError: the culprit\n"],
+            ),
+            ("os._exit(3)", 3, ["worker 1 failed with exit code 3;"]),
+            ("os.kill(os.getpid(), signal.SIGKILL)", 137, ["worker 1 was killed by SIGKILL (exit code 137"]),
+        ],
+        "os.kill(os.getpid(), signal.SIGKILL)",
+    ),
 )
 def test_the_culprit_is_named_not_its_peer(warm_launch, last: str, code: int, words: list[str]) -> None:
     started = warm_launch(script(1000000, last), "-n", "2")

@@ -90,6 +90,7 @@ def test_restarted_workers_are_forked(launch, tmp_path) -> None:
     started.assert_nothing_is_left()
 
 
+@pytest.mark.exhaustive
 def test_fewer_workers_are_forked_too(launch, tmp_path) -> None:
     started = launch(script(), "-n", "1:2")
     wait_for_zygote(started)
@@ -100,6 +101,7 @@ def test_fewer_workers_are_forked_too(launch, tmp_path) -> None:
     assert f"[worker 0] forked worker 0 1 {len(os.sched_getaffinity(0))} []" in result.out.splitlines()
 
 
+@pytest.mark.exhaustive
 def test_restart_without_the_zygote_that_was_killed(launch, tmp_path) -> None:
     started = launch(script(), "-n", "2")
     os.kill(wait_for_zygote(started), signal.SIGKILL)
@@ -110,6 +112,7 @@ def test_restart_without_the_zygote_that_was_killed(launch, tmp_path) -> None:
     started.assert_nothing_is_left()
 
 
+@pytest.mark.exhaustive
 def test_nothing_outlives_the_launcher_after_a_warm_restart(launch, tmp_path) -> None:
     started = launch(script("wait()"), "-n", "2")
     wait_for_zygote(started)
@@ -120,6 +123,7 @@ def test_nothing_outlives_the_launcher_after_a_warm_restart(launch, tmp_path) ->
     started.assert_nothing_is_left()
 
 
+@pytest.mark.exhaustive
 def test_signal_after_a_warm_restart(launch, tmp_path) -> None:
     end = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(4)); Path(f'waits-{name}').touch(); wait()"
     started = launch(script(end), "-n", "2")
@@ -132,6 +136,7 @@ def test_signal_after_a_warm_restart(launch, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("options", [("--no-warm",), ("--max-restarts", "0")])
+@pytest.mark.exhaustive
 def test_no_zygote_without_need(launch, tmp_path, options: tuple[str, ...]) -> None:
     started = launch(script(), "-n", "2", *options)
     started.wait_for_file("trains-worker-0", "trains-worker-1")
@@ -140,6 +145,7 @@ def test_no_zygote_without_need(launch, tmp_path, options: tuple[str, ...]) -> N
     assert len(started.marked()) == 4  # launcher, guardian and workers
 
 
+@pytest.mark.exhaustive
 def test_a_worker_of_parameter_servers_is_replaced_by_a_forked_one(launch, tmp_path) -> None:
     end = """
         text = Path("/proc/self/cmdline").read_text()

@@ -64,6 +64,7 @@ def test_dead_zygote_is_reported_and_its_workers_live_on(tmp_path: Path, workers
     assert (tmp_path / "output").read_text() == "done\n"
 
 
+@pytest.mark.exhaustive
 def test_stopped_zygote_costs_no_more_than_the_deadline(
     tmp_path: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.parameter_server.sections import found, run_sections
+from tests.parameter_server.sections import found, part
+from tests.tiers import daily
 from tfdist.testing import run_local
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(270)]
@@ -18,7 +19,11 @@ ROWS = 650
 ALL = ROWS * (ROWS - 1) / 2
 
 
-def worker_input() -> dict[str, Any]:
+# Sections of `make test`: batches dealt out, and a function of the worker; one step and several in an execution.
+DAILY = ("dataset 4", "function 1", "steps of an epoch 4", "evaluation", "generator function", "not a sum")
+
+
+def worker_input(is_daily: bool) -> dict[str, Any]:
     """In the chief: counts and sums of the epochs."""
     import keras
     import numpy as np
@@ -103,40 +108,38 @@ def worker_input() -> dict[str, Any]:
             f"uneven {steps}": functools.partial(train, from_chief, uneven, steps),
             f"steps of an epoch {steps}": functools.partial(with_steps, steps),
         }
-    return run_sections(sections)
+    return part(sections, DAILY, is_daily)
 
 
 @functools.cache
-def results() -> dict[str, Any]:
-    (outcome,) = run_local(worker_input, workers=2, ps=1, timeout=_DEADLINE)
+def _results(is_daily: bool) -> dict[str, Any]:
+    (outcome,) = run_local(worker_input, workers=2, ps=1, timeout=_DEADLINE, args=(is_daily,))
     return outcome
 
 
-@pytest.mark.parametrize("steps", [1, 4])
-@pytest.mark.parametrize(
-    ("name", "iterations"),
-    [
-        ("dataset", 63),
-        # 325 rows make 11 batches of each worker.
-        ("function", 66),
-        ("distributed function", 66),
-        ("unknown size", 66),
-        ("uneven", 63),
-    ],
-)
-def test_every_row_once_an_epoch(name, iterations, steps):
-    outcome = found(results(), f"{name} {steps}")
+def result(name: str) -> Any:
+    """What a section has found, in the part of the program that it belongs to."""
+    return found(_results(name in DAILY), name)
+
+
+# 325 rows make 11 batches of each worker.
+ITERATIONS = {"dataset": 63, "function": 66, "distributed function": 66, "unknown size": 66, "uneven": 63}
+
+
+@pytest.mark.parametrize("section", daily([f"{name} {steps}" for name in ITERATIONS for steps in (1, 4)], *DAILY[:2]))
+def test_every_row_once_an_epoch(section):
+    outcome, name = result(section), section.rpartition(" ")[0]
     assert outcome["count"] == [float(ROWS)] * 3
     assert outcome["sum"] == [ALL] * 3
-    assert outcome["iterations"] == iterations
+    assert outcome["iterations"] == ITERATIONS[name]
     if name in ("dataset", "function"):
         assert outcome["val_count"] == [float(ROWS)] * 3
         assert outcome["val_sum"] == [ALL] * 3
 
 
-@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("steps", daily([1, 4], "4"))
 def test_steps_per_epoch(steps):
-    outcome = found(results(), f"steps of an epoch {steps}")
+    outcome = result(f"steps of an epoch {steps}")
     # Keras rounds an epoch's steps up to whole executions.
     whole = -(-7 // steps) * steps
     counts, iterations = outcome["repeated"]
@@ -153,26 +156,36 @@ def test_steps_per_epoch(steps):
     assert counts[0] in (whole * 32, whole * 32 - 22)
 
 
-def test_predictions_and_evaluation():
-    assert found(results(), "predictions") <= 1e-6
-    assert found(results(), "evaluation") <= 1e-6
+@pytest.mark.parametrize("name", daily(["predictions", "evaluation"], "evaluation"))
+def test_predictions_and_evaluation(name):
+    assert result(name) <= 1e-6
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [
-        ("generator function", ["cannot be sent to the workers", "Python function or generator", "worker_input=False"]),
-        ("generator dataset", ["cannot be sent to the workers", "Python function or generator", "worker_input=False"]),
-        ("no dataset", ["Received: a dataset function that returns ndarray. Expected: a tf.data.Dataset"]),
-        ("not a sum", ["Received: metric 'sum', whose state is not a sum, and input on the workers."]),
-        (
-            "predict of a function",
-            ["Received: a dataset function for predict, which needs the batches in their order"],
-        ),
-    ],
+    daily(
+        [
+            (
+                "generator function",
+                ["cannot be sent to the workers", "Python function or generator", "worker_input=False"],
+            ),
+            (
+                "generator dataset",
+                ["cannot be sent to the workers", "Python function or generator", "worker_input=False"],
+            ),
+            ("no dataset", ["Received: a dataset function that returns ndarray. Expected: a tf.data.Dataset"]),
+            ("not a sum", ["Received: metric 'sum', whose state is not a sum, and input on the workers."]),
+            (
+                "predict of a function",
+                ["Received: a dataset function for predict, which needs the batches in their order"],
+            ),
+        ],
+        "generator function",
+        "not a sum",
+    ),
 )
 def test_what_is_refused(name, words):
-    kind, message = found(results(), name)
+    kind, message = result(name)
     assert kind == "ValueError"
     for word in words:
         assert word in message

@@ -181,6 +181,7 @@ def test_logs_are_followed_over_a_restart(engine: Engine, api: KubernetesApi) ->
     assert shown.getvalue() == b"one\ntwo\nthree\n"
 
 
+@pytest.mark.exhaustive
 def test_a_follower_that_is_cut_off_comes_back(engine: Engine, api: KubernetesApi) -> None:
     record = engine.submit(REQUEST)
     pod = api.add_pod("train", 0, "Running", [b"one\n", None])

@@ -92,6 +92,7 @@ def test_one_after_the_other_in_order(run_tfdist: Tfdist, work: Path) -> None:
     wait_until(lambda: not run_tfdist.processes(), 10, "the end of the runner, which has nothing left to do")
 
 
+@pytest.mark.exhaustive
 def test_as_many_at_once_as_the_variable_says(run_tfdist: Tfdist, work: Path) -> None:
     for name in "abc":
         submit(run_tfdist, name, TFDIST_LOCAL_JOBS="2")
@@ -155,6 +156,7 @@ def test_a_second_cancel_kills(run_tfdist: Tfdist, work: Path) -> None:
     run_tfdist.wait_for(job, "cancelled", deadline=10)
 
 
+@pytest.mark.exhaustive
 def test_a_preempted_job_goes_on(run_tfdist: Tfdist, work: Path) -> None:
     job = submit(run_tfdist, "a", words=("saves",))
     waiting = submit(run_tfdist, "b")
@@ -174,6 +176,7 @@ def test_a_preempted_job_goes_on(run_tfdist: Tfdist, work: Path) -> None:
     assert "--- started again: run 2 of local-1 ---" in run_tfdist("logs", job)
 
 
+@pytest.mark.exhaustive
 def test_the_time_limit(run_tfdist: Tfdist, work: Path) -> None:
     job = submit(run_tfdist, "a", "--time", "2s", words=("saves",))
     started(work, "a")
@@ -214,6 +217,7 @@ def test_what_ended_while_nobody_looked(run_tfdist: Tfdist, work: Path) -> None:
     assert [line.split()[2] for line in run_tfdist("jobs").splitlines()] == ["succeeded", "lost"]
 
 
+@pytest.mark.exhaustive
 def test_a_runner_killed_at_any_moment_starts_nothing_twice(run_tfdist: Tfdist, work: Path) -> None:
     for name in "abcde":
         (work / f"{name}.go").touch()
@@ -231,6 +235,7 @@ def test_a_runner_killed_at_any_moment_starts_nothing_twice(run_tfdist: Tfdist, 
     ]
 
 
+@pytest.mark.exhaustive
 def test_commands_that_start_at_the_same_time_share_one_runner(run_tfdist: Tfdist, work: Path) -> None:
     command = [sys.executable, "-m", "tfdist", "submit", "-n", "1", "job.py"]
     several = [

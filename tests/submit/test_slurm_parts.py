@@ -173,6 +173,7 @@ def test_a_failure_before_the_first_step_is_final(batch) -> None:
     assert "tfdist: not restarted: it failed before its first training step" in job.text("output.log")
 
 
+@pytest.mark.exhaustive
 def test_of_failures_without_a_step_between_them_the_second_is_final(batch) -> None:
     # Its first, its third and its fourth run do a step.
     trains = f"runs = len(open('runs').read())\nif runs in (1, 3, 4):\n    {STEP}\nraise SystemExit(3)"

@@ -147,6 +147,7 @@ def test_digits_is_described(digits: dict[str, object]) -> None:
     assert "every sixth image, starting with the fifth" in str(digits["description"]).replace("\n", " ")
 
 
+@pytest.mark.exhaustive
 def test_processes_may_prepare_at_the_same_time(tmp_path: Path) -> None:
     processes = [start("-c", PREPARE_AT_ONCE, tmp_path, rank, 3) for rank in range(3)]
     results = [finish(process) for process in processes]
@@ -155,6 +156,7 @@ def test_processes_may_prepare_at_the_same_time(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "data" / "digits").iterdir()] == ["1.0.0"]
 
 
+@pytest.mark.exhaustive
 def test_the_first_run_which_prepares_the_data_draws_what_later_ones_draw(tmp_path: Path) -> None:
     results = [finish(start("-c", DRAW_AFTER_LOADING, tmp_path)) for _ in range(2)]
     assert [code for code, _, _ in results] == [0, 0], results[0][2] + results[1][2]
@@ -172,6 +174,7 @@ def write_idx(folder: Path, prefix: str, count: int) -> None:
     (folder / f"{prefix}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(labels))
 
 
+@pytest.mark.exhaustive
 def test_fashion_mnist_is_built_from_idx_files(tmp_path: Path) -> None:
     write_idx(tmp_path, "train", 3)
     write_idx(tmp_path, "t10k", 2)

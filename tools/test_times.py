@@ -1,0 +1,100 @@
+"""Where the time of the tests goes: `python tools/test_times.py [--write] [--limit SECONDS] REPORT…`.
+
+A report is what `pytest --junitxml` writes; `make test` leaves build/reports/test.xml, and `make test-all` rest.xml as
+well. Prints the ten test functions that took longest, and how long each run took. --limit fails if one took longer.
+--write renews tests/durations.tsv, by which the tests are handed out: the files that take longest first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import re
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).parents[1]
+TABLE = ROOT / "tests" / "durations.tsv"
+# What is quicker is added up by file.
+_WORTH_A_LINE = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """One run of pytest.
+
+    Attributes:
+        name: of the report: "test", "rest" or "system".
+        wall: seconds from its beginning to its end.
+        functions: seconds and number of cases by test function, such as "tests/unit/test_ports.py::test_reserve".
+    """
+
+    name: str
+    wall: float
+    functions: dict[str, tuple[float, int]]
+
+
+def read(path: Path) -> Report:
+    """Reads a report; what stands in it twice is added up."""
+    (suite,) = ElementTree.parse(path).getroot().iter("testsuite")
+    found: dict[str, tuple[float, int]] = collections.defaultdict(lambda: (0.0, 0))
+    for case in suite.iter("testcase"):
+        name = function_of(case.get("classname", ""), case.get("name", ""))
+        seconds, count = found[name]
+        found[name] = seconds + float(case.get("time", 0)), count + 1
+    return Report(path.stem, float(suite.get("time", 0)), dict(found))
+
+
+def function_of(classname: str, name: str) -> str:
+    """The node id of a test function.
+
+    Example:
+        >>> function_of("tests.unit.test_ports.TestReserve", "test_many[3-a]")
+        'tests/unit/test_ports.py::TestReserve::test_many'
+    """
+    *folders, module = re.match(r"[^A-Z]*(?=\.[A-Z]|$)", classname).group().split(".")
+    classes = classname.split(".")[len(folders) + 1 :]
+    return "::".join(["/".join([*folders, f"{module}.py"]), *classes, name.split("[")[0]])
+
+
+def rows(reports: list[Report]) -> list[str]:
+    """The lines of the table: run, seconds, cases, test function, or its file for all of it that is quick."""
+    lines = []
+    for report in reports:
+        found: dict[str, tuple[float, int]] = collections.defaultdict(lambda: (0.0, 0))
+        for name, (seconds, count) in report.functions.items():
+            place = name if seconds >= _WORTH_A_LINE else name.split("::")[0]
+            before, counted = found[place]
+            found[place] = before + seconds, counted + count
+        lines += [f"{report.name}\t{took:.1f}\t{count}\t{name}" for name, (took, count) in sorted(found.items())]
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("reports", nargs="+", type=Path)
+    parser.add_argument("--write", action="store_true", help=f"renew {TABLE.relative_to(ROOT)}")
+    parser.add_argument("--limit", type=float, metavar="SECONDS", help="fail if one of the runs took longer")
+    options = parser.parse_args()
+    reports = [read(path) for path in options.reports]
+    if options.write:
+        TABLE.write_text("run\tseconds\tcases\ttest\n" + "\n".join(rows(reports)) + "\n")
+    late = False
+    for report in reports:
+        print(f"\n{report.name}: {report.wall:.0f} s. What took longest:")
+        slowest = sorted(report.functions.items(), key=lambda item: -item[1][0])[:10]
+        for name, (seconds, count) in slowest:
+            print(f"{seconds:8.1f} s {count:4} cases  {name}")
+        if options.limit is not None and report.wall > options.limit:
+            late = True
+            print(
+                f"Received: {report.wall:.0f} s for {report.name}. Expected: at most {options.limit:.0f} s on two "
+                "cores. Make one of these quicker, or mark cases that others cover as `exhaustive`."
+            )
+    return 1 if late else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
