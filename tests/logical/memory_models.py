@@ -14,7 +14,7 @@ CLASSES = 4
 def dense() -> keras.Model:
     """Residual blocks of dense layers."""
     x = inputs = keras.Input((12,))
-    for index in range(6):
+    for index in range(4):
         y = layers.Dense(24, activation="relu", name=f"wide_{index}")(x)
         y = layers.BatchNormalization()(y)
         y = layers.Dropout(0.3)(y)
@@ -60,9 +60,9 @@ class Encoder(layers.Layer):
 
 
 def transformer() -> keras.Model:
-    """Four layers on sequences with padding."""
+    """Three layers on sequences with padding."""
     x = layers.Embedding(20, 8, mask_zero=True)(inputs := keras.Input((6,), dtype="int32"))
-    for index in range(4):
+    for index in range(3):
         x = Encoder(name=f"encoder_{index}")(x)
     x = layers.BatchNormalization()(layers.GlobalAveragePooling1D()(x))
     return keras.Model(inputs, layers.Dense(CLASSES, activation="softmax")(x))
@@ -74,7 +74,7 @@ class Written(keras.Model):
     def __init__(self):
         super().__init__()
         self.embedding = layers.Embedding(20, 8)
-        self.encoders = [Encoder(name=f"encoder_{index}") for index in range(4)]
+        self.encoders = [Encoder(name=f"encoder_{index}") for index in range(3)]
         self.norm, self.pool = layers.BatchNormalization(), layers.GlobalAveragePooling1D()
         self.head = layers.Dense(CLASSES, activation="softmax")
 
@@ -89,6 +89,46 @@ def written() -> keras.Model:
     """A model whose layers are known by being called only."""
     model = Written()
     model(np.zeros((1, 6), "int32"))
+    return model
+
+
+@keras.saving.register_keras_serializable(package="tfdist_tests")
+class Block(layers.Layer):
+    """A residual block of dense layers, with what has a state."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.wide, self.norm = layers.Dense(24, activation="relu"), layers.BatchNormalization()
+        self.dropout, self.narrow = layers.Dropout(0.3), layers.Dense(12)
+
+    def build(self, shape):
+        self.wide.build(shape)
+        self.norm.build((*shape[:-1], 24))
+        self.narrow.build((*shape[:-1], 24))
+
+    def call(self, x, training=None):
+        y = self.norm(self.wide(x), training=training)
+        return x + self.narrow(self.dropout(y, training=training))
+
+
+class Blocks(keras.Model):
+    """Three of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = [Block(name=f"block_{index}") for index in range(3)]
+        self.head = layers.Dense(CLASSES, activation="softmax")
+
+    def call(self, x, training=None):
+        for block in self.blocks:
+            x = block(x, training=training)
+        return self.head(x)
+
+
+def blocks() -> keras.Model:
+    """The smallest one."""
+    model = Blocks()
+    model(np.zeros((1, 12)))
     return model
 
 
@@ -109,6 +149,7 @@ def unet() -> keras.Model:
 
 MODELS: dict[str, Callable[[], keras.Model]] = {
     "dense": dense,
+    "blocks": blocks,
     "resnet": resnet,
     "transformer": transformer,
     "written": written,
@@ -121,6 +162,7 @@ def data(name: str, rows: int) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(3)
     x = {
         "dense": lambda: rng.normal(size=(rows, 12)).astype("float32"),
+        "blocks": lambda: rng.normal(size=(rows, 12)).astype("float32"),
         "resnet": lambda: rng.normal(size=(rows, 8, 8, 3)).astype("float32"),
         "transformer": lambda: rng.integers(0, 20, (rows, 6)).astype("int32"),
         "written": lambda: rng.integers(0, 20, (rows, 6)).astype("int32"),

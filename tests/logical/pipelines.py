@@ -6,6 +6,7 @@ Most models are compared with one process that sees whole batches. Where a layer
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfdist
+from tests.features.reference import only_fit
 from tfdist.testing import differences, train_and_observe
 
 BATCH = 16
@@ -83,11 +85,22 @@ def rows_of(structure: Any, begin: int, end: int) -> Any:
     return tf.nest.map_structure(lambda value: None if value is None else value[begin:end], structure)
 
 
-def observe(strategy: Any, build: Callable[[], keras.Model], data: Any, **arguments: Any) -> dict[str, np.ndarray]:
-    """What training leaves; names without those of layers, which carry counters."""
+def observe(
+    strategy: Any, build: Callable[[], keras.Model], data: Any, whole: bool = True, **arguments: Any
+) -> dict[str, np.ndarray]:
+    """What training leaves; names without those of layers, which carry counters.
+
+    Args:
+        strategy: one of these, or that of one process.
+        build: makes the model.
+        data: arrays, or a function that returns what `fit` takes.
+        whole: whether `evaluate` and `predict` are called, too; what they do depends on the stages only.
+        **arguments: of `train_and_observe`.
+    """
     if not callable(data):
         arguments = {"batch_size": BATCH, **arguments}
-    seen = train_and_observe(strategy, build, data, **arguments)
+    with contextlib.nullcontext() if whole else only_fit():
+        seen = train_and_observe(strategy, build, data, **arguments)
     return {name.split(" (")[0]: value for name, value in seen.items()}
 
 
@@ -111,7 +124,10 @@ def assert_trains_equally(
     tolerance: float = 1e-5,
     **arguments: Any,
 ) -> None:
-    """Compares weights, history, metrics and predictions of a pipeline with those of one process."""
+    """Compares weights, history, metrics and predictions of a pipeline with those of one process.
+
+    With `whole=False`, weights and history only.
+    """
     strategy = strategy or pipeline()
     reference = micro_batched(build, strategy._planner.microbatches) if stateful else build
     expected = one_process(reference, data, **arguments)

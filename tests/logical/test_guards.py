@@ -9,6 +9,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfdist
+from tests.features.reference import only_fit
 from tests.features.table import BATCH, batches, mlp, rows
 from tests.logical.conftest import DEVICES
 from tfdist.strategies.step_shadows import metrics_of
@@ -266,7 +267,8 @@ class TestOwnTrainingLoop:
 
 class TestOptions:
     def trained(self, strategy: tf.distribute.Strategy, build: object, **arguments: object) -> dict[str, np.ndarray]:
-        seen = train_and_observe(strategy, build, rows(96), batch_size=BATCH, epochs=1, **arguments)
+        with only_fit():
+            seen = train_and_observe(strategy, build, rows(96), batch_size=BATCH, epochs=1, **arguments)
         return {name.split(" (")[0]: value for name, value in seen.items()}
 
     def test_bf16_is_within_its_bound_and_not_exact(self, mirrored):
@@ -329,7 +331,8 @@ class TestOptions:
         """In a custom step, too, where Keras' own synchronisation would mix gradients without their weights."""
         local = tfdist.MirroredStrategy(DEVICES, batch_norm="local")
         build = mlp(lambda: layers.BatchNormalization(synchronized=True))
-        gaps = assert_transparent(local, build, rows(83), batch_size=15)
+        with only_fit():
+            gaps = assert_transparent(local, build, rows(83), batch_size=15)
         assert max(gaps.values()) < 1e-5
 
 
@@ -340,7 +343,8 @@ def test_one_of_two_losses_is_scaled(mirrored, apply_at_once):
         model.compile(keras.optimizers.SGD(0.1))
         return model
 
-    gaps = assert_transparent(mirrored, build, rows(83), batch_size=15)
+    with only_fit():
+        gaps = assert_transparent(mirrored, build, rows(83), batch_size=15)
     assert max(gaps.values()) < 1e-5
 
 
@@ -376,10 +380,10 @@ class TestNothingStays:
 
     def test_model_trains_alone_afterwards(self, mirrored):
         """The functions of tfdist that remain in Keras do nothing without a tfdist strategy."""
-        expected = train_and_observe(tf.distribute.get_strategy(), mlp(), rows(81), batch_size=BATCH)
+        expected = train_and_observe(tf.distribute.get_strategy(), mlp(), rows(81), batch_size=BATCH, epochs=1)
         with mirrored.scope():
             fit(mlp()(), 81)
-        again = train_and_observe(tf.distribute.get_strategy(), mlp(), rows(81), batch_size=BATCH)
+        again = train_and_observe(tf.distribute.get_strategy(), mlp(), rows(81), batch_size=BATCH, epochs=1)
         for (name, a), b in zip(expected.items(), again.values(), strict=True):
             np.testing.assert_array_equal(a, b, err_msg=name)
 

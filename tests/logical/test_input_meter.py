@@ -27,8 +27,16 @@ def train(model: keras.Model, rows: int = ROWS, epochs: int = 1, **options) -> N
     model.fit(np.ones((rows, 4)), np.ones((rows, 3)), batch_size=BATCH, epochs=epochs, verbose=0, **options)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("steps_per_execution", [1, 3, 10])
+@pytest.mark.parametrize(
+    ("devices", "steps_per_execution"),
+    [
+        (1, 10),
+        (2, 1),
+        (2, 3),
+        pytest.param(1, 3, marks=pytest.mark.exhaustive),
+        pytest.param(2, 10, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_batches_and_rows_are_counted_once(
     mirrored: tf.distribute.Strategy, devices: int, steps_per_execution: int
 ) -> None:

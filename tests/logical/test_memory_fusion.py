@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import keras
 import numpy as np
@@ -57,24 +58,31 @@ def gap(ours: list[np.ndarray], others: list[np.ndarray]) -> float:
     return max(float(np.abs(a - b).max()) for a, b in zip(ours, others, strict=True))
 
 
+@functools.cache
+def plain_weights(build, activation: str) -> list[np.ndarray]:
+    return weights(build, activation)
+
+
 @pytest.mark.parametrize(
     ("build", "activation"),
     [
-        *((dense, activation) for activation in ("gelu", "swish", "mish", "softplus")),
-        (convolutions, "gelu"),
+        (dense, "softplus"),
         (normalised, "gelu"),
+        *(pytest.param(dense, activation, marks=pytest.mark.exhaustive) for activation in ("gelu", "swish", "mish")),
+        pytest.param(convolutions, "gelu", marks=pytest.mark.exhaustive),
     ],
 )
 def test_what_is_run_again_is_merged_as_in_plain_training(build, activation):
     policy = memory.MemoryPolicy("park" if activation == "mish" else "recompute", host="CPU:3", min_bytes=0)
-    assert gap(weights(build, activation, policy), weights(build, activation)) == 0.0
+    assert gap(weights(build, activation, policy), plain_weights(build, activation)) == 0.0
 
 
 def test_streamed_blocks_are_merged_as_in_plain_training(four_devices):
     strategy = tfdist.HostOffloadStrategy("CPU:1", "CPU:0")
-    assert gap(weights(dense, "gelu", strategy=strategy), weights(dense, "gelu")) == 0.0
+    assert gap(weights(dense, "softplus", strategy=strategy), plain_weights(dense, "softplus")) == 0.0
 
 
+@pytest.mark.exhaustive
 def test_batches_of_other_sizes_differ_in_the_last_bits():
     rows = 3 * BATCH + 10
     assert gap(weights(dense, "gelu", "recompute", rows=rows), weights(dense, "gelu", rows=rows)) < 1e-6
@@ -82,4 +90,4 @@ def test_batches_of_other_sizes_differ_in_the_last_bits():
 
 def test_it_is_keeping_apart_that_does_it(monkeypatch):
     monkeypatch.setattr(recomputed, "keep_apart", lambda *arguments: None)
-    assert gap(weights(dense, "softplus", "recompute"), weights(dense, "softplus")) > 0.0
+    assert gap(weights(dense, "softplus", "recompute"), plain_weights(dense, "softplus")) > 0.0

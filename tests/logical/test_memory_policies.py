@@ -14,7 +14,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfdist
-from tests.logical.memory_models import CLASSES, data, dense, transformer, unet, written
+from tests.logical.memory_models import CLASSES, MODELS, data, dense, transformer, written
 from tests.logical.test_memory_transparency import assert_equal, plain, train
 from tfdist.layer_graph.graph import flatten
 from tfdist.memory import MemoryPolicy, apply, remove
@@ -66,13 +66,14 @@ def test_nested_models_are_blocks_by_their_name():
 def test_layers_of_a_model_that_is_written_as_a_class():
     model = apply(written(), "recompute")
     assert [name for name in ("embedding", "pool", "head") if "call" in vars(getattr(model, name))] == []
-    assert ["call" in vars(encoder) for encoder in model.encoders] == [True] * 4
+    assert ["call" in vars(encoder) for encoder in model.encoders] == [True] * 3
     assert "call" not in vars(remove(model).encoders[0])
     model = apply(model, MemoryPolicy("recompute", [layers.LayerNormalization, "encoder_1"]))
-    assert ["call" in vars(encoder) for encoder in model.encoders] == [False, True, False, False]
+    assert ["call" in vars(encoder) for encoder in model.encoders] == [False, True, False]
     assert all("call" in vars(norm) for encoder in model.encoders for norm in encoder.norms)
 
 
+@pytest.mark.exhaustive
 def test_named_blocks_of_a_written_model_are_equal():
     policy = MemoryPolicy("recompute", [layers.LayerNormalization, "encoder_1"])
     assert_equal(train("written", None, policy), plain("written", None))
@@ -96,10 +97,15 @@ class Noise(layers.Layer):
 
 def regularized() -> keras.Model:
     x = inputs = keras.Input((12,))
-    for _ in range(4):
+    for _ in range(3):
         x = layers.Dense(12, "tanh", activity_regularizer="l2", kernel_regularizer="l2")(x)
         x = Noise()(x)
     return keras.Model(inputs, layers.Dense(CLASSES, activation="softmax")(x))
+
+
+def small() -> keras.Model:
+    inner = [layers.Dense(12, "tanh") for _ in range(6)]
+    return keras.Sequential([keras.Input((12,)), *inner, layers.Dropout(0.2), layers.Dense(CLASSES, "softmax")])
 
 
 def steps(model: keras.Model, x, y, **compile_arguments) -> list[np.ndarray]:
@@ -109,17 +115,24 @@ def steps(model: keras.Model, x, y, **compile_arguments) -> list[np.ndarray]:
     return [*losses, *model.get_weights()]
 
 
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
+# Losses of layers and random numbers are in all of them.
 @pytest.mark.parametrize(
-    "arguments",
+    ("mode", "optimizer"),
     [
-        {},
-        {"optimizer": lambda: keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2)},
-        {"optimizer": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01, clipnorm=0.1))},
+        pytest.param("recompute", lambda: "adam", id="recompute", marks=pytest.mark.exhaustive),
+        pytest.param(
+            "swap",
+            lambda: keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2),
+            id="swap, accumulation",
+        ),
+        pytest.param(
+            "recompute",
+            lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01, clipnorm=0.1)),
+            id="recompute, loss scale",
+        ),
     ],
-    ids=["losses and random numbers", "accumulation", "loss scale"],
 )
-def test_losses_random_numbers_and_optimizers(mode, arguments):
+def test_losses_random_numbers_and_optimizers(mode, optimizer):
     x, y = data("dense", 8)
     found = []
     for policy in (None, MemoryPolicy(mode, min_bytes=0)):
@@ -128,22 +141,24 @@ def test_losses_random_numbers_and_optimizers(mode, arguments):
         model = regularized()
         if policy is not None:
             apply(model, policy)
-        found.append(steps(model, x, y, **{key: make() for key, make in arguments.items()}))
+        found.append(steps(model, x, y, optimizer=optimizer()))
     for a, b in zip(*found, strict=True):
         # What a layer returns is read by the next one and by losses, in another block: three gradients to be added.
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_mixed_precision(mode):
-    x, y = data("unet", 8)
+@pytest.mark.parametrize(
+    ("name", "mode"), [("blocks", "recompute"), pytest.param("unet", "swap", marks=pytest.mark.exhaustive)]
+)
+def test_mixed_precision(name, mode):
+    x, y = data(name, 8)
     found = []
     for policy in (None, MemoryPolicy(mode, min_bytes=0)):
         keras.utils.set_random_seed(5)
         before = keras.config.dtype_policy()
         keras.config.set_dtype_policy("mixed_bfloat16")
         try:
-            model = unet()
+            model = MODELS[name]()
         finally:
             keras.config.set_dtype_policy(before)
         if policy is not None:
@@ -153,11 +168,10 @@ def test_mixed_precision(mode):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("mode", ["recompute", "park", "swap"])
-def test_a_loop_of_ones_own(mode):
+def test_a_loop_of_ones_own():
     x, _y = data("dense", 8)
     found = []
-    for policy in (None, MemoryPolicy(mode, min_bytes=0)):
+    for policy in (None, MemoryPolicy({"block_0": "swap", "block_1": "park", "*": "recompute"}, min_bytes=0)):
         keras.utils.set_random_seed(5)
         model = dense()
         if policy is not None:
@@ -177,7 +191,7 @@ def test_a_loop_of_ones_own(mode):
 
 def test_graphs_are_given_back():
     x, _ = data("dense", 8)
-    model = apply(dense(), "recompute")
+    model = apply(small(), "recompute")
 
     def traced() -> weakref.ref:
         @tf.function
@@ -214,7 +228,7 @@ def test_gradients_of_gradients():
 
 
 def test_files_and_configuration_do_not_change(tmp_path):
-    model = apply(dense(), "recompute")
+    model = apply(small(), "recompute")
     model.compile("adam", "sparse_categorical_crossentropy")
     x, y = data("dense", 8)
     model.fit(x, y, verbose=0)
@@ -222,16 +236,6 @@ def test_files_and_configuration_do_not_change(tmp_path):
     loaded = keras.models.load_model(tmp_path / "model.keras")
     assert "call" not in vars(loaded)
     np.testing.assert_array_equal(loaded.predict(x, verbose=0), model.predict(x, verbose=0))
-
-
-def test_a_policy_of_a_strategy(mirrored):
-    strategy = tfdist.MirroredStrategy(list(mirrored.extended.worker_devices), memory="recompute")
-    with strategy.scope():
-        model = dense()
-        model.compile("sgd", "sparse_categorical_crossentropy")
-    x, y = data("dense", 8)
-    model.fit(x, y, verbose=0)
-    assert set(vars(model)["call"].plan.modes) == {"recompute"}
 
 
 # --- What is refused --------------------------------------------------------------------------------------------------
@@ -283,14 +287,14 @@ def test_models_without_blocks():
 
 def test_swapping_needs_a_graph():
     x, y = data("dense", 8)
-    model = apply(dense(), "swap")
+    model = apply(small(), "swap")
     model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=True)
     with pytest.raises(ValueError, match=r"mode 'swap' outside of a graph"):
         model.fit(x, y, verbose=0)
 
 
 def test_parking_and_xla():
-    model = dense()
+    model = small()
     model.compile("sgd", "sparse_categorical_crossentropy", jit_compile=True)
     apply(model, "park")
     assert model.jit_compile is False
@@ -321,7 +325,7 @@ def test_layers_that_change_what_is_not_theirs():
 def test_pipelines_have_a_recomputation_of_their_own(four_devices):
     strategy = tfdist.PipelineStrategy(four_devices[:2])
     with strategy.scope():
-        model = dense()
+        model = small()
         model.compile("sgd", "sparse_categorical_crossentropy")
     apply(model, "recompute")
     x, y = data("dense", 8)
@@ -332,6 +336,7 @@ def test_pipelines_have_a_recomputation_of_their_own(four_devices):
 # --- The guide --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_the_guides_programs_run(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     programs = re.findall(r"^```python\n(.*?)^```$", GUIDE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)

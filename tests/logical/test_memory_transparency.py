@@ -22,6 +22,7 @@ class Trained(NamedTuple):
     weights: list[np.ndarray]
     history: dict[str, list[float]]
     predictions: np.ndarray
+    modes: set[str]
 
 
 def train(name: str, strategy: Any, policy: Any, **compile_arguments: Any) -> Trained:
@@ -36,7 +37,9 @@ def train(name: str, strategy: Any, policy: Any, **compile_arguments: Any) -> Tr
     if policy is not None:
         tfdist.memory.apply(model, policy)
     history = model.fit(x, y, batch_size=BATCH, epochs=EPOCHS, shuffle=False, verbose=0)
-    return Trained(model.get_weights(), history.history, model.predict(x, verbose=0))
+    calls = [vars(layer)["call"] for layer in model._flatten_layers() if "call" in vars(layer)]
+    modes = {mode for call in calls for mode in (call.plan.modes if hasattr(call, "plan") else [call._mode])}
+    return Trained(model.get_weights(), history.history, model.predict(x, verbose=0), modes)
 
 
 def assert_equal(found: Trained, expected: Trained) -> None:
@@ -51,6 +54,29 @@ def plain(name: str, strategy: Any, **compile_arguments: Any) -> Trained:
     return train(name, strategy, None, **compile_arguments)
 
 
+# Every mode is in the blocks of a graph, and in those of a model that is written as a class.
+OF_BLOCKS = {"block_0": "swap", "block_1": "recompute", "block_2": "park", "*": "none"}
+OF_LAYERS = {"block_0": "swap", "block_1": "recompute", "block_2": "park"}
+
+
+@pytest.mark.parametrize(("name", "modes"), [("dense", OF_BLOCKS), ("blocks", OF_LAYERS)], ids=["dense", "blocks"])
+def test_every_mode(name, modes):
+    policy = MemoryPolicy(modes, host="CPU:3", min_bytes=0)
+    found = train(name, None, policy)
+    assert found.modes == set(policy.modes)
+    assert_equal(found, plain(name, None))
+
+
+def test_every_mode_on_two_replicas(mirrored):
+    """The policy is that of a strategy."""
+    policy = MemoryPolicy(OF_LAYERS, host="CPU:3", min_bytes=0)
+    strategy = tfdist.MirroredStrategy(list(mirrored.extended.worker_devices), memory=policy)
+    found = train("blocks", strategy, None)
+    assert found.modes == set(OF_LAYERS.values())
+    assert_equal(found, plain("blocks", mirrored))
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", ["recompute", "park", "swap"])
 @pytest.mark.parametrize("name", MODELS)
 def test_equal_to_plain_training(name, mode):
@@ -58,38 +84,24 @@ def test_equal_to_plain_training(name, mode):
     assert_equal(train(name, None, policy), plain(name, None))
 
 
-# On one device every model has every mode: here, daily, each of these models has one, and each mode one model.
-_DAILY = (("resnet", "recompute"), ("transformer", "park"), ("unet", "swap"))
-
-
+# On one device every model has every mode.
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("name", "mode"),
-    [
-        pytest.param(name, mode, marks=() if (name, mode) in _DAILY else pytest.mark.exhaustive)
-        for name in MODELS
-        for mode in ("recompute", "park", "swap")
-    ],
+    ("name", "mode"), [("resnet", "recompute"), ("transformer", "park"), ("unet", "swap"), ("dense", "swap")]
 )
 def test_equal_to_plain_training_on_two_replicas(mirrored, name, mode):
     policy = MemoryPolicy(mode, host="CPU:3", min_bytes=0)
     assert_equal(train(name, mirrored, policy), plain(name, mirrored))
 
 
-def test_modes_can_be_mixed():
-    modes = {"wide_0": "swap", "wide_[12]": "recompute", "wide_3": "park", "wide_4": "none"}
-    policy = MemoryPolicy(modes, [f"wide_{i}" for i in range(5)], "CPU:3", 2, 0)
-    assert_equal(train("dense", None, policy), plain("dense", None))
-
-
 # That recomputation works under XLA, and what it saves: tests/memory/test_peak.py.
-@pytest.mark.parametrize("jit", [pytest.param(True, marks=pytest.mark.exhaustive), False])
-def test_xla(jit):
-    assert_equal(train("dense", None, "recompute", jit_compile=jit), plain("dense", None, jit_compile=jit))
+@pytest.mark.exhaustive
+def test_xla():
+    assert_equal(train("dense", None, "recompute", jit_compile=True), plain("dense", None, jit_compile=True))
 
 
-@pytest.mark.parametrize("mode", ["recompute", "park"])
-def test_eager_steps(mode):
-    policy = MemoryPolicy(mode, host="CPU:3", min_bytes=0)
+def test_eager_steps():
+    policy = MemoryPolicy({"block_0": "recompute", "*": "park"}, host="CPU:3", min_bytes=0)
     assert_equal(train("dense", None, policy, run_eagerly=True), plain("dense", None, run_eagerly=True))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import keras
@@ -10,6 +11,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfdist
+from tests.features import reference
 from tests.features.table import BATCH, FEATURES, batches, mlp, rows
 from tests.logical.conftest import DEVICES
 from tfdist.strategies import global_batches, keras_step, normalization, step_logs, step_shadows
@@ -18,10 +20,25 @@ from tfdist.testing import assert_transparent, run_local
 STOCK_DIFFERS = ("BatchNormalization", "tf.data, shuffled with a seed", "last batch of one row (81 rows)")
 
 
-def assert_noticed(strategy: tf.distribute.Strategy, *names: str, build: object = None, **arguments: object) -> None:
-    """Asserts that the comparison fails, and names what differs."""
-    arguments = {"data": rows(), "batch_size": BATCH, **arguments}
-    with pytest.raises(AssertionError) as error:
+def assert_noticed(
+    strategy: tf.distribute.Strategy, *names: str, build: object = None, known: str = "", **arguments: object
+) -> None:
+    """Asserts that the comparison fails, and names what differs.
+
+    Args:
+        strategy: is wrong.
+        *names: of what must differ. Without one of "evaluate" or "predict", the model is only fitted.
+        build: makes the model.
+        known: a name for `build` and `data`, where several tests compare with what one process makes of them.
+        **arguments: of `assert_transparent`.
+    """
+    arguments = {"data": rows(), "batch_size": BATCH, "epochs": 1, **arguments}
+    whole = any(name.startswith(("evaluate", "predict")) for name in names)
+    with (
+        contextlib.nullcontext() if whole else reference.only_fit(),
+        reference.remembered(f"{known}, {whole}", reference.folder()) if known else contextlib.nullcontext(),
+        pytest.raises(AssertionError) as error,
+    ):
         assert_transparent(strategy, build or mlp(), **arguments)
     message = str(error.value)
     assert message.startswith(f"{type(strategy).__name__} with 2 replicas does not equal one process."), message
@@ -31,12 +48,12 @@ def assert_noticed(strategy: tf.distribute.Strategy, *names: str, build: object 
 
 def test_gradients_that_are_not_reduced(mirrored, monkeypatch):
     monkeypatch.setattr(step_shadows, "all_reduce_sum", lambda values, *_, **__: list(values))
-    assert_noticed(mirrored, "weight 0", "history 1 (loss)", "predict 0")
+    assert_noticed(mirrored, "weight 0", "history 1 (loss)", "predict 0", known="mlp")
 
 
 def test_gradients_that_are_added_without_weights(mirrored, monkeypatch):
     monkeypatch.setattr(keras_step.KerasStep, "relative_weight", property(lambda step: tf.constant(2.0)))
-    assert_noticed(mirrored, "weight 0")
+    assert_noticed(mirrored, "weight 0", known="mlp")
 
 
 class TestEqualWeights:
@@ -48,10 +65,11 @@ class TestEqualWeights:
 
     @pytest.mark.parametrize("n", [81, 83])
     def test_noticed_where_the_last_batch_does_not_divide(self, mirrored, n):
-        assert_noticed(mirrored, "weight 0", data=rows(n))
+        assert_noticed(mirrored, "weight 0", data=rows(n), known=f"mlp, {n} rows")
 
     def test_right_where_all_batches_divide(self, mirrored):
-        gaps = assert_transparent(mirrored, mlp(), rows(96), batch_size=BATCH)
+        with reference.only_fit():
+            gaps = assert_transparent(mirrored, mlp(), rows(96), batch_size=BATCH)
         assert max(gaps.values()) < 1e-5
 
 
@@ -64,27 +82,29 @@ def test_stand_in_rows_that_count(mirrored, monkeypatch):
         return part._replace(rows=tf.maximum(part.rows, 1))
 
     monkeypatch.setattr(global_batches, "share_of", share_of)
-    assert_noticed(mirrored, "weight 0", "history 1 (loss)", data=rows(81))
+    assert_noticed(mirrored, "weight 0", "history 1 (loss)", data=rows(81), known="mlp, 81 rows")
 
 
 def test_batch_norm_of_each_replicas_rows(mirrored):
     local = tfdist.MirroredStrategy(DEVICES, batch_norm="local")
     build = mlp(layers.BatchNormalization)
-    assert_noticed(local, "weight 0", "predict 0", build=build)
-    gaps = assert_transparent(mirrored, build, rows(), batch_size=BATCH)
+    assert_noticed(local, "weight 0", build=build, known="BatchNormalization")
+    with reference.only_fit(), reference.remembered("BatchNormalization, False", reference.folder()):
+        gaps = assert_transparent(mirrored, build, rows(), batch_size=BATCH, epochs=1)
     assert max(gaps.values()) < 1e-5
 
 
 def test_gradients_of_statistics_without_weights(mirrored, monkeypatch):
     """Those that come back from the other replicas belong to losses of other weights."""
     monkeypatch.setattr(normalization, "_sum", normalization.all_reduce)
-    with pytest.raises(AssertionError, match=r"does not equal one process(.|\n)*weight 0"):
+    with reference.only_fit(), pytest.raises(AssertionError, match=r"does not equal one process(.|\n)*weight 0"):
         FEATURES["BatchNormalization in a custom train_step, uneven"](mirrored)
 
 
 def test_metrics_of_a_step_that_are_taken_for_keras_own(mirrored, monkeypatch):
     monkeypatch.setattr(step_logs, "read_by_keras", lambda step, logs: True)
-    with pytest.raises(AssertionError, match=r"does not equal one process(.|\n)*history \d \(hits\)"):
+    noticed = pytest.raises(AssertionError, match=r"does not equal one process(.|\n)*history \d \(hits\)")
+    with reference.only_fit(), noticed:
         FEATURES["metrics that a train_step logs under other names"](mirrored)
 
 
@@ -92,7 +112,8 @@ def test_moving_statistics_that_are_not_averaged(mirrored, monkeypatch):
     """Only this: weights do not depend on them, what `predict` returns does."""
     monkeypatch.setattr(step_shadows.updated_state, "updated", lambda variables, replica: [])
     monkeypatch.setattr(step_shadows, "global_moments", lambda layer: layer._moments)
-    assert_noticed(mirrored, "weight", "predict 0", build=mlp(layers.BatchNormalization))
+    build = mlp(layers.BatchNormalization)
+    assert_noticed(mirrored, "weight", "predict 0", build=build, known="BatchNormalization")
 
 
 @pytest.mark.parametrize(
@@ -107,7 +128,7 @@ def test_moving_statistics_that_are_not_averaged(mirrored, monkeypatch):
 def test_data_that_is_not_the_users(mirrored, monkeypatch, broken):
     original = global_batches.rows_of_worker
     monkeypatch.setattr(global_batches, "rows_of_worker", lambda data, *arguments: original(broken(data), *arguments))
-    assert_noticed(mirrored, "weight 0", data=lambda: batches(*rows()), batch_size=None)
+    assert_noticed(mirrored, "weight 0", data=lambda: batches(*rows()), batch_size=None, known="mlp, batches")
 
 
 def test_metrics_of_one_replica(mirrored, monkeypatch):
@@ -123,7 +144,7 @@ def test_metrics_of_one_replica(mirrored, monkeypatch):
         return original(self, y_true, y_pred, sample_weight)
 
     monkeypatch.setattr(keras.metrics.MeanMetricWrapper, "update_state", update_state)
-    assert_noticed(mirrored, "history 0 (accuracy)", "evaluate 0 (accuracy)")
+    assert_noticed(mirrored, "history 0 (accuracy)", "evaluate 0 (accuracy)", known="mlp")
 
 
 def stock_rows() -> dict[str, str]:
@@ -132,7 +153,8 @@ def stock_rows() -> dict[str, str]:
     found = {}
     for name in ("numpy arrays", *STOCK_DIFFERS):
         try:
-            FEATURES[name](strategy)
+            with reference.only_fit():
+                FEATURES[name](strategy)
             found[name] = "equal"
         except AssertionError as error:
             found[name] = str(error)

@@ -1,4 +1,4 @@
-"""Networks of `keras.applications`, cut into two and four stages: one step equals that of one process.
+"""Networks of `keras.applications`, cut into two or four stages: one step equals that of one process.
 
 In float64: at random weights and with two rows a micro-batch, BatchNormalization makes gradients so steep that two
 orders of the same additions differ visibly in float32.
@@ -16,7 +16,8 @@ from keras import applications
 
 from tests.logical.pipelines import after_one_step, micro_batched, pipeline
 
-pytestmark = [pytest.mark.usefixtures("four_devices"), pytest.mark.slow]
+# Their kinds of layers are in models of tests/logical/test_pipeline_models.py.
+pytestmark = [pytest.mark.usefixtures("four_devices"), pytest.mark.slow, pytest.mark.exhaustive]
 
 NETWORKS = {
     "MobileNet": (applications.MobileNet, 32, {"alpha": 0.25}),
@@ -30,10 +31,8 @@ NETWORKS = {
     "VGG19": (applications.VGG19, 32, {}),
     "Xception": (applications.Xception, 71, {}),
 }
-# Residual, with squeeze and excitation; without statistics. The others are for `make test-all`.
-ALWAYS = ("MobileNetV3Small", "VGG16")
-# Without statistics: there, micro-batches and whole batches are the same.
-STATELESS = ("VGG16", "VGG19")
+# Each number for networks of several kinds; one of them has both.
+STAGES = {"VGG16": (2, 4)} | {name: (2 + 2 * (index % 2),) for index, name in enumerate(NETWORKS) if name != "VGG16"}
 TOLERANCE = 1e-6
 
 
@@ -65,19 +64,17 @@ def largest_gap(expected: dict[str, np.ndarray], received: dict[str, np.ndarray]
     return float(max(gaps))
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.exhaustive) for name in NETWORKS]
-)
+@pytest.mark.parametrize("name", NETWORKS)
 def test_one_step(name):
     build, size = builder(name), NETWORKS[name][1]
     random = np.random.RandomState(0)
     data = random.uniform(-1, 1, (4, size, size, 3)), np.eye(2)[[0, 1, 1, 0]]
     process = tf.distribute.get_strategy()
     expected = after_one_step(process, micro_batched(build, 2), data)[1]
-    for stages in (2, 4):
+    for stages in STAGES[name]:
         model, received = after_one_step(pipeline(stages, 2), build, data)
         assert largest_gap(expected, received) < TOLERANCE
         assert len({v.value.device for v in model.trainable_variables}) == stages
-    if name not in STATELESS:
+    if name == "MobileNet":
         whole = after_one_step(process, micro_batched(build, 1), data)[1]
         assert largest_gap(expected, whole) > 1000 * TOLERANCE

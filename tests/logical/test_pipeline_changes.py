@@ -13,6 +13,8 @@ from keras import layers
 
 import tfdist
 from tests.logical.pipelines import numbers, pipeline
+from tfdist.layer_graph.graph import functional_of
+from tfdist.strategies.pipeline.loss_head import why_not_decomposable
 
 pytestmark = pytest.mark.usefixtures("four_devices")
 
@@ -50,7 +52,7 @@ def assert_equal(use: Callable[[keras.Model], object]) -> None:
         np.testing.assert_allclose(received, expected, atol=1e-6)
 
 
-def test_a_layer_that_is_thawed_is_trained() -> None:
+def test_a_layer_that_is_thawed_is_trained_with_another_loss() -> None:
     before = []
 
     def use(model: keras.Model) -> None:
@@ -59,18 +61,9 @@ def test_a_layer_that_is_thawed_is_trained() -> None:
         fit(model)
         before.append(np.asarray(model.get_layer("first").kernel))
         model.get_layer("first").trainable = True
-        model.compile(keras.optimizers.SGD(0.1), "mse")
-        fit(model)
-        assert not np.allclose(model.get_layer("first").kernel, before[-1])
-
-    assert_equal(use)
-
-
-def test_another_loss_counts_from_the_next_fit_on() -> None:
-    def use(model: keras.Model) -> None:
-        fit(model)
         model.compile(keras.optimizers.SGD(0.1), "mae")
         fit(model)
+        assert not np.allclose(model.get_layer("first").kernel, before[-1])
 
     assert_equal(use)
 
@@ -97,6 +90,7 @@ def test_adapters_are_trained() -> None:
     assert_equal(use)
 
 
+@pytest.mark.exhaustive
 def test_a_loss_of_the_instance() -> None:
     def use(model: keras.Model) -> None:
         model.compute_loss = lambda x, y, y_pred, sample_weight, training=True: tf.reduce_mean(tf.abs(y_pred - y) ** 3)
@@ -126,6 +120,19 @@ class OverRows(keras.losses.MeanSquaredError):
         return super().call(y_true, y_pred) / tf.reduce_max(tf.abs(y_true))
 
 
+def test_what_needs_the_whole_batch() -> None:
+    model = build()
+    functional = functional_of(model)
+    assert why_not_decomposable(model, functional) is None
+    model.compile("sgd", OverRows())
+    assert why_not_decomposable(model, functional) == "the loss 'mean_squared_error' may look at several rows at once"
+    model.compute_loss = lambda **_: 0.0
+    assert why_not_decomposable(model, functional) == "the model has a compute_loss of its own"
+    model.train_step = lambda data: {}
+    assert why_not_decomposable(model, functional) == "the model has a train_step of its own"
+
+
+@pytest.mark.exhaustive
 def test_a_subclass_of_a_loss_of_keras() -> None:
     def use(model: keras.Model) -> None:
         model.compile(keras.optimizers.SGD(0.1), OverRows())
@@ -134,6 +141,7 @@ def test_a_subclass_of_a_loss_of_keras() -> None:
     assert_equal(use)
 
 
+@pytest.mark.exhaustive
 def test_small_batches_for_validation() -> None:
     def use(model: keras.Model) -> None:
         fit(model, validation_data=(X[:5], Y[:5]), validation_batch_size=2)

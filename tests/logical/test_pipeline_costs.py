@@ -192,6 +192,7 @@ def test_a_residual_network_is_cut_between_its_blocks():
     assert [graph.calls[cut].name for cut in cuts] == ["first1", "first2", "first3"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "size", "gigaflops"),
     [

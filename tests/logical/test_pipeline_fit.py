@@ -53,22 +53,26 @@ def many_metrics() -> keras.Model:
 
 WEIGHTS = np.random.RandomState(5).uniform(0.1, 2.0, 37).astype("float32")
 CASES = {
-    "sample_weight": (mlp(weighted_metrics=["accuracy"]), (X, Y, WEIGHTS), {}),
+    "sample_weight, validation, steps_per_execution": (
+        mlp(weighted_metrics=["accuracy"], steps_per_execution=2),
+        (X, Y, WEIGHTS),
+        {"batch_size": 8, "validation_data": (X[:11], Y[:11])},
+    ),
+    "PyDataset, metrics": (many_metrics, Rows, {}),
+}
+# They come to the same steps by other ways.
+REST = {
     "class_weight": (mlp(), (X, Y), {"class_weight": {0: 1.0, 1: 2.0, 2: 0.5}}),
-    "validation": (mlp(), (X, Y), {"validation_data": (X[:11], Y[:11])}),
     "validation_split, shuffled": (mlp(), (X, Y), {"validation_split": 0.3, "shuffle": True}),
-    "steps_per_execution": (mlp(steps_per_execution=2), (X, Y), {"batch_size": 8}),
-    "PyDataset": (mlp(), Rows, {}),
     "generator": (mlp(), generator, {"steps_per_epoch": 3}),
     "tf.data": (mlp(), dataset, {}),
     "tf.data, all batches full": (mlp(), lambda: dataset().take(2), {"steps_per_epoch": 1, "epochs": 1}),
-    "metrics": (many_metrics, (X, Y), {}),
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in REST)])
 def test_equals_one_process(name):
-    build, data, arguments = CASES[name]
+    build, data, arguments = {**CASES, **REST}[name]
     assert_trains_equally(build, data, **arguments)
 
 
@@ -144,7 +148,13 @@ def test_backup_and_restore(tmp_path):
         np.testing.assert_array_equal(a.numpy(), b.numpy())
 
 
-@pytest.mark.parametrize("where", ["outside", "in a pipeline", "in another pipeline"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "in another pipeline",
+        *(pytest.param(where, marks=pytest.mark.exhaustive) for where in ("outside", "in a pipeline")),
+    ],
+)
 def test_saved_model_goes_on(tmp_path, where):
     """With the state of its optimizer: in one process, in the same pipeline, in one of three stages."""
     build = mlp(optimizer=lambda: keras.optimizers.Adam(0.01))
@@ -165,7 +175,7 @@ def test_saved_model_goes_on(tmp_path, where):
     assert_same([v.numpy() for v in m.optimizer.variables] for m in (model, loaded))
 
 
-@pytest.mark.parametrize("when", ["before the first fit", "after it"])
+@pytest.mark.parametrize("when", [pytest.param("before the first fit", marks=pytest.mark.exhaustive), "after it"])
 def test_weights_from_a_file_and_weights_that_are_set(tmp_path, when):
     keras.utils.set_random_seed(9)
     other = mlp()()
@@ -183,6 +193,7 @@ def test_weights_from_a_file_and_weights_that_are_set(tmp_path, when):
     assert_same(both(train))
 
 
+@pytest.mark.exhaustive
 def test_frozen_layers_and_a_second_compile():
     """Frozen weights stay, and learn again after the next compile, with another loss and another optimizer."""
 
@@ -202,6 +213,7 @@ def test_frozen_layers_and_a_second_compile():
     assert_same(both(train, stages=3))
 
 
+@pytest.mark.exhaustive
 def test_frozen_batch_normalization_does_not_count():
     """A frozen one does not update its statistics, and uses them in training."""
 

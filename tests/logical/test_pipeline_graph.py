@@ -129,6 +129,7 @@ def _as_given(model: keras.Model, inputs: list[np.ndarray]):
     return keras.tree.pack_sequence_as(model.input, inputs)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "size", "calls"),
     [

@@ -27,14 +27,28 @@ OPTIMIZERS = {
     "gradient_accumulation_steps": lambda: optimizers.Adam(0.01, gradient_accumulation_steps=2),
     "ExponentialDecay": lambda: optimizers.RMSprop(optimizers.schedules.ExponentialDecay(0.01, 2, 0.5)),
     "Muon": lambda: optimizers.Muon(0.01),
+    "AdamW, all that Keras does itself": lambda: optimizers.AdamW(
+        optimizers.schedules.ExponentialDecay(0.01, 2, 0.5),
+        weight_decay=0.1,
+        amsgrad=True,
+        epsilon=1e-3,
+        clipnorm=0.05,
+        use_ema=True,
+        ema_momentum=0.5,
+        ema_overwrite_frequency=3,
+    ),
 }
+# What looks at all gradients, what adds them up, an update of whole matrices, and all the rest at once.
+DAILY = ("AdamW, global_clipnorm", "gradient_accumulation_steps", "Muon", "AdamW, all that Keras does itself")
 
 
 def expected(build: Callable[[], keras.Model], steps: int = 4) -> dict[str, np.ndarray]:
     return after_one_step(tf.distribute.get_strategy(), build, DATA, steps)[1]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in DAILY else pytest.mark.exhaustive) for name in OPTIMIZERS]
+)
 def test_equals_one_process(name):
     build = mlp(optimizer=OPTIMIZERS[name], metrics=None)
     model, received = after_one_step(pipeline(3), build, DATA, steps=4)
@@ -72,7 +86,7 @@ def loss_scaled(initial_scale: float) -> Callable[[], keras.Model]:
     return mlp(optimizer=make, metrics=None)
 
 
-@pytest.mark.parametrize("weight_gradients", ["accumulate", "batched"])
+@pytest.mark.parametrize("weight_gradients", [pytest.param("accumulate", marks=pytest.mark.exhaustive), "batched"])
 def test_loss_scale_with_mixed_float16(mixed_float16, weight_gradients):
     model, received = after_one_step(pipeline(weight_gradients=weight_gradients), loss_scaled(1024.0), DATA, steps=4)
     assert_equal(expected(loss_scaled(1024.0)), received, 4e-3)
@@ -90,6 +104,7 @@ def test_loss_scale_that_overflows(mixed_float16):
     assert int(model.optimizer.inner_optimizer.iterations) == 0
 
 
+@pytest.mark.exhaustive
 def test_micro_batches_and_accumulated_steps_with_state():
     """Two batches of four micro-batches each make one update."""
     build = mlp(

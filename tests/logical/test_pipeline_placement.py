@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable
+from typing import Any
 
 import keras
 import numpy as np
@@ -35,22 +37,20 @@ def network() -> keras.Model:
 DATA = numbers(16, 6, 6, 2), numbers(16, 3, seed=2)
 
 
-def trained(strategy: tfdist.PipelineStrategy) -> keras.Model:
+@functools.cache
+def traced(stages: int, **options: Any) -> tuple[keras.Model, PipelinePlan, tf.types.experimental.ConcreteFunction]:
+    """A model after a step, its plan, and the training step as Keras traces it; no test changes them."""
+    strategy = pipeline(stages, 4, **options)
     with strategy.scope():
         keras.utils.set_random_seed(7)
         model = network()
     model.fit(*DATA, batch_size=16, verbose=0)
-    return model
-
-
-def step_of(strategy: tfdist.PipelineStrategy, model: keras.Model) -> tf.types.experimental.ConcreteFunction:
-    """The training step, as Keras traces it."""
 
     @tf.function
     def step(x: tf.Tensor, y: tf.Tensor) -> dict:
         return strategy.run(model.train_step, args=((x, y),))
 
-    return step.get_concrete_function(*map(tf.constant, DATA))
+    return model, strategy.prepare(model), step.get_concrete_function(*map(tf.constant, DATA))
 
 
 def calls_of_stages(nodes: Iterable[tf.compat.v1.NodeDef]) -> list[tuple[int, str, str]]:
@@ -89,9 +89,7 @@ def test_devices_as_tensorflow_lists_them():
 
 
 def test_variables_and_slots():
-    strategy = pipeline(4)
-    model = trained(strategy)
-    plan = strategy.prepare(model)
+    model, plan, _ = traced(4)
     device_of = {id(variable): full(device) for variable, device in plan.variables}
     assert {id(v) for v in model.variables} <= device_of.keys()
     for variable in model.variables:
@@ -106,25 +104,33 @@ def test_variables_and_slots():
     assert len(slots) == 2  # the number of steps and the learning rate
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize(("stages", "schedule"), [(4, "1f1b"), (2, "interleaved"), (4, "gpipe")])
-def test_stages_run_on_their_devices(stages, schedule, recompute):
-    strategy = pipeline(stages, 4, schedule=schedule, recompute=recompute)
-    model = trained(strategy)
-    plan = strategy.prepare(model)
-    asked_for = calls_of_stages(step_of(strategy, model).graph.as_graph_def().node)
-    assert asked_for == expected_calls(plan)
+SCHEDULES = [
+    (4, {}),
+    (2, {"schedule": "interleaved", "recompute": True}),
+    *(
+        pytest.param(stages, options, marks=pytest.mark.exhaustive)
+        for stages, options in [
+            (1, {}),
+            (3, {"schedule": "eager-1f1b", "recompute": True}),
+            (4, {"schedule": "gpipe"}),
+            (4, {"schedule": "gpipe", "recompute": True}),
+        ]
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("stages", "schedule"), [(4, "1f1b"), (3, "eager-1f1b"), (2, "interleaved"), (4, "gpipe"), (1, "1f1b")]
-)
-def test_each_call_waits_for_the_one_before_it_in_the_schedule(stages, schedule):
+@pytest.mark.parametrize(("stages", "options"), SCHEDULES)
+def test_stages_run_on_their_devices(stages, options):
+    _, plan, step = traced(stages, **options)
+    assert calls_of_stages(step.graph.as_graph_def().node) == expected_calls(plan)
+
+
+@pytest.mark.parametrize(("stages", "options"), SCHEDULES)
+def test_each_call_waits_for_the_one_before_it_in_the_schedule(stages, options):
     """The turn, a call's first input, is the first output of the call before; nothing else keeps a device in order."""
-    strategy = pipeline(stages, 4, schedule=schedule)
-    model = trained(strategy)
+    _, plan, step = traced(stages, **options)
     found: dict[str, list[tf.Operation]] = {}
-    for call in step_of(strategy, model).graph.get_operations():
+    for call in step.graph.get_operations():
         if label_of(call):
             before = call.inputs[0].op
             while before.type == "Identity":
@@ -134,7 +140,7 @@ def test_each_call_waits_for_the_one_before_it_in_the_schedule(stages, schedule)
             assert before.type == "Const" if not line else before is line[-1]
             line.append(call)
     labels = [list(map(label_of, line)) for line in found.values()]
-    assert labels == [[(i.chunk, i.kind) for i in order] for order in strategy.prepare(model).schedule.orders]
+    assert labels == [[(i.chunk, i.kind) for i in order] for order in plan.schedule.orders]
 
 
 def label_of(operation: tf.Operation) -> tuple[int, str] | None:
@@ -145,9 +151,7 @@ def label_of(operation: tf.Operation) -> tuple[int, str] | None:
 
 
 def test_nothing_heavy_outside_of_the_stages_functions():
-    strategy = pipeline(4)
-    model = trained(strategy)
-    step = step_of(strategy, model)
+    _, _, step = traced(4)
     assert [o.name for o in step.graph.get_operations() if o.type in HEAVY] == []
     inside = set()
     for function in step.graph.as_graph_def().library.function:
@@ -160,9 +164,8 @@ def test_nothing_heavy_outside_of_the_stages_functions():
 
 
 def test_batched_weight_gradients_are_made_where_the_weights_are():
-    strategy = pipeline(4, weight_gradients="batched")
-    model = trained(strategy)
-    heavy = [o for o in step_of(strategy, model).graph.get_operations() if o.type in HEAVY]
+    model, _, step = traced(4, weight_gradients="batched")
+    heavy = [o for o in step.graph.get_operations() if o.type in HEAVY]
     assert sorted(o.type for o in heavy) == ["Conv2DBackpropFilter"] * 2 + ["MatMul"] * 3
     kernels = {tuple(v.shape): v.value.device for v in model.trainable_variables if "kernel" in v.path}
     for operation in heavy:
@@ -177,9 +180,7 @@ def test_executor_runs_the_stages_where_they_belong():
     """What TensorFlow reports after a step, with all of its own rewriting: not only what was asked for."""
     from tensorflow.python.eager import context
 
-    strategy = pipeline(4)
-    model = trained(strategy)
-    step = step_of(strategy, model)
+    _, plan, step = traced(4)
     context.enable_run_metadata()
     try:
         step(*map(tf.constant, DATA))
@@ -187,16 +188,14 @@ def test_executor_runs_the_stages_where_they_belong():
     finally:
         context.disable_run_metadata()
     nodes = [node for graph in metadata.partition_graphs for node in graph.node]
-    assert calls_of_stages(nodes) == expected_calls(strategy.prepare(model))
+    assert calls_of_stages(nodes) == expected_calls(plan)
     losses = [node.device for node in nodes if "pipeline_loss" in node.attr["f"].func.name]
     assert losses == [full("CPU:3")] * 4
 
 
 def test_updates_run_where_the_weights_are():
     """Every read and write of a variable in a step is on the variable's device: no weight travels to be updated."""
-    strategy = pipeline(4)
-    model = trained(strategy)
-    step = step_of(strategy, model)
+    model, _, step = traced(4)
     device_of = {id(v.value.handle): v.value.device for v in [*model.variables, *model.optimizer.variables]}
     inner = {id(internal): device_of[id(e)] for e, internal in step.graph.captures if id(e) in device_of}
     touched = [

@@ -8,6 +8,7 @@ import pytest
 
 import tfdist
 from tfdist.planning.plan import plan_for
+from tfdist.planning.profile import ModelProfile
 from tfdist.planning.profiling import profile_of
 from tfdist.planning.script import NoStrategy
 
@@ -22,8 +23,13 @@ def dense() -> keras.Model:
     return model
 
 
-def test_what_is_known_of_dense_layers(dense):
-    found = profile_of(dense, ROWS)
+@pytest.fixture(scope="module")
+def profiled(dense) -> ModelProfile:
+    return profile_of(dense, ROWS)
+
+
+def test_what_is_known_of_dense_layers(profiled):
+    found = profiled
     parameters = 8 * (WIDTH * WIDTH + WIDTH) * 4
     assert (found.rows, found.weights, found.trainable) == (ROWS, parameters, parameters)
     # Two moments, and a step and a learning rate.
@@ -41,8 +47,8 @@ def test_what_is_known_of_dense_layers(dense):
     assert sum(block.kept for block in many.blocks) == kept < many.peak < kept + 2 * found.trainable
 
 
-def test_layers(dense):
-    layers = profile_of(dense, ROWS).layers
+def test_layers(profiled):
+    layers = profiled.layers
     assert [layer.name for layer in layers] == [f"dense_{i}" for i in range(8)]
     assert {layer.parameters for layer in layers} == {(WIDTH * WIDTH + WIDTH) * 4.0}
     assert {layer.arrives for layer in layers[1:]} == {WIDTH * 4.0} and layers[0].arrives == 0.0

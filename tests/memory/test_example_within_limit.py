@@ -15,7 +15,7 @@ from tests.launcher.conftest import SOURCE
 EXAMPLE = SOURCE / "examples" / "train_within_limit.py"
 DEADLINE = 240.0
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(DEADLINE + 30)]
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(DEADLINE + 30)]
 
 
 def test_a_batch_that_only_a_policy_can_hold(tmp_path: Path) -> None:

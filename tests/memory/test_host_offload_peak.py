@@ -8,7 +8,7 @@ import pytest
 
 from tests.memory.programs import printed_by
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(400)]
 
 _DEADLINE = 180
 _FEW, _MANY = 4, 16
@@ -44,7 +44,6 @@ def test_plain_training_needs_more_for_more_layers():
     assert many["resident"] - few["resident"] >= (_MANY - _FEW) * _WEIGHTS_OF_A_LAYER
 
 
-@pytest.mark.exhaustive
 def test_the_device_needs_more_if_weights_do_not_wait():
     few, many = (measured(depth, "all at once")["all at once"]["test_step CPU:1"] for depth in (_FEW, _MANY))
     assert many["peak"] - few["peak"] >= (_MANY - _FEW - 1) * _WEIGHTS_OF_A_LAYER

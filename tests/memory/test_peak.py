@@ -19,6 +19,7 @@ def peaks(blocks: int, *modes: str) -> dict[str, int]:
     return printed_by("peak_program", str(blocks), *modes, deadline=_DEADLINE)
 
 
+@pytest.mark.exhaustive
 def test_recomputation_keeps_a_quarter_of_sixteen_blocks():
     found = peaks(16, "none", "recompute")
     assert found["recompute"] <= 0.25 * found["none"]
@@ -31,6 +32,7 @@ def test_recomputation_hardly_grows_with_depth():
     assert many["recompute"] - few["recompute"] <= 0.2 * (many["none"] - few["none"])
 
 
+@pytest.mark.exhaustive
 def test_recomputation_with_xla():
     found = peaks(16, "none+xla", "recompute+xla")
     # XLA asks for all of it at once, and the allocator may give almost twice as much: tighter is not measured.

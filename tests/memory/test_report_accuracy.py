@@ -9,7 +9,7 @@ import pytest
 
 from tests.memory.programs import printed_by
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(280)]
 
 _DEADLINE = 260
 _MODELS = ("blocks", "dense", "resnet", "transformer", "written", "unet")

@@ -8,7 +8,7 @@ import pytest
 
 from tests.memory.programs import printed_by
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(400)]
 
 _DEADLINE = 180
 _FEW, _MANY = 4, 16
@@ -52,7 +52,6 @@ def test_plain_training_needs_more_for_more_blocks():
     assert growth("none", "CPU:1") > 3 * peaks(_FEW)["swap"]["CPU:1"]
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", ["park", "swap"])
 def test_the_device_needs_more_if_all_is_fetched_at_once(mode):
     assert growth(f"{mode} at once", "CPU:1", ("park at once", "swap at once")) > 0.5 * growth(mode, "CPU:0")
