@@ -1,4 +1,8 @@
-"""Makes a virtual environment with pip, also where Python came without `ensurepip`.
+"""Makes a virtual environment with the newest pip, also where Python came without `ensurepip`.
+
+The pip that comes with Python is as old as that release. From an index that does not tell which Python a file needs, as
+plain mirrors do not, pip 22 and 23.0 (Python 3.10) can take a version that needs another one. They then try all
+versions of other packages, with no end in sight; a new pip finds the right package at once.
 
 Debian and Ubuntu ship Python's `venv` module with python3 but `ensurepip` only with the package python3-venv, which
 takes root to install. Without it this script fetches pip's wheel from the package index that pip is configured for.
@@ -28,7 +32,7 @@ class BootstrapError(Exception):
 
 
 def make_venv(folder: Path) -> None:
-    """Makes the virtual environment `folder`, with pip; an existing one is made anew.
+    """Makes the virtual environment `folder`, with the newest pip; an existing one is made anew.
 
     Args:
         folder: Where the environment goes.
@@ -36,8 +40,10 @@ def make_venv(folder: Path) -> None:
     Raises:
         BootstrapError: `venv` does not work in this Python, or pip could not be fetched.
     """
+    python = folder / "bin" / "python"
     first = _venv(folder)
     if first.returncode == 0:
+        upgrade_pip(python)
         return
     bare = _venv(folder, "--without-pip")
     if bare.returncode != 0:
@@ -45,7 +51,24 @@ def make_venv(folder: Path) -> None:
             f"{sys.executable} -m venv {folder} failed:\n{bare.stdout.strip()}\n"
             "Install the package python3-venv, or choose another Python: make PYTHON=/path/to/python3"
         )
-    install_pip(folder / "bin" / "python")
+    install_pip(python)
+
+
+def upgrade_pip(python: Path) -> None:
+    """Brings the pip of `python` up to date; it stays as it is where its index has no newer one, or is out of reach.
+
+    Args:
+        python: The interpreter of a virtual environment with pip.
+
+    Raises:
+        BootstrapError: pip refuses to install anything.
+    """
+    done = _run(str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--upgrade", "pip")
+    if done.returncode != 0:
+        raise BootstrapError(
+            f"pip could not bring itself up to date:\n{done.stdout.strip()}\n"
+            f"Mend its configuration, which {python} -m pip config debug shows."
+        )
 
 
 def install_pip(python: Path) -> None:
@@ -79,8 +102,7 @@ def install_pip(python: Path) -> None:
         path = Path(scratch) / wheel.filename
         path.write_bytes(content)
         # A wheel is a zip file, and Python runs a package out of a zip file: pip installs itself.
-        command = [str(python), str(path / "pip"), "install", "--quiet", "--no-index", "--no-deps", str(path)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        done = _run(str(python), str(path / "pip"), "install", "--quiet", "--no-index", "--no-deps", str(path))
     if done.returncode != 0:
         raise BootstrapError(f"{wheel.filename} could not install itself:\n{done.stdout.strip()}")
 
@@ -113,7 +135,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _venv(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "venv", "--clear", *options, str(folder)]
+    return _run(sys.executable, "-m", "venv", "--clear", *options, str(folder))
+
+
+def _run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

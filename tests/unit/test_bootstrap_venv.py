@@ -1,4 +1,4 @@
-"""How pip gets into an environment without ensurepip: pip's configuration, the package index, the installation."""
+"""How the newest pip gets into an environment: pip's configuration, the package index, the installation."""
 
 from __future__ import annotations
 
@@ -136,13 +136,14 @@ def test_requires_python(clause: str, python: tuple[int, int], expected: bool) -
 
 @pytest.fixture
 def tiny_pip(tmp_path: Path) -> Path:
-    """A wheel in the place of pip's: it notes how it was run."""
+    """A wheel in the place of pip's: it notes how it was run, and fails if it is told to."""
     wheel = tmp_path / "pip-50.1-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("pip/__init__.py", "")
         archive.writestr(
             "pip/__main__.py",
-            "import os, sys\nopen(os.path.join(sys.prefix, 'ran'), 'w').write(' '.join(sys.argv[1:]))\n",
+            "import os, sys\nopen(os.path.join(sys.prefix, 'ran'), 'w').write(' '.join(sys.argv[1:]))\n"
+            "sys.exit(os.environ.get('TINY_PIP_FAILS'))\n",
         )
     return wheel
 
@@ -242,3 +243,35 @@ def test_an_index_out_of_reach_is_named_with_the_remedies(tmp_path, serve, monke
     message = capsys.readouterr().err
     assert f"cannot fetch pip from {url}: HTTP Error 404" in message
     assert "PIP_INDEX_URL" in message and "python3-venv" in message
+
+
+# --- Bringing pip up to date ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ensurepip(tiny_pip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes `tiny_pip` the pip that comes with this Python."""
+    real = bootstrap_venv._venv
+
+    def venv(folder: Path) -> subprocess.CompletedProcess[str]:
+        done = real(folder, "--without-pip")
+        (packages,) = folder.glob("lib/python*/site-packages")
+        (packages / "pip.pth").write_text(f"{tiny_pip}\n")
+        return done
+
+    monkeypatch.setattr(bootstrap_venv, "_venv", venv)
+
+
+@pytest.mark.usefixtures("ensurepip")
+def test_the_pip_that_comes_with_python_brings_itself_up_to_date(tmp_path: Path) -> None:
+    assert bootstrap_venv.main([str(tmp_path / "venv")]) == 0
+    assert (tmp_path / "venv" / "ran").read_text() == "install --quiet --disable-pip-version-check --upgrade pip"
+
+
+@pytest.mark.usefixtures("ensurepip")
+def test_a_pip_that_refuses_to_install_is_quoted_with_the_remedy(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("TINY_PIP_FAILS", "ERROR: a hash is missing")
+    assert bootstrap_venv.main([str(tmp_path / "venv")]) == 1
+    message = capsys.readouterr().err
+    assert "pip could not bring itself up to date:\nERROR: a hash is missing\n" in message
+    assert f"{tmp_path}/venv/bin/python -m pip config debug" in message
