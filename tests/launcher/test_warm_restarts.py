@@ -15,6 +15,8 @@ from tests.launcher.training import of_kind, program
 pytestmark = [pytest.mark.slow]
 
 READY = 120.0
+# The workers stand still until the zygote is there, and it gives way to everybody.
+PATIENT = ("--hang-timeout", "600")
 # Something that starts quickly is not worth a zygote.
 SCRIPT = """
     if restart == 0:
@@ -73,7 +75,9 @@ def script(end: str = "pass") -> str:
 
 def test_restarted_workers_are_forked(launch, tmp_path) -> None:
     end = "sys.exit(5 if index == 0 else 0)"
-    started = launch(script(end), "-n", "2", "--max-restarts", "1", arguments=["--epochs", "3"])
+    started = launch(
+        script(end), *PATIENT, "-n", "2", "--max-restarts", "1", arguments=["--epochs", "3"]
+    )
     wait_for_zygote(started)
     (tmp_path / "fail").touch()
     result = started.finish(60)
@@ -92,7 +96,7 @@ def test_restarted_workers_are_forked(launch, tmp_path) -> None:
 
 @pytest.mark.exhaustive
 def test_fewer_workers_are_forked_too(launch, tmp_path) -> None:
-    started = launch(script(), "-n", "1:2")
+    started = launch(script(), *PATIENT, "-n", "1:2")
     wait_for_zygote(started)
     (tmp_path / "fail").touch()
     result = started.finish(60)
@@ -103,7 +107,7 @@ def test_fewer_workers_are_forked_too(launch, tmp_path) -> None:
 
 @pytest.mark.exhaustive
 def test_restart_without_the_zygote_that_was_killed(launch, tmp_path) -> None:
-    started = launch(script(), "-n", "2")
+    started = launch(script(), *PATIENT, "-n", "2")
     os.kill(wait_for_zygote(started), signal.SIGKILL)
     (tmp_path / "fail").touch()
     result = started.finish(60)
@@ -126,7 +130,7 @@ def test_nothing_outlives_the_launcher_after_a_warm_restart(launch, tmp_path) ->
 @pytest.mark.exhaustive
 def test_signal_after_a_warm_restart(launch, tmp_path) -> None:
     end = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(4)); Path(f'waits-{name}').touch(); wait()"
-    started = launch(script(end), "-n", "2")
+    started = launch(script(end), *PATIENT, "-n", "2")
     wait_for_zygote(started)
     (tmp_path / "fail").touch()
     started.wait_for_file("waits-worker-0", "waits-worker-1")
@@ -138,7 +142,7 @@ def test_signal_after_a_warm_restart(launch, tmp_path) -> None:
 @pytest.mark.parametrize("options", [("--no-warm",), ("--max-restarts", "0")])
 @pytest.mark.exhaustive
 def test_no_zygote_without_need(launch, tmp_path, options: tuple[str, ...]) -> None:
-    started = launch(script(), "-n", "2", *options)
+    started = launch(script(), *PATIENT, "-n", "2", *options)
     started.wait_for_file("trains-worker-0", "trains-worker-1")
     time.sleep(1.0)
     assert zygotes(started) == []
