@@ -128,7 +128,8 @@ def test_the_least_is_enough():
 def test_with_a_host_blocks_are_sent_there(four_devices):
     with tfdist.MirroredStrategy(["CPU:1"]).scope():
         model = compiled()
-    choice = memory.choose(model, ROWS, policy(0.6, min_bytes=0))
+    # Less than without a host can be had.
+    choice = memory.choose(model, ROWS, policy(0.4, min_bytes=0))
     assert set(choice.policy.modes) <= {"none", "swap", "park", "recompute"}
     assert {option.mode for option in choice.options} & {"swap", "park"}
     assert memory.report(model, ROWS, choice.policy)["CPU:0"].step > 0
