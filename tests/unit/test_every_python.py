@@ -59,8 +59,8 @@ def find_python(version: str) -> str:
 def run(folder: Path, *command: str, **variables: str) -> str:
     """Runs a command and returns what it prints, which pytest shows if the test fails."""
     log = folder.with_suffix(".log")
-    # A make that runs this test would otherwise hand its options down.
-    env = {"PYTHONPATH": "", "MAKEFLAGS": "", **variables}
+    # A make that runs this test would otherwise hand its options down, and have this one print where it is.
+    env = {"PYTHONPATH": "", "MAKEFLAGS": "", "MAKELEVEL": "", **variables}
     with log.open("wb") as out:
         launch = Launch(folder, command, stdout=out, stderr=subprocess.STDOUT, env=env)
     try:
