@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import gc
 import os
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.features import reference
 from tests.processes import preloaded
 
 # Made by `make durations`.
@@ -24,6 +26,8 @@ def pytest_configure() -> None:
     """Lets the Python processes that tests start find this tree, wherever they work."""
     paths = [str(Path(__file__).parents[1]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, paths)))
+    # Before other processes share the tests: they share it as well.
+    reference.folder()
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +60,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if any(item.get_closest_marker("cluster") for item in session.items) and not session.config.option.collectonly:
         # The processes of `run_local` are forked: importing TensorFlow takes longer than most of them do anything.
         preloaded()
+    # Python looks for garbage by the number of new objects, and a graph has many: it takes a twentieth of the time.
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 1000)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

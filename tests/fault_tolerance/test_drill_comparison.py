@@ -42,6 +42,7 @@ def test_identical(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert compare(tmp_path / "one", tmp_path / "other", TIMEOUT) == []
 
 
+@pytest.mark.exhaustive
 def test_differences_are_named_and_measured(tmp_path: Path) -> None:
     write(tmp_path / "one")
     write(
@@ -63,6 +64,7 @@ def test_differences_are_named_and_measured(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.exhaustive
 def test_a_single_bit(tmp_path: Path) -> None:
     kernel = np.float32([[1, 2], [3, 4]])
     write(tmp_path / "one", **{"model/0": tf.constant(kernel)})

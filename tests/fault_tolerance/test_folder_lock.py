@@ -17,7 +17,6 @@ import pytest
 from tests.fault_tolerance.forked_jobs import SECONDS, SOURCE, ForkedJobs
 from tests.fault_tolerance.job import Job
 from tests.fault_tolerance.trials import at
-from tests.tiers import daily
 from tfdist.callbacks.folder_lock import FolderInUse, FolderLock
 
 HOLDER = """
@@ -102,7 +101,8 @@ except tfdist.callbacks.FolderInUse:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "code"), daily([("raised", 78), ("caught", 5)], "raised"))
+@pytest.mark.parametrize(("how", "code"), [("raised", 78), ("caught", 5)])
+@pytest.mark.exhaustive
 def test_who_is_refused_is_not_started_again(tmp_path: Path, how: str, code: int) -> None:
     lock = FolderLock(str(tmp_path))
     try:

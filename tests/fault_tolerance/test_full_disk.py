@@ -10,7 +10,6 @@ import pytest
 
 from tests.fault_tolerance.job import Job
 from tests.fault_tolerance.trials import KILLED, Case, Trials, at, differences
-from tests.tiers import daily
 from tfdist.callbacks.store import CheckpointStore
 
 pytestmark = pytest.mark.slow
@@ -20,7 +19,8 @@ KILL = at(8)
 WARNING = "RuntimeWarning: A backup could not be written; training goes on, and the last good one is kept. The "
 
 
-@pytest.mark.parametrize("asynchronous", daily([False, True], "True"))
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.exhaustive
 def test_files_that_are_too_large(trials: Trials, asynchronous: bool) -> None:
     job = JOB.with_(backup={**JOB.backup, "asynchronous": asynchronous})
     limited = job.with_(hook="small files only")

@@ -48,9 +48,7 @@ DAILY = (
     "in the middle of an epoch",
     "in the middle of an epoch, saved at every step",
     "at a boundary, after the save",
-    "in validation",
     "while writing tensors",
-    "after the last epoch",
     "again and again",
 )
 

@@ -58,7 +58,7 @@ CASES = [
 
 
 # One of each kind of data.
-DAILY = ("arrays", "shuffle", "filter", "PyDataset, reshuffled", "repeat", "shuffled validation", "several fits")
+DAILY = ("arrays", "shuffle", "PyDataset, reshuffled", "repeat")
 
 
 @pytest.mark.parametrize("case", daily(CASES, *DAILY), ids=str)

@@ -123,7 +123,7 @@ def test_killed_again_and_again(cluster: Cluster, references: References) -> Non
     ("job", "rank"),
     daily(
         [pytest.param(LIGHT, 1, id="a worker"), pytest.param(DATASET, 0, id="the chief, a dataset")],
-        "the chief, a dataset",
+        "a worker",
     ),
 )
 def test_sigterm_to_one_stops_all_at_one_step(cluster: Cluster, references: References, job: Job, rank: int) -> None:
@@ -201,6 +201,7 @@ def test_folder_that_is_not_shared(cluster: Cluster) -> None:
         assert run.result["steps of this process"] == 0
 
 
+@pytest.mark.exhaustive
 def test_all_backups_are_damaged(cluster: Cluster) -> None:
     cluster.run(LIGHT, kill={1: KILL})
     for checkpoint in (cluster.folder / "backup").glob("checkpoint-*"):

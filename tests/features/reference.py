@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import hashlib
 import os
 import pickle
@@ -20,13 +19,16 @@ from unittest import mock
 
 import numpy as np
 
+# Set in the process that starts the test run, and found by those that share its tests.
+_VARIABLE = "TESTS_REFERENCE_FOLDER"
 
-@functools.cache
+
 def folder() -> Path:
     """A folder of this test run, removed when it ends."""
-    path = tempfile.mkdtemp(prefix="tfdist-reference-")
-    atexit.register(shutil.rmtree, path, ignore_errors=True)
-    return Path(path)
+    if _VARIABLE not in os.environ:
+        os.environ[_VARIABLE] = tempfile.mkdtemp(prefix="tfdist-reference-")
+        atexit.register(shutil.rmtree, os.environ[_VARIABLE], ignore_errors=True)
+    return Path(os.environ[_VARIABLE])
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import traceback
 import unittest
 from pathlib import Path
@@ -17,19 +16,19 @@ from tests.features.table import FEATURES
 Found = dict[str, dict[str, float] | str]
 
 
-def run_rows(strategy: tf.distribute.Strategy, names: list[str], place: Path | None = None) -> Found:
+def run_rows(strategy: tf.distribute.Strategy, names: list[str], place: Path) -> Found:
     """Runs rows under a strategy.
 
     Args:
         strategy: the strategy.
         names: of the rows.
-        place: where what one process computes is kept for other runs; `None` computes it anew.
+        place: where what one process computes is kept for other runs.
     """
     found: Found = {}
     for name in names:
         print("feature:", name, flush=True)
         try:
-            with reference.remembered(name, place) if place else contextlib.nullcontext():
+            with reference.remembered(name, place):
                 found[name] = FEATURES[name](strategy)
         except unittest.SkipTest as reason:
             found[name] = f"skipped: {reason}"

@@ -116,6 +116,7 @@ def drill(launch):
     return start
 
 
+@pytest.mark.exhaustive
 def test_all_faults_are_survived(drill, tmp_path) -> None:
     started = drill("--json", "--hang-timeout", "1.5")
     result = started.finish(120)
@@ -144,6 +145,7 @@ def test_all_faults_are_survived(drill, tmp_path) -> None:
     started.assert_nothing_is_left()
 
 
+@pytest.mark.exhaustive
 def test_a_difference_ends_the_drill_and_is_told(drill, tmp_path) -> None:
     result = drill(flaws=["forgets"]).finish(60)
     assert result.code == 1

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 import pytest
 
 from tests.launcher.forked_workers import Workers, wait
-from tests.tiers import daily
 from tfdist.cluster.ports import reserve
 
 pytestmark = [
@@ -86,7 +85,8 @@ def test_native_code_sees_the_environment(workers: Workers) -> None:
     assert workers.run(script)[1] == "None\n"
 
 
-@pytest.mark.parametrize("threads", daily([1, 2], "1"))
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.exhaustive
 def test_numbers_of_threads_are_its_own(workers: Workers, threads: int) -> None:
     script = """
         import os

@@ -56,6 +56,7 @@ def tfdist_plan(folder: Path, *words: str, code: int = 0) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_script_is_run_up_to_its_fit(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     printed = tfdist_plan(tmp_path, "--devices", "2", "--hardware", "v100-nvlink", "train.py", "--epochs", "3")

@@ -132,6 +132,7 @@ def test_weight_decay():
     np.testing.assert_array_equal(state(decayed)[0][-2:], state(free)[0][-2:])
 
 
+@pytest.mark.exhaustive
 def test_loss_scale_optimizer():
     model = embedding_model(2, keras.optimizers.LossScaleOptimizer(LazyAdam(0.05)))
     plain = embedding_model(2, LazyAdam(0.05))

@@ -174,6 +174,7 @@ def test_nothing_is_changed_where_it_fits(caplog):
     assert f"0 of {DEPTH} blocks keep less: a step needs {plain_total() / 1e6:.4g} MB" in told[1].getMessage()
 
 
+@pytest.mark.exhaustive
 def test_a_loop_of_ones_own_is_told_once_that_everything_is_kept(caplog):
     x, y = batches(ROWS)
 

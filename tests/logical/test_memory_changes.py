@@ -54,6 +54,7 @@ def test_layers_that_are_frozen_or_set_free_afterwards(when):
     assert changed == (2 * (DEPTH + 1) if when == "set free" else 2)
 
 
+@pytest.mark.exhaustive
 def test_variables_that_a_layer_gets_afterwards():
     def weights(policy: str | None) -> list[np.ndarray]:
         model = stack()

@@ -129,6 +129,7 @@ def steps(model: keras.Model, x, y, **compile_arguments) -> list[np.ndarray]:
             "recompute",
             lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01, clipnorm=0.1)),
             id="recompute, loss scale",
+            marks=pytest.mark.exhaustive,
         ),
     ],
 )
@@ -147,9 +148,8 @@ def test_losses_random_numbers_and_optimizers(mode, optimizer):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("name", "mode"), [("blocks", "recompute"), pytest.param("unet", "swap", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize(("name", "mode"), [("blocks", "recompute"), ("unet", "swap")])
+@pytest.mark.exhaustive
 def test_mixed_precision(name, mode):
     x, y = data(name, 8)
     found = []

@@ -166,6 +166,7 @@ def stock_results() -> dict[str, str]:
     return run_local(stock_rows, 1, devices_per_worker=2, timeout=120)[0]
 
 
+@pytest.mark.exhaustive
 def test_stock_strategy_is_right_where_all_batches_divide():
     assert stock_results()["numpy arrays"] == "equal"
 

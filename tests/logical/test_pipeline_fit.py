@@ -125,6 +125,7 @@ def test_callbacks(tmp_path):
     assert_same(both(train))
 
 
+@pytest.mark.exhaustive
 def test_backup_and_restore(tmp_path):
     """A fit that ends after two epochs, and a second one of a new model that goes on for two."""
     build = mlp(lambda: layers.Dropout(0.2), optimizer=lambda: keras.optimizers.Adam(0.01))
@@ -175,7 +176,8 @@ def test_saved_model_goes_on(tmp_path, where):
     assert_same([v.numpy() for v in m.optimizer.variables] for m in (model, loaded))
 
 
-@pytest.mark.parametrize("when", [pytest.param("before the first fit", marks=pytest.mark.exhaustive), "after it"])
+@pytest.mark.parametrize("when", ["before the first fit", "after it"])
+@pytest.mark.exhaustive
 def test_weights_from_a_file_and_weights_that_are_set(tmp_path, when):
     keras.utils.set_random_seed(9)
     other = mlp()()

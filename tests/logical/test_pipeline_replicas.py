@@ -60,6 +60,7 @@ def assert_equals_one_device(strategy: tfdist.PipelineStrategy) -> None:
         assert_transparent(strategy, build, (X, Y), batch_size=16)
 
 
+@pytest.mark.exhaustive
 def test_each_pipeline_computes_on_its_own_devices() -> None:
     strategy = tfdist.PipelineStrategy(DEVICES, microbatches=2)
     with strategy.scope():

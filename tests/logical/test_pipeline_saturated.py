@@ -131,6 +131,7 @@ def test_activation_alone_in_the_last_stage(recompute):
     assert gap_of("softmax", pipeline(3, cuts=["first", "logits"], recompute=recompute)) < 1e-6
 
 
+@pytest.mark.exhaustive
 def test_layers_that_hand_on_what_they_are_given():
     """In a stage of their own: the logits come from the stage before."""
     build = classifier("sigmoid", "binary_crossentropy", layers.Identity, lambda: layers.Dropout(0.0))
@@ -139,11 +140,9 @@ def test_layers_that_hand_on_what_they_are_given():
 
 @pytest.mark.parametrize(
     ("schedule", "cuts"),
-    [
-        pytest.param("1f1b", ["both"], marks=pytest.mark.exhaustive),
-        ("interleaved", ["first", "both", "logits"]),
-    ],
+    [("1f1b", ["both"]), ("interleaved", ["first", "both", "logits"])],
 )
+@pytest.mark.exhaustive
 def test_two_outputs(schedule, cuts):
     data = X, {"early": ONE_HOT, "late": CLASSES}
     assert gap(two_outputs, data, pipeline(schedule=schedule, cuts=cuts)) < 1e-6

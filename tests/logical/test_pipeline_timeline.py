@@ -163,6 +163,7 @@ def test_training_is_the_same(strategy, tmp_path):
     assert len(timeline.measured) == 4 * MICROBATCHES
 
 
+@pytest.mark.exhaustive
 def test_a_second_fit_measures_anew_also_after_one_that_failed(strategy, tmp_path):
     class Fail(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):

@@ -14,6 +14,7 @@ def figures() -> list[published.Figure]:
     return published.figures()
 
 
+@pytest.mark.exhaustive
 def test_the_table_of_the_guide(figures):
     assert published.render(figures) in published.DOCS.read_text()
 

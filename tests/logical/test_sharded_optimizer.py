@@ -18,6 +18,7 @@ from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 import tfdist
 from tests.logical.conftest import DEVICES
+from tests.tiers import daily
 from tfdist.optimizers import LazyAdam, ShardedOptimizer, sharded_optimizer
 from tfdist.optimizers.flat_bucket import FlatBucket, in_buckets
 
@@ -99,7 +100,7 @@ def strategies(mirrored, four_replicas):
     [
         (1, "SGD", 0),
         (2, "AdamW", 0),
-        (4, "RMSprop", 1e-6),
+        pytest.param(4, "RMSprop", 1e-6, marks=pytest.mark.exhaustive),
         *(
             pytest.param(2, name, 1e-6 if name in ("Adagrad", "Adadelta") else 0, marks=pytest.mark.exhaustive)
             for name in ELEMENTWISE
@@ -125,7 +126,7 @@ def plain_weights(strategy, kind, rate):
 
 
 # What needs numbers of all shards, and the rest at once.
-DAILY = ("clipnorm", "global_clipnorm", "accumulation and all that")
+DAILY = ("global_clipnorm", "accumulation and all that")
 
 
 @pytest.mark.parametrize(
@@ -141,7 +142,8 @@ def test_features_of_keras_optimizers(mirrored, name):
     assert gap < 1e-6 if changes_nothing else gap > 1e-4
 
 
-@pytest.mark.parametrize("replicas", [2, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("replicas", [2, 1])
+@pytest.mark.exhaustive
 def test_loss_scaling(strategies, replicas):
     def scaled(wrap):
         # Too large a scale: the first steps overflow, and are left out.
@@ -173,6 +175,7 @@ def test_mixed_precision(mirrored):
     assert largest_gap(sharded, whole) == 0
 
 
+@pytest.mark.exhaustive
 def test_excluded_from_weight_decay(mirrored):
     def make(exclude=True):
         optimizer = optimizers.Adam(0.01, weight_decay=0.5)
@@ -245,6 +248,7 @@ def test_learning_rate_and_counter(mirrored):
     assert largest_gap(model, compiled(mirrored, ELEMENTWISE["Adam"])) > 0.1
 
 
+@pytest.mark.exhaustive
 def test_run_eagerly(mirrored):
     eager = train(compiled(mirrored, ELEMENTWISE["Adam"], run_eagerly=True))
     assert largest_gap(eager, train(compiled(mirrored, ELEMENTWISE["Adam"], sharded=False))) < 1e-6
@@ -382,7 +386,7 @@ def test_saved_on_two_replicas_loaded_on_four_and_one(tmp_path, mirrored, four_r
         assert largest_gap(train(loaded), saved) < 1e-5
 
 
-@pytest.mark.parametrize("to_sharded", [True, False])
+@pytest.mark.parametrize("to_sharded", daily([True, False], "True"))
 def test_files_are_those_of_the_optimizer_inside(tmp_path, mirrored, to_sharded):
     make, path = FEATURES["EMA"], tmp_path / "x.weights.h5"
     saved, loaded = (compiled(mirrored, make, sharded=kind) for kind in (not to_sharded, to_sharded))
@@ -397,7 +401,8 @@ def test_files_are_those_of_the_optimizer_inside(tmp_path, mirrored, to_sharded)
         assert len(file["optimizer/vars"]) == 2 + 3 * 6
 
 
-@pytest.mark.parametrize(("replicas", "tolerance"), [(2, 0), pytest.param(4, 1e-5, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(("replicas", "tolerance"), [(2, 0), (4, 1e-5)])
+@pytest.mark.exhaustive
 def test_backup_and_restore(tmp_path, mirrored, strategies, replicas, tolerance):
     stops = False
 

@@ -25,6 +25,7 @@ def test_recomputation_keeps_a_quarter_of_sixteen_blocks():
     assert found["recompute"] <= 0.25 * found["none"]
 
 
+@pytest.mark.exhaustive
 def test_recomputation_hardly_grows_with_depth():
     few, many = peaks(4, "none", "recompute"), peaks(16, "none", "recompute")
     # The inputs of twelve more blocks are 6 MB, all that is made inside of them 109 MB.

@@ -66,7 +66,11 @@ def asynchronous(is_daily: bool) -> dict[str, Any]:
         return {"iterations": iterations, "count": history.get("count"), "rate": rate, "expected rate": expected}
 
     def lost_updates() -> list[int]:
-        return [counters(1, as_keras=True)["iterations"] for _ in range(TRIES)]
+        """Tries until it has happened."""
+        iterations: list[int] = []
+        while len(iterations) < TRIES and min(iterations, default=400) == 400:
+            iterations.append(counters(1, as_keras=True)["iterations"])
+        return iterations
 
     def many_epochs() -> list[float]:
         x, y = rows(40)
@@ -266,7 +270,6 @@ def test_counters_are_exact(steps):
 def test_variables_of_keras_lose_updates():
     """What finds exact counters above would find lost updates."""
     iterations = result("lost updates")
-    assert len(iterations) == TRIES
     assert min(iterations) < 400 and max(iterations) <= 400, iterations
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import functools
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
+from tests.features import reference
 from tests.features.running import Found, gaps_of, run_rows
 from tests.features.table import FEATURES
 from tfdist.testing import run_local
@@ -57,11 +59,11 @@ if version("tensorflow").startswith("2.20."):
     ALMOST_EQUAL.add("BatchNormalization")
 
 
-def some_rows(names: list[str], mode: str) -> Found:
+def some_rows(names: list[str], mode: str, place: Path) -> Found:
     """In the chief."""
     import tfdist
 
-    return run_rows(tfdist.ParameterServerStrategy(mode=mode, max_inflight=1, start_timeout=120), names)
+    return run_rows(tfdist.ParameterServerStrategy(mode=mode, max_inflight=1, start_timeout=120), names, place)
 
 
 _SOME = {"numpy arrays", "last batch of one row (81 rows)", "Adam", "Embedding and Adam (sparse gradients)"}
@@ -80,7 +82,7 @@ def cases(mode: str) -> list:
 @functools.cache
 def _results(mode: str, daily: bool) -> Found:
     names = [name for name in FEATURES if (name in DAILY[mode]) == daily]
-    (table,) = run_local(some_rows, workers=2, ps=2, timeout=_DEADLINE, args=(names, mode))
+    (table,) = run_local(some_rows, workers=2, ps=2, timeout=_DEADLINE, args=(names, mode, reference.folder()))
     return table
 
 

@@ -48,7 +48,7 @@ def written(path: str) -> dict[str, Any]:
     history = model.fit(*data, batch_size=8, epochs=3, verbose=0, callbacks=[Slow()])
     found |= {"lines": lines(), "loss": history.history["loss"][-1]}
     begin = time.monotonic()
-    for _ in range(30):
+    for _ in range(10):
         model.fit(*data, batch_size=8, epochs=1, verbose=0)
     found["seconds"] = time.monotonic() - begin
     found["after many fits"] = len(lines()) - len(found["lines"])
@@ -84,10 +84,10 @@ def written(path: str) -> dict[str, Any]:
     log.set_params({"epochs": 100, "steps": 100000})
     log.on_train_begin()
     log.on_epoch_begin(0)
-    begin = time.perf_counter()
+    begin = time.thread_time()
     for batch in range(50000):
         log.on_train_batch_end(batch, {"loss": 1.0})
-    found["seconds per batch"] = (time.perf_counter() - begin) / 50000
+    found["seconds per batch"] = (time.thread_time() - begin) / 50000
 
     now = [0.0]
     log = ProgressLog(EventLog(None, "chief", f"{own}-resumed"), Pace(), clock=lambda: now[0])

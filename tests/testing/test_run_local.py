@@ -17,13 +17,14 @@ from pathlib import Path
 import pytest
 
 from tests.processes import preloaded
+from tests.tiers import daily
 from tfdist.supervision import events
 from tfdist.testing import LocalRunError, local_cluster, run_local
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(90)]
 
 
-@pytest.fixture(params=["afresh", "forked"], autouse=True)
+@pytest.fixture(params=daily(["afresh", "forked"], "forked"), autouse=True)
 def start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How the processes are started."""
     if request.param == "forked":

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers import daily
+
 pytest.importorskip("sklearn", reason="needs the extra `examples`")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DEADLINE = 120.0
@@ -204,10 +206,13 @@ def test_missing_idx_files_are_named_with_the_package_that_has_them(tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("name", "remedy"),
-    [
-        ("mnist", "tfds build mnist --data_dir={data}"),
-        ("fashion_mnist", "python examples/fashion_mnist.py --data-dir={data}"),
-    ],
+    daily(
+        [
+            ("mnist", "tfds build mnist --data_dir={data}"),
+            ("fashion_mnist", "python examples/fashion_mnist.py --data-dir={data}"),
+        ],
+        "mnist",
+    ),
 )
 def test_a_dataset_that_is_not_prepared_fails_at_once(tmp_path: Path, name: str, remedy: str) -> None:
     started = time.monotonic()

@@ -104,6 +104,7 @@ def test_verdicts(code: int | None, output: str, verdict: str) -> None:
     assert Ended(code, output).verdict == verdict
 
 
+@pytest.mark.exhaustive
 def test_a_mutation_is_made_found_and_undone(tree: Tree, tmp_path: Path) -> None:
     ended = tree.check(doubled(), "test_double.py", "-k", "one or zero", "-n", "2", *QUIET)
     assert (ended.verdict, ended.failed) == (FOUND, "test_double.py::test_one")
@@ -121,6 +122,7 @@ def test_an_outdated_record_is_named(tree: Tree, old: str, count: int) -> None:
         check(tree, "test_one", doubled(old=old))
 
 
+@pytest.mark.exhaustive
 def test_nothing_is_left_of_tests_that_hang(tree: Tree, tmp_path: Path) -> None:
     (tmp_path / "double.py").write_text("def double(x):\n    return 3 * x\n")
     before = psutil.Process().children()
@@ -129,6 +131,7 @@ def test_nothing_is_left_of_tests_that_hang(tree: Tree, tmp_path: Path) -> None:
     assert psutil.Process().children() == before
 
 
+@pytest.mark.exhaustive
 def test_nothing_is_left_after_an_interrupt(tree: Tree, tmp_path: Path) -> None:
     code = f"""
         import pathlib

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from tests.tiers import daily
 from tfdist.layer_graph.partition import balance, shares
 from tfdist.strategies.pipeline.summary import RunSummary, StageSummary, summary
 
@@ -85,7 +86,7 @@ def test_cuts(costs, parts, arguments, cuts):
     assert balance(costs, parts, **arguments) == cuts
 
 
-@pytest.mark.parametrize("heavy", [0, 1000, 1999])
+@pytest.mark.parametrize("heavy", daily([0, 1000, 1999], "1000"))
 def test_two_thousand_calls_on_sixteen_devices(heavy):
     costs = [1.0] * 2000
     costs[heavy] = 1e5

@@ -76,6 +76,7 @@ def test_numbers_that_do_not_fit_are_left_out(texts) -> None:
     assert found.count("31") == 2
 
 
+@pytest.mark.exhaustive
 def test_large_pictures_stay_of_a_size_that_programs_open(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     intervals = simulate(one_f_one_b(16, 64), [0.004] * 16, [0.008] * 16)
