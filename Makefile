@@ -10,6 +10,9 @@ PYTHON ?= $(shell for python in python3.13 python3.12 python3.11 python3.10 pyth
 # A user-wide `user = true` in pip's configuration makes every installation into a virtual environment fail.
 export PIP_USER := 0
 
+# Where this is set, every process that starts would compile the tests and tfdist anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo test test-rest test-all test-matrix test-slurm durations mutations lint bench docs horovod clean
 .DELETE_ON_ERROR:
 

@@ -97,7 +97,6 @@ def assert_same(expected: list[Ended], received: list[Ended]) -> None:
             pytest.param(DATASET, (1,), {"when": "on_test_batch_begin", "number": 10}, id="in validation"),
             pytest.param(LIGHT, (0,), {"when": "writing", "stage": "tensors", "number": 4}, id="while writing"),
         ],
-        "a worker",
         "the chief",
     ),
 )

@@ -31,7 +31,6 @@ ON_TWO_DEVICES = (
 # In several processes: what depends on who holds which rows, and on what is exchanged.
 IN_PROCESSES = (
     "numpy arrays",
-    "tf.data, shuffled with a seed",
     "last batch of one row (81 rows)",
     "metrics of all kinds",
     "BatchNormalization",
@@ -41,5 +40,4 @@ IN_PROCESSES = (
     "Embedding and Adam (sparse gradients)",
     "dict inputs, several outputs and losses",
     "Python generator (no batch is lost)",
-    "custom train_step, written for one process",
 )

@@ -140,6 +140,7 @@ def test_seeds_give_the_same_numbers_as_in_a_fresh_one(workers: Workers) -> None
     assert warm[1].splitlines()[-1] == fresh[1].splitlines()[-1]
 
 
+@pytest.mark.exhaustive
 def test_setting_made_before_the_import_is_obeyed(workers: Workers) -> None:
     script = """
         import os

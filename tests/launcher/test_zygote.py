@@ -32,6 +32,7 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
         yield made
 
 
+@pytest.mark.exhaustive
 def test_launcher_adopts_nobody_afterwards(workers: Workers) -> None:
     assert workers.run("print(1)") == (0, "1\n")
     answer = ctypes.c_int(-1)

@@ -5,14 +5,21 @@ from __future__ import annotations
 import pytest
 
 from tests.features import reference
-from tests.features.selection import ON_TWO_DEVICES
+from tests.features.selection import EXCHANGES, ON_TWO_DEVICES
 from tests.features.table import FEATURES
+from tests.tiers import daily
+from tfdist.strategies import global_batches
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ON_TWO_DEVICES else pytest.mark.exhaustive) for name in FEATURES]
-)
+@pytest.mark.parametrize("name", daily(FEATURES, *ON_TWO_DEVICES))
 def test_equals_one_process(mirrored, name):
     with reference.remembered(name, reference.folder()):
         gaps = FEATURES[name](mirrored)
     assert gaps, "nothing was compared"
+
+
+@pytest.mark.parametrize("name", daily(EXCHANGES, "last batch of one row (81 rows)", "steps_per_execution, uneven"))
+def test_data_that_are_sent_to_each_device_ahead_of_time(mirrored, name, monkeypatch):
+    """As they are to GPUs."""
+    monkeypatch.setattr(global_batches, "_are_cpus", lambda devices: False)
+    test_equals_one_process(mirrored, name)

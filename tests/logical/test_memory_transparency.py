@@ -13,7 +13,6 @@ import tensorflow as tf
 
 import tfdist
 from tests.logical.memory_models import MODELS, data
-from tests.tiers import daily
 from tfdist.memory import MemoryPolicy, recomputed
 
 BATCH, BATCHES, EPOCHS = 8, 4, 2
@@ -60,7 +59,7 @@ OF_BLOCKS = {"block_0": "swap", "block_1": "recompute", "block_2": "park", "*": 
 OF_LAYERS = {"block_0": "swap", "block_1": "recompute", "block_2": "park"}
 
 
-@pytest.mark.parametrize(("name", "modes"), daily([("dense", OF_BLOCKS), ("blocks", OF_LAYERS)], "dense"))
+@pytest.mark.parametrize(("name", "modes"), [("dense", OF_BLOCKS), ("blocks", OF_LAYERS)], ids=["dense", "blocks"])
 def test_every_mode(name, modes):
     policy = MemoryPolicy(modes, host="CPU:3", min_bytes=0)
     found = train(name, None, policy)
@@ -68,6 +67,7 @@ def test_every_mode(name, modes):
     assert_equal(found, plain(name, None))
 
 
+@pytest.mark.exhaustive
 def test_every_mode_on_two_replicas(mirrored):
     """The policy is that of a strategy."""
     policy = MemoryPolicy(OF_LAYERS, host="CPU:3", min_bytes=0)

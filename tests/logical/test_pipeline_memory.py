@@ -188,7 +188,6 @@ def test_where_it_is_kept():
     assert on_host[0] >= 16
 
 
-@pytest.mark.exhaustive
 def test_small_tensors_and_what_is_needed_soon_stay():
     inputs, _ = kept(2, "gpipe", "recompute")
     assert kept(2, "gpipe", "park", min_bytes=1 << 16)[0] == inputs

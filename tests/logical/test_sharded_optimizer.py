@@ -189,6 +189,7 @@ def test_excluded_from_weight_decay(mirrored):
     assert largest_gap(sharded, train(compiled(mirrored, lambda: make(False)))) > 1e-4
 
 
+@pytest.mark.exhaustive
 def test_variables_without_gradients(mirrored):
     class Unused(keras.layers.Layer):
         def build(self, shape):

@@ -85,6 +85,7 @@ def starts(server: fork_server.ForkServer, env: dict[str, str]) -> bool:
     return process is not None and process.wait() == 0
 
 
+@pytest.mark.exhaustive
 def test_a_variable_that_the_function_sets_before_the_import_starts_it_over():
     def function() -> tuple[bool, int]:
         os.environ["TF_ENABLE_ONEDNN_OPTS"] = "0"
@@ -100,6 +101,7 @@ def test_without_a_server_processes_are_started_afresh(new_ones_afterwards):
     assert run_local(is_forked, timeout=60) == [False, False]
 
 
+@pytest.mark.exhaustive
 def test_a_server_that_dies_is_done_without(new_ones_afterwards):
     assert run_local(is_forked, timeout=60) == [True, True]
     os.kill(fork_server.running()[1].pid, signal.SIGKILL)

@@ -8,7 +8,7 @@ construction; so, unlike `tf.distribute.DistributedDataset`, no collective is ne
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -89,11 +89,10 @@ class GlobalBatchIterator(input_lib.DistributedIterator):
     """
 
     def get_next(self, name: str | None = None) -> Any:
-        take = functools.partial(self._get_next_no_partial_batch_handling, name)
         meter = self._strategy.input_meter
         if not meter.counts:
-            return take()
-        batch, seconds = meter.timed(take)
+            return self._next_batch()
+        batch, seconds = meter.timed(self._next_batch)
         meter.count(batch, seconds)
         return after(seconds, batch)
 
@@ -115,12 +114,21 @@ class GlobalBatchIterator(input_lib.DistributedIterator):
             has_value = optionals[0].has_value()
         return tf.cond(has_value, value, lambda: tf.experimental.Optional.empty(self._element_spec))
 
+    def _next_batch(self) -> Any:
+        values = self._one_for_each_replica(lambda iterator: iterator.get_next_as_list())
+        return input_lib._create_per_replica(values, self._strategy)
+
     def _next_optionals(self) -> list[tf.experimental.Optional]:
-        optionals: list[tf.experimental.Optional] = []
-        for device, iterator in zip(self._input_workers.worker_devices, self._iterators, strict=True):
-            with tf.device(device):
-                optionals.extend(iterator.get_next_as_optional_list())
-        return optionals
+        return self._one_for_each_replica(lambda iterator: iterator.get_next_as_optional_list())
+
+    def _one_for_each_replica(self, take: Callable[[Any], list[Any]]) -> list[Any]:
+        """What `take` returns is for all replicas of this worker; of a plain iterator, for the next one."""
+        ((device, iterator),) = zip(self._input_workers.worker_devices, self._iterators, strict=True)
+        taken: list[Any] = []
+        with tf.device(device):
+            while len(taken) < len(self._input_workers.compute_devices_for_worker(0)):
+                taken += take(iterator)
+        return taken
 
     @property
     def _type_spec(self) -> GlobalBatchIteratorSpec:
@@ -153,8 +161,8 @@ class GlobalBatchIteratorSpec(input_lib.DistributedIteratorSpec):
         )
 
 
-# A plain iterator instead of one that feeds several devices: one CPU needs no feeding, and setting the other one up and
-# down takes 0.1 s, several times an epoch.
+# A plain iterator instead of one that feeds several devices: CPUs need no feeding, and setting the other one up and
+# down takes 0.1 s for each device, several times an epoch.
 _HOST_INPUT = tf.distribute.InputOptions(
     experimental_fetch_to_device=False,
     experimental_replication_mode=tf.distribute.InputReplicationMode.PER_REPLICA,
@@ -173,8 +181,8 @@ def _shrink_batches(dataset: tf.data.Dataset, workers: int) -> tf.data.Dataset:
     return dataset.rebatch(size // workers)
 
 
-def _is_one_cpu(devices: tuple[str, ...]) -> bool:
-    return len(devices) == 1 and "CPU" in devices[0]
+def _are_cpus(devices: tuple[str, ...]) -> bool:
+    return all("CPU" in device for device in devices)
 
 
 class GlobalBatchDataset(input_lib.DistributedDatasetsFromFunction):
@@ -206,7 +214,7 @@ class GlobalBatchDataset(input_lib.DistributedDatasetsFromFunction):
             strategy=extended._container_strategy(),
             input_contexts=[tf.distribute.InputContext(workers, worker, workers * replicas)],
             dataset_fn=lambda _: dataset,
-            options=_HOST_INPUT if options is None and _is_one_cpu(extended.worker_devices) else options,
+            options=_HOST_INPUT if options is None and _are_cpus(extended.worker_devices) else options,
         )
         self._enable_get_next_as_optional = False
 
