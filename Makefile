@@ -34,8 +34,8 @@ help:
 demo: $(VENV)/.examples
 	$(RUN)tfdist run -n 2 examples/train_digits.py $(ARGS)
 
-# So many files run at a time; on a machine with more cores: make test WORKERS=4.
-WORKERS ?= 2
+# So many files run at a time, on two cores: tests that wait leave them idle. With more cores: make test WORKERS=6.
+WORKERS ?= 3
 REPORTS := build/reports
 # Given a Python: its tests but those on real clusters. Files are handed out in the order of tests/conftest.py.
 pytest = "$(1)" -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --ignore=tests/system tests

@@ -47,7 +47,6 @@ CASES = [
 DAILY = (
     "in the middle of an epoch",
     "in the middle of an epoch, saved at every step",
-    "at a boundary, after the save",
     "while writing tensors",
     "again and again",
 )

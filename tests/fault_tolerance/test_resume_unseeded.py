@@ -8,6 +8,7 @@ import pytest
 
 from tests.fault_tolerance.job import ROWS, Job
 from tests.fault_tolerance.trials import KILLED, Trials, at, differences
+from tests.tiers import daily
 
 pytestmark = pytest.mark.slow
 
@@ -16,12 +17,15 @@ KILL = at(9)
 
 @pytest.mark.parametrize(
     ("data", "known"),
-    [
-        pytest.param("arrays", 4, id="arrays"),
-        # The order of the following epochs is not drawn yet, and no seed says what it will be.
-        pytest.param("shuffle", 2, id="shuffle"),
-        pytest.param("PyDataset", 4, id="PyDataset"),
-    ],
+    daily(
+        [
+            ("arrays", 4),
+            # The order of the following epochs is not drawn yet, and no seed says what it will be.
+            ("shuffle", 2),
+            ("PyDataset", 4),
+        ],
+        "arrays",
+    ),
 )
 def test_continuations_of_one_backup(trials: Trials, data: str, known: int) -> None:
     job = Job().light.with_(data=data, seed=None, backup={"save_freq": 4, "asynchronous": False})

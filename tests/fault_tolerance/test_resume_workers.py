@@ -185,6 +185,7 @@ def test_only_the_chief_writes(cluster: Cluster) -> None:
     assert_same(results, again)
 
 
+@pytest.mark.exhaustive
 def test_folder_that_is_not_shared(cluster: Cluster) -> None:
     job = LIGHT.with_(hook="a backup of each rank")
     cluster.run(job, kill={1: KILL})

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import hashlib
+import itertools
 import os
 import pickle
 import shutil
@@ -38,23 +40,24 @@ def remembered(name: str, place: Path) -> Iterator[None]:
 
     from tfdist.testing import transparency
 
-    path = place / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.pickle"
-    known = pickle.loads(path.read_bytes()) if path.exists() else []
-    computed: list[dict[str, np.ndarray]] = []
+    numbers = itertools.count()
     original = transparency.train_and_observe
 
     def train_and_observe(strategy: Any, *args: Any, **kwargs: Any) -> dict[str, np.ndarray]:
         if strategy is not tf.distribute.get_strategy():
             return original(strategy, *args, **kwargs)
-        computed.append(known[len(computed)] if len(computed) < len(known) else original(strategy, *args, **kwargs))
-        return computed[-1]
+        path = place / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}-{next(numbers)}.pickle"
+        with path.open("ab+") as file:
+            # Who comes while another one computes it waits.
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if file.seek(0, os.SEEK_END) == 0:
+                pickle.dump(original(strategy, *args, **kwargs), file)
+                file.flush()
+            file.seek(0)
+            return pickle.load(file)
 
     with mock.patch.object(transparency, "train_and_observe", train_and_observe):
         yield
-    if not known:
-        partial = path.with_suffix(f".{os.getpid()}")
-        partial.write_bytes(pickle.dumps(computed))
-        partial.replace(path)
 
 
 @contextlib.contextmanager

@@ -35,8 +35,6 @@ IN_PROCESSES = (
     "metrics of all kinds",
     "BatchNormalization",
     "clipnorm",
-    "gradient_accumulation_steps",
-    "steps_per_execution, uneven",
     "Embedding and Adam (sparse gradients)",
     "dict inputs, several outputs and losses",
     "Python generator (no batch is lost)",

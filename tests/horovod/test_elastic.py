@@ -211,6 +211,7 @@ def test_a_single_host_is_started_again(begin, alone, tmp_path):
     assert np.abs(weights(alone) - weights(tmp_path / "elastic.npz")).max() <= 2e-5
 
 
+@pytest.mark.exhaustive
 def test_preemption_saves_on_all_and_is_told_by_the_exit_code(begin):
     started = begin(TWO_NAMES, "preempt", "disk")
     started.wait_for_file("training", deadline=60)

@@ -246,6 +246,7 @@ def groups(sets: list) -> Any:
     return strategy.num_replicas_in_sync, strategy.is_chief, {name: value.tolist() for name, value in seen.items()}
 
 
+@pytest.mark.exhaustive
 def test_groups_of_ranks_train_apart():
     results = run_local(groups, workers=4, args=([[0, 1], [1, 0], [2, 3], (2, 3)],), timeout=180)
     assert [replicas for replicas, _, _ in results] == [2] * 4

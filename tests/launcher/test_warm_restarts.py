@@ -73,6 +73,7 @@ def script(end: str = "pass") -> str:
     return program(SCRIPT.replace("END", end))
 
 
+@pytest.mark.exhaustive
 def test_restarted_workers_are_forked(launch, tmp_path) -> None:
     end = "sys.exit(5 if index == 0 else 0)"
     started = launch(script(end), *PATIENT, "-n", "2", "--max-restarts", "1", arguments=["--epochs", "3"])

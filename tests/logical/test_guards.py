@@ -291,6 +291,7 @@ class TestOptions:
         bound = 3 * 2.0**-8 * max(np.abs(a).max() for a in exact)
         assert max(gap.max() for gap in gaps) <= bound
 
+    @pytest.mark.exhaustive
     def test_bf16_does_not_touch_moving_statistics(self, mirrored):
         """They are kept from step to step: rounding them would add up."""
         build = mlp(layers.BatchNormalization, optimizer=lambda: keras.optimizers.SGD(0.0))

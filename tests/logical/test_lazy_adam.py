@@ -119,6 +119,7 @@ def test_refused_arguments(argument, value, reason):
         LazyAdam(**{argument: value})
 
 
+@pytest.mark.exhaustive
 def test_weight_decay():
     with pytest.raises(ValueError, match=r"weight_decay=0.1 for '.*exclude_from_weight_decay"):
         _after_steps(LazyAdam(0.1, weight_decay=0.1))

@@ -9,6 +9,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfdist
+from tests.tiers import daily
 from tfdist import memory
 from tfdist.memory import graph_call
 from tfdist.memory.application import applied
@@ -35,7 +36,7 @@ def close(ours, others) -> bool:
     return all(np.allclose(one, other, rtol=0, atol=1e-7) for one, other in zip(ours, others, strict=True))
 
 
-@pytest.mark.parametrize("when", ["frozen", "set free"])
+@pytest.mark.parametrize("when", daily(["frozen", "set free"], "set free"))
 def test_layers_that_are_frozen_or_set_free_afterwards(when):
     def weights(policy: str | None) -> tuple[list, list]:
         model = stack()

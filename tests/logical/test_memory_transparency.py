@@ -13,6 +13,7 @@ import tensorflow as tf
 
 import tfdist
 from tests.logical.memory_models import MODELS, data
+from tests.tiers import daily
 from tfdist.memory import MemoryPolicy, recomputed
 
 BATCH, BATCHES, EPOCHS = 8, 4, 2
@@ -59,7 +60,7 @@ OF_BLOCKS = {"block_0": "swap", "block_1": "recompute", "block_2": "park", "*": 
 OF_LAYERS = {"block_0": "swap", "block_1": "recompute", "block_2": "park"}
 
 
-@pytest.mark.parametrize(("name", "modes"), [("dense", OF_BLOCKS), ("blocks", OF_LAYERS)], ids=["dense", "blocks"])
+@pytest.mark.parametrize(("name", "modes"), daily([("dense", OF_BLOCKS), ("blocks", OF_LAYERS)], "dense"))
 def test_every_mode(name, modes):
     policy = MemoryPolicy(modes, host="CPU:3", min_bytes=0)
     found = train(name, None, policy)

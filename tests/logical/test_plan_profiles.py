@@ -28,6 +28,7 @@ def profiled(dense) -> ModelProfile:
     return profile_of(dense, ROWS)
 
 
+@pytest.mark.exhaustive
 def test_what_is_known_of_dense_layers(profiled):
     found = profiled
     parameters = 8 * (WIDTH * WIDTH + WIDTH) * 4

@@ -255,6 +255,7 @@ def test_run_eagerly(mirrored):
     assert largest_gap(eager, train(compiled(mirrored, ELEMENTWISE["Adam"], sharded=False))) < 1e-6
 
 
+@pytest.mark.exhaustive
 def test_constraints_and_steps_per_execution(mirrored):
     def build():
         layer = keras.layers.Dense(20, kernel_constraint=keras.constraints.MaxNorm(0.5))
@@ -266,6 +267,7 @@ def test_constraints_and_steps_per_execution(mirrored):
     assert np.linalg.norm(sharded.get_weights()[0], axis=0).max() < 0.5 + 1e-6
 
 
+@pytest.mark.exhaustive
 def test_own_training_loop(mirrored):
     def after(sharded):
         with mirrored.scope():

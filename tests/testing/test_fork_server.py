@@ -64,6 +64,7 @@ def test_what_is_read_at_the_start_makes_a_fresh_process(name):
     assert run_local(is_forked, timeout=60) == [True, True]
 
 
+@pytest.mark.exhaustive
 def test_what_importing_tensorflow_sets_makes_no_difference():
     """A test process imports it sooner or later; this one may have done so before the server of the test."""
     names = ("TF2_BEHAVIOR", "KMP_INIT_AT_FORK")

@@ -123,11 +123,13 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     return json.loads(output.splitlines()[-1])
 
 
+@pytest.mark.exhaustive
 def test_digits_has_the_promised_splits(digits: dict[str, object]) -> None:
     assert digits["sizes"] == digits["info"] == {"train": 1500, "test": 297}
     assert digits["overlap"] == 0
 
 
+@pytest.mark.exhaustive
 def test_digits_is_balanced(digits: dict[str, object]) -> None:
     assert digits["classes"] == {
         "train": [149, 152, 148, 153, 151, 152, 151, 149, 145, 150],
@@ -135,6 +137,7 @@ def test_digits_is_balanced(digits: dict[str, object]) -> None:
     }
 
 
+@pytest.mark.exhaustive
 def test_digits_images_are_bytes_over_the_whole_range(digits: dict[str, object]) -> None:
     assert digits["shape"] == [1797, 8, 8, 1]
     assert (digits["dtype"], digits["low"], digits["high"]) == ("uint8", 0, 255)
@@ -142,6 +145,7 @@ def test_digits_images_are_bytes_over_the_whole_range(digits: dict[str, object])
     assert digits["ink"] == pytest.approx(4.884 * 255 / 16, abs=0.1)
 
 
+@pytest.mark.exhaustive
 def test_digits_is_described(digits: dict[str, object]) -> None:
     assert digits["keys"] == ["image", "label"]
     assert digits["labels"] == 10
