@@ -44,6 +44,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.mount
+@pytest.mark.exhaustive
 def test_full_disk(trials: Trials, small_disk: Path) -> None:
     first = trials.jobs.run(JOB.with_(kill=KILL), small_disk)
     assert first.code == KILLED, first.log

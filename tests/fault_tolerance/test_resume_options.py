@@ -33,7 +33,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", daily(CASES, "with LearningRateScheduler", "with more epochs after a kill"), ids=str)
+@pytest.mark.parametrize("case", daily(CASES, "with more epochs after a kill"), ids=str)
 def test_kill(case: Case, trials: Trials) -> None:
     outcome = trials.outcome(case)
     assert outcome.codes == [KILLED if job.kill else 0 for job in case.jobs]

@@ -150,7 +150,7 @@ def test_sigterm_between_epochs(cluster: Cluster, references: References) -> Non
     assert_same(references(job), cluster.complete(job))
 
 
-@pytest.mark.parametrize(("before", "after"), daily([(3, 2), (2, 1), (1, 2)], "3"))
+@pytest.mark.parametrize(("before", "after"), daily([(3, 2), (2, 1), (1, 2)], "2"))
 def test_another_number_of_workers(cluster: Cluster, before: int, after: int) -> None:
     """The result is that of one worker, but for the last bits."""
     job = LIGHT.with_(model="smooth")

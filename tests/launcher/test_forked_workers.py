@@ -61,7 +61,7 @@ def test_worker_finds_what_a_fresh_one_finds(workers: Workers) -> None:
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
         ("def f():\n    raise ValueError('no luck')\nf()", 1),
         ("import atexit; atexit.register(print, 'last'); print('first')", 0),
-        ("import tensorflow as tf\ntf.constant(1) + tf.constant('a')", 1),
+        pytest.param("import tensorflow as tf\ntf.constant(1) + tf.constant('a')", 1, marks=pytest.mark.exhaustive),
     ],
 )
 def test_ends_like_a_fresh_one(workers: Workers, script: str, code: int) -> None:

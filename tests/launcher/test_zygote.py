@@ -40,6 +40,7 @@ def test_launcher_adopts_nobody_afterwards(workers: Workers) -> None:
     assert answer.value == 0
 
 
+@pytest.mark.exhaustive
 def test_importing_zygote_defers_until_told_otherwise(tmp_path: Path, workers: Workers) -> None:
     own = os.getpriority(os.PRIO_PROCESS, 0)
     zygote = Zygote(COMMAND, workers.env)
@@ -52,6 +53,7 @@ def test_importing_zygote_defers_until_told_otherwise(tmp_path: Path, workers: W
     zygote.close()
 
 
+@pytest.mark.exhaustive
 def test_dead_zygote_is_reported_and_its_workers_live_on(tmp_path: Path, workers: Workers) -> None:
     zygote = start_zygote(tmp_path, workers.env)
     (tmp_path / "script.py").write_text("import time; time.sleep(3); print('done')")

@@ -72,6 +72,7 @@ def plain_weights(build, activation: str) -> list[np.ndarray]:
         pytest.param(convolutions, "gelu", marks=pytest.mark.exhaustive),
     ],
 )
+@pytest.mark.exhaustive
 def test_what_is_run_again_is_merged_as_in_plain_training(build, activation):
     policy = memory.MemoryPolicy("park" if activation == "mish" else "recompute", host="CPU:3", min_bytes=0)
     assert gap(weights(build, activation, policy), plain_weights(build, activation)) == 0.0

@@ -173,6 +173,7 @@ def kept(count: int, schedule: str, mode: str, **arguments: Any) -> tuple[dict[i
     return on_device, on_host
 
 
+@pytest.mark.exhaustive
 def test_where_it_is_kept():
     everything, _ = kept(2, "gpipe", "none")
     inputs, nothing = kept(2, "gpipe", "recompute")

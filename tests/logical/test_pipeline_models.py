@@ -212,10 +212,10 @@ def of_all_kinds() -> keras.Model:
 DICTIONARIES = {"a": X, "b": X[:, :4]}, {"p": Y, "q": Y[:, :1]}
 CASES = {
     "layers of all kinds": (of_all_kinds, (X, [Y]), {"stages": 3, "microbatches": 3}),
-    "GAN, 3 stages": (gan, (X,), {"stages": 3}),
 }
 # What these have in common with one of the above: `test_why_a_loss_needs_the_whole_batch`, and what is in the model.
 REST = {
+    "GAN, 3 stages": (gan, (X,), {"stages": 3}),
     "recurrent, with masks, recomputed": (recurrent, (tokens(), tokens() % 3), {"stages": 3, "recompute": True}),
     "dictionaries": (several_inputs, DICTIONARIES, {}),
     "transformer, 3 stages": (transformer, (tokens(), tokens()), {"stages": 3}),
@@ -287,6 +287,7 @@ def test_sequential_without_an_input_is_cut_once_its_shape_is_known():
     assert_trains_equally(build, (X, Y), whole=False)
 
 
+@pytest.mark.exhaustive
 def test_layers_in_scopes(float64):
     """Stages by `tfdist.stage`: an order of calls that is not Keras' own."""
 

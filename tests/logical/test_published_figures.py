@@ -19,6 +19,7 @@ def test_the_table_of_the_guide(figures):
     assert published.render(figures) in published.DOCS.read_text()
 
 
+@pytest.mark.exhaustive
 def test_what_the_model_knows_is_near(figures):
     by_source: dict[str, list[float]] = {}
     for each in figures:

@@ -144,6 +144,7 @@ def _unmarked(function):
     return method
 
 
+@pytest.mark.exhaustive
 def test_adafactor_needs_the_same_number_of_shards(tmp_path):
     saved = embedding_model(2, keras.optimizers.Adafactor(0.05))
     train(saved, epochs=1)

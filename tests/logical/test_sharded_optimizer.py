@@ -18,7 +18,6 @@ from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 import tfdist
 from tests.logical.conftest import DEVICES
-from tests.tiers import daily
 from tfdist.optimizers import LazyAdam, ShardedOptimizer, sharded_optimizer
 from tfdist.optimizers.flat_bucket import FlatBucket, in_buckets
 
@@ -336,6 +335,7 @@ def test_bytes_on_each_device(mirrored, four_replicas, made, replicas, name):
     assert 1 / replicas < sharded[0] / whole[0] < 1.05 / replicas
 
 
+@pytest.mark.exhaustive
 def test_one_gather_a_bucket(mirrored):
     def operations(sharded):
         model = train(compiled(mirrored, ELEMENTWISE["Adam"], sharded=sharded), 1)
@@ -389,7 +389,8 @@ def test_saved_on_two_replicas_loaded_on_four_and_one(tmp_path, mirrored, four_r
         assert largest_gap(train(loaded), saved) < 1e-5
 
 
-@pytest.mark.parametrize("to_sharded", daily([True, False], "True"))
+@pytest.mark.parametrize("to_sharded", [True, False])
+@pytest.mark.exhaustive
 def test_files_are_those_of_the_optimizer_inside(tmp_path, mirrored, to_sharded):
     make, path = FEATURES["EMA"], tmp_path / "x.weights.h5"
     saved, loaded = (compiled(mirrored, make, sharded=kind) for kind in (not to_sharded, to_sharded))

@@ -18,8 +18,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiers import daily
-
 pytest.importorskip("sklearn", reason="needs the extra `examples`")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DEADLINE = 120.0
@@ -210,14 +208,12 @@ def test_missing_idx_files_are_named_with_the_package_that_has_them(tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("name", "remedy"),
-    daily(
-        [
-            ("mnist", "tfds build mnist --data_dir={data}"),
-            ("fashion_mnist", "python examples/fashion_mnist.py --data-dir={data}"),
-        ],
-        "mnist",
-    ),
+    [
+        ("mnist", "tfds build mnist --data_dir={data}"),
+        ("fashion_mnist", "python examples/fashion_mnist.py --data-dir={data}"),
+    ],
 )
+@pytest.mark.exhaustive
 def test_a_dataset_that_is_not_prepared_fails_at_once(tmp_path: Path, name: str, remedy: str) -> None:
     started = time.monotonic()
     script = EXAMPLES / "train_digits.py"
