@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo "make demo    train a digits classifier with two workers on this machine"
-	@echo "make test    run the tests, 10 to 15 minutes on two cores; options for pytest: make test ARGS='-k ports -x'"
+	@echo "make test    run the tests, 8 to 9 minutes on two cores; options for pytest: make test ARGS='-k ports -x'"
 	@echo "make test-all also those that are left out of it for their time, half an hour more"
 	@echo "make test-matrix the tests with other versions of TensorFlow and Keras, each in its own environment"
 	@echo "make test-slurm those on a real Slurm, MPI and networks, which it installs as root on Debian"

@@ -62,7 +62,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         preloaded()
     # Python looks for garbage by the number of new objects, and a graph has many: it takes a twentieth of the time.
     gc.freeze()
-    gc.set_threshold(100_000, 50, 1000)
+    gc.set_threshold(20_000, 10, 10)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

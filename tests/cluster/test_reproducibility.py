@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.tiers import daily
 from tfdist.cluster.errors import ClusterError
 from tfdist.testing import LocalRunError, run_local
 
@@ -46,7 +45,8 @@ def trained(seeds: list[int], deterministic: list[bool], early: bool) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("early", daily([True, False], "True"))
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.exhaustive
 def test_the_same_bits_again(early):
     def run(seed: int) -> list[str]:
         return run_local(trained, 2, args=([seed] * 2, [True] * 2, early), timeout=DEADLINE)

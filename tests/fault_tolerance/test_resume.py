@@ -75,6 +75,7 @@ def test_the_reference_is_worth_comparing(trials: Trials) -> None:
     assert all(sorted(epoch) == list(range(58)) for epoch in epochs)
 
 
+@pytest.mark.exhaustive
 def test_only_what_was_not_saved_is_done_again(trials: Trials) -> None:
     by_name = {case.name: case for case in CASES}
     steps = {

@@ -58,7 +58,7 @@ CASES = [
 
 
 # One of each kind of data.
-DAILY = ("arrays", "shuffle", "PyDataset, reshuffled", "repeat")
+DAILY = ("arrays", "shuffle", "repeat")
 
 
 @pytest.mark.parametrize("case", daily(CASES, *DAILY), ids=str)
@@ -74,7 +74,6 @@ def test_kill(case: Case, trials: Trials) -> None:
         [case for case in CASES if "steps_per_epoch" not in case.jobs[-1].fit and case.jobs[-1].data != "filter"],
         "arrays",
         "shuffle",
-        "PyDataset, reshuffled",
     ),
     ids=str,
 )

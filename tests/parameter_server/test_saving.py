@@ -19,7 +19,7 @@ _DEADLINE = 180
 
 
 # Sections of `make test`.
-DAILY = ("whole model", "outside of the scope", "backup of tfdist")
+DAILY = ("whole model", "backup of tfdist")
 
 
 def saving(place: Path, is_daily: bool) -> dict[str, Any]:
@@ -170,6 +170,7 @@ def test_a_saved_model_is_the_same_with_and_without_the_strategy():
     assert outcome["jobs"] == ["/job:ps/"]
 
 
+@pytest.mark.exhaustive
 def test_an_optimizer_that_was_loaded_outside_of_the_scope_is_refused():
     ((kind, message),) = result("outside of the scope")
     assert kind == "ValueError"
