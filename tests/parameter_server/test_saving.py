@@ -63,7 +63,9 @@ def saving(place: Path, is_daily: bool) -> dict[str, Any]:
         }
 
     def outside_of_the_scope() -> list[tuple[str, str]]:
-        model = keras.models.load_model(place / "model.keras")
+        with strategy.scope():
+            click_model(make_optimizer("Adam")).save(place / "loaded-outside.keras")
+        model = keras.models.load_model(place / "loaded-outside.keras")
         with strategy.scope():
             compiled_in_scope = keras.models.clone_model(model)
             compiled_in_scope.compile(model.optimizer, "binary_crossentropy")
