@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -20,6 +21,7 @@ from tfdist.testing import run_local
 pytestmark = pytest.mark.cluster
 
 _LOSSES = "keras.src.losses.loss"
+_VALUES = "tensorflow.python.distribute.values:DistributedVariable"
 _TRAINER = "keras.src.backend.tensorflow.trainer"
 
 
@@ -129,7 +131,12 @@ def two_devices() -> dict[str, Any]:
 
     with strategy.scope():
         mirrored = keras.Variable(3.0)
-    found["numbers"] = [error_of(kind, mirrored)[0] for kind in (int, float)]
+        counts = keras.metrics.Mean()
+    found["numbers"] = [error_of(kind, mirrored.value)[0] for kind in (int, float, complex)]
+    with strategy.scope():
+        found["an array"] = error_of(np.asarray, mirrored.value)[0]
+    with mock.patch.object(strategy, "reduce", wraps=strategy.reduce) as reduce:
+        found["collectives of two reads"] = [float(counts.result()) for _ in range(2)] and reduce.call_count
 
     counter = keras.Variable(0.0)
     add = tf.function(lambda: counter.assign_add(1.0)).get_concrete_function()
@@ -251,7 +258,16 @@ def slots_are_saved_shard_by_shard() -> None:
 
 
 def mirrored_variables_are_no_numbers() -> None:
-    assert local()["numbers"] == ["TypeError", "TypeError"]
+    assert local()["numbers"] == ["TypeError"] * 3
+
+
+def mirrored_variables_are_no_arrays() -> None:
+    assert local()["an array"] == "ValueError"
+
+
+def every_read_of_a_metric_is_a_collective() -> None:
+    # A mean has two variables.
+    assert local()["collectives of two reads"] == 4
 
 
 def every_process_writes(target: str) -> None:
@@ -274,8 +290,9 @@ CANARIES: dict[str, Callable[[], None]] = {
     f"{_TRAINER}:TensorFlowTrainer.fit": fit_ends_with_the_first_process,
     f"{_TRAINER}:TensorFlowTrainer.make_predict_function": predictions_do_not_tell_their_model,
     "keras.src.backend.tensorflow.core:Variable._initialize": additions_are_a_read_and_a_write,
-    "keras.src.backend.common.variables:Variable.__int__": mirrored_variables_are_no_numbers,
-    "keras.src.backend.common.variables:Variable.__float__": mirrored_variables_are_no_numbers,
+    "keras.src.trainers.trainer:Trainer._get_metrics_result_or_logs": every_read_of_a_metric_is_a_collective,
+    **{f"{_VALUES}.{name}": mirrored_variables_are_no_numbers for name in ("__int__", "__float__", "__complex__")},
+    f"{_VALUES}.__array__": mirrored_variables_are_no_arrays,
     "keras.src.optimizers.base_optimizer:BaseOptimizer.save_own_variables": slots_are_saved_shard_by_shard,
     "keras.src.optimizers.base_optimizer:BaseOptimizer.load_own_variables": slots_are_saved_shard_by_shard,
     **{

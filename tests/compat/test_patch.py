@@ -63,6 +63,20 @@ def test_original(owner):
     assert before(owner()) == 1
 
 
+def test_adds_a_method(owner):
+    patch = Patch("patched_module:Owner.added", lambda original: lambda self: original, "keras", "none", is_new=True)
+    assert patch.original() is None
+    for _ in range(2):
+        patch.install()
+        assert owner().added() is None
+
+
+def test_an_added_method_may_be_inherited(owner):
+    sys.modules["patched_module"].Heir = type("Heir", (owner,), {})
+    Patch("patched_module:Heir.method", lambda original: lambda self: 3, "keras", "none", is_new=True).install()
+    assert (owner().method(), sys.modules["patched_module"].Heir().method()) == (1, 3)
+
+
 @pytest.mark.parametrize("target", ["patched_module:Owner.gone", "patched_module:Gone.method"])
 def test_missing_target(owner, target):
     with pytest.raises(RuntimeError) as error:
@@ -104,7 +118,7 @@ def test_every_patch_is_complete():
     for patch in patches():
         assert patch.package in TESTED
         assert patch.upstream
-        assert callable(patch.original())
+        assert (patch.original() is None) if patch.is_new else callable(patch.original())
     targets = [patch.target for patch in patches()]
     assert len(targets) == len(set(targets))
 
@@ -119,7 +133,7 @@ def installed_after(*statements: str) -> str:
             "def there(patch):",
             "    module, _, path = patch.target.partition(':')",
             "    found = importlib.import_module(module)",
-            "    for name in path.split('.'): found = getattr(found, name)",
+            "    for name in path.split('.'): found = getattr(found, name, None)",
             "    return found",
             "print('installed', sum(hasattr(there(p), '_tfdist_original') for p in patches()))",
         ]

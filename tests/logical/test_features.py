@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.features import reference
+from tests.features.running import as_written
 from tests.features.selection import EXCHANGES, ON_TWO_DEVICES
 from tests.features.table import FEATURES
 from tests.tiers import daily
@@ -13,7 +14,7 @@ from tfdist.strategies import global_batches
 
 @pytest.mark.parametrize("name", daily(FEATURES, *ON_TWO_DEVICES))
 def test_equals_one_process(mirrored, name):
-    with reference.remembered(name, reference.folder()):
+    with reference.remembered(name, reference.folder()), as_written(name, turn=0):
         gaps = FEATURES[name](mirrored)
     assert gaps, "nothing was compared"
 

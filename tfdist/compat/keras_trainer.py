@@ -64,6 +64,8 @@ def _maybe_symbolic_build(original: Callable) -> Callable:
             original(self, iterator=iterator, data_batch=data_batch)
             return
         _check(strategy, self)
+        if isinstance(strategy, DataParallel):
+            strategy.metric_totals.forget()
         if iterator is None:
             original(self, iterator=iterator, data_batch=data_batch)
         else:
@@ -98,6 +100,15 @@ def _make_predict_function(original: Callable) -> Callable:
     return make_predict_function
 
 
+def _get_metrics_result_or_logs(original: Callable) -> Callable:
+    def _get_metrics_result_or_logs(self: Any, logs: Any) -> Any:
+        if isinstance(self._distribute_strategy, DataParallel):
+            self._distribute_strategy.metric_totals.settle(self)
+        return original(self, logs)
+
+    return _get_metrics_result_or_logs
+
+
 def _check(strategy: Any, model: Any) -> None:
     if isinstance(strategy, (PipelineStrategy, ParameterServerStrategy, HostOffloadStrategy)):
         strategy.check_model(model)
@@ -123,5 +134,11 @@ PATCHES = [
         _make_predict_function,
         "keras",
         "no upstream hook tells a strategy which model predicts",
+    ),
+    Patch(
+        "keras.src.trainers.trainer:Trainer._get_metrics_result_or_logs",
+        _get_metrics_result_or_logs,
+        "keras",
+        "no upstream hook tells a strategy that an epoch has ended",
     ),
 ]

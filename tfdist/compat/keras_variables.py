@@ -1,12 +1,12 @@
-"""Keras' variables: those on parameter servers are changed by several workers at a time; mirrored ones are numbers."""
+"""Variables: those on parameter servers are changed by several workers at a time; those of strategies are numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
-from tensorflow.python.distribute.values import DistributedVariable
 
 from tfdist.compat.patch import Patch
 from tfdist.strategies.parameter_server.strategy import ParameterServerStrategy
@@ -26,20 +26,26 @@ def _initialize(original: Callable) -> Callable:
     return _initialize
 
 
-def _as(kind: Callable[[Any], Any]) -> Callable[[Callable], Callable]:
-    def make(original: Callable) -> Callable:
+def _numpy_as(kind: Callable[[Any], Any]) -> Callable[[None], Callable]:
+    def make(original: None) -> Callable:
         def converted(self: Any) -> Any:
-            # TensorFlow's own variables are numbers, those of a strategy are not.
-            if self.ndim == 0 and isinstance(self.value, DistributedVariable):
-                return kind(tf.convert_to_tensor(self.value))
-            return original(self)
+            return kind(self.numpy())
 
         return converted
 
     return make
 
 
-_NOT_NUMBERS = "no upstream issue: int(optimizer.iterations) and float(optimizer.learning_rate) raise under a strategy"
+def _array(original: None) -> Callable:
+    def __array__(self: Any, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        # What is read is a copy already.
+        return np.asarray(self.numpy(), dtype)
+
+    return __array__
+
+
+_VALUES = "tensorflow.python.distribute.values:DistributedVariable"
+_NOT_NUMBERS = "no upstream issue: tf.Variable converts to int, float and numpy, a strategy's variables do not"
 
 PATCHES = [
     Patch(
@@ -48,6 +54,8 @@ PATCHES = [
         "keras",
         "no upstream issue: assign_add is a read and a write, and sparse_read does not exist",
     ),
-    Patch("keras.src.backend.common.variables:Variable.__int__", _as(int), "keras", _NOT_NUMBERS),
-    Patch("keras.src.backend.common.variables:Variable.__float__", _as(float), "keras", _NOT_NUMBERS),
+    Patch(f"{_VALUES}.__int__", _numpy_as(int), "tensorflow", _NOT_NUMBERS, is_new=True),
+    Patch(f"{_VALUES}.__float__", _numpy_as(float), "tensorflow", _NOT_NUMBERS, is_new=True),
+    Patch(f"{_VALUES}.__complex__", _numpy_as(complex), "tensorflow", _NOT_NUMBERS, is_new=True),
+    Patch(f"{_VALUES}.__array__", _array, "tensorflow", _NOT_NUMBERS, is_new=True),
 ]

@@ -27,15 +27,17 @@ class Patch:
     Attributes:
         target: "module:attribute" or "module:Class.attribute".
         make: receives the original function and returns its replacement, which must fall back on the original where
-            no tfdist strategy is involved.
+            no tfdist strategy is involved. For a method that upstream's class lacks: receives `None`.
         package: distribution that the function belongs to, a key of `TESTED`.
         upstream: the upstream issue, or the reason why there is none.
+        is_new: whether the class has no such method of its own yet.
     """
 
     target: str
-    make: Callable[[Callable], Callable]
+    make: Callable[[Callable | None], Callable]
     package: str
     upstream: str
+    is_new: bool = False
 
     def install(self) -> None:
         """Puts the replacement in place, once.
@@ -49,7 +51,7 @@ class Patch:
             owner: Any = importlib.import_module(module_name)
             for parent in parents:
                 owner = getattr(owner, parent)
-            original = owner.__dict__[name]
+            original = owner.__dict__.get(name) if self.is_new else owner.__dict__[name]
         except (ImportError, AttributeError, KeyError):
             raise RuntimeError(
                 f"tfdist changes {self.target} ({self.upstream}), which {self.package} {_version(self.package)} does "
@@ -63,12 +65,12 @@ class Patch:
         replacement._tfdist_original = original
         setattr(owner, name, replacement)
 
-    def original(self) -> Callable:
-        """The function as upstream wrote it (for canary tests)."""
+    def original(self) -> Callable | None:
+        """The function as upstream wrote it (for canary tests); `None` if there is none."""
         module_name, _, path = self.target.partition(":")
         found: Any = importlib.import_module(module_name)
         for name in path.split("."):
-            found = getattr(found, name)
+            found = getattr(found, name, None) if self.is_new else getattr(found, name)
         return getattr(found, "_tfdist_original", found)
 
     def _warn_if_untested(self) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.compat.scopes import outside_of_scope
 from tfdist.strategies.peers import Peers, PeerTimeout
 
 _log = logging.getLogger("tfdist")
@@ -46,6 +47,7 @@ class ChiefFiles:
         with contextlib.ExitStack() as stack:
             self._saving = True
             stack.callback(setattr, self, "_saving", False)
+            stack.enter_context(outside_of_scope())
             if self._peers.rank == 0:
                 return self._announce(os.fspath(path), write)
             return None if self._written_by_chief(os.fspath(path)) else write()

@@ -20,6 +20,7 @@ from tfdist.strategies import exchange, step_logs
 from tfdist.strategies.global_batches import GlobalBatch, GlobalBatchDataset, share_of
 from tfdist.strategies.gradients import WIRE_DTYPES, Wire
 from tfdist.strategies.keras_step import KerasStep, current_step, recognise
+from tfdist.strategies.metric_totals import MetricTotals
 from tfdist.strategies.sharing import cut_rows, static_rows
 from tfdist.strategies.step_shadows import metrics_of, shadows
 from tfdist.strategies.updated_state import kept_where
@@ -48,6 +49,7 @@ class DataParallel:
         self._global_batch_norm = batch_norm == "global"
         self.memory = policy_of(memory)
         self._keras_step: KerasStep | None = None
+        self.metric_totals = MetricTotals()
         # By model: what a training step adds up over the replicas. Weak: no model has to live longer for it.
         self.sums_of_step: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         self._keras_asks_for_data = False
@@ -68,6 +70,8 @@ class DataParallel:
 
     def run(self, fn: Callable, args: tuple = (), kwargs: dict | None = None, options: Any = None) -> Any:
         step = recognise(fn) if len(args) == 1 and not kwargs else None
+        if step is None:
+            self.metric_totals.forget()
         if step is None or self.num_replicas_in_sync == 1:
             return super().run(fn, _plain(args), kwargs, options)
         (batch,) = args
@@ -114,7 +118,7 @@ class DataParallelExtended:
     def _create_variable(self, next_creator: Callable, **kwargs: Any) -> Any:
         variable = super()._create_variable(next_creator, **kwargs)
         if isinstance(variable, SyncOnReadVariable):
-            _assign_without_reading(variable)
+            self._container_strategy().metric_totals.watch(variable)
         return variable
 
     def _experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any) -> Any:
@@ -164,16 +168,6 @@ def _step_on_replica(data: Any, rows: Any, global_rows: Any) -> Any:
         with kept_where(step.counts, [v for metric in metrics_of(step.model) for v in metric.variables]):
             logs = step.function(data)
         return logs if step_logs.read_by_keras(step, logs) else step_logs.of_all_replicas(step, logs)
-
-
-def _assign_without_reading(variable: SyncOnReadVariable) -> None:
-    """Shadows `assign` on a metric's variable: it returns the new value, which costs a collective that nobody reads."""
-    original = variable.assign
-
-    def assign(value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = False) -> Any:
-        return original(value, use_locking, name, read_value)
-
-    variable.assign = assign
 
 
 @contextlib.contextmanager
