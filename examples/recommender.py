@@ -76,7 +76,7 @@ def main() -> None:
         model = build_model(options)
     callbacks = [
         # Killed and started again, it goes on where it was; once it has finished, the next start trains anew.
-        tfdist.callbacks.BackupAndRestore(options.backup_dir, on_finish="delete"),
+        tfdist.callbacks.BackupAndRestore(options.backup_dir),
         keras.callbacks.ModelCheckpoint(options.model_path, monitor="val_auc", mode="max", save_best_only=True),
     ]
     model.fit(

@@ -90,7 +90,7 @@ def main() -> None:
         model = build_model(train.element_spec[0].shape[1:], classes)
     # The dataset shuffles itself; Keras warns unless it is told not to.
     # Killed and started again, it goes on where it was; once it has finished, the next start trains anew.
-    backup = tfdist.callbacks.BackupAndRestore(options.backup_dir or f"{options.dataset}.backup", on_finish="delete")
+    backup = tfdist.callbacks.BackupAndRestore(options.backup_dir or f"{options.dataset}.backup")
     model.fit(train, validation_data=test, epochs=options.epochs, shuffle=False, callbacks=[backup])
 
     _, accuracy = model.evaluate(test, verbose=0)

@@ -50,6 +50,63 @@ def test_what_cannot_be_saved_is_named_once(case: Case, trials: Trials) -> None:
         ]
 
 
+FEWER = JOB.with_(callbacks=("plateau", "csv"))
+MORE = JOB.with_(callbacks=("forgetful", "plateau", "csv"))
+OTHERS = [
+    (
+        Case("one more", (FEWER.with_(kill=at(9)), MORE), reference=FEWER.reference),
+        "Forgetful: not in the backup, and begins as new.",
+    ),
+    (
+        Case("one less", (MORE.with_(kill=at(9)), FEWER), reference=FEWER.reference),
+        "Forgetful: in the backup, but not in this fit; its state is left out.",
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "told"), OTHERS, ids=lambda value: str(value).split(":")[0])
+def test_other_callbacks_after_a_restart(case: Case, told: str, trials: Trials) -> None:
+    """Whoever adds TensorBoard to a job that is started again, or removes what was for debugging, goes on."""
+    outcome = trials.outcome(case)
+    assert outcome.codes == [KILLED, 0]
+    assert outcome.differences == []
+    assert re.findall(r"UserWarning: (The backup is of a fit with other.*)", outcome.log) == [
+        f"The backup is of a fit with other callbacks. {told} All else goes on as it was saved."
+    ]
+
+
+def entry_of(callback: keras.callbacks.Callback) -> dict:
+    return callback_state.capture([callback], callback_state.settings([callback]), {})[0]
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "expected"),
+    [
+        ("a b", "a b", [0, 1]),
+        ("a b", "b a", [1, 0]),
+        ("a b", "b", [1]),
+        ("b", "a b", [None, 0]),
+        ("a", "b", [0]),
+        ("a", "b c", [0, None]),
+        ("a a b", "a b a", [0, 2, 1]),
+        ("e a", "a", [1]),
+        ("a", "e a", [None, 0]),
+        ("", "a", [None]),
+    ],
+)
+def test_entries_are_of_the_callbacks_that_were_saved(saved: str, now: str, expected: list) -> None:
+    def made(names: str) -> list[keras.callbacks.Callback]:
+        early = keras.callbacks.EarlyStopping
+        return [early() if n == "e" else keras.callbacks.ModelCheckpoint(f"{n}.keras") for n in names.split()]
+
+    entries = [entry_of(callback) for callback in made(saved)]
+    callbacks = made(now)
+    found = callback_state.matching(callbacks, callback_state.settings(callbacks), entries)
+    places = {id(entry): i for i, entry in enumerate(entries)}
+    assert [None if entry is None else places[id(entry)] for entry in found] == expected
+
+
 def test_a_setting_that_was_changed_is_the_new_one() -> None:
     """A set of texts has another order in each process: that is no change."""
     one, other = Keeper(("a", "b")), Keeper(("b", "a"))

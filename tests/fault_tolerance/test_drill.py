@@ -42,7 +42,7 @@ with strategy.scope():
     layers = [keras.layers.Dense(16), keras.layers.Dropout(0.3), keras.layers.Dense(1)]
     model = keras.Sequential([keras.Input((8,)), *layers])
     model.compile("adam", "mse")
-backup = tfdist.callbacks.BackupAndRestore("runs/backup", save_freq=8, on_finish="delete")
+backup = tfdist.callbacks.BackupAndRestore("runs/backup", save_freq=8)
 model.fit(x, y, batch_size=8, epochs=8, verbose=0, callbacks=[Forgetful(), Slowly(), backup])
 """
 

@@ -15,7 +15,7 @@ SCHEDULED = LIGHT.with_(callbacks=("schedule", "csv"))
 CASES = [
     interrupted("saved once a second", LIGHT.with_(backup={"save_freq": "1s"}), at(13)),
     interrupted("saved more rarely than a run ends", LIGHT.with_(backup={"save_freq": 1000}), at(13)),
-    interrupted("keeping one", LIGHT.with_(backup={"save_freq": 1, "keep": 1}), at(8), at(5)),
+    interrupted("keeping one", LIGHT.with_(backup={"save_freq": 1, "max_to_keep": 1}), at(8), at(5)),
     interrupted("one step an execution", LIGHT.with_(steps_per_execution=1), at(23), at(12)),
     interrupted("executions that do not divide an epoch", LIGHT.with_(steps_per_execution=4), at(6)),
     interrupted("in every epoch", LIGHT.with_(backup={}), at(7), at(7), at(7)),

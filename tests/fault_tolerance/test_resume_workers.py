@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shutil
 import signal
 from collections.abc import Mapping
 from pathlib import Path
@@ -185,17 +186,63 @@ def test_only_the_chief_writes(cluster: Cluster) -> None:
     assert_same(results, again)
 
 
-@pytest.mark.exhaustive
-def test_folder_that_is_not_shared(cluster: Cluster) -> None:
-    job = LIGHT.with_(hook="a backup of each rank")
+def without_files(runs: list[Ended]) -> list[Ended]:
+    """What does not lie on the chief's disk."""
+    return [
+        dataclasses.replace(
+            run, result={name: value for name, value in run.result.items() if not re.match(r"fit 1: (csv|best)", name)}
+        )
+        for run in runs
+    ]
+
+
+EACH = LIGHT.with_(hook="a backup of each rank")
+
+
+@pytest.mark.parametrize(
+    "job",
+    daily(
+        [
+            pytest.param(EACH, id="a folder for each rank"),
+            pytest.param(LIGHT.with_(hook="a disk of each rank"), id="a disk for each rank"),
+            pytest.param(DATASET.with_(hook="a disk of each rank"), id="a disk for each rank, a dataset"),
+        ],
+        "a folder for each rank",
+    ),
+)
+def test_folders_that_are_not_shared(cluster: Cluster, references: References, job: Job) -> None:
+    """The chief reads its own, and gives the others what is in it."""
     cluster.run(job, kill={1: KILL})
-    ended = cluster.run(job)
+    resumed = cluster.complete(job)
+    assert_same(without_files(references(job)), without_files(resumed))
+    assert len({event["checkpoint"] for event in cluster.events("resumed")}) == 1
+    assert [path.name for path in cluster.folder.rglob("checkpoint-*")], "the chief's are there"
+    assert not list(cluster.folder.rglob("backup-1/*")) + list(cluster.folder.rglob("disk-1/backup/*"))
+
+
+@pytest.mark.exhaustive
+def test_another_checkpoint_of_the_same_name(cluster: Cluster, references: References) -> None:
+    """What an earlier job has left on a worker's disk is not taken for the chief's."""
+    cluster.run(EACH.with_(seed=8), kill={1: KILL})
+    stale = max((cluster.folder / "backup-0").glob("checkpoint-*")).rename(cluster.folder / "stale")
+    shutil.rmtree(cluster.folder / "backup-0")
+    cluster.run(EACH, kill={1: KILL})
+    newest = max((cluster.folder / "backup-0").glob("checkpoint-*"))
+    assert (stale / "manifest.json").read_bytes() != (newest / "manifest.json").read_bytes()
+    shutil.move(stale, cluster.folder / "backup-1" / newest.name)
+    assert_same(references(EACH), cluster.complete(EACH))
+
+
+def test_a_chief_whose_disk_is_empty(cluster: Cluster) -> None:
+    cluster.run(EACH, kill={1: KILL})
+    shutil.move(cluster.folder / "backup-0", cluster.folder / "backup-1")
+    ended = cluster.run(EACH)
     assert [run.code for run in ended] == [1, 1]
     for run in ended:
         assert re.search(
-            r"ValueError: worker 0 \(\S+\) resumes from checkpoint-\d+, but worker 1 \(\S+\) cannot: in "
-            r"\S+/backup-1/checkpoint-\d+, manifest\.json is missing\. Expected: a backup folder on a file system that "
-            r"all workers share\.",
+            r"ValueError: Received: no backup in \S+/backup-0 of worker 0 \(\S+\), which writes them, but "
+            r"checkpoint-\d+ in \S+/backup-1 of worker 1 \(\S+\)\. Expected: the chief where the backups are\. Copy "
+            r"the folder to the chief's disk, or use one that all processes share; to begin anew, delete it\.",
             run.log,
         )
         assert run.result["steps of this process"] == 0

@@ -113,6 +113,8 @@ def _fit(job: Job, model: keras.Model, number: int) -> dict[str, Any]:
         # tools/compare_backups.py shows what Keras' own callback makes of the same interruptions.
         module = keras if options.pop("of_keras", False) else tfdist
         times = options.pop("times", 1)
+        if module is tfdist:  # most look at what is left
+            options = {"delete_checkpoint": False, **options}
         chosen += [module.callbacks.BackupAndRestore("backup", **options) for _ in range(times)]
     arguments = {**datasets.arguments(job.data), **datasets.validation(job.validation), "verbose": 0, **job.fit}
     history = model.fit(**arguments, epochs=job.epochs, callbacks=chosen)
@@ -182,6 +184,12 @@ def _backup_of_each_rank() -> None:
     tfdist.callbacks.BackupAndRestore.__init__ = init
 
 
+def _disk_of_each_rank() -> None:
+    folder = f"disk-{json.loads(os.environ['TF_CONFIG'])['task']['index']}"
+    os.makedirs(folder, exist_ok=True)
+    os.chdir(folder)
+
+
 def _instead_of_failing(what: Callable[..., Any]) -> Callable[[], None]:
     def hook() -> None:
         global _fit
@@ -212,6 +220,7 @@ HOOKS: dict[str, Callable[[], None]] = {
     "another seed": _set_seed(8),
     "small files only": _limit_file_size,
     "a backup of each rank": _backup_of_each_rank,
+    "a disk of each rank": _disk_of_each_rank,
     "SIGTERM after a fit that failed": _instead_of_failing(_be_terminated),
     "another fit after one that failed": _instead_of_failing(lambda fit: fit()),
 }

@@ -457,6 +457,59 @@ def _gan(strategy: tf.distribute.Strategy) -> dict[str, float]:
     return assert_transparent(strategy, build, rows(81), batch_size=BATCH)
 
 
+@feature("a train_step without call, layers built in it (as in Keras' VAE and DCGAN examples)")
+def _without_call(strategy: tf.distribute.Strategy) -> dict[str, float]:
+    class Autoencoder(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = keras.Sequential([layers.Dense(4, activation="tanh")])
+            self.decoder, self.critic = layers.Dense(8), keras.Sequential([layers.Dense(4), layers.Dense(1)])
+            self.gap, self.rows = keras.metrics.Mean(name="gap"), keras.metrics.Sum(name="rows")
+
+        def compile(self, optimizer: object, critic_optimizer: object, loss_fn: object) -> None:
+            super().compile()
+            self.optimizer, self.critic_optimizer, self.loss_fn = optimizer, critic_optimizer, loss_fn
+
+        def restored(self, data: tuple) -> tuple:
+            x, _ = data
+            return x, self.decoder(self.encoder(x))
+
+        def train_step(self, data: tuple) -> dict:
+            with tf.GradientTape() as tape:
+                x, restored = self.restored(data)
+                loss = self.loss_fn(x, restored)
+            weights = self.encoder.trainable_weights + self.decoder.trainable_weights
+            self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+            with tf.GradientTape() as tape:
+                critique = keras.ops.mean(keras.ops.square(self.critic(x) - 1))
+            weights = self.critic.trainable_weights
+            self.critic_optimizer.apply_gradients(zip(tape.gradient(critique, weights), weights, strict=True))
+            return self.counted(loss, x)
+
+        def test_step(self, data: tuple) -> dict:
+            x, restored = self.restored(data)
+            return self.counted(self.loss_fn(x, restored), x)
+
+        def predict_step(self, data: object) -> object:
+            return self.decoder(self.encoder(data))
+
+        def counted(self, loss: object, x: object) -> dict:
+            self.gap.update_state(loss)
+            self.rows.update_state(tf.shape(x)[0])
+            return {"gap": self.gap.result(), "rows": self.rows.result()}
+
+        @property
+        def metrics(self) -> list:
+            return [self.gap, self.rows]
+
+    def build() -> keras.Model:
+        model = Autoencoder()
+        model.compile(keras.optimizers.Adam(0.01), keras.optimizers.SGD(0.1), keras.losses.MeanSquaredError())
+        return model
+
+    return assert_transparent(strategy, build, rows(81), batch_size=BATCH)
+
+
 @feature("optimizers in a dict and in a sub-model")
 def _hidden_optimizers(strategy: tf.distribute.Strategy) -> dict[str, float]:
     class Net(keras.Model):

@@ -58,7 +58,7 @@ with strategy.scope():
 rows = np.random.default_rng(0).normal(size=(200, 4)).astype("float32")
 callbacks = [Happening()]
 if happening.endswith("disk"):
-    callbacks.append(tfdist.callbacks.BackupAndRestore("backup", save_freq=4, on_finish="delete"))
+    callbacks.append(tfdist.callbacks.BackupAndRestore("backup", save_freq=4))
 history = model.fit(rows, rows[:, :1], batch_size=4, epochs=4, shuffle=True, verbose=0, callbacks=callbacks)
 before = model.get_weights()[0]
 model.fit(rows, rows[:, :1], batch_size=100, epochs=1, verbose=0)

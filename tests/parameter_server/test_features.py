@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 # One start of TensorFlow for the whole table, and one deadline for all of its rows.
 _DEADLINE = 540
 
+WITHOUT_CALL = "a train_step without call, layers built in it (as in Keras' VAE and DCGAN examples)"
 REFUSED = {
     "async": {
         "run_eagerly": "Received: run_eagerly=True under ParameterServerStrategy.",
@@ -28,6 +29,7 @@ REFUSED = {
         "run_eagerly": "Received: run_eagerly=True under ParameterServerStrategy.",
         "distribute_datasets_from_function": "Received: a dataset function and mode='sync'.",
         "two optimizers in a train_step (GAN)": "Received: a train_step that applies gradients 2 times (optimizers '",
+        WITHOUT_CALL: "Received: a train_step that applies gradients 2 times (optimizers '",
         "optimizers in a dict and in a sub-model": "Received: a train_step that applies gradients 2 times",
         "loss reduced by mean_with_sample_weight": "Received: something that needs the whole batch",
         "masked sequences, a loss per time step": "Received: something that needs the whole batch",
@@ -54,6 +56,7 @@ ALMOST_EQUAL = {
     "steps_per_execution",
     "steps_per_execution, uneven",
     "convolutional network",
+    WITHOUT_CALL,
 }
 if version("tensorflow").startswith("2.20."):
     ALMOST_EQUAL.add("BatchNormalization")

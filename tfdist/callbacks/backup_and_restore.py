@@ -14,8 +14,6 @@ from tfdist.callbacks.drill_folder import drill_folder
 from tfdist.callbacks.fit_backup import FitBackup
 from tfdist.callbacks.save_schedule import SaveSchedule
 
-_ON_FINISH = ("keep", "delete")
-
 
 class BackupAndRestore(keras.callbacks.Callback):
     """Saves the complete state of `fit`, and resumes exactly where it stopped.
@@ -32,25 +30,28 @@ class BackupAndRestore(keras.callbacks.Callback):
     Under `tfdist drill` (TFDIST_DRILL_DIR is set) it uses a folder of the drill with the last part of `backup_dir` as
     its name, and keeps the last backup, which the drill compares; the script's own folder is left alone.
 
-    Replaces `keras.callbacks.BackupAndRestore`, which loses most of this (keras issues 20333, 19692).
+    Replaces `keras.callbacks.BackupAndRestore`, which loses most of this (keras issues 20333, 19692), and takes its
+    arguments.
 
     Args:
-        backup_dir: folder of the backups, local or anything that `tf.io.gfile` writes to. All workers need to reach it.
-            Every fit needs a folder of its own, except several in one script that each start makes in the same order.
+        backup_dir: folder of the backups, local or anything that `tf.io.gfile` writes to. Only the chief needs to reach
+            it: the others are sent what it reads. Every fit needs a folder of its own, except several in one script
+            that each start makes in the same order.
         save_freq: `"epoch"`, a number of training steps, or a duration: `"30s"`, `"10min"`, `"2h"`.
-        keep: how many backups stay; the newest one that is not damaged is used.
+        double_checkpoint: whether at least two backups stay, as in Keras; `max_to_keep` says how many.
+        delete_checkpoint: whether the backups are deleted when the fit has finished. With `False`, a script that has
+            finished returns at once with its history when it is started again.
+        max_to_keep: how many backups stay; the newest one that is not damaged is used.
         asynchronous: whether backups are written while training goes on. Training waits only if the last one is not yet
             written at the end of an epoch; within an epoch, a backup is left out then.
-        on_finish: `"keep"`, so that a script that has finished returns at once with its history when it is started
-            again, or `"delete"`, so that it trains anew.
         dataset_fn: a function from the number of an epoch to its `tf.data.Dataset`, used instead of the data that `fit`
             was given. It is for pipelines that can jump to an epoch faster than by reading everything before it.
         preemption_signal: on this signal, to any of the workers, all stop after the same step, save, and exit with code
             77. `None` leaves signals alone.
 
     Raises:
-        ValueError: for an empty `backup_dir`, an unknown `save_freq` or `on_finish`; in `fit`, if the backup is of
-            another model, optimizer, loss, metrics, other callbacks or data. The text names the first difference.
+        ValueError: for an empty `backup_dir`, an unknown `save_freq`, or no backup to keep; in `fit`, if the backup is
+            of another model, optimizer, loss, metrics or data. The text names the first difference.
         OSError: in `fit`, if the folder cannot be made or written to.
         tfdist.callbacks.DamagedBackups: in `fit`, if there are backups but all of them are damaged.
         tfdist.callbacks.FolderInUse: in `fit`, if another training writes to the folder; uncaught, it ends the program
@@ -70,31 +71,39 @@ class BackupAndRestore(keras.callbacks.Callback):
         self,
         backup_dir: str | os.PathLike[str],
         save_freq: str | int = "epoch",
-        keep: int = 3,
-        asynchronous: bool = True,
-        on_finish: str = "keep",
+        double_checkpoint: bool = False,
+        delete_checkpoint: bool = True,
         *,
+        max_to_keep: int = 3,
+        asynchronous: bool = True,
         dataset_fn: Callable[[int], tf.data.Dataset] | None = None,
         preemption_signal: signal.Signals | int | None = signal.SIGTERM,
     ):
         from tfdist.compat import install  # it needs this module
 
         super().__init__()
+        if not isinstance(backup_dir, (str, os.PathLike)):
+            raise ValueError(f"Received: backup_dir={backup_dir!r}. Expected: the path of a folder, such as 'backup'.")
         folder = str(backup_dir) if "://" in str(backup_dir) else os.path.expanduser(backup_dir)
         if not folder:
             raise ValueError("Received: backup_dir=''. Expected: the path of a folder, such as 'backup'.")
-        if on_finish not in _ON_FINISH:
-            raise ValueError(f"Received: on_finish={on_finish!r}. Expected 'keep' or 'delete'.")
+        for name, value in (("double_checkpoint", double_checkpoint), ("delete_checkpoint", delete_checkpoint)):
+            if not isinstance(value, bool):
+                raise ValueError(f"Received: {name}={value!r}. Expected: True or False.")
         SaveSchedule(save_freq)
-        if keep < 1:
-            raise ValueError(f"Received: keep={keep}. Expected at least 1: the newest backup has to stay.")
+        if isinstance(max_to_keep, bool) or not isinstance(max_to_keep, int) or max_to_keep < 1:
+            raise ValueError(
+                f"Received: max_to_keep={max_to_keep!r}. Expected: an integer of at least 1, since the newest backup "
+                "has to stay."
+            )
         install()
         folder_in_drill = drill_folder(folder, os.environ)
         self.backup_dir = folder_in_drill or folder
         self.save_freq = save_freq
-        self.keep = keep
+        self.double_checkpoint = double_checkpoint
+        self.delete_checkpoint = delete_checkpoint and not folder_in_drill
+        self.max_to_keep = max(max_to_keep, 2) if double_checkpoint else max_to_keep
         self.asynchronous = asynchronous
-        self.on_finish = "keep" if folder_in_drill else on_finish
         self.dataset_fn = dataset_fn
         self.preemption_signal = None if preemption_signal is None else signal.Signals(preemption_signal)
         self._callback_list: Any = None

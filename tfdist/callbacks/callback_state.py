@@ -131,36 +131,46 @@ def _holds_arrays(value: Any) -> bool:
     return isinstance(value, np.ndarray) or (isinstance(value, (list, tuple)) and any(map(_holds_arrays, value)))
 
 
-def matching(callbacks: Sequence[keras.callbacks.Callback], entries: Sequence[dict], exactly: bool) -> list[dict]:
-    """The saved entries of these callbacks.
+def matching(
+    callbacks: Sequence[keras.callbacks.Callback], passed: Sequence[dict[str, str]], entries: Sequence[dict]
+) -> list[dict | None]:
+    """The saved entry of each callback, `None` for one that was not there; some entries may be of none.
+
+    An entry is of the callback of its class that has the same settings, or else of the next one of its class.
 
     Args:
         callbacks: those of this fit.
+        passed: their `settings`.
         entries: what `capture` returned.
-        exactly: whether there have to be no others; on other processes than the chief some may be missing.
-
-    Raises:
-        ValueError: if these are not the callbacks whose state was saved.
     """
-    now, then = [type(c).__name__ for c in callbacks], [entry["class"] for entry in entries]
-    rest = iter(entries)
-    found = [entry for name in now if (entry := next((e for e in rest if e["class"] == name), None)) is not None]
-    if len(found) != len(now) or (exactly and now != then):
-        raise ValueError(
-            f"The backup is of a fit with other callbacks. Received: {now}. Expected, as saved: {then}. Pass the same "
-            "callbacks in the same order, or another backup_dir to begin anew."
-        )
+    found: list[dict | None] = [None] * len(callbacks)
+    rest = list(entries)
+    for same_settings in (True, False):
+        for i, (callback, own) in enumerate(zip(callbacks, passed, strict=True)):
+            for k, entry in enumerate(rest if found[i] is None else ()):
+                if entry["class"] == type(callback).__name__ and (entry["settings"] == own or not same_settings):
+                    found[i] = rest.pop(k)
+                    break
     return found
 
 
 def restore(
     callbacks: Sequence[keras.callbacks.Callback],
     passed: Sequence[dict[str, str]],
-    entries: Sequence[dict],
+    entries: Sequence[dict | None],
     arrays: Mapping[str, np.ndarray],
 ) -> None:
-    """Gives callbacks the state that `capture` returned, except for settings that the user has changed since."""
+    """Gives callbacks the state that `capture` returned, except for settings that the user has changed since.
+
+    Args:
+        callbacks: those of this fit.
+        passed: their `settings`.
+        entries: what `matching` returned.
+        arrays: what `capture` has put there.
+    """
     for callback, own, entry in zip(callbacks, passed, entries, strict=True):
+        if entry is None:
+            continue
         if hasattr(callback, "set_state"):
             callback.set_state(decode(entry["state"], arrays))
             continue

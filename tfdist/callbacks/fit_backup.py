@@ -99,8 +99,8 @@ class FitBackup:
 
     def _store_of(self, strategy: tf.distribute.Strategy) -> SharedStore | ElasticStore:
         members = getattr(strategy, "members", None)
-        folder, keep = folder_of_fit(self._options.backup_dir), self._options.keep
-        disk = SharedStore(folder, keep, self._peers) if members is None or self._options.keeps_on_disk else None
+        folder, keep = folder_of_fit(self._options.backup_dir), self._options.max_to_keep
+        disk = SharedStore(folder, keep, strategy) if members is None or self._options.keeps_on_disk else None
         return disk if members is None else ElasticStore(strategy.horovod, members, strategy.memory_folder, disk)
 
     # Beginning
@@ -136,7 +136,7 @@ class FitBackup:
         try:
             self._state.check(meta["variables"])
             self._check_identity(meta)
-            self._entries = callback_state.matching(self._others, meta["callbacks"], exactly=self._is_chief)
+            self._entries = callback_state.matching(self._others, self._settings, meta["callbacks"])
             self._position.resume(meta["epoch"], meta["position"], checkpoint.tensors)
         except ValueError as error:
             raise is_final(error) from None  # it is no better another time
@@ -156,6 +156,7 @@ class FitBackup:
             "resumed", checkpoint=checkpoint.name, epoch=meta["epoch"], step=meta["total"], seconds=_since(began)
         )
         if self._is_chief:
+            notices.of_other_callbacks(self._others, self._entries, meta["callbacks"])
             notices.of_resumption(meta, f"{self._store.directory}/{checkpoint.name}", over, self._epochs)
 
     def _check_identity(self, meta: dict) -> None:
@@ -352,7 +353,8 @@ class FitBackup:
         """After all other callbacks have ended."""
         self._model._initial_epoch = None
         self._writer.wait()
-        delete = self._options.on_finish == "delete"
+        # Who is told to stop is started again, and must find that nothing is left to train.
+        delete = self._options.delete_checkpoint and not self._stop_at_end
         if not (self._was_done or delete):
             self._save(mid_epoch=False, done=True)
         self._writer.close()

@@ -23,9 +23,8 @@ def note_finished(backup_dir: str) -> None:
 
 
 def remove_if_empty(backup_dir: str) -> None:
-    """Removes the empty folder of a later fit whose backups are deleted, before `note_finished`; not the user's own."""
-    folder = folder_of_fit(backup_dir)
-    if folder != backup_dir:
+    """Removes the folder of the fit that ends, if its backups were all that it had; before `note_finished`."""
+    for folder in dict.fromkeys([folder_of_fit(backup_dir), backup_dir]):
         with contextlib.suppress(OSError):  # another job may write to it by now; remote stores have no folders
             os.rmdir(folder)
 

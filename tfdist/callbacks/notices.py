@@ -33,6 +33,25 @@ def of_resumption(meta: Mapping[str, Any], checkpoint: str, over: bool, epochs: 
         )
 
 
+def of_other_callbacks(
+    callbacks: Sequence[Any], entries: Sequence[Mapping[str, Any] | None], saved: Sequence[Mapping[str, Any]]
+) -> None:
+    """Warns of callbacks that were not there when the backup was made, and of those that are not there now.
+
+    Args:
+        callbacks: those of this fit.
+        entries: the saved entry of each of them, or `None`.
+        saved: all entries.
+    """
+    new = [type(callback).__name__ for callback, entry in zip(callbacks, entries, strict=True) if entry is None]
+    used = set(map(id, entries))
+    gone = [entry["class"] for entry in saved if id(entry) not in used]
+    if new or gone:
+        begin = f"{', '.join(new)}: not in the backup, and begins as new. " if new else ""
+        left = f"{', '.join(gone)}: in the backup, but not in this fit; its state is left out. " if gone else ""
+        _warn(f"The backup is of a fit with other callbacks. {begin}{left}All else goes on as it was saved.")
+
+
 def of_seed(saved: int | None, now: int | None) -> None:
     """Warns if the user has set another seed than that of the saved fit, whose random states come back."""
     if saved is not None and now is not None and saved != now:

@@ -10,6 +10,7 @@ from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from tfdist.compat.patch import Patch
 from tfdist.memory import application as memory
 from tfdist.strategies import epoch_iterators, guards
+from tfdist.strategies.building import build
 from tfdist.strategies.data_parallel import DataParallel
 from tfdist.strategies.global_batches import GlobalBatchDataset
 from tfdist.strategies.horovod import refusals
@@ -65,15 +66,12 @@ def _maybe_symbolic_build(original: Callable) -> Callable:
             return
         _check(strategy, self)
         if isinstance(strategy, DataParallel):
-            strategy.metric_totals.forget()
-        if iterator is None:
-            original(self, iterator=iterator, data_batch=data_batch)
-        else:
-            # Keras takes a batch from the iterator to learn its shapes: a generator has then lost its first one, a
-            # shuffled dataset begins with its second order, and of several workers' batches it cannot make one. The
-            # dataset's specification says the same.
-            with strategy.scope():
-                self._symbolic_build(data_batch=epoch_iterators.batch_specification(iterator))
+            strategy._metric_totals.forget()
+        # Keras takes a batch from the iterator to learn its shapes: a generator has then lost its first one, a shuffled
+        # dataset begins with its second order, and of several workers' batches it cannot make one. The dataset's
+        # specification says the same.
+        with strategy.scope():
+            build(self, data_batch if iterator is None else epoch_iterators.batch_specification(iterator))
         # Once more: Keras builds metrics, and shows their variables, only now.
         _check(strategy, self)
         policy = getattr(strategy, "memory", None)
@@ -103,7 +101,7 @@ def _make_predict_function(original: Callable) -> Callable:
 def _get_metrics_result_or_logs(original: Callable) -> Callable:
     def _get_metrics_result_or_logs(self: Any, logs: Any) -> Any:
         if isinstance(self._distribute_strategy, DataParallel):
-            self._distribute_strategy.metric_totals.settle(self)
+            self._distribute_strategy._metric_totals.settle(self)
         return original(self, logs)
 
     return _get_metrics_result_or_logs

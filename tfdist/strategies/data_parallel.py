@@ -49,7 +49,7 @@ class DataParallel:
         self._global_batch_norm = batch_norm == "global"
         self.memory = policy_of(memory)
         self._keras_step: KerasStep | None = None
-        self.metric_totals = MetricTotals()
+        self._metric_totals = MetricTotals()
         # By model: what a training step adds up over the replicas. Weak: no model has to live longer for it.
         self.sums_of_step: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         self._keras_asks_for_data = False
@@ -71,7 +71,7 @@ class DataParallel:
     def run(self, fn: Callable, args: tuple = (), kwargs: dict | None = None, options: Any = None) -> Any:
         step = recognise(fn) if len(args) == 1 and not kwargs else None
         if step is None:
-            self.metric_totals.forget()
+            self._metric_totals.forget()
         if step is None or self.num_replicas_in_sync == 1:
             return super().run(fn, _plain(args), kwargs, options)
         (batch,) = args
@@ -118,7 +118,7 @@ class DataParallelExtended:
     def _create_variable(self, next_creator: Callable, **kwargs: Any) -> Any:
         variable = super()._create_variable(next_creator, **kwargs)
         if isinstance(variable, SyncOnReadVariable):
-            self._container_strategy().metric_totals.watch(variable)
+            self._container_strategy()._metric_totals.watch(variable)
         return variable
 
     def _experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any) -> Any:

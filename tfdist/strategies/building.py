@@ -1,0 +1,67 @@
+"""Building a model before its step is traced: under a strategy no variable can be made within.
+
+Keras calls the model on a symbolic batch. Many a model that trains in one process cannot be called: its `train_step`
+uses its parts, or takes the batch apart in a way of its own (GANs, diffusion models, contrastive learning). The step
+itself is then traced on a symbolic batch, in a graph that is thrown away, so that what it builds is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.strategies.keras_step import shadowed
+from tfdist.strategies.step_shadows import optimizers_of
+
+_log = logging.getLogger("tfdist")
+_STEPS = ("train_step", "test_step")
+
+
+def build(model: keras.Model, specification: Any) -> None:
+    """Builds a model, its metrics, its loss and its optimizers, in the scope of its strategy.
+
+    Args:
+        model: a compiled model.
+        specification: of a batch: a structure of what has a shape and a dtype.
+
+    Raises:
+        Exception: what Keras raises for a model that cannot be called, unless it has a step of its own.
+    """
+    try:
+        model._symbolic_build(data_batch=specification)
+    except Exception as error:
+        own = [name for name in _STEPS if getattr(type(model), name) is not getattr(keras.Model, name)]
+        if not own:
+            raise
+        _log.debug("%s cannot be called (%s); its own steps build it", model.name, error)
+        for name in own:
+            _trace(model, getattr(model, name), specification)
+
+
+def _trace(model: keras.Model, step: Callable, specification: Any) -> None:
+    batch = tf.nest.map_structure(
+        lambda x: None if x is None else keras.KerasTensor(x.shape, keras.backend.standardize_dtype(x.dtype)),
+        specification,
+    )
+    with contextlib.ExitStack() as stack:
+        for optimizer in optimizers_of(model):
+            stack.enter_context(shadowed(optimizer, apply=_only_built(optimizer)))
+        # A step that fails here fails once more where it is trained, with all that belongs to its error.
+        stack.enter_context(contextlib.suppress(Exception))
+        keras.src.backend.compute_output_spec(step, batch)
+    if model.optimizer is not None and not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+
+
+def _only_built(optimizer: keras.optimizers.Optimizer) -> Callable:
+    def apply(grads: Any, trainable_variables: Any = None) -> None:
+        if trainable_variables is not None and not optimizer.built:
+            with tf.init_scope():
+                optimizer.build(list(trainable_variables))
+
+    return apply
