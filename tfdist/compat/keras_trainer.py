@@ -9,7 +9,7 @@ from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
 from tfdist.compat.patch import Patch
 from tfdist.memory import application as memory
-from tfdist.strategies import epoch_iterators, global_seeds, guards
+from tfdist.strategies import epoch_iterators, guards
 from tfdist.strategies.building import build
 from tfdist.strategies.data_parallel import DataParallel
 from tfdist.strategies.global_batches import GlobalBatchDataset
@@ -72,8 +72,6 @@ def _maybe_symbolic_build(original: Callable) -> Callable:
         # specification says the same.
         with strategy.scope():
             build(self, data_batch if iterator is None else epoch_iterators.batch_specification(iterator))
-        if isinstance(strategy, DataParallel):
-            global_seeds.make(strategy)
         # Once more: Keras builds metrics, and shows their variables, only now.
         _check(strategy, self)
         policy = getattr(strategy, "memory", None)
@@ -90,8 +88,6 @@ def _maybe_symbolic_build(original: Callable) -> Callable:
 
 def _make_predict_function(original: Callable) -> Callable:
     def make_predict_function(self: Any, force: bool = False) -> Any:
-        if isinstance(self._distribute_strategy, DataParallel):
-            global_seeds.make(self._distribute_strategy)
         if not isinstance(self._distribute_strategy, ParameterServerStrategy):
             return original(self, force)
         if force:

@@ -16,7 +16,7 @@ from tensorflow.python.distribute import distribute_utils, mirrored_run
 from tensorflow.python.distribute.values import DistributedValues, SyncOnReadVariable
 
 from tfdist.memory.policy import policy_of
-from tfdist.strategies import exchange, global_seeds, step_logs
+from tfdist.strategies import exchange, step_logs
 from tfdist.strategies.global_batches import GlobalBatch, GlobalBatchDataset, share_of
 from tfdist.strategies.gradients import WIRE_DTYPES, Wire
 from tfdist.strategies.keras_step import KerasStep, current_step, recognise
@@ -73,7 +73,6 @@ class DataParallel:
         if step is None:
             self._metric_totals.forget()
         if step is None or self.num_replicas_in_sync == 1:
-            fn = fn if step is None else global_seeds.shared_with(fn)
             return super().run(fn, _plain(args), kwargs, options)
         (batch,) = args
         if not isinstance(batch, GlobalBatch):
@@ -88,7 +87,6 @@ class DataParallel:
             else:
                 replica_step = _step_on_replica
                 stack.enter_context(shadows(step, wire=self._wire, global_batch_norm=self._global_batch_norm))
-            step.global_seeds = global_seeds.current()
             previous, self._keras_step = self._keras_step, step
             stack.callback(setattr, self, "_keras_step", previous)
             stack.enter_context(_other_random_numbers(self.extended._input_position()[1]))
@@ -151,7 +149,6 @@ def _plain(args: tuple) -> tuple:
 @tf.autograph.experimental.do_not_convert
 def _predict_on_replica(data: Any, rows: Any, global_rows: Any) -> Any:
     step = current_step()
-    global_seeds.share(step.global_seeds)
     if rows is not None and (static_rows(data) or 0) <= 1:
         data = cut_rows(data, 0, rows)
     return step.function(data)
@@ -165,7 +162,6 @@ def _step_on_replica(data: Any, rows: Any, global_rows: Any) -> Any:
         The step's logs: global, unless Keras replaces them at the end of the epoch.
     """
     step = current_step()
-    global_seeds.share(step.global_seeds)
     # Keras' counters do not depend on the data: without this, some ranks would count the step that finds no data.
     with tf.control_dependencies([x for x in tf.nest.flatten(data, expand_composites=True) if tf.is_tensor(x)]):
         step.begin_replica(data, rows, global_rows)

@@ -36,7 +36,6 @@ class KerasStep:
         on_batch: whether the data came from `*_on_batch`, not from a distributed dataset.
         scaled_losses: (id of an optimizer, local replica) for each `scale_loss` that was called.
         sums: what the replicas add up, in this order: see `tfdist.strategies.exchange`.
-        global_seeds: what `keras.random` functions draw from that are given no seed, for the replicas' threads.
     """
 
     kind: str
@@ -45,7 +44,6 @@ class KerasStep:
     on_batch: bool = False
     scaled_losses: set[tuple[int, int]] = dataclasses.field(default_factory=set)
     sums: list[Any] = dataclasses.field(default_factory=list)
-    global_seeds: keras.random.SeedGenerator | None = None
     _shares: dict[int, tuple[tf.Tensor, tf.Tensor, bool]] = dataclasses.field(default_factory=dict)
 
     def begin_replica(self, data: Any, rows: tf.Tensor | None, global_rows: tf.Tensor | None) -> None:

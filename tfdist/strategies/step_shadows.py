@@ -17,8 +17,9 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.common import global_state
 
-from tfdist.strategies import global_seeds, updated_state
+from tfdist.strategies import updated_state
 from tfdist.strategies.agreement import Agreement
 from tfdist.strategies.gradients import Wire, all_reduce_sum, scale
 from tfdist.strategies.keras_step import KerasStep, global_replica, local_replica, shadowed
@@ -40,7 +41,7 @@ def shadows(step: KerasStep, *, wire: Wire, global_batch_norm: bool) -> Iterator
             if isinstance(layer, keras.layers.BatchNormalization) and (global_batch_norm or layer.synchronized):
                 stack.enter_context(shadowed(layer, _moments=global_moments(layer)))
         for generator in seed_generators_of(step.model):
-            stack.enter_context(shadowed(generator, next=_next_of_replica(generator)))
+            stack.enter_context(shadowed(generator, next=_next_of_replica(generator.next)))
         for metric in metrics_of(step.model):
             stack.enter_context(shadowed(metric, result=marked_result(metric)))
         yield
@@ -98,17 +99,14 @@ def seed_generators_of(model: keras.Model) -> list[keras.random.SeedGenerator]:
     for layer in model._flatten_layers():
         for generator in getattr(layer, "_seed_generators", []):
             found[id(generator)] = generator
-    generator = global_seeds.current()
+    generator = global_state.get_global_attribute("global_seed_generator")
     if generator is not None:
         found[id(generator)] = generator
     return list(found.values())
 
 
-def _next_of_replica(generator: keras.random.SeedGenerator) -> Callable:
-    original = generator.next
-
+def _next_of_replica(original: Callable) -> Callable:
     def next_seed(*args: Any, **kwargs: Any) -> tf.Tensor:
-        generator.is_used = True
         seed = original(*args, **kwargs)
         if tf.distribute.in_cross_replica_context():
             return seed
