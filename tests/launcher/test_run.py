@@ -96,7 +96,14 @@ def test_workers_are_pinned_to_cores_of_their_own(launch, tmp_path) -> None:
 
 
 def test_parameter_servers_end_with_the_training(launch) -> None:
-    started = launch("print('up')\nif job == 'ps': time.sleep(100)", "-n", "1", "--ps", "1", "--evaluator")
+    script = """
+        print("up", flush=True)
+        Path(f"up-{name}").touch()
+        # The training shall not end before the others have begun.
+        while not all(Path(f"up-{other}").exists() for other in ("ps-0", "evaluator-0")): time.sleep(0.02)
+        if job == "ps": time.sleep(100)
+    """
+    started = launch(script, "-n", "1", "--ps", "1", "--evaluator")
     result = started.finish()
     assert result.code == 0
     assert result.out == "[chief 0] up\n"

@@ -62,6 +62,11 @@ def test_processes_that_submit_at_the_same_time_get_other_ids(tmp_path: Path) ->
     assert sorted(ids, key=lambda own: int(own[6:])) == [f"local-{number}" for number in range(1, 41)]
 
 
+def test_every_job_of_a_second_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    records = Records(tmp_path / "jobs")
+    assert len({records.make_folder("mine") for _ in range(1000)}) == 1000
+
+
 @pytest.mark.parametrize("job", ["local-9", "../jobs/local-1", "", "."])
 def test_an_unknown_job(tmp_path: Path, job: str) -> None:
     records = Records(tmp_path / "jobs")

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.test_times import Report, slowness
+
 ROOT = Path(__file__).parents[2]
 REPORT = """<?xml version="1.0"?><testsuites><testsuite name="pytest" tests="4" time="{wall}">
 <testcase classname="tests.unit.test_ports" name="test_many[1]" time="0.75"/>
@@ -26,7 +28,7 @@ def run(folder: Path, wall: float, *options: str) -> subprocess.CompletedProcess
 def test_cases_are_added_up(tmp_path: Path) -> None:
     done = run(tmp_path, 61.2)
     assert done.returncode == 0
-    assert done.stdout.splitlines()[1:] == [
+    assert done.stdout.splitlines()[1:5] == [
         "test: 61 s. What took longest:",
         "     2.0 s    1 cases  tests/cluster/test_saving.py::TestSaving::test_formats",
         "     1.2 s    2 cases  tests/unit/test_ports.py::test_many",
@@ -39,6 +41,20 @@ def test_the_budget(tmp_path: Path, wall: float, code: int) -> None:
     done = run(tmp_path, wall, "--limit", "600")
     assert done.returncode == code
     assert ("Expected: at most 600 s on two cores." in done.stdout) == bool(code)
+
+
+def test_a_slow_machine_may_take_longer_but_a_slow_test_may_not() -> None:
+    table = "\n".join(["run\tseconds\tcases\ttest", *(f"test\t10.0\t2\tt.py::test_{i}" for i in range(21))])
+
+    def times(seconds: list[float], count: int = 2, name: str = "test") -> float:
+        functions = {f"t.py::test_{i}": (s, count) for i, s in enumerate(seconds)}
+        return slowness(Report(name, 0.0, functions), table)
+
+    assert times([10.0] * 21) == times([5.0] * 21) == 1.0
+    assert times([20.0] * 21) == 2.0
+    assert times([10.0] * 12 + [900.0] * 9) == 1.0
+    # New cases, another run, and too few tell nothing.
+    assert times([20.0] * 21, count=3) == times([20.0] * 21, name="rest") == times([20.0] * 10) == 1.0
 
 
 def test_the_table_names_tests_that_exist() -> None:

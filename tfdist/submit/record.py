@@ -9,6 +9,7 @@ import json
 import os
 import re
 import secrets
+import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -96,10 +97,10 @@ class Records:
         Raises:
             SubmitError: it cannot be made.
         """
-        folder = self.folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}-{secrets.token_hex(2)}"
         with self._usable():
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            folder.mkdir(mode=0o700)
+            # Tries other names until one is free, and lets nobody else in.
+            folder = Path(tempfile.mkdtemp(prefix=f"{time.strftime('%Y%m%d-%H%M%S')}-{name}-", dir=self.folder))
             (folder / "logs").mkdir()
         return folder
 
