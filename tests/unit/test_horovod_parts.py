@@ -13,7 +13,7 @@ from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.errors import ClusterError
 from tfdist.launch.horovod import source
 from tfdist.launch.horovod.build import existing
-from tfdist.launch.horovod.toolchain import Toolchain, has_mpi
+from tfdist.launch.horovod.toolchain import Toolchain, cuda_version, has_mpi
 from tfdist.strategies.horovod import environment, installation
 from tfdist.strategies.horovod.places import places
 from tfdist.strategies.horovod.process_sets import groups_of
@@ -149,12 +149,27 @@ class TestBuild:
             source.without_xla("list(APPEND TF_SOURCES a.cc)\n")
 
     def test_mpi_and_nccl_where_they_are(self):
-        tools = Toolchain((), mpi=True, nccl="/opt/nccl", path="/bin")
-        with_cuda, without = tools.settings(tensorflow_has_cuda=True), tools.settings(tensorflow_has_cuda=False)
+        tools = Toolchain((), mpi=True, nccl="/opt/nccl", cuda="12", path="/bin")
+        with_cuda, without = tools.settings(tensorflow_cuda="12.5.1"), tools.settings(tensorflow_cuda="")
         assert with_cuda["HOROVOD_WITH_MPI"] == without["HOROVOD_WITH_MPI"] == "1"
         assert "HOROVOD_WITHOUT_MPI" not in with_cuda
         assert (with_cuda["HOROVOD_GPU_OPERATIONS"], with_cuda["HOROVOD_NCCL_HOME"]) == ("NCCL", "/opt/nccl")
         assert "HOROVOD_GPU_OPERATIONS" not in without
+
+    @pytest.mark.parametrize("cuda", ["", "1", "13"])
+    def test_a_cuda_that_is_not_tensorflows_is_left_out(self, cuda):
+        tools = Toolchain((), mpi=False, nccl="/opt/nccl", cuda=cuda, path="/bin")
+        assert "HOROVOD_GPU_OPERATIONS" not in tools.settings(tensorflow_cuda="12.5.1")
+
+    @pytest.mark.parametrize(
+        ("told", "version"), [("Cuda compilation tools, release 13.0, V13.0.88", "13"), ("cannot execute", "")]
+    )
+    def test_the_version_of_cuda(self, tmp_path, told, version):
+        compiler = tmp_path / "nvcc"
+        compiler.write_text(f"#!/bin/sh\necho '{told}'\n")
+        compiler.chmod(0o755)
+        assert cuda_version(str(tmp_path)) == version
+        assert cuda_version(str(tmp_path / "other")) == ""
 
     def test_what_is_missing_is_named_with_its_remedy(self, monkeypatch, tmp_path):
         monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))

@@ -20,7 +20,7 @@ from tfdist.user_cache import user_cache
 
 _LAST_LINES = 30
 _CHECK_SECONDS = 180.0
-_CUDA = "import tensorflow as tf; print(bool(tf.sysconfig.get_build_info()['is_cuda_build']))"
+_CUDA = "import tensorflow as tf; print(tf.sysconfig.get_build_info().get('cuda_version', ''))"
 
 
 def build(wheel_dir: str | None, force: bool, say: Callable[[str], object]) -> Path:
@@ -50,7 +50,11 @@ def build(wheel_dir: str | None, force: bool, say: Callable[[str], object]) -> P
     with tempfile.TemporaryDirectory(prefix="tfdist-horovod-") as scratch:
         say(f"fetching horovod {VERSION}")
         source = unpack(download(Path(scratch)), Path(scratch))
-        settings = tools.settings(_has_cuda())
+        cuda = _tensorflow_cuda()
+        settings = tools.settings(cuda)
+        if tools.cuda and cuda and "HOROVOD_GPU_OPERATIONS" not in settings:
+            found = "NCCL was not found" if tools.nccl is None else f"nvcc is that of CUDA {tools.cuda}"
+            say(f"without NCCL: {found}, and TensorFlow was built with CUDA {cuda}; sums of GPUs go through the host")
         say(f"building it for TensorFlow {tensorflow} with {_parts(settings)}; this takes some minutes")
         began = time.monotonic()
         _compile(source, Path(scratch, "wheel"), settings, Path(scratch, "build.log"), folder)
@@ -94,9 +98,10 @@ def _tensorflow() -> str:
     raise BuildError("TensorFlow is not installed, and Horovod is built for one version of it: pip install tensorflow")
 
 
-def _has_cuda() -> bool:
+def _tensorflow_cuda() -> str:
+    """The version of CUDA that TensorFlow was built with, or ""."""
     result = subprocess.run([sys.executable, "-c", _CUDA], capture_output=True, text=True, check=False)
-    return result.stdout.strip().endswith("True")
+    return result.stdout.strip()
 
 
 def _parts(settings: Mapping[str, str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,13 +24,15 @@ class Toolchain:
     Attributes:
         missing: what is needed and is not there, one line each, with the remedy.
         mpi: whether MPI's compiler was found, and has what it compiles with.
-        nccl: the folder with NCCL's `include/nccl.h`, if both it and CUDA's compiler were found.
+        nccl: the folder with NCCL's `include/nccl.h`, if there is one.
+        cuda: the major version of CUDA's compiler, or "" if there is none.
         path: the PATH in which all was found.
     """
 
     missing: tuple[str, ...]
     mpi: bool
     nccl: str | None
+    cuda: str
     path: str
 
     @classmethod
@@ -53,17 +56,17 @@ class Toolchain:
         absent = [name for module, name in _MODULES.items() if importlib.util.find_spec(module) is None]
         if absent:
             missing.append(f"{', '.join(absent)} for Horovod's setup.py: pip install {' '.join(absent)}")
-        cuda = shutil.which("nvcc", path=path) is not None
-        return cls(tuple(missing), has_mpi(path), nccl_home(env) if cuda else None, path)
+        return cls(tuple(missing), has_mpi(path), nccl_home(env), cuda_version(path), path)
 
-    def settings(self, tensorflow_has_cuda: bool) -> dict[str, str]:
+    def settings(self, tensorflow_cuda: str) -> dict[str, str]:
         """The environment variables that tell Horovod's setup.py what to build.
 
         Args:
-            tensorflow_has_cuda: whether the installed TensorFlow was built for GPUs.
+            tensorflow_cuda: the version of CUDA that the installed TensorFlow was built with, or "". NCCL is included
+                only if the compiler is of the same major version: one process cannot have both.
 
         Example:
-            >>> settings = Toolchain((), mpi=False, nccl=None, path="/usr/bin").settings(tensorflow_has_cuda=False)
+            >>> settings = Toolchain((), mpi=False, nccl=None, cuda="", path="/usr/bin").settings(tensorflow_cuda="")
             >>> settings["HOROVOD_WITH_GLOO"], settings["HOROVOD_WITHOUT_MPI"]
             ('1', '1')
         """
@@ -78,7 +81,7 @@ class Toolchain:
             "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
             "MAKEFLAGS": f"-j{len(os.sched_getaffinity(0))}",
         }
-        if self.nccl is not None and tensorflow_has_cuda:
+        if self.nccl is not None and self.cuda and self.cuda == tensorflow_cuda.partition(".")[0]:
             settings |= {"HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_NCCL_HOME": self.nccl}
         return settings
 
@@ -94,6 +97,20 @@ def has_mpi(path: str) -> bool:
         return False
     command, env = [compiler, "-E", "-x", "c++", "-"], {**os.environ, "PATH": path}
     return subprocess.run(command, input=b"#include <mpi.h>\n", env=env, capture_output=True).returncode == 0
+
+
+def cuda_version(path: str) -> str:
+    """The major version of CUDA's compiler, such as "12", or "" if there is none.
+
+    Args:
+        path: the PATH to look in.
+    """
+    compiler = shutil.which("nvcc", path=path)
+    if compiler is None:
+        return ""
+    told = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    release = re.search(r"release (\d+)\.", told)
+    return release[1] if release else ""
 
 
 def nccl_home(env: Mapping[str, str]) -> str | None:
