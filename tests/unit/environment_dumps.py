@@ -112,7 +112,7 @@ DUMPS = {
         {**_SLURM_STEP, "TFDIST_RANK": "0", "TFDIST_SIZE": "1"},
         *("own", None, 1, {"TFDIST_RANK": None, "TFDIST_SIZE": None}, "slurm"),
     ),
-    "Kubeflow TFJob": Dump({**_POD, "TF_CONFIG": _TF_JOB}, "tf_config", 1, 2, {"TF_CONFIG": ""}, "single_process"),
+    "Kubeflow TFJob": Dump({**_POD, "TF_CONFIG": _TF_JOB}, "tf_config", 1, 2, {"TF_CONFIG": None}, "single_process"),
     "Kubeflow TFJob with dynamic workers": Dump(
         {**_POD, "TF_CONFIG": _SPARSE_TF_JOB}, "tf_config", 0, 1, {"TF_CONFIG": None}, "single_process"
     ),

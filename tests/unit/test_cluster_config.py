@@ -73,7 +73,7 @@ def test_text_indexes_are_numbers() -> None:
     assert config.to_tf_config()["cluster"] == TWO
 
 
-@pytest.mark.parametrize("content", ["{}", '{"task": {"type": "worker", "index": 0}}', '{"environment": "cloud"}'])
+@pytest.mark.parametrize("content", ["{}", '{"task": {"cloud": "c"}, "job": {}}', '{"environment": "cloud"}'])
 def test_without_a_cluster_it_is_a_single_process(content: str) -> None:
     config = ClusterConfig.from_tf_config(content)
     assert config.is_single_process
@@ -104,10 +104,24 @@ def test_equality_is_that_of_the_cluster_and_the_task() -> None:
     assert len({config, ClusterConfig(TWO)}) == 1
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "TF_CONFIG is set, but blank; unset it"),
+        (" \n", "TF_CONFIG is set, but blank; unset it"),
+        ('{"task": {"type": "worker", "index": 0}}', '"cluster" is missing, beside the keys "task"'),
+        ('{"cluster": null, "task": {"type": "worker", "index": 0}}', '"cluster" is null'),
+        ('{"clusters": {"worker": ["a:1"]}}', '"cluster" is missing, beside the keys "clusters"'),
+    ],
+)
+def test_what_was_meant_to_have_a_cluster(content: str, said: str) -> None:
+    with pytest.raises(ClusterError, match=said):
+        discover({"TF_CONFIG": content})
+
+
 def test_discover_order() -> None:
     text = ClusterConfig(TWO, "worker", 1).to_json()
     assert discover({}).source == "single process"
-    assert discover({"TF_CONFIG": " "}).is_single_process
     assert discover({"TF_CONFIG": text}).source == "TF_CONFIG"
     assert discover({"TF_CONFIG": text}).rank == 1
     both = discover({"TF_CONFIG": text, "TFDIST_CLUSTER": text})

@@ -196,7 +196,7 @@ def test_slots_of_one_host_are_cores(tmp_path):
     assert discover({"PBS_JOBID": "3.s", "PBS_NODEFILE": f"{tmp_path}/nodes"}).is_single_process
 
 
-@pytest.mark.parametrize("env", [{"WORLD_SIZE": "1"}, {"RANK": "3"}, {"TFDIST_PS": "0"}, {"MASTER_ADDR": "node-1"}])
+@pytest.mark.parametrize("env", [{"WORLD_SIZE": "1"}, {"TFDIST_PS": "0"}, {"MASTER_ADDR": "node-1"}])
 def test_what_says_nothing_of_several_processes(env):
     assert discover(env).is_single_process
 
@@ -212,6 +212,12 @@ def test_what_says_nothing_of_several_processes(env):
         ("nothing", {"TFDIST_SIZE": "3"}, "Received: TFDIST_SIZE=3, in a process of which nothing tells the rank"),
         ("nothing", {"WORLD_SIZE": "4"}, "Received: WORLD_SIZE=4 without RANK and MASTER_ADDR. Expected: RANK, from 0"),
         ("nothing", {"WORLD_SIZE": "4", "RANK": "1"}, "Received: WORLD_SIZE=4 without MASTER_ADDR."),
+        (
+            "nothing",
+            {"RANK": "3"},
+            "Received: RANK=3 without WORLD_SIZE. Expected: WORLD_SIZE, the number of processes",
+        ),
+        ("nothing", {"OMPI_COMM_WORLD_RANK": "3"}, "Received: OMPI_COMM_WORLD_RANK=3 without OMPI_COMM_WORLD_SIZE."),
         ("nothing", {"TFDIST_PS": "1"}, "Received: TFDIST_PS=1, in a process that is none of several"),
         ("Slurm, a batch script for one task", {"WORLD_SIZE": "4"}, "Received: WORLD_SIZE=4 without RANK and MASTER"),
         ("Slurm, a batch script for one task", {"TFDIST_PS": "1"}, "start it by srun or mpirun, or by `tfdist run"),

@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.arguments import check_path
 from tfdist.callbacks.drill_folder import drill_folder
 from tfdist.callbacks.fit_backup import FitBackup
 from tfdist.callbacks.save_schedule import SaveSchedule
@@ -82,8 +83,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         from tfdist.compat import install  # it needs this module
 
         super().__init__()
-        if not isinstance(backup_dir, (str, os.PathLike)):
-            raise ValueError(f"Received: backup_dir={backup_dir!r}. Expected: the path of a folder, such as 'backup'.")
+        check_path("backup_dir", backup_dir, "a folder, such as 'backup'")
         folder = str(backup_dir) if "://" in str(backup_dir) else os.path.expanduser(backup_dir)
         if not folder:
             raise ValueError("Received: backup_dir=''. Expected: the path of a folder, such as 'backup'.")

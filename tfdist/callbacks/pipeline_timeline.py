@@ -12,6 +12,7 @@ from typing import Any
 
 import keras
 
+from tfdist.arguments import check_path
 from tfdist.picture_endings import wanted_endings
 from tfdist.strategies.pipeline.clock import Clock
 from tfdist.strategies.pipeline.clock_offsets import clock_offsets
@@ -62,6 +63,7 @@ class PipelineTimeline(keras.callbacks.Callback):
 
     def __init__(self, path: str | os.PathLike[str], step: int = 3, trace: bool = True):
         super().__init__()
+        check_path("path", path, "a picture, such as 'timeline.svg'")
         _check_format(path)
         if isinstance(step, bool) or not isinstance(step, Integral) or step < 1:
             raise ValueError(f"Received: step={step!r}. Expected: a whole number of at least 1, the step to measure.")

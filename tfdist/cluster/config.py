@@ -93,6 +93,7 @@ class ClusterConfig:
         # Kubeflow's TFJob with enableDynamicWorker tells each worker its own address and those of the ps.
         jobs = content.get("cluster", content.get("sparseCluster"))
         if jobs is None:
+            problems += [f"{source}: {problem}" for problem in validation.without_cluster(content)]
             config = cls.single_process(source)
         elif isinstance(task, Mapping) and {"type", "index"} <= task.keys():
             try:

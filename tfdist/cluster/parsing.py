@@ -27,6 +27,10 @@ def parse(text: str, source: str = "TF_CONFIG") -> tuple[dict[str, object], list
         >>> parse('{"task": {"index": 0, "index": 1}}')[1]
         ['the key "index" is given twice in one object; JSON keeps only the last, so remove one']
     """
+    if not text.strip():
+        raise ClusterError(
+            f"{source} is set, but blank; unset it to train in this process alone, or write it as {EXAMPLE}"
+        )
     problems: list[str] = []
 
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:

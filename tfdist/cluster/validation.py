@@ -147,3 +147,28 @@ def _ranges(indexes: list[int]) -> str:
     if len(indexes) > 2 and indexes[-1] - indexes[0] == len(indexes) - 1:
         return f"{indexes[0]} to {indexes[-1]}"
     return ", ".join(map(str, indexes)) or "none"
+
+
+def without_cluster(content: Mapping[str, object]) -> list[str]:
+    """What tells that a description without a cluster was meant to have one.
+
+    Example:
+        >>> without_cluster({"environment": "cloud"})
+        []
+        >>> without_cluster({"clusters": {"worker": ["a:2222"]}})[0].partition(";")[0]
+        '"cluster" is missing, beside the keys "clusters"'
+    """
+    if "cluster" in content:
+        return ['"cluster" is null; write it as {"worker": ["host1:2222", "host2:2222"]}, or leave it out']
+    # What clouds write for a program of one process.
+    others = content.keys() - {"environment", "job", "rpc_layer", "task"}
+    task = content.get("task")
+    if isinstance(task, Mapping) and {"type", "index"} & task.keys():
+        others.add("task")
+    if not others:
+        return []
+    keys = ", ".join(f'"{key}"' for key in sorted(others))
+    return [
+        f'"cluster" is missing, beside the keys {keys}; add "cluster": {{"worker": ["host1:2222", "host2:2222"]}}, or '
+        "write {} to train in this process alone"
+    ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -70,6 +70,11 @@ class MirroredStrategy(DataParallel, tf.distribute.MirroredStrategy):
         memory: MemoryPolicy | str | None = None,
     ):
         install()
+        if devices is not None and (isinstance(devices, str) or not isinstance(devices, Iterable)):
+            raise ValueError(
+                f"Received: devices={devices!r}. Expected: a list of devices, such as ['GPU:0', 'GPU:1'], or None for "
+                "all."
+            )
         _warn_in_cluster()
         self._configure_data_parallel(communication, batch_norm, memory)
         self._collective_key_base = next(_GROUP_KEYS)

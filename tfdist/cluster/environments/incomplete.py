@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 from tfdist.cluster.environments.variables import optional_number
 
+_PAIRS = (("RANK", "WORLD_SIZE"), ("TFDIST_RANK", "TFDIST_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
+
 
 def incomplete(env: Mapping[str, str]) -> list[str]:
     """What a person has set in a process that would be a single one, although it was to be one of several.
@@ -39,6 +41,13 @@ def incomplete(env: Mapping[str, str]) -> list[str]:
             f"Received: WORLD_SIZE={world} without {' and '.join(missing)}. Expected: RANK, from 0 to {world - 1}, and "
             "MASTER_ADDR, the host of rank 0, as well; or unset WORLD_SIZE to train in this process alone"
         )
+    for rank, size in _PAIRS:
+        number = optional_number(env, rank)
+        if number is not None and optional_number(env, size) is None:
+            problems.append(
+                f"Received: {rank}={number} without {size}. Expected: {size}, the number of processes, as well; or "
+                f"unset {rank} to train in this process alone"
+            )
     servers = optional_number(env, "TFDIST_PS") or 0
     if servers:
         problems.append(

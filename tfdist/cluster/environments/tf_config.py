@@ -10,8 +10,8 @@ NAME = "TF_CONFIG"
 
 
 def detect(env: Mapping[str, str]) -> bool:
-    """Whether TF_CONFIG has a value."""
-    return bool(env.get(NAME, "").strip())
+    """Whether TF_CONFIG is set."""
+    return NAME in env
 
 
 def read(env: Mapping[str, str]) -> ClusterConfig:

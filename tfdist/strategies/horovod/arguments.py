@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
 
 import tensorflow as tf
+
+from tfdist.arguments import check_seconds
 
 COMPRESSIONS = {None: None, "fp16": tf.float16}
 
@@ -48,9 +49,7 @@ def check_arguments(
         )
     if process_set is not None:
         _check_ranks(process_set)
-    for name, value in seconds.items():
-        if isinstance(value, bool) or not isinstance(value, Real) or math.isnan(value) or value <= 0:
-            raise ValueError(f"Received: {name}={value!r}. Expected: a positive number of seconds.")
+    check_seconds(**seconds)
 
 
 def _check_ranks(process_set: Any) -> None:

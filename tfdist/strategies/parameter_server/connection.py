@@ -21,6 +21,11 @@ def find(cluster: ClusterConfig | None, start_timeout: float) -> ClusterConfig:
     Raises:
         ClusterError: if it is none for this strategy.
     """
+    if cluster is not None and not isinstance(cluster, ClusterConfig):
+        raise ValueError(
+            f"Received: cluster={cluster!r}. Expected: a tfdist.ClusterConfig, a "
+            "tf.distribute.cluster_resolver.ClusterResolver, or None to find the cluster."
+        )
     config = discover(timeout=start_timeout) if cluster is None else cluster
     if config.is_single_process:
         raise ClusterError(

@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.arguments import check_seconds
 from tfdist.cluster.config import ClusterConfig
 from tfdist.compat import install
 from tfdist.memory.policy import MemoryPolicy, policy_of
@@ -105,6 +106,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
                 f"Received: memory={memory!r}. A choice estimates steps of one process, and those of "
                 "ParameterServerStrategy run on workers. Expected: a policy with modes of your choice."
             )
+        check_seconds(start_timeout=start_timeout)
         self._keras_step: KerasStep | None = None
         self._start_timeout = start_timeout
         if isinstance(cluster, tf.distribute.cluster_resolver.ClusterResolver):

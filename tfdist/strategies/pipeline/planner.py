@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 from keras.src.models.functional import Functional
 
+from tfdist.arguments import check_count
 from tfdist.layer_graph.chunk import uncuttable
 from tfdist.layer_graph.costs import costs_of, crossing, measured_costs, weights
 from tfdist.layer_graph.graph import LayerGraph, flatten
@@ -47,10 +48,10 @@ class Planner:
         _check_choice("schedule", schedule, SCHEDULES)
         _check_choice("balance", balance, BALANCES)
         _check_choice("weight_gradients", weight_gradients, WEIGHT_GRADIENTS)
-        if not isinstance(microbatches, int) or microbatches < 1:
-            raise ValueError(f"Received: microbatches={microbatches!r}. Expected: a whole number, at least 1.")
+        check_count("microbatches", microbatches)
         if chunks_per_device is None:
             chunks_per_device = 2 if schedule == "interleaved" else 1
+        check_count("chunks_per_device", chunks_per_device)
         if chunks_per_device > 1 and schedule != "interleaved":
             raise ValueError(
                 f"Received: chunks_per_device={chunks_per_device} with schedule={schedule!r}. Expected: "

@@ -1,0 +1,45 @@
+"""Checks of arguments that strategies and callbacks have in common. Pure."""
+
+from __future__ import annotations
+
+import math
+import os
+from numbers import Integral, Real
+from typing import Any
+
+
+def check_count(name: str, value: Any) -> None:
+    """Refuses what is no whole number of at least 1.
+
+    Example:
+        >>> check_count("microbatches", True)
+        Traceback (most recent call last):
+        ValueError: Received: microbatches=True. Expected: a whole number, at least 1.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+        raise ValueError(f"Received: {name}={value!r}. Expected: a whole number, at least 1.")
+
+
+def check_seconds(**values: Any) -> None:
+    """Refuses what is no positive number of seconds.
+
+    Example:
+        >>> check_seconds(start_timeout="300")
+        Traceback (most recent call last):
+        ValueError: Received: start_timeout='300'. Expected: a positive number of seconds.
+    """
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, Real) or math.isnan(value) or value <= 0:
+            raise ValueError(f"Received: {name}={value!r}. Expected: a positive number of seconds.")
+
+
+def check_path(name: str, value: Any, example: str) -> None:
+    """Refuses what is no path.
+
+    Example:
+        >>> check_path("log_dir", 3, "a folder, such as 'logs'")
+        Traceback (most recent call last):
+        ValueError: Received: log_dir=3. Expected: the path of a folder, such as 'logs'.
+    """
+    if not isinstance(value, (str, os.PathLike)):
+        raise ValueError(f"Received: {name}={value!r}. Expected: the path of {example}.")
