@@ -102,11 +102,21 @@ def everything(checks: FileChecks) -> None:
     silent = functools.partial(fit, write_steps_per_second=False)
     checks.note("silent", silent, strategy, folder / "silent")
     checks.note("seldom", functools.partial(fit, communication_freq=2), strategy, folder / "seldom")
+    checks.note("profile", functools.partial(fit, profile_batch=(2, 4)), strategy, folder / "profile")
+    checks.note("profile of the chief", profile_of_the_chief, strategy, folder / "profile of the chief")
     checks.note("embedded", embedded, strategy, folder / "embedded")
     names = ("epochs", "updates", "batches", "chief", "own", "silent", "seldom", "embedded")
     strategy.peers.gather("written", True, "write its files")
+    checks.seen["profiles"] = {
+        name: [str(path.relative_to(folder / name)) for path in sorted((folder / name).rglob("*.xplane.pb"))]
+        for name in ("profile", "profile of the chief")
+    }
     checks.seen["scalars"] = {name: scalars(folder / name) for name in names}
     strategy.peers.acknowledge("read", "read the files")
+
+
+def profile_of_the_chief(strategy: Any, folder: Path) -> dict[str, Any]:
+    return fit(strategy, folder, everywhere=False, profile_batch=2)
 
 
 def shards(strategy: Any, folder: Path) -> dict[str, Any]:
@@ -149,6 +159,17 @@ class TestTensorBoard:
         files = check(0, name)["files"]
         assert [Path(path).parent.name for path in files] == ["train", "validation"]
         assert {path.split(".")[-3] for path in files} == {str(results()[0]["pid"])}
+
+    def test_a_profile_of_every_process_in_one_run(self):
+        paths = [Path(path) for path in results()[0]["profiles"]["profile"]]
+        (run,) = {path.parent for path in paths}
+        assert run.parent == Path("train/plugins/profile")
+        chief, other = sorted(path.name.removesuffix(".xplane.pb") for path in paths)
+        assert other == f"{chief}-worker-1"
+
+    def test_a_profile_of_the_chief_alone(self):
+        check(1, "profile of the chief")
+        assert len(results()[0]["profiles"]["profile of the chief"]) == 1
 
     def test_the_tags(self):
         expected = sorted([*METRICS, *EVALUATION, *SPEEDS, "train/epoch_learning_rate"])

@@ -6,13 +6,16 @@ import dataclasses
 import importlib.util
 import logging
 import os
+import shutil
 from numbers import Integral
+from pathlib import Path
 from typing import Any
 
 import keras
 import tensorflow as tf
 from keras.src.utils.python_utils import pythonify_logs
 
+from tfdist.arguments import check_path
 from tfdist.callbacks import summaries
 from tfdist.callbacks.training_meter import Lap, TrainingMeter
 from tfdist.strategies import epoch_iterators
@@ -39,6 +42,9 @@ class TensorBoard(keras.callbacks.TensorBoard):
     What cannot be measured is not written: rows and waiting without a tfdist strategy for data parallelism, with
     `run_eagerly`, or with datasets that the program distributes itself (rows of arrays are known in any case);
     communication also with sparse gradients, with `ShardedOptimizer`, and in elastic jobs.
+
+    Where `profile_batch` asks for a profile, every process profiles those steps. The profiles are the hosts of one run
+    in TensorBoard; on a disk of its own, a process writes into the same folder there.
 
     Steps are training steps, whatever `steps_per_execution` is. With scalars alone it needs no `tensorboard` package.
 
@@ -78,6 +84,7 @@ class TensorBoard(keras.callbacks.TensorBoard):
     ):
         from tfdist.compat import install  # it needs this module's neighbours
 
+        check_path("log_dir", log_dir, "a folder, such as 'logs'")
         _check(update_freq, communication_freq, options)
         install()
         super().__init__(os.fspath(log_dir), update_freq=update_freq, **options)
@@ -119,7 +126,6 @@ class TensorBoard(keras.callbacks.TensorBoard):
 
     def set_model(self, model: keras.Model) -> None:
         self._is_chief = getattr(model.distribute_strategy, "is_chief", True)
-        self._should_trace = self._should_trace and self._is_chief
         super().set_model(model)
 
     @property
@@ -133,6 +139,42 @@ class TensorBoard(keras.callbacks.TensorBoard):
     def _configure_embeddings(self) -> None:
         if self._is_chief:
             super()._configure_embeddings()
+
+    # Profiles
+
+    @property
+    def _own_profile(self) -> Path:
+        """Where a process that is not the chief profiles: TensorFlow names files by host, not by process."""
+        return Path(self._train_dir, f".profile-of-worker-{self._peers.rank}")
+
+    def _start_trace(self) -> None:
+        if self._is_chief:
+            super()._start_trace()
+        elif self._is_everywhere:
+            self._start_profiler(str(self._own_profile))
+            self._is_tracing = True
+
+    def _stop_trace(self, batch: int | None = None) -> None:
+        if self._is_chief:
+            super()._stop_trace(batch)
+        else:
+            self._stop_profiler()
+            self._is_tracing = False
+        if self._peers is not None and self._is_everywhere:
+            self._bring_profiles_together()
+
+    def _bring_profiles_together(self) -> None:
+        """TensorBoard shows the files of one folder as the hosts of one run."""
+        runs = Path(self._train_dir, "plugins", "profile")
+        newest = max((path.name for path in runs.glob("*")), default=None) if self._is_chief else None
+        run = self._peers.gather("profile", newest, "finish its profile")[0]
+        if self._is_chief or run is None:
+            return
+        (runs / run).mkdir(parents=True, exist_ok=True)
+        for path in self._own_profile.rglob("*.xplane.pb"):
+            host = path.name.removesuffix(".xplane.pb")
+            path.replace(runs / run / f"{host}-worker-{self._peers.rank}.xplane.pb")
+        shutil.rmtree(self._own_profile, ignore_errors=True)
 
     # Steps
 
