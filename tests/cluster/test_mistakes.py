@@ -13,7 +13,7 @@ import pytest
 
 from tests.cluster.attempt import attempt, error_of, found_on, logged
 from tests.cluster.counting import ROWS
-from tfdist.testing import run_local
+from tfdist.testing import LocalRunError, run_local
 
 pytestmark = pytest.mark.cluster
 
@@ -214,3 +214,53 @@ class TestStart:
         assert_error(
             found, "ClusterError", *words, "create the strategy before any other TensorFlow or Keras operation"
         )
+
+
+def other_devices() -> None:
+    """In each process: rank 0 has two devices, rank 1 one."""
+    import tensorflow as tf
+
+    import tfdist
+
+    (cpu,) = tf.config.list_physical_devices("CPU")
+    count = 2 - tfdist.discover().rank
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * count)
+    tfdist.MultiWorkerMirroredStrategy(start_timeout=60)
+
+
+def test_processes_with_other_numbers_of_devices_are_told():
+    """They would wait for each other in the first step."""
+    with pytest.raises(LocalRunError) as raised:
+        run_local(other_devices, 2, timeout=_DEADLINE)
+    assert "number of CPU devices to train on is 2 on worker 0 but 1 on worker 1" in str(raised.value)
+
+
+def evaluation_on(one: int) -> tuple[str, str, float]:
+    """In each process: a callback evaluates on one of them."""
+    import keras
+
+    import tfdist
+    from tests.features.table import mlp, rows
+
+    strategy = tfdist.MultiWorkerMirroredStrategy()
+
+    class Evaluating(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+            if strategy.peers.rank == one:
+                self.model.evaluate(*rows(32), verbose=0)
+
+    with strategy.scope():
+        model = mlp()()
+    began = time.monotonic()
+    error = error_of(model.fit, *rows(32), epochs=2, verbose=0, callbacks=[Evaluating()])
+    return *error, time.monotonic() - began
+
+
+@pytest.mark.parametrize("one", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
+def test_a_callback_that_evaluates_on_one_process_only(one):
+    """They wait for each other in other places, and say so long before `peer_timeout`, half an hour."""
+    for kind, message, seconds in run_local(evaluation_on, args=(one,), timeout=_DEADLINE):
+        assert_error((kind, message), "PeerTimeout", "to start fit, evaluate or predict", "to finish the epoch")
+        assert f"worker {one}" in message
+        assert "A callback that calls evaluate, predict or fit has to do so on every process" in message
+        assert seconds < 60

@@ -120,6 +120,16 @@ def two_devices() -> dict[str, Any]:
     with strategy.scope():
         model = mlp(steps_per_execution=2)()
     found["steps_per_execution"] = error_of(model.fit, batches(x, y), verbose=0)
+    with strategy.scope():
+        model = mlp(jit_compile=True)()
+    found["jit_compile"] = error_of(model.fit, batches(x, y), verbose=0)
+    with strategy.scope():
+        generator = keras.random.SeedGenerator(1)
+    drawn = strategy.experimental_local_results(strategy.run(generator.next))
+    found["seeds"] = [seed.numpy().tolist() for seed in drawn]
+    gpu = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
+    with mock.patch.object(tf.config, "list_physical_devices", lambda *_: [gpu]), strategy.scope():
+        found["jit_compile='auto'"] = mlp(jit_compile="auto")().jit_compile
 
     def lose_a_process(batch: int, logs: Any = None) -> None:
         raise ConnectionError("a process is gone")
@@ -238,6 +248,19 @@ def steps_per_execution_cannot_reduce() -> None:
     assert "You must feed a value for placeholder" in message
 
 
+def steps_are_compiled_with_their_collectives() -> None:
+    assert local()["jit_compile"] is not None
+
+
+def replicas_draw_the_same() -> None:
+    first, second = local()["seeds"]
+    assert first == second
+
+
+def strategies_turn_xla_off() -> None:
+    assert local()["jit_compile='auto'"] is False
+
+
 def predictions_do_not_tell_their_model() -> None:
     assert set(local()["predicts by a model's method"]) == {False}
 
@@ -285,9 +308,14 @@ CANARIES: dict[str, Callable[[], None]] = {
     "keras.src.backend.tensorflow.optimizer:TFOptimizer._all_reduce_sum_gradients": (
         gradients_are_clipped_before_they_are_reduced
     ),
+    "keras.src.optimizers.base_optimizer:BaseOptimizer.apply": gradients_are_clipped_before_they_are_reduced,
+    "keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer.apply": gradients_are_clipped_before_they_are_reduced,
+    "keras.src.random.seed_generator:SeedGenerator.next": replicas_draw_the_same,
     f"{_TRAINER}:TFEpochIterator.__init__": strategies_are_not_told_who_asks_for_a_dataset,
     f"{_TRAINER}:TensorFlowTrainer._maybe_symbolic_build": a_generator_loses_its_first_batches,
     f"{_TRAINER}:TensorFlowTrainer.fit": fit_ends_with_the_first_process,
+    f"{_TRAINER}:TensorFlowTrainer._make_function": steps_are_compiled_with_their_collectives,
+    "keras.src.trainers.trainer:Trainer._resolve_auto_jit_compile": strategies_turn_xla_off,
     f"{_TRAINER}:TensorFlowTrainer.make_predict_function": predictions_do_not_tell_their_model,
     "keras.src.backend.tensorflow.core:Variable._initialize": additions_are_a_read_and_a_write,
     "keras.src.trainers.trainer:Trainer._get_metrics_result_or_logs": every_read_of_a_metric_is_a_collective,

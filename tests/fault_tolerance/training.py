@@ -24,7 +24,7 @@ from tests.fault_tolerance.job import Job
 from tests.fault_tolerance.kills import Kill, while_writing
 from tests.fault_tolerance.models import MODELS, rows_of
 from tests.fault_tolerance.own_callbacks import Forgetful, Keeper, Thing
-from tfdist.strategies import step_shadows
+from tfdist.strategies import model_parts
 
 
 class Observer(keras.callbacks.Callback):
@@ -125,10 +125,10 @@ def _observe(model: keras.Model, history: Any, observer: Observer, callbacks: di
     seen: dict[str, Any] = {f"weights/{v.path}/{i}": np.asarray(v) for i, v in enumerate(model.variables)}
     if not model.optimizer.built:  # it was, if it was restored; a train_step with optimizers of its own never uses it
         model.optimizer.build(model.trainable_variables)
-    for k, optimizer in enumerate(step_shadows.optimizers_of(model)):
-        for part in (optimizer, *step_shadows.parts_of(optimizer)):
+    for k, optimizer in enumerate(model_parts.optimizers_of(model)):
+        for part in (optimizer, *model_parts.parts_of(optimizer)):
             seen |= {f"optimizer/{k}/{part.name}/{i}/{v.name}": np.asarray(v) for i, v in enumerate(part.variables)}
-    seen |= {f"seed/{i}": np.asarray(g.state) for i, g in enumerate(step_shadows.seed_generators_of(model))}
+    seen |= {f"seed/{i}": np.asarray(g.state) for i, g in enumerate(model_parts.seed_generators_of(model))}
     seen |= {f"history/{name}": np.asarray(values, "float64") for name, values in history.history.items()}
     seen["epochs"] = list(history.epoch)
     seen |= {f"observer/{name}": value for name, value in vars(observer).items() if not name.startswith("_")}

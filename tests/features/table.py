@@ -146,7 +146,7 @@ simple(
 # Execution
 simple("steps_per_execution", mlp(steps_per_execution=3))
 simple("steps_per_execution, uneven", mlp(steps_per_execution=4), rows(90), validation_data=rows(33, seed=2))
-simple("jit_compile='auto'", mlp(jit_compile="auto"))
+simple("jit_compile=True (XLA), with BatchNormalization", mlp(layers.BatchNormalization, jit_compile=True), rows(90))
 simple("run_eagerly", mlp(run_eagerly=True), rows(40), epochs=1)
 
 
@@ -455,6 +455,107 @@ def _gan(strategy: tf.distribute.Strategy) -> dict[str, float]:
         return model
 
     return assert_transparent(strategy, build, rows(81), batch_size=BATCH)
+
+
+@feature("labelled and unlabelled rows, of other numbers, in one batch (FixMatch)")
+def _two_batch_sizes(strategy: tf.distribute.Strategy) -> dict[str, float]:
+    class Consistent(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out = layers.Dense(3)
+            self.tracker = keras.metrics.Mean(name="both")
+
+        def call(self, x: object) -> object:
+            return self.out(x)
+
+        def both(self, data: tuple) -> tf.Tensor:
+            (x, y), unlabelled = data
+            crossentropy = keras.losses.binary_crossentropy(y, tf.nn.sigmoid(self(x)[:, :1]))
+            spread = tf.reduce_sum(tf.square(tf.nn.softmax(self(unlabelled))), -1)
+            return tf.reduce_mean(crossentropy) + 0.3 * tf.reduce_mean(spread)
+
+        def train_step(self, data: tuple) -> dict:
+            with tf.GradientTape() as tape:
+                loss = self.both(data)
+                scaled = self.optimizer.scale_loss(loss)
+            self.optimizer.apply(tape.gradient(scaled, self.trainable_variables), self.trainable_variables)
+            self.tracker.update_state(loss)
+            return {"both": self.tracker.result()}
+
+        def test_step(self, data: tuple) -> dict:
+            self.tracker.update_state(self.both(data))
+            return {"both": self.tracker.result()}
+
+        def predict_step(self, data: tuple) -> tf.Tensor:
+            return self(data[0][0])
+
+        @property
+        def metrics(self) -> list:
+            return [self.tracker]
+
+    def build() -> keras.Model:
+        model = Consistent()
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9))
+        return model
+
+    def data() -> tf.data.Dataset:
+        x, y = rows(22)
+        more, _ = rows(96, seed=2)
+        return tf.data.Dataset.zip((batches(x, y, 4), tf.data.Dataset.from_tensor_slices(more).batch(12)))
+
+    return assert_transparent(strategy, build, data)
+
+
+@feature("state that layers and a train_step keep (centre, counts, momentum encoder, memory bank)")
+def _kept_state(strategy: tf.distribute.Strategy) -> dict[str, float]:
+    def of_all(x: tf.Tensor) -> tf.Tensor:
+        context = tf.distribute.get_replica_context()
+        return x if context is None else context.all_gather(x, axis=0)
+
+    class Counted(layers.Layer):
+        def build(self, shape: tuple) -> None:
+            state = {"trainable": False, "initializer": "zeros"}
+            self.average = self.add_weight(shape=(8,), name="average", **state)
+            self.total = self.add_weight(shape=(), name="total", aggregation="sum", **state)
+            self.scale = self.add_weight(shape=(8,), name="scale", aggregation="mean", **state)
+
+        def call(self, x: object, training: bool = False) -> object:
+            before = tf.identity(self.average)
+            if training:
+                self.average.assign(0.9 * self.average + 0.1 * keras.ops.mean(x, 0))
+                self.total.assign_add(keras.ops.sum(keras.ops.abs(x)) / 100)
+                self.scale.assign(0.5 * self.scale + keras.ops.mean(keras.ops.abs(x), 0))
+            return x - before / (1 + self.scale)
+
+    class Kept(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.counted, self.out = Counted(), layers.Dense(1, activation="sigmoid")
+            self.slow = layers.Dense(1, activation="sigmoid", trainable=False)
+            self.centre = self.add_weight(shape=(1,), trainable=False, initializer="zeros", name="centre")
+            self.bank = tf.Variable(tf.zeros((20, 8)), trainable=False, name="bank")
+
+        def call(self, x: object, training: bool = False) -> object:
+            x = self.counted(x, training=training)
+            near = keras.ops.mean(keras.ops.square(self.bank))
+            return 0.9 * self.out(x) + 0.1 * keras.ops.sigmoid(self.slow(x) - self.centre + near)
+
+        def train_step(self, data: tuple) -> dict:
+            logs = super().train_step(data)
+            x, _ = data
+            self.centre.assign(0.9 * self.centre + 0.1 * keras.ops.mean(self.slow(x), 0))
+            for slow, fast in zip(self.slow.weights, self.out.weights, strict=True):
+                slow.assign(0.9 * slow + 0.1 * fast)
+            # In another order than in one process, which has its rows as they come.
+            self.bank.assign(tf.concat([of_all(x), self.bank], 0)[:20])
+            return logs
+
+    def build() -> keras.Model:
+        model = Kept()
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "binary_crossentropy", metrics=["accuracy"])
+        return model
+
+    return assert_transparent(strategy, build, rows(80), batch_size=10)
 
 
 @feature("a train_step without call, layers built in it (as in Keras' VAE and DCGAN examples)")

@@ -61,6 +61,7 @@ UNDER_THE_LAUNCHER = {
     "docs/data-parallel.md": (("-n", "2"), "trained"),
     "docs/moving/from-horovod.md": (("-n", "2"), None),
     "docs/moving/from-tf-distribute.md": (("-n", "2"), None),
+    "docs/own-loops.md": (("-n", "2"), "trained: epoch 2"),
     "docs/performance.md": (("-n", "2"), None),
     "docs/quickstart.md": (("-n", "2"), "2 replicas, accuracy 0.93"),
 }

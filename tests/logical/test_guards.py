@@ -12,7 +12,7 @@ import tfdist
 from tests.features.reference import only_fit
 from tests.features.table import BATCH, batches, mlp, rows
 from tests.logical.conftest import DEVICES
-from tfdist.strategies.step_shadows import metrics_of
+from tfdist.strategies.model_parts import metrics_of
 from tfdist.testing import assert_transparent, train_and_observe
 
 
@@ -78,12 +78,13 @@ class TestRefusals:
         strategy = tfdist.MirroredStrategy(["/cpu:0", tf.config.list_logical_devices("CPU")[1]])
         assert [name[-6:] for name in strategy.extended.worker_devices] == [":CPU:0", ":CPU:1"]
 
-    def test_jit_compile(self, mirrored):
+    def test_stateful_layers(self, mirrored):
         with mirrored.scope():
-            model = mlp(jit_compile=True)()
-        message = refusal(model)
-        assert message.startswith("Received: compile(jit_compile=True) under a strategy with several replicas on CPU")
-        assert message.endswith("Expected: jit_compile=False or 'auto' (the default).")
+            model = keras.Sequential([keras.Input((8,), batch_size=4), layers.Reshape((2, 4))])
+            model.add(layers.LSTM(2, stateful=True, name="memory"))
+            model.compile("sgd", "mse")
+        with pytest.raises(ValueError, match=r"Received: layer 'memory' with stateful=True.*Expected: stateful=False"):
+            model.fit(np.ones((4, 8)), np.ones((4, 2)), batch_size=4, verbose=0)
 
     def test_optimizer_created_outside(self, mirrored):
         optimizer = keras.optimizers.SGD(name="mine")

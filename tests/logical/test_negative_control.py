@@ -14,7 +14,7 @@ import tfdist
 from tests.features import reference
 from tests.features.table import BATCH, FEATURES, batches, mlp, rows
 from tests.logical.conftest import DEVICES
-from tfdist.strategies import global_batches, keras_step, normalization, step_logs, step_shadows
+from tfdist.strategies import global_batches, keras_step, layer_state, normalization, step_logs, step_shadows
 from tfdist.testing import assert_transparent, run_local
 
 STOCK_DIFFERS = ("BatchNormalization", "tf.data, shuffled with a seed", "last batch of one row (81 rows)")
@@ -110,7 +110,7 @@ def test_metrics_of_a_step_that_are_taken_for_keras_own(mirrored, monkeypatch):
 
 def test_moving_statistics_that_are_not_averaged(mirrored, monkeypatch):
     """Only this: weights do not depend on them, what `predict` returns does."""
-    monkeypatch.setattr(step_shadows.updated_state, "updated", lambda variables, replica: [])
+    monkeypatch.setattr(layer_state.ReplicaState, "take_averaged", lambda self: [])
     monkeypatch.setattr(step_shadows, "global_moments", lambda layer: layer._moments)
     build = mlp(layers.BatchNormalization)
     assert_noticed(mirrored, "weight", "predict 0", build=build, known="BatchNormalization")

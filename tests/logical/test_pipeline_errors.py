@@ -96,13 +96,6 @@ def test_batch_smaller_than_the_number_of_micro_batches(method, received):
         np.testing.assert_array_equal(a, b)
 
 
-def test_jit_compile():
-    assert refusal(mlp(jit_compile=True)) == (
-        "Received: compile(jit_compile=True) under PipelineStrategy. XLA compiles for one device, and the step of a "
-        "pipeline runs on several. Expected: jit_compile=False or 'auto' (the default)."
-    )
-
-
 class Net(keras.Model):
     """A model without a graph of layers."""
 

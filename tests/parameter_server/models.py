@@ -73,6 +73,22 @@ def dense_model(
     return model
 
 
+class Kept(keras.layers.Layer):
+    """Subtracts a moving mean, and counts in a variable that is a sum."""
+
+    def build(self, shape: tuple) -> None:
+        self.mean = self.add_weight(shape=shape[1:], initializer="zeros", trainable=False, name="mean")
+        state = {"aggregation": "sum", "trainable": False}
+        self.total = self.add_weight(shape=(), initializer="zeros", name="total", **state)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        y = x - self.mean
+        if training:
+            self.mean.assign(0.9 * self.mean + 0.1 * keras.ops.mean(x, 0))
+            self.total.assign_add(keras.ops.sum(x) / 1000)
+        return y
+
+
 def click_model(optimizer: Any, **compile_arguments: Any) -> keras.Model:
     """A classifier of `clicks`, with an embedding and a regularizer."""
     features, ids = keras.Input((8,)), keras.Input((3,), dtype="int64")

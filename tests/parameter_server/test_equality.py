@@ -25,6 +25,7 @@ def equality(mode: str, wanted: Collection[str]) -> dict[str, Any]:
     import tfdist
     from tests.parameter_server.models import (
         VOCABULARY,
+        Kept,
         click_model,
         clicks,
         dense_model,
@@ -55,6 +56,7 @@ def equality(mode: str, wanted: Collection[str]) -> dict[str, Any]:
     sections["dropout"] = lambda: gaps(
         strategy, lambda: dense_model("adam", keras.layers.Dropout(0.3), keras.layers.GaussianNoise(0.1)), *rows()
     )
+    sections["kept state"] = lambda: gaps(strategy, lambda: dense_model("adam", Kept()), *rows())
     sections["small batches"] = lambda: gaps(strategy, lambda: dense_model("sgd"), *rows(7), batch_size=1)
     sections["batches of three"] = lambda: gaps(strategy, lambda: dense_model("sgd"), *rows(65), batch_size=3)
 
@@ -72,9 +74,16 @@ def equality(mode: str, wanted: Collection[str]) -> dict[str, Any]:
     return run_sections({name: sections[name] for name in wanted})
 
 
-SECTIONS = [*NAMES, *(f"steps {steps}" for steps in (1, 4, 32)), "dropout", "small batches", "batches of three"]
+SECTIONS = [
+    *NAMES,
+    *(f"steps {steps}" for steps in (1, 4, 32)),
+    "dropout",
+    "kept state",
+    "small batches",
+    "batches of three",
+]
 # What `make test` runs: equality is looked at in `test_features.py`, too.
-DAILY = {"async": (), "sync": ("dropout", "places")}
+DAILY = {"async": (), "sync": ("dropout", "kept state", "places")}
 # Where variables are does not change what is computed: with one parameter server a few will do.
 ON_ONE_SERVER = ("Adam", "Adagrad", "steps 4", "places")
 
@@ -105,7 +114,12 @@ def test_one_execution_at_a_time(name):
     assert max(gaps.values()) <= (1e-6 if name in ("steps 4", "steps 32", "Adagrad") else 0.0), gaps
 
 
-@pytest.mark.parametrize("name", [name for name in SECTIONS if name != "dropout"])
+def test_state_of_layers_is_brought_together():
+    gaps = result("sync", "kept state")
+    assert max(gaps.values()) <= 1e-6, gaps
+
+
+@pytest.mark.parametrize("name", [name for name in SECTIONS if name not in ("dropout", "kept state")])
 @pytest.mark.exhaustive
 def test_synchronous(name):
     gaps = result("sync", name)

@@ -4,7 +4,6 @@ equal, and what is refused; all others in `make test-all`."""
 from __future__ import annotations
 
 import functools
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -37,8 +36,9 @@ REFUSED = {
     },
 }
 
-# In synchronous training BatchNormalization takes the statistics of a shard.
+# In synchronous training BatchNormalization takes the statistics of a shard, and all rows are in no one place.
 PER_SHARD = {
+    "state that layers and a train_step keep (centre, counts, momentum encoder, memory bank)",
     "BatchNormalization",
     "BatchNormalization in a custom train_step, uneven",
     "BatchNormalization of data far from zero",
@@ -57,9 +57,9 @@ ALMOST_EQUAL = {
     "steps_per_execution, uneven",
     "convolutional network",
     WITHOUT_CALL,
+    # On some processors, and with TensorFlow 2.20.
+    "BatchNormalization",
 }
-if version("tensorflow").startswith("2.20."):
-    ALMOST_EQUAL.add("BatchNormalization")
 
 
 def some_rows(names: list[str], mode: str, place: Path) -> Found:

@@ -15,6 +15,8 @@ PAGE = "docs/what-is-exact.md"
 MARK = " °"
 RANDOMNESS, GUARDS = "tests/cluster/test_randomness.py", "tests/logical/test_guards.py"
 EQUALITY, SERVERS = "tests/parameter_server/test_equality.py", "tests/parameter_server/test_asynchronous.py"
+LAYER_STATE = "tests/logical/test_layer_state.py"
+STATE = "state that layers and a train_step keep (centre, counts, momentum encoder, memory bank)"
 MISTAKES = "tests/cluster/test_mistakes.py"
 
 # The beginning of each row, and what holds it: rows of the feature table, and test functions.
@@ -33,6 +35,16 @@ EVIDENCE = {
     "`Dropout` and other layers": [f"{RANDOMNESS}::test_dropout_masks_differ_between_replicas"],
     "`steps_per_execution`": ["steps_per_execution", "steps_per_execution, uneven"],
     "a Python generator": ["Python generator (no batch is lost)"],
+    "state that layers or a `train_step` keep": [STATE, f"{LAYER_STATE}::test_what_replicas_compute_alike_is_not_sent"],
+    "`add_weight(aggregation=)` of such state": [
+        STATE,
+        f"{LAYER_STATE}::test_equals_one_process_with_batches_that_do_not_divide",
+        f"{LAYER_STATE}::test_the_first_replicas_value",
+    ],
+    "state that is made of rows in another way": [
+        f"{LAYER_STATE}::test_what_cannot_equal_one_process_is_warned_of_once",
+        f"{LAYER_STATE}::test_rows_of_all_replicas",
+    ],
     "a `train_step` written for one process": [
         "custom train_step, written for one process",
         "BatchNormalization in a custom train_step, uneven",
@@ -88,13 +100,14 @@ EVIDENCE = {
         "tests/logical/test_lazy_adam.py::test_against_numpy",
         "tests/logical/test_lazy_adam.py::test_is_adam_where_every_row_has_a_gradient",
     ],
-    "`compile(jit_compile=True)`": [f"{GUARDS}::test_jit_compile", "jit_compile='auto'"],
     "a model, metric or optimizer created outside": [
         f"{GUARDS}::test_optimizer_created_outside",
         f"{GUARDS}::test_metric_created_outside",
         f"{GUARDS}::test_layer_created_outside",
         f"{MISTAKES}::test_a_model_without_a_scope_is_warned_of_once",
     ],
+    "a compiled loss that mixes rows": ["tests/logical/test_row_mixing.py::test_losses_that_mix_rows"],
+    "`stateful=True`": ["tests/logical/test_guards.py::test_stateful_layers"],
     "a dataset with `deterministic=False`": ["tests/cluster/test_order_of_data.py::test_no_order"],
     "a `train_step` that is not a plain method": [
         "tests/logical/test_step_refusals.py::test_a_step_that_is_no_method",

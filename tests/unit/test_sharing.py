@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 tf = pytest.importorskip("tensorflow")
@@ -87,6 +88,34 @@ def test_what_has_rows():
 def test_a_batch_without_rows_is_an_error():
     with pytest.raises(ValueError, match=r"without rows cannot be split over replicas\. Received: .*\.batch\(n\)"):
         count_rows((tf.constant(1.0), None))
+
+
+@pytest.mark.parametrize("static", [True, False])
+def test_components_with_other_numbers_of_rows(static):
+    def shares(*rows: int) -> list:
+        def cut(*batch: tf.Tensor) -> list:
+            return [take_share(batch, 2, piece) for piece in range(2)]
+
+        batch = [tf.range(count) for count in rows]
+        if static:
+            return cut(*batch)
+        return tf.function(cut, input_signature=[tf.TensorSpec([None], tf.int32)] * len(rows))(*batch)
+
+    found = [([part.numpy().tolist() for part in parts], int(rows)) for parts, rows in shares(2, 6)]
+    assert found == [([[0], [0, 1, 2]], 3), ([[1], [3, 4, 5]], 3)]
+    # One row is for all.
+    found = [([part.numpy().tolist() for part in parts], int(rows)) for parts, rows in shares(1, 4)]
+    assert found == [([[0], [0, 1]], 2), ([[0], [2, 3]], 2)]
+    with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match="or multiples of 2") as refused:
+        shares(5, 12)
+    assert "Received: a batch whose components have" in str(refused.value)
+
+
+def test_sparse_pieces_keep_their_dimensions():
+    batch = tf.data.Dataset.from_tensors(tf.sparse.from_dense(tf.eye(4, 3)))
+    cut = batch.map(lambda x: take_share(x, 2, 1)[0])
+    assert cut.element_spec.shape[1:] == [3]
+    np.testing.assert_array_equal(tf.sparse.to_dense(next(iter(cut))), np.eye(4, 3)[2:])
 
 
 @pytest.mark.parametrize("count", [True, False])

@@ -55,9 +55,8 @@ class CommonStop(keras.callbacks.Callback):
         if self._asks_in_batches:
             # Keras would not wait for this callback before it begins the next step.
             self._callback_list._async_train = False
-            if self.model.jit_compile is not True:  # XLA cannot reach the requests, which are on the host
-                self._agreement = self.model.distribute_strategy.agreement
-                self._agreement.begin(self.model)
+            self._agreement = self.model.distribute_strategy.agreement
+            self._agreement.begin(self.model)
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         self._epoch = epoch

@@ -19,7 +19,7 @@ from typing import Any
 import keras
 from keras.src.models.functional import Functional
 
-from tfdist.strategies.step_shadows import optimizers_of
+from tfdist.strategies.model_parts import optimizers_of
 
 _COMPILED = ("loss", "loss_weights", "metrics", "weighted_metrics")
 # Where a class was found, what a batch looked like, and random numbers; nothing that a user chooses a model by.

@@ -15,8 +15,9 @@ import numpy as np
 import tensorflow as tf
 from keras.src.random.seed_generator import global_seed_generator
 
+from tfdist.strategies.global_seeds import is_used
+from tfdist.strategies.model_parts import metrics_of, optimizers_of, parts_of, seed_generators_of
 from tfdist.strategies.replica_values import combine, gather, is_kept_per_replica, parts_of_variable, scatter
-from tfdist.strategies.step_shadows import metrics_of, optimizers_of, parts_of, seed_generators_of
 
 _PER_REPLICA = "replicas"
 # All other seed generators belong to a layer, and their states to the model's variables.
@@ -46,7 +47,7 @@ class TrainingState:
             model.optimizer.build(model.trainable_variables)
         groups = {
             "model": list(model.variables),
-            "seeds": [generator.state for generator in seed_generators_of(model)],
+            "seeds": [generator.state for generator in seed_generators_of(model) if is_used(generator)],
             "metrics": list(model.metrics_variables),
             # Those that Keras does not know, and does not reset at the beginning of an epoch.
             "other metrics": [variable for metric in metrics_of(model) for variable in metric.variables],
@@ -83,7 +84,7 @@ class TrainingState:
         """Makes the seed generator of `keras.random` now, if it was there when `saved` was: Keras makes it late."""
         if _GLOBAL_SEED in saved:
             with self._model.distribute_strategy.scope():
-                global_seed_generator()
+                global_seed_generator().is_used = True
 
     def check(self, saved: Mapping[str, list]) -> None:
         """Raises StateMismatch if the model has other variables than those that were described."""

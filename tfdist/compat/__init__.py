@@ -19,6 +19,7 @@ def patches() -> list:
         keras_metrics,
         keras_optimizers,
         keras_saving,
+        keras_seeds,
         keras_sharded_slots,
         keras_trainer,
         keras_variables,
@@ -33,6 +34,7 @@ def patches() -> list:
         keras_callbacks,
         keras_elastic,
         keras_saving,
+        keras_seeds,
         keras_variables,
         keras_sharded_slots,
     ]

@@ -13,7 +13,7 @@ from tfdist.compat.patch import Patch
 from tfdist.optimizers.sharded_optimizer import ShardedOptimizer
 from tfdist.strategies.horovod import elastic
 from tfdist.strategies.horovod.strategy import HorovodStrategy
-from tfdist.strategies.step_shadows import optimizers_of
+from tfdist.strategies.model_parts import optimizers_of
 
 
 def _fit(original: Callable) -> Callable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
 from tfdist.compat.patch import Patch
 from tfdist.memory import application as memory
-from tfdist.strategies import epoch_iterators, guards
+from tfdist.strategies import epoch_iterators, global_seeds, guards, known_models, xla
 from tfdist.strategies.building import build
 from tfdist.strategies.data_parallel import DataParallel
 from tfdist.strategies.global_batches import GlobalBatchDataset
@@ -53,16 +54,22 @@ def _epoch_iterator(original: Callable) -> Callable:
 
 def _maybe_symbolic_build(original: Callable) -> Callable:
     def _maybe_symbolic_build(self: Any, iterator: Any = None, data_batch: Any = None) -> None:
+        strategy = self._distribute_strategy
         if iterator is not None:
             epoch_iterators.note(self, iterator)
+        elif known_models.is_known(self):
+            if isinstance(strategy, DataParallel):
+                strategy._metric_totals.forget()
+                global_seeds.make(strategy)
+            return
         refusals.check_optimizers(self)
-        strategy = self._distribute_strategy
         if not isinstance(strategy, (DataParallel, PipelineStrategy, ParameterServerStrategy, HostOffloadStrategy)):
             guards.warn_without_scope()
             guards.check_without_strategy(self)
             pipeline.warn_without_scope()
             parameter_server.warn_without_scope()
             original(self, iterator=iterator, data_batch=data_batch)
+            known_models.note(self)
             return
         _check(strategy, self)
         if isinstance(strategy, DataParallel):
@@ -72,6 +79,8 @@ def _maybe_symbolic_build(original: Callable) -> Callable:
         # specification says the same.
         with strategy.scope():
             build(self, data_batch if iterator is None else epoch_iterators.batch_specification(iterator))
+        if isinstance(strategy, DataParallel):
+            global_seeds.make(strategy)
         # Once more: Keras builds metrics, and shows their variables, only now.
         _check(strategy, self)
         policy = getattr(strategy, "memory", None)
@@ -82,14 +91,40 @@ def _maybe_symbolic_build(original: Callable) -> Callable:
                 automatic.note(iterator, data_batch)
         if isinstance(strategy, (ParameterServerStrategy, HostOffloadStrategy)):
             strategy.prepare(self)
+        known_models.note(self)
 
     return _maybe_symbolic_build
 
 
+def _resolve_auto_jit_compile(original: Callable) -> Callable:
+    def _resolve_auto_jit_compile(self: Any) -> bool:
+        known = isinstance(self._distribute_strategy, (DataParallel, PipelineStrategy))
+        return xla.automatic(self) if known else original(self)
+
+    return _resolve_auto_jit_compile
+
+
+def _make_function(original: Callable) -> Callable:
+    def _make_function(self: Any, step_function: Callable) -> Callable:
+        with xla.not_as_a_whole(self) if _compiles_parts(self) else contextlib.nullcontext():
+            return original(self, step_function)
+
+    return _make_function
+
+
+def _compiles_parts(model: Any) -> bool:
+    strategy = model._distribute_strategy
+    replicas = isinstance(strategy, DataParallel) and strategy.num_replicas_in_sync > 1
+    return replicas or isinstance(strategy, PipelineStrategy)
+
+
 def _make_predict_function(original: Callable) -> Callable:
     def make_predict_function(self: Any, force: bool = False) -> Any:
+        if isinstance(self._distribute_strategy, DataParallel):
+            global_seeds.make(self._distribute_strategy)
         if not isinstance(self._distribute_strategy, ParameterServerStrategy):
-            return original(self, force)
+            with xla.not_as_a_whole(self) if _compiles_parts(self) else contextlib.nullcontext():
+                return original(self, force)
         if force:
             self.predict_function = None
         self._distribute_strategy.prepare_predict(self)
@@ -132,6 +167,18 @@ PATCHES = [
         _make_predict_function,
         "keras",
         "no upstream hook tells a strategy which model predicts",
+    ),
+    Patch(
+        f"{_MODULE}:TensorFlowTrainer._make_function",
+        _make_function,
+        "keras",
+        "Keras compiles the whole step with XLA, which has no collectives",
+    ),
+    Patch(
+        "keras.src.trainers.trainer:Trainer._resolve_auto_jit_compile",
+        _resolve_auto_jit_compile,
+        "keras",
+        "jit_compile='auto' means False under every strategy",
     ),
     Patch(
         "keras.src.trainers.trainer:Trainer._get_metrics_result_or_logs",

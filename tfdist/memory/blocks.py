@@ -9,12 +9,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src import tree
-from keras.src.backend.common import global_state
 
 from tfdist.layer_graph.chunk import Chunk
 from tfdist.layer_graph.pure_call import PureResult, call_purely
 from tfdist.layer_graph.values import Value, attached, pack, unpack, value_of
 from tfdist.memory.call_context import call_context, context_values
+from tfdist.strategies import global_seeds
 
 
 class GraphBlock:
@@ -114,7 +114,7 @@ def _filled_in(structure: Any, values: Sequence[Value]) -> Any:
 
 def _with_global_seed(state: Sequence[keras.Variable]) -> tuple[keras.Variable, ...]:
     """With the seed of random functions that were given none."""
-    generator = global_state.get_global_attribute("global_seed_generator")
-    if generator is None or any(variable is generator.state for variable in state):
+    generator = global_seeds.current()
+    if generator is None or not global_seeds.is_here(generator) or any(v is generator.state for v in state):
         return tuple(state)
     return (*state, generator.state)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import keras
 
 from tfdist.optimizers.sharded_optimizer import ShardedOptimizer
-from tfdist.strategies.step_shadows import optimizers_of, parts_of
+from tfdist.strategies.model_parts import optimizers_of, parts_of
 
 
 def collect_slots(model: keras.Model) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.strategies.keras_step import shadowed
-from tfdist.strategies.step_shadows import optimizers_of
+from tfdist.strategies.model_parts import optimizers_of
 
 _log = logging.getLogger("tfdist")
 _STEPS = ("train_step", "test_step")
@@ -32,15 +33,21 @@ def build(model: keras.Model, specification: Any) -> None:
     Raises:
         Exception: what Keras raises for a model that cannot be called, unless it has a step of its own.
     """
+    own = [name for name in _STEPS if getattr(type(model), name) is not getattr(keras.Model, name)]
     try:
-        model._symbolic_build(data_batch=specification)
+        # Of a model that cannot be called Keras warns, too.
+        with warnings.catch_warnings(record=bool(own)):
+            model._symbolic_build(data_batch=specification)
     except Exception as error:
-        own = [name for name in _STEPS if getattr(type(model), name) is not getattr(keras.Model, name)]
         if not own:
             raise
         _log.debug("%s cannot be called (%s); its own steps build it", model.name, error)
-        for name in own:
-            _trace(model, getattr(model, name), specification)
+        try:
+            for name in own:
+                _trace(model, getattr(model, name), specification)
+        except Exception:
+            # Of a model whose variables cannot be made, say: what has failed first tells why.
+            raise error from None
 
 
 def _trace(model: keras.Model, step: Callable, specification: Any) -> None:

@@ -16,14 +16,15 @@ from tensorflow.python.distribute import distribute_utils, mirrored_run
 from tensorflow.python.distribute.values import DistributedValues, SyncOnReadVariable
 
 from tfdist.memory.policy import policy_of
-from tfdist.strategies import exchange, step_logs
+from tfdist.strategies import exchange, global_seeds, own_rows, step_logs, xla
 from tfdist.strategies.global_batches import GlobalBatch, GlobalBatchDataset, share_of
 from tfdist.strategies.gradients import WIRE_DTYPES, Wire
-from tfdist.strategies.keras_step import KerasStep, current_step, recognise
+from tfdist.strategies.keras_step import KerasStep, current_step, local_replica, predicting_model, recognise
+from tfdist.strategies.layer_state import ReplicaState
 from tfdist.strategies.metric_totals import MetricTotals
+from tfdist.strategies.model_parts import metrics_of
 from tfdist.strategies.sharing import cut_rows, static_rows
-from tfdist.strategies.step_shadows import metrics_of, shadows
-from tfdist.strategies.updated_state import kept_where
+from tfdist.strategies.step_shadows import shadows
 
 # A large odd number, so that workers' seeds do not meet in those that users give.
 _SEED_STRIDE = 0x3C6EF373
@@ -73,6 +74,7 @@ class DataParallel:
         if step is None:
             self._metric_totals.forget()
         if step is None or self.num_replicas_in_sync == 1:
+            fn = fn if step is None else global_seeds.shared_with(fn)
             return super().run(fn, _plain(args), kwargs, options)
         (batch,) = args
         if not isinstance(batch, GlobalBatch):
@@ -87,9 +89,11 @@ class DataParallel:
             else:
                 replica_step = _step_on_replica
                 stack.enter_context(shadows(step, wire=self._wire, global_batch_norm=self._global_batch_norm))
+            step.global_seeds = global_seeds.current()
             previous, self._keras_step = self._keras_step, step
             stack.callback(setattr, self, "_keras_step", previous)
             stack.enter_context(_other_random_numbers(self.extended._input_position()[1]))
+            stack.enter_context(xla.marked(step.model or predicting_model(fn)))
             outputs = super().run(replica_step, batch, None, options)
         if step.kind == "predict":
             return outputs
@@ -105,6 +109,20 @@ class DataParallel:
 
 class DataParallelExtended:
     """Mixin for subclasses of `tf.distribute.StrategyExtended`."""
+
+    def _reduce_to(self, *args: Any) -> Any:
+        return _agreed(super()._reduce_to(*args))
+
+    def _batch_reduce_to(self, reduce_op: Any, pairs: Any, options: Any) -> Any:
+        pairs = [(value, self._place(destinations)) for value, destinations in pairs]
+        return _agreed(super()._batch_reduce_to(reduce_op, pairs, options))
+
+    def _gather_to_implementation(self, value: Any, destinations: Any, axis: int, options: Any) -> Any:
+        return _agreed(super()._gather_to_implementation(value, self._place(destinations), axis, options))
+
+    def _place(self, destinations: Any) -> Any:
+        # What a replica exchanges goes where it is. TensorFlow asks the tensor, and those of a batch know no device.
+        return self.worker_devices[0] if isinstance(destinations, str) and not destinations else destinations
 
     def _use_merge_call(self) -> bool:
         # Replicas cannot meet inside a branch of `tf.cond` (the update of accumulated gradients is one). Nothing in
@@ -142,6 +160,13 @@ class DataParallelExtended:
         return distribute_utils.regroup(parts, always_wrap=True)
 
 
+def _agreed(result: Any) -> Any:
+    """Notes that what replicas have reduced or gathered is the same on all of them."""
+    for one in tf.nest.flatten(result):
+        own_rows.agreed(one.values if isinstance(one, DistributedValues) else [one])
+    return result
+
+
 def _plain(args: tuple) -> tuple:
     return tuple(a.data if isinstance(a, GlobalBatch) else a for a in args)
 
@@ -149,6 +174,7 @@ def _plain(args: tuple) -> tuple:
 @tf.autograph.experimental.do_not_convert
 def _predict_on_replica(data: Any, rows: Any, global_rows: Any) -> Any:
     step = current_step()
+    global_seeds.share(step.global_seeds)
     if rows is not None and (static_rows(data) or 0) <= 1:
         data = cut_rows(data, 0, rows)
     return step.function(data)
@@ -162,11 +188,14 @@ def _step_on_replica(data: Any, rows: Any, global_rows: Any) -> Any:
         The step's logs: global, unless Keras replaces them at the end of the epoch.
     """
     step = current_step()
+    global_seeds.share(step.global_seeds)
     # Keras' counters do not depend on the data: without this, some ranks would count the step that finds no data.
     with tf.control_dependencies([x for x in tf.nest.flatten(data, expand_composites=True) if tf.is_tensor(x)]):
         step.begin_replica(data, rows, global_rows)
-        with kept_where(step.counts, [v for metric in metrics_of(step.model) for v in metric.variables]):
+        state = step.states[local_replica()] = ReplicaState(step, data)
+        with step_logs.kept_where(step.counts, [v for metric in metrics_of(step.model) for v in metric.variables]):
             logs = step.function(data)
+        state.bring_together()
         return logs if step_logs.read_by_keras(step, logs) else step_logs.of_all_replicas(step, logs)
 
 

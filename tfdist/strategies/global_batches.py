@@ -16,7 +16,7 @@ from tensorflow.python.data.experimental.ops import distribute
 from tensorflow.python.distribute import input_lib
 
 from tfdist.strategies.input_meter import after
-from tfdist.strategies.sharing import count_rows, cut_rows, share, take_share
+from tfdist.strategies.sharing import count_rows, rows_of_piece, take_share
 
 # Nothing here needs AutoGraph, which takes a second to find that out.
 _as_it_is = tf.autograph.experimental.do_not_convert
@@ -66,8 +66,7 @@ def rows_of_worker(
         piece = replica * num_workers + worker
         if count:
             return share_of(batch, num_workers * replicas, piece, whole=not own)
-        begin, size = share(count_rows(batch), num_workers * replicas, piece)
-        return cut_rows(batch, begin, size)
+        return rows_of_piece(batch, num_workers * replicas, piece)
 
     if replicas == 1:
         return dataset.map(_as_it_is(lambda *components: cut(components, 0)))

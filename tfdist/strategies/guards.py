@@ -13,7 +13,7 @@ from tensorflow.python.distribute.values import DistributedVariable
 from tfdist.strategies.data_parallel import DataParallel
 from tfdist.strategies.job import joined
 from tfdist.strategies.keras_step import recognise
-from tfdist.strategies.step_shadows import metrics_of, optimizers_of, parts_of
+from tfdist.strategies.model_parts import metrics_of, optimizers_of, parts_of
 
 # Their modules need this one.
 _OTHERS = ("PipelineStrategy", "ParameterServerStrategy", "HostOffloadStrategy")
@@ -27,8 +27,8 @@ def check(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
     """
     if strategy.num_replicas_in_sync == 1:
         return
-    _check_jit(strategy, model)
     check_steps(model)
+    _check_stateful(strategy, model)
     for optimizer in optimizers_of(model):
         for part in [optimizer, *parts_of(optimizer)]:
             _check_optimizer(strategy, part)
@@ -76,13 +76,14 @@ def warn_without_scope() -> None:
     )
 
 
-def _check_jit(strategy: tf.distribute.Strategy, model: Any) -> None:
-    on_cpu = any("CPU" in device for device in strategy.extended.worker_devices)
-    if model.jit_compile is True and on_cpu:
-        raise ValueError(
-            "Received: compile(jit_compile=True) under a strategy with several replicas on CPU devices. XLA has no "
-            "collectives there, and cannot compile across devices. Expected: jit_compile=False or 'auto' (the default)."
-        )
+def _check_stateful(strategy: tf.distribute.Strategy, model: Any) -> None:
+    for layer in model._flatten_layers():
+        if getattr(layer, "stateful", False):
+            raise ValueError(
+                f"Received: layer '{layer.name}' with stateful=True, which keeps a state for each row of a batch, "
+                f"under a strategy whose {strategy.num_replicas_in_sync} replicas share the rows. Expected: "
+                "stateful=False, and states that the model takes and returns (return_state=True); or one replica."
+            )
 
 
 def _check_optimizer(strategy: tf.distribute.Strategy, optimizer: Any) -> None:

@@ -11,7 +11,7 @@ from tensorflow.python.distribute import device_util
 
 from tfdist.strategies.guards import check_steps
 from tfdist.strategies.known_devices import find_device, known_devices
-from tfdist.strategies.step_shadows import optimizers_of, parts_of
+from tfdist.strategies.model_parts import optimizers_of, parts_of
 
 
 def check_devices(device: str, host: str) -> tuple[str, str]:

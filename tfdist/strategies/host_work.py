@@ -18,7 +18,7 @@ import tensorflow as tf
 from tensorflow.python.eager import record
 
 from tfdist.strategies.keras_step import shadowed
-from tfdist.strategies.step_shadows import optimizers_of, parts_of
+from tfdist.strategies.model_parts import optimizers_of, parts_of
 
 
 @contextlib.contextmanager

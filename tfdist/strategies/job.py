@@ -71,7 +71,7 @@ def join(cluster: ClusterConfig, start_timeout: float, peer_timeout: float) -> J
     if _joined is None:
         preflight.require(cluster)
         use_own_gpus(cluster)
-        chief = meet(cluster, timeout=start_timeout, info=introduction())[0]
+        chief = meet(cluster, timeout=start_timeout, info={**introduction(), **_own_devices()})[0]
         keep_freed_pages()
         peers = Peers(named(cluster, cluster.compute_tasks), cluster.rank, peer_timeout, CoordinationStore())
         _joined = Job(cluster, peers, ChiefFiles(peers), chief["seed"], chief["seed is given"])
@@ -103,6 +103,13 @@ def enter(job: Job) -> None:
 def joined() -> Job | None:
     """The job that this process has joined, if it has."""
     return _joined
+
+
+def _own_devices() -> dict:
+    """What this process trains on: collectives of processes with other numbers of devices would wait for ever."""
+    kind = "GPU" if tf.config.get_visible_devices("GPU") else "CPU"
+    parts = [tf.config.get_logical_device_configuration(d) for d in tf.config.get_visible_devices(kind)]
+    return {f"same.number of {kind} devices to train on": sum(len(part) if part else 1 for part in parts)}
 
 
 def introduction() -> dict:

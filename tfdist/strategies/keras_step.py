@@ -17,6 +17,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.trainers.trainer import Trainer
 
 from tfdist.strategies.sharing import count_rows, static_rows
 
@@ -36,6 +37,8 @@ class KerasStep:
         on_batch: whether the data came from `*_on_batch`, not from a distributed dataset.
         scaled_losses: (id of an optimizer, local replica) for each `scale_loss` that was called.
         sums: what the replicas add up, in this order: see `tfdist.strategies.exchange`.
+        states: by local replica, what it has written of its layers' state: `tfdist.strategies.layer_state`.
+        global_seeds: what `keras.random` functions draw from that are given no seed, for the replicas' threads.
     """
 
     kind: str
@@ -44,6 +47,8 @@ class KerasStep:
     on_batch: bool = False
     scaled_losses: set[tuple[int, int]] = dataclasses.field(default_factory=set)
     sums: list[Any] = dataclasses.field(default_factory=list)
+    states: dict[int, Any] = dataclasses.field(default_factory=dict)
+    global_seeds: keras.random.SeedGenerator | None = None
     _shares: dict[int, tuple[tf.Tensor, tf.Tensor, bool]] = dataclasses.field(default_factory=dict)
 
     def begin_replica(self, data: Any, rows: tf.Tensor | None, global_rows: tf.Tensor | None) -> None:
@@ -63,8 +68,7 @@ class KerasStep:
             relative_weight = tf.constant(1.0)
         else:
             if global_rows is None:
-                # A tensor made here, as tf.distribute wants one that has a device.
-                global_rows = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.identity(rows))
+                global_rows = context.all_reduce(tf.distribute.ReduceOp.SUM, rows)
             # In this order it is 1 where all have equally many rows, without any rounding.
             relative_weight = rows * context.num_replicas_in_sync / tf.maximum(global_rows, 1)
             relative_weight = tf.cast(relative_weight, tf.float32)
@@ -97,7 +101,7 @@ class KerasStep:
 
 def recognise(function: Callable) -> KerasStep | None:
     """Returns the Keras step that `function` is, or `None` if it is something else (a user's own function)."""
-    if isinstance(function, types.MethodType) and isinstance(function.__self__, keras.Model):
+    if isinstance(function, types.MethodType) and isinstance(function.__self__, Trainer):
         kind = {"train_step": "train", "test_step": "test"}.get(function.__name__)
         return KerasStep(kind, function.__self__, function) if kind else None
     if "make_predict_function.<locals>.one_step_on_data" in getattr(function, "__qualname__", ""):

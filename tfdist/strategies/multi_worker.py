@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 from typing import Any
@@ -9,12 +10,14 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.distribute import collective_all_reduce_strategy as collective_strategy
 
+from tfdist.arguments import check_seconds
 from tfdist.cluster.backend import HOROVOD, chosen
 from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.discovery import discover
 from tfdist.cluster.errors import ClusterError
 from tfdist.compat import install
 from tfdist.memory.policy import MemoryPolicy
+from tfdist.strategies.initial_values import broadcast
 from tfdist.strategies.job import join
 from tfdist.strategies.job_member import JobMember, JobMemberExtended
 
@@ -38,6 +41,10 @@ class _MultiWorkerExtended(JobMemberExtended, collective_strategy.CollectiveAllR
             count = sum(not worker_device or (s.job, s.task) == (own.job, own.task) for s in specs)
             devices = tuple(f"{worker_device}/device:CPU:{i}" for i in range(count))
         return devices, kind
+
+    def _get_variable_creator_initial_value(self, replica_id: int, device: str, primary_var: Any, **kwargs: Any) -> Any:
+        make = functools.partial(super()._get_variable_creator_initial_value, replica_id, device, primary_var)
+        return broadcast(make, device, **kwargs) if replica_id == 0 else make(**kwargs)
 
     def _input_position(self) -> tuple[int, int]:
         return self._num_workers, self._id_in_cluster
@@ -102,6 +109,7 @@ class MultiWorkerMirroredStrategy(JobMember, tf.distribute.MultiWorkerMirroredSt
         peer_timeout: float = 1800.0,
     ):
         install()
+        check_seconds(start_timeout=start_timeout, peer_timeout=peer_timeout)
         self._configure_data_parallel(communication, batch_norm, memory)
         try:
             config = cluster_of(cluster, cluster_resolver, start_timeout)
@@ -123,6 +131,12 @@ class MultiWorkerMirroredStrategy(JobMember, tf.distribute.MultiWorkerMirroredSt
 
 
 def cluster_of(cluster: ClusterConfig | None, resolver: Any, start_timeout: float) -> ClusterConfig:
+    if resolver is not None and not isinstance(resolver, tf.distribute.cluster_resolver.ClusterResolver):
+        raise ValueError(
+            f"Received: cluster_resolver={resolver!r}. Expected: a tf.distribute.cluster_resolver.ClusterResolver, or "
+            "None to find the cluster. The devices of each process are all that it has."
+        )
+    check_cluster(cluster)
     if cluster is not None and resolver is not None:
         raise ValueError("Received both cluster and cluster_resolver. Expected at most one; leave one out.")
     if resolver is None:
@@ -131,6 +145,14 @@ def cluster_of(cluster: ClusterConfig | None, resolver: Any, start_timeout: floa
     if not jobs:
         return ClusterConfig.single_process()
     return _of_training_task(ClusterConfig(jobs, resolver.task_type, resolver.task_id))
+
+
+def check_cluster(cluster: Any) -> None:
+    if cluster is not None and not isinstance(cluster, ClusterConfig):
+        raise ValueError(
+            f"Received: cluster={cluster!r}. Expected: a tfdist.ClusterConfig, such as "
+            "tfdist.ClusterConfig.from_tf_config({...}), or None to find the cluster."
+        )
 
 
 def _of_training_task(config: ClusterConfig) -> ClusterConfig:

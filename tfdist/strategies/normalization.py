@@ -12,9 +12,11 @@ from collections.abc import Callable
 
 import keras
 import tensorflow as tf
+from tensorflow.python.framework.func_graph import FuncGraph
+from tensorflow.python.ops.control_flow_v2_func_graphs import ControlFlowFuncGraph
 
 from tfdist.strategies.exchange import all_reduce
-from tfdist.strategies.keras_step import current_step, global_replica
+from tfdist.strategies.keras_step import current_step, global_replica, local_replica
 
 
 def global_moments(layer: keras.layers.BatchNormalization) -> Callable[..., tuple[tf.Tensor, tf.Tensor]]:
@@ -25,6 +27,7 @@ def global_moments(layer: keras.layers.BatchNormalization) -> Callable[..., tupl
     """
 
     def moments(inputs: tf.Tensor, mask: tf.Tensor | None = None) -> tuple[tf.Tensor, tf.Tensor]:
+        _check_place(layer)
         axes, channels = layer._reduction_axes, inputs.shape[layer.axis]
         shape = [1] * inputs.shape.rank
         shape[layer.axis] = channels
@@ -49,6 +52,24 @@ def global_moments(layer: keras.layers.BatchNormalization) -> Callable[..., tupl
         return global_mean, tf.math.divide_no_nan(squares, total)
 
     return moments
+
+
+def _check_place(layer: keras.layers.BatchNormalization) -> None:
+    """Refuses what ends in waiting for ever: one replica may leave a loop, or take another branch, than the others."""
+    if tf.executing_eagerly():
+        return
+    # The step itself may be in a loop, that of `steps_per_execution`.
+    graph, of_step = tf.compat.v1.get_default_graph(), current_step().states[local_replica()].graph
+    while isinstance(graph, FuncGraph) and graph is not of_step:
+        if isinstance(graph, ControlFlowFuncGraph):
+            raise NotImplementedError(
+                f"Received: layer '{layer.name}' ({type(layer).__name__}) in a loop or a branch of the graph "
+                "(tf.map_fn, tf.while_loop, tf.cond, the cell of a keras.layers.RNN). Replicas cannot exchange the "
+                "statistics of the global batch there. Expected: the layer outside of it, "
+                "keras.layers.RNN(..., unroll=True), or a strategy with batch_norm='local', where each replica takes "
+                "the statistics of its own rows."
+            )
+        graph = graph.outer_graph
 
 
 def _of_all_replicas(rows: tf.Tensor) -> tf.Tensor:

@@ -24,7 +24,10 @@ from tfdist.strategies import random_state
 from tfdist.strategies.pipeline_facts import has_no_order, seeds
 
 _log = logging.getLogger("tfdist")
+_FIRST_POLL_SECONDS = 2.0
 _POLL_SECONDS = 10.0
+# For what is there already: a busy machine needs its time.
+_LOOK_SECONDS = 0.5
 _LAST_WORDS_SECONDS = 5.0
 
 _SHARD_REMEDY = (
@@ -81,6 +84,9 @@ class Peers:
         self.timeout = timeout
         self._store = store
         self._counts: dict[str, int] = {}
+        # How often each process has said that it waits, as far as this one has heard.
+        self._waits = [0] * len(names)
+        self._last_waits: dict[int, list] = {}
 
     def tell(self, key: str, value: Any) -> None:
         """Publishes a JSON-serialisable value under a key that was never used before."""
@@ -96,15 +102,16 @@ class Peers:
             within: how long to wait, in seconds, if not `timeout`.
 
         Raises:
-            PeerTimeout: if it does not come in time.
+            PeerTimeout: if it does not come in time, or both processes wait for each other.
             ConnectionError: if that process is known to be gone.
         """
         began = time.monotonic()
         timeout = self.timeout if within is None else within
+        poll = _FIRST_POLL_SECONDS
         while True:
             left = timeout - (time.monotonic() - began)
             try:
-                text = self._store.get(f"tfdist/{key}", max(0.0, min(left, _POLL_SECONDS)), rank)
+                text = self._store.get(f"tfdist/{key}", max(0.0, min(left, poll)), rank)
                 has_left = text is None and self._store.get(f"tfdist/left/{rank}", 0.0, rank) is not None
                 if has_left:  # it may have been the last that it did
                     text = self._store.get(f"tfdist/{key}", 0.0, rank)
@@ -116,6 +123,7 @@ class Peers:
             if text is not None:
                 return json.loads(text)
             if has_left:
+                self._check_other_waits(rank, purpose)
                 raise ProcessGone(
                     f"{self.names[self.rank]} waited for {self.names[rank]} to {purpose}, and that program has ended. "
                     f"{_SAME_CALLS}"
@@ -125,7 +133,34 @@ class Peers:
                     f"{self.names[self.rank]} waited {timeout:.0f} s for {self.names[rank]} to {purpose}, and "
                     f"it did not. {_SAME_CALLS}"
                 )
+            if within is None:
+                if poll == _FIRST_POLL_SECONDS:
+                    self._waits[self.rank] += 1
+                    self.tell(f"waits/{self.rank}/{self._waits[self.rank]}", [rank, key, purpose])
+                self._check_other_waits(rank, purpose)
+            poll = _POLL_SECONDS
             _log.warning("%s is waiting for %s to %s", self.names[self.rank], self.names[rank], purpose)
+
+    def _check_other_waits(self, rank: int, purpose: str) -> None:
+        """Ends what would last for ever: the process that this one waits for waits for something that comes later."""
+        last = None
+        while (
+            text := self._store.get(f"tfdist/waits/{rank}/{self._waits[rank] + 1}", _LOOK_SECONDS, rank)
+        ) is not None:
+            self._waits[rank] += 1
+            last = json.loads(text)
+        self._last_waits[rank] = last = last or self._last_waits.get(rank)
+        if last is None or last[0] != self.rank or self._store.get(f"tfdist/{last[1]}", _LOOK_SECONDS, self.rank):
+            return
+        self.tell(f"parted/{self.rank}/{self._waits[self.rank]}", True)
+        if self.rank == 0:
+            # With this program ends what keeps the messages: the other one shall have seen the same.
+            self._store.get(f"tfdist/parted/{rank}/{self._waits[rank]}", 1.5 * _POLL_SECONDS, rank)
+        raise PeerTimeout(
+            f"{self.names[self.rank]} waits for {self.names[rank]} to {purpose}, while {self.names[rank]} waits for "
+            f"{self.names[self.rank]} to {last[2]}. {_SAME_CALLS} A callback that calls evaluate, predict or fit has "
+            "to do so on every process."
+        )
 
     def decide(self, key: str, value: Any) -> Any:
         """The value that the first process which calls this has passed, the same on all; it waits for nobody."""

@@ -36,31 +36,19 @@ def is_batched(leaf: Any) -> bool:
 
 
 def static_rows(batch: Any) -> int | None:
-    """Number of rows of a (nested) batch where it is known while tracing, else `None`."""
-    for leaf in tf.nest.flatten(batch):
-        if is_batched(leaf):
-            return None if leaf.shape.rank is None else leaf.shape[0]
-    return None
+    """Number of rows of a (nested) batch where it is known while tracing, else `None`: of its largest component."""
+    rows = [_static_rows(leaf) for leaf in _batched(batch)]
+    return None if None in rows else max(rows, default=None)
 
 
 def count_rows(batch: Any) -> tf.Tensor:
-    """Number of rows of a (nested) batch of dense, ragged or sparse tensors, as an int32 scalar.
+    """Number of rows of a (nested) batch of dense, ragged or sparse tensors, an int32 scalar: of its largest component.
 
     Raises:
         ValueError: if no component has rows.
     """
-    for leaf in tf.nest.flatten(batch):
-        if not is_batched(leaf):
-            continue
-        if isinstance(leaf, tf.RaggedTensor):
-            return tf.cast(leaf.nrows(), tf.int32)
-        if isinstance(leaf, tf.SparseTensor):
-            return tf.cast(leaf.dense_shape[0], tf.int32)
-        return tf.shape(leaf)[0]
-    raise ValueError(
-        f"A batch without rows cannot be split over replicas. Received: {batch!r}. "
-        "Expected at least one component with a batch dimension; call `.batch(n)` on the dataset."
-    )
+    rows = static_rows(batch)
+    return _largest([_rows(leaf) for leaf in _batched(batch)], batch) if rows is None else tf.constant(rows)
 
 
 def take_share(batch: Any, pieces: int, piece: int) -> tuple[Any, Any]:
@@ -69,29 +57,109 @@ def take_share(batch: Any, pieces: int, piece: int) -> tuple[Any, Any]:
     A replica for which no row is left gets a copy of the first one, to be counted with weight 0: models and metrics
     make anything (NaN, errors) of no rows at all. Shapes stay static where the number of rows is static and divides.
 
+    Components with other numbers of rows than the first one (labelled and unlabelled rows, say) are cut each by its
+    own. A replica has one weight for all of them: so each has to be a multiple of `pieces`, or one row, which all get.
+
     Returns:
         `(share, rows)`, where `rows` is the number of rows that count: 0 for a stand-in.
+
+    Raises:
+        ValueError: if no component has rows, or they cannot be cut so that all weights are equal.
+        tf.errors.InvalidArgumentError: likewise, where the numbers of rows are not known before.
     """
-    rows = static_rows(batch)
-    total = count_rows(batch) if rows is None else rows
-    begin, size = share(total, pieces, piece)
-    if isinstance(total, int):
-        begin, taken = (begin, size) if size else (0, min(1, total))
-    else:
-        begin, taken = tf.where(size > 0, begin, 0), tf.maximum(size, tf.minimum(1, total))
-    return cut_rows(batch, begin, taken), size
-
-
-def cut_rows(batch: Any, begin: Any, size: Any) -> Any:
-    """`batch[begin : begin + size]` for every component of a (nested) batch that has rows."""
+    counts = [_known_rows(leaf) for leaf in _batched(batch)]
+    checks = _check(counts, pieces) if pieces > 1 else []
 
     def cut(leaf: Any) -> Any:
         if not is_batched(leaf):
             return leaf
-        if isinstance(leaf, tf.SparseTensor):
-            start = tf.concat([[tf.cast(begin, tf.int64)], tf.zeros_like(leaf.dense_shape[1:])], 0)
-            extent = tf.concat([[tf.cast(size, tf.int64)], leaf.dense_shape[1:]], 0)
-            return tf.sparse.slice(leaf, start, extent)
-        return leaf[begin : begin + size]
+        total = _known_rows(leaf)
+        begin, size = share(total, pieces, piece)
+        if isinstance(total, int):
+            begin, taken = (begin, size) if size else (0, min(1, total))
+        else:
+            begin, taken = tf.where(size > 0, begin, 0), tf.maximum(size, tf.minimum(1, total))
+        return _cut(leaf, begin, taken)
+
+    with tf.control_dependencies(checks):
+        total = static_rows(batch)
+        total = _largest(counts, batch) if total is None else total
+        return tf.nest.map_structure(cut, batch), share(total, pieces, piece)[1]
+
+
+def cut_rows(batch: Any, begin: Any, size: Any) -> Any:
+    """`batch[begin : begin + size]` for every component of a (nested) batch that has rows."""
+    return tf.nest.map_structure(lambda leaf: _cut(leaf, begin, size) if is_batched(leaf) else leaf, batch)
+
+
+def rows_of_piece(batch: Any, pieces: int, piece: int) -> Any:
+    """Cuts one of `pieces` pieces out of every component of a batch that has rows, which may be none."""
+
+    def cut(leaf: Any) -> Any:
+        return _cut(leaf, *share(_rows(leaf), pieces, piece)) if is_batched(leaf) else leaf
 
     return tf.nest.map_structure(cut, batch)
+
+
+def _cut(leaf: Any, begin: Any, size: Any) -> Any:
+    if not isinstance(leaf, tf.SparseTensor):
+        return leaf[begin : begin + size]
+    start = tf.concat([[tf.cast(begin, tf.int64)], tf.zeros_like(leaf.dense_shape[1:])], 0)
+    extent = tf.concat([[tf.cast(size, tf.int64)], leaf.dense_shape[1:]], 0)
+    found = tf.sparse.slice(leaf, start, extent)
+    # TensorFlow forgets all dimensions; models build their weights by them.
+    sizes = [found.dense_shape[i] if n is None or i == 0 else n for i, n in enumerate(leaf.shape)]
+    return tf.SparseTensor(found.indices, found.values, tf.stack([tf.cast(n, tf.int64) for n in sizes]))
+
+
+def _batched(batch: Any) -> list:
+    return [leaf for leaf in tf.nest.flatten(batch) if is_batched(leaf)]
+
+
+def _static_rows(leaf: Any) -> int | None:
+    return None if leaf.shape.rank is None else leaf.shape[0]
+
+
+def _known_rows(leaf: Any) -> Any:
+    """An int where it is known, else a tensor."""
+    rows = _static_rows(leaf)
+    return _rows(leaf) if rows is None else rows
+
+
+def _rows(leaf: Any) -> tf.Tensor:
+    if isinstance(leaf, tf.RaggedTensor):
+        return tf.cast(leaf.nrows(), tf.int32)
+    if isinstance(leaf, tf.SparseTensor):
+        return tf.cast(leaf.dense_shape[0], tf.int32)
+    return tf.shape(leaf)[0]
+
+
+def _largest(rows: list, batch: Any) -> tf.Tensor:
+    if not rows:
+        raise ValueError(
+            f"A batch without rows cannot be split over replicas. Received: {batch!r}. "
+            "Expected at least one component with a batch dimension; call `.batch(n)` on the dataset."
+        )
+    return rows[0] if len(rows) == 1 else tf.reduce_max(tf.stack(rows))
+
+
+def _check(rows: list, pieces: int) -> list[tf.Operation]:
+    """Refuses components of a batch whose rows cannot be cut so that every replica has the same part of each."""
+    message = (
+        f"Expected: the same number of rows in all, or multiples of {pieces} (the number of replicas or micro-batches) "
+        "or one row: the rows of a replica have one weight. `.batch(n, drop_remainder=True)` leaves out a last batch "
+        "that does not divide."
+    )
+    if all(isinstance(count, int) for count in rows):
+        if len(set(rows)) > 1 and any(count % pieces and count != 1 for count in rows):
+            raise ValueError(f"Received: a batch whose components have {rows} rows. {message}")
+        return []
+    if len(rows) < 2:
+        return []
+    counts = tf.stack(rows)
+    same = tf.reduce_all(counts == counts[0])
+    divides = tf.reduce_all((counts % pieces == 0) | (counts == 1))
+    failed = tf.debugging.Assert(
+        same | divides, ["Received: a batch whose components have these numbers of rows:", counts, message], 32
+    )
+    return [] if failed is None else [failed]

@@ -8,7 +8,8 @@ their means over the rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -34,6 +35,24 @@ def marked_result(metric: keras.Metric) -> Callable:
         return tf.nest.pack_sequence_as(value, leaves)
 
     return result
+
+
+@contextlib.contextmanager
+def kept_where(counts: tf.Tensor | None, variables: Iterable[keras.Variable]) -> Iterator[None]:
+    """Undoes what the block does to this replica's copies of `variables`, unless `counts` (or `counts` is `None`)."""
+    if counts is None:
+        yield
+        return
+    variables = [v.value for v in variables]
+    before = [tf.identity(v) for v in variables]
+    yield
+
+    def undo() -> tf.Tensor:
+        for variable, value in zip(variables, before, strict=True):
+            variable.assign(value)
+        return tf.constant(True)
+
+    tf.cond(counts, lambda: tf.constant(True), undo)
 
 
 def read_by_keras(step: KerasStep, logs: Any) -> bool:

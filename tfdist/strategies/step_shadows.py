@@ -6,23 +6,25 @@ optimizer.apply        receives the gradient of the global batch: weighted by th
                        values on every replica
 BatchNormalization     uses the statistics of the global batch
 SeedGenerator.next     folds the replica's index into the seed: a different Dropout mask on every replica
+Variable.assign        does what the variable's `aggregation` says
+Loss.call              warns of losses that mix the rows of a batch
 Metric.result          marks what it returns, so that logs that are metrics' results are told from others
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common import global_state
 
-from tfdist.strategies import updated_state
+from tfdist.strategies import layer_state, row_mixing
 from tfdist.strategies.agreement import Agreement
 from tfdist.strategies.gradients import Wire, all_reduce_sum, scale
 from tfdist.strategies.keras_step import KerasStep, global_replica, local_replica, shadowed
+from tfdist.strategies.model_parts import metrics_of, optimizers_of, parts_of, seed_generators_of
 from tfdist.strategies.normalization import global_moments
 from tfdist.strategies.step_logs import marked_result
 
@@ -41,79 +43,31 @@ def shadows(step: KerasStep, *, wire: Wire, global_batch_norm: bool) -> Iterator
             if isinstance(layer, keras.layers.BatchNormalization) and (global_batch_norm or layer.synchronized):
                 stack.enter_context(shadowed(layer, _moments=global_moments(layer)))
         for generator in seed_generators_of(step.model):
-            stack.enter_context(shadowed(generator, next=_next_of_replica(generator.next)))
+            stack.enter_context(shadowed(generator, next=_next_of_replica(generator)))
+        stack.enter_context(row_mixing.noticed(step.model))
+        stack.enter_context(layer_state.aggregated(step))
         for metric in metrics_of(step.model):
             stack.enter_context(shadowed(metric, result=marked_result(metric)))
         yield
 
 
-def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """The compiled optimizer and those that a custom `train_step` keeps (a GAN's two, say; a sub-model's own).
+def _next_of_replica(generator: keras.random.SeedGenerator) -> Callable:
+    original = generator.next
 
-    They are looked for among the attributes of all layers, in lists and dicts too. Parts of others are left out.
-    """
-    found: dict[int, Any] = {}
-    for layer in model._flatten_layers():
-        for item in _items(vars(layer)):
-            if isinstance(item, keras.optimizers.Optimizer):
-                found[id(item)] = item
-    parts = {id(part) for optimizer in found.values() for part in parts_of(optimizer)}
-    return [optimizer for key, optimizer in found.items() if key not in parts]
-
-
-def metrics_of(model: keras.Model) -> list[keras.Metric]:
-    """`model.metrics`, and those among the attributes of all layers (in lists and dicts, too), with their parts."""
-    found: dict[int, keras.Metric] = {}
-
-    def add(items: Iterable[Any]) -> None:
-        for item in items:
-            if isinstance(item, keras.Metric) and id(item) not in found:
-                found[id(item)] = item
-                add(_items(vars(item)))
-
-    add(model.metrics)
-    for layer in model._flatten_layers():
-        add(_items(vars(layer)))
-    return list(found.values())
-
-
-def _items(value: Any) -> Iterator[Any]:
-    """What lists, tuples and dicts hold, at any depth."""
-    if isinstance(value, (list, tuple, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _items(item)
-    else:
-        yield value
-
-
-def parts_of(optimizer: Any) -> list[keras.optimizers.Optimizer]:
-    """The optimizers inside of one: of a `LossScaleOptimizer` or a `MultiOptimizer`, at any depth."""
-    inner = getattr(optimizer, "inner_optimizer", None)
-    parts = [inner] if inner is not None else list(getattr(optimizer, "optimizers", []))
-    return parts + [deeper for part in parts for deeper in parts_of(part)]
-
-
-def seed_generators_of(model: keras.Model) -> list[keras.random.SeedGenerator]:
-    """Seed generators of all layers, and the global one that `keras.random` functions use without a seed."""
-    found: dict[int, Any] = {}
-    for layer in model._flatten_layers():
-        for generator in getattr(layer, "_seed_generators", []):
-            found[id(generator)] = generator
-    generator = global_state.get_global_attribute("global_seed_generator")
-    if generator is not None:
-        found[id(generator)] = generator
-    return list(found.values())
-
-
-def _next_of_replica(original: Callable) -> Callable:
     def next_seed(*args: Any, **kwargs: Any) -> tf.Tensor:
+        generator.is_used = True
         seed = original(*args, **kwargs)
         if tf.distribute.in_cross_replica_context():
             return seed
-        offset = global_replica() * SEED_STRIDE % 2**32
-        return seed + tf.constant([offset, 0], seed.dtype)
+        return seed_of_replica(seed)
 
     return next_seed
+
+
+def seed_of_replica(seed: tf.Tensor) -> tf.Tensor:
+    """The seed that this replica has instead of one that all have: replica 0 draws what one process draws."""
+    offset = global_replica() * SEED_STRIDE % 2**32
+    return seed + tf.constant([offset, 0], seed.dtype)
 
 
 def _shadow_optimizer(stack: contextlib.ExitStack, step: KerasStep, optimizer: Any, wire: Wire) -> None:
@@ -130,6 +84,7 @@ def _shadow_optimizer(stack: contextlib.ExitStack, step: KerasStep, optimizer: A
         scaled = (id(optimizer), local_replica()) in step.scaled_losses
         weight = step.relative_weight if scaled else step.weight
         original_apply(_global_gradients(step, list(grads), variables, weight, wire), trainable_variables)
+        step.states[local_replica()].skip()
 
     stack.enter_context(shadowed(optimizer, scale_loss=scale_loss, apply=apply))
     for part in [optimizer, *parts_of(optimizer)]:
@@ -155,8 +110,9 @@ def _global_gradients(step: KerasStep, grads: list, variables: list, weight: tf.
             )
     present = [i for i, g in enumerate(grads) if g is not None]
     values = _scaled([grads[i] for i in present], weight)
-    state = updated_state.updated(updated_state.candidates(step.model), local_replica())
-    state_values = [scale(tf.convert_to_tensor(v), step.weight) for v in state]
+    state = step.states[local_replica()]
+    averaged = state.take_averaged()
+    state_values = layer_state.weighted(step, averaged)
     agreement = _agreement_of(step.model)
     if agreement is not None:
         state_values.append(agreement.read())
@@ -169,8 +125,7 @@ def _global_gradients(step: KerasStep, grads: list, variables: list, weight: tf.
         total = sums.pop()
         if local_replica() == 0:
             agreement.note(total)
-    for variable, average in zip(state, sums[len(values) :], strict=True):
-        variable.assign(average)
+    layer_state.assign(averaged, sums[len(values) :])
     result: list = [None] * len(grads)
     for i, value in zip(present, sums[: len(values)], strict=True):
         result[i] = value

@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras.src import tree
 
 from tfdist.memory.estimation.traced_graph import short_device
-from tfdist.strategies.step_shadows import optimizers_of, seed_generators_of
+from tfdist.strategies.model_parts import optimizers_of, seed_generators_of
 
 _STEPS = 3
 # Some allocators of CPUs count what is large only.

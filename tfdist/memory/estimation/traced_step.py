@@ -16,7 +16,7 @@ from tfdist.memory.estimation.batch import symbolic
 from tfdist.memory.estimation.traced_graph import VIEWS, short_device
 from tfdist.memory.labels import GRADIENT, label_of, recorded, scopes_of
 from tfdist.strategies.keras_step import shadowed
-from tfdist.strategies.step_shadows import parts_of
+from tfdist.strategies.model_parts import parts_of
 
 GRADIENTS, OPTIMIZER, OTHER = "gradients of weights", "optimizer", "loss and metrics"
 

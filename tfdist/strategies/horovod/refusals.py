@@ -12,7 +12,7 @@ from typing import Any
 
 import keras
 
-from tfdist.strategies.step_shadows import optimizers_of, parts_of
+from tfdist.strategies.model_parts import optimizers_of, parts_of
 
 _EXPECTED = (
     "Expected: plain Keras code in the scope of tfdist's strategy, which averages the gradients, broadcasts the "

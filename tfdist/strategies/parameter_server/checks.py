@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.strategies.guards import check_steps
-from tfdist.strategies.step_shadows import metrics_of, optimizers_of, parts_of
+from tfdist.strategies.model_parts import metrics_of, optimizers_of, parts_of
 
 MODES = ("async", "sync")
 

@@ -13,12 +13,13 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.strategies.keras_step import KerasStep, shadowed
+from tfdist.strategies.model_parts import optimizers_of, seed_generators_of
 from tfdist.strategies.parameter_server.batches import flatten_spec
 from tfdist.strategies.parameter_server.packing import Packing
 from tfdist.strategies.parameter_server.sparse_updates import sparse_updates
 from tfdist.strategies.parameter_server.step_function import StepFunction, StepOutcome, Trace
 from tfdist.strategies.parameter_server.transfer import fetch
-from tfdist.strategies.step_shadows import SEED_STRIDE, optimizers_of, seed_generators_of
+from tfdist.strategies.step_shadows import SEED_STRIDE
 
 _SHARD = tf.TensorSpec([], tf.int64)
 _WEIGHT = tf.TensorSpec([], tf.float32)
@@ -92,10 +93,7 @@ class GradientStep(StepFunction):
             weights: of their gradients; the sum is 1.
         """
         for i, variable in enumerate(trace.state):
-            values = [shard.state[i] for shard in shards]
-            if variable.value.dtype.is_floating:
-                values[0] = sum(np.float64(w) * v for w, v in zip(weights, values, strict=True))
-            variable.assign(values[0].astype(variable.dtype))
+            variable.assign(_combined(variable, [shard.state[i] for shard in shards], weights))
         if trace.gradients is None:
             return  # nothing is trained
         arguments = [tf.constant(weights, tf.float32), *(g for shard in shards for g in shard.gradients)]
@@ -165,6 +163,17 @@ class GradientStep(StepFunction):
             specs = [tf.TensorSpec([shards], tf.float32), *trace.gradients.specs * shards]
             self._apply_functions[key] = self._concrete(apply, specs)
         return self._apply_functions[key]
+
+
+def _combined(variable: keras.Variable, values: Sequence[np.ndarray], weights: Sequence[float]) -> np.ndarray:
+    """What becomes of state that each shard has updated, as the variable's `aggregation` says."""
+    if variable.aggregation == "sum":
+        old = np.asarray(variable.value)
+        return old + sum(value - old for value in values)
+    if variable.aggregation == "only_first_replica" or not variable.value.dtype.is_floating:
+        return values[0]
+    average = sum(np.float64(weight) * value for weight, value in zip(weights, values, strict=True))
+    return average.astype(values[0].dtype)
 
 
 @dataclasses.dataclass

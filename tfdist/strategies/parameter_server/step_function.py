@@ -14,6 +14,7 @@ from keras.src.backend.common import global_state
 from tensorflow.python.data.ops.iterator_ops import IteratorSpec
 
 from tfdist.strategies.keras_step import shadowed
+from tfdist.strategies.model_parts import metrics_of, optimizers_of
 from tfdist.strategies.parameter_server.additivity import only_adds
 from tfdist.strategies.parameter_server.batches import any_rows, flatten, flatten_spec, unflatten
 from tfdist.strategies.parameter_server.captured_state import CapturedState
@@ -21,7 +22,6 @@ from tfdist.strategies.parameter_server.packing import Packing
 from tfdist.strategies.parameter_server.sparse_updates import sparse_updates
 from tfdist.strategies.parameter_server.transfer import fetch, local_constant
 from tfdist.strategies.step_logs import marked_result
-from tfdist.strategies.step_shadows import metrics_of, optimizers_of
 
 
 @dataclasses.dataclass

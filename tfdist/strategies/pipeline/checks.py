@@ -10,7 +10,7 @@ from keras.src.models.functional import Functional
 
 from tfdist.memory.application import applied
 from tfdist.strategies.guards import check_steps
-from tfdist.strategies.step_shadows import optimizers_of
+from tfdist.strategies.model_parts import optimizers_of
 
 
 def check(strategy: tf.distribute.Strategy, model: keras.Model, replicas: int, microbatches: int) -> None:
@@ -25,11 +25,6 @@ def check(strategy: tf.distribute.Strategy, model: keras.Model, replicas: int, m
     Raises:
         ValueError: if it cannot be trained under this strategy.
     """
-    if model.jit_compile is True:
-        raise ValueError(
-            "Received: compile(jit_compile=True) under PipelineStrategy. XLA compiles for one device, and the step of "
-            "a pipeline runs on several. Expected: jit_compile=False or 'auto' (the default)."
-        )
     if model.run_eagerly:
         warnings.warn(
             "Received: run_eagerly=True under PipelineStrategy. The layers run one after the other, each on its "

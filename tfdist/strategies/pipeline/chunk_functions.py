@@ -34,6 +34,7 @@ from tfdist.layer_graph.values import (
     pack,
     unpack,
 )
+from tfdist.strategies import xla
 from tfdist.strategies.pipeline.weight_gradients import RowProduct, as_row_product
 
 _log = logging.getLogger("tfdist")
@@ -102,7 +103,7 @@ class ChunkFunctions:
             differentiable: whether a backward pass may follow.
         """
         specs = tuple(Value(*(None if t is None else tf.TensorSpec(t.shape, t.dtype) for t in v)) for v in arguments)
-        key = specs, differentiable
+        key = specs, differentiable, bool(self.model.jit_compile)
         if key not in self._traces:
             # Several pipelines call the function: what is in it runs where it is called.
             with tf.device(None):
@@ -197,7 +198,8 @@ class _Trace:
 
     def _forward_graph(self, suffix: str) -> func_graph.FuncGraph:
         def run(*flat: tf.Tensor) -> list[tf.Tensor]:
-            return self._run(list(flat))
+            with xla.marked(self.functions.model):
+                return self._run(list(flat))
 
         specs = [*self._variables, *pack(self.specs)[0]]
         return func_graph.func_graph_from_py_func(f"{self._name}_{suffix}", run, specs, {})
@@ -236,7 +238,7 @@ class _Trace:
         if self._recompute:
             # One graph makes both passes; it takes the gradients of the outputs first.
             backward = source
-            with backward.as_default():
+            with backward.as_default(), xla.marked(self.functions.model):
                 given = [tf.compat.v1.placeholder(y.dtype, y.shape) for y in ys]
                 gradients = gradients_util._GradientsHelper(ys, xs, grad_ys=given)
                 self._set_gradients(backward, gradients, count)
@@ -245,7 +247,7 @@ class _Trace:
             return
         with source.as_default():
             backward = func_graph.FuncGraph(f"{self._name}_backward")
-        with backward.as_default():
+        with backward.as_default(), xla.marked(self.functions.model):
             given = [tf.compat.v1.placeholder(y.dtype, y.shape) for y in ys]
             gradients = gradients_util._GradientsHelper(ys, xs, grad_ys=given, src_graph=source)
             self._set_gradients(backward, gradients, count)

@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.strategies.keras_step import shadowed
-from tfdist.strategies.step_shadows import optimizers_of, parts_of
+from tfdist.strategies.model_parts import optimizers_of, parts_of
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
-from tfdist.strategies.step_shadows import optimizers_of, parts_of
+from tfdist.strategies.model_parts import optimizers_of, parts_of
 
 
 class SlotReferences:

@@ -14,13 +14,13 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.layer_graph.values import Gradients, Value
+from tfdist.strategies.model_parts import seed_generators_of
 from tfdist.strategies.pipeline.clock import Clock
 from tfdist.strategies.pipeline.engine import PipelineRun
 from tfdist.strategies.pipeline.gradient_sums import added
 from tfdist.strategies.pipeline.micro_batches import MicroBatches
 from tfdist.strategies.pipeline.plan import PipelinePlan
 from tfdist.strategies.pipeline.schedule import Instruction
-from tfdist.strategies.step_shadows import seed_generators_of
 
 # Far apart, so that no two pipelines draw the same masks for Dropout (2**31 divided by the golden ratio).
 _SEED_STRIDE = 0x4F1BBCDD

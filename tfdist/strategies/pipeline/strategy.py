@@ -13,6 +13,7 @@ import tensorflow as tf
 from keras.src.models.functional import Functional
 from tensorflow.python.distribute import distribute_lib, one_device_strategy
 
+from tfdist.arguments import check_count, check_seconds
 from tfdist.cluster.config import ClusterConfig
 from tfdist.compat import install
 from tfdist.layer_graph.chunk import is_traced
@@ -155,6 +156,9 @@ class PipelineStrategy(tf.distribute.Strategy):
         start_timeout: float = 300.0,
     ):
         install()
+        if replicas is not None:
+            check_count("replicas", replicas)
+        check_seconds(start_timeout=start_timeout)
         self._devices = pipeline_devices(devices, replicas, cluster, start_timeout)
         self._planner = Planner(
             self._devices, microbatches, schedule, chunks_per_device, cuts, balance, recompute, weight_gradients, memory

@@ -1,0 +1,54 @@
+"""How long does a training step take with XLA and without, in one process and under a strategy?"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from benchmarks.children import Children, say
+
+MODELS = ("CNN", "Transformer block")
+ROWS = 32
+DEVICES = 2
+
+
+def measure(children: Children, samples: int, quick: bool) -> list[dict]:
+    """One record for each model, number of devices, and with XLA or without; all take turns in one process."""
+    records = []
+    for model in MODELS:
+        say(f"steps: {model} ...")
+        settings = {"model": model, "samples": 2 if quick else 4 * samples}
+        records += children.python(f"{__package__}.xla_steps", settings, cores=children.cores[:1])
+    return records
+
+
+def main(text: str, path: str) -> None:
+    """Measures the variants of one model in turns and writes a record of each."""
+    import tensorflow as tf
+
+    import tfdist
+    from benchmarks.compiling.models import compiled, make_devices, repeated_batch
+    from benchmarks.windows import FitWindows
+
+    settings = json.loads(text)
+    strategies = {1: tf.distribute.get_strategy(), DEVICES: tfdist.MirroredStrategy(make_devices(DEVICES))}
+    trials = {}
+    for devices, strategy in strategies.items():
+        for jit_compile in (False, True):
+            with strategy.scope():
+                model = compiled(settings["model"], jit_compile)
+            trials[devices, jit_compile] = FitWindows(model, repeated_batch(model, ROWS), [os.getpid()])
+    for _ in range(settings["samples"]):
+        for trial in trials.values():
+            trial.run()
+    records = [
+        {"model": settings["model"], "devices": devices, "jit_compile": jit_compile, **trial.record}
+        for (devices, jit_compile), trial in trials.items()
+    ]
+    Path(path).write_text(json.dumps(records))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,264 @@
+"""State of layers, other than weights and metrics, that a step updates on each replica from that replica's own rows.
+
+Moving statistics, codebooks, centres, queues: without exchange the replicas' copies drift apart. A variable's
+`aggregation` says how they are brought together; where it says nothing they are averaged by rows. What the replicas
+compute alike, such as the weights of a momentum encoder, is never sent anywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+from tensorflow.python.distribute.values import DistributedVariable
+
+from tfdist.strategies import exchange
+from tfdist.strategies.gradients import all_reduce_sum, scale
+from tfdist.strategies.initial_values import from_wire, to_wire
+from tfdist.strategies.keras_step import KerasStep, global_replica, local_replica, shadowed
+from tfdist.strategies.model_parts import items_of, optimizers_of, seed_generators_of
+from tfdist.strategies.own_rows import Own, OwnRows, only_updates
+from tfdist.strategies.replica_values import is_kept_per_replica, parts_of_variable
+
+_WARNED = "_tfdist_warned"
+_NO_MEAN = (
+    "which equals one process only for updates that are linear in means over the rows: not for queues of rows, counts "
+    "or maxima"
+)
+_READ_AFTER = "but in the same step each replica has read its own"
+
+
+class ReplicaState:
+    """What one replica's step has written so far.
+
+    Args:
+        step: the step that is traced, or run eagerly.
+        data: this replica's rows of the batch.
+
+    Attributes:
+        graph: where it is traced, or `None`.
+    """
+
+    def __init__(self, step: KerasStep, data: Any) -> None:
+        self._step = step
+        self._pending: list[Any] = []
+        self.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        self._watched = watched = _state_of(step.model)
+        if self.graph is None:
+            return
+        optimizers = [v for optimizer in optimizers_of(step.model) for v in optimizer.variables if _is_mirrored(v)]
+        self._by_handle = {id(_part(v).handle): v for v in watched}
+        self._own_rows = OwnRows(
+            self.graph,
+            tf.nest.flatten(data, expand_composites=True),
+            same=[_part(v) for v in (*watched, *optimizers)],
+            watched=[_part(v) for v in watched],
+            others=_devices_of_others(),
+        )
+
+    def take_averaged(self) -> list[Any]:
+        """Variables whose average over the replicas is due, and which are then no longer taken for written."""
+        self._look()
+        due = [v for v in self._pending if _is_averaged(v)]
+        self._pending = [v for v in self._pending if not _is_averaged(v)]
+        return due
+
+    def skip(self) -> None:
+        """Takes all that was written since the last look for the same on all replicas: an optimizer has."""
+        if self.graph is not None:
+            self._own_rows.skip()
+
+    def bring_together(self) -> None:
+        """At the end of the step: whatever it wrote from this replica's own rows becomes the same on all."""
+        if self.graph is None:
+            # Only Keras' own variables tell that they are assigned.
+            self._pending += [v for v in self._watched if not isinstance(v, keras.Variable)]
+        averaged = self.take_averaged()
+        if averaged:
+            assign(averaged, all_reduce_sum(weighted(self._step, averaged), counts=self._step.counts))
+        firsts, self._pending = self._pending, []
+        assign(firsts, [_of_first_replica(tf.convert_to_tensor(_part(v))) for v in firsts])
+
+    def assign(self, variable: keras.Variable, value: Any) -> None:
+        """Assigns a variable in the step: at once what its `aggregation` says, if it says something."""
+        part, rule = _part(variable), _rule(variable)
+        value = tf.cast(tf.convert_to_tensor(value), part.dtype)
+        if not self._can_meet() or rule == "none":
+            part.assign(value)
+            if self.graph is None and _is_among(variable, self._watched) and not _is_among(variable, self._pending):
+                self._pending.append(variable)
+            return
+        if rule == "sum":
+            value = _sum(self._step, value)
+        elif self._is_own(variable, value):
+            if _is_averaged(variable):
+                (value,) = all_reduce_sum([scale(value, self._step.weight)], counts=self._step.counts)
+            else:
+                value = _of_first_replica(value)
+        part.assign(value)
+
+    def add(self, variable: keras.Variable, value: Any) -> None:
+        """Adds to a variable with `aggregation="sum"` what all replicas add."""
+        part = _part(variable)
+        value = tf.cast(tf.convert_to_tensor(value), part.dtype)
+        part.assign_add(_sum(self._step, value) if self._can_meet() else value)
+
+    def _can_meet(self) -> bool:
+        """Replicas cannot exchange values in a branch or a loop of the step's graph."""
+        return self.graph is None or self.graph is tf.compat.v1.get_default_graph()
+
+    def _is_own(self, variable: keras.Variable, value: tf.Tensor) -> bool:
+        if self.graph is None:
+            return True
+        self._look()
+        own = self._own_rows.of(value)
+        if variable.trainable and own not in (None, Own.MEAN):
+            self._warn(variable, _NO_MEAN)
+        return own is not None
+
+    def _look(self) -> None:
+        """Finds what was written since the last time from this replica's own rows."""
+        if self.graph is None:
+            return
+        for access in self._own_rows.accesses():
+            variable = self._by_handle[access.handle]
+            if access.is_write:
+                self._note_write(variable, access.own)
+            elif access.own and not only_updates(access.operation.outputs[0]):
+                self._warn(variable, _READ_AFTER)
+
+    def _note_write(self, variable: Any, own: Own | None) -> None:
+        self._pending = [other for other in self._pending if other is not variable]
+        if own is None:
+            return
+        if _rule(variable) == "sum":
+            raise NotImplementedError(
+                f"Received: variable '{_path(variable)}' with aggregation='sum', assigned in a branch or a loop "
+                "(tf.cond, tf.while_loop, tf.map_fn), where replicas cannot meet. Expected: assigned outside of it."
+            )
+        self._pending.append(variable)
+        if own is not Own.MEAN and (_rule(variable) == "none" or variable.trainable):
+            self._warn(variable, _NO_MEAN)
+
+    def _warn(self, variable: Any, why: str) -> None:
+        if local_replica() or hasattr(variable, _WARNED) or _is_of_keras(self._step.model, variable):
+            return
+        object.__setattr__(variable, _WARNED, True)
+        kept = "replicas' average is" if _is_averaged(variable) else "first replica's value is"
+        warnings.warn(
+            f"Received: variable '{_path(variable)}', which each replica updates from its own rows of the batch. The "
+            f"{kept} kept at the end of the step, {why}. Expected: "
+            "add_weight(..., aggregation=) with 'mean', 'sum' or 'only_first_replica', where one of them is right as "
+            "soon as it is assigned; or an update from the rows of all replicas, by "
+            "tf.distribute.get_replica_context().all_gather(rows, axis=0). That context is None while a model is "
+            "built.",
+            stacklevel=2,
+        )
+
+
+@contextlib.contextmanager
+def aggregated(step: KerasStep) -> Iterator[None]:
+    """While a step is traced: assigning a variable of the model tells the replica's state."""
+    with contextlib.ExitStack() as stack:
+        for variable in step.model.variables:
+            if _is_mirrored(variable):
+                stack.enter_context(shadowed(variable, **_methods(step, variable)))
+        yield
+
+
+def _methods(step: KerasStep, variable: keras.Variable) -> dict[str, Callable]:
+    def through(name: str, own: Callable[[ReplicaState, Any], None]) -> Callable:
+        def assign(value: Any) -> Any:
+            state = None if tf.distribute.in_cross_replica_context() else step.states.get(local_replica())
+            if state is None:
+                return getattr(type(variable), name)(variable, value)
+            own(state, value)
+            return variable.value
+
+        return assign
+
+    methods = {"_direct_assign": through("_direct_assign", lambda state, value: state.assign(variable, value))}
+    if variable.aggregation == "sum":
+        methods["assign_add"] = through("assign_add", lambda state, value: state.add(variable, value))
+        methods["assign_sub"] = through(
+            "assign_sub", lambda state, value: state.add(variable, -tf.convert_to_tensor(value))
+        )
+    return methods
+
+
+def assign(variables: Iterable[Any], values: Iterable[tf.Tensor]) -> None:
+    """Writes what is the same on all replicas."""
+    for variable, value in zip(variables, values, strict=True):
+        _part(variable).assign(value)
+
+
+def weighted(step: KerasStep, variables: Iterable[Any]) -> list[tf.Tensor]:
+    """What this replica adds to the averages of variables."""
+    return [scale(tf.convert_to_tensor(_part(v)), step.weight) for v in variables]
+
+
+def _state_of(model: keras.Model) -> list[Any]:
+    """What a step may write: the model's variables but seeds, and TensorFlow's that layers have as attributes."""
+    seeds = {id(generator.state) for generator in seed_generators_of(model)}
+    found = [v for v in model.variables if id(v) not in seeds]
+    for layer in model._flatten_layers():
+        own = [item for item in items_of(vars(layer)) if isinstance(item, DistributedVariable)]
+        found += [item for item in own if item.aggregation == tf.VariableAggregation.NONE]
+    return [v for v in found if _is_mirrored(v)]
+
+
+def _devices_of_others() -> set[str]:
+    devices = tf.distribute.get_strategy().extended.worker_devices
+    return set(devices) - {devices[local_replica()]}
+
+
+def _is_mirrored(variable: Any) -> bool:
+    is_distributed = isinstance(getattr(variable, "_value", variable), DistributedVariable)
+    return is_distributed and not is_kept_per_replica(variable)
+
+
+def _part(variable: Any) -> tf.Variable:
+    return parts_of_variable(variable)[local_replica()]
+
+
+def _is_among(variable: Any, others: list[Any]) -> bool:
+    return any(variable is other for other in others)
+
+
+def _rule(variable: Any) -> str:
+    if not isinstance(variable, keras.Variable):
+        return "none"
+    # A weight has to be the same everywhere at once.
+    return "mean" if variable.trainable and variable.aggregation == "none" else variable.aggregation
+
+
+def _is_averaged(variable: Any) -> bool:
+    return _part(variable).dtype.is_floating and _rule(variable) in ("none", "mean")
+
+
+def _path(variable: Any) -> str:
+    return variable.path if isinstance(variable, keras.Variable) else variable.name
+
+
+def _is_of_keras(model: keras.Model, variable: Any) -> bool:
+    """Whether it belongs to a layer of Keras' own, such as BatchNormalization."""
+    owners = (layer for layer in model._flatten_layers() if any(v is variable for v in _variables_of(layer)))
+    return any(type(owner).__module__.partition(".")[0] == "keras" for owner in owners)
+
+
+def _variables_of(layer: keras.Layer) -> list[keras.Variable]:
+    return [*layer._trainable_variables, *layer._non_trainable_variables]
+
+
+def _sum(step: KerasStep, value: tf.Tensor) -> tf.Tensor:
+    return all_reduce_sum([value], counts=step.counts)[0]
+
+
+def _of_first_replica(value: tf.Tensor) -> tf.Tensor:
+    # The others add zeros.
+    wire = tf.cast(value, tf.int32) if value.dtype == tf.bool else to_wire(value)
+    return from_wire(exchange.all_reduce(wire if global_replica() == 0 else tf.zeros_like(wire)), value.dtype)

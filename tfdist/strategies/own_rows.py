@@ -1,0 +1,262 @@
+"""What a traced step makes of this replica's own rows, and whether it is then a mean over them.
+
+The operations of the graph are gone through once, in the order in which they were made. What replicas have added up or
+gathered is the same on all of them; so are constants, weights, and state that was written from such values. The rest is
+a replica's own. Averages over the replicas are exact for what is linear in means over the rows.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
+
+
+class Own(enum.Enum):
+    """What a tensor is that is not the same on all replicas."""
+
+    ROWS = "a value for each row, along the first axis"
+    MEAN = "linear in means over the rows"
+    MIXED = "anything else"
+
+
+class Access(NamedTuple):
+    """An operation that reads a watched variable, or writes it.
+
+    Attributes:
+        handle: id of the variable's handle.
+        operation: what reads or writes.
+        is_write: which of them.
+        own: what is written, or read; `None` for what is the same on all replicas.
+    """
+
+    handle: int
+    operation: tf.Operation
+    is_write: bool
+    own: Own | None
+
+
+_AGREED = "tfdist_agreed"
+# Beginnings of operations' types.
+_COLLECTIVES = ("Collective", "Nccl", "Horovod")
+_READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
+_CALLS = ("PartitionedCall", "StatefulPartitionedCall", "If", "StatelessIf", "While", "StatelessWhile", "Case")
+_CUTS = ("StridedSlice", "Transpose", "ConcatV2", "Pack", "Unpack", "SplitV")
+_SUMS = ("Add", "AddV2", "AddN", "Sub", "BiasAdd")
+_LINEAR = ("Identity", "Cast", "Reshape", "Squeeze", "ExpandDims", "Neg", "StopGradient", "ReadVariableOp")
+_REDUCTIONS = ("Mean", "Sum", "Max", "Min", "Prod", "Any", "All")
+_PRODUCTS = ("MatMul", "BatchMatMulV2", "BatchMatMulV3", "Conv1D", "Conv2D", "Conv3D", "DepthwiseConv2dNative")
+_ELEMENTWISE = """
+    Abs Acos Ceil Cos Elu Equal Erf Exp Expm1 Floor Greater GreaterEqual LeakyRelu Less LessEqual Log Log1p
+    LogicalAnd LogicalNot LogicalOr Maximum Minimum NotEqual OnesLike Pow Reciprocal Relu Relu6 Rsqrt Selu SelectV2
+    Sigmoid Sign Sin Softplus Softsign Sqrt Square SquaredDifference Tanh ZerosLike OneHot Xdivy Xlogy MulNoNan
+    DivNoNan MaxPool AvgPool
+    """
+
+
+def agreed(values: Iterable[tf.Tensor]) -> None:
+    """Notes that tensors have the same values on all replicas: a strategy has reduced or gathered them."""
+    for value in values:
+        if tf.is_symbolic_tensor(value):
+            _names_agreed_in(value.graph).add(value.name)
+
+
+def exchanged(call: Callable[[], Any]) -> tuple[Any, bool]:
+    """What a call returns, and whether replicas have exchanged something in it."""
+    if tf.executing_eagerly():
+        return call(), False
+    graph = tf.compat.v1.get_default_graph()
+    operations, names = len(graph.get_operations()), len(_names_agreed_in(graph))
+    result = call()
+    made = graph.get_operations()[operations:]
+    return result, len(_names_agreed_in(graph)) > names or any(one.type.startswith(_COLLECTIVES) for one in made)
+
+
+class OwnRows:
+    """The values of one replica in one graph.
+
+    Args:
+        graph: where the replica's step is traced. What it has already is taken for the same on all replicas.
+        rows: what the replica begins with: its rows of the batch.
+        same: variables' parts on this replica, whose values are the same on all replicas when the step begins.
+        watched: those of them of which accesses are told.
+        others: devices of other replicas, of whose operations this one sees only what is agreed on.
+    """
+
+    def __init__(
+        self,
+        graph: tf.Graph,
+        rows: Iterable[Any],
+        same: Iterable[tf.Variable],
+        watched: Iterable[tf.Variable],
+        others: Iterable[str],
+    ) -> None:
+        self._graph = graph
+        self._others = frozenset(others)
+        # By the names of tensors, and by the ids of handles.
+        self._own: dict[str, Own] = {one.name: Own.ROWS for one in rows if tf.is_tensor(one)}
+        self._variables: dict[int, Own | None] = {id(part.handle): None for part in same}
+        self._watched = {id(part.handle) for part in watched}
+        # By the names of placeholders: what they stand for.
+        self._captured: dict[str, int] = {}
+        self.skip()
+
+    def of(self, value: tf.Tensor) -> Own | None:
+        """What a tensor is; `None` if it is the same on all replicas. Accesses have to be read before."""
+        return self._own.get(value.name)
+
+    def skip(self) -> None:
+        """Takes what was made since the last time for the same on all replicas."""
+        self._seen = len(self._graph.get_operations())
+
+    def accesses(self) -> Iterator[Access]:
+        """Goes through the operations since the last time, and tells which access watched variables."""
+        operations = self._graph.get_operations()
+        begin, self._seen = self._seen, len(operations)
+        names = _names_agreed_in(self._graph)
+        for operation in operations[begin:]:
+            if operation.device in self._others:
+                continue
+            handles = {one.name: self._handle(one) for one in operation.inputs if one.dtype == tf.resource}
+            outputs = self._outputs(operation, handles)
+            for output, own in zip(operation.outputs, outputs, strict=True):
+                if own is not None and output.name not in names:
+                    self._own[output.name] = own
+            if any(handle in self._variables for handle in handles.values()):
+                yield from self._of_variables(operation, handles)
+
+    def _of_variables(self, operation: tf.Operation, handles: dict[str, int | None]) -> Iterator[Access]:
+        reads, writes = get_read_write_resource_inputs(operation)
+        for tensor in (*reads, *writes):
+            handle, is_write = handles[tensor.name], tensor in writes
+            if handle not in self._variables:
+                continue
+            own = self._variables[handle]
+            if is_write:
+                given = [self.of(one) for one in operation.inputs if one.dtype != tf.resource]
+                if operation.type != "AssignVariableOp":
+                    given += [self._variables.get(other, Own.ROWS) for other in handles.values()]
+                own = _sum(given) if operation.type.startswith("Assign") else _mixed(given)
+                own = Own.MIXED if own is Own.ROWS else own
+                self._variables[handle] = own
+            if handle in self._watched:
+                yield Access(handle, operation, is_write, own)
+
+    def _outputs(self, operation: tf.Operation, handles: dict[str, int | None]) -> list[Own | None]:
+        kind, count = operation.type, len(operation.outputs)
+        if kind == "Const" or kind.startswith(_COLLECTIVES):
+            return [None] * count
+        if kind == "Placeholder":
+            own = Own.ROWS if self._handle(operation.outputs[0]) is None else None
+            return [own] * count
+        given = [
+            self._variables.get(handles[one.name], Own.ROWS) if one.name in handles else self.of(one)
+            for one in operation.inputs
+        ]
+        if kind == "IdentityN":
+            return given
+        if operation.op_def.is_stateful and kind not in (*_READS, *_CALLS):
+            # Random numbers, the next batch.
+            return [Own.ROWS] * count
+        return [None if all(own is None for own in given) else _made_by(operation, given)] * count
+
+    def _handle(self, tensor: tf.Tensor) -> int | None:
+        """The id of what the graph has captured as this tensor: a variable's handle, say."""
+        if tensor.name not in self._captured and tensor.op.type == "Placeholder":
+            self._captured = {internal.name: id(external) for external, internal in self._graph.captures}
+        return self._captured.get(tensor.name)
+
+
+def only_updates(value: tf.Tensor) -> bool:
+    """Whether all that is made of a value read from a variable is written to variables, by linear operations."""
+    waiting = [value]
+    while waiting:
+        for operation in waiting.pop().consumers():
+            if operation.type in (*_LINEAR, *_SUMS, "Mul", "RealDiv"):
+                waiting += operation.outputs
+            elif not operation.type.startswith("Assign"):
+                return False
+    return True
+
+
+def _made_by(operation: tf.Operation, given: list[Own | None]) -> Own:
+    """What an operation makes of its inputs, of which some are this replica's own."""
+    kind, first = operation.type, given[0]
+    others_are_same = all(own is None for own in given[1:])
+    by_row = all(own in (None, Own.ROWS) for own in given)
+    if kind in _LINEAR:
+        return first or Own.MIXED
+    if kind in _SUMS:
+        return _sum(given)
+    if kind == "Mul" and None in given:
+        return first or given[1]
+    if kind == "RealDiv" and others_are_same:
+        return first
+    if kind in _REDUCTIONS:
+        return _reduced(operation, first)
+    if kind in _CUTS:
+        if first is Own.MEAN or (kind in ("ConcatV2", "Pack") and _sum(given) is Own.MEAN):
+            return Own.MEAN
+        return Own.ROWS if _sum(given) is Own.ROWS and _keeps_first_axis(operation) else Own.MIXED
+    if kind in ("Softmax", "LogSoftmax"):
+        return Own.ROWS if by_row and operation.inputs[0].shape.rank != 1 else Own.MIXED
+    if kind in _PRODUCTS and others_are_same:
+        transposed = kind == "MatMul" and operation.get_attr("transpose_a")
+        return Own.MIXED if transposed else first
+    if kind == "GatherV2":
+        return Own.ROWS if first is None and by_row else Own.MIXED
+    if by_row and (kind in ("Mul", "RealDiv") or kind in _ELEMENTWISE.split() or kind in _READS):
+        return Own.ROWS
+    return Own.MIXED
+
+
+def _keeps_first_axis(operation: tf.Operation) -> bool:
+    """Whether an operation that rearranges values leaves the first axis alone."""
+    kind = operation.type
+    if kind == "StridedSlice":
+        masks = [operation.get_attr(name) & 1 for name in ("begin_mask", "end_mask", "ellipsis_mask", "new_axis_mask")]
+        strides = tf.get_static_value(operation.inputs[3])
+        whole = strides is not None and strides[0] == 1 and masks[0] and masks[1]
+        return bool((whole or masks[2]) and not masks[3])
+    if kind == "Transpose":
+        order = tf.get_static_value(operation.inputs[1])
+        return order is not None and order[0] == 0
+    if kind in ("Pack", "Unpack"):
+        return operation.get_attr("axis") > 0
+    axis = tf.get_static_value(operation.inputs[-1])
+    rank = operation.outputs[0].shape.rank
+    return axis is not None and (axis > 0 or (axis < 0 and rank is not None and axis != -rank))
+
+
+def _sum(given: Iterable[Own | None]) -> Own | None:
+    kinds = {own for own in given if own is not None}
+    if not kinds:
+        return None
+    return kinds.pop() if len(kinds) == 1 else Own.MIXED
+
+
+def _mixed(given: Iterable[Own | None]) -> Own | None:
+    return None if all(own is None for own in given) else Own.MIXED
+
+
+def _reduced(operation: tf.Operation, own: Own | None) -> Own:
+    if own is None:
+        return Own.MIXED
+    if own is Own.MEAN:
+        return own if operation.type in ("Mean", "Sum") else Own.MIXED
+    axes, rank = tf.get_static_value(operation.inputs[1]), operation.inputs[0].shape.rank
+    over_rows = axes is None or any(axis == 0 or axis == -(rank or 0) for axis in np.reshape(axes, -1))
+    if not over_rows or own is Own.MIXED:
+        return own
+    return Own.MEAN if operation.type == "Mean" else Own.MIXED
+
+
+def _names_agreed_in(graph: tf.Graph) -> set[str]:
+    kept = graph.get_collection_ref(_AGREED)
+    if not kept:
+        kept.append(set())
+    return kept[0]

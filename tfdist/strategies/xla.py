@@ -1,0 +1,38 @@
+"""`compile(jit_compile=True)` under a strategy: XLA compiles what each replica computes, between the collectives.
+
+Keras compiles the whole step, in which XLA would have to compile the collectives, and all devices, too. Here the step's
+operations are marked instead, and TensorFlow clusters those that XLA knows (auto-clustering, see
+https://www.tensorflow.org/xla#auto-clustering): collectives, and what XLA has no kernel for, stay outside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.trainers.trainer import model_supports_jit
+
+
+def automatic(model: keras.Model) -> bool:
+    """What `jit_compile="auto"` means: as Keras decides without a strategy."""
+    return bool(tf.config.list_physical_devices("GPU")) and model_supports_jit(model)
+
+
+@contextlib.contextmanager
+def not_as_a_whole(model: keras.Model) -> Iterator[None]:
+    """While Keras makes the function of a step: it does not compile it."""
+    before, model._jit_compile = model._jit_compile, False
+    try:
+        yield
+    finally:
+        model._jit_compile = before
+
+
+def marked(model: keras.Model) -> Any:
+    """A context, while a step is traced: its operations are for XLA, if the model wants that."""
+    if not model.jit_compile or tf.executing_eagerly():
+        return contextlib.nullcontext()
+    return tf.xla.experimental.jit_scope()
