@@ -13,7 +13,8 @@ export PIP_USER := 0
 # Where this is set, every process that starts would compile the tests and tfdist anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-rest test-all test-matrix test-slurm durations mutations lint bench docs horovod clean
+.PHONY: help demo test test-rest test-all test-matrix test-slurm conformance durations mutations lint bench docs \
+	horovod clean
 .DELETE_ON_ERROR:
 
 help:
@@ -22,6 +23,7 @@ help:
 	@echo "make test-all also those that are left out of it for their time, half an hour more"
 	@echo "make test-matrix the tests with other versions of TensorFlow and Keras, each in its own environment"
 	@echo "make test-slurm those on a real Slurm, MPI and networks, which it installs as root on Debian"
+	@echo "make conformance Keras' own tests in the scope of each strategy, and what has become worse or better"
 	@echo "make durations the same two, and note in tests/durations.tsv how long everything takes"
 	@echo "make mutations make mistakes on purpose in a copy, and see that tests fail"
 	@echo "make lint    check style and formatting"
@@ -49,9 +51,14 @@ test-rest: $(VENV)/.test
 
 test-all: test
 	$(MAKE) test-rest
+	$(MAKE) conformance ARGS=
 
 durations: test-all
 	$(RUN)python tools/test_times.py --write $(wildcard $(REPORTS)/*.xml)
+
+# Keras' tests import what few users of TensorFlow have, jax and torch: only here.
+conformance: $(VENV)/.test $(VENV)/.conformance
+	$(RUN)python tools/conformance.py $(ARGS)
 
 mutations: $(VENV)/.test
 	$(RUN)python tools/mutation_check.py $(ARGS)
@@ -110,7 +117,7 @@ $(VENV)/.made:
 	@touch $@
 
 # One stamp for each extra: a second `make` installs nothing, a change of the requirements installs anew.
-$(VENV)/.examples $(VENV)/.test $(VENV)/.bench $(VENV)/.docs $(VENV)/.horovod-build: $(VENV)/.%: \
+$(VENV)/.examples $(VENV)/.test $(VENV)/.bench $(VENV)/.docs $(VENV)/.horovod-build $(VENV)/.conformance: $(VENV)/.%: \
 		$(VENV)/.made pyproject.toml setup.py
 	$(RUN)python -m pip install --quiet --disable-pip-version-check -e '.[$*]'
 	@touch $@

@@ -35,6 +35,7 @@ def test_the_installed_package_has_the_command_the_types_and_the_extras() -> Non
         "plot",
         "kubernetes",
         "bench",
+        "conformance",
         "docs",
         "test",
         "horovod-build",

@@ -1,0 +1,55 @@
+"""A sample of `make conformance`, and what it calls worse and better."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+
+from tests.conformance.keras_tests import files, run_file
+from tools.conformance import compare, failures, table
+
+FILES = {path.name: path for path in files()}
+
+needs_jax = pytest.mark.skipif(
+    find_spec("jax") is None, reason="Keras' tests of its trainer import jax; `make conformance` installs it"
+)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(
+    ("name", "strategy", "options"),
+    [
+        ("lambda_callback_test.py", "Mirrored", []),
+        ("reduce_lr_on_plateau_test.py", "MultiWorker", []),
+        pytest.param("optimizer_distribute_test.py", "Mirrored", [], marks=pytest.mark.exhaustive),
+        pytest.param("trainer_test.py", "Mirrored", ["-k", "nested_inputs or fit_flow_jit"], marks=needs_jax),
+    ],
+)
+def test_sample(name, strategy, options):
+    outcomes = run_file(FILES[name], strategy, options)
+    assert outcomes, "no test ran"
+    failed = {test: reason for test, (outcome, reason) in outcomes.items() if outcome == "failed"}
+    assert not failed
+
+
+@pytest.mark.cluster
+@pytest.mark.exhaustive
+def test_the_strategy_is_really_there():
+    """The negative control: `tf.distribute`'s own strategy fails where the one of tfdist passes."""
+    outcomes = run_file(FILES["swap_ema_weights_test.py"], "tf.distribute's Mirrored")
+    assert "failed" in {outcome for outcome, _ in outcomes.values()}
+
+
+def test_worse_and_better():
+    found = {
+        "none": {"a": ("passed", ""), "b": ("passed", ""), "c": ("failed", "anyway"), "d": ("passed", "")},
+        "Mirrored": {"a": ("failed", "it hangs"), "b": ("passed", ""), "c": ("failed", "anyway")},
+    }
+    failed = failures(found)
+    assert failed == {"Mirrored": {"a": "it hangs", "d": "did not run: the file ended before"}}
+    assert compare(failed, {"Mirrored": {"d": "known", "b": "known"}}, set(found["none"])) == [
+        "worse: Mirrored: a: it hangs",
+        "better: Mirrored: b passes; take it out of known.json",
+    ]
+    assert table(found).splitlines()[2:] == ["| none | 3 |", "| Mirrored | 1 |"]
