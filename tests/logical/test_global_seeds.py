@@ -68,11 +68,40 @@ def test_another_strategy_and_none_come_after_it(mirrored):
         assert np.isfinite(model.fit(X, X[:, :1], batch_size=8, verbose=0).history["loss"]).all()
 
 
+@pytest.mark.parametrize("other", [tfdist.MirroredStrategy, tf.distribute.MirroredStrategy])
+def test_in_the_scope_of_another_strategy(mirrored, other):
+    losses(mirrored, noisy_layers)
+    with other(["CPU:0", "CPU:1"]).scope():
+        drawn = [keras.random.normal((2,)).numpy().tolist() for _ in range(2)]
+    assert drawn[0] != drawn[1]
+
+
+def test_a_strategy_has_one(mirrored):
+    """A step that was traced goes on drawing from it, whatever comes in between."""
+    losses(mirrored, noisy_layers)
+    own = global_seeds.current()
+    losses(tfdist.MirroredStrategy(["CPU:0"]), noisy_layers)
+    assert global_seeds.current() is not own
+    state = global_seeds.current().state.numpy()
+    global_seeds.make(mirrored)
+    assert global_seeds.current() is own
+    np.testing.assert_array_equal(own.state.numpy(), state)
+
+
+def test_predictions_of_replicas(mirrored):
+    keras.utils.set_random_seed(3)
+    with mirrored.scope():
+        model = noisy_layers()
+    first, second = np.split(model.predict(X, batch_size=8, verbose=0), 2)
+    assert not np.isin(first, second).any()
+
+
 def test_what_nobody_draws_from_changes_nothing(mirrored):
     keras.utils.set_random_seed(3)
     before = random.getstate()
-    global_seeds.make(mirrored)
+    strategy = tfdist.MirroredStrategy(list(mirrored.extended.worker_devices))
+    global_seeds.make(strategy)
     assert random.getstate() == before
     assert not global_seeds.is_used(global_seeds.current())
-    losses(mirrored, noisy_layers)
+    losses(strategy, noisy_layers)
     assert global_seeds.is_used(global_seeds.current())

@@ -332,12 +332,26 @@ def test_what_is_only_read_in_a_function(mirrored, aggregation):
     assert not messages
 
 
-def test_statistics_of_a_replicas_own_rows(mirrored):
+class OwnNormalization(layers.BatchNormalization):
+    """One of a user's own, of Keras' class."""
+
+
+@pytest.mark.parametrize(
+    ("layer", "memory"),
+    [
+        (OwnNormalization, None),
+        # What was made first then reads what was made later.
+        (layers.BatchNormalization, "recompute"),
+    ],
+)
+def test_statistics_of_a_replicas_own_rows(mirrored, layer, memory):
     """Keras' own layers need no `aggregation`."""
-    strategy = tfdist.MirroredStrategy(list(mirrored.extended.worker_devices), batch_norm="local")
+    devices = list(mirrored.extended.worker_devices)
+    strategy = tfdist.MirroredStrategy(devices, batch_norm="local", memory=memory)
 
     def build() -> keras.Model:
-        model = keras.Sequential([keras.Input((8,)), layers.BatchNormalization(), layers.Dense(1)])
+        hidden = [layers.Dense(4, "relu") for _ in range(3)]
+        model = keras.Sequential([keras.Input((8,)), layer(), *hidden, layers.Dense(1)])
         model.compile("sgd", "mse")
         model.kept = model.layers[0].moving_mean
         return model
@@ -351,8 +365,96 @@ def test_a_sum_in_a_branch_is_refused(mirrored):
     def in_branch(kept: keras.Variable, x: Any) -> None:
         tf.cond(x[0, 0] > 0, lambda: kept.assign_add(ops.sum(x, 0)), lambda: kept.value + 0)
 
-    with pytest.raises(NotImplementedError, match=r"with aggregation='sum', assigned in a branch or a loop"):
+    with pytest.raises(
+        NotImplementedError, match=r"with aggregation='sum', assigned in a branch, a loop or a function"
+    ):
         warned(mirrored, building((8,), in_branch, aggregation="sum"))
+
+
+def test_a_sum_in_a_block_that_is_recomputed_is_refused(mirrored):
+    class Counted(layers.Layer):
+        def build(self, shape: tuple) -> None:
+            self.kept = self.add_weight(shape=(), initializer="zeros", trainable=False, aggregation="sum", name="kept")
+
+        def call(self, x: Any, training: bool = False) -> Any:
+            self.kept.assign_add(ops.sum(x))
+            return x
+
+    def build() -> keras.Model:
+        hidden = [layers.Dense(4, "relu") for _ in range(3)]
+        model = keras.Sequential([keras.Input((8,)), Counted(), *hidden, layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return model
+
+    strategy = tfdist.MirroredStrategy(list(mirrored.extended.worker_devices), memory="recompute")
+    with pytest.raises(NotImplementedError, match=r"kept' with aggregation='sum', to which a layer adds that a memory"):
+        warned(strategy, build)
+
+
+def test_a_mean_that_is_computed_on_another_replicas_device(mirrored):
+    def elsewhere(kept: keras.Variable, x: Any) -> None:
+        with tf.device(mirrored.extended.worker_devices[0]):
+            mean = tf.reduce_mean(x, 0)
+        kept.assign(mean)
+
+    model, messages = warned(mirrored, building((8,), elsewhere))
+    assert not messages
+    for copy in copies(model):
+        np.testing.assert_allclose(copy, rows(24)[0][16:].mean(0), atol=1e-6)
+
+
+def test_what_one_replica_assigns_eagerly(mirrored):
+    """Replicas meet, although one has nothing to say; what it had before then counts as much, in both fits."""
+
+    def sometimes(kept: keras.Variable, x: Any) -> None:
+        if float(x[0, 0]) == rows(24)[0][0, 0]:
+            kept.assign(ops.mean(x, 0))
+
+    model, _ = warned(mirrored, building((8,), sometimes, run_eagerly=True))
+    for copy in copies(model):
+        np.testing.assert_allclose(copy, 0.75 * rows(24)[0][:4].mean(0), atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["branch", pytest.param("function", marks=pytest.mark.exhaustive)])
+def test_random_numbers_of_called_functions_are_a_replicas_own(mirrored, kind):
+    def redrawn(kept: keras.Variable, x: Any) -> None:
+        if kind == "branch":
+            tf.cond(kept[0] > -99, lambda: kept.assign(tf.random.normal((8,))), lambda: kept.value + 0)
+        else:
+            kept.assign(tf.function(lambda: tf.random.normal((8,)))())
+
+    model, (_,) = warned(mirrored, building((8,), redrawn))
+    np.testing.assert_array_equal(*copies(model))
+
+
+def test_a_sum_over_the_number_of_rows_is_a_mean(mirrored):
+    def centre(kept: keras.Variable, x: Any) -> None:
+        kept.assign(0.9 * kept + 0.1 * ops.sum(x, 0) / ops.cast(tf.shape(x)[0], "float32"))
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Received: variable")
+        assert_transparent(mirrored, building((8,), centre), rows(21), batch_size=4)
+
+
+def test_a_table_beside_a_constraint_is_not_sent_again(mirrored):
+    """The gradients of a table are rows of it; weights with constraints are assigned by the optimizer."""
+
+    class Table(layers.Layer):
+        def build(self, shape: tuple) -> None:
+            self.table = self.add_weight(shape=(10, 3), name="table")
+
+        def call(self, x: Any) -> Any:
+            return ops.mean(tf.gather(self.table.value, ops.cast(ops.abs(x), "int32")), 1)
+
+    def build() -> keras.Model:
+        model = keras.Sequential([keras.Input((8,)), Table(), layers.Dense(1, kernel_constraint="non_neg")])
+        model.compile("sgd", "mse")
+        return model
+
+    model, messages = warned(mirrored, build)
+    assert not messages
+    _, *others = mirrored.sums_of_step[model]
+    assert others == [None]
 
 
 def test_a_mean_in_a_branch(mirrored):

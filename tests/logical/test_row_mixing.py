@@ -24,6 +24,10 @@ def own_mean(y_true: Any, y_pred: Any) -> Any:
     return tf.reduce_mean(tf.square(y_true - y_pred))
 
 
+def half_mean(y_true: Any, y_pred: Any) -> Any:
+    return tf.reduce_mean(tf.cast(tf.square(y_true - y_pred), tf.float16))
+
+
 def own_sum(y_true: Any, y_pred: Any) -> Any:
     return tf.reduce_sum(tf.square(y_true - y_pred))
 
@@ -64,6 +68,7 @@ def test_losses_that_mix_rows(mirrored, loss):
                 "categorical_crossentropy",
                 "cosine_similarity",
                 own_mean,
+                half_mean,
                 keras.losses.MeanSquaredError(reduction="sum"),
                 keras.losses.BinaryFocalCrossentropy(),
             )

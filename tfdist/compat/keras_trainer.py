@@ -106,16 +106,17 @@ def _resolve_auto_jit_compile(original: Callable) -> Callable:
 
 def _make_function(original: Callable) -> Callable:
     def _make_function(self: Any, step_function: Callable) -> Callable:
-        with xla.not_as_a_whole(self) if _compiles_parts(self) else contextlib.nullcontext():
+        with _compiled_in_parts(self):
             return original(self, step_function)
 
     return _make_function
 
 
-def _compiles_parts(model: Any) -> bool:
+def _compiled_in_parts(model: Any) -> Any:
     strategy = model._distribute_strategy
-    replicas = isinstance(strategy, DataParallel) and strategy.num_replicas_in_sync > 1
-    return replicas or isinstance(strategy, PipelineStrategy)
+    has_replicas = isinstance(strategy, DataParallel) and strategy.num_replicas_in_sync > 1
+    in_parts = has_replicas or isinstance(strategy, PipelineStrategy)
+    return xla.not_as_a_whole(model) if in_parts else contextlib.nullcontext()
 
 
 def _make_predict_function(original: Callable) -> Callable:
@@ -123,7 +124,7 @@ def _make_predict_function(original: Callable) -> Callable:
         if isinstance(self._distribute_strategy, DataParallel):
             global_seeds.make(self._distribute_strategy)
         if not isinstance(self._distribute_strategy, ParameterServerStrategy):
-            with xla.not_as_a_whole(self) if _compiles_parts(self) else contextlib.nullcontext():
+            with _compiled_in_parts(self):
                 return original(self, force)
         if force:
             self.predict_function = None

@@ -35,11 +35,13 @@ def build(model: keras.Model, specification: Any) -> None:
     """
     own = [name for name in _STEPS if getattr(type(model), name) is not getattr(keras.Model, name)]
     try:
-        # Of a model that cannot be called Keras warns, too.
-        with warnings.catch_warnings(record=bool(own)):
+        with warnings.catch_warnings(record=True) as warned:
             model._symbolic_build(data_batch=specification)
+        _warn_again(warned)
     except Exception as error:
+        # Of a model that cannot be called Keras warns, too.
         if not own:
+            _warn_again(warned)
             raise
         _log.debug("%s cannot be called (%s); its own steps build it", model.name, error)
         try:
@@ -48,6 +50,11 @@ def build(model: keras.Model, specification: Any) -> None:
         except Exception:
             # Of a model whose variables cannot be made, say: what has failed first tells why.
             raise error from None
+
+
+def _warn_again(warned: list[warnings.WarningMessage]) -> None:
+    for one in warned:
+        warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
 
 
 def _trace(model: keras.Model, step: Callable, specification: Any) -> None:

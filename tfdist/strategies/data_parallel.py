@@ -163,7 +163,8 @@ class DataParallelExtended:
 def _agreed(result: Any) -> Any:
     """Notes that what replicas have reduced or gathered is the same on all of them."""
     for one in tf.nest.flatten(result):
-        own_rows.agreed(one.values if isinstance(one, DistributedValues) else [one])
+        values = list(one.values) if isinstance(one, DistributedValues) else [one]
+        own_rows.agreed(tf.nest.flatten(values, expand_composites=True))
     return result
 
 

@@ -17,12 +17,17 @@ _REPETITIONS = 3
 Sum = tuple[tuple[int, ...], tf.DType] | None
 
 
-def all_reduce(value: tf.Tensor | tf.IndexedSlices) -> Any:
+def all_reduce(value: tf.Tensor | tf.IndexedSlices, differentiable: bool = True) -> Any:
     """The sum over all replicas; in a Keras step it is noted that there is one.
 
     Args:
         value: of this replica, in its context.
+        differentiable: whether a gradient of the sum is the sum of gradients. Where nobody asks for one, or it is given
+            in another way, tracing takes less time without it: for each such sum TensorFlow looks for variables in all
+            that the sum is made of, which is the whole step of every other replica of this process.
     """
+    if not differentiable and isinstance(value, tf.Tensor):
+        value = tf.stop_gradient(value)
     is_known = isinstance(value, tf.Tensor) and value.shape.is_fully_defined()
     _note((tuple(value.shape), value.dtype) if is_known else None)
     return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, value)

@@ -14,7 +14,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state
-from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_generator
+from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
+from keras.src.utils.rng_utils import get_random_seed
 from tensorflow.python.distribute.values import DistributedVariable
 
 from tfdist.compat.scopes import outside_of_scope
@@ -43,26 +44,40 @@ def shared_with(function: Callable) -> Callable:
     return with_seeds
 
 
-def make(strategy: tf.distribute.Strategy) -> None:
-    """Makes the generator whose state is of this strategy, for a model that is built; it goes on where another was."""
-    before = current()
-    if before is not None and _strategy_of(before) is strategy:
-        return
-    # Most models never ask for it, and Python's random numbers must not depend on whether there is one.
-    state = random.getstate()
-    share(None)
-    with strategy.scope():
-        generator = global_seed_generator()
-    random.setstate(state)
-    if before is not None:
+def make(strategy: Any) -> None:
+    """Makes the generator of a strategy this thread's; it goes on where another one was.
+
+    A strategy has one, made with the first model that it builds: in the scope of several processes a new variable is a
+    broadcast, and what decides here (a seed set on the chief alone, a session cleared) need not be the same on all.
+    """
+    before, own = current(), getattr(strategy, "_global_seeds", None)
+    if own is None:
+        own = strategy._global_seeds = _new(strategy)
+        own.is_used = False
+    elif before is None and get_random_seed() is not None:
+        # Seeded anew since: what Keras would make now.
+        with outside_of_scope():
+            before = _new(tf.distribute.get_strategy())
+            before.is_used = False
+    if before is not None and before is not own:
         with outside_of_scope():
             state = before.state.numpy()
-        generator.state.assign(state)
-    generator.is_used = before is not None and is_used(before)
+        own.state.assign(state)
+        own.is_used = own.is_used or is_used(before)
+    share(own)
+
+
+def _new(strategy: tf.distribute.Strategy) -> keras.random.SeedGenerator:
+    # Most models never ask for it, and Python's random numbers must not depend on whether there is one.
+    state = random.getstate()
+    with strategy.scope():
+        generator = keras.random.SeedGenerator()
+    random.setstate(state)
+    return generator
 
 
 def is_used(generator: keras.random.SeedGenerator) -> bool:
-    """Whether a model has drawn from it: only then does it belong to the state of a training."""
+    """Whether anybody has drawn from it: only then does it belong to the state of a training."""
     return getattr(generator, "is_used", True)
 
 

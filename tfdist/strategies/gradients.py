@@ -61,7 +61,7 @@ def all_reduce_sum(
         dtype = values[indices[0]].dtype
         packed = _zeros_unless(counts, pack([values[i] for i in indices]))
         narrow = wire.dtype is not None and dtype.is_floating and wire.dtype.size < dtype.size
-        summed = all_reduce(tf.cast(packed, wire.dtype) if narrow else packed)
+        summed = all_reduce(tf.cast(packed, wire.dtype) if narrow else packed, differentiable=False)
         parts = unpack(tf.cast(summed, dtype) if narrow else summed, [values[i] for i in indices])
         for i, part in zip(indices, parts, strict=True):
             results[i] = part

@@ -14,6 +14,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.common.stateless_scope import in_stateless_scope
 from tensorflow.python.distribute.values import DistributedVariable
 
 from tfdist.strategies import exchange
@@ -123,6 +124,7 @@ class ReplicaState:
     def _look(self) -> None:
         """Finds what was written since the last time from this replica's own rows."""
         if self.graph is None:
+            self._agree_on_pending()
             return
         for access in self._own_rows.accesses():
             variable = self._by_handle[access.handle]
@@ -131,14 +133,22 @@ class ReplicaState:
             elif access.own and not only_updates(access.operation.outputs[0]):
                 self._warn(variable, _READ_AFTER)
 
+    def _agree_on_pending(self) -> None:
+        """Run eagerly, a step may assign a variable on some replicas only; all have to exchange the same ones."""
+        if self._watched:
+            assigned = tf.constant([float(_is_among(v, self._pending)) for v in self._watched])
+            anywhere = exchange.all_reduce(assigned, differentiable=False).numpy()
+            self._pending = [v for v, count in zip(self._watched, anywhere, strict=True) if count]
+
     def _note_write(self, variable: Any, own: Own | None) -> None:
         self._pending = [other for other in self._pending if other is not variable]
         if own is None:
             return
         if _rule(variable) == "sum":
             raise NotImplementedError(
-                f"Received: variable '{_path(variable)}' with aggregation='sum', assigned in a branch or a loop "
-                "(tf.cond, tf.while_loop, tf.map_fn), where replicas cannot meet. Expected: assigned outside of it."
+                f"Received: variable '{_path(variable)}' with aggregation='sum', assigned in a branch, a loop "
+                "or a function (tf.cond, tf.while_loop, tf.map_fn, tf.function), where replicas cannot meet. Expected: "
+                "assigned outside of it."
             )
         self._pending.append(variable)
         if own is not Own.MEAN and (_rule(variable) == "none" or variable.trainable):
@@ -176,6 +186,9 @@ def _methods(step: KerasStep, variable: keras.Variable) -> dict[str, Callable]:
             state = None if tf.distribute.in_cross_replica_context() else step.states.get(local_replica())
             if state is None:
                 return getattr(type(variable), name)(variable, value)
+            if in_stateless_scope():
+                _refuse_sum(variable)
+                return getattr(type(variable), name)(variable, value)
             own(state, value)
             return variable.value
 
@@ -188,6 +201,15 @@ def _methods(step: KerasStep, variable: keras.Variable) -> dict[str, Callable]:
             "assign_sub", lambda state, value: state.add(variable, -tf.convert_to_tensor(value))
         )
     return methods
+
+
+def _refuse_sum(variable: keras.Variable) -> None:
+    """What a pure function makes of a variable is assigned afterwards: the old value, too, would be added up."""
+    if variable.aggregation == "sum":
+        raise NotImplementedError(
+            f"Received: variable '{variable.path}' with aggregation='sum', to which a layer adds that a memory policy "
+            "covers. Expected: a policy with mode 'none' for the layer's block, or memory=None."
+        )
 
 
 def assign(variables: Iterable[Any], values: Iterable[tf.Tensor]) -> None:
@@ -247,7 +269,9 @@ def _path(variable: Any) -> str:
 def _is_of_keras(model: keras.Model, variable: Any) -> bool:
     """Whether it belongs to a layer of Keras' own, such as BatchNormalization."""
     owners = (layer for layer in model._flatten_layers() if any(v is variable for v in _variables_of(layer)))
-    return any(type(owner).__module__.partition(".")[0] == "keras" for owner in owners)
+    # Subclasses of them, too, but not of the base class that all layers have.
+    classes = (one for owner in owners for one in type(owner).__mro__ if one is not keras.Layer)
+    return any(one.__module__.startswith("keras.src.layers.") for one in classes)
 
 
 def _variables_of(layer: keras.Layer) -> list[keras.Variable]:

@@ -89,11 +89,12 @@ def _sum(values: tf.Tensor) -> tf.Tensor:
 
     @tf.custom_gradient
     def add(values: tf.Tensor) -> tuple[tf.Tensor, Callable]:
-        return all_reduce(values), of_all_losses
+        return all_reduce(values, differentiable=False), of_all_losses
 
     @tf.custom_gradient
     def of_all_losses(gradient: tf.Tensor) -> tuple[tf.Tensor, Callable]:
         weight = tf.cast(current_step().relative_weight, gradient.dtype)
-        return tf.math.divide_no_nan(all_reduce(tf.math.multiply_no_nan(gradient, weight)), weight), add
+        total = all_reduce(tf.math.multiply_no_nan(gradient, weight), differentiable=False)
+        return tf.math.divide_no_nan(total, weight), add
 
     return add(values)

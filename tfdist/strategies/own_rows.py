@@ -15,12 +15,16 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
 
+from tfdist.layer_graph.effects import UNSEEDED
+
 
 class Own(enum.Enum):
     """What a tensor is that is not the same on all replicas."""
 
     ROWS = "a value for each row, along the first axis"
     MEAN = "linear in means over the rows"
+    SUM = "linear in sums over the rows"
+    COUNT = "how many rows there are, or values"
     MIXED = "anything else"
 
 
@@ -47,7 +51,17 @@ _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
 _CALLS = ("PartitionedCall", "StatefulPartitionedCall", "If", "StatelessIf", "While", "StatelessWhile", "Case")
 _CUTS = ("StridedSlice", "Transpose", "ConcatV2", "Pack", "Unpack", "SplitV")
 _SUMS = ("Add", "AddV2", "AddN", "Sub", "BiasAdd")
-_LINEAR = ("Identity", "Cast", "Reshape", "Squeeze", "ExpandDims", "Neg", "StopGradient", "ReadVariableOp")
+_LINEAR = (
+    "Identity",
+    "EnsureShape",
+    "Cast",
+    "Reshape",
+    "Squeeze",
+    "ExpandDims",
+    "Neg",
+    "StopGradient",
+    "ReadVariableOp",
+)
 _REDUCTIONS = ("Mean", "Sum", "Max", "Min", "Prod", "Any", "All")
 _PRODUCTS = ("MatMul", "BatchMatMulV2", "BatchMatMulV3", "Conv1D", "Conv2D", "Conv3D", "DepthwiseConv2dNative")
 _ELEMENTWISE = """
@@ -118,8 +132,9 @@ class OwnRows:
         operations = self._graph.get_operations()
         begin, self._seen = self._seen, len(operations)
         names = _names_agreed_in(self._graph)
-        for operation in operations[begin:]:
-            if operation.device in self._others:
+        for operation in _in_order(operations[begin:]):
+            # A replica may have asked for another one's device.
+            if operation.device in self._others and not any(self.of(one) for one in operation.inputs):
                 continue
             handles = {one.name: self._handle(one) for one in operation.inputs if one.dtype == tf.resource}
             outputs = self._outputs(operation, handles)
@@ -138,10 +153,12 @@ class OwnRows:
             own = self._variables[handle]
             if is_write:
                 given = [self.of(one) for one in operation.inputs if one.dtype != tf.resource]
+                if _draws_in_calls(operation):
+                    given.append(Own.MIXED)
                 if operation.type != "AssignVariableOp":
                     given += [self._variables.get(other, Own.ROWS) for other in handles.values()]
                 own = _sum(given) if operation.type.startswith("Assign") else _mixed(given)
-                own = Own.MIXED if own is Own.ROWS else own
+                own = own if own in (None, Own.MEAN) else Own.MIXED
                 self._variables[handle] = own
             if handle in self._watched:
                 yield Access(handle, operation, is_write, own)
@@ -159,7 +176,7 @@ class OwnRows:
         ]
         if kind == "IdentityN":
             return given
-        if operation.op_def.is_stateful and kind not in (*_READS, *_CALLS):
+        if operation.op_def.is_stateful and (kind not in (*_READS, *_CALLS) or _draws_in_calls(operation)):
             # Random numbers, the next batch.
             return [Own.ROWS] * count
         return [None if all(own is None for own in given) else _made_by(operation, given)] * count
@@ -171,16 +188,52 @@ class OwnRows:
         return self._captured.get(tensor.name)
 
 
+def _in_order(operations: Iterable[tf.Operation]) -> Iterator[tf.Operation]:
+    """Operations, each after those whose outputs it takes: one may have been given another input since it was made."""
+    waiting = {operation.name: operation for operation in operations}
+    for operation in list(waiting.values()):
+        stack = [operation]
+        while stack:
+            top = stack[-1]
+            before = [one.op for one in top.inputs if one.op.name in waiting] if top.name in waiting else []
+            if before:
+                stack += before
+                continue
+            stack.pop()
+            if waiting.pop(top.name, None) is not None:
+                yield top
+
+
 def only_updates(value: tf.Tensor) -> bool:
     """Whether all that is made of a value read from a variable is written to variables, by linear operations."""
     waiting = [value]
     while waiting:
         for operation in waiting.pop().consumers():
-            if operation.type in (*_LINEAR, *_SUMS, "Mul", "RealDiv"):
+            if operation.type in (*_LINEAR, *_SUMS, "ReadVariableOp", "Mul", "RealDiv"):
                 waiting += operation.outputs
             elif not operation.type.startswith("Assign"):
                 return False
     return True
+
+
+def _draws_in_calls(operation: tf.Operation) -> bool:
+    """Whether the functions that an operation calls draw random numbers that nobody has given a seed."""
+    if operation.type not in _CALLS:
+        return False
+    names, seen = _called(operation.node_def.attr.values()), set()
+    while names:
+        name = names.pop()
+        function = operation.graph._get_function(name) if name not in seen else None
+        seen.add(name)
+        for node in () if function is None else function.cached_definition.node_def:
+            if node.op in UNSEEDED:
+                return True
+            names += _called(node.attr.values())
+    return False
+
+
+def _called(attributes: Iterable[Any]) -> list[str]:
+    return [one.name for value in attributes for one in (value.func, *value.list.func) if one.name]
 
 
 def _made_by(operation: tf.Operation, given: list[Own | None]) -> Own:
@@ -188,7 +241,7 @@ def _made_by(operation: tf.Operation, given: list[Own | None]) -> Own:
     kind, first = operation.type, given[0]
     others_are_same = all(own is None for own in given[1:])
     by_row = all(own in (None, Own.ROWS) for own in given)
-    if kind in _LINEAR:
+    if kind in (*_LINEAR, "ReadVariableOp"):
         return first or Own.MIXED
     if kind in _SUMS:
         return _sum(given)
@@ -196,9 +249,15 @@ def _made_by(operation: tf.Operation, given: list[Own | None]) -> Own:
         return first or given[1]
     if kind == "RealDiv" and others_are_same:
         return first
+    if kind in ("RealDiv", "DivNoNan") and given == [Own.SUM, Own.COUNT]:
+        return Own.MEAN
+    if kind in ("Shape", "Size"):
+        return Own.COUNT
     if kind in _REDUCTIONS:
         return _reduced(operation, first)
     if kind in _CUTS:
+        if first is Own.COUNT and others_are_same:
+            return first
         if first is Own.MEAN or (kind in ("ConcatV2", "Pack") and _sum(given) is Own.MEAN):
             return Own.MEAN
         return Own.ROWS if _sum(given) is Own.ROWS and _keeps_first_axis(operation) else Own.MIXED
@@ -246,13 +305,15 @@ def _mixed(given: Iterable[Own | None]) -> Own | None:
 def _reduced(operation: tf.Operation, own: Own | None) -> Own:
     if own is None:
         return Own.MIXED
-    if own is Own.MEAN:
+    if own in (Own.MEAN, Own.SUM):
         return own if operation.type in ("Mean", "Sum") else Own.MIXED
+    if own is Own.COUNT:
+        return own if operation.type == "Prod" else Own.MIXED
     axes, rank = tf.get_static_value(operation.inputs[1]), operation.inputs[0].shape.rank
     over_rows = axes is None or any(axis == 0 or axis == -(rank or 0) for axis in np.reshape(axes, -1))
     if not over_rows or own is Own.MIXED:
         return own
-    return Own.MEAN if operation.type == "Mean" else Own.MIXED
+    return {"Mean": Own.MEAN, "Sum": Own.SUM}.get(operation.type, Own.MIXED)
 
 
 def _names_agreed_in(graph: tf.Graph) -> set[str]:

@@ -84,12 +84,14 @@ class Peers:
         self.timeout = timeout
         self._store = store
         self._counts: dict[str, int] = {}
+        self._told: set[str] = set()
         # How often each process has said that it waits, as far as this one has heard.
         self._waits = [0] * len(names)
         self._last_waits: dict[int, list] = {}
 
     def tell(self, key: str, value: Any) -> None:
         """Publishes a JSON-serialisable value under a key that was never used before."""
+        self._told.add(key)
         self._store.set(f"tfdist/{key}", json.dumps(value))
 
     def hear(self, key: str, rank: int, purpose: str, within: float | None = None) -> Any:
@@ -123,7 +125,7 @@ class Peers:
             if text is not None:
                 return json.loads(text)
             if has_left:
-                self._check_other_waits(rank, purpose)
+                self._check_other_waits(rank, key, purpose)
                 raise ProcessGone(
                     f"{self.names[self.rank]} waited for {self.names[rank]} to {purpose}, and that program has ended. "
                     f"{_SAME_CALLS}"
@@ -137,11 +139,11 @@ class Peers:
                 if poll == _FIRST_POLL_SECONDS:
                     self._waits[self.rank] += 1
                     self.tell(f"waits/{self.rank}/{self._waits[self.rank]}", [rank, key, purpose])
-                self._check_other_waits(rank, purpose)
+                self._check_other_waits(rank, key, purpose)
             poll = _POLL_SECONDS
             _log.warning("%s is waiting for %s to %s", self.names[self.rank], self.names[rank], purpose)
 
-    def _check_other_waits(self, rank: int, purpose: str) -> None:
+    def _check_other_waits(self, rank: int, key: str, purpose: str) -> None:
         """Ends what would last for ever: the process that this one waits for waits for something that comes later."""
         last = None
         while (
@@ -150,8 +152,10 @@ class Peers:
             self._waits[rank] += 1
             last = json.loads(text)
         self._last_waits[rank] = last = last or self._last_waits.get(rank)
-        if last is None or last[0] != self.rank or self._store.get(f"tfdist/{last[1]}", _LOOK_SECONDS, self.rank):
+        if last is None or last[0] != self.rank or last[1] in self._told:
             return
+        if self._store.get(f"tfdist/{key}", 0.0, rank) is not None:
+            return  # it came after the last look, and before that process began to wait
         self.tell(f"parted/{self.rank}/{self._waits[self.rank]}", True)
         if self.rank == 0:
             # With this program ends what keeps the messages: the other one shall have seen the same.

@@ -43,7 +43,7 @@ def shadows(step: KerasStep, *, wire: Wire, global_batch_norm: bool) -> Iterator
             if isinstance(layer, keras.layers.BatchNormalization) and (global_batch_norm or layer.synchronized):
                 stack.enter_context(shadowed(layer, _moments=global_moments(layer)))
         for generator in seed_generators_of(step.model):
-            stack.enter_context(shadowed(generator, next=_next_of_replica(generator)))
+            stack.enter_context(shadowed(generator, next=_next_of_replica(generator.next)))
         stack.enter_context(row_mixing.noticed(step.model))
         stack.enter_context(layer_state.aggregated(step))
         for metric in metrics_of(step.model):
@@ -51,11 +51,8 @@ def shadows(step: KerasStep, *, wire: Wire, global_batch_norm: bool) -> Iterator
         yield
 
 
-def _next_of_replica(generator: keras.random.SeedGenerator) -> Callable:
-    original = generator.next
-
+def _next_of_replica(original: Callable) -> Callable:
     def next_seed(*args: Any, **kwargs: Any) -> tf.Tensor:
-        generator.is_used = True
         seed = original(*args, **kwargs)
         if tf.distribute.in_cross_replica_context():
             return seed
