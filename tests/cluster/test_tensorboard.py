@@ -104,12 +104,13 @@ def everything(checks: FileChecks) -> None:
     checks.note("seldom", functools.partial(fit, communication_freq=2), strategy, folder / "seldom")
     checks.note("profile", functools.partial(fit, profile_batch=(2, 4)), strategy, folder / "profile")
     checks.note("profile of the chief", profile_of_the_chief, strategy, folder / "profile of the chief")
+    checks.note("profile asked", profile_asked_for_on_the_chief, strategy, folder / "profile asked for on the chief")
     checks.note("embedded", embedded, strategy, folder / "embedded")
     names = ("epochs", "updates", "batches", "chief", "own", "silent", "seldom", "embedded")
     strategy.peers.gather("written", True, "write its files")
     checks.seen["profiles"] = {
         name: [str(path.relative_to(folder / name)) for path in sorted((folder / name).rglob("*.xplane.pb"))]
-        for name in ("profile", "profile of the chief")
+        for name in ("profile", "profile of the chief", "profile asked for on the chief")
     }
     checks.seen["scalars"] = {name: scalars(folder / name) for name in names}
     strategy.peers.acknowledge("read", "read the files")
@@ -117,6 +118,10 @@ def everything(checks: FileChecks) -> None:
 
 def profile_of_the_chief(strategy: Any, folder: Path) -> dict[str, Any]:
     return fit(strategy, folder, everywhere=False, profile_batch=2)
+
+
+def profile_asked_for_on_the_chief(strategy: Any, folder: Path) -> dict[str, Any]:
+    return fit(strategy, folder, profile_batch=2 if strategy.is_chief else 0)
 
 
 def shards(strategy: Any, folder: Path) -> dict[str, Any]:
@@ -170,6 +175,10 @@ class TestTensorBoard:
     def test_a_profile_of_the_chief_alone(self):
         check(1, "profile of the chief")
         assert len(results()[0]["profiles"]["profile of the chief"]) == 1
+
+    def test_a_profile_that_the_chief_alone_asks_for(self):
+        check(1, "profile asked")
+        assert len(results()[0]["profiles"]["profile asked for on the chief"]) == 1
 
     def test_the_tags(self):
         expected = sorted([*METRICS, *EVALUATION, *SPEEDS, "train/epoch_learning_rate"])

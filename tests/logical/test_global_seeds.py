@@ -76,6 +76,13 @@ def test_in_the_scope_of_another_strategy(mirrored, other):
     assert drawn[0] != drawn[1]
 
 
+def test_one_replica_notes_that_it_draws():
+    """What nobody has drawn from is in no backup."""
+    strategy = tfdist.MirroredStrategy(["CPU:0"])
+    losses(strategy, NoisyStep)
+    assert global_seeds.is_used(global_seeds.current())
+
+
 def test_a_strategy_has_one(mirrored):
     """A step that was traced goes on drawing from it, whatever comes in between."""
     losses(mirrored, noisy_layers)

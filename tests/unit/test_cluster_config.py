@@ -13,6 +13,7 @@ import pytest
 
 import tfdist.cluster
 from tfdist.cluster import ClusterConfig, ClusterError, discover
+from tfdist.cluster.discovery import find
 
 TWO = {"worker": ["a:1", "b:2"]}
 ROUND_TRIPS = [
@@ -107,8 +108,8 @@ def test_equality_is_that_of_the_cluster_and_the_task() -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("", "TF_CONFIG is set, but blank; unset it"),
-        (" \n", "TF_CONFIG is set, but blank; unset it"),
+        ("", "Received: TF_CONFIG, which is set, but blank"),
+        (" \n", "unset TF_CONFIG to train in this process alone"),
         ('{"task": {"type": "worker", "index": 0}}', '"cluster" is missing, beside the keys "task"'),
         ('{"cluster": null, "task": {"type": "worker", "index": 0}}', '"cluster" is null'),
         ('{"clusters": {"worker": ["a:1"]}}', '"cluster" is missing, beside the keys "clusters"'),
@@ -117,6 +118,11 @@ def test_equality_is_that_of_the_cluster_and_the_task() -> None:
 def test_what_was_meant_to_have_a_cluster(content: str, said: str) -> None:
     with pytest.raises(ClusterError, match=said):
         discover({"TF_CONFIG": content})
+
+
+def test_a_blank_one_hides_no_cluster() -> None:
+    other = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    assert find({"TF_CONFIG": "", **other}).size == find(other).size == 2
 
 
 def test_discover_order() -> None:

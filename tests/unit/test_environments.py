@@ -196,7 +196,9 @@ def test_slots_of_one_host_are_cores(tmp_path):
     assert discover({"PBS_JOBID": "3.s", "PBS_NODEFILE": f"{tmp_path}/nodes"}).is_single_process
 
 
-@pytest.mark.parametrize("env", [{"WORLD_SIZE": "1"}, {"TFDIST_PS": "0"}, {"MASTER_ADDR": "node-1"}])
+@pytest.mark.parametrize(
+    "env", [{"WORLD_SIZE": "1"}, {"RANK": "captain"}, {"TFDIST_PS": "0"}, {"MASTER_ADDR": "node-1"}]
+)
 def test_what_says_nothing_of_several_processes(env):
     assert discover(env).is_single_process
 

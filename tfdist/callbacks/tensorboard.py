@@ -43,8 +43,9 @@ class TensorBoard(keras.callbacks.TensorBoard):
     `run_eagerly`, or with datasets that the program distributes itself (rows of arrays are known in any case);
     communication also with sparse gradients, with `ShardedOptimizer`, and in elastic jobs.
 
-    Where `profile_batch` asks for a profile, every process profiles those steps. The profiles are the hosts of one run
-    in TensorBoard; on a disk of its own, a process writes into the same folder there.
+    Where `profile_batch` asks for a profile, every process profiles those steps, and TensorBoard shows them as hosts of
+    one run. Processes that share no disk write to the same path on their own ones. In a remote folder (`gs://`) there
+    is the chief's profile alone.
 
     Steps are training steps, whatever `steps_per_execution` is. With scalars alone it needs no `tensorboard` package.
 
@@ -143,14 +144,20 @@ class TensorBoard(keras.callbacks.TensorBoard):
     # Profiles
 
     @property
+    def _runs(self) -> Path:
+        return Path(self._train_dir, "plugins", "profile")
+
+    @property
     def _own_profile(self) -> Path:
         """Where a process that is not the chief profiles: TensorFlow names files by host, not by process."""
         return Path(self._train_dir, f".profile-of-worker-{self._peers.rank}")
 
     def _start_trace(self) -> None:
         if self._is_chief:
+            self._runs_before = {path.name for path in self._runs.glob("*")}
             super()._start_trace()
-        elif self._is_everywhere:
+        elif self._is_everywhere and "://" not in self._train_dir:
+            shutil.rmtree(self._own_profile, ignore_errors=True)
             self._start_profiler(str(self._own_profile))
             self._is_tracing = True
 
@@ -160,21 +167,21 @@ class TensorBoard(keras.callbacks.TensorBoard):
         else:
             self._stop_profiler()
             self._is_tracing = False
-        if self._peers is not None and self._is_everywhere:
-            self._bring_profiles_together()
 
     def _bring_profiles_together(self) -> None:
         """TensorBoard shows the files of one folder as the hosts of one run."""
-        runs = Path(self._train_dir, "plugins", "profile")
-        newest = max((path.name for path in runs.glob("*")), default=None) if self._is_chief else None
-        run = self._peers.gather("profile", newest, "finish its profile")[0]
-        if self._is_chief or run is None:
+        found = {path.name for path in self._runs.glob("*")} - self._runs_before if self._is_chief else set()
+        run = self._peers.gather("profile", max(found, default=None), "end its fit")[0]
+        if self._is_chief or run is None or not self._own_profile.exists():
             return
-        (runs / run).mkdir(parents=True, exist_ok=True)
-        for path in self._own_profile.rglob("*.xplane.pb"):
-            host = path.name.removesuffix(".xplane.pb")
-            path.replace(runs / run / f"{host}-worker-{self._peers.rank}.xplane.pb")
-        shutil.rmtree(self._own_profile, ignore_errors=True)
+        try:
+            (self._runs / run).mkdir(parents=True, exist_ok=True)
+            for path in self._own_profile.rglob("*.xplane.pb"):
+                host = path.name.removesuffix(".xplane.pb")
+                path.replace(self._runs / run / f"{host}-worker-{self._peers.rank}.xplane.pb")
+            shutil.rmtree(self._own_profile)
+        except OSError as error:
+            _log.warning("The profile of this process stays in %s: %s", self._own_profile, error)
 
     # Steps
 
@@ -185,10 +192,14 @@ class TensorBoard(keras.callbacks.TensorBoard):
         self._data = epoch_iterators.latest(self.model)
         # Of several processes `joined` tells.
         self._is_everywhere = self._peers is None
+        # Nothing is new, unless a profile is begun.
+        self._runs_before = {path.name for path in self._runs.glob("*")}
         super().on_train_begin(logs)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         super().on_train_end(logs)
+        if self._peers is not None and self._is_everywhere:
+            self._bring_profiles_together()
         self._speed_of_epochs = self._speed_of_updates = self._data = self._timer = None
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

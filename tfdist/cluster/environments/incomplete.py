@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from tfdist.cluster.environments.variables import optional_number
 
-_PAIRS = (("RANK", "WORLD_SIZE"), ("TFDIST_RANK", "TFDIST_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
+_PAIRS = {"RANK": "WORLD_SIZE", "OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE"}
 
 
 def incomplete(env: Mapping[str, str]) -> list[str]:
@@ -41,13 +41,19 @@ def incomplete(env: Mapping[str, str]) -> list[str]:
             f"Received: WORLD_SIZE={world} without {' and '.join(missing)}. Expected: RANK, from 0 to {world - 1}, and "
             "MASTER_ADDR, the host of rank 0, as well; or unset WORLD_SIZE to train in this process alone"
         )
-    for rank, size in _PAIRS:
-        number = optional_number(env, rank)
-        if number is not None and optional_number(env, size) is None:
+    for rank, count in _PAIRS.items():
+        number = env.get(rank, "").strip()
+        # People have other uses for a variable of that name.
+        if number.isdecimal() and not env.get(count, "").strip():
             problems.append(
-                f"Received: {rank}={number} without {size}. Expected: {size}, the number of processes, as well; or "
+                f"Received: {rank}={number} without {count}. Expected: {count}, the number of processes, as well; or "
                 f"unset {rank} to train in this process alone"
             )
+    if "TF_CONFIG" in env and not env["TF_CONFIG"].strip():
+        problems.append(
+            "Received: TF_CONFIG, which is set, but blank. Expected: the cluster and this process' task in it, or "
+            "unset TF_CONFIG to train in this process alone"
+        )
     servers = optional_number(env, "TFDIST_PS") or 0
     if servers:
         problems.append(

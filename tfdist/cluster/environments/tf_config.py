@@ -10,8 +10,8 @@ NAME = "TF_CONFIG"
 
 
 def detect(env: Mapping[str, str]) -> bool:
-    """Whether TF_CONFIG is set."""
-    return NAME in env
+    """Whether TF_CONFIG has a value; one that is blank matters only where nothing else tells of a cluster."""
+    return bool(env.get(NAME, "").strip())
 
 
 def read(env: Mapping[str, str]) -> ClusterConfig:
