@@ -19,14 +19,14 @@ unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo "make demo    train a digits classifier with two workers on this machine"
-	@echo "make test    run the tests, 8 to 9 minutes on two cores; options for pytest: make test ARGS='-k ports -x'"
-	@echo "make test-all also those that are left out of it for their time, half an hour more"
+	@echo "make test    run the tests, 10 to 13 minutes on two cores; options for pytest: make test ARGS='-k ports -x'"
+	@echo "make test-all also those that are left out of it for their time, 45 minutes more"
 	@echo "make test-matrix the tests with other versions of TensorFlow and Keras, each in its own environment"
 	@echo "make test-slurm those on a real Slurm, MPI and networks, which it installs as root on Debian"
-	@echo "make conformance Keras' own tests in the scope of each strategy, and what has become worse or better"
-	@echo "make durations the same two, and note in tests/durations.tsv how long everything takes"
+	@echo "make conformance Keras' own tests in the scope of the strategies, 15 minutes: what became worse or better"
+	@echo "make durations test-all but for conformance, and note in tests/durations.tsv how long everything takes"
 	@echo "make mutations make mistakes on purpose in a copy, and see that tests fail"
-	@echo "make lint    check style and formatting"
+	@echo "make lint    check style, formatting and what imports what"
 	@echo "make bench   measure data-parallel training; options: make bench ARGS='...'"
 	@echo "make docs    build the documentation into site/"
 	@echo "make horovod build Horovod for the installed TensorFlow, some minutes; without it, its tests are skipped"
@@ -53,7 +53,7 @@ test-all: test
 	$(MAKE) test-rest
 	$(MAKE) conformance ARGS=
 
-durations: test-all
+durations: test test-rest
 	$(RUN)python tools/test_times.py --write $(wildcard $(REPORTS)/*.xml)
 
 # Keras' tests import what few users of TensorFlow have, jax and torch: only here.
@@ -63,7 +63,8 @@ conformance: $(VENV)/.test $(VENV)/.conformance
 mutations: $(VENV)/.test
 	$(RUN)python tools/mutation_check.py $(ARGS)
 
-# The newest and the previous TensorFlow with the newest and the previous Keras, each in an environment of its own.
+# The newest and the previous TensorFlow with the newest and the previous Keras, each in an environment of its own. What
+# Keras will be next: make test-matrix MATRIX=2.21-nightly.
 MATRIX ?= 2.21-3.15 2.21-3.14 2.20-3.15 2.20-3.14
 
 test-matrix: $(MATRIX:%=$(VENV)-matrix/%/.tested)
@@ -72,7 +73,9 @@ test-matrix: $(MATRIX:%=$(VENV)-matrix/%/.tested)
 $(VENV)-matrix/%/.test: pyproject.toml setup.py
 	"$(PYTHON)" tools/bootstrap_venv.py $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test]' \
-		"tensorflow==$(word 1,$(subst -, ,$*)).*" "keras==$(word 2,$(subst -, ,$*)).*"
+		"tensorflow==$(word 1,$(subst -, ,$*)).*" $(patsubst %,"keras==%.*",$(filter-out nightly,$(word 2,$(subst -, ,$*))))
+	$(if $(filter %-nightly,$*),$(@D)/bin/python -m pip uninstall --quiet --yes keras)
+	$(if $(filter %-nightly,$*),$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps keras-nightly)
 	@touch $@
 
 # Always run again.
@@ -90,6 +93,7 @@ test-slurm: $(VENV)/.test
 lint: $(VENV)/.test
 	$(RUN)ruff check .
 	$(RUN)ruff format --check .
+	$(RUN)lint-imports --no-cache
 
 bench: $(VENV)/.bench
 	$(RUN)python -m benchmarks.data_parallel $(ARGS)
@@ -113,11 +117,11 @@ $(VENV)/.made:
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "make: $(PYTHON) is" \
 		"`"$(PYTHON)" --version 2>&1`, but tfdist needs Python 3.10 or newer." \
 		"Install one, or name one: make PYTHON=/path/to/python3" >&2; exit 1; }
-	"$(PYTHON)" tools/bootstrap_venv.py $(VENV)
+	@"$(PYTHON)" tools/bootstrap_venv.py $(VENV)
 	@touch $@
 
 # One stamp for each extra: a second `make` installs nothing, a change of the requirements installs anew.
 $(VENV)/.examples $(VENV)/.test $(VENV)/.bench $(VENV)/.docs $(VENV)/.horovod-build $(VENV)/.conformance: $(VENV)/.%: \
 		$(VENV)/.made pyproject.toml setup.py
-	$(RUN)python -m pip install --quiet --disable-pip-version-check -e '.[$*]'
+	@$(RUN)python tools/install.py -e '.[$*]'
 	@touch $@

@@ -20,7 +20,7 @@ from tools.performance_tables import table_below
 _HERE = Path(__file__).parent
 PICTURES = _HERE.parent / "docs" / "pictures"
 # By the line of the table: its variants are measured for other questions.
-_FRAMEWORKS = ("tfdist", "tfdist, --backend horovod", "tf_keras, tf.distribute", "PyTorch DDP (gloo)")
+_FRAMEWORKS = ("tfdist", "tfdist, --transport horovod", "tf_keras, tf.distribute", "PyTorch DDP (gloo)")
 _CELL = re.compile(r"(?P<median>[\d.]+) \((?P<lowest>[\d.]+)-(?P<highest>[\d.]+)\)")
 _WIDTH, _HEIGHT = 3.6, 3.6
 _SHIFT = 0.03

@@ -1,9 +1,9 @@
 """A click log that is made up, so that nothing is downloaded and the best possible result is known.
 
 Like a real one, it has many ids and few that are frequent: users and items follow Zipf's law. Every user and every item
-has a vector of tastes, some items please everybody, and people click more in the evening. What these say about a user,
-an item and an hour is the probability of a click, and a coin with this probability decides. A model that knew the
-probabilities would still be wrong about single clicks: no other can exceed its AUC, `Log.best_auc`, but by luck.
+has a vector of tastes, some items please everybody, and people click more in the evening. Together they give
+the probability of a click, with which each click is drawn at random. A model that knew the probabilities would still
+be wrong about single clicks; its AUC, `Log.best_auc`, is the best possible.
 """
 
 from __future__ import annotations

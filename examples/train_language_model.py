@@ -83,7 +83,7 @@ def main() -> None:
     """Trains, evaluates, samples and saves the model."""
     options = parse_arguments()
     # Of the processes of `tfdist run --stages`, only the first one gets beyond this line; the others serve it.
-    strategy = tfdist.PipelineStrategy(microbatches=options.microbatches, schedule=options.schedule)
+    strategy = tfdist.PipelineStrategy(num_microbatches=options.microbatches, schedule=options.schedule)
     keras.utils.set_random_seed(options.seed)
 
     train, test = (manual.windows(text, options.length) for text in manual.load())

@@ -4,7 +4,7 @@ Example:
     python examples/train_within_limit.py                        # both of the following, one after the other
     python examples/train_within_limit.py --memory none          # plain Keras runs out of memory
     python examples/train_within_limit.py --memory recompute     # the same model, and one line more
-   python examples/train_within_limit.py --memory recompute --report step.png     # what that will hold
+    python examples/train_within_limit.py --memory recompute --report step.png     # draws what a step would hold
 """
 
 from __future__ import annotations

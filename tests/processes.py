@@ -15,8 +15,9 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tfdist.launch.zygote import ForkedProcess
-from tfdist.testing import fork_server, preload
+from tfdist.launch.local import fork_server
+from tfdist.launch.warm.zygote import ForkedProcess
+from tfdist.testing import preload
 
 # Everything that a server has forked has the server's environment in /proc, and so this; TFDIST_... it would not have.
 MARK = "LAUNCHER_TEST_MARK"

@@ -11,11 +11,13 @@ import signal
 import socket
 import sys
 
-from tfdist.launch import main_module, program_start, zygote_server
-from tfdist.launch.import_settings import changed_for_import, shared_part
-from tfdist.launch.kernel import death_pact
-from tfdist.launch.plan import ProcessPlan
-from tfdist.launch.zygote import ForkedProcess, Zygote, can_fork
+from tfdist.launch import process
+from tfdist.launch.operating_system import die_with_parent
+from tfdist.launch.run_plan import ProcessPlan
+from tfdist.launch.warm import zygote as warm_starts
+from tfdist.launch.warm import zygote_program
+from tfdist.launch.warm.preloaded import changed_for_import, first_path, run_as_main, shared_part
+from tfdist.launch.warm.zygote import ForkedProcess, Zygote, can_fork
 
 
 class HeldZygote(Zygote):
@@ -40,24 +42,24 @@ def main(out: str, err: str, arguments: list[str]) -> None:
     if (pid := os.fork()) == 0:
         ours.close()
         os.setsid()
-        death_pact(launcher)()
+        die_with_parent(launcher)()
         import tensorflow  # noqa: F401  # has been imported, but is hidden
 
-        command = zygote_server.serve(theirs.detach(), (sys.executable, "-u"))
-        sys.path[0] = main_module.first_path(command[2:])
-        main_module.run(command[2:], command, hidden_files=[__file__])
+        command = zygote_program.serve(theirs.detach(), (sys.executable, "-u"))
+        sys.path[0] = first_path(command[2:])
+        run_as_main(command[2:], command, hidden_files=[__file__])
         return
     theirs.close()
     assert ours.recv(2**16)  # it is ready
     zygote = HeldZygote(ours, pid)
-    afresh = program_start.start_afresh
+    afresh = process.start_afresh
 
-    def start(plan: ProcessPlan, output: int) -> program_start.Program:
+    def start(plan: ProcessPlan, output: int) -> process.Program:
         if not can_fork(plan.command) or changed_for_import(shared_part(os.environ), shared_part(plan.env)):
             return afresh(plan, output)
         return zygote.spawn(plan.env, plan.cpus, output, plan.command[2:])
 
-    program_start.start_afresh = start
+    process.start_afresh = warm_starts.start_afresh = start
     from tfdist.launch.command import main as tfdist
 
     tfdist(arguments, prog_name="python -m tfdist")

@@ -12,9 +12,9 @@ def check_count(name: str, value: Any) -> None:
     """Refuses what is no whole number of at least 1.
 
     Example:
-        >>> check_count("microbatches", True)
+        >>> check_count("num_microbatches", True)
         Traceback (most recent call last):
-        ValueError: Received: microbatches=True. Expected: a whole number, at least 1.
+        ValueError: Received: num_microbatches=True. Expected: a whole number, at least 1.
     """
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise ValueError(f"Received: {name}={value!r}. Expected: a whole number, at least 1.")

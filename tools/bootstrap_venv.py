@@ -127,6 +127,7 @@ def main(arguments: Sequence[str]) -> int:
         print("usage: bootstrap_venv.py FOLDER", file=sys.stderr)
         return 2
     try:
+        print(f"Making {arguments[0]} with Python {sys.version.split()[0]} and the newest pip", flush=True)
         make_venv(Path(arguments[0]))
     except BootstrapError as error:
         print(f"bootstrap_venv: {error}", file=sys.stderr)

@@ -46,7 +46,7 @@ MUTATIONS = (
     Mutation(
         name="weights of rows",
         effect="every replica's gradient counts the same, however few rows it has",
-        file="tfdist/strategies/keras_step.py",
+        file="tfdist/steps/keras_step.py",
         old="relative_weight = tf.cast(relative_weight, tf.float32)",
         new="relative_weight = tf.ones_like(relative_weight, tf.float32)",
         tests=(
@@ -57,7 +57,7 @@ MUTATIONS = (
     Mutation(
         name="sum of gradients",
         effect="gradients are averaged once more, after they were weighted",
-        file="tfdist/strategies/exchange.py",
+        file="tfdist/steps/collectives.py",
         old="all_reduce(tf.distribute.ReduceOp.SUM, value)",
         new="all_reduce(tf.distribute.ReduceOp.MEAN, value)",
         tests=(
@@ -68,7 +68,7 @@ MUTATIONS = (
     Mutation(
         name="seeds of replicas",
         effect="Dropout draws the same masks on every process",
-        file="tfdist/strategies/step_shadows.py",
+        file="tfdist/steps/step_overrides.py",
         old="offset = global_replica() * SEED_STRIDE % 2**32",
         new="offset = local_replica() * SEED_STRIDE % 2**32",
         tests=("tests/cluster/test_randomness.py::TestRandomness::test_dropout_masks_differ_between_replicas",),
@@ -76,7 +76,7 @@ MUTATIONS = (
     Mutation(
         name="checksums of backups",
         effect="a backup with an altered byte is taken for a good one",
-        file="tfdist/callbacks/manifest.py",
+        file="tfdist/checkpoint/manifest.py",
         old="if found.crc32 != expected.crc32:",
         new="if found.crc32 != found.crc32:",
         tests=(
@@ -98,10 +98,10 @@ MUTATIONS = (
     Mutation(
         name="token check",
         effect="whoever does not know the secret of a job is let in",
-        file="tfdist/cluster/authentication.py",
+        file="tfdist/cluster/connections.py",
         old="for challenges in (first, not first):",
         new="for challenges in (not first,):",
-        tests=("tests/unit/test_authentication.py",),
+        tests=("tests/unit/test_connections.py",),
     ),
     Mutation(
         name="order of a schedule",
@@ -115,12 +115,12 @@ MUTATIONS = (
         ),
     ),
     Mutation(
-        name="deadline of the roll call",
+        name="deadline of the barrier",
         effect="start_timeout begins anew whenever a task has come",
-        file="tfdist/cluster/roll_call_chief.py",
+        file="tfdist/cluster/barrier/chief.py",
         old="if now >= self._deadline:",
         new="if now >= announced + self._timeout:",
-        tests=("tests/unit/test_roll_call.py",),
+        tests=("tests/unit/test_barrier.py",),
     ),
     Mutation(
         name="shards of slots",
@@ -137,7 +137,7 @@ MUTATIONS = (
     Mutation(
         name="position in the data",
         effect="a resumed fit does the last batch before the backup again",
-        file="tfdist/callbacks/data_position.py",
+        file="tfdist/checkpoint/data_position.py",
         old='else state["taken"])',
         new='else state["taken"] - 1)',
         tests=("tests/fault_tolerance/test_resume_data.py::test_kill[shuffle]",),
@@ -145,7 +145,7 @@ MUTATIONS = (
     Mutation(
         name="identity of a fit",
         effect="with more epochs, the backups of another optimizer are taken for those of this one",
-        file="tfdist/callbacks/fit_identity.py",
+        file="tfdist/checkpoint/fit_identity.py",
         old='return scaled or (more_epochs and f"{_RATE}." in path)',
         new="return scaled or more_epochs",
         tests=("tests/fault_tolerance/test_other_fits.py::test_differences",),
@@ -153,7 +153,7 @@ MUTATIONS = (
     Mutation(
         name="weights of micro-batches",
         effect="every micro-batch counts the same, however few rows it has",
-        file="tfdist/strategies/pipeline/micro_batches.py",
+        file="tfdist/strategies/pipeline/replicas.py",
         old="return tf.cast(self.size(index) / self.rows, tf.float32)",
         new="return tf.constant(1 / self.count, tf.float32)",
         tests=("tests/logical/test_pipeline_fit.py::test_equals_one_process",),
@@ -169,7 +169,7 @@ MUTATIONS = (
     Mutation(
         name="copies on the host",
         effect="what waits on the host is sent back as soon as the first gradient is there, and fills the device",
-        file="tfdist/memory/host_copies.py",
+        file="tfdist/memory/offload.py",
         old="gate = keeping.order.fetch_after(keeping.prefetch) if gate is None else gate",
         new="gate = gate or ()",
         tests=("tests/logical/test_memory_report.py::test_what_is_on_the_host",),

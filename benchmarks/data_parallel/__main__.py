@@ -76,8 +76,8 @@ def _workload(options: argparse.Namespace, model: str) -> Workload:
 
 def _terms(options: argparse.Namespace) -> str:
     return (
-        f"Batch {options.batch} a process; medians of {options.rounds} x {options.windows} windows of "
-        f"{options.steps} steps, lowest and highest window in brackets."
+        f"Batch {options.batch} a process; after {options.warmup} steps of warm-up, medians of {options.rounds} x "
+        f"{options.windows} windows of {options.steps} steps, lowest and highest window in brackets."
     )
 
 
@@ -85,9 +85,9 @@ def _name(this: Trial) -> str:
     workload = this.workload
     parts = [workload.model, this.peer, f"{workload.processes} process{'es' if workload.processes > 1 else ''}"]
     parts += [f"steps_per_execution={workload.steps_per_execution}"] if workload.steps_per_execution > 1 else []
-    parts += [workload.backend] if workload.backend != "tensorflow" else []
+    parts += [workload.transport] if workload.transport != "tensorflow" else []
     parts += [f"bucket_bytes={workload.bucket_bytes}"] if workload.bucket_bytes else []
-    return " ".join([*parts, *(how for how in (workload.communication, workload.compression) if how)])
+    return " ".join([*parts, *([workload.compression] if workload.compression else [])])
 
 
 def _plain(this: Trial) -> dict:

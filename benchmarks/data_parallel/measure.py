@@ -54,22 +54,34 @@ class StepClock:
 
 @dataclass(frozen=True)
 class Summary:
-    """Median and range of samples, in milliseconds."""
+    """Median and range of samples, in milliseconds.
+
+    Its `drift` is the median of the later half of each training's windows over that of the earlier half: about 1 if the
+    training had settled before it was measured.
+    """
 
     median: float
     lowest: float
     highest: float
+    drift: float
 
     @classmethod
     def of(cls, rounds: Sequence[Sequence[float]]) -> Summary:
         """Summary of all windows of all rounds.
 
         Example:
-            >>> Summary.of([[3.0, 1.0], [2.0]])
-            Summary(median=2.0, lowest=1.0, highest=3.0)
+            >>> Summary.of([[4.0, 1.0], [2.0, 3.0]])
+            Summary(median=2.5, lowest=1.0, highest=4.0, drift=0.875)
         """
         samples = [sample for windows in rounds for sample in windows]
-        return cls(statistics.median(samples), min(samples), max(samples))
+        drifts = [_median_of(windows, later=True) / _median_of(windows, later=False) for windows in rounds]
+        return cls(statistics.median(samples), min(samples), max(samples), statistics.median(drifts))
+
+
+def _median_of(windows: Sequence[float], later: bool) -> float:
+    # With an odd number both halves have the middle one.
+    half = (len(windows) + 1) // 2
+    return statistics.median(windows[-half:] if later else windows[:half])
 
 
 def efficiency(one: Summary, two: Summary) -> float:

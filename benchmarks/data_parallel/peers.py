@@ -32,13 +32,13 @@ PEERS = {
 
 # What tfdist is measured with besides its defaults: title of the line and settings of its trials.
 VARIANTS: dict[str, tuple[str, dict]] = {
-    "bf16": ('tfdist, communication="bf16"', {"communication": "bf16"}),
+    "bf16": ('tfdist, compression="bf16"', {"compression": "bf16"}),
     "spe10": ("tfdist, steps_per_execution=10", {"steps_per_execution": 10}),
-    "horovod": ("tfdist, --backend horovod", {"backend": "horovod"}),
-    "horovod-fp16": ("tfdist, HorovodStrategy(compression='fp16')", {"backend": "horovod", "compression": "fp16"}),
+    "horovod": ("tfdist, --transport horovod", {"transport": "horovod"}),
+    "horovod-fp16": ("tfdist, HorovodStrategy(compression='fp16')", {"transport": "horovod", "compression": "fp16"}),
     "horovod-buckets": (
         "tfdist, HorovodStrategy(bucket_bytes=2**21)",
-        {"backend": "horovod", "bucket_bytes": 2**21},
+        {"transport": "horovod", "bucket_bytes": 2**21},
     ),
 }
 
@@ -95,7 +95,7 @@ def variants_available(
         ['bf16']
     """
     variants = list(variants)
-    left_out = [v for v in variants if VARIANTS[v][1].get("backend") == "horovod" and not is_there("horovod")]
+    left_out = [v for v in variants if VARIANTS[v][1].get("transport") == "horovod" and not is_there("horovod")]
     reasons = [f"{VARIANTS[v][0]} is left out: Horovod is not installed. See docs/horovod.md." for v in left_out]
     return [variant for variant in variants if variant not in left_out], reasons
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tfdist.launch.guardian import Guardian
-from tfdist.launch.output import last_lines
+from tfdist.launch.terminal import last_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 _TICK = 0.05

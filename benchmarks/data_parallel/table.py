@@ -10,7 +10,7 @@ from benchmarks.data_parallel.peers import Row, Trial
 
 BEGIN = "<!-- result -->"
 END = "<!-- /result -->"
-_HEADER = ("Framework", "1 process, ms", "2 processes, ms", "Efficiency", "Time / tfdist's")
+_HEADER = ("Framework", "1 process, ms", "2 processes, ms", "Efficiency", "Time / tfdist's", "Drift")
 _MISSING = "failed"
 
 Samples = Mapping[Trial, Sequence[Sequence[float]]]
@@ -54,7 +54,7 @@ def as_markdown(records: Sequence[Mapping]) -> str:
     parts = []
     for model in dict.fromkeys(record["model"] for record in records):
         shape = MODELS[model]
-        lines = [_line(_HEADER), "|---|--:|--:|--:|--:|"]
+        lines = [_line(_HEADER), "|---|--:|--:|--:|--:|--:|"]
         lines += [_line(_cells(record)) for record in records if record["model"] == model]
         parts.append(f"{shape.title}, {count_parameters(shape):,} parameters:\n\n" + "\n".join(lines))
     return "\n\n".join(parts)
@@ -98,6 +98,7 @@ def _cells(record: Mapping) -> tuple[str, ...]:
         _milliseconds(record["two"]),
         "" if share is None else f"{share:.0%}",
         "" if relative is None else f"{relative:.2f}",
+        "" if record["two"] is None else f"{record['two']['drift']:.2f}",
     )
 
 

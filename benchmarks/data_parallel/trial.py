@@ -69,7 +69,7 @@ def make_commands(
         return (Command((python, *program), setting.environ, setting.cores[:1]),)
     if trial.peer == "tfdist":
         launcher = ("-m", "tfdist", "run", "-n", "2", "--cpus-per-worker", "1", "--grace", "2", "--output", "all")
-        words = (python, *launcher, "--backend", trial.workload.backend, "--log-dir", str(log_dir), *program)
+        words = (python, *launcher, "--transport", trial.workload.transport, "--log-dir", str(log_dir), *program)
         return (Command(words, setting.environ, setting.cores),)
     places = _tf_config(ports) if trial.peer == "tf_keras" else _torch_variables(ports)
     return tuple(

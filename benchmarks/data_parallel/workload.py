@@ -20,10 +20,9 @@ class Workload:
         windows: how many times are measured.
         steps: steps of each window.
         steps_per_execution: steps that Keras runs in one call.
-        communication: option of `tfdist.MultiWorkerMirroredStrategy`.
-        backend: option of `tfdist run`.
-        compression: option of `tfdist.HorovodStrategy`, as the next one.
-        bucket_bytes: the same.
+        transport: option of `tfdist run`.
+        compression: option of the strategy.
+        bucket_bytes: option of `tfdist.HorovodStrategy`.
 
     Raises:
         ValueError: if the model is not known, a number is too low, or a window would begin or end inside of a call.
@@ -36,8 +35,7 @@ class Workload:
     windows: int = 5
     steps: int = 40
     steps_per_execution: int = 1
-    communication: str | None = None
-    backend: str = "tensorflow"
+    transport: str = "tensorflow"
     compression: str | None = None
     bucket_bytes: int | None = None
 
@@ -56,7 +54,7 @@ class Workload:
 
     def in_one_process(self) -> Workload:
         """The same training where nothing is communicated."""
-        alone = {"communication": None, "backend": "tensorflow", "compression": None, "bucket_bytes": None}
+        alone = {"transport": "tensorflow", "compression": None, "bucket_bytes": None}
         return dataclasses.replace(self, processes=1, **alone)
 
     @property

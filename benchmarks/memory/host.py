@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from benchmarks.children import Children, say
 from benchmarks.memory.shapes import DEPTHS
-from benchmarks.memory.variants import OFFLOAD, PARK, PLAIN, RECOMPUTE, SWAP
+from benchmarks.memory.variants import OFFLOAD, PLAIN, RECOMPUTE, RECOMPUTE_SWAP, SWAP
 
-VARIANTS = (PLAIN, RECOMPUTE, PARK, SWAP, OFFLOAD)
+VARIANTS = (PLAIN, RECOMPUTE, RECOMPUTE_SWAP, SWAP, OFFLOAD)
 _SHAPE = "mlp"
 
 

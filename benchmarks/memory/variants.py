@@ -4,13 +4,13 @@ from __future__ import annotations
 
 PLAIN = "plain Keras"
 RECOMPUTE, AUTO = 'tfdist "recompute"', 'tfdist "recompute", blocks="auto"'
-PARK, SWAP = 'tfdist "park"', 'tfdist "swap"'
+RECOMPUTE_SWAP, SWAP = 'tfdist "recompute+swap"', 'tfdist "swap"'
 OFFLOAD = "tfdist.HostOffloadStrategy"
 REMAT_SCOPE, RECOMPUTE_GRAD = "keras.RematScope", "tf.recompute_grad (keras.remat)"
 
 # Those that need no host beside the device.
 ON_DEVICE = (PLAIN, RECOMPUTE, AUTO, REMAT_SCOPE, RECOMPUTE_GRAD)
-WITH_HOST = (PARK, SWAP, OFFLOAD)
+WITH_HOST = (RECOMPUTE_SWAP, SWAP, OFFLOAD)
 
 # The modes of `tfdist.memory.MemoryPolicy`.
-MODES = {RECOMPUTE: "recompute", AUTO: "recompute", PARK: "park", SWAP: "swap"}
+MODES = {RECOMPUTE: "recompute", AUTO: "recompute", RECOMPUTE_SWAP: "recompute+swap", SWAP: "swap"}

@@ -15,12 +15,12 @@ def main(address: str) -> None:
     """Answers the benchmark's requests; a worker or ps serves instead."""
     # Workers and parameter servers do not get beyond this line.
     strategy = None if tfdist.discover().is_single_process else tfdist.ParameterServerStrategy()
-    default = strategy.max_inflight if strategy else None
+    default = strategy._max_inflight if strategy else None
 
     def configure(trial: Trial) -> None:
         if strategy:
-            strategy.mode, strategy.worker_input = trial.mode, trial.worker_input
-            strategy.max_inflight = trial.max_inflight or default
+            strategy._mode, strategy._worker_input = trial.mode, trial.worker_input
+            strategy._max_inflight = trial.max_inflight or default
 
     Chief(keras, strategy, lambda make: make(), configure).answer_all(address)
 

@@ -27,7 +27,8 @@ def main(text: str, path: str) -> None:
     shape = SHAPES[settings["shape"]]
     trials = []
     for variant in settings["variants"]:
-        strategy = tfdist.PipelineStrategy(**variant) if variant else tf.distribute.get_strategy()
+        options = {"num_microbatches" if name == "microbatches" else name: value for name, value in variant.items()}
+        strategy = tfdist.PipelineStrategy(**options) if variant else tf.distribute.get_strategy()
         # Servers do not come here.
         pids = announced(settings["folder"], STAGES) if variant else [os.getpid()]
         with strategy.scope():

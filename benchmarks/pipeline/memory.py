@@ -20,11 +20,11 @@ ENVIRONMENT = {
 }
 
 VARIANTS: dict[str, dict] = {
-    "gpipe": {"schedule": "gpipe", "recompute": False},
-    "1f1b": {"schedule": "1f1b", "recompute": False},
-    '1f1b, weight_gradients="batched"': {"schedule": "1f1b", "recompute": False, "weight_gradients": "batched"},
-    "gpipe, recompute=True": {"schedule": "gpipe", "recompute": True},
-    "1f1b, recompute=True": {"schedule": "1f1b", "recompute": True},
+    "gpipe": {"schedule": "gpipe", "memory": "none"},
+    "1f1b": {"schedule": "1f1b", "memory": "none"},
+    '1f1b, weight_gradients="batched"': {"schedule": "1f1b", "memory": "none", "weight_gradients": "batched"},
+    'gpipe, memory="recompute"': {"schedule": "gpipe", "memory": "recompute"},
+    '1f1b, memory="recompute"': {"schedule": "1f1b", "memory": "recompute"},
 }
 
 

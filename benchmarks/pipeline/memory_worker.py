@@ -23,12 +23,12 @@ def main(text: str, path: str) -> None:
 
     settings = json.loads(text)
     announce(settings["folder"], tfdist.discover().rank)
-    strategy = tfdist.PipelineStrategy(microbatches=memory.MICROBATCHES, **settings["arguments"])
+    strategy = tfdist.PipelineStrategy(num_microbatches=memory.MICROBATCHES, **settings["arguments"])
     with strategy.scope():
         layers = [keras.layers.Dense(memory.WIDTH, "gelu") for _ in range(memory.LAYERS)]
         model = keras.Sequential([keras.Input((memory.WIDTH,)), *layers])
         model.compile("sgd", "mse", jit_compile=False)
-    strategy.prepare(model)
+    strategy._prepare(model)
     pids = announced(settings["folder"], memory.STAGES)
     batch = tf.random.uniform([memory.MICROBATCHES * memory.ROWS, memory.WIDTH])
     dataset = tf.data.Dataset.from_tensors((batch, batch)).repeat()

@@ -110,7 +110,7 @@ def _strategy(devices: int, microbatches: int, schedule: str) -> Any:
         return tf.distribute.get_strategy()
     return tfdist.PipelineStrategy(
         [f"CPU:{device}" for device in range(devices)],
-        microbatches=microbatches,
+        num_microbatches=microbatches,
         schedule=schedule,
         cuts=_names(devices * chunks_of(schedule))[:-1],
     )

@@ -56,7 +56,7 @@ def _first_step(devices: int, microbatches: int) -> tuple[float, int]:
     keras.utils.clear_session()
     strategy = tf.distribute.get_strategy()
     if devices > 1:
-        strategy = tfdist.PipelineStrategy([f"CPU:{i}" for i in range(devices)], microbatches=microbatches)
+        strategy = tfdist.PipelineStrategy([f"CPU:{i}" for i in range(devices)], num_microbatches=microbatches)
     with strategy.scope():
         model = keras.Sequential([keras.Input((WIDTH,)), *(keras.layers.Dense(WIDTH, "relu") for _ in range(LAYERS))])
         model.compile("sgd", "mse", jit_compile=False)

@@ -12,10 +12,8 @@ from typing import NamedTuple
 
 from benchmarks.data_parallel.table import fill
 from benchmarks.markdown import table
-from tfdist.planning.communication import all_reduce_seconds
-from tfdist.planning.hardware import Device, Hardware, Link
+from tfdist.planning.hardware import PRESETS, Device, Hardware, Link, all_reduce_seconds
 from tfdist.planning.pipelines import pipeline
-from tfdist.planning.presets import PRESETS
 from tfdist.planning.profile import LayerProfile, ModelProfile, Sample, StepCost
 
 DOCS = Path(__file__).parents[2] / "docs" / "planning.md"
@@ -101,7 +99,7 @@ def _of_torchgpipe() -> Iterator[Figure]:
 def _of_horovod() -> Iterator[Figure]:
     import keras
 
-    from tfdist.planning.profiling import layers_of
+    from tfdist.planning.profile import layers_of
 
     link = PRESETS["p100-25gbe"].link(_HOROVOD_DEVICES)
     for name, (images, side, published) in _HOROVOD.items():

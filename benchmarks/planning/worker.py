@@ -69,7 +69,7 @@ def _train(settings: dict[str, Any]) -> list[float] | None:
 
 
 def _agreed(strategy: Any, window: int) -> int:
-    peers = getattr(strategy, "peers", None)
+    peers = getattr(strategy, "_peers", None)
     return max(peers.gather("window", window, "choose the length of a window")) if peers is not None else window
 
 

@@ -15,8 +15,8 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 from tfdist.cluster import ClusterConfig, ClusterError, discover
-from tfdist.cluster.roll_call import meet
-from tfdist.strategies.servers import await_servers, connect, serve
+from tfdist.cluster.barrier import meet
+from tfdist.runtime.servers import await_servers, connect, serve
 from tfdist.supervision.progress import ProgressWriter
 
 SIZE = 50
@@ -91,7 +91,7 @@ def endless(cluster: ClusterConfig) -> None:
 
 
 def absent(cluster: ClusterConfig) -> None:
-    """The others come to the roll call, but have no server."""
+    """The others come to the barrier, but have no server."""
     wait_for("imported")
     start = time.monotonic()
     try:

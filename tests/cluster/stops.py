@@ -85,11 +85,11 @@ def fit(model: keras.Model, callbacks: list[keras.callbacks.Callback], batch_siz
 def stops(kind: str, names: Collection[str]) -> dict[str, Any]:
     """Runs cases, by the names of `STEPS`, on one of two processes."""
     import tfdist
-    from tfdist.callbacks import common_stop
+    from tfdist.runtime import common_stop
 
     common_stop._PATIENCE_SECONDS = PATIENCE
     strategy = getattr(tfdist, kind)(start_timeout=60, peer_timeout=60)
-    rank = strategy.peers.rank
+    rank = strategy._peers.rank
     found = {}
 
     def note(name: str, model: keras.Model, callbacks: list[keras.callbacks.Callback], **options: Any) -> None:

@@ -24,13 +24,13 @@ def content(size: int) -> bytes:
 def received(strategy_name: str) -> list[str]:
     """Runs on every process."""
     import tfdist
-    from tfdist.strategies import broadcast
+    from tfdist.steps import collectives
 
     strategy = getattr(tfdist, strategy_name)(start_timeout=60, peer_timeout=60)
-    with mock.patch.object(broadcast, "_CHUNK", CHUNK):
+    with mock.patch.object(collectives, "_CHUNK", CHUNK):
         return [
             hashlib.sha256(
-                broadcast.broadcast_bytes(strategy, strategy.peers, content(size) if strategy.is_chief else None)
+                collectives.broadcast_bytes(strategy, strategy._peers, content(size) if strategy.is_chief else None)
             ).hexdigest()
             for size in SIZES
         ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import functools
-import importlib.util
 import json
 import tempfile
 from pathlib import Path
@@ -19,8 +18,6 @@ from tests.cluster.file_checks import DEADLINE, FileChecks, built, gap, on_two_p
 from tests.features.table import rows
 
 pytestmark = pytest.mark.cluster
-
-HAS_TENSORBOARD = importlib.util.find_spec("tensorboard") is not None
 
 
 class Interrupt(keras.callbacks.Callback):
@@ -73,37 +70,6 @@ def callbacks(strategy: object, folder: Path) -> dict:
     }
 
 
-class PlainTensorBoard(keras.callbacks.TensorBoard):
-    """Writes lines of text in place of event files: the `tensorboard` package need not be installed."""
-
-    def __init__(self, folder: Path):
-        keras.callbacks.Callback.__init__(self)
-        self._folder = folder
-
-    def _write(self, *arguments: object) -> None:
-        self._folder.mkdir(exist_ok=True)
-        with (self._folder / "events").open("a") as file:
-            print(*arguments, file=file)
-
-    def set_model(self, model: keras.Model) -> None:
-        self._write("model")
-
-    def _nothing(self, *arguments: object, **more: object) -> None:
-        pass
-
-    on_train_begin = on_test_begin = on_train_end = on_test_end = on_epoch_begin = _nothing
-    on_train_batch_begin = on_train_batch_end = on_test_batch_begin = on_test_batch_end = _nothing
-
-    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-        self._write("epoch", epoch)
-
-
-def plain_tensorboard(strategy: object, folder: Path) -> str:
-    model = built(strategy)
-    model.fit(*rows(96), batch_size=16, epochs=2, verbose=0, callbacks=[PlainTensorBoard(folder)])
-    return (folder / "events").read_text()
-
-
 def tensorboard(strategy: object, folder: Path) -> dict[str, list[str]]:
     """Returns the processes that wrote an event file, by folder; their id is part of the file's name."""
     model = built(strategy)
@@ -141,9 +107,7 @@ def everything(checks: FileChecks) -> None:
     strategy, folder = checks.strategy, checks.folder
     one = tf.distribute.get_strategy()
     checks.note("callbacks", callbacks, strategy, folder / "callbacks")
-    checks.note("plain tensorboard", plain_tensorboard, strategy, folder / "plain")
-    if HAS_TENSORBOARD:
-        checks.note("tensorboard", tensorboard, strategy, folder / "tensorboard")
+    checks.note("tensorboard", tensorboard, strategy, folder / "tensorboard")
     checks.note("interrupted", interrupted, strategy, folder / "backup")
     with tempfile.TemporaryDirectory() as alone:
         checks.note("callbacks alone", callbacks, one, Path(alone) / "callbacks")
@@ -190,11 +154,7 @@ class TestCallbacks:
         for line, expected in zip(lines, check(rank, "callbacks alone")["csv"], strict=True):
             assert line == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
-    def test_tensorboard_is_the_chiefs_alone(self, rank):
-        assert check(rank, "plain tensorboard") == "model\nepoch 0\nepoch 1\n"
-
-    @pytest.mark.skipif(not HAS_TENSORBOARD, reason="the tensorboard package is not installed")
-    def test_tensorboard_writes_one_file_for_training_and_one_for_validation(self, rank):
+    def test_the_chiefs_tensorboard_alone_writes_one_file_for_training_and_one_for_validation(self, rank):
         chief = str(results()[0]["pid"])
         assert check(rank, "tensorboard") == {"train": [chief], "validation": [chief]}
 

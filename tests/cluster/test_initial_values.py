@@ -27,7 +27,7 @@ def each(kind: str) -> dict[str, Any]:
     import tfdist
 
     strategy = getattr(tfdist, kind)(start_timeout=60, peer_timeout=60)
-    own = 1 - strategy.peers.rank  # the chief has 1
+    own = 1 - strategy._peers.rank  # the chief has 1
     found = {}
     for dtype in DTYPES:
         with strategy.scope():

@@ -32,7 +32,7 @@ def read_everywhere(strategy_name: str) -> dict[str, dict[str, Any]]:
         model = trained()
         inside = readings(model) if strategy.is_chief else {}
     outside = readings(model) if strategy.is_chief else {}
-    strategy.peers.gather("test", None, "read")
+    strategy._peers.gather("test", None, "read")
     return {"alone": alone, "inside": inside, "outside": outside}
 
 

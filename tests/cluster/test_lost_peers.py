@@ -28,7 +28,7 @@ with strategy.scope():
     model.compile("sgd", "mse")
 class End(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
-        if batch == 5 and strategy.peers.rank == int(sys.argv[1]):
+        if batch == 5 and strategy._peers.rank == int(sys.argv[1]):
             if sys.argv[2] == "raise":
                 raise ValueError("the program's own")
             os.kill(os.getpid(), signal.SIGKILL)
@@ -81,7 +81,7 @@ def test_who_is_gone_is_named_below_the_traceback(rank, how, code, tmp_path):
 def test_which_exceptions_are_about_peers():
     import tensorflow as tf
 
-    from tfdist.strategies.lost_peers import is_about_peers
+    from tfdist.runtime.lost_peers import is_about_peers
 
     reset = tf.errors.UnavailableError(None, None, "recvmsg:Connection reset by peer")
     led_to = RuntimeError("not saved")
@@ -93,7 +93,7 @@ def test_which_exceptions_are_about_peers():
 
 
 def test_what_is_said_of_whom(monkeypatch):
-    from tfdist.strategies.lost_peers import GONE, SILENT, THERE, lost, state_of
+    from tfdist.runtime.lost_peers import GONE, SILENT, THERE, lost, state_of
 
     with socket.create_server(("127.0.0.1", 0)) as there:
         place = f"127.0.0.1:{there.getsockname()[1]}"
@@ -117,7 +117,7 @@ def test_what_is_said_of_whom(monkeypatch):
 
 
 def test_nothing_else_changes_what_is_shown(monkeypatch):
-    from tfdist.strategies import lost_peers
+    from tfdist.runtime import lost_peers
 
     shown: list[type] = []
     with ports.reserve(2) as reservation:

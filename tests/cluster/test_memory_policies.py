@@ -56,9 +56,9 @@ def recomputed() -> list[float]:
 def chosen() -> dict[str, Any]:
     """What is chosen for a budget by processes that measure different rates, and the gap to plain training."""
     from tfdist.memory import MemoryPolicy, choose, report
-    from tfdist.memory.application import _modes
     from tfdist.memory.estimation import choosing
-    from tfdist.memory.estimation.rates import Rates
+    from tfdist.memory.estimation.block_options import Rates
+    from tfdist.memory.modes import modes_of
 
     strategy = _strategy()
     plain = _weights(strategy)
@@ -73,7 +73,7 @@ def chosen() -> dict[str, Any]:
         "batch": most.batch,
         "rates": list(choice.rates),
         "modes": [option.mode for option in choice.options],
-        "in fit": [_modes(automatic.model).mode_of(name) for name in BLOCKS],
+        "in fit": [modes_of(automatic.model).mode_of(name) for name in BLOCKS],
         "gap": gap(plain, found),
     }
 

@@ -29,11 +29,11 @@ def wrong_data() -> dict[str, Any]:
     from tests.features.table import batches, mlp, rows
 
     found: dict[str, Any] = {}
-    for name, value in (("communication", "fp8"), ("batch_norm", "sync")):
+    for name, value in (("compression", "fp8"), ("batch_norm", "sync")):
         found[name] = error_of(tfdist.MultiWorkerMirroredStrategy, **{name: value})
     strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout=60, peer_timeout=5)
-    rank = strategy.peers.rank
-    found["names"] = strategy.peers.names
+    rank = strategy._peers.rank
+    found["names"] = strategy._peers.names
     with strategy.scope():
         model = mlp()()
     found["cardinality"] = error_of(model.fit, batches(*rows(96 - 32 * rank)), verbose=0)
@@ -178,12 +178,12 @@ class TestData:
         waiting, absent = chief["names"]
         words = [f"{waiting} waited 5 s for {absent} to start fit, evaluate or predict, and it did not."]
         words += ["Expected: every process makes the same calls", "Look for code that only one rank runs"]
-        assert_error(chief["absent from fit"], "PeerTimeout", *words)
+        assert_error(chief["absent from fit"], "PeerTimeoutError", *words)
         assert 4.5 < chief["absent from fit, seconds"] < 8.0
 
     def test_unknown_values(self, rank):
         found = data_results()[rank]
-        assert_error(found["communication"], "ValueError", "communication='fp8'", "Expected one of [None, 'bf16']")
+        assert_error(found["compression"], "ValueError", "compression='fp8'", "Expected one of [None, 'bf16']")
         assert_error(found["batch_norm"], "ValueError", "batch_norm='sync'", "Expected 'global'", "or 'local'")
 
 
@@ -198,15 +198,15 @@ class TestStart:
 
     def test_a_rank_that_does_not_start(self):
         chief = start_results()[0]
-        assert_error(chief["absent from the start"], "RollCallTimeout", "worker 1", chief["last place"])
+        assert_error(chief["absent from the start"], "BarrierTimeoutError", "worker 1", chief["last place"])
         assert "worker 0" not in chief["absent from the start"][1]
         assert 2.5 < chief["absent from the start, seconds"] < 6.0
 
     def test_timeout_is_a_cluster_error(self):
         import tfdist
-        from tfdist.cluster.roll_call import RollCallTimeout
+        from tfdist.cluster.barrier.messages import BarrierTimeoutError
 
-        assert issubclass(RollCallTimeout, tfdist.ClusterError)
+        assert issubclass(BarrierTimeoutError, tfdist.ClusterError)
 
     def test_tensorflow_already_initialised(self, rank):
         words = ["TensorFlow is already initialised", "Collective ops must be configured at program startup"]
@@ -246,7 +246,7 @@ def evaluation_on(one: int) -> tuple[str, str, float]:
 
     class Evaluating(keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-            if strategy.peers.rank == one:
+            if strategy._peers.rank == one:
                 self.model.evaluate(*rows(32), verbose=0)
 
     with strategy.scope():
@@ -260,7 +260,7 @@ def evaluation_on(one: int) -> tuple[str, str, float]:
 def test_a_callback_that_evaluates_on_one_process_only(one):
     """They wait for each other in other places, and say so long before `peer_timeout`, half an hour."""
     for kind, message, seconds in run_local(evaluation_on, args=(one,), timeout=_DEADLINE):
-        assert_error((kind, message), "PeerTimeout", "to start fit, evaluate or predict", "to finish the epoch")
+        assert_error((kind, message), "PeerTimeoutError", "to start fit, evaluate or predict", "to finish the epoch")
         assert f"worker {one}" in message
         assert "A callback that calls evaluate, predict or fit has to do so on every process" in message
         assert seconds < 60

@@ -16,6 +16,7 @@ from tests.cluster.attempt import found_on
 from tests.cluster.file_checks import DEADLINE, FileChecks, built, gap, on_two_processes
 from tests.features.table import mlp, rows
 from tfdist.compat.scopes import outside_of_scope
+from tfdist.testing import run_local
 
 pytestmark = pytest.mark.cluster
 
@@ -71,7 +72,7 @@ def all_formats(strategy: object, folder: Path) -> dict[str, float]:
 def own_path(strategy: object, folder: Path) -> float:
     """Saves to a path that other processes do not have."""
     model = built(strategy)
-    path = folder / f"of-rank-{strategy.peers.rank}" / "model.keras"
+    path = folder / f"of-rank-{strategy._peers.rank}" / "model.keras"
     path.parent.mkdir()
     model.save(path)
     return gap(model.get_weights(), keras.models.load_model(path).get_weights())
@@ -158,3 +159,36 @@ class TestSaving:
         assert seen["logged"] == pytest.approx(seen["mean"], abs=1e-5)
         assert seen["read"] == pytest.approx(seen["mean"], abs=1e-5)
         assert seen["weights"] == 0.0
+
+
+def at_the_end(folder: str) -> float:
+    """A program whose last call is `save`; on rank 1, a moment later than on the chief."""
+    import tfdist
+
+    strategy = tfdist.MultiWorkerMirroredStrategy()
+    model = built(strategy)
+    time.sleep(3.0 * strategy._peers.rank)
+    model.save(Path(folder) / "model.keras")
+    return gap(model.get_weights(), keras.models.load_model(Path(folder) / "model.keras").get_weights())
+
+
+def test_the_chief_stays_until_its_file_is_heard_of(tmp_path):
+    assert run_local(at_the_end, args=(str(tmp_path),), timeout=DEADLINE) == [0.0, 0.0]
+
+
+def only_on_the_chief(folder: str) -> float:
+    """Returns when this process has come to its end."""
+    import tfdist
+
+    strategy = tfdist.MultiWorkerMirroredStrategy()
+    model = built(strategy)
+    if strategy._peers.rank == 0:
+        model.save(Path(folder) / "model.keras")
+    return time.time()
+
+
+def test_the_chief_waits_for_nobody_who_has_ended_without_asking(tmp_path):
+    began = time.time()
+    ended = run_local(only_on_the_chief, args=(str(tmp_path),), timeout=DEADLINE)
+    # Long before the chief would have waited in vain.
+    assert time.time() - max(ended) < 30.0 and max(ended) > began

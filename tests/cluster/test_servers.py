@@ -21,8 +21,8 @@ from tests.processes import ForkedPopen, forked
 from tests.tiers import daily
 from tfdist.cluster import ClusterConfig
 from tfdist.cluster.ports import reserve
-from tfdist.strategies.server_watch import ServerWatch
-from tfdist.strategies.servers import connect, gone
+from tfdist.runtime.server_process import ServerWatch
+from tfdist.runtime.servers import connect, gone
 
 THREADS = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "4", "TF_CPP_MIN_LOG_LEVEL": "2"}
 # Importing TensorFlow in several processes at once takes its time on a busy machine.

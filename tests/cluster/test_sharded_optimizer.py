@@ -75,8 +75,8 @@ def loss_scaling(strategy: Any) -> float:
 
 def local_bytes(strategy: Any) -> list[int]:
     """Bytes that the slots take in this process, with this optimizer and without."""
+    from tfdist.inspection.replica_values import parts_of_variable
     from tfdist.optimizers import ShardedOptimizer
-    from tfdist.strategies.replica_values import parts_of_variable
 
     model = _model(strategy, "Adam", ShardedOptimizer)
     model.optimizer.build(model.trainable_variables)
@@ -205,13 +205,13 @@ def saving(strategy: Any, folder: Path) -> dict[str, Any]:
     """Saves the model by code of one's own: on all processes, and on the chief alone."""
     import keras
 
-    from tfdist.compat import keras_saving
     from tfdist.optimizers import ShardedOptimizer
+    from tfdist.strategies import job_hooks
 
     folder.mkdir(exist_ok=True)
     found: dict[str, Any] = {}
     model = _model(strategy, "Adam", ShardedOptimizer)
-    own = folder / f"of-rank-{strategy.peers.rank}.keras"
+    own = folder / f"of-rank-{strategy._peers.rank}.keras"
 
     def save(epoch: int, logs: object) -> None:
         for name in ("all.keras", "all.weights.h5", "all.h5", own.name):
@@ -229,18 +229,18 @@ def saving(strategy: Any, folder: Path) -> dict[str, Any]:
         model.save(folder / "chief.keras")
         found["alone after fit"] = gap(expected, _slots_in(folder / "chief.keras"))
     found["seconds alone"] = time.monotonic() - began
-    strategy.chief_files.catch_up("go on")
+    strategy._chief_io.catch_up("go on")
 
     model.train_on_batch(*rows(16))
     if strategy.is_chief:
         keras.saving.save_model(model, folder / "without.h5", include_optimizer=False)
         model.export(folder / "export", verbose=False)
         found["without the optimizer"] = sorted(p.name for p in folder.iterdir() if p.stem in ("without", "export"))
-    strategy.chief_files.catch_up("go on")
-    with mock.patch.object(keras_saving, "collect_slots", lambda model: None):
+    strategy._chief_io.catch_up("go on")
+    with mock.patch.object(job_hooks, "collect_slots", lambda model: None):
         found["if nothing were collected"] = error_of(model.save, folder / "nothing.keras")
     # The last one: whoever has waited for the others in vain does not go on with them.
-    with mock.patch.object(strategy.peers, "timeout", 2.0):
+    with mock.patch.object(strategy._peers, "timeout", 2.0):
         if strategy.is_chief:
             found["alone after a step"] = error_of(model.save, folder / "alone.keras")
     return found
@@ -340,5 +340,5 @@ class TestTwoProcesses:
         assert found["if nothing were collected"][0] == "RuntimeError"
         kind, text = found["alone after a step"]
         # The other one may have come to its end by then.
-        assert kind in ("PeerTimeout", "ProcessGone")
+        assert kind in ("PeerTimeoutError", "ProcessGoneError")
         assert "save the model, too (each process has a part of the slots" in text

@@ -12,17 +12,18 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import keras
 import pytest
 
 from tests.cluster.attempt import attempt, error_of
 from tfdist.compat import patches
+from tfdist.compat.patch import inherited
 from tfdist.testing import run_local
 
 pytestmark = pytest.mark.cluster
 
 _LOSSES = "keras.src.losses.loss"
 _VALUES = "tensorflow.python.distribute.values:DistributedVariable"
-_TRAINER = "keras.src.backend.tensorflow.trainer"
 
 
 def two_devices() -> dict[str, Any]:
@@ -311,14 +312,14 @@ CANARIES: dict[str, Callable[[], None]] = {
     "keras.src.optimizers.base_optimizer:BaseOptimizer.apply": gradients_are_clipped_before_they_are_reduced,
     "keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer.apply": gradients_are_clipped_before_they_are_reduced,
     "keras.src.random.seed_generator:SeedGenerator.next": replicas_draw_the_same,
-    f"{_TRAINER}:TFEpochIterator.__init__": strategies_are_not_told_who_asks_for_a_dataset,
-    f"{_TRAINER}:TensorFlowTrainer._maybe_symbolic_build": a_generator_loses_its_first_batches,
-    f"{_TRAINER}:TensorFlowTrainer.fit": fit_ends_with_the_first_process,
-    f"{_TRAINER}:TensorFlowTrainer._make_function": steps_are_compiled_with_their_collectives,
-    "keras.src.trainers.trainer:Trainer._resolve_auto_jit_compile": strategies_turn_xla_off,
-    f"{_TRAINER}:TensorFlowTrainer.make_predict_function": predictions_do_not_tell_their_model,
-    "keras.src.backend.tensorflow.core:Variable._initialize": additions_are_a_read_and_a_write,
-    "keras.src.trainers.trainer:Trainer._get_metrics_result_or_logs": every_read_of_a_metric_is_a_collective,
+    "keras.src.backend.tensorflow.trainer:TFEpochIterator.__init__": strategies_are_not_told_who_asks_for_a_dataset,
+    inherited(keras.Model, "_maybe_symbolic_build"): a_generator_loses_its_first_batches,
+    inherited(keras.Model, "fit"): fit_ends_with_the_first_process,
+    inherited(keras.Model, "_make_function"): steps_are_compiled_with_their_collectives,
+    inherited(keras.Model, "_resolve_auto_jit_compile"): strategies_turn_xla_off,
+    inherited(keras.Model, "make_predict_function"): predictions_do_not_tell_their_model,
+    inherited(keras.Variable, "_initialize"): additions_are_a_read_and_a_write,
+    inherited(keras.Model, "_get_metrics_result_or_logs"): every_read_of_a_metric_is_a_collective,
     **{f"{_VALUES}.{name}": mirrored_variables_are_no_numbers for name in ("__int__", "__float__", "__complex__")},
     f"{_VALUES}.__array__": mirrored_variables_are_no_arrays,
     "keras.src.optimizers.base_optimizer:BaseOptimizer.save_own_variables": slots_are_saved_shard_by_shard,

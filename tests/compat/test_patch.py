@@ -8,10 +8,11 @@ import subprocess
 import sys
 import types
 
+import keras
 import pytest
 
+from tfdist.compat import install, patches
 from tfdist.compat import patch as patch_module
-from tfdist.compat import patches
 from tfdist.compat.patch import TESTED, Patch
 
 TARGET = "patched_module:Owner.method"
@@ -83,7 +84,7 @@ def test_missing_target(owner, target):
         Patch(target, plus_one, "keras", "keras issue 1").install()
     first, last = TESTED["keras"]
     assert re.fullmatch(
-        rf"tfdist changes {target} \(keras issue 1\), which keras \d+\.\d+\.\d+ does not have\. "
+        rf"tfdist changes {target} \(keras issue 1\), which keras \d+\.\d+\.\S+ does not have\. "
         rf"Expected: keras {first} to {last}\. Install one of these, or a newer tfdist\.",
         str(error.value),
     )
@@ -150,3 +151,9 @@ def test_import_installs_nothing():
 def test_a_strategy_installs_everything():
     count = len(patches())
     assert installed_after("import tfdist", "tfdist.MirroredStrategy()") == f"installed {count}"
+
+
+def test_another_backend_of_keras_is_refused(monkeypatch):
+    monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
+    with pytest.raises(RuntimeError, match=r"Received: Keras with the backend 'jax'\. Expected: 'tensorflow'"):
+        install(None)

@@ -44,7 +44,7 @@ def _multi_worker() -> Any:
 def _pipeline() -> Any:
     import tfdist
 
-    return tfdist.PipelineStrategy(DEVICES, microbatches=2)
+    return tfdist.PipelineStrategy(DEVICES, num_microbatches=2)
 
 
 def _horovod() -> Any:

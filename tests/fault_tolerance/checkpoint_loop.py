@@ -11,7 +11,7 @@ import sys
 
 import tensorflow as tf
 
-from tfdist.callbacks.store import CheckpointStore
+from tfdist.checkpoint.store import CheckpointStore
 
 
 def write_for_ever(directory: str) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 import keras
 
-from tfdist.callbacks import durability, tensor_files
+from tfdist.checkpoint import store
 
-_WRITING = {"tensors": (tensor_files, "save_tensors"), "manifest": (durability.os, "replace")}
+_WRITING = {"tensors": (store, "save_tensors"), "manifest": (os, "replace")}
 
 
 class Kill(keras.callbacks.Callback):

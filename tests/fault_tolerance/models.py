@@ -123,6 +123,27 @@ def _adversaries(job: Job) -> keras.Model:
     return model
 
 
+class WithoutCall(keras.Model):
+    """Its step calls its part, and never the loss that it is compiled with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = keras.Sequential([keras.layers.Dropout(0.2), keras.layers.Dense(1)])
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self.part(x, training=True) - tf.cast(y, tf.float32)))
+        self.optimizer.apply(tape.gradient(loss, self.part.trainable_variables), self.part.trainable_variables)
+        return {"loss": loss}
+
+
+def _without_call(job: Job) -> keras.Model:
+    model = WithoutCall()
+    model.compile("adam", "mse", steps_per_execution=job.steps_per_execution, jit_compile=False)
+    return model
+
+
 def _subclassed(job: Job) -> keras.Model:
     """A model that is built by its first batch."""
     model = keras.Sequential([*_layers()[1:], keras.layers.Activation("sigmoid")])
@@ -193,5 +214,6 @@ MODELS: dict[str, Callable[[Job], keras.Model]] = {
     "accumulation": lambda job: _compiled(_layers(), job, keras.optimizers.Adam(0.02, gradient_accumulation_steps=4)),
     "EMA": lambda job: _compiled(_layers(), job, keras.optimizers.Adam(0.02, use_ema=True, ema_overwrite_frequency=7)),
     "two optimizers": _adversaries,
+    "without call": _without_call,
     "built late": _subclassed,
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tfdist.callbacks.store import CheckpointStore
+from tfdist.checkpoint.store import CheckpointStore
 
 
 def write_numbers(store: CheckpointStore, count: int) -> list[str]:

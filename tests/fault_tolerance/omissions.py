@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from tfdist.callbacks.shared_store import SharedStore
-from tfdist.callbacks.store import Checkpoint
-from tfdist.strategies import random_state
+from tfdist.checkpoint.shared_store import SharedStore
+from tfdist.checkpoint.store import Checkpoint
+from tfdist.inspection import random_state
 
 
 def _without(chosen: Callable[[str, str], bool]) -> Callable[[Checkpoint], Checkpoint]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import keras
@@ -13,10 +14,13 @@ import tfdist
 
 
 class Tell(keras.callbacks.Callback):
-    """Writes to a file how far the process is, so that the test kills it in time."""
+    """Writes to a file how far the process is, so that the test kills it in time, and stops there if it is to."""
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-        Path(sys.argv[1], f"epoch of {os.getpid()}").write_text(str(epoch))
+        folder, pid = Path(sys.argv[1]), os.getpid()
+        (folder / f"epoch of {pid}").write_text(str(epoch))
+        while (folder / f"stop {pid}").exists():
+            time.sleep(0.1)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ import pytest
 from tests.fault_tolerance.job import Job
 from tests.fault_tolerance.own_callbacks import Keeper
 from tests.fault_tolerance.trials import KILLED, Case, Trials, about, at, interrupted
-from tfdist.callbacks import callback_state
-from tfdist.callbacks.plain_data import NotPlain
+from tfdist.checkpoint import callback_state
+from tfdist.checkpoint.plain_data import NotPlainError
 
 JOB = Job(backup={"save_freq": 4, "asynchronous": False}).light.with_(callbacks=("keeper", "csv"))
 KEPT = interrupted("everything that can be saved", JOB, at(9), at(4))
@@ -141,7 +141,7 @@ def test_get_state_returns_what_cannot_be_saved() -> None:
         def get_state(self) -> dict:
             return {"function": len}
 
-    with pytest.raises(NotPlain) as caught:
+    with pytest.raises(NotPlainError) as caught:
         callback_state.capture([Wrong()], [{}], {})
     assert str(caught.value) == (
         "Wrong.get_state() returned what cannot be saved. Received: a builtin_function_or_method. Expected: numbers, "

@@ -55,7 +55,9 @@ def test_all_are_damaged(case: Case, trials: Trials) -> None:
     names = sorted(path.name for path in folder.glob("checkpoint-*"))
     assert len(names) == 3
     reasons = "".join(f"\n  {name}: {FILES[0]} has 0 bytes instead of" for name in reversed(names))
-    assert f"DamagedBackups: {folder} holds 3 checkpoint(s), but none that is complete and unaltered:" in outcome.log
+    assert (
+        f"DamagedBackupsError: {folder} holds 3 checkpoint(s), but none that is complete and unaltered:" in outcome.log
+    )
     assert all(reason in outcome.log for reason in reasons.split("\n"))
     assert outcome.log.rstrip().endswith(f"begin the training anew, move the folder away: mv {folder} {folder}.damaged")
     assert outcome.steps[1] == 0

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.callbacks.store import CheckpointStore
+from tfdist.checkpoint.store import CheckpointStore
 from tfdist.launch.drill.comparison import compare
 
 TIMEOUT = 120.0

@@ -17,11 +17,11 @@ import pytest
 from tests.fault_tolerance.forked_jobs import SECONDS, SOURCE, ForkedJobs
 from tests.fault_tolerance.job import Job
 from tests.fault_tolerance.trials import at
-from tfdist.callbacks.folder_lock import FolderInUse, FolderLock
+from tfdist.checkpoint.folder_lock import FolderInUseError, FolderLock
 
 HOLDER = """
 import os, sys, time
-from tfdist.callbacks.folder_lock import FolderLock
+from tfdist.checkpoint.folder_lock import FolderLock
 lock = FolderLock(sys.argv[1])
 child = os.fork()  # it outlives its parent, as a data loader may
 if child: print(child, flush=True)
@@ -46,7 +46,7 @@ def holder(tmp_path: Path) -> Iterator[tuple[subprocess.Popen, int]]:
 def test_another_process_holds_it(tmp_path: Path, holder: tuple[subprocess.Popen, int]) -> None:
     process, _ = holder
     began = time.monotonic()
-    with pytest.raises(FolderInUse) as caught:
+    with pytest.raises(FolderInUseError) as caught:
         FolderLock(str(tmp_path), patience=0.3)
     assert 0.3 < time.monotonic() - began < 2.0
     assert str(caught.value) == (
@@ -72,7 +72,7 @@ def test_a_dead_process_holds_nothing(tmp_path: Path, holder: tuple[subprocess.P
 def test_it_is_had_as_soon_as_it_is_released(tmp_path: Path, holder: tuple[subprocess.Popen, int]) -> None:
     process, _ = holder
     os.kill(process.pid, signal.SIGSTOP)
-    with pytest.raises(FolderInUse):
+    with pytest.raises(FolderInUseError):
         FolderLock(str(tmp_path), patience=0.0)
     subprocess.Popen([sys.executable, "-c", f"import os, time; time.sleep(0.5); os.kill({process.pid}, 9)"]).wait()
     FolderLock(str(tmp_path)).release()
@@ -93,7 +93,7 @@ model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
 model.compile("sgd", "mse")
 try:
     model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0, callbacks=[tfdist.callbacks.BackupAndRestore(sys.argv[1])])
-except tfdist.callbacks.FolderInUse:
+except tfdist.callbacks.FolderInUseError:
     if sys.argv[2] == "caught":
         raise SystemExit(5)
     raise
@@ -118,7 +118,7 @@ def test_who_is_refused_is_not_started_again(tmp_path: Path, how: str, code: int
     assert ended.returncode == code, ended.stderr
     events = (tmp_path / "events.jsonl").read_text() if how == "raised" else ""
     assert ('"event": "refused"' in events) == (how == "raised")
-    assert ("FolderInUse: Received: backup_dir" in ended.stderr) == (how == "raised")
+    assert ("FolderInUseError: Received: backup_dir" in ended.stderr) == (how == "raised")
 
 
 JOB = Job(backup={"save_freq": 4}).light
@@ -135,7 +135,9 @@ def test_two_trainings_in_one_folder(jobs: ForkedJobs, tmp_path: Path) -> None:
     assert first.wait().code == -signal.SIGKILL
     assert second.code == 1, second.log
     pid = first.started.result()
-    assert re.search(rf"FolderInUse: Received: backup_dir 'backup', to which process {pid} on \S+ writes", second.log)
+    assert re.search(
+        rf"FolderInUseError: Received: backup_dir 'backup', to which process {pid} on \S+ writes", second.log
+    )
     assert second.result["steps of this process"] == 0
     third = jobs.run(JOB, tmp_path)
     assert third.code == 0, third.log
@@ -155,6 +157,6 @@ def test_all_workers_hear_of_it(jobs: ForkedJobs, tmp_path: Path) -> None:
         lock.release()
     for run in ended:
         assert run.code == 1, run.log
-        assert f"FolderInUse: Received: backup_dir 'backup', to which process {os.getpid()} on " in run.log
+        assert f"FolderInUseError: Received: backup_dir 'backup', to which process {os.getpid()} on " in run.log
     again = jobs.run_workers([job, job], tmp_path)
     assert [run.code for run in again] == [0, 0], "\n".join(run.log for run in again)

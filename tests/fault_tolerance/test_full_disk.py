@@ -10,7 +10,7 @@ import pytest
 
 from tests.fault_tolerance.job import Job
 from tests.fault_tolerance.trials import KILLED, Case, Trials, at, differences
-from tfdist.callbacks.store import CheckpointStore
+from tfdist.checkpoint.store import CheckpointStore
 
 pytestmark = pytest.mark.slow
 

@@ -8,6 +8,7 @@ import pytest
 
 from tests.fault_tolerance.job import CALLBACKS, Job
 from tests.fault_tolerance.trials import KILLED, Case, Trials, about, at
+from tests.tiers import daily
 
 pytestmark = pytest.mark.slow
 
@@ -26,23 +27,36 @@ def without(name: str, *expected: str, kill: dict[str, Any] = KILL, **options: A
 
 @pytest.mark.parametrize(
     ("case", "expected"),
-    [
-        without("seeds", "weights", "seed", "history"),
-        without("optimizer", "weights", "optimizer"),
-        without("learning rate", "weights", "optimizer"),
-        without("iterations", "weights", "optimizer"),
-        without("BatchNormalization", "weights", "history", validation="arrays"),
-        without("metrics", "history"),
-        without("EarlyStopping", "early", **ALL),
-        without("ReduceLROnPlateau", "plateau", "optimizer", kill=IN_THE_FIFTH_EPOCH, **ALL),
-        without("ModelCheckpoint", "best", **ALL),
-        without("History", "history", "epochs"),
-        without("random numbers", "observer", "weights", data="PyDataset", epochs=5),
-        without("batches", "observer", "weights", data="shuffle"),
-        without("orders", "observer", "weights", data="shuffle"),
-        without("CSV", "csv", kill=AT_A_BOUNDARY, backup={}),
-        without("validations", "history", data="shuffle", validation="shuffle"),
-    ],
+    daily(
+        [
+            without("seeds", "weights", "seed", "history"),
+            without("optimizer", "weights", "optimizer"),
+            without("learning rate", "weights", "optimizer"),
+            without("iterations", "weights", "optimizer"),
+            without("BatchNormalization", "weights", "history", validation="arrays"),
+            without("metrics", "history"),
+            without("EarlyStopping", "early", **ALL),
+            without("ReduceLROnPlateau", "plateau", "optimizer", kill=IN_THE_FIFTH_EPOCH, **ALL),
+            without("ModelCheckpoint", "best", **ALL),
+            without("History", "history", "epochs"),
+            without("random numbers", "observer", "weights", data="PyDataset", epochs=5),
+            without("batches", "observer", "weights", data="shuffle"),
+            without("orders", "observer", "weights", data="shuffle"),
+            without("CSV", "csv", kill=AT_A_BOUNDARY, backup={}),
+            without("validations", "history", data="shuffle", validation="shuffle"),
+        ],
+        *(
+            "seeds",
+            "optimizer",
+            "learning rate",
+            "iterations",
+            "metrics",
+            "EarlyStopping",
+            "ModelCheckpoint",
+            "History",
+        ),
+        *("batches", "orders"),
+    ),
 )
 def test_left_out_state_is_noticed(case: Case, expected: tuple[str, ...], trials: Trials) -> None:
     outcome = trials.outcome(case)

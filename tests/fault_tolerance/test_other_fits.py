@@ -10,7 +10,7 @@ import pytest
 from tests.fault_tolerance.job import Job
 from tests.fault_tolerance.trials import KILLED, Case, Trials, at, interrupted
 from tests.tiers import daily
-from tfdist.callbacks.fit_identity import difference, normalised
+from tfdist.checkpoint.fit_identity import difference, normalised
 
 JOB = Job(backup={"save_freq": 4, "asynchronous": False}).light.with_(epochs=2)
 KILL = at(8)
@@ -129,6 +129,23 @@ def test_a_schedule_may_depend_on_the_number_of_epochs(more_epochs: bool) -> Non
     found = difference(identity(SCHEDULE), identity(LONGER_SCHEDULE), more_epochs)
     said = "Received: optimizers[0].config.learning_rate.config.decay_steps is 200. Expected, as saved: 100."
     assert found == (None if more_epochs else said)
+
+
+@pytest.mark.parametrize("version", ["3.14.0", "3.15.1"])
+def test_options_that_only_one_version_of_keras_has(version: str) -> None:
+    saved = identity({"config": {"epsilon": 0.001}}) | {"keras": "3.14.0"}
+    now = identity({"config": {"epsilon": 0.001, "renorm": False}}) | {"keras": version}
+    found = difference(saved, now, False)
+    same = version == "3.14.0"
+    assert found == (
+        "Received: optimizers[0].config.learning_rate.config.renorm is False. Expected, as saved: None."
+        if same
+        else None
+    )
+    now = identity({"config": {"epsilon": 0.1, "renorm": False}}) | {"keras": version}
+    assert "optimizers[0].config.learning_rate.config.epsilon is 0.1. Expected, as saved: 0.001." in difference(
+        saved, now, False
+    )
 
 
 def test_normalised() -> None:

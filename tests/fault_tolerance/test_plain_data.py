@@ -9,6 +9,8 @@ import enum
 import json
 import pathlib
 import random
+import sys
+import types
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,9 +19,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.callbacks.object_state import MISSING, NotRestored
-from tfdist.callbacks.plain_data import NotPlain, decode, encode
-from tfdist.callbacks.store import CheckpointStore
+from tfdist.checkpoint.plain_data import MISSING, NotPlainError, NotRestoredError, decode, encode
+from tfdist.checkpoint.store import CheckpointStore
 
 
 class Phase(enum.Enum):
@@ -42,6 +43,55 @@ class Count:
     value: int = 0
 
 
+class Access(enum.Flag):
+    READ = 1
+    WRITE = 2
+
+
+class Adventurous(enum.Enum):
+    """Whose code runs where it is used in the usual way."""
+
+    ONE = 1
+
+    @classmethod
+    def _missing_(cls, value: object) -> None:
+        Path("made").touch()
+
+    @property
+    def property(self) -> type:
+        Path("made").touch()
+        return Adventurous
+
+
+ADVENTUROUS = Adventurous.ONE
+
+
+@dataclasses.dataclass
+class Setting:
+    """With a property that looks like a field."""
+
+    _value: int
+
+    @property
+    def value(self) -> int:
+        return self._value
+
+    @value.setter
+    def value(self, value: int) -> None:
+        Path("made").touch()
+
+
+class Fieldless(tuple):
+    _fields = 1
+
+
+class Later(NamedTuple):
+    """As the program is after it has got another field."""
+
+    loss: float
+    epoch: int = 0
+
+
 UTC = datetime.timezone.utc
 # Sets of several texts are in another order in every process: neither their names here nor their repr would agree.
 VALUES = [
@@ -52,6 +102,7 @@ VALUES = [
     collections.defaultdict(list, {"a": [1]}),
     *(datetime.datetime(2020, 1, 2, 3, 4, 5, 6), datetime.datetime(2020, 1, 1, tzinfo=UTC), datetime.date(2020, 1, 2)),
     *(datetime.time(1, 2), datetime.timedelta(-1, 2, 3), pathlib.Path("a/b"), Phase.WARM, Pair(1, "r")),
+    *(Access.READ, Access.READ | Access.WRITE, Access(0), Setting(3)),
     *(Best(0.5, (1, 2)), [Count(1), Count(2)]),
 ]
 
@@ -126,7 +177,7 @@ def test_variables_in_data_come_back_as_arrays(tmp_path: Path) -> None:
 def test_a_state_without_its_object(present: Any) -> None:
     arrays: dict[str, Any] = {}
     encoded = encode(keras.metrics.MeanSquaredError(), arrays, "mine")
-    with pytest.raises(NotRestored, match="this process has no such object in its place"):
+    with pytest.raises(NotRestoredError, match="this process has no such object in its place"):
         decode(encoded, arrays, present)
 
 
@@ -135,6 +186,12 @@ def test_what_is_saved_elsewhere_is_left_alone() -> None:
     encoded = encode([model], {}, "mine", {id(model)})
     assert encoded == {"list": [{"elsewhere": True}]}
     assert decode(encoded, {}, [model]) == [model]
+
+
+def test_a_named_tuple_that_has_got_a_field() -> None:
+    assert decode({"namedtuple": [f"{__name__}:Later", [0.5]]}, {}) == Later(0.5, 0)
+    with pytest.raises(NotRestoredError, match="Later has 2 fields in this program, not 0"):
+        decode({"namedtuple": [f"{__name__}:Later", []]}, {})
 
 
 class Local:
@@ -147,8 +204,38 @@ class Local:
     ids=lambda value: type(value).__name__,
 )
 def test_what_cannot_be_saved(value: Any) -> None:
-    with pytest.raises(NotPlain, match=r"^Received: a .*\. Expected: "):
+    with pytest.raises(NotPlainError, match=r"^Received: a .*\. Expected: "):
         encode(value, {}, "mine")
+
+
+@pytest.mark.parametrize(
+    "encoded",
+    [
+        {"enum": ["pathlib:Path.touch", {"path": "made"}]},
+        {"enum": ["pathlib:Path", "made"]},
+        {"namedtuple": ["os:system", ["touch made"]]},
+        {"namedtuple": ["builtins:list", []]},
+        {"dataclass": ["subprocess:Popen", []]},
+        {"dataclass": ["no_module:Best", []]},
+        {"generator": ["seed", {"dict": []}]},
+        {"generator": ["mtrand", {"dict": []}]},
+        {"enum": [f"{__name__}:ADVENTUROUS.property", 1]},
+        {"enum": [f"{__name__}:Adventurous", 7]},
+        {"dataclass": [f"{__name__}:Setting", [["value", 1]]]},
+        {"namedtuple": [f"{__name__}:Pair", [1, 2, 3]]},
+        {"namedtuple": [f"{__name__}:Fieldless", []]},
+        {"enum": ["lazy_module_of_this_test:Colour", 1]},
+    ],
+    ids=str,
+)
+def test_a_backup_cannot_call_what_it_names(encoded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    lazy = types.ModuleType("lazy_module_of_this_test")
+    lazy.__getattr__ = lambda name: Path("made").touch()
+    monkeypatch.setitem(sys.modules, lazy.__name__, lazy)
+    with pytest.raises(NotRestoredError):
+        decode(encoded, {})
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_set_is_written_in_one_order() -> None:

@@ -19,8 +19,8 @@ def reports() -> dict[str, Any]:
     import keras
     import numpy as np
 
-    from tfdist.callbacks.progress_reporter import ProgressReporter
-    from tfdist.compat import install
+    from tfdist.runtime.progress_callback import ProgressReporter
+    from tfdist.steps.common_hooks import install
     from tfdist.supervision.progress import VARIABLE, ProgressFile, ProgressWriter
 
     install()

@@ -14,7 +14,7 @@ import tfdist
 from tests.fault_tolerance.job import Job
 from tests.fault_tolerance.trials import KILLED, Case, Trials, at
 from tests.tiers import daily
-from tfdist.callbacks.store import CheckpointStore
+from tfdist.checkpoint.store import CheckpointStore
 
 pytestmark = pytest.mark.slow
 
@@ -97,20 +97,20 @@ def changed(name: str, error: str, **changes: Any) -> Any:
 CHANGES = [
     changed(
         "a wider model",
-        r"StateMismatch: The backup is of another model or optimizer\. Received: model/2 is \S*kernel with shape "
+        r"StateMismatchError: The backup is of another model or optimizer\. Received: model/2 is \S*kernel with shape "
         r"\[4, 9\] and dtype float32\. Expected, as saved: \S*kernel with shape \[4, 8\] and dtype float32\. Build and "
         r"compile the model as before, or pass another backup_dir to begin anew\.",
         model="wider",
     ),
     changed(
         "a deeper model",
-        r"StateMismatch: .* Received: model/11 is \S+/kernel with shape \[1, 1\] and dtype float32\. Expected, as "
+        r"StateMismatchError: .* Received: model/11 is \S+/kernel with shape \[1, 1\] and dtype float32\. Expected, as "
         r"saved: not there\.",
         model="deeper",
     ),
     changed(
         "another optimizer",
-        r"StateMismatch: .* Received: optimizer class/0 is SGD\. Expected, as saved: Adam\.",
+        r"StateMismatchError: .* Received: optimizer class/0 is SGD\. Expected, as saved: Adam\.",
         model="sgd",
     ),
     changed(

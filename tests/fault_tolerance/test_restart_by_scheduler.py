@@ -16,7 +16,7 @@ from tests.processes import forked
 from tfdist.cluster.ports import reserve
 
 # Half a minute each, most of it TensorFlow's own waiting for heartbeats.
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.exhaustive]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
 EPOCHS, DEADLINE = 150, 120
@@ -97,6 +97,17 @@ def test_one_is_killed(scheduler: Scheduler, tmp_path: Path, killed: int):
     with np.load(tmp_path / "weights.npz") as found, np.load(_undisturbed(tmp_path)) as expected:
         for name in expected:
             np.testing.assert_array_equal(found[name], expected[name])
+
+
+def test_one_is_killed_while_the_chief_waits_for_it(scheduler: Scheduler, tmp_path: Path):
+    """Between steps no collective fails: the chief asks whether the other process is still there."""
+    chief, other = scheduler.processes
+    (tmp_path / f"stop {other.pid}").touch()
+    scheduler.until(lambda: scheduler.epoch(0) >= 0 and scheduler.epoch(1) >= 0, DEADLINE)
+    other.kill()
+    scheduler.until(lambda: chief.poll() is not None, WITHIN)
+    assert chief.returncode != 0
+    assert "to finish the epoch, and that process is gone. Look into its output for why." in scheduler.logs()
 
 
 def _undisturbed(tmp_path: Path) -> Path:

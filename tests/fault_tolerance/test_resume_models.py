@@ -23,6 +23,8 @@ CASES = [
     resumed("accumulated gradients", "accumulation"),
     resumed("moving average of weights", "EMA"),
     resumed("two optimizers in a step of its own", "two optimizers", callbacks=("csv",), validation="arrays"),
+    resumed("built by its step", "without call", callbacks=("csv",)),
+    resumed("two devices, built by its step", "without call", strategy="mirrored", callbacks=("csv",)),
     resumed("built by its first batch", "built late", callbacks=("csv",)),
     resumed("compiled by XLA", "compiled by XLA"),
     resumed("two devices", "replicated", strategy="mirrored", callbacks=CALLBACKS, validation="arrays", epochs=7),

@@ -256,5 +256,7 @@ def test_all_backups_are_damaged(cluster: Cluster) -> None:
     ended = cluster.run(LIGHT)
     assert [run.code for run in ended] == [1, 1]
     for run in ended:
-        assert re.search(r"DamagedBackups: \S+/backup holds \d checkpoint\(s\), but none that is complete", run.log)
+        assert re.search(
+            r"DamagedBackupsError: \S+/backup holds \d checkpoint\(s\), but none that is complete", run.log
+        )
         assert run.result["steps of this process"] == 0

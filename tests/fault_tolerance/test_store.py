@@ -11,8 +11,8 @@ import pytest
 import tensorflow as tf
 
 from tests.fault_tolerance.numbered import write_numbers
-from tfdist.callbacks.damage import DamagedBackups
-from tfdist.callbacks.store import CheckpointStore
+from tfdist.checkpoint.manifest import DamagedBackupsError
+from tfdist.checkpoint.store import CheckpointStore
 
 VALUES = {
     "half": np.array([1.5, -2], np.float16),
@@ -73,7 +73,7 @@ def test_relative_folder_stays_when_the_working_directory_changes(
 
 @pytest.mark.parametrize("keep", [1, 3])
 def test_last_checkpoints_stay(tmp_path: Path, keep: int) -> None:
-    store = CheckpointStore(tmp_path, keep=keep)
+    store = CheckpointStore(tmp_path, max_to_keep=keep)
     names = write_numbers(store, 5)
     assert names == [f"checkpoint-{number:08d}" for number in range(1, 6)]
     assert store.names() == sorted(os.listdir(tmp_path)) == names[-keep:]
@@ -81,8 +81,8 @@ def test_last_checkpoints_stay(tmp_path: Path, keep: int) -> None:
 
 
 def test_keeping_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"keep is 0, but .* give 1 or more"):
-        CheckpointStore(tmp_path, keep=0)
+    with pytest.raises(ValueError, match=r"Received: max_to_keep=0\. Expected: 1 or more"):
+        CheckpointStore(tmp_path, max_to_keep=0)
 
 
 def test_clear_removes_checkpoints_only(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_only_a_writer_writes_and_cleans_up(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_reading_while_checkpoints_are_written_and_removed(tmp_path: Path) -> None:
-    writer = CheckpointStore(tmp_path, keep=1)
+    writer = CheckpointStore(tmp_path, max_to_keep=1)
     writer.write({"number": 0}, {"value": tf.zeros([1000])})
     thread = threading.Thread(target=write_numbers, args=(writer, 40))
     thread.start()
@@ -126,7 +126,7 @@ def test_reading_while_checkpoints_are_written_and_removed(tmp_path: Path) -> No
 
 def test_remote_folder() -> None:
     directory = "ram://test_remote_folder/backup"
-    store = CheckpointStore(directory, keep=2)
+    store = CheckpointStore(directory, max_to_keep=2)
     assert store.newest() is None
     names = write_numbers(store, 3)
     assert CheckpointStore(directory, writer=False).newest().meta == {"number": 2}
@@ -137,9 +137,9 @@ def test_remote_folder() -> None:
     with pytest.warns(UserWarning, match="state.index has .* bytes instead of"):
         assert store.newest().meta == {"number": 1}
     tf.io.gfile.remove(f"{directory}/{names[2]}/manifest.json")
-    assert CheckpointStore(directory, keep=2).names() == tf.io.gfile.listdir(directory) == [names[1]]
+    assert CheckpointStore(directory, max_to_keep=2).names() == tf.io.gfile.listdir(directory) == [names[1]]
     tf.io.gfile.remove(f"{directory}/{names[1]}/state.index")
-    with pytest.raises(DamagedBackups, match=f"{names[1]}: state.index is missing"):
+    with pytest.raises(DamagedBackupsError, match=f"{names[1]}: state.index is missing"):
         store.newest()
     store.clear()
     assert (store.names(), store.newest()) == ([], None)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tests.fault_tolerance.numbered import write_numbers
-from tfdist.callbacks.damage import DamagedBackups, DamagedCheckpoint
-from tfdist.callbacks.store import CheckpointStore
+from tfdist.checkpoint.manifest import DamagedBackupsError, DamagedCheckpointError
+from tfdist.checkpoint.store import CheckpointStore
 
 
 def folder_of(store: CheckpointStore, name: str) -> Path:
@@ -55,13 +55,13 @@ def test_damaged_newest_checkpoint_gives_way_to_the_previous(
     assert f"{names[1]} is used instead" in str(caught[0].message)
     assert (checkpoint.name, checkpoint.meta) == (names[1], {"number": 1})
     np.testing.assert_array_equal(checkpoint.tensors["value"], np.full([1000], 1, np.float32))
-    with pytest.raises(DamagedCheckpoint, match=file):
+    with pytest.raises(DamagedCheckpointError, match=file):
         store.open(names[2])
 
 
 def test_damaged_checkpoints_are_not_counted_and_go_after_the_next_write(tmp_path: Path) -> None:
-    names = write_numbers(CheckpointStore(tmp_path, keep=3), 3)
-    store = CheckpointStore(tmp_path, keep=3)
+    names = write_numbers(CheckpointStore(tmp_path, max_to_keep=3), 3)
+    store = CheckpointStore(tmp_path, max_to_keep=3)
     for name in names[1:]:
         empty(folder_of(store, name) / "state.index")
     with pytest.warns(UserWarning, match="is damaged: state.index has 0 bytes") as caught:
@@ -77,7 +77,7 @@ def test_all_damaged_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     names = write_numbers(store, 2)
     empty(folder_of(store, names[0]) / "manifest.json")
     (folder_of(store, names[1]) / "state.index").unlink()
-    with pytest.raises(DamagedBackups) as caught:
+    with pytest.raises(DamagedBackupsError) as caught:
         store.newest()
     assert str(caught.value) == (
         f"{tmp_path} holds 2 checkpoint(s), but none that is complete and unaltered:\n"

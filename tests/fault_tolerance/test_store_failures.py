@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from tests.fault_tolerance.numbered import write_numbers
-from tfdist.callbacks.store import CheckpointStore
+from tfdist.checkpoint.store import CheckpointStore
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_half_removed_checkpoint_does_not_count(tmp_path: Path, monkeypatch: pyt
     def refuse(path: str) -> None:
         raise tf.errors.PermissionDeniedError(None, None, f"{path}; Permission denied")
 
-    store = CheckpointStore(tmp_path, keep=1)
+    store = CheckpointStore(tmp_path, max_to_keep=1)
     with monkeypatch.context() as patch:
         patch.setattr(tf.io.gfile, "rmtree", refuse)
         with pytest.warns(UserWarning) as caught:

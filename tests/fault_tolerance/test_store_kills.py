@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tfdist.callbacks.store import CheckpointStore
+from tfdist.checkpoint.store import CheckpointStore
 
 KILLS = 20
 PROGRAM = Path(__file__).with_name("checkpoint_loop.py")

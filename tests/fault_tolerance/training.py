@@ -18,13 +18,13 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist
-import tfdist.compat
 from tests.fault_tolerance import datasets, omissions
 from tests.fault_tolerance.job import Job
 from tests.fault_tolerance.kills import Kill, while_writing
 from tests.fault_tolerance.models import MODELS, rows_of
 from tests.fault_tolerance.own_callbacks import Forgetful, Keeper, Thing
-from tfdist.strategies import model_parts
+from tfdist.inspection import model_parts
+from tfdist.steps import common_hooks
 
 
 class Observer(keras.callbacks.Callback):
@@ -62,7 +62,7 @@ def train(request: dict[str, Any]) -> None:
     # Keras does not compile deterministic operations by XLA; TensorFlow wants a seed for them.
     if "XLA" not in job.model and job.seed is not None:
         tf.config.experimental.enable_op_determinism()
-    tfdist.compat.install()
+    common_hooks.install()
     if job.seed is not None:
         keras.utils.set_random_seed(job.seed)
     if job.leave_out:

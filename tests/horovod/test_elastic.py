@@ -82,7 +82,7 @@ def begin(launch, tmp_path):
         discovery = tmp_path / "hosts.sh"
         discovery.write_text(f"#!/bin/sh\n{hosts}\n")
         discovery.chmod(0o755)
-        own = ("--backend", "horovod", "-n", "1:2", "--host-discovery", str(discovery), "--interface", "lo", *options)
+        own = ("--transport", "horovod", "-n", "1:2", "--host-discovery", str(discovery), "--interface", "lo", *options)
         command = [sys.executable, "-m", "tfdist", "run", *own, "train.py", "elastic.npz", *happening]
         return launch("", command=command)
 
@@ -230,14 +230,17 @@ def test_options_that_do_not_fit(launch, tmp_path):
     (tmp_path / "hosts.sh").write_text("echo localhost:2\n")
     (tmp_path / "hosts.sh").chmod(0o755)
     for options, text in (
-        (["-n", "1:2"], "expected --backend horovod, too"),
+        (["-n", "1:2"], "expected --transport horovod, too"),
         (
-            ["--backend", "horovod", "-n", "1:2", "--hang-timeout", "30"],
+            ["--transport", "horovod", "-n", "1:2", "--hang-timeout", "30"],
             "--hang-timeout and --host-discovery: expected",
         ),
-        (["--backend", "horovod"], "--host-discovery: expected -n MIN:MAX, too"),
-        (["--backend", "horovod", "-n", "1:2"], "Add --interface lo if all processes stay on this machine"),
-        (["--backend", "horovod", "-n", "1:2", "--interface", "eth99"], "--interface eth99: this machine has no such"),
+        (["--transport", "horovod"], "--host-discovery: expected -n MIN:MAX, too"),
+        (["--transport", "horovod", "-n", "1:2"], "Add --interface lo if all processes stay on this machine"),
+        (
+            ["--transport", "horovod", "-n", "1:2", "--interface", "eth99"],
+            "--interface eth99: this machine has no such",
+        ),
     ):
         command = [sys.executable, "-m", "tfdist", "run", *options, "--host-discovery", "hosts.sh", "train.py"]
         result = launch("", command=command).finish(30)

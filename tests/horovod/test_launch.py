@@ -1,4 +1,4 @@
-"""A script under `tfdist run --backend horovod` and horovodrun: as in one process, and what a killed rank does."""
+"""A script under `tfdist run --transport horovod` and horovodrun: as in one process, and what a killed rank does."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if "--backup" in sys.argv:
 model.fit(*data, batch_size=4, epochs=2, shuffle=False, verbose=0, callbacks=callbacks)
 if strategy.is_chief:
     np.savez(sys.argv[-1], *model.get_weights())
-print("trained by", type(strategy).__name__, strategy.peers and strategy.peers.names)
+print("trained by", type(strategy).__name__, strategy._peers and strategy._peers.names)
 """
 
 
@@ -59,7 +59,7 @@ def weights(path: Path) -> np.ndarray:
 
 
 def tfdist_run(*words: str) -> list[str]:
-    return [sys.executable, "-m", "tfdist", "run", "-n", "2", "--backend", "horovod", *words]
+    return [sys.executable, "-m", "tfdist", "run", "-n", "2", "--transport", "horovod", *words]
 
 
 def test_an_unchanged_script_trains_to_the_weights_of_one_process(script, warm_launch, tmp_path):
@@ -159,4 +159,4 @@ def test_a_rank_that_gives_up_is_not_waited_for(launch, tmp_path):
 def test_options_that_contradict_each_other(script, launch):
     result = launch("", command=tfdist_run("--ps", "1", str(script))).finish(30)
     assert result.code == 2
-    assert "--backend horovod and --ps: expected only one of them." in result.err
+    assert "--transport horovod and --ps: expected only one of them." in result.err

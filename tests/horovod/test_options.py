@@ -26,14 +26,13 @@ def checks() -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     for name, wrong in (
-        ("compression", {"compression": "fp8"}),
-        ("communication", {"communication": "bf16"}),
+        ("compression", {"compression": "bf16"}),
         ("bucket_bytes", {"bucket_bytes": 0}),
     ):
         found[name] = error_of(tfdist.HorovodStrategy, **wrong)
     strategy = tfdist.HorovodStrategy(start_timeout=60, peer_timeout=20)
-    rank = strategy.peers.rank
-    found["names"] = strategy.peers.names
+    rank = strategy._peers.rank
+    found["names"] = strategy._peers.names
     collectives = strategy.extended._collectives
     total = tf.distribute.ReduceOp.SUM
 
@@ -138,12 +137,12 @@ def checks() -> dict[str, Any]:
 
             time.sleep(1.0)
             return "not asked", ""
-        from tfdist.strategies.peers import PeerTimeout
+        from tfdist.runtime.peers import PeerTimeoutError
 
         try:
-            strategy.peers.hear("never", 1, "say something", within=0.5)
-        except PeerTimeout as error:
-            return "PeerTimeout", str(error)
+            strategy._peers.hear("never", 1, "say something", within=0.5)
+        except PeerTimeoutError as error:
+            return "PeerTimeoutError", str(error)
         return "no error", ""
 
     found["late"] = late()
@@ -157,7 +156,7 @@ def results() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("rank", [0, 1])
 class TestOnTwoProcesses:
-    @pytest.mark.parametrize("name", ["compression", "communication", "bucket_bytes"])
+    @pytest.mark.parametrize("name", ["compression", "bucket_bytes"])
     def test_wrong_arguments(self, rank, name):
         kind, message = results()[rank][name]
         assert kind == "ValueError"
@@ -228,7 +227,7 @@ class TestOnTwoProcesses:
 
 def test_who_does_not_answer_is_named():
     kind, message = results()[0]["late"]
-    assert kind == "PeerTimeout"
+    assert kind == "PeerTimeoutError"
     assert message.startswith("worker 0 (127.0.0.1:")
     assert "for worker 1 (127.0.0.1:" in message
 
@@ -307,10 +306,10 @@ def dispatched() -> list:
 
 @functools.cache
 def dispatched_results() -> list[list]:
-    return run_local(dispatched, workers=2, env={"TFDIST_BACKEND": "horovod"}, timeout=90)
+    return run_local(dispatched, workers=2, env={"TFDIST_TRANSPORT": "horovod"}, timeout=90)
 
 
-def test_multi_worker_strategy_uses_the_backend_of_the_launcher():
+def test_multi_worker_strategy_uses_the_transport_of_the_launcher():
     assert [result[:2] for result in dispatched_results()] == [["HorovodStrategy", 2]] * 2
 
 

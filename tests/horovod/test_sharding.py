@@ -11,4 +11,4 @@ pytestmark = pytest.mark.cluster
 
 @pytest.mark.exhaustive
 def test_every_row_is_seen_once_an_epoch(tmp_path):
-    assert_every_row_is_seen(tmp_path, TFDIST_BACKEND="horovod")
+    assert_every_row_is_seen(tmp_path, TFDIST_TRANSPORT="horovod")

@@ -124,6 +124,12 @@ def wait_until(condition: Callable[[], bool], deadline: float, what: str) -> Non
         time.sleep(0.02)
 
 
+@pytest.fixture(autouse=True)
+def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests that name no number of workers expect two, as on a machine without GPUs."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
 @pytest.fixture
 def launch(launches: list[Launch], tmp_path: Path) -> Callable[..., Launch]:
     """`launch(script_text, *launcher_options, arguments=[...])` starts `tfdist run`; several may run at once."""

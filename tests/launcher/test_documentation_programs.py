@@ -16,7 +16,7 @@ import pytest
 
 from tests.launcher.conftest import SOURCE
 from tests.unit.pages import PAGES, Block, blocks_of, side
-from tfdist.launch.versions import versions
+from tfdist.launch.machine import versions
 from tfdist.strategies.horovod.installation import problem
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -35,7 +35,12 @@ ELSEWHERE = {
     "docs/pipeline.md": "tests/logical/test_pipeline_guide.py",
 }
 # Pages whose diff is a whole script: what is to become of it is run.
-WHOLE_DIFFS = ("docs/moving/from-horovod.md", "docs/moving/from-tf-distribute.md", "docs/moving/from-tf-keras.md")
+WHOLE_DIFFS = (
+    "README.md",
+    "docs/moving/from-horovod.md",
+    "docs/moving/from-tf-distribute.md",
+    "docs/moving/from-tf-keras.md",
+)
 # Packages that tfdist does not require.
 NEEDS = {"docs/memory.md": "matplotlib", "docs/monitoring.md": "tensorboard"}
 # What fragments take for granted.
@@ -61,7 +66,7 @@ UNDER_THE_LAUNCHER = {
     "docs/data-parallel.md": (("-n", "2"), "trained"),
     "docs/moving/from-horovod.md": (("-n", "2"), None),
     "docs/moving/from-tf-distribute.md": (("-n", "2"), None),
-    "docs/own-loops.md": (("-n", "2"), "trained: epoch 2"),
+    "docs/own-loops.md": (("-n", "2"), "trained for 3 epochs"),
     "docs/performance.md": (("-n", "2"), None),
     "docs/quickstart.md": (("-n", "2"), "2 replicas, accuracy 0.93"),
 }

@@ -18,9 +18,9 @@ from tests.unit.test_import_time import loaded_by
 
 # The chief saves after every fourth step. What is trained is the list of steps; FLAWS is a set of words.
 TRAINING = """
-    from tfdist.callbacks.checkpoint_name import checkpoint_name, committed_checkpoints
-    from tfdist.callbacks.damage import DamagedCheckpoint
-    from tfdist.callbacks.manifest import Manifest, encode_manifest, measure_file, verify_checkpoint
+    from tfdist.checkpoint.manifest import checkpoint_name, committed_checkpoints
+    from tfdist.checkpoint.manifest import DamagedCheckpointError
+    from tfdist.checkpoint.manifest import Manifest, encode_manifest, measure_file, verify_checkpoint
     from tfdist.supervision.events import EventLog
 
     flaws = set(sys.argv[1:])
@@ -77,7 +77,7 @@ TRAINING = """
         for name in reversed(committed_checkpoints(str(folder))):
             try:
                 losses = verify_checkpoint(str(folder / name)).meta["losses"]
-            except DamagedCheckpoint:
+            except DamagedCheckpointError:
                 continue
             writer.resumed(len(losses))
             events.write("resumed", checkpoint=name, step=len(losses))
@@ -258,4 +258,4 @@ def test_no_script(launch) -> None:
 
 
 def test_the_drill_itself_loads_no_tensorflow() -> None:
-    assert loaded_by("import tfdist.launch.drill.drill, tfdist.callbacks.drill_folder") == []
+    assert loaded_by("import tfdist.launch.drill.drill, tfdist.checkpoint.folder_lock") == []

@@ -32,7 +32,9 @@ FACTS = """
         "argv": sys.argv, "orig": sys.orig_argv, "path": sys.path, "names": sorted(globals()), "file": __file__,
         "flags": str(sys.flags), "cwd": os.getcwd(), "descriptors": sorted(os.listdir("/proc/self/fd")),
         "input": os.readlink("/proc/self/fd/0"), "encodings": [sys.stdout.encoding, sys.stderr.errors],
-        "leads": os.getpid() == os.getpgid(0) == os.getsid(0), "nice": os.nice(0), "env": dict(os.environ),
+        "leads": os.getpid() == os.getpgid(0) == os.getsid(0), "nice": os.nice(0),
+        "policies": {os.sched_getscheduler(int(task)) for task in os.listdir("/proc/self/task")},
+        "env": dict(os.environ),
         "signals": {int(s): str(signal.getsignal(s)) for s in signal.valid_signals() if s != signal.SIGINT},
         "mask": signal.pthread_sigmask(signal.SIG_BLOCK, []),
         "imported": [name for name in ("numpy", "tensorflow", "keras", "tfdist") if name in sys.modules],
@@ -70,6 +72,19 @@ def test_ends_like_a_fresh_one(workers: Workers, script: str, code: int) -> None
     # TensorFlow's import speaks on standard error.
     shown = [line for line in fresh[1].splitlines() if not line.startswith(("I0000", "WARNING: All log"))]
     assert warm[1].splitlines() == shown
+
+
+def test_priority_is_normal_although_the_imports_had_a_low_one(workers: Workers) -> None:
+    script = """
+        import os, numpy, tensorflow
+        numpy.ones((500, 500)) @ numpy.ones((500, 500))
+        tensorflow.matmul(tensorflow.ones((500, 500)), tensorflow.ones((500, 500)))
+        tasks = [int(task) for task in os.listdir("/proc/self/task")]
+        print(len(tasks) > 2, {(os.sched_getscheduler(task), os.getpriority(os.PRIO_PROCESS, task)) for task in tasks})
+    """
+    code, output = workers.run(script, {"OMP_NUM_THREADS": "2"})
+    normal = os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0)
+    assert (code, output.splitlines()[-1]) == (0, f"True { {normal} }")
 
 
 def test_environment_and_cores_are_its_own(workers: Workers) -> None:

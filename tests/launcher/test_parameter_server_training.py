@@ -27,7 +27,7 @@ TRAINING = """
         model.compile("adam", "mse")
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(64, 8)).astype("float32"), rng.normal(size=(64, 2)).astype("float32")
-    workers = strategy.dispatcher.workers
+    workers = strategy._dispatcher.workers
     done_by_first_life = None
 
     def kill(name):

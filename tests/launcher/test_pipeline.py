@@ -55,7 +55,7 @@ TRANSPARENT = """
         return model
 
     options = json.loads(sys.argv[1])
-    strategy = tfdist.PipelineStrategy(microbatches=4, **options)
+    strategy = tfdist.PipelineStrategy(num_microbatches=4, **options)
     gaps = {}
     for build, data in ((skips, (x, [y, y])), (masked, (tokens, tokens)), (pairwise, (x, y))):
         found = tfdist.testing.assert_transparent(strategy, build, data, batch_size=16)
@@ -65,7 +65,7 @@ TRANSPARENT = """
     model.fit(x, [y, y], batch_size=16, verbose=0)
     owners = {v.path: tf.DeviceSpec.from_string(v.value.device).task for v in model.variables}
     slots = {v.path: tf.DeviceSpec.from_string(v.value.device).task for v in model.optimizer.variables}
-    schedule = strategy.prepare(model).schedule.name
+    schedule = strategy._prepare(model).schedule.name
     seen = {"gaps": gaps, "owners": owners, "slots": slots, "devices": strategy.devices, "schedule": schedule}
     print(json.dumps(seen), flush=True)
 """
@@ -75,7 +75,7 @@ RESUMED = """
     import keras, numpy as np, tfdist
 
     keras.utils.set_random_seed(5)
-    strategy = tfdist.PipelineStrategy(microbatches=2)
+    strategy = tfdist.PipelineStrategy(num_microbatches=2)
     with strategy.scope():
         hidden = [keras.layers.Dense(16, activation="relu"), keras.layers.Dropout(0.2), keras.layers.Dense(16)]
         model = keras.Sequential([keras.Input((8,)), *hidden, keras.layers.Dense(2)])
@@ -116,7 +116,7 @@ def stages(launch, program: str, count: int, *arguments: str, options: tuple[str
 
 
 @pytest.mark.parametrize(
-    "options", daily([{}, {"schedule": "gpipe", "recompute": True, "weight_gradients": "batched"}], "{}")
+    "options", daily([{}, {"schedule": "gpipe", "memory": "recompute", "weight_gradients": "batched"}], "{}")
 )
 def test_two_processes_equal_one(warm_launch, options) -> None:
     seen = told(stages(warm_launch, TRANSPARENT, 2, json.dumps(options)))

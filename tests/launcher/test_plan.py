@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import subprocess
@@ -64,7 +63,7 @@ def test_a_script_is_run_up_to_its_fit(tmp_path):
     assert "trained" not in printed and "caught" not in printed
     assert "A step of 'sequential' on 48 rows, predicted for hosts of 8 V100" in printed
     names = re.findall(r"^ [* ] (.+?)  +\d", printed, re.MULTILINE)
-    assert names[:3] == ["one device", "one device, recompute", "one device, park"]
+    assert names[:3] == ["one device", "one device, recompute", "one device, recompute+swap"]
     assert {"Mirrored", "MultiWorker", "ParameterServer", "HostOffload"} < set(names)
     assert any(name.startswith("Pipeline 1f1b, M=") for name in names)
     assert re.search(r"^Take .*, started by `(python|tfdist run .*) train.py --epochs 3`: ", printed, re.MULTILINE)
@@ -119,8 +118,7 @@ def choose_here(log: str) -> list:
         asked.append((processes, len(cores)))
         raise OSError("no machine")
 
-    calibration = importlib.import_module("tfdist.planning.calibration")
-    calibration.this_machine = known
+    automatic.this_machine = known
     if log == "hosts":
         automatic.platform.node = lambda: f"host{rank}"
     try:

@@ -18,8 +18,8 @@ from tfdist.launch import process
 from tfdist.launch.failure import Failure
 from tfdist.launch.group import ProcessGroup
 from tfdist.launch.guardian import Guardian
-from tfdist.launch.plan import ProcessPlan
-from tfdist.launch.program_start import spawn
+from tfdist.launch.process import start_unpinned
+from tfdist.launch.run_plan import ProcessPlan
 from tfdist.launch.terminal import Terminal
 
 
@@ -40,7 +40,7 @@ class Trial:
         ]
         self.failures: list[Failure] = []
         terminal = Terminal(stream, is_tty=False, live="worker 0")
-        with Guardian() as guardian, ProcessGroup(plans, folder, terminal, guardian, restart, spawn) as group:
+        with Guardian() as guardian, ProcessGroup(plans, folder, terminal, guardian, restart, start_unpinned) as group:
             while not group.is_over:
                 for ended in group.tick():
                     assert ended.status is not None
@@ -147,7 +147,7 @@ def test_sigterm_goes_to_a_python_program_alone(
 ) -> None:
     arguments = (str(tmp_path / "ready"), str(patience))
     command = (*wrapper, sys.executable, "-I", "-S", "-c", WAIT_FOR_SIGTERM, *arguments)
-    one = process.Process(ProcessPlan("worker", 0, command, os.environ), tmp_path, start_program=spawn)
+    one = process.Process(ProcessPlan("worker", 0, command, os.environ), tmp_path, start_program=start_unpinned)
     one.start(None)
     try:
         wait_until((tmp_path / "ready").exists, 10, "its handler")

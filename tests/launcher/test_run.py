@@ -61,6 +61,15 @@ def test_output_of_the_first_is_shown_and_of_all_is_logged(launch) -> None:
     assert sorted(started.log("worker-1").splitlines()) == ["err of worker-1", "out of worker-1"]
 
 
+@pytest.mark.parametrize(("visible", "expected"), [("0,1,2", ["0", "1", "2"]), ("1", ["1"]), ("", ["", ""])])
+def test_without_a_number_there_is_a_worker_for_each_gpu(launch, visible: str, expected: list[str]) -> None:
+    script = "print(os.environ['CUDA_VISIBLE_DEVICES'], 'is all that', name, 'sees')"
+    result = launch(script, "--output", "all", env={"CUDA_VISIBLE_DEVICES": visible}).finish()
+    assert sorted(result.out.splitlines()) == [
+        f"[worker {index}] {gpu} is all that worker-{index} sees" for index, gpu in enumerate(expected)
+    ]
+
+
 @pytest.mark.exhaustive
 def test_all_output_can_be_shown(launch) -> None:
     result = launch("print('out of', name)", "-n", "3", "--output", "all").finish()

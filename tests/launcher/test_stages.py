@@ -12,14 +12,13 @@ from click.testing import CliRunner
 from tests.launcher.conftest import wait_until
 from tests.launcher.training import events, of_kind, program
 from tfdist.launch.command import main
+from tfdist.launch.failure import Overdue, suspect
 from tfdist.launch.machine import Machine
-from tfdist.launch.plan import PlanError, RunOptions, plan_run
 from tfdist.launch.run import announcement
-from tfdist.launch.stages import Stages, stages_of
-from tfdist.launch.watchdog import Overdue, suspect
+from tfdist.launch.run_plan import PlanError, RunOptions, Stages, plan_run, stages_of
 from tfdist.supervision.progress import Progress
 
-# What tfdist.strategies.servers does, without TensorFlow: a lock is free when its owner's process is gone.
+# What tfdist.runtime.servers does, without TensorFlow: a lock is free when its owner's process is gone.
 SERVE = """
     import fcntl, threading
     life = Path("life-" + os.environ["TFDIST_RESTART"])
@@ -114,8 +113,11 @@ def test_a_stopped_server_is_named_and_a_silent_one_is_not() -> None:
     seen = {"worker 0": Progress(1.0, 1, "starting", 0)}
     overdue = Overdue("worker 0", 600.0, True)
     silence = "no progress for 600 s (--start-timeout)"
-    assert suspect(overdue, seen, {"worker 0": "S", "worker 1": "T"}).text == f"is stopped (process state T): {silence}"
-    assert suspect(overdue, seen, {"worker 0": "S", "worker 1": "T"}).name == "worker 1"
+    assert (
+        suspect(overdue, seen, {"worker 0": "sleeping", "worker 1": "stopped"}).text
+        == f"is stopped (process state T): {silence}"
+    )
+    assert suspect(overdue, seen, {"worker 0": "sleeping", "worker 1": "stopped"}).name == "worker 1"
     assert suspect(overdue, seen, {"worker 0": "S", "worker 1": "S"}).text == f"stands still at step 0: {silence}"
 
 

@@ -12,11 +12,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.launcher.conftest import Launch, wait_until
 from tests.launcher.forked_workers import COMMAND, READY, Workers, start_zygote, wait
-from tfdist.launch.zygote import Zygote, ZygoteError, can_fork
+from tfdist.launch.warm.zygote import Zygote, ZygoteError, can_fork
 
 pytestmark = [
     pytest.mark.slow,
@@ -40,17 +41,29 @@ def test_launcher_adopts_nobody_afterwards(workers: Workers) -> None:
     assert answer.value == 0
 
 
-@pytest.mark.exhaustive
+def policies(pid: int) -> set[int]:
+    """The scheduling policies of the threads of a process."""
+    return {os.sched_getscheduler(thread.id) for thread in psutil.Process(pid).threads()}
+
+
 def test_importing_zygote_defers_until_told_otherwise(tmp_path: Path, workers: Workers) -> None:
-    own = os.getpriority(os.PRIO_PROCESS, 0)
     zygote = Zygote(COMMAND, workers.env)
-    privileged = subprocess.run([sys.executable, "-c", "import os; os.nice(1); os.nice(-1)"], stderr=subprocess.DEVNULL)
-    if privileged.returncode == 0:
-        wait_until(lambda: os.getpriority(os.PRIO_PROCESS, zygote.group) > own, 20, "a lower priority")
-    zygote.hurry()
-    assert os.getpriority(os.PRIO_PROCESS, zygote.group) == own
-    assert zygote.is_importing()
-    zygote.close()
+    try:
+        wait_until(lambda: os.SCHED_IDLE in policies(zygote.group), 20, "an idle thread")
+        # The thread from which workers are forked: an ordinary user's could not come back from an idle policy.
+        assert os.sched_getscheduler(zygote.group) == os.sched_getscheduler(0)
+        zygote.hurry()
+        if may_hurry():
+            assert policies(zygote.group) == {os.sched_getscheduler(0)}
+        assert zygote.is_importing()
+    finally:
+        zygote.close()
+
+
+def may_hurry() -> bool:
+    """Whether this user may raise priorities."""
+    code = "import os; os.nice(1); os.nice(-1)"
+    return subprocess.run([sys.executable, "-c", code], stderr=subprocess.DEVNULL).returncode == 0
 
 
 @pytest.mark.exhaustive
@@ -71,7 +84,7 @@ def test_dead_zygote_is_reported_and_its_workers_live_on(tmp_path: Path, workers
 def test_stopped_zygote_costs_no_more_than_the_deadline(
     tmp_path: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tfdist.launch.zygote._SPAWN_DEADLINE", 0.5)
+    monkeypatch.setattr("tfdist.launch.warm.zygote._SPAWN_DEADLINE", 0.5)
     zygote = start_zygote(tmp_path, workers.env)
     (tmp_path / "script.py").write_text("open('ran', 'w')")
     os.killpg(zygote.group, signal.SIGSTOP)
@@ -87,7 +100,7 @@ def test_stopped_zygote_costs_no_more_than_the_deadline(
 def test_nothing_outlives_a_killed_launcher(tmp_path: Path) -> None:
     driver = f"""
         import os, sys, time
-        from tfdist.launch.zygote import Zygote
+        from tfdist.launch.warm.zygote import Zygote
         zygote = Zygote({COMMAND!r}, os.environ)
         while not zygote.is_ready():
             time.sleep(0.05)

@@ -22,8 +22,8 @@ from tfdist.testing import differences, train_and_observe
 BATCH = 16
 
 
-def pipeline(stages: int = 2, microbatches: int = 4, **options: Any) -> tfdist.PipelineStrategy:
-    return tfdist.PipelineStrategy([f"CPU:{i}" for i in range(stages)], microbatches=microbatches, **options)
+def pipeline(stages: int = 2, num_microbatches: int = 4, **options: Any) -> tfdist.PipelineStrategy:
+    return tfdist.PipelineStrategy([f"CPU:{i}" for i in range(stages)], num_microbatches=num_microbatches, **options)
 
 
 def numbers(*shape: int, seed: int = 1) -> np.ndarray:
@@ -129,7 +129,7 @@ def assert_trains_equally(
     With `whole=False`, weights and history only.
     """
     strategy = strategy or pipeline()
-    reference = micro_batched(build, strategy._planner.microbatches) if stateful else build
+    reference = micro_batched(build, strategy._planner.num_microbatches) if stateful else build
     expected = one_process(reference, data, **arguments)
     assert_equal(expected, observe(strategy, build, data, **arguments), tolerance)
 

@@ -15,7 +15,7 @@ DEVICES = ["CPU:0", "CPU:1"]
 @pytest.mark.parametrize(
     ("make", "received", "expected"),
     [
-        (lambda: tfdist.PipelineStrategy(DEVICES, microbatches=True), "microbatches=True", "a whole number"),
+        (lambda: tfdist.PipelineStrategy(DEVICES, num_microbatches=True), "num_microbatches=True", "a whole number"),
         (lambda: tfdist.PipelineStrategy(DEVICES, replicas=True), "replicas=True", "a whole number"),
         (
             lambda: tfdist.PipelineStrategy(DEVICES, schedule="interleaved", chunks_per_device=2.0),
@@ -25,12 +25,20 @@ DEVICES = ["CPU:0", "CPU:1"]
         (lambda: tfdist.PipelineStrategy(2), "devices=2", "a list with a device for each stage"),
         (lambda: tfdist.MirroredStrategy(2), "devices=2", "a list of devices"),
         (lambda: tfdist.MirroredStrategy("CPU:0"), "devices='CPU:0'", "a list of devices"),
+        (lambda: tfdist.MirroredStrategy([]), "devices=[]", "a list of devices"),
+        (
+            lambda: tfdist.MirroredStrategy(["CPU:0", "/cpu:0"]),
+            "devices=['CPU:0', '/cpu:0']",
+            "a list of devices, each once",
+        ),
         (lambda: tfdist.MultiWorkerMirroredStrategy(2), "cluster_resolver=2", "a tf.distribute.cluster_resolver"),
         (lambda: tfdist.MultiWorkerMirroredStrategy(DEVICES), "cluster_resolver=", "a tf.distribute.cluster_resolver"),
         (lambda: tfdist.MultiWorkerMirroredStrategy(cluster=3), "cluster=3", "a tfdist.ClusterConfig"),
         (lambda: tfdist.MultiWorkerMirroredStrategy(start_timeout="9"), "start_timeout='9'", "a positive number"),
         (lambda: tfdist.HorovodStrategy(2), "cluster_resolver=2", "a tf.distribute.cluster_resolver"),
-        (lambda: tfdist.ParameterServerStrategy(2), "cluster=2", "a tfdist.ClusterConfig"),
+        (lambda: tfdist.ParameterServerStrategy(2), "cluster_resolver=2", "a tf.distribute.cluster_resolver"),
+        (lambda: tfdist.ParameterServerStrategy(cluster=2), "cluster=2", "a tfdist.ClusterConfig"),
+        (lambda: tfdist.PipelineStrategy(cluster=2), "cluster=2", "a tfdist.ClusterConfig"),
         (lambda: tfdist.ParameterServerStrategy(start_timeout=-1), "start_timeout=-1", "a positive number"),
         (lambda: tfdist.callbacks.BackupAndRestore(3), "backup_dir=3", "the path of a folder"),
         (lambda: tfdist.callbacks.TensorBoard(3), "log_dir=3", "the path of a folder"),

@@ -19,7 +19,7 @@ def test_equals_one_process(mirrored, name):
     assert gaps, "nothing was compared"
 
 
-@pytest.mark.parametrize("name", daily(EXCHANGES, "last batch of one row (81 rows)", "steps_per_execution, uneven"))
+@pytest.mark.parametrize("name", daily(EXCHANGES, "last batch of one row (81 rows)"))
 def test_data_that_are_sent_to_each_device_ahead_of_time(mirrored, name, monkeypatch):
     """As they are to GPUs."""
     monkeypatch.setattr(global_batches, "_are_cpus", lambda devices: False)

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import tfdist
 from tests.tiers import daily
-from tfdist.strategies import global_seeds
+from tfdist.inspection import global_seeds
 
 X = np.zeros((8, 4), "float32")
 

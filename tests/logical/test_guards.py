@@ -12,7 +12,7 @@ import tfdist
 from tests.features.reference import only_fit
 from tests.features.table import BATCH, batches, mlp, rows
 from tests.logical.conftest import DEVICES
-from tfdist.strategies.model_parts import metrics_of
+from tfdist.inspection.model_parts import metrics_of
 from tfdist.testing import assert_transparent, train_and_observe
 
 
@@ -199,7 +199,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("arguments", "words"),
         [
-            ({"communication": "fp8"}, ["Received: communication='fp8'", "Expected one of [None, 'bf16']"]),
+            ({"compression": "fp8"}, ["Received: compression='fp8'", "Expected one of [None, 'bf16']"]),
             ({"batch_norm": "sync"}, ["Received: batch_norm='sync'", "Expected 'global'", "'local'"]),
         ],
     )
@@ -274,7 +274,7 @@ class TestOptions:
 
     def test_bf16_is_within_its_bound_and_not_exact(self, mirrored):
         """One step of plain SGD: the update is the gradient, rounded once a cast and once an addition."""
-        narrow = tfdist.MirroredStrategy(DEVICES, communication="bf16")
+        narrow = tfdist.MirroredStrategy(DEVICES, compression="bf16")
         x, y = rows(BATCH)
 
         def update(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
@@ -297,7 +297,7 @@ class TestOptions:
         """They are kept from step to step: rounding them would add up."""
         build = mlp(layers.BatchNormalization, optimizer=lambda: keras.optimizers.SGD(0.0))
         exact = self.trained(tfdist.MirroredStrategy(DEVICES), build)
-        rounded = self.trained(tfdist.MirroredStrategy(DEVICES, communication="bf16"), build)
+        rounded = self.trained(tfdist.MirroredStrategy(DEVICES, compression="bf16"), build)
         for name, value in exact.items():
             np.testing.assert_allclose(rounded[name], value, atol=1e-6, err_msg=name)
 
@@ -399,3 +399,12 @@ def test_scalar_variables_are_numbers(mirrored):
     assert float(model.optimizer.learning_rate) == 0.25
     with pytest.raises(TypeError, match="Only scalar arrays"):
         float(model.layers[0].gamma)
+
+
+def test_code_without_a_name_is_warned_that_no_model_has_used_the_strategy(four_devices):
+    model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
+    model.compile("sgd", "mse")
+    strategy = tfdist.PipelineStrategy(four_devices[:2])
+    with pytest.warns(UserWarning, match="no model has used the PipelineStrategy yet"):
+        exec("model.predict(x, verbose=0)", {"model": model, "x": np.ones((2, 2))})
+    assert strategy.is_chief

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import tfdist
-from tfdist.strategies.horovod.arguments import check_arguments
+from tfdist.strategies.horovod.validation import check_arguments
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,7 @@ from tfdist.strategies.horovod.arguments import check_arguments
         ({"start_timeout": -5}, "start_timeout=-5. Expected: a positive number of seconds"),
         ({"start_timeout": "soon"}, "start_timeout='soon'. Expected: a positive number of seconds"),
         ({"compression": "fp8"}, "compression='fp8'"),
+        ({"compression": "bf16"}, "Horovod has no sums of bfloat16"),
     ],
 )
 def test_wrong_arguments(arguments, text):
@@ -37,7 +38,7 @@ def test_wrong_arguments(arguments, text):
 
 
 def test_what_numpy_counts_with_is_a_number():
-    check_arguments("fp16", None, np.int64(4), np.arange(2), start_timeout=np.float32(0.5))
+    check_arguments("fp16", np.int64(4), np.arange(2), start_timeout=np.float32(0.5))
 
 
 @pytest.mark.parametrize(("ranks", "missing"), [([0, 1], "1"), ([1, 3], "1, 3")])

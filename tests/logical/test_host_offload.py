@@ -16,10 +16,9 @@ import tfdist
 from tests.logical.memory_models import CLASSES, MODELS, Block, blocks, data, dense, unet
 from tests.logical.test_memory_transparency import Trained, assert_equal, train
 from tfdist.layer_graph.graph import flatten
-from tfdist.memory import recomputed
-from tfdist.memory.graph_call import GraphCall
-from tfdist.memory.layer_call import LayerCall
-from tfdist.memory.stream_cuts import stream_cuts
+from tfdist.memory import recompute
+from tfdist.memory.calls import GraphCall, LayerCall
+from tfdist.memory.segmentation import stream_cuts
 
 HOST, DEVICE = "CPU:0", "CPU:1"
 
@@ -173,13 +172,13 @@ def test_files(strategy, tmp_path):
 
 
 def test_it_is_the_old_seeds_and_statistics_that_are_used_again(strategy, monkeypatch):
-    original = recomputed.gated
+    original = recompute.gated
 
     def other_state(groups, gate, compiled):
         trainable, state, tensors = original(groups, gate, compiled)
         return trainable, [value + tf.cast(1, value.dtype) for value in state], tensors
 
-    monkeypatch.setattr(recomputed, "gated", other_state)
+    monkeypatch.setattr(recompute, "gated", other_state)
     found, expected = train("dense", strategy, None), plain("dense")
     assert max(np.abs(a - b).max() for a, b in zip(found.weights, expected.weights, strict=True)) > 1e-3
 
@@ -292,7 +291,7 @@ def test_layers_that_are_in_no_named_block_are_streamed_too(four_devices):
             x = Block()(x)
         return keras.Model(inputs, layers.Dense(CLASSES, activation="softmax")(x))
 
-    strategy = tfdist.HostOffloadStrategy(DEVICE, HOST, [Block])
+    strategy = tfdist.HostOffloadStrategy(DEVICE, HOST, blocks=[Block])
     x, y = data("blocks", 8)
     model = compiled(strategy, blocks)
     model.train_on_batch(x, y)
@@ -311,7 +310,6 @@ def test_layers_that_are_in_no_named_block_are_streamed_too(four_devices):
     ("arguments", "message"),
     [
         ({}, r"device='GPU:0'. Expected: one of .*CPU:0.*device='CPU:1', host='CPU:0'"),
-        ({"device": "CPU:1", "memory": "recompute"}, r"memory='recompute'\). It has a policy of its own"),
         ({"device": "CPU:1", "host": "CPU:9"}, r"host='CPU:9'. Expected: one of"),
         ({"device": "the GPU"}, r"device='the GPU'. Expected: one of"),
         ({"device": "CPU:0", "host": "/device:CPU:0"}, r"which are the same.*Expected: an accelerator, and the host"),

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.callbacks.training_meter import Lap, TrainingMeter
-from tfdist.strategies.exchange import ExchangeTimer
+from tfdist.runtime.training_meter import Lap, TrainingMeter
+from tfdist.steps.collectives import ExchangeTimer
 
 ROWS, BATCH = 50, 16  # batches of 16, 16, 16 and 2 rows
 
 
 def built(strategy: tf.distribute.Strategy, *layers: keras.Layer, **options) -> keras.Model:
-    strategy.input_meter.wanted = True
+    strategy._input_meter.wanted = True
     with strategy.scope():
         model = keras.Sequential([keras.Input((4,)), *layers, keras.layers.Dense(3)])
         model.compile("sgd", "mse", **options)
@@ -44,10 +44,10 @@ def test_batches_and_rows_are_counted_once(
 
     strategy = mirrored if devices == 2 else tfdist.MirroredStrategy(["CPU:0"])
     model = built(strategy, steps_per_execution=steps_per_execution)
-    before = strategy.input_meter.read()
+    before = strategy._input_meter.read()
     train(model, epochs=2)
-    taken = strategy.input_meter.read() - before
-    assert (taken.batches, taken.rows, taken.own) == (8, 2 * ROWS, 0)
+    taken = strategy._input_meter.read() - before
+    assert (taken.batches, taken.rows, taken.manual) == (8, 2 * ROWS, 0)
     assert taken.seconds > 0
 
 
@@ -64,9 +64,9 @@ def test_waiting_is_what_the_dataset_makes_it(mirrored: tf.distribute.Strategy) 
     waited = []
     for seconds in (0.05, 0.0):
         dataset = tf.data.Dataset.range(10).map(lambda number, seconds=seconds: rows(number, seconds))
-        before = mirrored.input_meter.read()
+        before = mirrored._input_meter.read()
         model.fit(dataset, verbose=0)
-        waited.append((mirrored.input_meter.read() - before).seconds)
+        waited.append((mirrored._input_meter.read() - before).seconds)
     assert waited[0] > 0.4 and waited[0] > 2 * waited[1]
 
 
@@ -98,14 +98,14 @@ def test_the_sums_of_a_step(mirrored: tf.distribute.Strategy) -> None:
     model = built(mirrored, keras.layers.Dense(5))
     train(model)
     # 4 * 5 + 5 + 5 * 3 + 3 numbers, each tensor in rows of its own of 64 bytes.
-    assert mirrored.sums_of_step[model] == (((2 + 1 + 1 + 1, 16), tf.float32),)
-    assert ExchangeTimer(mirrored, mirrored.sums_of_step[model]).seconds() > 0
+    assert mirrored._sums_of_step[model] == (((2 + 1 + 1 + 1, 16), tf.float32),)
+    assert ExchangeTimer(mirrored, mirrored._sums_of_step[model]).seconds() > 0
     # The timer's own sums are none of a step's.
-    assert len(mirrored.sums_of_step[model]) == 1
+    assert len(mirrored._sums_of_step[model]) == 1
     normalized = built(mirrored, keras.layers.BatchNormalization())
     train(normalized)
     # The layer's statistics, then the gradients. Moving statistics of the global batch are the same everywhere.
-    assert [shape for shape, _ in mirrored.sums_of_step[normalized]] == [(3, 2, 4), (4, 16)]
+    assert [shape for shape, _ in mirrored._sums_of_step[normalized]] == [(3, 2, 4), (4, 16)]
 
 
 def test_a_single_replica_adds_up_nothing() -> None:
@@ -114,7 +114,7 @@ def test_a_single_replica_adds_up_nothing() -> None:
     strategy = tfdist.MirroredStrategy(["CPU:0"])
     model = built(strategy)
     train(model)
-    assert model not in strategy.sums_of_step
+    assert model not in strategy._sums_of_step
 
 
 def test_one_process_without_a_strategy_has_rows_of_arrays(tmp_path) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.strategies import model_parts
+from tfdist.inspection import model_parts
 
 X, Y = np.ones((4, 8), "float32"), np.ones((4, 1), "float32")
 

@@ -13,6 +13,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 import tfdist
+from tests.features.reference import only_fit
 from tests.features.table import batches, rows
 from tfdist.testing import assert_transparent
 
@@ -179,7 +180,7 @@ def test_whole_numbers_eagerly(mirrored):
 
 
 def test_negative_control(mirrored, monkeypatch):
-    monkeypatch.setattr("tfdist.strategies.layer_state.ReplicaState.bring_together", lambda self: None)
+    monkeypatch.setattr("tfdist.steps.layer_state.ReplicaState.bring_together", lambda self: None)
     with pytest.raises(AssertionError, match=r"does not equal one process(.|\n)*kept"):
         assert_transparent(mirrored, building((8,), moving_mean), rows(12), batch_size=4, epochs=1)
 
@@ -285,7 +286,7 @@ def test_what_replicas_compute_alike_is_not_sent(mirrored, optimizer):
         assert not messages
         for variable in model.teacher.weights:
             np.testing.assert_array_equal(*(part.numpy() for part in variable.value.values))
-        sent.append(mirrored.sums_of_step[model])
+        sent.append(mirrored._sums_of_step[model])
     assert sent[0] == sent[1]
 
 
@@ -453,7 +454,7 @@ def test_a_table_beside_a_constraint_is_not_sent_again(mirrored):
 
     model, messages = warned(mirrored, build)
     assert not messages
-    _, *others = mirrored.sums_of_step[model]
+    _, *others = mirrored._sums_of_step[model]
     assert others == [None]
 
 
@@ -464,3 +465,49 @@ def test_a_mean_in_a_branch(mirrored):
     model, _ = warned(mirrored, building((8,), in_branch, aggregation="mean"))
     for copy in copies(model):
         np.testing.assert_allclose(copy, rows(24)[0][16:].mean(0), atol=1e-6)
+
+
+RIGHT = {
+    "float": lambda right, received, x: tf.reduce_sum(tf.cast(right, tf.float32)),
+    "whole": lambda right, received, x: tf.reduce_sum(tf.cast(right, tf.int32)),
+    "cast": lambda right, received, x: tf.cast(tf.reduce_sum(tf.cast(right, tf.int32)), tf.float32),
+    "keras": lambda right, received, x: ops.sum(ops.cast(ops.argmax(received, -1) == 0, "float32")),
+    "rows": lambda right, received, x: tf.cast(tf.shape(x)[0], tf.float32),
+    "squares": lambda right, received, x: tf.reduce_sum(received**2),
+    "mean": lambda right, received, x: tf.reduce_mean(received**2),
+    "each": lambda right, received, x: tf.cast(right, tf.float32),
+    "steps": lambda right, received, x: 1.0,
+}
+
+
+class Counts(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(3)
+        self.sums = {name: keras.metrics.Sum(name=name) for name in RIGHT}
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        x, _ = data
+        with tf.GradientTape() as tape:
+            received = self(x, training=True)
+            loss = tf.reduce_mean(received**2)
+        weights = self.dense.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        right = tf.argmax(received, -1) == 0
+        for name, value in RIGHT.items():
+            self.sums[name].update_state(value(right, received, x))
+        return {name: metric.result() for name, metric in self.sums.items()}
+
+
+def test_sums_that_a_step_counts(mirrored):
+    def build() -> keras.Model:
+        model = Counts()
+        model.compile("sgd")
+        return model
+
+    with only_fit():
+        gaps = assert_transparent(mirrored, build, rows(27), batch_size=8, epochs=1, tolerance=1e-3)
+    assert sum(name.startswith("history") for name in gaps) == len(RIGHT)

@@ -14,9 +14,9 @@ from keras import layers
 import tfdist
 from tests.logical.memory_models import MODELS, data
 from tfdist import memory
-from tfdist.memory.application import applied
 from tfdist.memory.estimation import choosing
-from tfdist.memory.estimation.rates import measured_rates
+from tfdist.memory.estimation.block_options import Rates, measured_rates
+from tfdist.memory.modes import applied
 
 ROWS, WIDTH, DEPTH = 256, 32, 4
 NAMES = [f"block_{index}" for index in range(DEPTH)]
@@ -98,7 +98,7 @@ def test_more_blocks_are_run_again_for_less_memory(shares):
     assert counts[0] == 0 and added[0] == 0.0
     assert counts == sorted(counts) and len(set(counts)) == len(shares)
     # One more forward pass of all blocks is a third of a step.
-    assert added == sorted(added) and added[-1] <= 1 / 3
+    assert added == sorted(added) and added[-1] <= 1 / 3 + 1e-9
 
 
 def test_an_impossible_budget_says_what_the_least_is():
@@ -125,13 +125,14 @@ def test_the_least_is_enough():
 
 
 @pytest.mark.exhaustive
-def test_with_a_host_blocks_are_sent_there(four_devices):
+def test_with_a_host_blocks_are_sent_there(four_devices, monkeypatch):
+    # To send costs nothing, to compute costs much.
+    monkeypatch.setattr(choosing, "measured_rates", lambda device, host: Rates(flops=1e9, link=1e15))
     with tfdist.MirroredStrategy(["CPU:1"]).scope():
         model = compiled()
-    # Less than without a host can be had.
-    choice = memory.choose(model, ROWS, policy(0.4, min_bytes=0))
-    assert set(choice.policy.modes) <= {"none", "swap", "park", "recompute"}
-    assert {option.mode for option in choice.options} & {"swap", "park"}
+    choice = memory.choose(model, ROWS, policy(0.7, min_bytes=0))
+    assert set(choice.policy.modes) <= {"none", "swap", "recompute+swap", "recompute"}
+    assert {option.mode for option in choice.options} & {"swap", "recompute+swap"}
     assert memory.report(model, ROWS, choice.policy)["CPU:0"].step > 0
 
 

@@ -11,9 +11,9 @@ from keras import layers
 import tfdist
 from tests.tiers import daily
 from tfdist import memory
-from tfdist.memory import graph_call
-from tfdist.memory.application import applied
+from tfdist.memory import calls
 from tfdist.memory.block_call import call_block
+from tfdist.memory.modes import applied
 
 DEPTH, WIDTH, ROWS = 6, 16, 32
 
@@ -114,7 +114,7 @@ def test_a_model_in_a_model_that_gets_a_mask(monkeypatch):
         called.append(block.label)
         return call_block(block, *arguments)
 
-    monkeypatch.setattr(graph_call, "call_block", counting)
+    monkeypatch.setattr(calls, "call_block", counting)
     weights = []
     for policy, masked in ((None, True), ("recompute", True), (None, False)):
         model, inner = build(masked)
@@ -213,7 +213,7 @@ def test_messages_say_what_to_do():
     memory.apply(model, "recompute")
 
 
-@pytest.mark.parametrize("mode", ["park", "swap"])
+@pytest.mark.parametrize("mode", ["recompute+swap", "swap"])
 def test_the_warning_of_a_machine_with_one_device_names_the_mode(mode, monkeypatch, caplog):
     only = tf.config.list_logical_devices()[:1]
     monkeypatch.setattr(tf.config, "list_logical_devices", lambda *kind: only)

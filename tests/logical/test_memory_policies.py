@@ -59,8 +59,9 @@ def test_nested_models_are_blocks_by_their_name():
     model = keras.Model(inputs, layers.Dense(1)(inner(layers.Dense(4)(inputs))))
     plan = plan_of(model, "recompute", ["inner"])
     assert [[call.name for call in chunk.calls] for chunk in plan.chunks][1] == ["inner/a", "inner/b"]
-    plan = plan_of(model, {"*/b": "park"}, ["a", "b"])
-    assert dict(zip(plan.names, plan.modes, strict=True)) == {"": "none", "inner/a": "none", "inner/b": "park"}
+    plan = plan_of(model, {"*/b": "recompute+swap"}, ["a", "b"])
+    modes = dict(zip(plan.names, plan.modes, strict=True))
+    assert modes == {"": "none", "inner/a": "none", "inner/b": "recompute+swap"}
 
 
 def test_layers_of_a_model_that_is_written_as_a_class():
@@ -171,7 +172,7 @@ def test_mixed_precision(name, mode):
 def test_a_loop_of_ones_own():
     x, _y = data("dense", 8)
     found = []
-    for policy in (None, MemoryPolicy({"block_0": "swap", "block_1": "park", "*": "recompute"}, min_bytes=0)):
+    for policy in (None, MemoryPolicy({"block_0": "swap", "block_1": "recompute+swap", "*": "recompute"}, min_bytes=0)):
         keras.utils.set_random_seed(5)
         model = dense()
         if policy is not None:
@@ -244,7 +245,7 @@ def test_files_and_configuration_do_not_change(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"mode": "recomputed"}, "Expected one of 'none', 'recompute', 'park', 'swap'"),
+        ({"mode": "recomputed"}, r"Expected one of 'none', 'recompute', 'recompute\+swap', 'swap'"),
         ({"mode": {"a": "swop"}}, "mode='swop'"),
         ({"blocks": "encoder"}, r"Expected: 'auto', or a list: \['encoder'\]"),
         ({"prefetch": -1}, "prefetch=-1"),
@@ -293,10 +294,10 @@ def test_swapping_needs_a_graph():
         model.fit(x, y, verbose=0)
 
 
-def test_parking_and_xla():
+def test_swapping_inputs_and_xla():
     model = small()
     model.compile("sgd", "sparse_categorical_crossentropy", jit_compile=True)
-    apply(model, "park")
+    apply(model, "recompute+swap")
     assert model.jit_compile is False
     model.compile("sgd", "sparse_categorical_crossentropy", jit_compile="auto")
     assert model.jit_compile is False

@@ -13,10 +13,10 @@ from keras import layers
 import tfdist
 from tests.logical.memory_models import MODELS, data
 from tfdist import memory
-from tfdist.memory.application import applied
-from tfdist.memory.estimation import measured_step
+from tfdist.memory.estimation import estimate
 from tfdist.memory.estimation.batch import batch_of
-from tfdist.memory.estimation.picture import _moments
+from tfdist.memory.estimation.report import _moments
+from tfdist.memory.modes import applied
 
 ROWS, WIDTH = 512, 64
 
@@ -104,7 +104,7 @@ def test_sharded_slots(mirrored):
 
 @pytest.mark.parametrize(
     ("mode", "few", "many"),
-    [("swap", 2, 6), *(pytest.param(mode, 4, 16, marks=pytest.mark.exhaustive) for mode in ("park", "swap"))],
+    [("swap", 2, 6), *(pytest.param(mode, 4, 16, marks=pytest.mark.exhaustive) for mode in ("recompute+swap", "swap"))],
 )
 def test_what_is_on_the_host(mode, few, many, four_devices):
     steps = {}
@@ -230,7 +230,7 @@ class Scored(keras.Model):
 
 def test_batches_without_targets_and_models_that_are_not_built(monkeypatch):
     # No device is counted here, but the steps are run.
-    monkeypatch.setattr(measured_step, "_counted", lambda: [])
+    monkeypatch.setattr(estimate, "_counted", lambda: [])
     model = Scored()
     model.compile("sgd")
     with pytest.raises(ValueError, match=r"which is not built.*Expected: data=\(x, y\).*model.build"):
@@ -255,7 +255,7 @@ def test_what_cannot_be_estimated():
         memory.report(model)
     with pytest.raises(ValueError, match=r"both batch_size and data\."):
         memory.report(model, 8, data=(np.ones((8, 2)), np.ones((8, 1))))
-    with tfdist.PipelineStrategy(["CPU:0"], microbatches=2).scope():
+    with tfdist.PipelineStrategy(["CPU:0"], num_microbatches=2).scope():
         piped = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
         piped.compile("sgd", "mse")
     with pytest.raises(ValueError, match=r"under PipelineStrategy, whose steps run in other processes or in parts"):

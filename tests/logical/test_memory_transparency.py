@@ -14,7 +14,7 @@ import tensorflow as tf
 import tfdist
 from tests.logical.memory_models import MODELS, data
 from tests.tiers import daily
-from tfdist.memory import MemoryPolicy, recomputed
+from tfdist.memory import MemoryPolicy, recompute
 
 BATCH, BATCHES, EPOCHS = 8, 4, 2
 
@@ -56,8 +56,8 @@ def plain(name: str, strategy: Any, **compile_arguments: Any) -> Trained:
 
 
 # Every mode is in the blocks of a graph, and in those of a model that is written as a class.
-OF_BLOCKS = {"block_0": "swap", "block_1": "recompute", "block_2": "park", "*": "none"}
-OF_LAYERS = {"block_0": "swap", "block_1": "recompute", "block_2": "park"}
+OF_BLOCKS = {"block_0": "swap", "block_1": "recompute", "block_2": "recompute+swap", "*": "none"}
+OF_LAYERS = {"block_0": "swap", "block_1": "recompute", "block_2": "recompute+swap"}
 
 
 @pytest.mark.parametrize(("name", "modes"), daily([("dense", OF_BLOCKS), ("blocks", OF_LAYERS)], "dense"))
@@ -79,7 +79,7 @@ def test_every_mode_on_two_replicas(mirrored):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("mode", ["recompute", "park", "swap"])
+@pytest.mark.parametrize("mode", ["recompute", "recompute+swap", "swap"])
 @pytest.mark.parametrize("name", MODELS)
 def test_equal_to_plain_training(name, mode):
     policy = MemoryPolicy(mode, host="CPU:3", min_bytes=0)
@@ -89,7 +89,7 @@ def test_equal_to_plain_training(name, mode):
 # On one device every model has every mode.
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("name", "mode"), [("resnet", "recompute"), ("transformer", "park"), ("unet", "swap"), ("dense", "swap")]
+    ("name", "mode"), [("resnet", "recompute"), ("transformer", "recompute+swap"), ("unet", "swap"), ("dense", "swap")]
 )
 def test_equal_to_plain_training_on_two_replicas(mirrored, name, mode):
     policy = MemoryPolicy(mode, host="CPU:3", min_bytes=0)
@@ -104,7 +104,7 @@ def test_xla():
 
 @pytest.mark.exhaustive
 def test_eager_steps():
-    policy = MemoryPolicy({"block_0": "recompute", "*": "park"}, host="CPU:3", min_bytes=0)
+    policy = MemoryPolicy({"block_0": "recompute", "*": "recompute+swap"}, host="CPU:3", min_bytes=0)
     assert_equal(train("dense", None, policy, run_eagerly=True), plain("dense", None, run_eagerly=True))
 
 
@@ -112,12 +112,12 @@ def test_eager_steps():
 
 
 def test_it_is_the_old_seeds_and_statistics_that_are_used_again(monkeypatch):
-    original = recomputed.gated
+    original = recompute.gated
 
     def other_state(groups, gate, compiled):
         trainable, state, tensors = original(groups, gate, compiled)
         return trainable, [value + tf.cast(1, value.dtype) for value in state], tensors
 
-    monkeypatch.setattr(recomputed, "gated", other_state)
+    monkeypatch.setattr(recompute, "gated", other_state)
     found, expected = train("dense", None, "recompute"), plain("dense", None)
     assert max(np.abs(a - b).max() for a, b in zip(found.weights, expected.weights, strict=True)) > 1e-3

@@ -14,7 +14,8 @@ import tfdist
 from tests.features import reference
 from tests.features.table import BATCH, FEATURES, batches, mlp, rows
 from tests.logical.conftest import DEVICES
-from tfdist.strategies import global_batches, keras_step, layer_state, normalization, step_logs, step_shadows
+from tfdist.steps import batch_normalization, keras_step, layer_state, step_logs, step_overrides
+from tfdist.strategies import global_batches
 from tfdist.testing import assert_transparent, run_local
 
 STOCK_DIFFERS = ("BatchNormalization", "tf.data, shuffled with a seed", "last batch of one row (81 rows)")
@@ -47,7 +48,7 @@ def assert_noticed(
 
 
 def test_gradients_that_are_not_reduced(mirrored, monkeypatch):
-    monkeypatch.setattr(step_shadows, "all_reduce_sum", lambda values, *_, **__: list(values))
+    monkeypatch.setattr(step_overrides, "all_reduce_sum", lambda values, *_, **__: list(values))
     assert_noticed(mirrored, "weight 0", "history 1 (loss)", "predict 0", known="mlp")
 
 
@@ -63,9 +64,8 @@ class TestEqualWeights:
     def equal_weights(self, monkeypatch):
         monkeypatch.setattr(keras_step.KerasStep, "relative_weight", property(lambda step: tf.constant(1.0)))
 
-    @pytest.mark.parametrize("n", [81, 83])
-    def test_noticed_where_the_last_batch_does_not_divide(self, mirrored, n):
-        assert_noticed(mirrored, "weight 0", data=rows(n), known=f"mlp, {n} rows")
+    def test_noticed_where_the_last_batch_does_not_divide(self, mirrored):
+        assert_noticed(mirrored, "weight 0", data=rows(83), known="mlp, 83 rows")
 
     def test_right_where_all_batches_divide(self, mirrored):
         with reference.only_fit():
@@ -96,7 +96,7 @@ def test_batch_norm_of_each_replicas_rows(mirrored):
 
 def test_gradients_of_statistics_without_weights(mirrored, monkeypatch):
     """Those that come back from the other replicas belong to losses of other weights."""
-    monkeypatch.setattr(normalization, "_sum", normalization.all_reduce)
+    monkeypatch.setattr(batch_normalization, "_of_all_losses", batch_normalization.all_reduce)
     with reference.only_fit(), pytest.raises(AssertionError, match=r"does not equal one process(.|\n)*weight 0"):
         FEATURES["BatchNormalization in a custom train_step, uneven"](mirrored)
 
@@ -111,7 +111,7 @@ def test_metrics_of_a_step_that_are_taken_for_keras_own(mirrored, monkeypatch):
 def test_moving_statistics_that_are_not_averaged(mirrored, monkeypatch):
     """Only this: weights do not depend on them, what `predict` returns does."""
     monkeypatch.setattr(layer_state.ReplicaState, "take_averaged", lambda self: [])
-    monkeypatch.setattr(step_shadows, "global_moments", lambda layer: layer._moments)
+    monkeypatch.setattr(step_overrides, "global_moments", lambda layer: layer._moments)
     build = mlp(layers.BatchNormalization)
     assert_noticed(mirrored, "weight", "predict 0", build=build, known="BatchNormalization")
 

@@ -13,11 +13,10 @@ from tensorflow.python.framework.none_tensor import NoneTensorSpec
 import tfdist
 from tfdist.cluster import ClusterConfig, ClusterError
 from tfdist.strategies.parameter_server import batches, synchronous
-from tfdist.strategies.parameter_server.additivity import only_adds
-from tfdist.strategies.parameter_server.captured_state import CapturedState
-from tfdist.strategies.parameter_server.checks import check_arguments
+from tfdist.strategies.parameter_server.captured_state import CapturedState, only_adds
 from tfdist.strategies.parameter_server.connection import find, resolver
-from tfdist.strategies.parameter_server.packing import Packing
+from tfdist.strategies.parameter_server.transfer import Packing
+from tfdist.strategies.parameter_server.validation import check_arguments
 from tfdist.strategies.parameter_server.variables import ServerVariable, adopt
 
 JOBS = {"chief": ["a:1"], "worker": ["b:1", "c:1"], "ps": ["d:1"], "evaluator": ["e:1"]}
@@ -217,7 +216,7 @@ class TestMistakes:
         cluster = ClusterConfig(jobs, next(iter(jobs)), 0)
         for function in (functools.partial(find, start_timeout=1.0), tfdist.ParameterServerStrategy):
             with pytest.raises(ClusterError) as error:
-                function(cluster)
+                function(cluster=cluster)
             assert str(error.value).startswith(f"Received: {text}")
             assert "Expected: a chief, which runs the program, at least one worker" in str(error.value)
             assert "`tfdist run -n 2 --ps 1 train.py` starts" in str(error.value)
@@ -233,7 +232,7 @@ class TestMistakes:
     def test_wrong_arguments_in_a_cluster(self):
         """They are refused before anything waits for other processes."""
         with pytest.raises(ValueError, match=r"^Received: mode='fast'"):
-            tfdist.ParameterServerStrategy(ClusterConfig(JOBS, "chief", 0), mode="fast")
+            tfdist.ParameterServerStrategy(cluster=ClusterConfig(JOBS, "chief", 0), mode="fast")
 
     def test_resolver(self):
         found = resolver(ClusterConfig(JOBS, "chief", 0))

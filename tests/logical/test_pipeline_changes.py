@@ -14,7 +14,7 @@ from keras import layers
 import tfdist
 from tests.logical.pipelines import numbers, pipeline
 from tfdist.layer_graph.graph import functional_of
-from tfdist.strategies.pipeline.loss_head import why_not_decomposable
+from tfdist.strategies.pipeline.validation import why_not_decomposable
 
 pytestmark = pytest.mark.usefixtures("four_devices")
 

@@ -35,17 +35,12 @@ def refusal(build: object, strategy: tfdist.PipelineStrategy | None = None, rows
             {"weight_gradients": "sum"},
             "Received: weight_gradients='sum'. Expected one of 'accumulate', 'batched'.",
         ),
-        ({"microbatches": 0}, "Received: microbatches=0. Expected: a whole number, at least 1."),
-        ({"microbatches": 2.5}, "Received: microbatches=2.5. Expected: a whole number, at least 1."),
+        ({"num_microbatches": 0}, "Received: num_microbatches=0. Expected: a whole number, at least 1."),
+        ({"num_microbatches": 2.5}, "Received: num_microbatches=2.5. Expected: a whole number, at least 1."),
         (
             {"chunks_per_device": 2},
             "Received: chunks_per_device=2 with schedule='auto'. Expected: schedule='interleaved', the only one that "
             "gives a device several chunks of the model.",
-        ),
-        (
-            {"recompute": [True]},
-            "Received: recompute=[True]. Expected: True, False, 'auto', or 2 of True and False, one for each piece of "
-            "the model.",
         ),
     ],
 )
@@ -90,7 +85,7 @@ def test_batch_smaller_than_the_number_of_micro_batches(method, received):
         model.train_on_batch(x[:2], y[:2]) if method == "train_on_batch" else model.fit(x, y, batch_size=2, verbose=0)
     assert str(error.value) == (
         f"Received: {received}, for 4 micro-batches. Expected: at least one row a micro-batch. Use a larger batch "
-        "size, or PipelineStrategy(microbatches=...) with a smaller number."
+        "size, or PipelineStrategy(num_microbatches=...) with a smaller number."
     )
     for a, b in zip(before, model.get_weights(), strict=True):
         np.testing.assert_array_equal(a, b)

@@ -12,8 +12,7 @@ from keras import layers, ops
 from keras.src.ops.node import Node
 
 from tfdist.layer_graph.graph import LayerGraph, flatten, functional_of
-from tfdist.strategies.pipeline.cut_names import cuts_from_names
-from tfdist.strategies.pipeline.stage_scope import stage, stages_of
+from tfdist.strategies.pipeline.cuts import cuts_from_names, stage, stages_of
 
 
 @pytest.fixture(autouse=True)

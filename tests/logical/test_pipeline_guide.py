@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tfdist.strategies.pipeline.drawing import draw
+from tests.schedule_pictures import draw
 from tfdist.strategies.pipeline.schedule import make_schedule
 
 PAGE = Path(__file__).parents[2] / "docs" / "pipeline.md"

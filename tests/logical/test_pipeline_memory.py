@@ -16,26 +16,28 @@ from keras import layers
 import tfdist
 from tests.logical.pipelines import after_one_step, assert_trains_equally, labelled, mlp, pipeline
 from tests.logical.test_pipeline_models import recurrent, tokens
+from tfdist.layer_graph.graph import functional_of
 from tfdist.memory import MemoryPolicy
-from tfdist.strategies.pipeline.host_stays import HostStays, _host_of
+from tfdist.strategies.pipeline.engine import ActivationOffload, _host_of
 from tfdist.testing import differences
 
 pytestmark = pytest.mark.usefixtures("four_devices")
 
-MODES = ("recompute", "park", "swap")
+MODES = ("recompute", "recompute+swap", "swap")
 SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "interleaved")
 DATA = labelled(41)
 SMALL = mlp()
 
 
-def policy(mode: str, **arguments: Any) -> MemoryPolicy:
+def policy(mode: str | dict[str, str], **arguments: Any) -> MemoryPolicy:
     """The device CPU:0 is the host; nothing is too small."""
     return MemoryPolicy(mode, **{"min_bytes": 0, **arguments})
 
 
-def stages(count: int = 2, microbatches: int = 4, **options: Any) -> tfdist.PipelineStrategy:
+def stages(count: int = 2, num_microbatches: int = 4, **options: Any) -> tfdist.PipelineStrategy:
     """On other devices than the host."""
-    return tfdist.PipelineStrategy([f"CPU:{i}" for i in range(1, 1 + count)], microbatches=microbatches, **options)
+    devices = [f"CPU:{i}" for i in range(1, 1 + count)]
+    return tfdist.PipelineStrategy(devices, num_microbatches=num_microbatches, **options)
 
 
 def with_state() -> keras.Model:
@@ -86,10 +88,10 @@ def assert_equal(found: dict[str, dict[str, np.ndarray]], tolerance: float = 1e-
     """To the host and back nothing changes; what is run again may be rounded otherwise."""
     gaps = {pair: max(differences(*(found[mode] for mode in pair)).values()) for pair in PAIRS}
     assert gaps.pop(("recompute", "none")) <= tolerance
-    assert gaps == {("park", "recompute"): 0.0, ("swap", "none"): 0.0}
+    assert gaps == {("recompute+swap", "recompute"): 0.0, ("swap", "none"): 0.0}
 
 
-PAIRS = (("recompute", "none"), ("park", "recompute"), ("swap", "none"))
+PAIRS = (("recompute", "none"), ("recompute+swap", "recompute"), ("swap", "none"))
 
 
 @pytest.mark.parametrize(
@@ -110,7 +112,7 @@ def test_models_of_other_kinds():
 @pytest.mark.exhaustive
 def test_other_options():
     assert_equal(observed(SMALL, pipeline, 4, replicas=2, schedule="gpipe"))
-    assert_equal(observed(SMALL, stages, 3, microbatches=6, schedule="gpipe", weight_gradients="batched"))
+    assert_equal(observed(SMALL, stages, 3, num_microbatches=6, schedule="gpipe", weight_gradients="batched"))
 
 
 @pytest.mark.exhaustive
@@ -122,16 +124,16 @@ def test_equal_to_one_process(mode):
 def test_negative_control_with_the_inputs_of_another_micro_batch(monkeypatch):
     """What is fetched is what is used."""
     right = observed(with_state, schedule="gpipe")
-    original = HostStays.sent
+    original = ActivationOffload.sent
     first: dict[tuple, list[tf.Tensor]] = {}
 
-    def sent(self: HostStays, stage: int, instruction: Any, tensors: Any) -> list[tf.Tensor]:
+    def sent(self: ActivationOffload, stage: int, instruction: Any, tensors: Any) -> list[tf.Tensor]:
         # There are micro-batches of ten rows, and one of eleven.
         key = id(self), instruction.chunk, *(tuple(tensor.shape) for tensor in tensors)
         return first.setdefault(key, original(self, stage, instruction, tensors))
 
-    monkeypatch.setattr(HostStays, "sent", sent)
-    for mode in ("park", "swap"):
+    monkeypatch.setattr(ActivationOffload, "sent", sent)
+    for mode in ("recompute+swap", "swap"):
         strategy = stages(memory=policy(mode), schedule="gpipe")
         assert max(differences(after_one_step(strategy, with_state, DATA, 2)[1], right[mode]).values()) > 1e-4
 
@@ -181,7 +183,7 @@ def test_where_it_is_kept():
     assert [inputs[0], inputs[1]] == [8, 8]
     assert min(everything[0], everything[1]) >= 16
     assert sum(nothing.values()) == 0
-    assert kept(2, "gpipe", "park") == (nothing, inputs)
+    assert kept(2, "gpipe", "recompute+swap") == (nothing, inputs)
     on_device, on_host = kept(2, "gpipe", "swap")
     assert {i: on_device[i] + on_host[i] for i in on_host} == everything
     # Nothing but the shapes of what is not there.
@@ -191,16 +193,27 @@ def test_where_it_is_kept():
 
 def test_small_tensors_and_what_is_needed_soon_stay():
     inputs, _ = kept(2, "gpipe", "recompute")
-    assert kept(2, "gpipe", "park", min_bytes=1 << 16)[0] == inputs
+    assert kept(2, "gpipe", "recompute+swap", min_bytes=1 << 16)[0] == inputs
     # In 1F1B the last stage goes back at once, the one before it after two more instructions.
-    _, on_host = kept(3, "1f1b", "park")
+    _, on_host = kept(3, "1f1b", "recompute+swap")
     assert min(on_host[0], on_host[1]) > 4
     assert on_host[2] == 0
 
 
+def test_modes_by_stages():
+    modes = MemoryPolicy({"stage_1": "swap", "stage_2": "recompute", "*": "recompute+swap"}, min_bytes=0)
+    plan = pipeline(4, memory=modes)._planner.plan(model := mlp()(), functional_of(model))
+    assert plan.modes == ["recompute+swap", "swap", "recompute", "recompute+swap"]
+    assert (plan.recompute, plan.swap) == ([True, False, True, True], [True, True, False, True])
+    one = MemoryPolicy({"stage_0": "recompute+swap"}, min_bytes=0)
+    assert stages(2, memory=one)._planner.plan(model, functional_of(model)).modes == ["recompute+swap", "none"]
+    _, trained = after_one_step(stages(2, schedule="gpipe", memory=one), with_state, DATA, 2)
+    assert max(differences(trained, after_two_steps("none", with_state, stages, 2, schedule="gpipe")).values()) <= 1e-6
+
+
 @pytest.mark.exhaustive
 def test_what_is_needed_soon_is_more_with_more_prefetching():
-    _, on_host = kept(3, "1f1b", "park", prefetch=2)
+    _, on_host = kept(3, "1f1b", "recompute+swap", prefetch=2)
     assert on_host[0] > 4
     assert on_host[1] == on_host[2] == 0
 
@@ -214,11 +227,13 @@ def test_the_host_is_that_of_the_process():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"memory": "offload"}, "Received: mode='offload'. Expected one of 'none', 'recompute', 'park', 'swap'"),
-        ({"memory": "park", "recompute": True}, "Expected: one of the two; recompute=True is memory='recompute'."),
-        ({"memory": MemoryPolicy({"a": "swap"})}, "whose blocks are the stages' pieces of the model. Expected: one"),
-        ({"memory": MemoryPolicy("swap", blocks=["a"])}, "without `blocks`; or recompute='auto', or recompute=[True"),
-        ({"memory": MemoryPolicy("auto", budget="8GB")}, "for a PipelineStrategy, whose blocks are the stages' pieces"),
+        ({"memory": "offload"}, "Received: mode='offload'. Expected one of 'none', 'recompute', 'recompute+swap', "),
+        ({"memory": MemoryPolicy({"a": "swap"})}, "whose blocks are its stages: stage_0, stage_1. Expected: one mode"),
+        ({"memory": MemoryPolicy("swap", blocks=["a"])}, "without `blocks`; or None to recompute where the memory is"),
+        (
+            {"memory": MemoryPolicy("auto", budget="8GB")},
+            "for a PipelineStrategy, whose blocks are its stages: stage_0, stage_1.",
+        ),
     ],
 )
 def test_policies_that_make_no_sense(arguments, message):

@@ -11,7 +11,7 @@ from keras import layers, ops
 import tfdist
 from tests.logical.pipelines import assert_trains_equally, labelled, mlp, numbers, pipeline
 from tfdist.layer_graph.graph import functional_of
-from tfdist.strategies.pipeline.loss_head import MASKED, why_not_decomposable
+from tfdist.strategies.pipeline.validation import MASKED, why_not_decomposable
 
 pytestmark = pytest.mark.usefixtures("four_devices")
 
@@ -211,15 +211,15 @@ def of_all_kinds() -> keras.Model:
 
 DICTIONARIES = {"a": X, "b": X[:, :4]}, {"p": Y, "q": Y[:, :1]}
 CASES = {
-    "layers of all kinds": (of_all_kinds, (X, [Y]), {"stages": 3, "microbatches": 3}),
+    "layers of all kinds": (of_all_kinds, (X, [Y]), {"stages": 3, "num_microbatches": 3}),
 }
 # What these have in common with one of the above: `test_why_a_loss_needs_the_whole_batch`, and what is in the model.
 REST = {
     "GAN, 3 stages": (gan, (X,), {"stages": 3}),
-    "recurrent, with masks, recomputed": (recurrent, (tokens(), tokens() % 3), {"stages": 3, "recompute": True}),
+    "recurrent, with masks, recomputed": (recurrent, (tokens(), tokens() % 3), {"stages": 3, "memory": "recompute"}),
     "dictionaries": (several_inputs, DICTIONARIES, {}),
     "transformer, 3 stages": (transformer, (tokens(), tokens()), {"stages": 3}),
-    "shared layer": (shared, (X, Y), {"stages": 3, "microbatches": 3}),
+    "shared layer": (shared, (X, Y), {"stages": 3, "num_microbatches": 3}),
     "model in a model": (nested, (X, Y), {"stages": 3}),
     "regularizers": (regularized, (X, Y), {"stages": 3}),
     "add_loss": (with_added_loss, (X, Y), {}),
@@ -229,7 +229,7 @@ REST = {
     "pairwise loss, recomputed, batched": (
         pairwise,
         (X, Y),
-        {"stages": 3, "recompute": True, "weight_gradients": "batched"},
+        {"stages": 3, "memory": "recompute", "weight_gradients": "batched"},
     ),
 }
 
@@ -257,7 +257,7 @@ def test_why_a_loss_needs_the_whole_batch(build, reason):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("options", [{}, {"stages": 4, "recompute": True, "weight_gradients": "batched"}])
+@pytest.mark.parametrize("options", [{}, {"stages": 4, "memory": "recompute", "weight_gradients": "batched"}])
 def test_residual_network(options):
     """Statistics, seeds and convolutions, one micro-batch after the other."""
     data = numbers(21, 8, 8, 3), np.arange(21) % 3
@@ -275,7 +275,7 @@ def test_dropout_in_attention():
         return model
 
     data = numbers(22, 5, 8), numbers(22, 5, 2)
-    assert_trains_equally(build, data, pipeline(microbatches=3, recompute=True), stateful=True)
+    assert_trains_equally(build, data, pipeline(num_microbatches=3, memory="recompute"), stateful=True)
 
 
 def test_sequential_without_an_input_is_cut_once_its_shape_is_known():

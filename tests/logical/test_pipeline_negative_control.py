@@ -24,9 +24,8 @@ from tests.logical.pipelines import (
 )
 from tests.logical.test_pipeline_transparency import SKIPS_DATA, skips
 from tfdist.strategies.pipeline.engine import PipelineRun
-from tfdist.strategies.pipeline.gradient_sums import GradientSums
-from tfdist.strategies.pipeline.micro_batches import MicroBatches
-from tfdist.strategies.pipeline.replicas import ReplicatedRun
+from tfdist.strategies.pipeline.replicas import MicroBatches, ReplicatedRun
+from tfdist.strategies.pipeline.weight_gradients import GradientSums
 
 pytestmark = pytest.mark.usefixtures("four_devices")
 
@@ -104,7 +103,7 @@ def test_cotangents_of_connections_that_skip_stages_are_dropped(monkeypatch):
 
 
 def test_gradients_that_are_not_added_up(monkeypatch):
-    monkeypatch.setattr("tfdist.strategies.pipeline.gradient_sums.added", lambda first, second: second)
+    monkeypatch.setattr("tfdist.strategies.pipeline.weight_gradients.added", lambda first, second: second)
     assert_noticed("plain", 16, "weight 0")
 
 

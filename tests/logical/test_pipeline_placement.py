@@ -50,7 +50,7 @@ def traced(stages: int, **options: Any) -> tuple[keras.Model, PipelinePlan, tf.t
     def step(x: tf.Tensor, y: tf.Tensor) -> dict:
         return strategy.run(model.train_step, args=((x, y),))
 
-    return model, strategy.prepare(model), step.get_concrete_function(*map(tf.constant, DATA))
+    return model, strategy._prepare(model), step.get_concrete_function(*map(tf.constant, DATA))
 
 
 def calls_of_stages(nodes: Iterable[tf.compat.v1.NodeDef]) -> list[tuple[int, str, str]]:
@@ -106,14 +106,14 @@ def test_variables_and_slots():
 
 SCHEDULES = [
     (4, {}),
-    (2, {"schedule": "interleaved", "recompute": True}),
+    (2, {"schedule": "interleaved", "memory": "recompute"}),
     *(
         pytest.param(stages, options, marks=pytest.mark.exhaustive)
         for stages, options in [
             (1, {}),
-            (3, {"schedule": "eager-1f1b", "recompute": True}),
+            (3, {"schedule": "eager-1f1b", "memory": "recompute"}),
             (4, {"schedule": "gpipe"}),
-            (4, {"schedule": "gpipe", "recompute": True}),
+            (4, {"schedule": "gpipe", "memory": "recompute"}),
         ]
     ),
 ]

@@ -62,7 +62,7 @@ def assert_equals_one_device(strategy: tfdist.PipelineStrategy) -> None:
 
 @pytest.mark.exhaustive
 def test_each_pipeline_computes_on_its_own_devices() -> None:
-    strategy = tfdist.PipelineStrategy(DEVICES, microbatches=2)
+    strategy = tfdist.PipelineStrategy(DEVICES, num_microbatches=2)
     with strategy.scope():
         model = build()
     model.fit(X, Y, batch_size=16, verbose=0)
@@ -85,19 +85,19 @@ def test_each_pipeline_computes_on_its_own_devices() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "recompute"),
+    ("schedule", "memory"),
     [
-        ("auto", True),
-        pytest.param("auto", False, marks=pytest.mark.exhaustive),
-        pytest.param("gpipe", False, marks=pytest.mark.exhaustive),
+        ("auto", "recompute"),
+        pytest.param("auto", "none", marks=pytest.mark.exhaustive),
+        pytest.param("gpipe", "none", marks=pytest.mark.exhaustive),
     ],
 )
-def test_two_pipelines_equal_one_device(schedule: str, recompute: bool) -> None:
-    assert_equals_one_device(tfdist.PipelineStrategy(DEVICES, microbatches=2, schedule=schedule, recompute=recompute))
+def test_two_pipelines_equal_one_device(schedule: str, memory: str) -> None:
+    assert_equals_one_device(tfdist.PipelineStrategy(DEVICES, num_microbatches=2, schedule=schedule, memory=memory))
 
 
 def test_a_step_that_needs_the_whole_batch() -> None:
-    strategy = tfdist.PipelineStrategy([d for row in DEVICES for d in row], replicas=2, microbatches=2)
+    strategy = tfdist.PipelineStrategy([d for row in DEVICES for d in row], replicas=2, num_microbatches=2)
     assert strategy.devices == tfdist.PipelineStrategy(DEVICES).devices
     with reference.only_fit():
         assert_transparent(strategy, build_pairwise, (X, Y), batch_size=16)
@@ -105,13 +105,13 @@ def test_a_step_that_needs_the_whole_batch() -> None:
 
 def test_without_the_second_pipeline_it_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicas, "added", lambda first, second: first)
-    strategy = tfdist.PipelineStrategy(DEVICES, microbatches=2)
+    strategy = tfdist.PipelineStrategy(DEVICES, num_microbatches=2)
     with pytest.raises(AssertionError, match="does not equal one process"):
         assert_equals_one_device(strategy)
 
 
 def test_statistics_are_averaged() -> None:
-    strategy = tfdist.PipelineStrategy(DEVICES, microbatches=1)
+    strategy = tfdist.PipelineStrategy(DEVICES, num_microbatches=1)
     with strategy.scope():
         inputs = keras.Input((8,))
         normalization = layers.BatchNormalization(momentum=0.5)
@@ -127,7 +127,7 @@ def test_statistics_are_averaged() -> None:
 
 
 def test_pipelines_draw_different_masks() -> None:
-    strategy = tfdist.PipelineStrategy(DEVICES, microbatches=1)
+    strategy = tfdist.PipelineStrategy(DEVICES, num_microbatches=1)
     with strategy.scope():
         inputs = keras.Input((64,))
         model = Masks(inputs, layers.Activation("linear")(layers.Dropout(0.5)(inputs)))

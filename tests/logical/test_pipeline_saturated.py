@@ -126,9 +126,9 @@ def test_equal_to_one_process(kind, schedule):
     assert gap_of(kind, pipeline(schedule=schedule)) < 1e-6
 
 
-@pytest.mark.parametrize("recompute", [pytest.param(False, marks=pytest.mark.exhaustive), True])
-def test_activation_alone_in_the_last_stage(recompute):
-    assert gap_of("softmax", pipeline(3, cuts=["first", "logits"], recompute=recompute)) < 1e-6
+@pytest.mark.parametrize("memory", [pytest.param("none", marks=pytest.mark.exhaustive), "recompute"])
+def test_activation_alone_in_the_last_stage(memory):
+    assert gap_of("softmax", pipeline(3, cuts=["first", "logits"], memory=memory)) < 1e-6
 
 
 @pytest.mark.exhaustive

@@ -16,9 +16,9 @@ import tensorflow as tf
 from keras import layers
 
 import tfdist
-from tfdist.strategies.pipeline.clock_offsets import Reading, clock_offsets, offset_of
+from tfdist.strategies.pipeline.clock import Reading, clock_offsets, offset_of
 from tfdist.strategies.pipeline.schedule import Schedule, make_schedule
-from tfdist.strategies.pipeline.simulation import Interval
+from tfdist.strategies.pipeline.timeline import Interval
 
 pytest.importorskip("matplotlib")
 MICROBATCHES = 4
@@ -68,7 +68,7 @@ def fit(strategy, *callbacks, loss="mse", **compiled) -> keras.Model:
 
 @pytest.fixture
 def strategy(four_devices) -> tfdist.PipelineStrategy:
-    return tfdist.PipelineStrategy(four_devices[:2], microbatches=MICROBATCHES)
+    return tfdist.PipelineStrategy(four_devices[:2], num_microbatches=MICROBATCHES)
 
 
 def assert_follows(intervals: list[Interval], schedule: Schedule) -> None:
@@ -93,7 +93,7 @@ def assert_follows(intervals: list[Interval], schedule: Schedule) -> None:
     ],
 )
 def test_every_instruction_once_and_in_order(four_devices, tmp_path, schedule, stages, chunks, compiled):
-    strategy = tfdist.PipelineStrategy(four_devices[:stages], microbatches=MICROBATCHES, schedule=schedule)
+    strategy = tfdist.PipelineStrategy(four_devices[:stages], num_microbatches=MICROBATCHES, schedule=schedule)
     timeline = tfdist.callbacks.PipelineTimeline(tmp_path / "new" / "step.png")
     fit(strategy, timeline, **compiled)
     expected = make_schedule(schedule, stages, MICROBATCHES, chunks)
@@ -130,14 +130,14 @@ def test_only_the_step_and_the_one_before_are_timed(strategy, tmp_path, step, st
     assert noted.timed == timed
     assert len(timeline.measured) == 2 * 2 * MICROBATCHES
     assert [path.name for path in tmp_path.iterdir()] == ["step.svg"]
-    assert strategy.clock is None
+    assert strategy._clock is None
     after = NoteTimed()
     model.fit(np.ones((8, 8)), np.ones((8, 1)), batch_size=8, verbose=0, callbacks=[after])
     assert after.timed == [False]
 
 
 def test_stages_work_side_by_side_while_they_are_timed(four_devices, tmp_path):
-    strategy = tfdist.PipelineStrategy(four_devices[:2], microbatches=8, schedule="gpipe", cuts=["first"])
+    strategy = tfdist.PipelineStrategy(four_devices[:2], num_microbatches=8, schedule="gpipe", cuts=["first"])
     with strategy.scope():
         stages = [Sleep(), layers.Dense(4, name="first"), Sleep(), layers.Dense(1)]
         model = keras.Sequential([keras.Input((4,)), *stages])
@@ -202,7 +202,7 @@ def test_a_step_that_never_comes_is_reported(strategy, tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "tfdist"):
         fit(strategy, tfdist.callbacks.PipelineTimeline(tmp_path / "step.png", step=7))
     assert "the fit had 6 steps, and step=7 was to be measured" in caplog.text
-    assert strategy.clock is None
+    assert strategy._clock is None
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_a_picture_has_a_known_format(path):
 
 def test_without_matplotlib_the_error_comes_at_once(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
-    with pytest.raises(ImportError, match=r"PipelineTimeline draws with matplotlib.*: pip install 'tfdist\[plot\]'$"):
+    with pytest.raises(ImportError, match=r"PipelineTimeline draws with matplotlib.*: pip install 'matplotlib>=3.7'$"):
         tfdist.callbacks.PipelineTimeline("step.png")
 
 

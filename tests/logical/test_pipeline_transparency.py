@@ -20,6 +20,7 @@ from tests.logical.pipelines import (
     one_process,
     pipeline,
 )
+from tfdist.memory import MemoryPolicy
 
 pytestmark = pytest.mark.usefixtures("four_devices")
 
@@ -59,52 +60,61 @@ def expected_of_stateful(microbatches: int) -> dict[str, np.ndarray]:
     return one_process(micro_batched(stateful, microbatches), labelled(), whole=False)
 
 
+def recomputed(*stages: int) -> MemoryPolicy:
+    return MemoryPolicy({f"stage_{stage}": "recompute" for stage in stages})
+
+
 # Nearly each pair of values is in one of the rows. With 8 micro-batches the last batch of 5 rows leaves three of them
 # empty.
-DAILY = [(2, 4, "interleaved", (True, False, True, False), "accumulate")]
+DAILY = [(2, 4, "interleaved", recomputed(0, 2), "accumulate")]
 REST = [
-    (3, 4, "1f1b", (False, True, True), "accumulate"),
-    (4, 3, "eager-1f1b", False, "batched"),
-    (3, 8, "gpipe", True, "batched"),
-    (1, 3, "auto", False, "accumulate"),
-    (1, 8, "gpipe", True, "batched"),
-    (2, 1, "auto", True, "accumulate"),
-    (2, 3, "gpipe", True, "batched"),
-    (2, 8, "eager-1f1b", False, "accumulate"),
-    (2, 8, "interleaved", False, "batched"),
-    (3, 1, "gpipe", False, "accumulate"),
-    (3, 3, "interleaved", True, "accumulate"),
-    (3, 4, "eager-1f1b", (True, False, True), "batched"),
-    (4, 1, "eager-1f1b", True, "accumulate"),
-    (4, 3, "gpipe", (True, False, True, False), "accumulate"),
-    (4, 4, "gpipe", True, "accumulate"),
-    (4, 8, "1f1b", False, "batched"),
+    (3, 4, "1f1b", recomputed(1, 2), "accumulate"),
+    (4, 3, "eager-1f1b", "none", "batched"),
+    (3, 8, "gpipe", "recompute", "batched"),
+    (1, 3, "auto", "none", "accumulate"),
+    (1, 8, "gpipe", "recompute", "batched"),
+    (2, 1, "auto", "recompute", "accumulate"),
+    (2, 3, "gpipe", "recompute", "batched"),
+    (2, 8, "eager-1f1b", "none", "accumulate"),
+    (2, 8, "interleaved", "none", "batched"),
+    (3, 1, "gpipe", "none", "accumulate"),
+    (3, 3, "interleaved", "recompute", "accumulate"),
+    (3, 4, "eager-1f1b", recomputed(0, 2), "batched"),
+    (4, 1, "eager-1f1b", "recompute", "accumulate"),
+    (4, 3, "gpipe", recomputed(0, 2), "accumulate"),
+    (4, 4, "gpipe", "recompute", "accumulate"),
+    (4, 8, "1f1b", "none", "batched"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("stages", "microbatches", "schedule", "recompute", "weight_gradients"),
+    ("stages", "microbatches", "schedule", "memory", "weight_gradients"),
     [*DAILY, *(pytest.param(*row, marks=pytest.mark.exhaustive) for row in REST)],
 )
-def test_options(stages, microbatches, schedule, recompute, weight_gradients):
-    strategy = pipeline(stages, microbatches, schedule=schedule, recompute=recompute, weight_gradients=weight_gradients)
+def test_options(stages, microbatches, schedule, memory, weight_gradients):
+    strategy = pipeline(stages, microbatches, schedule=schedule, memory=memory, weight_gradients=weight_gradients)
     # Where a device has several pieces, `evaluate` and `predict` go round.
     whole = schedule == "interleaved"
     assert_equal(expected_of_skips(whole), observe(strategy, skips, SKIPS_DATA, whole))
 
 
 @pytest.mark.parametrize(
-    ("stages", "microbatches", "schedule", "recompute"),
+    ("stages", "microbatches", "schedule", "memory"),
     [
-        (2, 4, "interleaved", False),
+        (2, 4, "interleaved", "none"),
         *(
             pytest.param(*row, marks=pytest.mark.exhaustive)
-            for row in [(3, 4, "auto", True), (2, 4, "auto", False), (2, 4, "gpipe", True), (2, 8, "auto", False)]
+            for row in [
+                (3, 4, "auto", "recompute"),
+                (2, 4, "auto", "none"),
+                (2, 4, "gpipe", "recompute"),
+                (2, 8, "auto", "none"),
+            ]
         ),
     ],
 )
-def test_state_goes_from_micro_batch_to_micro_batch(stages, microbatches, schedule, recompute):
-    strategy = pipeline(stages, microbatches, schedule=schedule, recompute=recompute)
+def test_state_goes_from_micro_batch_to_micro_batch(stages, microbatches, schedule, memory):
+    strategy = pipeline(stages, microbatches, schedule=schedule, memory=memory)
     assert_equal(expected_of_stateful(microbatches), observe(strategy, stateful, labelled(), whole=False))
 
 
@@ -137,7 +147,7 @@ def test_choice_of_schedules():
         strategy = pipeline(2, 4, schedule=schedule)
         with strategy.scope():
             model = mlp()()
-        plan = strategy.prepare(model)
+        plan = strategy._prepare(model)
         chosen[schedule] = plan.schedule.name, plan.decomposes, len(plan.chunks)
     assert chosen == {
         "auto": ("1f1b", True, 2),

@@ -55,7 +55,7 @@ def folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("strategy", "data", "rows"),
     [
-        ("PipelineStrategy(microbatches=4)", DATASET, 40),
+        ("PipelineStrategy(num_microbatches=4)", DATASET, 40),
         ("ParameterServerStrategy()", DATASET, 40),
         ("HorovodStrategy()", ARRAYS, 48),
     ],
@@ -130,7 +130,7 @@ def test_without_matplotlib_it_says_what_to_install_before_all_else(folder, monk
     monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
     (folder / "loop.py").write_text("raise AssertionError\n")
     result = plan("--plot", "a.png", "--devices", "1..4", "loop.py")
-    assert "--plot a.png: a picture is drawn with matplotlib: pip install 'tfdist[plot]'" in result.output
+    assert "--plot a.png: a picture needs matplotlib: pip install 'matplotlib>=3.7'" in result.output
 
 
 def test_a_fault_of_the_script_is_its_own(folder):

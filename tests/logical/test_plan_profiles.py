@@ -8,8 +8,7 @@ import pytest
 
 import tfdist
 from tfdist.planning.plan import plan_for
-from tfdist.planning.profile import ModelProfile
-from tfdist.planning.profiling import profile_of
+from tfdist.planning.profile import ModelProfile, profile_of
 from tfdist.planning.script import NoStrategy
 
 ROWS, WIDTH = 64, 32
@@ -105,7 +104,7 @@ def test_normalizations_wait_for_each_other():
     layers = [keras.layers.Dense(8), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
     model = keras.Sequential([keras.Input((4,)), *layers])
     model.compile("sgd", "mse")
-    from tfdist.planning.presets import PRESETS
+    from tfdist.planning.hardware import PRESETS
 
     found, hardware = profile_of(model, 64), PRESETS["p100-25gbe"]
     assert found.normalizations == 1
@@ -128,7 +127,7 @@ def test_what_cannot_be_planned(dense, arguments, said):
 
 
 def test_strategies_of_planned_scripts_do_nothing():
-    strategy = NoStrategy("anything", microbatches=4)
+    strategy = NoStrategy("anything", num_microbatches=4)
     with strategy.scope():
         assert (strategy.num_replicas_in_sync, strategy.is_chief) == (1, True)
     with pytest.raises(AttributeError, match=r"Received: strategy\.summary\. Expected: only strategy\.scope\(\)"):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.strategies.row_mixing import mixes_rows
+from tfdist.steps.losses_that_mix_rows import mixes_rows
 
 FEW = tf.TensorSpec((4, 3))
 X, Y = np.ones((8, 4), "float32"), np.eye(8, 3, dtype="float32")

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from tests.logical.embedding_models import ROWS, WIDTH, assert_same, embedding_model, train
-from tfdist.layers import ShardedEmbedding, shard_initializers
+from tfdist.layers import ShardedEmbedding, sharded_embedding
 from tfdist.layers.sharded_table import ShardedTable
 
 SHARDS = [1, 2, 3]
@@ -113,7 +113,7 @@ def test_initial_values_are_those_of_embedding(initializer, shards):
 
 @pytest.mark.parametrize("seed", [5, None, "generator"])
 def test_large_tables_are_drawn_by_shard(monkeypatch, seed):
-    monkeypatch.setattr(shard_initializers, "WHOLE_TABLE_LIMIT", 0)
+    monkeypatch.setattr(sharded_embedding, "WHOLE_TABLE_LIMIT", 0)
     seed = keras.random.SeedGenerator(5) if seed == "generator" else seed
     layer = ShardedEmbedding(4000, 2, keras.initializers.RandomNormal(0.0, 1.0, seed=seed), shards=2)
     layer.build()

@@ -13,8 +13,7 @@ import tensorflow as tf
 from tests.logical.embedding_models import ROWS, WIDTH, assert_same, embedding_model, train
 from tfdist.compat import keras_sharded_slots
 from tfdist.layers import ShardedEmbedding
-from tfdist.layers.sharded_slots import merged_slots
-from tfdist.layers.sharded_table import ShardedTable
+from tfdist.layers.sharded_table import ShardedTable, merged_slots
 from tfdist.optimizers import LazyAdam
 
 OPTIMIZERS = {

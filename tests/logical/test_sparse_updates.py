@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.logical.embedding_models import apply_function, table_sized
-from tfdist.strategies.parameter_server.sparse_updates import sparse_updates
+from tfdist.strategies.parameter_server.variables import sparse_updates
 
 ROWS = 97
 INITIAL = np.random.default_rng(0).normal(size=(ROWS, 2)).astype("float32")

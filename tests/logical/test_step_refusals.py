@@ -9,6 +9,7 @@ import tensorflow as tf
 
 import tfdist
 from tests.features.table import rows
+from tests.tiers import daily
 from tfdist.testing import assert_transparent
 
 
@@ -40,6 +41,23 @@ def test_an_optimizer_that_is_no_attribute_of_the_model(mirrored):
         elsewhere[0].build(model.trainable_variables)
     with pytest.raises(RuntimeError, match=r"which is not an attribute of the model.*Expected: `self.my_optimizer = "):
         model.fit(*rows(16), verbose=0)
+
+
+def test_a_layer_that_mixes_the_trainer_in(mirrored):
+    """As Keras' own tests have it: a layer, not a `keras.Model`, that can fit."""
+    trainer = next(parent for parent in keras.Model.__mro__ if "train_step" in vars(parent))
+
+    class Trained(trainer, keras.layers.Dense):
+        def __init__(self) -> None:
+            keras.layers.Dense.__init__(self, 1, kernel_initializer="ones")
+            trainer.__init__(self)
+
+    def trained() -> Trained:
+        model = Trained()
+        model.compile("sgd", "mse", metrics=["mae"])
+        return model
+
+    assert_transparent(mirrored, trained, rows(18), batch_size=4)
 
 
 class Looping(keras.layers.Layer):
@@ -118,6 +136,6 @@ def test_own_statistics_in_a_loop(mirrored, kind):
         np.testing.assert_array_equal(*(part.numpy() for part in variable.value.values))
 
 
-@pytest.mark.parametrize("kind", ["unrolled", "function"])
+@pytest.mark.parametrize("kind", daily(["unrolled", "function"], "function"))
 def test_statistics_of_the_global_batch_without_a_loop(mirrored, kind):
     assert_transparent(mirrored, lambda: normalizing(kind, steps_per_execution=2), sequences(), batch_size=8)

@@ -29,7 +29,7 @@ BLOCKS = 4
 def measure(schedule: str, microbatches: int, mode: str) -> dict[str, int]:
     """Bytes that a step makes on each device, at its peak."""
     policy = tfdist.memory.MemoryPolicy(mode, host=HOST)
-    strategy = tfdist.PipelineStrategy(STAGES, microbatches=microbatches, schedule=schedule, memory=policy)
+    strategy = tfdist.PipelineStrategy(STAGES, num_microbatches=microbatches, schedule=schedule, memory=policy)
     keras.utils.set_random_seed(0)
     with strategy.scope():
         model = build(BLOCKS)

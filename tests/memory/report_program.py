@@ -22,6 +22,8 @@ from tfdist import memory
 
 ROWS = {"dense": 8192, "resnet": 512, "transformer": 2048, "written": 2048, "unet": 1024}
 BLOCKS = 12
+# Its skips can be computed early or late: peaks of one trace and another differ by a third.
+TRACES = {"unet": 6}
 
 
 def described(name: str) -> dict[str, dict[str, int]]:
@@ -38,11 +40,16 @@ def described(name: str) -> dict[str, dict[str, int]]:
     before = model.get_weights()
     found = {}
     for policy in ("none", "recompute"):
-        report = memory.report(model, None if data else rows, policy, data=data, measured=True)
-        device = report["CPU:0"]
+        # The executor's order, and with it the peak, is another one for each trace.
+        reports = [
+            memory.report(model, None if data else rows, policy, data=data, measured=True)
+            for _ in range(TRACES.get(name, 1))
+        ]
+        devices = sorted((report["CPU:0"] for report in reports), key=lambda device: device.measured)
+        device = devices[len(devices) // 2]
         found[policy] = {
             "step": device.step,
-            "measured step": device.measured,
+            "least step": devices[0].measured,
             "total": device.total,
             "measured total": device.total - device.step + device.measured,
             "changed": not all(map(np.array_equal, before, model.get_weights())),

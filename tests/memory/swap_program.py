@@ -2,8 +2,8 @@
 
 python -m tests.memory.swap_program <blocks> <mode>...
 
-"swap at once" and "park at once" fetch everything as soon as there is a gradient. How many of the few copies of the
-latter are there before the first block is done differs from run to run: the highest peak of some steps counts.
+"swap at once" and "recompute+swap at once" fetch everything as soon as there is a gradient. How many of the few copies
+of the latter are there before the first block is done differs from run to run: the highest peak of some steps counts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def measure(blocks: int, kind: str) -> dict[str, int]:
     memory.apply(model, memory.MemoryPolicy(mode, names, host=HOST, prefetch=blocks if at_once else 1))
     x, y = np.ones((ROWS, WIDTH), "float32"), np.ones((ROWS, 1), "float32")
     model.fit(x, y, batch_size=ROWS, verbose=0)
-    steps = [held_in_step(model, x, y) for _ in range(3 if kind == "park at once" else 1)]
+    steps = [held_in_step(model, x, y) for _ in range(3 if kind == "recompute+swap at once" else 1)]
     return {device: max(step[device].peak for step in steps) for device in steps[0]}
 
 

@@ -159,7 +159,7 @@ def of_mode(mode: str, backup_workers: int) -> dict[str, Any]:
 
     def train() -> dict[str, Any]:
         seen = gaps(strategy, lambda: click_model(make_optimizer("Adam")), *clicks())
-        return {"gaps": seen, "shards": strategy.num_shards}
+        return {"gaps": seen, "shards": strategy._num_shards}
 
     return run_sections({"training": train})
 

@@ -19,12 +19,15 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 _DEADLINE = 540
 
 WITHOUT_CALL = "a train_step without call, layers built in it (as in Keras' VAE and DCGAN examples)"
+XLA = "jit_compile=True (XLA), with BatchNormalization"
 REFUSED = {
     "async": {
+        XLA: "Received: compile(jit_compile=True) under ParameterServerStrategy.",
         "run_eagerly": "Received: run_eagerly=True under ParameterServerStrategy.",
         "distribute_datasets_from_function": "Received: a dataset function for predict",
     },
     "sync": {
+        XLA: "Received: compile(jit_compile=True) under ParameterServerStrategy.",
         "run_eagerly": "Received: run_eagerly=True under ParameterServerStrategy.",
         "distribute_datasets_from_function": "Received: a dataset function and mode='sync'.",
         "two optimizers in a train_step (GAN)": "Received: a train_step that applies gradients 2 times (optimizers '",
@@ -56,6 +59,7 @@ ALMOST_EQUAL = {
     "steps_per_execution",
     "steps_per_execution, uneven",
     "convolutional network",
+    "labelled and unlabelled rows, of other numbers, in one batch (FixMatch)",
     WITHOUT_CALL,
     # On some processors, and with TensorFlow 2.20.
     "BatchNormalization",

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.submit.conftest import run_tfdist as run_tfdist  # for what submits
+from tests.jobs.conftest import run_tfdist as run_tfdist  # for what submits
 from tests.system.hosts import Hosts
 from tests.system.jobs import FIT, Jobs
 from tests.system.slurm import Slurm

@@ -33,7 +33,7 @@ def main() -> None:
     options = parser.parse_args()
     strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout=60)
     keras.utils.set_random_seed(1)
-    rank = strategy.peers.rank if strategy.peers else 0
+    rank = strategy._peers.rank if strategy._peers else 0
     random = np.random.default_rng(0)
     # Uneven for three processes.
     x = random.normal(size=(options.steps * 32, 16)).astype("float32")

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import tfdist
-from tfdist.cluster import address, sockets
+from tfdist.cluster import sockets
 from tfdist.cluster.discovery import find
 
 _TIMEOUT = "MEETING_TEST_TIMEOUT"
@@ -41,7 +41,7 @@ def main(folder: Path) -> None:
     if cluster.is_single_process:
         write(folder, found)
         return
-    places = [address.split(place) for _, _, place in cluster.tasks()]
+    places = [sockets.split_address(place) for _, _, place in cluster.tasks()]
     # As TensorFlow's server does: over the reservation.
     with sockets.bind_everywhere(places[cluster.rank][1], reuse=True) as listener:
         listener.listen(socket.SOMAXCONN)

@@ -1,4 +1,4 @@
-"""`tfdist submit --backend slurm` with real jobs."""
+"""`tfdist submit --scheduler slurm` with real jobs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.submit.conftest import Tfdist, wait_until
+from tests.jobs.conftest import Tfdist, wait_until
 from tests.system.slurm import Slurm
-from tfdist.submit.progress import last_lines, last_progress
+from tfdist.jobs.status import last_progress
+from tfdist.supervision.events import last_events
 
 pytestmark = pytest.mark.slurm
 
@@ -56,7 +57,7 @@ def ask(*words: str) -> str:
 
 
 def submit(slurm: Tfdist, *words: str, **env: str) -> str:
-    return slurm("submit", "--backend", "slurm", *words, **env)
+    return slurm("submit", "--scheduler", "slurm", *words, **env)
 
 
 def number(slurm: Tfdist, job: str) -> str:
@@ -84,7 +85,7 @@ def test_a_job_from_its_begin_to_its_end(slurm: Tfdist, tmp_path: Path) -> None:
         f"{task}: running {task} dark red {slurm.folder}" for task in (0, 1)
     ]
     assert re.fullmatch(rf"{job}  mine  succeeded after \d+ s", slurm.wait_for(job, "succeeded"))
-    assert slurm("jobs").startswith(f"{job}  mine  succeeded")
+    assert slurm("status").startswith(f"{job}  mine  succeeded")
 
 
 def test_a_job_that_slurm_has_forgotten(slurm: Tfdist) -> None:
@@ -182,7 +183,7 @@ def test_a_preempted_training_ends_as_an_undisturbed_one(slurm: Tfdist) -> None:
     slurm.wait_for(plain, "succeeded", deadline=120)
     job = submit(slurm, *options, "training_program.py", "stopped", "0.3")
     log = slurm.record(job).event_log
-    wait_until(lambda: (progress := last_progress(last_lines(log))) and progress.epoch >= 2, 90, "the second epoch")
+    wait_until(lambda: (progress := last_progress(last_events(log))) and progress.epoch >= 2, 90, "the second epoch")
     status = slurm("status", job).splitlines()
     assert re.fullmatch(r"  epoch [23]/6, step \d/8, loss [\d.]+, about \d+ s left", status[1]), status
     subprocess.run(["scancel", "--batch", "--signal=TERM", number(slurm, job)], check=True, timeout=60)

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.processes import ForkedPopen, forked, living, preloaded
-from tfdist.testing import fork_server, local_cluster, run_local
+from tfdist.launch.local import fork_server
+from tfdist.testing import run_local
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(90)]
 
@@ -68,7 +69,7 @@ def test_what_is_read_at_the_start_makes_a_fresh_process(name):
 def test_what_importing_tensorflow_sets_makes_no_difference():
     """A test process imports it sooner or later; this one may have done so before the server of the test."""
     names = ("TF2_BEHAVIOR", "KMP_INIT_AT_FORK")
-    bare = {name: value for name, value in local_cluster.own_environment().items() if name not in names}
+    bare = {name: value for name, value in fork_server.own_environment().items() if name not in names}
     server = fork_server.ForkServer(bare)
     try:
         assert starts(server, bare)

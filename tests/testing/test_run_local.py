@@ -18,8 +18,9 @@ import pytest
 
 from tests.processes import preloaded
 from tests.tiers import daily
+from tfdist.launch.local import local_cluster
 from tfdist.supervision import events
-from tfdist.testing import LocalRunError, local_cluster, run_local
+from tfdist.testing import LocalRunError, run_local
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(90)]
 
@@ -106,7 +107,7 @@ def test_a_process_is_like_a_fresh_one(start, tmp_path, monkeypatch):
         "parent": os.getpid(),
         "files": ["0", "1", "2", "3"],  # 3: the folder that is listed
         "input": "/dev/null",
-        "output": "log-0",
+        "output": "rank-0.log",
         "path": sys.path,
         "variables": {"MORE": "yes", "AROUND": "of this process", events.VARIABLE: None, "PATH": os.environ["PATH"]},
     }
@@ -205,6 +206,15 @@ def test_a_result_that_cannot_be_pickled():
     with pytest.raises(LocalRunError) as error:
         run_local(function, 1, timeout=30)
     assert "could not be pickled" in str(error.value.__cause__)
+
+
+def test_a_function_that_leaves_no_path_to_modules():
+    def function() -> str:
+        os.chdir("/")
+        sys.path.clear()
+        return "there"
+
+    assert run_local(function, 1, timeout=30) == ["there"]
 
 
 def test_deadline():

@@ -15,7 +15,7 @@ class Dump:
 
     Attributes:
         env: its variables.
-        module: the environment that is to be found.
+        environment: the environment that is to be found.
         rank: its rank; `None` if it is no member of a job of several.
         size: how many there are.
         neighbour: what has to be set (or, as `None`, unset) for it to be another environment.
@@ -26,7 +26,7 @@ class Dump:
     """
 
     env: dict[str, str]
-    module: str
+    environment: str
     rank: int | None
     size: int
     neighbour: dict[str, str | None]
@@ -105,27 +105,27 @@ _VERTEX_SPEC = f'{{{_VERTEX_CLUSTER}, "environment": "cloud", "task": {{"type": 
 DUMPS = {
     "by hand": Dump(
         {"TFDIST_RANK": "1", "TFDIST_SIZE": "3", "TFDIST_LOCAL_RANK": "0", "TFDIST_LOCAL_SIZE": "1"},
-        *("own", 1, 3, {"TFDIST_RANK": None}, "single_process"),
+        *("TFDIST_RANK", 1, 3, {"TFDIST_RANK": None}, "single process"),
         local=(0, 1),
     ),
     "by hand, in Slurm": Dump(
         {**_SLURM_STEP, "TFDIST_RANK": "0", "TFDIST_SIZE": "1"},
-        *("own", None, 1, {"TFDIST_RANK": None, "TFDIST_SIZE": None}, "slurm"),
+        *("TFDIST_RANK", None, 1, {"TFDIST_RANK": None, "TFDIST_SIZE": None}, "Slurm"),
     ),
-    "Kubeflow TFJob": Dump({**_POD, "TF_CONFIG": _TF_JOB}, "tf_config", 1, 2, {"TF_CONFIG": None}, "single_process"),
+    "Kubeflow TFJob": Dump({**_POD, "TF_CONFIG": _TF_JOB}, "TF_CONFIG", 1, 2, {"TF_CONFIG": None}, "single process"),
     "Kubeflow TFJob with dynamic workers": Dump(
-        {**_POD, "TF_CONFIG": _SPARSE_TF_JOB}, "tf_config", 0, 1, {"TF_CONFIG": None}, "single_process"
+        {**_POD, "TF_CONFIG": _SPARSE_TF_JOB}, "TF_CONFIG", 0, 1, {"TF_CONFIG": None}, "single process"
     ),
     "Ray Train": Dump(
         {
             "TF_CONFIG": '{"cluster": {"worker": ["a:41", "b:42"]}, "task": {"type": "worker", "index": 0}}',
             "TF_USE_LEGACY_KERAS": "1",
         },
-        *("tf_config", 0, 2, {"TF_CONFIG": None}, "single_process"),
+        *("TF_CONFIG", 0, 2, {"TF_CONFIG": None}, "single process"),
     ),
     "Vertex AI": Dump(
         {"CLUSTER_SPEC": _VERTEX_SPEC, "CLOUD_ML_PROJECT_ID": "7"},
-        *("vertex_ai", 2, 3, {"CLOUD_ML_PROJECT_ID": None}, "single_process"),
+        *("Vertex AI", 2, 3, {"CLOUD_ML_PROJECT_ID": None}, "single process"),
     ),
     "torchrun in a Slurm step": Dump(
         {
@@ -137,7 +137,7 @@ DUMPS = {
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_RUN_ID": "none",
         },
-        *("torchrun", 2, 4, {"TORCHELASTIC_RUN_ID": None}, "slurm"),
+        *("torchrun", 2, 4, {"TORCHELASTIC_RUN_ID": None}, "Slurm"),
         host="node-1",
         local=(0, 2),
     ),
@@ -152,13 +152,13 @@ DUMPS = {
             "HOROVOD_SIZE": "2",
         },
         # What tfdist has set itself, for Horovod.
-        *("horovodrun", 1, 2, {"TFDIST_HOROVOD": "4321"}, "single_process"),
+        *("horovodrun", 1, 2, {"TFDIST_HOROVOD": "4321"}, "single process"),
         local=(0, 1),
         channel="horovod_store",
     ),
     "Open MPI": Dump(
         _OPEN_MPI,
-        *("open_mpi", 1, 2, {"OMPI_COMM_WORLD_RANK": None}, "single_process"),
+        *("Open MPI", 1, 2, {"OMPI_COMM_WORLD_RANK": None}, "single process"),
         local=(0, 1),
         channel="pmix",
     ),
@@ -172,14 +172,14 @@ DUMPS = {
             "OMPI_COMM_WORLD_RANK": "5",
             "OMPI_COMM_WORLD_SIZE": "8",
         },
-        *("open_mpi", 5, 8, {"OMPI_COMM_WORLD_RANK": None}, "slurm"),
+        *("Open MPI", 5, 8, {"OMPI_COMM_WORLD_RANK": None}, "Slurm"),
         local=(0, 1),
         channel="pmix",
     ),
-    "MPICH": Dump(_MPICH, "pmi", 1, 3, {"PMI_SIZE": None}, "single_process", local=(1, 2), channel="pmi"),
+    "MPICH": Dump(_MPICH, "MPICH", 1, 3, {"PMI_SIZE": None}, "single process", local=(1, 2), channel="pmi"),
     "Intel MPI in LSF": Dump(
         {**_MPICH, "I_MPI_ROOT": "/opt/intel", "LSB_JOBID": "8", "LSB_MCPU_HOSTS": "a 4"},
-        *("pmi", 1, 3, {"PMI_SIZE": None}, "allocation"),
+        *("Intel MPI", 1, 3, {"PMI_SIZE": None}, "allocation"),
         local=(1, 2),
         channel="pmi",
     ),
@@ -191,12 +191,12 @@ DUMPS = {
             "MV2_COMM_WORLD_RANK": "3",
             "MV2_COMM_WORLD_SIZE": "4",
         },
-        *("mvapich", 3, 4, {"MV2_COMM_WORLD_SIZE": None}, "single_process"),
+        *("MVAPICH2", 3, 4, {"MV2_COMM_WORLD_SIZE": None}, "single process"),
         local=(1, 2),
     ),
     "Slurm": Dump(
         _SLURM_STEP,
-        *("slurm", 3, 4, {"SLURM_STEP_NODELIST": None, "SLURM_NTASKS": "1"}, "allocation"),
+        *("Slurm", 3, 4, {"SLURM_STEP_NODELIST": None, "SLURM_NTASKS": "1"}, "allocation"),
         host="n9",
         local=(1, 2),
     ),
@@ -211,7 +211,7 @@ DUMPS = {
             "SLURM_STEP_NUM_TASKS": "2",
             "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
         },
-        *("slurm", 1, 2, {"SLURM_PROCID": None, "SLURM_NTASKS": "1"}, "allocation"),
+        *("Slurm", 1, 2, {"SLURM_PROCID": None, "SLURM_NTASKS": "1"}, "allocation"),
         host="rack0n09",
         local=(0, 1),
     ),
@@ -224,7 +224,7 @@ DUMPS = {
             "PMI_SIZE": "4",
         },
         # mpiexec that srun has started on each node.
-        *("slurm", 3, 4, {"PMI_JOBID": None}, "pmi"),
+        *("Slurm", 3, 4, {"PMI_JOBID": None}, "MPICH"),
         host="n9",
         local=(1, 2),
     ),
@@ -237,14 +237,14 @@ DUMPS = {
             "SLURM_STEP_ID": "4294967290",
             "SLURM_STEP_NUM_TASKS": "1",
         },
-        *("allocation", None, 1, {"SLURM_STEP_ID": "1"}, "slurm"),
+        *("allocation", None, 1, {"SLURM_STEP_ID": "1"}, "Slurm"),
     ),
     "Slurm, srun --pty bash": Dump(
         {**_SLURM_STEP, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"},
-        *("slurm", None, 1, {"SLURM_STEP_NODELIST": None, "SLURM_NTASKS": "1"}, "allocation"),
+        *("Slurm", None, 1, {"SLURM_STEP_NODELIST": None, "SLURM_NTASKS": "1"}, "allocation"),
     ),
     "Slurm, a batch script for one task": Dump(
-        {**_SLURM_BATCH, "SLURM_NTASKS": "1"}, "allocation", None, 1, {"SLURM_JOB_ID": None}, "single_process"
+        {**_SLURM_BATCH, "SLURM_NTASKS": "1"}, "allocation", None, 1, {"SLURM_JOB_ID": None}, "single process"
     ),
     "LSF with jsrun": Dump(
         {
@@ -255,7 +255,7 @@ DUMPS = {
             "LSB_JOBID": "7",
             "LSB_MCPU_HOSTS": "batch 1",
         },
-        *("lsf", 2, 4, {"JSM_NAMESPACE_RANK": None}, "allocation"),
+        *("LSF's jsrun", 2, 4, {"JSM_NAMESPACE_RANK": None}, "allocation"),
         local=(0, 1),
         channel="pmix",
     ),
@@ -266,45 +266,46 @@ DUMPS = {
             "SM_NUM_GPUS": "0",
             "TRAINING_JOB_NAME": "digits",
         },
-        *("sagemaker", 1, 2, {"SM_CURRENT_HOST": None}, "single_process"),
+        *("SageMaker", 1, 2, {"SM_CURRENT_HOST": None}, "single process"),
         host="algo-1",
         local=(0, 1),
     ),
     "Kubernetes Indexed Job": Dump(
         _INDEXED_JOB,
-        *("kubernetes", 3, 4, {"KUBERNETES_SERVICE_HOST": None}, "single_process"),
+        *("Kubernetes", 3, 4, {"KUBERNETES_SERVICE_HOST": None}, "single process"),
         host="train-0.train.default.svc.cluster.local",
     ),
     "Kubernetes Indexed Job, setHostnameAsFQDN": Dump(
         {**_INDEXED_JOB, "HOSTNAME": "train-3.train.default.svc.cluster.local"},
-        *("kubernetes", 3, 4, {"KUBERNETES_SERVICE_HOST": None}, "single_process"),
+        *("Kubernetes", 3, 4, {"KUBERNETES_SERVICE_HOST": None}, "single process"),
         host="train-0.train.default.svc.cluster.local",
     ),
     "Kubernetes Indexed Job of trainings that are alone": Dump(
         {**_INDEXED_JOB, "TFDIST_SIZE": "1"},
-        *("kubernetes", None, 1, {"KUBERNETES_SERVICE_HOST": None}, "single_process"),
+        *("Kubernetes", None, 1, {"KUBERNETES_SERVICE_HOST": None}, "single process"),
     ),
     "Kubernetes JobSet": Dump(
         {**_INDEXED_JOB, "HOSTNAME": "set-workers-0-3", "TFDIST_HOST": "set-workers-0-3.set"},
-        *("kubernetes", 3, 4, {"KUBERNETES_SERVICE_HOST": None}, "single_process"),
+        *("Kubernetes", 3, 4, {"KUBERNETES_SERVICE_HOST": None}, "single process"),
         host="set-workers-0-0.set",
     ),
     "Kubernetes StatefulSet": Dump(
         {**_POD, "HOSTNAME": "train-1", "TFDIST_HOST": "train-1.train", "TFDIST_SIZE": "2"},
         # A pod of a Deployment.
-        *("kubernetes", 1, 2, {"HOSTNAME": "train-7d4b9c-x2x9k"}, "single_process"),
+        *("Kubernetes", 1, 2, {"HOSTNAME": "train-7d4b9c-x2x9k"}, "single process"),
         host="train-0.train",
     ),
     "Kubeflow PyTorchJob": Dump(
-        {**_POD, **_FOUR}, "rank_variables", 2, 4, {"MASTER_ADDR": None}, "single_process", host="node-1"
+        {**_POD, **_FOUR}, "RANK and WORLD_SIZE", 2, 4, {"MASTER_ADDR": None}, "single process", host="node-1"
     ),
-    "PBS on one host": Dump({"PBS_JOBID": "3.server"}, "allocation", None, 1, {"PBS_JOBID": None}, "single_process"),
+    "PBS on one host": Dump({"PBS_JOBID": "3.server"}, "allocation", None, 1, {"PBS_JOBID": None}, "single process"),
     "Grid Engine on one host": Dump(
         {"PE_HOSTFILE": "/dev/null", "JOB_ID": "5", "NSLOTS": "8"},
-        *("allocation", None, 1, {"PE_HOSTFILE": None}, "single_process"),
+        *("allocation", None, 1, {"PE_HOSTFILE": None}, "single process"),
     ),
     "by hand, beside what another system's variables say": Dump(
-        {**_FOUR, "TFDIST_RANK": "0", "TFDIST_SIZE": "2"}, "own", 0, 2, {"TFDIST_RANK": None}, "rank_variables"
+        {**_FOUR, "TFDIST_RANK": "0", "TFDIST_SIZE": "2"},
+        *("TFDIST_RANK", 0, 2, {"TFDIST_RANK": None}, "RANK and WORLD_SIZE"),
     ),
-    "nothing": Dump({}, "single_process", None, 1, {"JOB_COMPLETION_INDEX": "0"}, "single_process"),
+    "nothing": Dump({}, "single process", None, 1, {"JOB_COMPLETION_INDEX": "0"}, "single process"),
 }

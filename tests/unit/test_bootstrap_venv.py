@@ -1,9 +1,11 @@
-"""How the newest pip gets into an environment: pip's configuration, the package index, the installation."""
+"""How an environment is made: pip's configuration, the package index, the newest pip, and what it shows meanwhile."""
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -17,6 +19,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 import bootstrap_venv
+import install
 import package_index
 import pip_settings
 
@@ -226,22 +229,19 @@ def test_an_altered_pip_is_refused(tmp_path, tiny_pip, serve, monkeypatch, capsy
 
 
 @pytest.mark.usefixtures("no_ensurepip")
-def test_an_index_without_pip_is_named_with_the_remedies(tmp_path, serve, monkeypatch, capsys) -> None:
-    url = serve({"/simple/pip/": ("text/html", b"<html></html>")})
+@pytest.mark.parametrize(
+    ("pages", "problem"),
+    [
+        ({"/simple/pip/": ("text/html", b"<html></html>")}, "{} lists no pip wheel"),
+        ({}, "cannot fetch pip from {}: HTTP Error 404"),
+    ],
+)
+def test_an_index_without_pip_is_named_with_the_remedies(tmp_path, serve, monkeypatch, capsys, pages, problem) -> None:
+    url = serve(pages)
     monkeypatch.setenv("PIP_INDEX_URL", url)
     assert bootstrap_venv.main([str(tmp_path / "venv")]) == 1
     message = capsys.readouterr().err
-    assert f"{url} lists no pip wheel" in message
-    assert "PIP_INDEX_URL" in message and "python3-venv" in message
-
-
-@pytest.mark.usefixtures("no_ensurepip")
-def test_an_index_out_of_reach_is_named_with_the_remedies(tmp_path, serve, monkeypatch, capsys) -> None:
-    url = serve({})
-    monkeypatch.setenv("PIP_INDEX_URL", url)
-    assert bootstrap_venv.main([str(tmp_path / "venv")]) == 1
-    message = capsys.readouterr().err
-    assert f"cannot fetch pip from {url}: HTTP Error 404" in message
+    assert problem.format(url) in message
     assert "PIP_INDEX_URL" in message and "python3-venv" in message
 
 
@@ -275,3 +275,59 @@ def test_a_pip_that_refuses_to_install_is_quoted_with_the_remedy(tmp_path, monke
     message = capsys.readouterr().err
     assert "pip could not bring itself up to date:\nERROR: a hash is missing\n" in message
     assert f"{tmp_path}/venv/bin/python -m pip config debug" in message
+
+
+# --- What is shown while packages are installed ---------------------------------------------------------------------
+
+PIP_PRINTS = """\
+Obtaining file:///repository
+  Installing build dependencies: finished with status 'done'
+Collecting tensorflow>=2.20 (from tfdist==0.1.0)
+  Downloading tensorflow-2.21.0-cp311-cp311-manylinux_2_27_x86_64.whl.metadata (4.5 kB)
+  Downloading tensorflow-2.21.0-cp311-cp311-manylinux_2_27_x86_64.whl (572.4 MB)
+Progress 0 of 572400000
+Progress 286200000 of 572400000
+Collecting click (from tfdist==0.1.0)
+  Using cached click-8.5.1-py3-none-any.whl (126 kB)
+Requirement already satisfied: six in /venv
+Installing collected packages: click, tensorflow, tfdist
+Successfully installed click-8.5.1 tensorflow-2.21.0 tfdist-0.1.0
+"""
+
+
+def displayed(live: bool) -> str:
+    stream = io.StringIO()
+    install.Display(stream, live).show(PIP_PRINTS.splitlines(keepends=True))
+    return re.sub(r" +\d+ s ", " ", stream.getvalue())
+
+
+def test_without_a_terminal_there_is_a_line_for_each_large_step() -> None:
+    assert displayed(live=False).splitlines() == [" downloading tensorflow 2.21.0, 572 MB", " unpacking 3 packages"]
+
+
+def test_on_a_terminal_one_line_says_how_far_it_is() -> None:
+    rows = [row.rstrip() for row in re.split(r"[\r\n]", displayed(live=True))]
+    assert " downloading tensorflow 2.21.0: 286 of 572 MB" in rows
+    assert " looking for click" in rows and " using cached click 8.5.1" in rows
+    assert rows[-2:] == [" unpacking 3 packages", ""]
+
+
+@pytest.mark.parametrize(
+    ("version", "live", "bar"), [("26.3", True, "raw"), ("24.0", True, "off"), ("26", False, "off")]
+)
+def test_only_new_pips_tell_how_far_they_are(version: str, live: bool, bar: str) -> None:
+    assert install.progress_bar(version, live) == bar
+
+
+def test_the_size_is_announced() -> None:
+    assert install.announcement(["-e", ".[examples]"], has_tensorflow=True) == "Installing .[examples]"
+    assert "700 MB to download" in install.announcement(["-e", ".[examples]"], has_tensorflow=False)
+    assert "several GB" in install.announcement(["-e", ".[bench]"], has_tensorflow=True)
+
+
+def test_the_exit_code_and_the_errors_are_those_of_pip(tmp_path: Path) -> None:
+    command = [sys.executable, install.__file__, "--no-index", str(tmp_path / "nothing-there")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "ERROR" in done.stderr and "nothing-there" in done.stderr
+    assert done.stdout.splitlines() == [f"Installing {tmp_path}/nothing-there"]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.checkpointing import arguments, recovery_trial, table
+from benchmarks.checkpointing import recovery_trial, table
 from benchmarks.checkpointing.launchers import LAUNCHERS
 from benchmarks.checkpointing.recovery import KILLS, STOP, Recovery, failures_of_run, recovery, victim
 from benchmarks.checkpointing.saving import (
@@ -26,9 +26,6 @@ from benchmarks.checkpointing.saving import (
 from benchmarks.checkpointing.step_log import Step, StepReader, StepWriter, parse, stop_after
 from benchmarks.checkpointing.training import MODEL, state_bytes
 from benchmarks.data_parallel.models import count_parameters
-from benchmarks.data_parallel.table import BEGIN, END, fill
-
-README = Path(table.__file__).with_name("README.md")
 
 
 def test_state_has_31_megabytes() -> None:
@@ -86,10 +83,6 @@ def test_recovery_table() -> None:
         "| chief killed | 2.5 s (2.5-2.5), 1 step | failed |\n"
         "| worker stopped (SIGSTOP) | failed | failed |"
     )
-
-
-def test_readme_has_a_place_for_the_result() -> None:
-    assert f"{BEGIN}\n| new |\n{END}" in fill(README.read_text(), "| new |")
 
 
 def test_a_run_has_each_kill_as_often_as_asked_and_one_stop() -> None:
@@ -177,18 +170,3 @@ def test_saboteur_kills_and_sees_the_recovery(tmp_path: Path, monkeypatch: pytes
     assert [found.redone for _, found in saboteur.recoveries] == [1, 1, 1]
     assert all(0.05 <= found.seconds < 5 for _, found in saboteur.recoveries)
     assert (tmp_path / "stop-after").read_text() == "36"
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--launchers", "mpirun"], "invalid choice: 'mpirun'"),
-        (["--cores", "0", "0"], "cores [0, 0]: expected two of"),
-        (["--repeats", "0"], "--rounds 3 --repeats 0: expected at least 0 and 1"),
-    ],
-)
-def test_wrong_arguments(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        arguments.parse(words)
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err

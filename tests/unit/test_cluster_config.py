@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
 import json
-import pkgutil
 import subprocess
 import sys
 
 import pytest
 
-import tfdist.cluster
 from tfdist.cluster import ClusterConfig, ClusterError, discover
 from tfdist.cluster.discovery import find
 
@@ -155,16 +151,9 @@ def test_discover_refuses_two_different_clusters() -> None:
 
 def test_nothing_here_imports_tensorflow() -> None:
     code = (
-        "import sys, tfdist.cluster, tfdist.cluster.ports, tfdist.cluster.roll_call as r\n"
-        "c = tfdist.cluster.discover({}); tfdist.cluster.preflight.check(c); r.meet(c)\n"
+        "import sys, tfdist.cluster, tfdist.cluster.ports, tfdist.cluster.barrier as b\n"
+        "c = tfdist.cluster.discover({}); tfdist.cluster.preflight.check(c); b.meet(c)\n"
         "print([name for name in ('tensorflow', 'keras', 'numpy') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
-
-
-def test_examples_in_docstrings() -> None:
-    names = [module.name for module in pkgutil.walk_packages(tfdist.cluster.__path__, "tfdist.cluster.")]
-    results = {name: doctest.testmod(importlib.import_module(name)) for name in names}
-    assert {name: result.failed for name, result in results.items() if result.failed} == {}
-    assert sum(result.attempted for result in results.values()) > 20

@@ -78,7 +78,7 @@ def test_the_navigation_has_every_page_once():
 def entries() -> dict[str, str]:
     """Headings of the reference, and where the docstring below each is taken from."""
     text = "".join(read(page) for page in PAGES if page.startswith("docs/api/"))
-    return dict(re.findall(r"^## (\S+)\n\n.+\n\n::: (\S+)$", text, re.MULTILINE))
+    return dict(re.findall(r"^## (\S+)\n\n(?:.+\n)+\n::: (\S+)$", text, re.MULTILINE))
 
 
 @pytest.mark.parametrize("name", PUBLIC)
@@ -121,3 +121,10 @@ def test_the_hook_of_the_site_has_the_files_that_pages_link_to():
         for target in re.findall(r"\]\(([^)\s#]+)[^)]*\)", prose(page)):
             if "://" not in target:
                 assert ((ROOT / page).parent / target).resolve() in files, f"{page} links to {target}"
+
+
+def test_the_files_that_contributors_are_sent_to_exist():
+    rows = re.findall(r"^\|.*\| (`tfdist/.+) \|$", read("CONTRIBUTING.md"), re.MULTILINE)
+    assert len(rows) > 9
+    for path in re.findall(r"`(tfdist/[^`]+)`", "".join(rows)):
+        assert (ROOT / path).exists(), path

@@ -45,6 +45,7 @@ EVIDENCE = {
         f"{LAYER_STATE}::test_what_cannot_equal_one_process_is_warned_of_once",
         f"{LAYER_STATE}::test_rows_of_all_replicas",
     ],
+    "`keras.metrics.Sum` in a custom": ["tests/logical/test_layer_state.py::test_sums_that_a_step_counts"],
     "a `train_step` written for one process": [
         "custom train_step, written for one process",
         "BatchNormalization in a custom train_step, uneven",
@@ -79,7 +80,7 @@ EVIDENCE = {
         f"{MISTAKES}::test_shards_of_the_users_own",
     ],
     "`activity_regularizer`": ["activity_regularizer"],
-    '`communication="bf16"`': [f"{GUARDS}::test_bf16_is_within_its_bound_and_not_exact"],
+    '`compression="bf16"`': [f"{GUARDS}::test_bf16_is_within_its_bound_and_not_exact"],
     '`batch_norm="local"`': [f"{GUARDS}::test_local_batch_norm"],
     '`mode="sync"`': [
         f"{EQUALITY}::test_synchronous",

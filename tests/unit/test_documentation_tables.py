@@ -19,7 +19,7 @@ def test_tables_are_those_of_the_benchmarks():
 def test_every_table_with_figures_is_one_of_these():
     text = read(PAGE)
     marked = re.findall(r"^<!-- table: [\s\S]*?^<!-- /table -->$", text, re.MULTILINE)
-    assert len(marked) == 7
+    assert len(marked) == 6
     for table in marked:
         assert len(re.findall(r"^\|.*\d\.\d", table, re.MULTILINE)) >= 3
         text = text.replace(table, "")
@@ -35,3 +35,12 @@ def test_another_figure_is_renewed(tmp_path):
 def test_a_table_that_is_not_there():
     with pytest.raises(ValueError, match=r"Received: '## Size'. Expected: the beginning of a line above a table"):
         table_below("## Speed\n\n| a |\n", "## Size")
+
+
+def test_the_readme_has_the_figures_of_one_run_of_the_benchmark():
+    speed = read("README.md").partition("## Speed")[2].partition("\n## ")[0]
+    figures = re.findall(r"(\d+\.\d) \((\d+) %\)", speed)
+    measured = read("benchmarks/data_parallel/README.md")
+    rows = re.findall(r"^\|[^|]+\|[^|]+\| (\d+\.\d+) \([^|]+\| (\d+)% \|", measured, re.MULTILINE)
+    assert len(figures) == 10
+    assert {*figures} <= {(f"{float(time):.1f}", efficiency) for time, efficiency in rows}

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tfdist.callbacks.drill_folder import drill_folder
+from tfdist.checkpoint.folder_lock import drill_folder
 
 
 @pytest.mark.parametrize(

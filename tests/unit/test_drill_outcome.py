@@ -6,8 +6,17 @@ import json
 import pytest
 from rich.console import Console
 
-from tfdist.launch.drill import table
-from tfdist.launch.drill.outcome import DIFFERS, FAILED, IDENTICAL, Outcome, Recovery, recovery, was_tested
+from tfdist.launch.drill.outcome import (
+    DIFFERS,
+    FAILED,
+    IDENTICAL,
+    Outcome,
+    Recovery,
+    recovery,
+    show_table,
+    to_json,
+    was_tested,
+)
 
 
 def test_the_recovery_of_a_restarted_run() -> None:
@@ -65,7 +74,7 @@ ROWS = [
 
 def test_the_table() -> None:
     stream = io.StringIO()
-    table.show(ROWS, Console(file=stream, width=80))
+    show_table(ROWS, Console(file=stream, width=80))
     lines = stream.getvalue().splitlines()
     assert [line.split() for line in lines if line.startswith(("  kill", "  hang", "  corrupt"))] == [
         ["kill", "a", "worker", "0.1", "s", "3.5", "s", "12", "identical"],
@@ -82,7 +91,7 @@ def test_the_table() -> None:
 
 
 def test_json() -> None:
-    result = json.loads(table.as_json(ROWS))
+    result = json.loads(to_json(ROWS))
     assert result["identical"] is False
     assert result["rows"][0] == {
         "fault": "kill-worker",
@@ -94,4 +103,4 @@ def test_json() -> None:
         "details": [],
     }
     assert len(result["rows"][1]["details"]) == 7
-    assert json.loads(table.as_json(ROWS[:1]))["identical"] is True
+    assert json.loads(to_json(ROWS[:1]))["identical"] is True

@@ -18,8 +18,7 @@ CASES = pytest.mark.parametrize("dump", DUMPS.values(), ids=DUMPS.keys())
 
 
 def found_in(env: dict[str, str]) -> str:
-    module = next(environment for environment in ENVIRONMENTS if environment.detect(env))
-    return module.__name__.rpartition(".")[2]
+    return next(environment for environment in ENVIRONMENTS if environment.detect(env)).name
 
 
 def neighbour_of(dump: Dump) -> dict[str, str]:
@@ -29,7 +28,7 @@ def neighbour_of(dump: Dump) -> dict[str, str]:
 
 @CASES
 def test_the_environment_is_found(dump):
-    assert found_in(dump.env) == dump.module
+    assert found_in(dump.env) == dump.environment
 
 
 @CASES
@@ -51,9 +50,9 @@ def test_what_it_says(dump):
 
 
 def test_every_environment_has_a_dump():
-    covered = {dump.module for dump in DUMPS.values()}
-    # That of the launcher is tested with TF_CONFIG.
-    assert {module.__name__.rpartition(".")[2] for module in ENVIRONMENTS} - covered == {"launcher"}
+    covered = {dump.environment for dump in DUMPS.values()}
+    # That of `tfdist run` is tested with TF_CONFIG.
+    assert {environment.name for environment in ENVIRONMENTS} - covered == {"TFDIST_CLUSTER"}
 
 
 @pytest.mark.parametrize("name", ["Open MPI", "Slurm", "Kubernetes Indexed Job", "SageMaker", "Kubeflow PyTorchJob"])

@@ -11,9 +11,15 @@ from pathlib import Path
 import pytest
 
 from tests.launcher.conftest import SOURCE, wait_until
-from tfdist.launch.horovod.discovery import check_network, discover_hosts, hosts_of
-from tfdist.launch.horovod.elastic import ElasticOptions, check_hosts, check_options
-from tfdist.launch.plan import PlanError
+from tfdist.launch.horovod.options import (
+    ElasticOptions,
+    check_hosts,
+    check_network,
+    check_options,
+    discover_hosts,
+    hosts_of,
+)
+from tfdist.launch.run_plan import PlanError
 from tfdist.strategies.horovod import memory_folders
 
 OPTIONS = {"most": 4, "interface": "lo", "show_all": False, "grace": 10.0, "max_restarts": 3, "command": ("true",)}

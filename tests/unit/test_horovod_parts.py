@@ -8,15 +8,13 @@ import zipfile
 
 import pytest
 
-from tfdist.cluster.backend import chosen
 from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.errors import ClusterError
-from tfdist.launch.horovod import source
-from tfdist.launch.horovod.build import existing
-from tfdist.launch.horovod.toolchain import Toolchain, cuda_version, has_mpi
+from tfdist.cluster.variables import chosen_transport
+from tfdist.launch.horovod import build
+from tfdist.launch.horovod.build import Toolchain, cuda_version, existing, has_mpi
 from tfdist.strategies.horovod import environment, installation
-from tfdist.strategies.horovod.places import places
-from tfdist.strategies.horovod.process_sets import groups_of
+from tfdist.strategies.horovod.topology import groups_of, places
 
 
 class TestPlaces:
@@ -145,8 +143,8 @@ class TestInstallation:
 
 class TestBuild:
     def test_the_change_must_fit(self):
-        with pytest.raises(source.BuildError, match=r"with 0 lines about xla_mpi_ops\.cc\. Expected: one"):
-            source.without_xla("list(APPEND TF_SOURCES a.cc)\n")
+        with pytest.raises(build.BuildError, match=r"with 0 lines about xla_mpi_ops\.cc\. Expected: one"):
+            build.without_xla("list(APPEND TF_SOURCES a.cc)\n")
 
     def test_mpi_and_nccl_where_they_are(self):
         tools = Toolchain((), mpi=True, nccl="/opt/nccl", cuda="12", path="/bin")
@@ -186,7 +184,7 @@ class TestBuild:
 
     def test_a_wheel_is_used_again_only_for_its_tensorflow(self, tmp_path):
         tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
-        wheel = tmp_path / f"horovod-{source.VERSION}-{tag}-{tag}-linux_x86_64.whl"
+        wheel = tmp_path / f"horovod-{build.VERSION}-{tag}-{tag}-linux_x86_64.whl"
         with zipfile.ZipFile(wheel, "w") as packed:
             packed.writestr("horovod/metadata.json", json.dumps({"tensorflow": "2.21.0"}))
         assert existing(tmp_path, "2.21.0") == wheel
@@ -195,6 +193,6 @@ class TestBuild:
         assert existing(tmp_path, "2.21.0") is None
 
 
-def test_an_unknown_backend():
-    with pytest.raises(ValueError, match=r"Received: TFDIST_BACKEND='mpi'\. Expected one of tensorflow, horovod"):
-        chosen({"TFDIST_BACKEND": "mpi"})
+def test_an_unknown_transport():
+    with pytest.raises(ValueError, match=r"Received: TFDIST_TRANSPORT='mpi'\. Expected one of tensorflow, horovod"):
+        chosen_transport({"TFDIST_TRANSPORT": "mpi"})

@@ -26,11 +26,11 @@ def loaded_by(statement: str) -> list[str]:
         "import tfdist.launch.command",
         "import tfdist.planning.command",
         "import tfdist; tfdist.discover(); tfdist.ClusterConfig; tfdist.ClusterError; dir(tfdist)",
-        "import tfdist.cluster.preflight, tfdist.cluster.roll_call, tfdist.cluster.ports",
+        "import tfdist.cluster.preflight, tfdist.cluster.barrier, tfdist.cluster.ports",
         "import tfdist.testing; dir(tfdist.testing)",
         "from tfdist.testing import run_local",
-        "import tfdist.strategies.pipeline.schedule, tfdist.strategies.pipeline.simulation",
-        "import tfdist.layer_graph.partition, tfdist.strategies.pipeline.picture",
+        "import tfdist.strategies.pipeline.schedule, tfdist.strategies.pipeline.timeline",
+        "import tfdist.layer_graph.partition, tfdist.strategies.pipeline.timeline",
     ],
 )
 def test_no_tensorflow(statement):

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from tfdist.cluster import authentication, key_value
-from tfdist.cluster.key_value import KeyValueClient, KeyValueServer, ProcessGone
+from tfdist.cluster import connections, key_value
+from tfdist.cluster.key_value import KeyValueClient, KeyValueServer, ProcessGoneError
 
 TOKEN = b"of this job"
 
@@ -71,7 +71,7 @@ def test_strangers_are_left_alone(server):
 
 def test_a_server_that_does_not_answer(monkeypatch):
     monkeypatch.setattr(key_value, "_ANSWER_SECONDS", 0.3)
-    monkeypatch.setattr(authentication, "_HANDSHAKE_SECONDS", 1)
+    monkeypatch.setattr(connections, "_HANDSHAKE_SECONDS", 1)
     with socket.create_server(("localhost", 0)) as silent:
         began = time.monotonic()
         with pytest.raises(ConnectionError, match="does not speak to this job"):
@@ -96,12 +96,12 @@ def test_who_waits_for_a_process_that_is_gone_is_told(server):
     leaves.set("last words", "goodbye")
     threading.Timer(0.2, leaves.close).start()
     began = time.monotonic()
-    with pytest.raises(ProcessGone, match="rank 2 is gone"):
+    with pytest.raises(ProcessGoneError, match="rank 2 is gone"):
         waits.get("never", 10.0, of=2)
     assert time.monotonic() - began < 5.0
     assert waits.get("last words", 1.0, of=2) == "goodbye"
     assert waits.get("never", 0.1, of=3) is None
-    with pytest.raises(ProcessGone):
+    with pytest.raises(ProcessGoneError):
         server.get("never", 10.0, of=2)
     client_of(server, rank=2).set("never", "again")
     assert waits.get("never", 10.0, of=2) == "again"

@@ -5,8 +5,17 @@ import json
 import pytest
 
 from tfdist.launch.machine import Machine
-from tfdist.launch.plan import PlanError, ProcessPlan, RunOptions, default_log_dir, plan_run, share_cpus, share_gpus
 from tfdist.launch.run import announcement
+from tfdist.launch.run_plan import (
+    PlanError,
+    ProcessPlan,
+    RunOptions,
+    default_log_dir,
+    default_workers,
+    plan_run,
+    share_cpus,
+    share_gpus,
+)
 
 TWO_CORES = Machine((0, 1))
 
@@ -28,6 +37,15 @@ def test_two_workers_know_the_cluster_and_themselves() -> None:
         assert plan.command == ("python", "t.py")
     assert [plan.shown for plan in plans] == [True, False]
     assert [plan.log_name for plan in plans] == ["worker-0.log", "worker-1.log"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "gpus_per_worker", "expected"),
+    [(0, "auto", 2), (1, "auto", 1), (4, "auto", 4), (4, 2, 2), (5, 2, 2), (4, 0, 2), (1, 2, 2)],
+)
+def test_as_many_workers_as_there_are_gpus_for(gpus: int, gpus_per_worker: int | str, expected: int) -> None:
+    machine = Machine((0, 1), tuple(map(str, range(gpus))))
+    assert default_workers(machine, gpus_per_worker) == expected
 
 
 def test_chief_takes_the_place_of_the_first_worker() -> None:

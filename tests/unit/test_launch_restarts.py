@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tfdist.launch.comeback import Comeback, Outcome
 from tfdist.launch.failure import Failure
-from tfdist.launch.restarts import GiveUp, Incident, Replacement, Restart, RestartPolicy
+from tfdist.launch.restarts import GiveUp, Incident, Outcome, Recovery, Replacement, Restart, RestartPolicy
 from tfdist.supervision.progress import Progress
 
 KILLED = Failure("worker 1", -9)
@@ -135,9 +134,9 @@ def test_a_process_without_steps_of_its_own_fails_at_those_of_the_run() -> None:
     assert (what.step, what.cause) == (12, "worker 1 was killed by SIGKILL at step 12")
 
 
-def test_comeback() -> None:
-    comeback = Comeback(incident(123, workers=3), Restart(1, 2, 0.0), 3)
-    assert comeback.headline == "worker 1 was killed by SIGKILL at step 123; restart 1 of 3 with 2 workers"
+def test_recovery() -> None:
+    recovery = Recovery(incident(123, workers=3), Restart(1, 2, 0.0), 3)
+    assert recovery.headline == "worker 1 was killed by SIGKILL at step 123; restart 1 of 3 with 2 workers"
     for progress, complete in (
         ({"worker 0": None, "worker 1": None}, False),
         ({"worker 0": reached(116, "starting", 116), "worker 1": None}, False),
@@ -145,8 +144,8 @@ def test_comeback() -> None:
         ({"worker 0": reached(117, resumed=116), "worker 1": reached(117, resumed=116)}, True),
         ({"worker 0": reached(1), "worker 1": reached(1)}, True),
     ):
-        assert comeback.is_complete(progress) is complete
-    outcome = comeback.outcome({"worker 0": reached(117, resumed=116), "worker 1": None}, 103.42)
+        assert recovery.is_complete(progress) is complete
+    outcome = recovery.outcome({"worker 0": reached(117, resumed=116), "worker 1": None}, 103.42)
     assert outcome == Outcome(restart=1, seconds=3.42, resumed_step=116, steps_redone=7)
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import signal
 
 from tfdist.launch.guardian import remaining_groups
-from tfdist.launch.signals import SignalInbox
+from tfdist.launch.operating_system import SignalInbox
 
 
 def test_signals_wait_in_order_until_taken() -> None:

@@ -7,17 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from tfdist.callbacks.checkpoint_name import (
+from tfdist.checkpoint.manifest import (
+    DamagedBackupsError,
+    DamagedCheckpointError,
+    FileRecord,
+    Manifest,
+    TensorRecord,
     checkpoint_name,
     checkpoint_names,
     checkpoint_number,
     committed_checkpoints,
-)
-from tfdist.callbacks.damage import DamagedBackups, DamagedCheckpoint
-from tfdist.callbacks.manifest import (
-    FileRecord,
-    Manifest,
-    TensorRecord,
     decode_manifest,
     encode_manifest,
     measure_file,
@@ -93,7 +92,7 @@ def test_altered_file_is_named(tmp_path: Path, content: bytes | None, reason: st
     (folder / "state.data").unlink()
     if content is not None:
         (folder / "state.data").write_bytes(content)
-    with pytest.raises(DamagedCheckpoint) as caught:
+    with pytest.raises(DamagedCheckpointError) as caught:
         verify_checkpoint(str(folder))
     assert caught.value.reason.startswith(reason)
     assert str(caught.value).startswith(f"The checkpoint {folder} is damaged: {reason}")
@@ -103,12 +102,12 @@ def test_unreadable_file_is_damage(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "checkpoint")
     (folder / "state.data").unlink()
     (folder / "state.data").mkdir()
-    with pytest.raises(DamagedCheckpoint, match=r"state.data cannot be read: .*Is a directory"):
+    with pytest.raises(DamagedCheckpointError, match=r"state.data cannot be read: .*Is a directory"):
         verify_checkpoint(str(folder))
 
 
 def test_checkpoint_without_manifest_is_damaged(tmp_path: Path) -> None:
-    with pytest.raises(DamagedCheckpoint, match=r"manifest.json is missing"):
+    with pytest.raises(DamagedCheckpointError, match=r"manifest.json is missing"):
         verify_checkpoint(str(tmp_path))
 
 
@@ -129,7 +128,9 @@ def test_committed_checkpoints_have_a_manifest(tmp_path: Path) -> None:
 
 
 def test_damaged_backups_say_what_to_do() -> None:
-    error = DamagedBackups("/backup", {"checkpoint-00000002": "state.data is missing", "checkpoint-00000001": "bad"})
+    error = DamagedBackupsError(
+        "/backup", {"checkpoint-00000002": "state.data is missing", "checkpoint-00000001": "bad"}
+    )
     assert str(error) == (
         "/backup holds 2 checkpoint(s), but none that is complete and unaltered:\n"
         "  checkpoint-00000002: state.data is missing\n"
@@ -140,7 +141,7 @@ def test_damaged_backups_say_what_to_do() -> None:
 
 def test_verifying_imports_no_tensorflow() -> None:
     code = (
-        "import sys, tfdist.callbacks.manifest, tfdist.callbacks.checkpoint_name, tfdist.callbacks.damage\n"
+        "import sys, tfdist.checkpoint.manifest, tfdist.checkpoint.manifest, tfdist.checkpoint.manifest\n"
         "print(sorted({'tensorflow', 'keras', 'numpy'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

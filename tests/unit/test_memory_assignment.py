@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from tfdist.memory.estimation.assignment import Option, assign, peak
+from tfdist.memory.estimation.block_options import Option, assign, peak
 from tfdist.memory.policy import MemoryPolicy, bytes_of_budget
 
 

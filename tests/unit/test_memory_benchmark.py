@@ -1,18 +1,15 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
 from benchmarks import argument_types
-from benchmarks.data_parallel.table import BEGIN, END, fill
 from benchmarks.memory import tables
 from benchmarks.memory.__main__ import BENCHMARK
 from benchmarks.memory.variants import OFFLOAD, PLAIN, RECOMPUTE, REMAT_SCOPE
 
-README = BENCHMARK.folder / "README.md"
 MACHINE = {
     "cpu": "A fast one",
     "usable_cores": 2,
@@ -100,31 +97,5 @@ def test_results_are_kept_and_reported_without_measuring(tmp_path: Path, capsys:
     assert BENCHMARK.parse(["--quick"]).results is None
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--parts", "lstm"], "'lstm': expected names of activations, host, sharding"),
-        (["--samples", "0"], "'0': expected a whole number from 1 on"),
-        (["--quick", "--write-readme"], "expected only one of them: a README has real results"),
-    ],
-)
-def test_wrong_arguments(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        BENCHMARK.main(words)
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-def test_one_core_is_too_few(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3})
-    with pytest.raises(SystemExit):
-        BENCHMARK.parse([])
-    assert "received 1 usable core, expected two" in capsys.readouterr().err
-
-
 def test_names_that_are_chosen() -> None:
     assert argument_types.names({"a": 1, "b": 2})("b,a") == ["b", "a"]
-
-
-def test_readme_has_a_place_for_the_result() -> None:
-    assert f"{BEGIN}\n| new |\n{END}" in fill(README.read_text(), "| new |")

@@ -16,15 +16,13 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
+from tfdist.jobs.monitor import Source, Watch, find, lives, status_of, view, watch
+from tfdist.jobs.record import VARIABLE, Records
+from tfdist.jobs.request import SubmitError
+from tfdist.jobs.run_state import RunState
+from tfdist.jobs.status import FAILED, RUNNING, Status
 from tfdist.launch.command import main
-from tfdist.monitor.source import Source, find, lives, status_of
-from tfdist.monitor.state import RunState
-from tfdist.monitor.view import view
-from tfdist.monitor.watching import Watch, watch
 from tfdist.plain_text import plain_text
-from tfdist.submit.errors import SubmitError
-from tfdist.submit.record import VARIABLE, Records
-from tfdist.submit.status import FAILED, RUNNING, Status
 from tfdist.supervision.events import EventLog
 from tfdist.supervision.identity import Identity
 
@@ -154,7 +152,7 @@ def test_a_log_without_a_launcher_that_says_nothing_more() -> None:
 
 
 def test_an_engine_that_cannot_be_asked_for_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tfdist.monitor.watching._ASK_EVERY", 0.0)
+    monkeypatch.setattr("tfdist.jobs.monitor._ASK_EVERY", 0.0)
     answers = [Status(RUNNING, started=NOW), SubmitError("squeue: timed out"), Status(FAILED, "exit code 3")]
 
     def ask() -> Status:
@@ -271,12 +269,12 @@ def test_the_run_that_is_meant(tmp_path: Path) -> None:
         assert str(caught.value).startswith("Received: ") and expected in str(caught.value)
 
 
-def record(jobs: Path, backend: str, **details: Any) -> Path:
+def record(jobs: Path, scheduler: str, **details: Any) -> Path:
     folder = jobs / "folder"
-    fields = {"id": f"{backend}-1", "backend": backend, "name": "t", "submitted": 1.0, "folder": str(folder)}
+    fields = {"id": f"{scheduler}-1", "scheduler": scheduler, "name": "t", "submitted": 1.0, "folder": str(folder)}
     more = {"program": ["t.py"], "workers": 2, "ps": 0, "details": details}
     jobs.mkdir(exist_ok=True)
-    (jobs / f"{backend}-1.json").write_text(json.dumps({**fields, **more}))
+    (jobs / f"{scheduler}-1.json").write_text(json.dumps({**fields, **more}))
     return folder / "logs"
 
 
@@ -314,7 +312,7 @@ def test_a_run_that_goes_on_is_followed(tmp_path: Path, monkeypatch: pytest.Monk
     folder = write(tmp_path / "logs", *TWO[:2])
     later = [[progress("worker 0", 0, 0, step=31)], [event("launcher", "complete", 0, restarts=0)]]
     monkeypatch.setattr("time.sleep", lambda seconds: write(folder, *later.pop(0)))
-    monkeypatch.setattr("tfdist.monitor.source._SILENCE", float("inf"))  # these events are old
+    monkeypatch.setattr("tfdist.jobs.monitor._SILENCE", float("inf"))  # these events are old
     console = Console(file=io.StringIO(), force_terminal=True, width=110, height=40, color_system=None)
     watch(Source("logs", folder), console)
     text = console.file.getvalue()
@@ -324,8 +322,8 @@ def test_a_run_that_goes_on_is_followed(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_what_is_imported() -> None:
     code = (
-        "import sys; import tfdist.monitor.command; first = 'rich' in sys.modules\n"
-        "import tfdist.monitor.watching\n"
+        "import sys; import tfdist.jobs.command; first = 'rich' in sys.modules\n"
+        "import tfdist.jobs.monitor\n"
         "print(first, [name for name in ('tensorflow', 'keras', 'numpy') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

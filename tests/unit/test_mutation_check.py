@@ -134,7 +134,8 @@ def test_nothing_is_left_of_tests_that_hang(tree: Tree, tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 def test_nothing_is_left_after_an_interrupt(tree: Tree, tmp_path: Path) -> None:
     code = f"""
-        import pathlib
+        import pathlib, signal
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
         from tests.unit.test_mutation_check import check, doubled
         from tools.mutation_check import Tree
         check(Tree(pathlib.Path({str(tmp_path)!r})), "test_process", doubled())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import importlib.metadata
 import os
 import shutil
@@ -41,6 +43,17 @@ def test_the_installed_package_has_the_command_the_types_and_the_extras() -> Non
         "horovod-build",
     }
     assert (Path(tfdist.__file__).parent / "py.typed").exists()
+
+
+@pytest.mark.parametrize("stub", sorted((ROOT / "tfdist").rglob("*.pyi")), ids=lambda stub: stub.parent.name)
+def test_editors_see_the_lazy_names(stub: Path) -> None:
+    package = importlib.import_module(".".join(stub.parent.relative_to(ROOT).parts))
+    imports = [node for node in ast.parse(stub.read_text()).body if isinstance(node, ast.ImportFrom)]
+    names = {alias.asname: (node.module, alias.name) for node in imports for alias in node.names}
+    assert set(names) == set(package.__all__)
+    for name, (module, original) in names.items():
+        found = importlib.import_module(module)
+        assert getattr(package, name) is (getattr(found, original, None) or importlib.import_module(f"{module}.{name}"))
 
 
 # --- The Makefile ---------------------------------------------------------------------------------------------------
@@ -106,4 +119,4 @@ def test_make_installs_once_and_again_when_the_requirements_change(tmp_path: Pat
     shutil.copy(ROOT / "Makefile", tmp_path)
     assert "up to date" in make(tmp_path, "--dry-run", ".venv/.test").stdout
     os.utime(venv / ".test", (1e9, 1e9))
-    assert "pip install" in make(tmp_path, "--dry-run", ".venv/.test").stdout
+    assert "python tools/install.py -e '.[test]'" in make(tmp_path, "--dry-run", ".venv/.test").stdout

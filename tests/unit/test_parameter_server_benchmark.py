@@ -10,12 +10,10 @@ import pytest
 
 from benchmarks import markdown
 from benchmarks.data_parallel.processes import TrialError
-from benchmarks.data_parallel.table import BEGIN, END, fill
 from benchmarks.parameter_server import __main__ as program
-from benchmarks.parameter_server import arguments, clusters, tables, wire
+from benchmarks.parameter_server import clusters, tables, wire
 from benchmarks.parameter_server.trials import PARTS, PEERS, Case, Trial, by_case, trials_of
 
-README = Path(program.__file__).with_name("README.md")
 SETTING = clusters.Setting((2, 5), 30.0, {**dict.fromkeys(PEERS, "/python"), "tf_keras": "/other"})
 
 
@@ -191,28 +189,6 @@ def test_a_chief_that_does_not_start(tmp_path: Path) -> None:
     assert time.monotonic() - begin < 15
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--only", "lstm"], "'lstm': expected names of dense, wide, sleep, inflight, embedding"),
-        (["--repeats", "0"], "'0': expected a whole number from 1 on"),
-        (["--quick", "--write-readme"], "expected only one of them: a README has real results"),
-    ],
-)
-def test_wrong_arguments(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        arguments.parse(words)
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-def test_one_core_is_too_few(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3})
-    with pytest.raises(SystemExit):
-        arguments.parse([])
-    assert "received 1 usable core, expected two" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("python", ["/no/such/python", "/bin/false"])
 def test_an_interpreter_without_tf_keras(python: str) -> None:
     assert program.why_without_tf_keras(python) == (
@@ -220,10 +196,6 @@ def test_an_interpreter_without_tf_keras(python: str) -> None:
         "another interpreter by --tf-keras-python."
     )
     assert program.why_without_tf_keras("/bin/true") is None
-
-
-def test_readme_has_a_place_for_the_result() -> None:
-    assert f"{BEGIN}\n| new |\n{END}" in fill(README.read_text(), "| new |")
 
 
 def test_markdown() -> None:

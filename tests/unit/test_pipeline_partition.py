@@ -10,7 +10,8 @@ import pytest
 
 from tests.tiers import daily
 from tfdist.layer_graph.partition import balance, shares
-from tfdist.strategies.pipeline.summary import RunSummary, StageSummary, summary
+from tfdist.strategies.pipeline.schedule import make_schedule
+from tfdist.strategies.pipeline.summary import StageSummary, summary
 
 
 def loads(costs, cuts, crossing):
@@ -142,7 +143,7 @@ def stages(n: int, devices: int) -> list[StageSummary]:
 
 
 def test_summary_of_two_stages_in_a_narrow_terminal():
-    text = summary(stages(2, 2), RunSummary("1f1b", 8, 4, bubble=1 / 9, speed_up=1.7), width=80)
+    text = summary(stages(2, 2), make_schedule("1f1b", 2, 8), 4, 1.7, 1, width=80)
     assert text.splitlines() == [
         " Stage  Device  Layers                Calls  Parameters   Size  FLOPs  Sent/row",
         " " + "─" * 78,
@@ -161,24 +162,20 @@ def test_summary_of_two_stages_in_a_narrow_terminal():
 
 
 def test_summary_of_interleaved_chunks_and_replicas():
-    text = summary(stages(4, 2), RunSummary("interleaved", 8, 4, bubble=1 / 17, replicas=2), width=120)
+    text = summary(stages(4, 2), make_schedule("interleaved", 2, 8, 2), 4, 3.0, 2, width=120)
     lines = text.splitlines()
     assert lines[2] == ("     0  GPU:0   block0_first … block0_last      3   1,000,000   4 MB  25.0%    803 KB")
     assert [line.split()[1] for line in lines[2:6]] == ["GPU:0", "GPU:1", "GPU:0", "GPU:1"]
-    assert lines[-3:] == [
+    assert lines[-4:] == [
         "Schedule: interleaved, 8 micro-batches of 4 rows",
         "Bubble: 5.9% = (K - 1) / (V M + K - 1), K = 2 devices, M = 8, V = 2 chunks",
+        "Predicted speed-up: 3.00 x one device (at most 4)",
         "Effective batch: 2 replicas x 8 micro-batches x 4 rows = 64 rows per step",
     ]
 
 
 def test_summary_fits_its_width_with_long_names():
     long = StageSummary("/job:worker/replica:0/task:0/device:GPU:0", ["a/" * 60 + "b", "[c]"], 10**12, 4e12, 0, 1.5)
-    text = summary([long], RunSummary("gpipe", 1, 1, bubble=0), width=100)
+    text = summary([long], make_schedule("gpipe", 1, 1), 1, 1.0, 1, width=100)
     assert max(map(len, text.splitlines())) <= 100
     assert "[c]" in text and "1.5 B" in text and "4 TB" in text
-
-
-def test_summary_of_nothing():
-    with pytest.raises(ValueError, match="has no stages, but a summary needs at least one: cut the model first"):
-        summary([], RunSummary("gpipe", 1, 1, bubble=0))

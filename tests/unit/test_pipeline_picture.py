@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tfdist.strategies.pipeline.picture import save_picture
 from tfdist.strategies.pipeline.schedule import gpipe, interleaved, one_f_one_b
-from tfdist.strategies.pipeline.simulation import Interval, simulate
+from tfdist.strategies.pipeline.timeline import Interval, save_picture, simulate
 
 
 def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"save_picture draws with matplotlib.*: pip install 'tfdist\[plot\]'$"):
+    with pytest.raises(ImportError, match=r"save_picture draws with matplotlib.*: pip install 'matplotlib>=3.7'$"):
         save_picture(tmp_path / "step.png", None, steps())
     assert not (tmp_path / "step.png").exists()
 

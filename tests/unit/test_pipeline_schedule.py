@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tfdist.strategies.pipeline.drawing import draw
+from tests.schedule_pictures import draw
 from tfdist.strategies.pipeline.schedule import (
     Instruction,
     Schedule,
@@ -16,10 +16,10 @@ from tfdist.strategies.pipeline.schedule import (
     one_f_one_b,
 )
 
-DEVICES = (1, 2, 3, 4, 8)
-MICROBATCHES = (1, 2, 3, 4, 7, 8, 16, 32)
+# Pairs (devices, micro-batches), chosen so that there are fewer micro-batches than devices, as many, a multiple of them
+# and no multiple; one of each; and a large pipeline.
+SIZES = [(1, 1), (1, 4), (2, 1), (2, 3), (2, 4), (3, 2), (3, 3), (3, 7), (4, 8), (4, 1), (8, 7), (8, 32)]
 CHUNKS_PER_DEVICE = (1, 2, 3)
-SIZES = [(k, m) for k in DEVICES for m in MICROBATCHES]
 SCHEDULES = [
     *(make(k, m) for make in (gpipe, one_f_one_b, eager_one_f_one_b) for k, m in SIZES),
     *(make(k, m, v) for make in (interleaved, forward_only) for k, m in SIZES for v in CHUNKS_PER_DEVICE),

@@ -6,18 +6,13 @@ import dataclasses
 
 import pytest
 
-from tfdist.memory.estimation.block_costs import BlockCost
-from tfdist.planning.candidates import candidates
+from tfdist.memory.estimation.block_options import BlockCost
 from tfdist.planning.command import PlanningError, numbers
-from tfdist.planning.communication import all_reduce_seconds, ring_bytes
-from tfdist.planning.hardware import Device, Hardware, Link
-from tfdist.planning.picture import points
+from tfdist.planning.hardware import Device, Hardware, Link, all_reduce_seconds, ring_bytes
 from tfdist.planning.pipelines import cut, pipeline
-from tfdist.planning.plan import plan_for
+from tfdist.planning.plan import candidates, plan_for, points, recommend, scaling
 from tfdist.planning.prediction import Prediction
 from tfdist.planning.profile import LayerProfile, ModelProfile, Sample, StepCost
-from tfdist.planning.recommendation import recommend
-from tfdist.planning.scaling import scaling
 
 GB = 10**9
 # A step on it takes as many seconds as its teraflops.
@@ -207,7 +202,7 @@ class TestRecommendation:
 
     def test_activations_that_do_not_fit(self):
         found = recommend(candidates(profile(activations=40 * GB, blocks=16, layers=0), hardware(), [1]))
-        assert found.best.name in ("one device, recompute", "one device, park", "one device, swap")
+        assert found.best.name in ("one device, recompute", "one device, recompute+swap", "one device, swap")
         assert found.best.memory < 16 * GB < 40 * GB
         assert "One device would need 44 GB." in found.reason
 
@@ -228,14 +223,14 @@ class TestRecommendation:
         cores = Device(flops=1e12, bandwidth=1e15, operation=0.0, memory=16 * GB)
         both = hardware(kind="CPU", devices={1: cores.scaled(0.7), 4: cores}, inside=SLOW, horovod=FAST)
         assert best(profile(weights=1e8, layers=0), both, 4) == "Horovod"
-        assert not any("park" in found.name for found in candidates(profile(), both, [4]))
+        assert not any("recompute+swap" in found.name for found in candidates(profile(), both, [4]))
 
     def test_processes_that_are_slower_than_one_alone(self):
         one, several = row("one device"), row("Pipeline", devices=2, strategy="PipelineStrategy", seconds=3.0)
         found = recommend([several], one, how_to_start=False)
         assert found.reason == (
             "Take Pipeline: tfdist.PipelineStrategy(): 3e+03 ms a step, 1e-09 of 2e-09 GB on a device. One process "
-            "alone, with all that they share, would need 1e+03 ms."
+            "alone, with everything that these processes share, would need 1e+03 ms."
         )
 
     def test_a_coordinator_hands_out_one_step_at_a_time(self):
@@ -268,7 +263,8 @@ class TestPlan:
         made = plan_for(profile(), hardware(), [2, 4])
         assert {found.mode for found in made.shown} == {"none"}
         assert len(made.shown) < len(made.rows)
-        assert f"{len(made.rows) - len(made.shown)} rows with recompute, park or swap, which need not be" in str(made)
+        left_out = len(made.rows) - len(made.shown)
+        assert f"{left_out} rows with a memory mode are left out: the memory suffices" in str(made)
         crowded = plan_for(profile(activations=100 * GB), hardware(), [2, 4])
         assert "one device, recompute" in [found.name for found in crowded.shown]
 
@@ -287,10 +283,10 @@ class TestPlan:
         made = plan_for(profile(), hardware(), 8, "src/fit.py --epochs 3")
         assert {found.start for found in made.rows} == {
             "python src/fit.py --epochs 3",
-            "tfdist submit --backend slurm -n 8 src/fit.py --epochs 3",
-            "tfdist submit --backend slurm -n 8 --ps 2 src/fit.py --epochs 3",
+            "tfdist submit --scheduler slurm -n 8 src/fit.py --epochs 3",
+            "tfdist submit --scheduler slurm -n 8 --ps 2 src/fit.py --epochs 3",
         }
-        assert "started by `tfdist submit --backend slurm -n 8 src/fit.py --epochs 3`" in made.recommendation.reason
+        assert "started by `tfdist submit --scheduler slurm -n 8 src/fit.py --epochs 3`" in made.recommendation.reason
 
     def test_some_of_the_gpus_of_a_host(self):
         rows = {found.name: found for found in plan_for(profile(), hardware(), 2).rows}

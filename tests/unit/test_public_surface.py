@@ -238,7 +238,7 @@ class Watcher:
     def __init__(self, events: EventLog):
         self._events = events
         self._where = {"host": "a", "pid": 1}
-        self._comeback: Comeback | None = None
+        self._recovery: Recovery | None = None
 
     def saved(self, file):
         self._events.write("saved", step=3, **self._where)
@@ -246,10 +246,10 @@ class Watcher:
 
     def ended(self, code):
         what = {"task": "a"}
-        self._events.write("complete" if code == 0 else "interrupted", **what, owner=asdict(Comeback.made()))
+        self._events.write("complete" if code == 0 else "interrupted", **what, owner=asdict(Recovery.made()))
 
     def back(self):
-        outcome = self._comeback.outcome()
+        outcome = self._recovery.outcome()
         self._events.write("back", **asdict(outcome))
 """
 RESULTS = """
@@ -257,7 +257,7 @@ class Outcome:
     seconds: float
     step: int
 
-class Comeback:
+class Recovery:
     def outcome(self) -> Outcome: ...
 
     @classmethod

@@ -10,16 +10,16 @@ import sys
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
-from tfdist.cluster import ClusterError, devices, discover, ports, sockets
-from tfdist.cluster.channels.pmi import PmiChannel
-from tfdist.cluster.membership import Membership
-from tfdist.cluster.rendezvous import addresses, client, meet, places, server
-from tfdist.cluster.rendezvous.entry import Entry
-from tfdist.cluster.roles import roles
+from tfdist.cluster import ClusterError, connections, discover, ports, sockets
+from tfdist.cluster.membership import Membership, own_share, roles, visible_devices
+from tfdist.cluster.rendezvous import attend, endpoints, meet, server
+from tfdist.cluster.rendezvous.pmi import PmiChannel
+from tfdist.cluster.rendezvous.registration import Registration, agreed
 
 SECRET = b"of this job"
 
@@ -37,20 +37,27 @@ def pool():
         yield started
 
 
-def entry(rank: int, size: int, **other) -> Entry:
+def registration(rank: int, size: int, **other) -> Registration:
     fields = {"port": 2000 + rank, "host": None, "address": "127.0.0.1", "name": f"node-{rank}", "pid": 70 + rank}
-    return Entry(rank, size, **{**fields, **other})
+    return Registration(rank, size, **{**fields, **other})
 
 
 def serve(pool: ThreadPoolExecutor, size: int, port: int, timeout: float = 20.0, **other) -> Future:
     """Rank 0, listening on return."""
-    started = server.MeetingServer(entry(0, size, **other), [port], SECRET)
+    started = server.MeetingServer(registration(0, size, **other), [port], SECRET)
     return pool.submit(started.meet, timeout)
 
 
 def come(pool: ThreadPoolExecutor, rank: int, size: int, at: int, timeout: float = 20.0, **other) -> Future:
     secret = other.pop("secret", SECRET)
-    return pool.submit(client.attend, entry(rank, size, **other), [("127.0.0.1", at)], secret, timeout)
+    return pool.submit(attend, registration(rank, size, **other), [("127.0.0.1", at)], secret, timeout)
+
+
+def authenticated(connected: socket.socket) -> Connection:
+    """A connection over another descriptor, once both ends have proved that they know the secret."""
+    connection = connections.framed(connected.dup())
+    connections.authenticate(connection, SECRET, first=False)
+    return connection
 
 
 def test_all_get_the_same(pool, port):
@@ -80,7 +87,7 @@ def test_who_is_missing_is_named_to_all(pool, port):
 def test_no_rank_0(port):
     places_ = [("127.0.0.1", port), ("no.such.host.invalid", port)]
     with pytest.raises(ClusterError) as caught:
-        client.attend(entry(1, 2), places_, SECRET, 0.5)
+        attend(registration(1, 2), places_, SECRET, 0.5)
     message = str(caught.value)
     assert f"127.0.0.1:{port}: Connection refused" in message
     assert f"no.such.host.invalid:{port}: " in message
@@ -118,8 +125,8 @@ def test_the_same_rank_twice(pool, port):
 def test_a_rank_that_dies_and_comes_again(pool, port):
     first = serve(pool, 3, port)
     with socket.create_connection(("127.0.0.1", port)) as connected:
-        guest = server.authenticate(connected.dup(), SECRET, first=False)
-        guest.send_bytes(entry(1, 3, port=9999).to_json())
+        guest = authenticated(connected)
+        guest.send_bytes(registration(1, 3, port=9999).to_json())
         time.sleep(0.3)
         guest.close()
     come(pool, 2, 3, port)
@@ -133,15 +140,14 @@ def test_a_rank_that_dies_and_comes_again(pool, port):
 def test_rank_0_that_dies_and_comes_again(pool, port):
     with ports.reserve(1) as reservation:
         other = reservation.ports[0]
-    lost = server.MeetingServer(entry(0, 2), [port], SECRET)
+    lost = server.MeetingServer(registration(0, 2), [port], SECRET)
     candidates = [("127.0.0.1", port), ("127.0.0.1", other)]
-    guest = pool.submit(client.attend, entry(1, 2), candidates, SECRET, 20.0)
-    while not lost._guests:
+    guest = pool.submit(attend, registration(1, 2), candidates, SECRET, 20.0)
+    while not lost.guests:
         time.sleep(0.05)
-    lost.close()
-    lost._guests[1].connection.close()
+    lost.end()
     # The port that it had may be in the system's hands for a while: it takes another one of the list.
-    started = server.MeetingServer(entry(0, 2), [other], SECRET)
+    started = server.MeetingServer(registration(0, 2), [other], SECRET)
     assert started.meet(20.0) == guest.result()
 
 
@@ -193,11 +199,11 @@ def test_no_free_port(port):
     with sockets.bind_everywhere(port, reuse=False) as taken:
         taken.listen()
         with pytest.raises(ClusterError, match=f"no free port among {port}, where the other processes look for rank 0"):
-            server.MeetingServer(entry(0, 2), [port], SECRET)
+            server.MeetingServer(registration(0, 2), [port], SECRET)
     with ports.reserve(1, low=port, high=port + 1), ports.reserve(1) as other:
         free = other.ports[0]
         other.close()
-        assert server.MeetingServer(entry(0, 2), [port, free], SECRET).port == free
+        assert server.MeetingServer(registration(0, 2), [port, free], SECRET).port == free
 
 
 def test_a_given_port_is_taken_again_at_once(port):
@@ -210,7 +216,7 @@ def test_a_given_port_is_taken_again_at_once(port):
     guest.close()
     with pytest.raises(OSError):
         sockets.bind_everywhere(port, reuse=False)
-    assert server.MeetingServer(entry(0, 2), [port], SECRET).port == port
+    assert server.MeetingServer(registration(0, 2), [port], SECRET).port == port
 
 
 def test_garbage_does_no_harm(pool, port):
@@ -219,7 +225,7 @@ def test_garbage_does_no_harm(pool, port):
         connected.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
     for content in (b"not json", b"[1, 2]", json.dumps({"rank": 1}).encode()):
         with socket.create_connection(("127.0.0.1", port)) as connected:
-            guest = server.authenticate(connected.dup(), SECRET, first=False)
+            guest = authenticated(connected)
             guest.send_bytes(content)
     come(pool, 1, 2, port).result()
     assert len(first.result()["addresses"]) == 2
@@ -248,78 +254,78 @@ def test_names_that_nobody_knows_are_replaced(pool, port):
     ],
 )
 def test_addresses_that_all_can_use(guests, expected):
-    assert list(addresses.agreed("127.0.0.1", dict(enumerate(guests, start=1))).values()) == expected
+    assert list(agreed("127.0.0.1", dict(enumerate(guests, start=1))).values()) == expected
 
 
 def test_over_ipv6(pool, port):
     if not socket.has_ipv6 or "::1" not in {place[4][0] for place in socket.getaddrinfo("::1", 1)}:
         pytest.skip("no IPv6 here")
     first = serve(pool, 2, port, address="::1")
-    guest = pool.submit(client.attend, entry(1, 2), [("::1", port)], SECRET, 10.0)
+    guest = pool.submit(attend, registration(1, 2), [("::1", port)], SECRET, 10.0)
     assert guest.result()["addresses"] == ["[::1]:2000", "[::1]:2001"] == first.result()["addresses"]
 
 
 def test_interfaces():
-    assert addresses.own_host({"TFDIST_INTERFACE": "lo"}, "name") == "127.0.0.1"
-    assert addresses.own_host({"TFDIST_INTERFACE": "lo", "TFDIST_HOST": "given"}, "name") == "given"
-    assert addresses.own_host({}, "name") == "name"
+    assert endpoints.own_host({"TFDIST_INTERFACE": "lo"}, "name") == "127.0.0.1"
+    assert endpoints.own_host({"TFDIST_INTERFACE": "lo", "TFDIST_HOST": "given"}, "name") == "given"
+    assert endpoints.own_host({}, "name") == "name"
     with pytest.raises(ClusterError, match=r"'eth99', which is none of this machine's, which are .*lo"):
-        addresses.own_host({"TFDIST_INTERFACE": "eth99"}, None)
+        endpoints.own_host({"TFDIST_INTERFACE": "eth99"}, None)
 
 
 def test_where_to_meet():
     slurm = Membership(1, 4, "test", "job", host="node-1", local_rank=0, local_size=2)
     alone = Membership(1, 2, "test", "job", host="node-1", local_rank=0, local_size=2)
     mpi = Membership(1, 2, "test", "job", channel="pmi", local_rank=0, local_size=2)
-    assert places.meeting_place(slurm, {}) == ("node-1", None)
-    assert places.meeting_place(alone, {}) == ("localhost", None)
-    assert places.meeting_place(mpi, {}) == (None, None)
-    assert places.meeting_place(mpi, {"TFDIST_MEETING": "[::1]:2222"}) == ("::1", 2222)
-    assert places.meeting_place(mpi, {"TFDIST_MEETING": "fd00::1"}) == ("fd00::1", None)
+    assert endpoints.meeting_place(slurm, {}) == ("node-1", None)
+    assert endpoints.meeting_place(alone, {}) == ("localhost", None)
+    assert endpoints.meeting_place(mpi, {}) == (None, None)
+    assert endpoints.meeting_place(mpi, {"TFDIST_MEETING": "[::1]:2222"}) == ("::1", 2222)
+    assert endpoints.meeting_place(mpi, {"TFDIST_MEETING": "fd00::1"}) == ("fd00::1", None)
     with pytest.raises(ClusterError, match="TFDIST_MEETING: address 'a:b'"):
-        places.meeting_place(mpi, {"TFDIST_MEETING": "a:b"})
+        endpoints.meeting_place(mpi, {"TFDIST_MEETING": "a:b"})
 
 
 def test_where_to_meet_is_computed_alike(monkeypatch):
     one, other = Membership(1, 2, "test", "slurm-lab-17-0-0"), Membership(1, 2, "test", "slurm-lab-17-1-0")
-    chosen = places.meeting_ports(one, {})
+    chosen = endpoints.meeting_ports(one, {})
     assert len(set(chosen)) == 8 and all(20000 <= port < 32768 for port in chosen)
     monkeypatch.setattr(ports, "ephemeral_low", lambda: 40000)  # as on another host
-    assert places.meeting_ports(one, {}) == chosen
-    assert not set(chosen) & set(places.meeting_ports(other, {}))
-    assert not set(chosen) & set(places.meeting_ports(one, {"TFDIST_JOB": "second"}))
+    assert endpoints.meeting_ports(one, {}) == chosen
+    assert not set(chosen) & set(endpoints.meeting_ports(other, {}))
+    assert not set(chosen) & set(endpoints.meeting_ports(one, {"TFDIST_JOB": "second"}))
 
 
 @pytest.mark.parametrize("text", ["21000", "0-10", "5-4", "1-70000", "a-b"])
 def test_wrong_port_ranges(text):
     with pytest.raises(ClusterError, match="Expected: two ports, such as 21000-21099"):
-        places.port_range({"TFDIST_PORTS": text})
+        endpoints.port_range({"TFDIST_PORTS": text})
 
 
 def test_secrets(tmp_path):
     member, other = Membership(1, 2, "test", "job 1"), Membership(1, 2, "test", "job 2")
     shared = Membership(1, 2, "test", "job 1", shared_home=True)
     token = {"TFDIST_TOKEN": "given"}
-    assert places.secret_of(member, token) == places.secret_of(shared, token, tmp_path)
-    assert places.secret_of(member, token) != places.secret_of(member, {"TFDIST_TOKEN": "another"})
-    assert places.secret_of(member, token) != places.secret_of(other, token)
+    assert endpoints.secret_of(member, token) == endpoints.secret_of(shared, token, tmp_path)
+    assert endpoints.secret_of(member, token) != endpoints.secret_of(member, {"TFDIST_TOKEN": "another"})
+    assert endpoints.secret_of(member, token) != endpoints.secret_of(other, token)
     assert not list(tmp_path.iterdir())
     with ThreadPoolExecutor(16) as pool:
-        keys = set(pool.map(lambda _: places.secret_of(shared, {}, tmp_path), range(32)))
-    assert len(keys) == 1 and keys != {places.secret_of(member, {})}
+        keys = set(pool.map(lambda _: endpoints.secret_of(shared, {}, tmp_path), range(32)))
+    assert len(keys) == 1 and keys != {endpoints.secret_of(member, {})}
     with pytest.raises(ClusterError, match=r"no key can be kept .* Expected: TFDIST_TOKEN"):
-        places.secret_of(shared, {}, Path("/proc/none"))
+        endpoints.secret_of(shared, {}, Path("/proc/none"))
     (key,) = Path(tmp_path, ".config", "tfdist").iterdir()
     assert key.stat().st_mode & 0o777 == 0o600 and len(key.read_text()) == 64
 
 
 def test_a_thousand_ranks(port):
     started = time.monotonic()
-    first = server.MeetingServer(entry(0, 1000), [port], SECRET)
+    first = server.MeetingServer(registration(0, 1000), [port], SECRET)
     met = []
 
     def one(rank: int) -> None:
-        met.append(client.attend(entry(rank, 1000), [("127.0.0.1", port)], SECRET, 60.0)["addresses"])
+        met.append(attend(registration(rank, 1000), [("127.0.0.1", port)], SECRET, 60.0)["addresses"])
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in range(1, 1000)]
     for thread in threads:
@@ -385,8 +391,8 @@ def test_a_meeting_that_is_not_at_rank_0(host, said, port):
     assert said in str(caught.value)
     assert "Expected: the name or an address of the host of rank 0, on all processes" in str(caught.value)
     for env in ({"TFDIST_SKIP_ADDRESS_CHECK": "1"}, {"KUBERNETES_SERVICE_HOST": "10.96.0.1"}):
-        places.check_own(host, env)
-    places.check_own("localhost", {})
+        endpoints.check_own(host, env)
+    endpoints.check_own("localhost", {})
 
 
 def test_without_host_and_channel():
@@ -399,12 +405,24 @@ def test_without_host_and_channel():
         meet(Membership(1, 2, "MPICH", "job", channel="pmi"), 1.0, {})
 
 
+def test_a_channel_that_carries_nothing_ends_the_meeting(monkeypatch):
+    class Broken:
+        def tell(self, text: str, seconds: float) -> None:
+            raise ClusterError("rank 1 did not come")
+
+    before = set(threading.enumerate())
+    monkeypatch.setattr("tfdist.cluster.rendezvous.open_channel", lambda membership, env: Broken())
+    with pytest.raises(ClusterError, match=r"^rank 1 did not come$"):
+        meet(Membership(0, 2, "MPICH", "job", channel="pmi"), 20.0, {})
+    assert set(threading.enumerate()) <= before
+
+
 def test_shares_of_devices():
-    assert devices.own_share("abcd", 1, 2) == ["c", "d"]
-    assert devices.own_share("abcde", 1, 2) == ["c", "d"]
-    assert devices.own_share("ab", 2, 3) == ["a"]
-    assert devices.own_share("", 0, 2) == []
-    assert devices.seen(0, {"CUDA_VISIBLE_DEVICES": "0"}) != devices.seen(1, {"CUDA_VISIBLE_DEVICES": "1"})
+    assert own_share("abcd", 1, 2) == ["c", "d"]
+    assert own_share("abcde", 1, 2) == ["c", "d"]
+    assert own_share("ab", 2, 3) == ["a"]
+    assert own_share("", 0, 2) == []
+    assert visible_devices(0, {"CUDA_VISIBLE_DEVICES": "0"}) != visible_devices(1, {"CUDA_VISIBLE_DEVICES": "1"})
     for env, bound in (
         ({"SLURM_GPU_BIND": "none"}, False),
         ({"SLURM_GPUS_PER_TASK": "1"}, True),
@@ -412,8 +430,8 @@ def test_shares_of_devices():
         ({"SLURM_TRES_PER_TASK": "gres:gpu:1"}, True),
         ({"SLURM_GPU_BIND": "closest"}, True),
     ):
-        assert (devices.seen(0, env, of_slurm=True) != devices.seen(1, env, of_slurm=True)) == bound
-        assert devices.seen(0, env) == devices.seen(1, env)
+        assert (visible_devices(0, env, of_slurm=True) != visible_devices(1, env, of_slurm=True)) == bound
+        assert visible_devices(0, env) == visible_devices(1, env)
 
 
 def mpiexec(connection: socket.socket, store: dict[str, str]) -> None:

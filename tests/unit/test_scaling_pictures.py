@@ -51,7 +51,7 @@ def test_points_of_data_parallelism():
 | Framework | 1 process, ms | 2 processes, ms | Efficiency | Time / tfdist's |
 |---|--:|--:|--:|--:|
 | tfdist | 40.00 (39.00-41.00) | 50.00 (40.00-80.00) | 80% | 1.00 |
-| tfdist, communication="bf16" | 40.00 (39.00-41.00) | 50.00 (40.00-80.00) | 80% | 1.00 |
+| tfdist, compression="bf16" | 40.00 (39.00-41.00) | 50.00 (40.00-80.00) | 80% | 1.00 |
 | PyTorch DDP (gloo) | failed | 60.00 (59.00-61.00) |  | 1.20 |
 """
     panels = scaling_pictures.of_data_parallelism(f"{table.format('CNN')}\n{table.format('MLP')}").panels

@@ -7,8 +7,8 @@ import pytest
 
 tf = pytest.importorskip("tensorflow")
 
+from tfdist.inspection.batch_sharding import count_rows, cut_rows, is_batched, share, static_rows, take_share  # noqa: E402
 from tfdist.strategies.global_batches import rows_of_worker, share_of  # noqa: E402
-from tfdist.strategies.sharing import count_rows, cut_rows, is_batched, share, static_rows, take_share  # noqa: E402
 
 
 @pytest.mark.parametrize("pieces", range(1, 9))

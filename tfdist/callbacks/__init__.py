@@ -3,12 +3,12 @@
 import lazy_loader
 
 __getattr__, __dir__, __all__ = lazy_loader.attach(
-    __name__,
+    "tfdist",
     submod_attrs={
-        "backup_and_restore": ["BackupAndRestore"],
-        "folder_lock": ["FolderInUse"],
-        "pipeline_timeline": ["PipelineTimeline"],
-        "tensorboard": ["TensorBoard"],
-        "store": ["CheckpointStore", "DamagedBackups"],
+        "callbacks.pipeline_timeline": ["PipelineTimeline"],
+        "callbacks.tensorboard": ["TensorBoard"],
+        "checkpoint.backup_and_restore": ["BackupAndRestore"],
+        "checkpoint.folder_lock": ["FolderInUseError"],
+        "checkpoint.store": ["CheckpointStore", "DamagedBackupsError"],
     },
 )

@@ -13,15 +13,12 @@ from typing import Any
 import keras
 
 from tfdist.arguments import check_path
-from tfdist.picture_endings import wanted_endings
-from tfdist.strategies.pipeline.clock import Clock
-from tfdist.strategies.pipeline.clock_offsets import clock_offsets
-from tfdist.strategies.pipeline.loss_head import MASKED, why_not_decomposable
-from tfdist.strategies.pipeline.picture import save_picture
+from tfdist.picture_formats import wanted_endings
+from tfdist.strategies.pipeline.clock import Clock, clock_offsets
 from tfdist.strategies.pipeline.schedule import Schedule
-from tfdist.strategies.pipeline.simulation import Interval, simulate
 from tfdist.strategies.pipeline.strategy import PipelineStrategy
-from tfdist.strategies.pipeline.trace_file import write_trace
+from tfdist.strategies.pipeline.timeline import Interval, save_picture, simulate, write_trace
+from tfdist.strategies.pipeline.validation import MASKED, why_not_decomposable
 
 _log = logging.getLogger("tfdist")
 
@@ -53,7 +50,7 @@ class PipelineTimeline(keras.callbacks.Callback):
 
     Example:
         >>> import keras, numpy as np, tfdist
-        >>> strategy = tfdist.PipelineStrategy(microbatches=4)
+        >>> strategy = tfdist.PipelineStrategy(["CPU:0", "CPU:0"], num_microbatches=4)
         >>> with strategy.scope():
         ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(1)])
         ...     model.compile("adam", "mse")
@@ -120,14 +117,14 @@ class PipelineTimeline(keras.callbacks.Callback):
             )
 
     def get_state(self) -> dict[str, Any]:
-        """Nothing: a backup keeps no times."""
+        """Returns nothing: a backup keeps no times."""
         return {}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Does nothing."""
 
     def _use_clock(self, clock: Clock | None) -> None:
-        self.model.distribute_strategy.clock = clock
+        self.model.distribute_strategy._clock = clock
         # Keras takes the model's function anew for each step.
         self.model.make_train_function(force=True)
 
@@ -138,7 +135,7 @@ class PipelineTimeline(keras.callbacks.Callback):
 
     def _draw(self, clock: Clock) -> None:
         strategy = self.model.distribute_strategy
-        schedule = strategy.prepare(self.model).schedule
+        schedule = strategy._prepare(self.model).schedule
         self.measured = clock.intervals(clock_offsets(strategy.devices[0]))
         self.predicted = _predict(schedule, self.measured)
         path = Path(self.path)
@@ -160,7 +157,7 @@ def _predict(schedule: Schedule, measured: Sequence[Interval]) -> list[Interval]
 def _why_nothing(model: keras.Model) -> str:
     if model.run_eagerly:
         return "the model is compiled with run_eagerly=True, where no stages work side by side."
-    plan = model.distribute_strategy.prepare(model)
+    plan = model.distribute_strategy._prepare(model)
     reason = why_not_decomposable(plan.model, plan.functional) or MASKED
     return f"it knows steps only whose loss is computed micro-batch by micro-batch, but {reason}."
 
@@ -170,7 +167,7 @@ def _check_format(path: str | os.PathLike[str]) -> None:
         wanted = wanted_endings(path)
     except ImportError as error:
         raise ImportError(
-            "PipelineTimeline draws with matplotlib, which cannot be imported: pip install 'tfdist[plot]'"
+            "PipelineTimeline draws with matplotlib, which cannot be imported: pip install 'matplotlib>=3.7'"
         ) from error
     if wanted:
         raise ValueError(

@@ -13,17 +13,31 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.utils.python_utils import pythonify_logs
 
 from tfdist.arguments import check_path
 from tfdist.callbacks import summaries
-from tfdist.callbacks.training_meter import Lap, TrainingMeter
-from tfdist.strategies import epoch_iterators
-from tfdist.strategies.exchange import ExchangeTimer
+from tfdist.compat.upstream import pythonify_logs
+from tfdist.inspection import epoch_iterators
+from tfdist.runtime.training_meter import Lap, TrainingMeter
+from tfdist.steps.collectives import ExchangeTimer
+from tfdist.steps.common_hooks import install
 
 _log = logging.getLogger("tfdist")
-# What only the package knows how to write.
+# Only the tensorboard package knows how to write these.
 _NEEDS_PACKAGE = ("histogram_freq", "write_images", "embeddings_freq")
+
+
+class _Zero:
+    """A level of 0 for the profiler: TensorFlow takes an `int` among its options for a bool, which it ignores."""
+
+    def __index__(self) -> int:
+        return 0
+
+
+# When TensorFlow stops to record a host, it writes to freed memory for events that began in one thread and ended in
+# another (`SplitEventTracker` points into a vector that grows). On the first process there are none. Each collective of
+# the others has one, `CollectiveExecutor::CompleteParams`: it ends where the first process' answer arrives.
+_DEVICES_ALONE = tf.profiler.experimental.ProfilerOptions(host_tracer_level=_Zero())
 
 
 class TensorBoard(keras.callbacks.TensorBoard):
@@ -44,8 +58,9 @@ class TensorBoard(keras.callbacks.TensorBoard):
     communication also with sparse gradients, with `ShardedOptimizer`, and in elastic jobs.
 
     Where `profile_batch` asks for a profile, every process profiles those steps, and TensorBoard shows them as hosts of
-    one run. Processes that share no disk write to the same path on their own ones. In a remote folder (`gs://`) there
-    is the chief's profile alone.
+    one run. The chief's profile has what its host and its GPUs do, that of another process its GPUs alone: TensorFlow
+    can crash when it records the host there. Processes that share no disk write to the same path on their own ones. In
+    a remote folder (`gs://`) there is the chief's profile alone.
 
     Steps are training steps, whatever `steps_per_execution` is. With scalars alone it needs no `tensorboard` package.
 
@@ -72,7 +87,7 @@ class TensorBoard(keras.callbacks.TensorBoard):
         >>> history = model.fit(np.ones((8, 4)), np.ones((8, 1)), callbacks=[board], verbose=0)
     """
 
-    on_every_process = True
+    _on_every_process = True
 
     def __init__(
         self,
@@ -83,8 +98,6 @@ class TensorBoard(keras.callbacks.TensorBoard):
         communication_freq: int = 1,
         **options: Any,
     ):
-        from tfdist.compat import install  # it needs this module's neighbours
-
         check_path("log_dir", log_dir, "a folder, such as 'logs'")
         _check(update_freq, communication_freq, options)
         install()
@@ -102,13 +115,13 @@ class TensorBoard(keras.callbacks.TensorBoard):
         self._data: Any = None
         self._timer: tuple[Any, ExchangeTimer] | None = None
 
-    def joined(self, everywhere: bool) -> None:
+    def _joined(self, everywhere: bool) -> None:
         """Called by tfdist when a fit begins on several processes.
 
         Args:
             everywhere: whether all of them have this callback.
         """
-        self._is_everywhere = everywhere and getattr(self.model.distribute_strategy, "members", None) is None
+        self._is_everywhere = everywhere and getattr(self.model.distribute_strategy, "_members", None) is None
         if not everywhere:
             _log.warning(
                 "Received: TensorBoard on some processes only. Expected: the same callbacks on all of them, of which "
@@ -116,7 +129,7 @@ class TensorBoard(keras.callbacks.TensorBoard):
             )
 
     def get_state(self) -> dict[str, Any]:
-        """How many steps there were before this epoch: a fit that is resumed goes on counting."""
+        """The number of steps before this epoch, from which a resumed fit goes on counting."""
         return {"steps": self._steps_before_epoch}
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -158,8 +171,12 @@ class TensorBoard(keras.callbacks.TensorBoard):
             super()._start_trace()
         elif self._is_everywhere and "://" not in self._train_dir:
             shutil.rmtree(self._own_profile, ignore_errors=True)
-            self._start_profiler(str(self._own_profile))
-            self._is_tracing = True
+            try:
+                tf.profiler.experimental.start(str(self._own_profile), _DEVICES_ALONE)
+            except Exception as error:  # as in Keras: not worth a training
+                _log.warning("This process is not profiled: %s", error)
+            else:
+                self._profiler_started = self._is_tracing = True
 
     def _stop_trace(self, batch: int | None = None) -> None:
         if self._is_chief:
@@ -190,9 +207,9 @@ class TensorBoard(keras.callbacks.TensorBoard):
         self._speed_of_epochs = TrainingMeter(self.model, self.params.get("steps"))
         self._speed_of_updates = TrainingMeter(self.model, self.params.get("steps"))
         self._data = epoch_iterators.latest(self.model)
-        # Of several processes `joined` tells.
+        # With several processes, `_joined` sets it.
         self._is_everywhere = self._peers is None
-        # Nothing is new, unless a profile is begun.
+        # Profiles of earlier fits.
         self._runs_before = {path.name for path in self._runs.glob("*")}
         super().on_train_begin(logs)
 
@@ -213,8 +230,8 @@ class TensorBoard(keras.callbacks.TensorBoard):
         super().on_test_begin(logs)
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
-        # The last training step, for which metrics may not have been due, has nothing to do with it. Keras leaves the
-        # contexts of the evaluation in this call: none may be around it.
+        # The metrics of an evaluation are always written, even if those of the last training step were not due. Keras
+        # leaves the contexts of the evaluation within this call, so no other context may be entered around it.
         self._evaluation_ends = True
         super().on_test_end(logs)
         self._evaluation_ends = False
@@ -252,7 +269,7 @@ class TensorBoard(keras.callbacks.TensorBoard):
             self._write("batch", _speeds(lap, rows), self._global_train_batch)
 
     def _in_epoch(self, steps: int) -> int:
-        """Keras counts the steps of an execution as if it was always whole."""
+        """Limits a number of steps to those of the epoch: Keras counts the last execution as if it was a whole one."""
         return min(steps, self.params.get("steps") or steps)
 
     def _is_due(self) -> bool:
@@ -271,9 +288,9 @@ class TensorBoard(keras.callbacks.TensorBoard):
             context.__enter__()
 
     def _of_all_replicas(self, logs: dict[str, Any] | None) -> dict[str, Any] | None:
-        """What Keras will say of the epoch at its end, now; on several processes a collective."""
+        """The metrics of the epoch so far, as Keras computes them at its end; with several processes a collective."""
         strategy = self.model.distribute_strategy
-        if not hasattr(strategy, "input_meter") or strategy.num_replicas_in_sync == 1:
+        if not hasattr(strategy, "_input_meter") or strategy.num_replicas_in_sync == 1:
             return logs
         return pythonify_logs(self.model._get_metrics_result_or_logs(logs)) if self._is_everywhere else None
 
@@ -281,7 +298,7 @@ class TensorBoard(keras.callbacks.TensorBoard):
 
     @property
     def _peers(self) -> Any:
-        return getattr(self.model.distribute_strategy, "peers", None)
+        return getattr(self.model.distribute_strategy, "_peers", None)
 
     def _write(self, prefix: str, scalars: dict[str, float | None], step: int) -> None:
         with self._train_writer.as_default():
@@ -290,7 +307,7 @@ class TensorBoard(keras.callbacks.TensorBoard):
                     summaries.scalar(f"{prefix}_{name}", value, step=step)
 
     def _speed_of_epoch(self, epoch: int) -> dict[str, float | None]:
-        """The same calls on all processes, where several have this callback."""
+        """The speeds of an epoch; a collective, if all processes have this callback."""
         lap, sums = self._speed_of_epochs.lap(), self._sums(epoch)
         laps, is_agreed = [lap], sums is not None
         if self._peers is not None and self._is_everywhere:
@@ -308,7 +325,7 @@ class TensorBoard(keras.callbacks.TensorBoard):
         }
 
     def _rows(self, laps: list[Lap]) -> int | None:
-        """Of the global batches of the epoch, as far as they were measured."""
+        """Rows of the global batches of the epoch that were measured."""
         lap = laps[0]
         if lap.rows is not None:
             is_whole = not lap.own_rows or self._peers is None or self._is_everywhere
@@ -316,15 +333,15 @@ class TensorBoard(keras.callbacks.TensorBoard):
         rows, size = epoch_iterators.rows_of_arrays(self._data), epoch_iterators.batch_size(self._data)
         if rows is None or size is None or self._data.steps_per_epoch:
             return None
-        # The last batch, which may be a smaller one, is always among those that were measured.
+        # The last batch, which may be smaller, is always among the measured ones.
         return rows - (self._steps_of_epoch - lap.steps) * size
 
     def _sums(self, epoch: int) -> Any:
-        """What a step adds up over the replicas, if that is to be measured after this epoch, and can be."""
+        """The sums of a step over the replicas, if they are to be measured after this epoch, and can be."""
         strategy = self.model.distribute_strategy
         if not self._is_everywhere or not self.communication_freq or (epoch + 1) % self.communication_freq:
             return None
-        sums = getattr(strategy, "sums_of_step", {}).get(self.model)
+        sums = getattr(strategy, "_sums_of_step", {}).get(self.model)
         return None if sums is None or None in sums else sums
 
     def _seconds_of_exchange(self, sums: Any) -> float:

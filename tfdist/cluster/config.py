@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tfdist.cluster import parsing, validation
+from tfdist.cluster import validation
 from tfdist.cluster.errors import ClusterError
 
 Task = tuple[str, int]
@@ -75,7 +75,7 @@ class ClusterConfig:
         """Reads the form of the TF_CONFIG variable; without a cluster in it, it is a single process.
 
         Args:
-            value: The JSON text, or what it stands for.
+            value: The JSON text, or the object.
             source: Where the value came from, for messages.
 
         Raises:
@@ -86,7 +86,7 @@ class ClusterConfig:
             >>> ClusterConfig.from_tf_config(text).address
             'b:2222'
         """
-        content, problems = parsing.parse(value, source) if isinstance(value, str) else (value, [])
+        content, problems = validation.parse(value, source) if isinstance(value, str) else (value, [])
         problems = [f"{source}: {problem}" for problem in problems]
         task = content.get("task")
         config = None

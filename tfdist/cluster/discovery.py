@@ -1,4 +1,4 @@
-"""Finding the cluster that this process belongs to."""
+"""Finding the cluster that this process belongs to, and variables that contradict what was found."""
 
 from __future__ import annotations
 
@@ -8,23 +8,21 @@ import os
 from collections.abc import Mapping
 
 from tfdist.cluster.config import ClusterConfig
-from tfdist.cluster.contradictions import contradictions, contradictions_of_cluster
-from tfdist.cluster.environments import ENVIRONMENTS, mvapich, open_mpi, own, pmi, slurm, tf_config
-from tfdist.cluster.environments.variables import optional_number
+from tfdist.cluster.environments import ENVIRONMENTS, RANK_LAUNCHERS, TF_CONFIG
+from tfdist.cluster.environments.launchers import BY_HAND
 from tfdist.cluster.errors import ClusterError
-from tfdist.cluster.membership import Membership
-from tfdist.cluster.roles import VARIABLE as SERVERS
-from tfdist.cluster.roles import roles
+from tfdist.cluster.membership import Membership, roles
+from tfdist.cluster.variables import SERVERS, optional_number
 
 _log = logging.getLogger("tfdist")
-# What starts processes by rank; other systems set TF_CONFIG themselves.
-_LAUNCHERS = (open_mpi, mvapich, pmi, slurm)
-# Where a process is known, once it has met the others.
+# Ray sets the TF_CONFIG of its workers, which inherit the variables of the system that started Ray's daemons.
+_RAY = "RAY_"
+# The cluster of a process that has met the others.
 _met: dict[Membership, ClusterConfig] = {}
 
 
 def discover(env: Mapping[str, str] | None = None, timeout: float = 300.0) -> ClusterConfig:
-    """Finds the cluster, by the first system that is there: see docs/clusters.md for which they are, in which order.
+    """Finds the cluster, by the first system that is there: docs/clusters.md lists them in their order.
 
     Where the system tells only ranks, this waits until all processes have come, and keeps a port for TensorFlow's
     server; further calls in the same process return the same.
@@ -50,7 +48,7 @@ def discover(env: Mapping[str, str] | None = None, timeout: float = 300.0) -> Cl
 
 
 def find(env: Mapping[str, str] | None = None) -> ClusterConfig | Membership:
-    """The same without meeting the others: a `Membership` where only rank and size are known.
+    """Finds the cluster without meeting the others: a `Membership` where only rank and size are known.
 
     Raises:
         ClusterError: If the environment describes no valid cluster.
@@ -63,31 +61,85 @@ def find(env: Mapping[str, str] | None = None) -> ClusterConfig | Membership:
     environment = next(environment for environment in ENVIRONMENTS if environment.detect(env))
     found = environment.read(env)
     if isinstance(found, ClusterConfig):
-        problems = _against_launcher(found, env) if environment is tf_config else []
-        if problems:
-            raise ClusterError(problems)
-        return found
-    # What a person has set for tfdist overrides everything.
-    problems = contradictions(found, env) if environment is not own else []
+        problems = _against_launcher(found, env) if environment is TF_CONFIG else []
+    else:
+        # What a person has set for tfdist overrides everything.
+        problems = contradictions(found, env) if environment is not BY_HAND else []
     if problems:
         raise ClusterError(problems)
-    if found.size == 1:
+    if isinstance(found, Membership) and found.size == 1:
         return ClusterConfig.single_process(found.source)
     return found
 
 
+def contradictions(found: Membership, env: Mapping[str, str]) -> list[str]:
+    """The variables that say something else than the system: a line for each, with what to do.
+
+    Raises:
+        ClusterError: If one is no number.
+
+    Example:
+        >>> contradictions(Membership(0, 2, "Slurm step 17.0", "job"), {"WORLD_SIZE": "4"})[0].partition(".")[0]
+        'Received: WORLD_SIZE=4, but Slurm step 17'
+        >>> contradictions(Membership(0, 2, "Slurm step 17.0", "job"), {"WORLD_SIZE": "2"})
+        []
+    """
+    # Often left over in scripts. A launcher inside of another system's tasks sets its own, and is asked first.
+    variables = {"RANK": found.rank, "TFDIST_SIZE": found.size, "WORLD_SIZE": found.size}
+    given = {name: optional_number(env, name) for name in variables}
+    return [
+        f"Received: {name}={given[name]}, but {found.source} says that the "
+        f"{'rank' if name == 'RANK' else 'number of processes'} is {expected}. Expected: the same. "
+        f"Unset {name}; or let TFDIST_RANK and TFDIST_SIZE, both of them, override everything"
+        for name, expected in variables.items()
+        if given[name] not in (None, expected)
+    ]
+
+
+def tf_config_contradictions(config: ClusterConfig, found: Membership, env: Mapping[str, str]) -> list[str]:
+    """Why TF_CONFIG, which may be left over from another job, does not fit the system: a line, or nothing.
+
+    The number of tasks has to be the same. With parameter servers or an evaluator, whoever wrote TF_CONFIG decides
+    which task comes first; otherwise the ranks have to be the same as well. If the system has a single task, that one
+    may have started others.
+
+    Example:
+        >>> config = ClusterConfig({"worker": ["a:1", "b:1"]}, "worker", 1)
+        >>> tf_config_contradictions(config, Membership(1, 2, "Slurm step 17.0", "job"), {})
+        []
+        >>> tf_config_contradictions(config, Membership(1, 3, "Slurm step 17.0", "job"), {})[0].partition(".")[0]
+        'Received: TF_CONFIG of 2 tasks, but Slurm step 17'
+    """
+    if found.size == 1 or any(name.startswith(_RAY) for name in env):
+        return []
+    own = (config.task_type, config.task_index)
+    tasks = [(job, index) for job, index, _ in config.tasks()] or [own]
+    count = len(tasks) + (own not in tasks)  # an evaluator beside the cluster
+    if count != found.size:
+        given, said = f"of {count} task{'' if count == 1 else 's'}", f"number of tasks is {found.size}"
+    elif {job for job, _ in (*tasks, own)} <= {"chief", "worker"} and config.rank != found.rank:
+        given, said = f"of rank {config.rank} ({config.task_type} {config.task_index})", f"rank is {found.rank}"
+    else:
+        return []
+    return [
+        f"Received: TF_CONFIG {given}, but {found.source} says that the {said}. Expected: the same. Unset TF_CONFIG, "
+        "without which tfdist asks the system; if it is right, pass "
+        'cluster=tfdist.ClusterConfig.from_tf_config(os.environ["TF_CONFIG"]) to the strategy'
+    ]
+
+
 def _against_launcher(config: ClusterConfig, env: Mapping[str, str]) -> list[str]:
-    launcher = next((environment for environment in _LAUNCHERS if environment.detect(env)), None)
+    launcher = next((environment for environment in RANK_LAUNCHERS if environment.detect(env)), None)
     if launcher is None:
         return []
     try:
-        return contradictions_of_cluster(config, launcher.read(env), env)
+        return tf_config_contradictions(config, launcher.read(env), env)
     except ClusterError:
         return []  # with TF_CONFIG nothing else has to be known
 
 
 def _complete(found: Membership, timeout: float, env: Mapping[str, str]) -> ClusterConfig:
-    # Whoever only asks who is there needs no network.
+    # Imported here because `find` needs no network, and this takes a while to load.
     from tfdist.cluster.rendezvous import meet
 
     tasks = roles(found.size, optional_number(env, SERVERS) or 0)

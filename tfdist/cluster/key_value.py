@@ -1,4 +1,4 @@
-"""Texts by name, kept by one process of a job for all of them, where TensorFlow's coordination service is not there.
+"""A key-value store: texts that one process of a job keeps for all, where TensorFlow has no coordination service.
 
 Messages are JSON, one array a message, framed and authenticated by `multiprocessing.connection`; nothing that comes
 from the network is ever unpickled.
@@ -16,33 +16,32 @@ client                        server
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import json
-import socket
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 
 from tfdist.cluster import sockets
-from tfdist.cluster.authentication import ENDS, authenticate
-from tfdist.cluster.listener import Listener
+from tfdist.cluster.connections import ENDS, Listener, UnreachedError, authenticate, framed, keep_trying, send
 
-# How long an answer may take besides what was to be waited for: the server only looks it up.
+# How long an answer may take, apart from the wait that was asked for: the server only looks it up.
 _ANSWER_SECONDS = 20.0
 
 
-class ProcessGone(ConnectionError):
-    """The process that a text is awaited from is gone."""
+class ProcessGoneError(ConnectionError):
+    """The process that should have set a text is gone."""
 
 
 class KeyValueServer:
     """Keeps the texts, and serves the other processes from a thread for each of them.
 
     Args:
-        token: a secret that the clients know, too.
+        token: A secret that the clients know, too.
 
     Attributes:
-        port: where it listens, on every interface.
+        port: Where it listens, on every interface.
 
     Example:
         >>> with KeyValueServer(b"secret") as server:
@@ -61,10 +60,9 @@ class KeyValueServer:
         self._changed = threading.Condition()
         self._listener = Listener(sockets.bind_everywhere(0, reuse=False), self._serve, "tfdist-key-value")
         self.port: int = self._listener.port
-        self._listener.start()
 
     def set(self, name: str, text: str) -> None:
-        """Keeps a text, in the place of an earlier one of that name."""
+        """Keeps a text; it replaces an earlier one of that name."""
         with self._changed:
             self._texts[name] = text
             self._changed.notify_all()
@@ -75,24 +73,19 @@ class KeyValueServer:
             return self._texts.setdefault(name, text)
 
     def get(self, name: str, seconds: float, of: int | None = None) -> str | None:
-        """The text of that name, once there is one; `None` if there is none within `seconds`.
-
-        Args:
-            name: of the text.
-            seconds: how long to wait.
-            of: the rank that sets it.
+        """Waits for a text of that name, which rank `of` sets; `None` if there is none within `seconds`.
 
         Raises:
-            ProcessGone: if there is none, and that rank's connection has ended.
+            ProcessGoneError: If there is none, and that rank's connection has ended.
         """
         with self._changed:
             self._changed.wait_for(lambda: name in self._texts or of in self._gone, seconds)
             if name not in self._texts and of in self._gone:
-                raise ProcessGone(f"rank {of} is gone")
+                raise ProcessGoneError(f"rank {of} is gone")
             return self._texts.get(name)
 
     def wait_until_left(self, seconds: float) -> None:
-        """Waits until all that have joined are gone again, so that nothing is left to be read."""
+        """Waits until all ranks that have joined are gone again: nobody needs the texts then."""
         with self._changed:
             self._changed.wait_for(lambda: self._joined <= self._gone, seconds)
 
@@ -106,17 +99,17 @@ class KeyValueServer:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _serve(self, accepted: socket.socket) -> None:
-        with contextlib.suppress(*ENDS, ValueError), authenticate(accepted, self._token, first=True) as connection:
-            _, rank = json.loads(connection.recv_bytes())
-            self._note(self._joined.add, rank)
-            self._note(self._gone.discard, rank)
-            connection.send_bytes(b"[true]")
-            try:
-                while True:
-                    connection.send_bytes(json.dumps(self._answer(*json.loads(connection.recv_bytes()))).encode())
-            finally:
-                self._note(self._gone.add, rank)
+    def _serve(self, connection: Connection) -> None:
+        authenticate(connection, self._token, first=True)
+        _, rank = json.loads(connection.recv_bytes())
+        self._note(self._joined.add, rank)
+        self._note(self._gone.discard, rank)
+        send(connection, [True])
+        try:
+            while True:
+                send(connection, self._answer(*json.loads(connection.recv_bytes())))
+        finally:
+            self._note(self._gone.add, rank)
 
     def _note(self, change: Callable[[int], object], rank: int) -> None:
         with self._changed:
@@ -131,76 +124,64 @@ class KeyValueServer:
             return [self.decide(name, str(value))]
         try:
             return [self.get(name, float(value), of)]
-        except ProcessGone:
+        except ProcessGoneError:
             return []
 
 
 class KeyValueClient:
-    """Another process' texts.
+    """Access to the texts from another process; the methods are those of `KeyValueServer`.
+
+    Each of them raises a ConnectionError if the server is gone, or does not answer.
 
     Args:
-        address: host and port of the server.
-        token: the secret.
-        rank: of this process.
-        timeout: how long to try to reach it, in seconds.
+        address: Host and port of the server.
+        token: The secret.
+        rank: That of this process.
+        timeout: How long to try to reach the server, in seconds.
 
     Raises:
-        ConnectionError: if the server cannot be reached, or knows another secret.
+        ConnectionError: If the server cannot be reached, or knows another secret.
     """
 
     def __init__(self, address: tuple[str, int], token: bytes, rank: int, timeout: float = 30.0):
         self._name = "{}:{}".format(*address)
         self._lock = threading.Lock()
-        deadline = time.monotonic() + timeout
-        while True:
-            try:
-                connected = socket.create_connection(address, timeout=max(0.1, deadline - time.monotonic()))
-                break
-            except OSError as error:
-                if time.monotonic() >= deadline:
-                    raise ConnectionError(f"nobody listens at {self._name}: {error}") from None
-                time.sleep(0.1)
+        problems: dict[str, str] = {}
+        attempts = {self._name: functools.partial(sockets.connect, address)}
         try:
-            self._connection = authenticate(connected, token, first=False)
+            self._connection = framed(keep_trying(attempts, time.monotonic() + timeout, problems))
+        except UnreachedError:
+            raise ConnectionError(f"nobody listens at {self._name}: {problems[self._name]}") from None
+        try:
+            authenticate(self._connection, token, first=False)
             self._ask(0.0, "join", rank)
         except ENDS as error:
+            self._connection.close()
             raise ConnectionError(f"{self._name} does not speak to this job: {error or 'it hung up'}") from None
 
     def set(self, name: str, text: str) -> None:
-        """As `KeyValueServer.set`.
-
-        Raises:
-            ConnectionError: if the server is gone, or does not answer.
-        """
+        """As `KeyValueServer.set`."""
         self._ask(0.0, "set", name, text)
 
     def decide(self, name: str, text: str) -> str:
-        """As `KeyValueServer.decide`.
-
-        Raises:
-            ConnectionError: if the server is gone, or does not answer.
-        """
+        """As `KeyValueServer.decide`."""
         return self._ask(0.0, "decide", name, text)[0]
 
     def get(self, name: str, seconds: float, of: int | None = None) -> str | None:
-        """As `KeyValueServer.get`.
-
-        Raises:
-            ConnectionError: if the server is gone.
-        """
+        """As `KeyValueServer.get`."""
         answer = self._ask(seconds, "get", name, seconds, of)
         if not answer:
-            raise ProcessGone(f"rank {of} is gone")
+            raise ProcessGoneError(f"rank {of} is gone")
         return answer[0]
 
     def close(self) -> None:
-        """Leaves."""
+        """Ends the connection: this rank then counts as gone."""
         self._connection.close()
 
     def _ask(self, patience: float, *message: str | float | None) -> list:
         try:
             with self._lock:
-                self._connection.send_bytes(json.dumps(message).encode())
+                send(self._connection, message)
                 if self._connection.poll(patience + _ANSWER_SECONDS):
                     return json.loads(self._connection.recv_bytes())
                 self._connection.close()  # what it says later would be taken for another answer

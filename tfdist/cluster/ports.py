@@ -6,7 +6,6 @@ import errno
 import random
 import socket
 from pathlib import Path
-from types import TracebackType
 
 from tfdist.cluster import sockets
 from tfdist.cluster.errors import ClusterError
@@ -38,9 +37,7 @@ class Reservation:
     def __enter__(self) -> Reservation:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -92,7 +89,7 @@ def reserve(count: int, host: str = "127.0.0.1", low: int = _LOW, high: int | No
 def reserve_again(port: int) -> Reservation:
     """Reserves the port that another process, which has died, had on this machine.
 
-    Its connections may not quite have ended: they are in the way of `reserve`, but not of a server.
+    Connections of that process may not quite have ended: they are in the way of `reserve`, but not of a server.
 
     Raises:
         OSError: If a process listens there.
@@ -129,7 +126,7 @@ def default_range(low: int = _LOW) -> tuple[int, int]:
         20000
     """
     high = ephemeral_low()
-    # A system whose outgoing connections start below leaves nothing free; a port that is held is safe from them too.
+    # If the ports of outgoing connections begin below, none would be left. They never take a port that is held.
     return low, (high if high > low else max(_USUAL_EPHEMERAL, min(low + 10000, 65536)))
 
 
@@ -140,18 +137,18 @@ def _hold(port: int) -> socket.socket | None:
         if error.errno in (errno.EADDRINUSE, errno.EACCES):
             return None
         raise
-    # Only now: bound without it, the socket refused, and was refused by, every other reservation. Set afterwards, it
-    # admits the later bind of a server that sets it as well, and still nobody who does not.
+    # Set only after the bind. Bound without it, two reservations of a port refuse each other; set afterwards, it admits
+    # the later bind of a server that sets it as well, and still nobody who does not.
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     return holder
 
 
 def _check_host(host: str) -> None:
     try:
-        sockets.bind_host(host, 0, reuse=False).close()
+        is_own = sockets.is_own(host)
     except socket.gaierror as error:
         raise ClusterError(f"host {host!r} has no address ({error.strerror}); use 127.0.0.1 or a known name") from None
-    except OSError:
+    if not is_own:
         raise ClusterError(
             f"host {host!r} is not an address of this machine; use 127.0.0.1 or an address that `ip address` shows"
-        ) from None
+        )

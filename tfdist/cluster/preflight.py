@@ -8,13 +8,12 @@ import socket
 import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from ipaddress import ip_address
 
-from tfdist.cluster import address, sockets
+from tfdist.cluster import sockets
 from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.errors import ClusterError
 
-# For processes that the others reach by an address which is not this machine's own.
+# Set where the others reach this process by an address that is not this machine's own.
 SKIP_ADDRESS_CHECK = "TFDIST_SKIP_ADDRESS_CHECK"
 
 
@@ -50,7 +49,7 @@ def check(config: ClusterConfig, env: Mapping[str, str] | None = None) -> list[s
 
 
 def require(config: ClusterConfig, env: Mapping[str, str] | None = None) -> None:
-    """The same as `check`, as an error.
+    """Refuses what `check` finds.
 
     Raises:
         ClusterError: If there is any problem.
@@ -90,7 +89,7 @@ def _tensorflow() -> list[str]:
 
 
 def _hosts(config: ClusterConfig) -> list[str]:
-    places = {(job, index): address.split(place)[0] for job, index, place in config.tasks()}
+    places = {(job, index): sockets.split_address(place)[0] for job, index, place in config.tasks()}
     hosts = sorted(set(places.values()))
     with ThreadPoolExecutor(max_workers=min(16, len(hosts))) as pool:  # a name server that is down costs seconds a name
         found = dict(zip(hosts, pool.map(_resolve, hosts), strict=True))
@@ -104,8 +103,9 @@ def _hosts(config: ClusterConfig) -> list[str]:
                 "correct the name, add it to /etc/hosts, or use an IP address"
             )
             continue
-        # The own name may well stand for 127.0.1.1 in the own /etc/hosts; written as such it misleads the others.
-        misleads = (job, index) != (config.task_type, config.task_index) or address.is_loopback(host)
+        # The /etc/hosts of this machine may map its own name to 127.0.1.1. A loopback address that is written in the
+        # cluster, however, misleads the others.
+        misleads = (job, index) != (config.task_type, config.task_index) or sockets.is_loopback(host)
         if mixed and misleads and _all_loopback(addresses):
             problems.append(
                 f"{job} {index}: the host {host!r} is only a loopback address here ({', '.join(sorted(addresses))}), "
@@ -118,29 +118,28 @@ def _resolve(host: str) -> set[str] | str:
     try:
         return {str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except (OSError, UnicodeError) as error:
-        return getattr(error, "strerror", None) or str(error)
+        return sockets.reason_of(error)
 
 
 def _all_loopback(addresses: set[str]) -> bool:
-    return all(ip_address(entry.partition("%")[0]).is_loopback for entry in addresses)
+    return all(map(sockets.is_loopback, addresses))
 
 
 def _own_port(config: ClusterConfig, must_be_local: bool) -> list[str]:
-    host, port = address.split(config.address)
+    host, port = sockets.split_address(config.address)
     task = f"{config.task_type} {config.task_index}"
     if must_be_local:
         try:
-            sockets.bind_host(host, 0, reuse=True).close()
-        except socket.gaierror:
+            is_own = sockets.is_own(host)
+        except (socket.gaierror, UnicodeError):
             return []  # reported with the other hosts
-        except (OSError, UnicodeError) as error:
-            if getattr(error, "errno", None) == errno.EADDRNOTAVAIL:
-                return [
-                    f"{task}: {config.address} is not an address of this machine; "
-                    "set the task type and index of this process to the task that runs here, or correct the address; "
-                    "if it is forwarded to this machine (NAT, the published port of a container), "
-                    f"set {SKIP_ADDRESS_CHECK}=1"
-                ]
+        if not is_own:
+            return [
+                f"{task}: {config.address} is not an address of this machine; "
+                "set the task type and index of this process to the task that runs here, or correct the address; "
+                "if it is forwarded to this machine (NAT, the published port of a container), "
+                f"set {SKIP_ADDRESS_CHECK}=1"
+            ]
     try:
         sockets.bind_everywhere(port, reuse=True).close()
     except OSError as error:

@@ -1,17 +1,76 @@
-"""What can be wrong with a cluster description: pure functions that return lists of problems."""
+"""What can be wrong with a cluster description, as JSON text or as an object: pure functions that return problems."""
 
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Mapping, Sequence
 
-from tfdist.cluster import address
+from tfdist.cluster import sockets
+from tfdist.cluster.errors import ClusterError
 
 JOBS = ("chief", "worker", "ps", "evaluator")
-# Names that other systems use for the same job and that no spelling check would find.
+# Names that other systems use for the same jobs; a spelling check would not find them.
 _ALIASES = {"master": "chief", "parameter_server": "ps", "coordinator": "chief"}
 
 Jobs = dict[str, dict[int, str]]
+
+EXAMPLE = '{"cluster": {"worker": ["host1:2222", "host2:2222"]}, "task": {"type": "worker", "index": 0}}'
+_SHOWN = 200
+
+
+def parse(text: str, source: str = "TF_CONFIG") -> tuple[dict[str, object], list[str]]:
+    """Reads the JSON text of TF_CONFIG, or of a variable like it.
+
+    Args:
+        text: The value of the variable.
+        source: The variable's name, for messages.
+
+    Returns:
+        The object, and a problem for each key that occurs twice in one object: JSON would silently keep the last.
+
+    Raises:
+        ClusterError: If the text is not JSON, or not an object.
+
+    Example:
+        >>> parse('{"task": {"index": 0, "index": 1}}')[1]
+        ['the key "index" is given twice in one object; JSON keeps only the last, so remove one']
+    """
+    if not text.strip():
+        raise ClusterError(
+            f"{source} is set, but blank; unset it to train in this process alone, or write it as {EXAMPLE}"
+        )
+    problems: list[str] = []
+
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        keys = [key for key, _ in pairs]
+        for key in dict.fromkeys(key for key in keys if keys.count(key) > 1):
+            problems.append(f'the key "{key}" is given twice in one object; JSON keeps only the last, so remove one')
+        return dict(pairs)
+
+    try:
+        value = json.loads(text, object_pairs_hook=unique)
+    except json.JSONDecodeError as error:
+        raise ClusterError(_not_json(text, error, source)) from None
+    if not isinstance(value, dict):
+        raise ClusterError(f"{source} is {_shown(text)}, which is not a JSON object; write it as {EXAMPLE}")
+    return value, problems
+
+
+def _not_json(text: str, error: json.JSONDecodeError, source: str) -> str:
+    if "'" in text and '"' not in text:
+        cause = "JSON wants double quotes (\"), not single quotes (')"
+    elif '"' not in text:
+        cause = "the shell probably removed the double quotes, so put single quotes (') around the whole value"
+    else:
+        cause = "often the shell's quoting is the cause: put single quotes (') around the whole value"
+    where = f"line {error.lineno} column {error.colno} (character {error.pos})"
+    wrong = f"{source} is not valid JSON: {error.msg} at {where} of {_shown(text)}"
+    return f"{wrong}; {cause}. Correct: {source}='{EXAMPLE}'"
+
+
+def _shown(text: str) -> str:
+    return repr(text) if len(text) <= _SHOWN else f"{text[:_SHOWN]!r}... ({len(text)} characters)"
 
 
 def as_index(value: object) -> int | None:
@@ -88,7 +147,7 @@ def job_problems(jobs: Jobs) -> list[str]:
         for index, place in tasks.items():
             task = f"{job} {index}"
             try:
-                host, port = address.split(place)
+                host, port = sockets.split_address(place)
             except ValueError as error:
                 problems.append(f"{task}: {error}")
                 continue
@@ -117,7 +176,7 @@ def task_problems(jobs: Jobs, task_type: object, task_index: object) -> list[str
         if task_type not in JOBS:
             return [_unknown(task_type, "task type")]
         if any(_meant(job) == task_type for job in jobs):
-            return []  # a job whose name has a mistake, which is a problem of its own
+            return []  # the job's name has a mistake, which is reported already
         return [f"task type {task_type!r} is not in the cluster; use one of its jobs: {', '.join(jobs)}"]
     if index is None:
         return [_bad_index(task_index)]
@@ -150,7 +209,7 @@ def _ranges(indexes: list[int]) -> str:
 
 
 def without_cluster(content: Mapping[str, object]) -> list[str]:
-    """What tells that a description without a cluster was meant to have one.
+    """The signs that a description without a cluster should have one.
 
     Example:
         >>> without_cluster({"environment": "cloud"})

@@ -1,41 +1,34 @@
-"""The only place where tfdist changes private functions of TensorFlow and Keras."""
+"""The only place where tfdist changes private functions of TensorFlow and Keras. It imports nothing else of tfdist."""
 
 from __future__ import annotations
 
+from tfdist.compat.hooks import KerasHooks, use_without_strategy
 
-def install() -> None:
-    """Installs every patch, once; called when the first tfdist strategy is built, never at import."""
+
+def install(without_strategy: KerasHooks) -> None:
+    """Installs every patch, once; never at import.
+
+    Args:
+        without_strategy: what is asked for models that have no tfdist strategy.
+
+    Raises:
+        RuntimeError: if Keras does not compute with TensorFlow.
+    """
+    import keras
+
+    if (backend := keras.backend.backend()) != "tensorflow":
+        raise RuntimeError(
+            f"Received: Keras with the backend {backend!r}. Expected: 'tensorflow', which it is without KERAS_BACKEND."
+        )
+    use_without_strategy(without_strategy)
     for patch in patches():
         patch.install()
 
 
 def patches() -> list:
     """All patches, in the order in which they are installed."""
-    from tfdist.compat import (
-        deferred_captures,
-        keras_callbacks,
-        keras_elastic,
-        keras_losses,
-        keras_metrics,
-        keras_optimizers,
-        keras_saving,
-        keras_seeds,
-        keras_sharded_slots,
-        keras_trainer,
-        keras_variables,
-    )
+    # Keras is imported with them.
+    from tfdist.compat import deferred_captures, keras_sharded_slots, keras_state, keras_steps, keras_trainer
 
-    modules = [
-        deferred_captures,
-        keras_losses,
-        keras_metrics,
-        keras_optimizers,
-        keras_trainer,
-        keras_callbacks,
-        keras_elastic,
-        keras_saving,
-        keras_seeds,
-        keras_variables,
-        keras_sharded_slots,
-    ]
+    modules = [deferred_captures, keras_steps, keras_trainer, keras_state, keras_sharded_slots]
     return [patch for module in modules for patch in module.PATCHES]

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tensorflow.python.framework import func_graph
-
 from tfdist.compat.patch import Patch
+from tfdist.compat.upstream import func_graph
 
 
 def _capture_call_time_value(original: Callable) -> Callable:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Callable
 from typing import Any
 
 from tfdist.compat.patch import Patch
-from tfdist.layers.sharded_slots import has_shards, merged_slots
 
 
-def _on_merged_slots(original: Callable) -> Callable:
+def _as_is(optimizer: Any) -> Any:
+    return optimizer
+
+
+# An optimizer, or what stands in for it with whole tables in place of shards.
+_saved_form: Callable[[Any], Any] = _as_is
+
+
+def _on_saved_form(original: Callable) -> Callable:
     @functools.wraps(original)
     def method(self: Any, store: Any) -> None:
-        if has_shards(self):
-            self = types.SimpleNamespace(name=self.name, variables=merged_slots(self))
-        original(self, store)
+        original(_saved_form(self), store)
 
     return method
 
@@ -24,7 +28,7 @@ def _on_merged_slots(original: Callable) -> Callable:
 PATCHES = [
     Patch(
         f"keras.src.optimizers.base_optimizer:BaseOptimizer.{method}",
-        _on_merged_slots,
+        _on_saved_form,
         "keras",
         "no upstream issue: optimizers are saved as a list that depends on how weights are split",
     )
@@ -32,7 +36,13 @@ PATCHES = [
 ]
 
 
-def install() -> None:
-    """Installs these patches alone, for a table in a program without a strategy."""
+def install(saved_form: Callable[[Any], Any]) -> None:
+    """Installs these patches alone: a table may be in a program without a strategy.
+
+    Args:
+        saved_form: takes an optimizer, and returns it, or an object with its name and with other `variables`.
+    """
+    global _saved_form
+    _saved_form = saved_form
     for patch in PATCHES:
         patch.install()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import importlib.metadata
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +27,7 @@ class Patch:
         target: "module:attribute" or "module:Class.attribute".
         make: receives the original function and returns its replacement, which must fall back on the original where
             no tfdist strategy is involved. For a method that upstream's class lacks: receives `None`.
-        package: distribution that the function belongs to, a key of `TESTED`.
+        package: that the function belongs to, a key of `TESTED`.
         upstream: the upstream issue, or the reason why there is none.
         is_new: whether the class has no such method of its own yet.
     """
@@ -86,8 +85,34 @@ class Patch:
             )
 
 
+def owner(public: type, method: str) -> type:
+    """The class from which a public class inherits a method. Keras 3.16 gives its private classes other names.
+
+    What others have set on the public class itself, as some loggers do, is not asked.
+
+    Example:
+        >>> import keras
+        >>> owner(type("Mine", (keras.Model,), {}), "export").__name__
+        'Model'
+    """
+    return next((parent for parent in public.__mro__[1:] if method in vars(parent)), public)
+
+
+def inherited(public: type, method: str) -> str:
+    """The target of a method that a public class inherits.
+
+    Example:
+        >>> import keras
+        >>> inherited(type("Mine", (keras.Model,), {}), "export")
+        'keras.src.models.model:Model.export'
+    """
+    found = owner(public, method)
+    return f"{found.__module__}:{found.__qualname__}.{method}"
+
+
 def _version(package: str) -> str:
-    return importlib.metadata.version(package)
+    # Not that of a distribution: keras-nightly installs `keras`, too.
+    return importlib.import_module(package).__version__
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from tensorflow.python.distribute import distribute_lib
-from tensorflow.python.framework import ops
+from tfdist.compat.upstream import distribute_lib, ops
 
 
 @contextlib.contextmanager

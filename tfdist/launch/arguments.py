@@ -1,4 +1,4 @@
-"""Splitting the arguments of `tfdist run`: what is the launcher's own and what belongs to the user's program."""
+"""Command lines that end with a script: tfdist's own options, then the script with its arguments."""
 
 from __future__ import annotations
 
@@ -7,6 +7,13 @@ import shutil
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import click
+
+AUTO = "auto"
+# Where a command finds its `Target`, in the meta of click's context.
+TARGET = "tfdist.launch.target"
 
 
 @dataclass(frozen=True)
@@ -84,3 +91,105 @@ def split(arguments: Sequence[str], options_with_value: Collection[str]) -> tupl
             return list(arguments[:position]), Target("script", tuple(arguments[position:]))
         position += 2 if word in options_with_value else 1
     return list(arguments), Target("script", ())
+
+
+class CountOrAuto(click.ParamType):
+    """A whole number, or "auto".
+
+    Args:
+        minimum: the least number allowed.
+
+    Example:
+        >>> CountOrAuto(1).convert("4", None, None)
+        4
+    """
+
+    name = "K|auto"
+
+    def __init__(self, minimum: int) -> None:
+        self._minimum = minimum
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        if value == AUTO:
+            return value
+        try:
+            count = int(value)
+        except ValueError:
+            self.fail(f"{value!r}: expected a whole number or auto.", param, ctx)
+        if count < self._minimum:
+            self.fail(f"{value}: expected at least {self._minimum}, or auto.", param, ctx)
+        return count
+
+
+class SecondsOrAuto(click.ParamType):
+    """A positive number of seconds, or None for "auto".
+
+    Example:
+        >>> SecondsOrAuto().convert("2.5", None, None), SecondsOrAuto().convert("auto", None, None)
+        (2.5, None)
+    """
+
+    name = "SECONDS|auto"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float | None:
+        if value == AUTO:
+            return None
+        try:
+            seconds = float(value)
+        except ValueError:
+            seconds = 0.0
+        if not seconds > 0:
+            self.fail(f"{value!r}: expected a positive number of seconds, or auto.", param, ctx)
+        return seconds
+
+
+class WorkerRange(click.ParamType):
+    """A number of workers, or the fewest and the most as MIN:MAX.
+
+    Example:
+        >>> WorkerRange().convert("1:3", None, None), WorkerRange().convert("2", None, None)
+        ((1, 3), (2, 2))
+    """
+
+    name = "N|MIN:MAX"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        if isinstance(value, tuple):
+            return value
+        fewest, separator, most = value.partition(":")
+        try:
+            bounds = (int(fewest), int(most if separator else fewest))
+        except ValueError:
+            self.fail(f"{value!r} is not a valid integer. Expected a number, or MIN:MAX such as 1:3.", param, ctx)
+        if separator and not 1 <= bounds[0] <= bounds[1]:
+            self.fail(f"{value!r}: expected MIN:MAX with 1 <= MIN <= MAX, for example 1:3.", param, ctx)
+        return bounds
+
+
+class ScriptCommand(click.Command):
+    """Leaves everything from the script on to the script, options included."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        with_value = {
+            name
+            for option in self.params
+            if isinstance(option, click.Option) and not option.is_flag
+            for name in option.opts
+        }
+        own, target = split(args, with_value)
+        ctx.meta[TARGET] = target
+        return super().parse_args(ctx, own)
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        return ["[OPTIONS]", "SCRIPT", "[ARGS]..."]
+
+
+def read_env(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
+    """The variables of a repeatable option KEY=VALUE."""
+    env = {}
+    for text in values:
+        name, separator, value = text.partition("=")
+        if not separator or not name:
+            raise click.BadParameter(f"{text!r}: expected KEY=VALUE, for example --env TF_CPP_MIN_LOG_LEVEL=0.")
+        env[name] = value
+    return env

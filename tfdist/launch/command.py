@@ -9,19 +9,19 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from tfdist.cluster.backend import BACKENDS, TENSORFLOW
-from tfdist.cluster.backend import VARIABLE as BACKEND_VARIABLE
-from tfdist.launch.arguments import Target
-from tfdist.launch.option_types import CountOrAuto, SecondsOrAuto, WorkerRange
-from tfdist.launch.script_command import TARGET, ScriptCommand, read_env
+from tfdist.cluster.variables import TENSORFLOW, TRANSPORT_VARIABLE, TRANSPORTS
+from tfdist.launch.arguments import TARGET, CountOrAuto, ScriptCommand, SecondsOrAuto, Target, WorkerRange, read_env
 
-_WORKERS_HELP = "Number of training processes; MIN:MAX begins with MAX, goes on with fewer when some die.  [default: 2]"
+_WORKERS_HELP = (
+    "Number of training processes; MIN:MAX begins with MAX, goes on with fewer when some die.  "
+    "[default: number of GPUs that CUDA_VISIBLE_DEVICES or nvidia-smi names; 2 without GPUs]"
+)
 _STAGES_HELP = "Instead of -n: a process for each of the K stages that tfdist.PipelineStrategy cuts a model into."
 _REPLICAS_HELP = "With --stages: R copies of the whole pipeline, K*R processes in all.  [default: 1]"
 _HANG_HELP = "Without progress for so long, a process counts as hung.  [default: what is unusual for it, 30 at least]"
 _PS_HELP = "Number of parameter servers; a chief is started as well, which drives the -n workers."
-_BACKEND_HELP = "What carries the collectives of MultiWorkerMirroredStrategy."
-_DISCOVERY_HELP = "Elastic: prints host:slots for each host that can be used now. With --backend horovod -n MIN:MAX."
+_TRANSPORT_HELP = "What carries the collectives of MultiWorkerMirroredStrategy."
+_DISCOVERY_HELP = "Elastic: prints host:slots for each host that can be used now. With --transport horovod -n MIN:MAX."
 _INTERFACE_HELP = "Elastic: the network interface that all hosts share; needed with a single host (lo)."
 _RESTARTS_HELP = "How often to start all processes again after one failed; with --ps, also a lost worker alone."
 _START_HELP = "Seconds from the call of fit to the first step, until the run counts as hung."
@@ -30,8 +30,8 @@ _DRILL_HANG_HELP = "For the fault that hangs a worker.  [default: from the time 
 _ONLY_HELP = "Only this fault (repeatable): kill-worker, kill-chief, hang, corrupt, truncate, disk-full or preempt."
 _KEEP_GOING_HELP = "Go on after a fault that the training did not survive unchanged."
 _ELSEWHERE = {
-    **dict.fromkeys(("submit", "jobs", "status", "logs", "cancel"), "tfdist.submit.command"),
-    "monitor": "tfdist.monitor.command",
+    **dict.fromkeys(("submit", "status", "logs", "cancel", "monitor"), "tfdist.jobs.command"),
+    "plan": "tfdist.planning.command",
 }
 _POSITIVE = click.FloatRange(min=0, min_open=True)
 _GRACE_HELP = "Seconds before SIGKILL; also until an evaluator is stopped once the training has ended."
@@ -39,14 +39,14 @@ _GRACE_HELP = "Seconds before SIGKILL; also until an evaluator is stopped once t
 
 def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
     if value:
-        from tfdist.launch.versions import own_version
+        from tfdist.launch.machine import own_version
 
         click.echo(f"tfdist {own_version()}")
         ctx.exit()
 
 
 class _Commands(click.Group):
-    """Has those of other packages as well, which are imported when they are asked for."""
+    """The commands of this module and those of other packages, which are imported when they are asked for."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted([*super().list_commands(ctx), *_ELSEWHERE])
@@ -71,12 +71,12 @@ def main() -> None:
 @click.option("--chief", is_flag=True, help='Let the first worker be the job "chief".')
 @click.option("--evaluator", is_flag=True, help="Start an evaluator, too; it may outlast the training by --grace.")
 @click.option(
-    "--backend",
-    type=click.Choice(BACKENDS),
+    "--transport",
+    type=click.Choice(TRANSPORTS),
     default=TENSORFLOW,
-    envvar=BACKEND_VARIABLE,
+    envvar=TRANSPORT_VARIABLE,
     show_default=True,
-    help=_BACKEND_HELP,
+    help=_TRANSPORT_HELP,
 )
 @click.option("--host-discovery", metavar="PROGRAM", help=_DISCOVERY_HELP)
 @click.option("--interface", metavar="NAME", help=_INTERFACE_HELP)
@@ -100,8 +100,8 @@ def run(ctx: click.Context, **options: Any) -> None:
     succeed, otherwise that of the first one that failed.
     """
     from tfdist.cluster.errors import ClusterError
-    from tfdist.launch.plan import PlanError
     from tfdist.launch.run import run_local
+    from tfdist.launch.run_plan import PlanError
 
     target: Target = ctx.meta[TARGET]
     given = [name for name in options if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
@@ -132,7 +132,7 @@ def drill(ctx: click.Context, as_json: bool, **options: Any) -> None:
     with the same weights, optimizer and history as the undisturbed one, bit for bit, otherwise 1.
     """
     from tfdist.launch.drill.drill import DrillOptions, run_drill
-    from tfdist.launch.plan import PlanError
+    from tfdist.launch.run_plan import PlanError
 
     try:
         code = run_drill(ctx.meta[TARGET], DrillOptions(**options), as_json)
@@ -158,8 +158,8 @@ def build(wheel_dir: str | None, force: bool) -> None:
     It takes some minutes, a C++ compiler and CMake. MPI and NCCL are included where they are found. The last line of
     the output is the path of the wheel.
     """
+    from tfdist.launch.horovod.build import BuildError
     from tfdist.launch.horovod.build import build as build_wheel
-    from tfdist.launch.horovod.source import BuildError
 
     def say(text: str) -> None:
         print(f"tfdist: {text}", file=sys.stderr, flush=True)
@@ -172,30 +172,6 @@ def build(wheel_dir: str | None, force: bool) -> None:
     # pip would leave a wheel of this version alone, whatever TensorFlow it was built for.
     say(f"install it with: {sys.executable} -m pip install --force-reinstall {wheel}")
     print(wheel)
-
-
-@main.command(cls=ScriptCommand, short_help="Predict which strategy trains a script fastest, and what it needs.")
-@click.option("--devices", metavar="N|N,N|N..M", help="How many may be used.  [default: those of the hardware]")
-@click.option("--batch-size", type=click.IntRange(min=1), help="Rows of the global batch.  [default: the script's]")
-@click.option("--hardware", metavar="NAME|FILE", help="Where it would run.  [default: this machine]")
-@click.option("--calibrate", is_flag=True, help="Measure this machine, even if it is known. It should be idle.")
-@click.option("--save", metavar="FILE", help="Write down the hardware as JSON, for --hardware elsewhere.")
-@click.option("--plot", metavar="FILE", help="Draw the speed-up over the number of devices, as .png or .svg.")
-@click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
-@click.pass_context
-def plan(ctx: click.Context, **options: Any) -> None:
-    """Predict what each strategy needs for SCRIPT: memory, communication and time of a step, without training.
-
-    SCRIPT is run up to its first call of fit, with strategies that do nothing. This machine is measured when it is
-    needed for the first time. Without SCRIPT, --calibrate and --save only do that.
-    """
-    from tfdist.planning.command import PlanningError
-    from tfdist.planning.command import plan as run_plan
-
-    try:
-        print(run_plan(ctx.meta[TARGET], **options))
-    except PlanningError as error:
-        raise click.ClickException(str(error)) from None
 
 
 @main.command(short_help="Try whether the processes of a job can train together: srun tfdist check")

@@ -11,9 +11,8 @@ from pathlib import Path
 
 from tfdist.launch.failure import Failure
 from tfdist.launch.guardian import Guardian
-from tfdist.launch.plan import REPLACEMENT, ProcessPlan
-from tfdist.launch.process import Process
-from tfdist.launch.program_start import StartProgram, start_afresh
+from tfdist.launch.process import Process, StartProgram, start_afresh
+from tfdist.launch.run_plan import REPLACEMENT, ProcessPlan
 from tfdist.launch.terminal import Terminal
 from tfdist.supervision.progress import VARIABLE, Progress, ProgressFile
 
@@ -42,7 +41,7 @@ class ProcessGroup:
         OSError: on entry; a process could not be started, and those already started have been killed.
 
     Example:
-        >>> with ProcessGroup(plans, Path("logs"), terminal, guardian) as group:
+        >>> with ProcessGroup(plans, Path("logs"), terminal, guardian) as group:  # doctest: +SKIP
         ...     while not group.is_over:
         ...         group.tick()
     """
@@ -82,7 +81,7 @@ class ProcessGroup:
     def __exit__(self, *error: object) -> None:
         self.kill()
         while not self.is_over:
-            self._look_after()
+            self._poll_processes()
             time.sleep(_TICK)
         for process in self.processes:
             process.close()
@@ -102,7 +101,7 @@ class ProcessGroup:
 
     @property
     def workers(self) -> int:
-        """With how many workers it trains: those that can be replaced, where there are such."""
+        """The number of workers: of those that can be replaced, if there are any, otherwise of all that train."""
         return sum(process.plan.is_replaceable for process in self.trainers) or len(self.trainers)
 
     @property
@@ -113,8 +112,8 @@ class ProcessGroup:
     def tick(self) -> list[Process]:
         """Passes output on for a moment and returns the processes that were found to have ended."""
         for key, _ in self._selector.select(_TICK):
-            self._hear(key.data)
-        return self._look_after()
+            self._read_output(key.data)
+        return self._poll_processes()
 
     def progress(self) -> dict[str, Progress | None]:
         """The last report of each training process that makes reports, by name."""
@@ -122,7 +121,7 @@ class ProcessGroup:
 
     def failure(self, process: Process, status: int, hang: str = "") -> Failure:
         """Describes what became of a process, with the last lines of its log."""
-        self._hear_what_is_there(process)
+        self._read_available(process)
         return Failure(process.plan.name, status, process.tail(_TAIL_LINES), str(process.log_path), hang)
 
     def replace(self, process: Process, number: int) -> Process:
@@ -180,7 +179,7 @@ class ProcessGroup:
         if process.output is not None:
             self._selector.register(process.output, selectors.EVENT_READ, process)
 
-    def _hear(self, process: Process) -> bytes:
+    def _read_output(self, process: Process) -> bytes:
         descriptor = process.output
         data = process.read()
         if process.output is None:
@@ -188,7 +187,7 @@ class ProcessGroup:
         self._terminal.feed(process.plan.name, data, final=process.output is None)
         return data
 
-    def _look_after(self) -> list[Process]:
+    def _poll_processes(self) -> list[Process]:
         ended = []
         for process in self._started:
             if process.is_over:
@@ -197,21 +196,21 @@ class ProcessGroup:
                 ended.append(process)
             if process.is_over:
                 self._guardian.remove(process.group)
-                self._hear_the_rest(process)
+                self._read_rest(process)
         return ended
 
-    def _hear_what_is_there(self, process: Process) -> None:
+    def _read_available(self, process: Process) -> None:
         heard = 0
         for _ in range(_LAST_CHUNKS):
             if process.output is None or heard >= _LAST_BYTES:
                 return
-            data = self._hear(process)
+            data = self._read_output(process)
             if not data:
                 return
             heard += len(data)
 
-    def _hear_the_rest(self, process: Process) -> None:
-        self._hear_what_is_there(process)
+    def _read_rest(self, process: Process) -> None:
+        self._read_available(process)
         if process.output is not None:
             self._selector.unregister(process.output)
             process.close_output()

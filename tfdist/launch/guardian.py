@@ -12,9 +12,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable
-from types import TracebackType
 
-_FAREWELL = 2.0
+_END_DEADLINE = 2.0
 
 
 class Guardian:
@@ -59,12 +58,10 @@ class Guardian:
         with contextlib.suppress(BrokenPipeError):
             os.write(self._write_end, message.encode())
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         os.close(self._write_end)
         try:
-            self._process.wait(_FAREWELL)
+            self._process.wait(_END_DEADLINE)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

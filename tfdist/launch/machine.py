@@ -1,17 +1,20 @@
-"""What this machine offers to a run: processor cores and GPUs, found without importing TensorFlow."""
+"""What this machine offers to a run: processor cores, GPUs and packages, found without importing TensorFlow."""
 
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import metadata
 
 _NVIDIA_SMI_DEADLINE = 20.0
 _GPU_LINE = re.compile(r"^GPU (\d+):")
 _MIG_LINE = re.compile(r"^\s+MIG .*\(UUID: (MIG-[^)]+)\)")
+_PACKAGES = ("tensorflow", "keras", "numpy")
 
 
 @dataclass(frozen=True)
@@ -87,3 +90,26 @@ def parse_nvidia_smi(listing: str) -> tuple[str, ...]:
         elif groups and (match := _MIG_LINE.match(line)):
             groups[-1].append(match.group(1))
     return tuple(name for gpu, *slices in groups for name in (slices or [gpu]))
+
+
+def own_version() -> str:
+    """The version of tfdist, installed or run from its source."""
+    import tfdist
+
+    return tfdist.__version__
+
+
+def versions() -> dict[str, str]:
+    """Versions by name, of the platform, Python and the packages.
+
+    Example:
+        >>> sorted(versions())
+        ['keras', 'numpy', 'platform', 'python', 'tensorflow', 'tfdist']
+    """
+    found = {"tfdist": own_version(), "python": platform.python_version(), "platform": platform.platform()}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found

@@ -8,20 +8,71 @@ import os
 import pty
 import signal
 import struct
+import subprocess
 import sys
 import termios
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
-from tfdist.launch.output import last_lines
-from tfdist.launch.plan import ProcessPlan
-from tfdist.launch.program_start import StartProgram, start_afresh
+import psutil
+
+from tfdist.launch.operating_system import die_with_parent, spawn
+from tfdist.launch.run_plan import ProcessPlan
+from tfdist.launch.terminal import last_lines
 
 _TAIL_BYTES = 64 * 1024
 _CHUNK = 64 * 1024
 # How long helpers of a process that has ended (Python's resource tracker, say) may clean up before they are killed.
 _HELPERS_GRACE = 1.0
+# The states of a process that is gone, or of which only the exit code is left.
+_ENDED = ("", psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+
+
+class Program(Protocol):
+    """A started program: leader of a process group of its own, child of this process."""
+
+    pid: int
+
+    def wait(self) -> int:
+        """Waits for its end and returns what `subprocess` calls returncode."""
+
+
+StartProgram = Callable[[ProcessPlan, int], Program]
+
+
+def start_afresh(plan: ProcessPlan, output: int) -> subprocess.Popen[bytes]:
+    """Starts a program in a new process.
+
+    Args:
+        plan: what to run.
+        output: file descriptor for its standard output and error.
+
+    Raises:
+        OSError: the command cannot be run.
+
+    Example:
+        >>> start_afresh(plan, output=1).wait()  # doctest: +SKIP
+        0
+    """
+    die_with_launcher = die_with_parent(os.getpid())
+
+    def before_exec() -> None:
+        # Between fork and exec. The launcher has one thread only, so that Python is safe there.
+        die_with_launcher()
+        if plan.cpus:
+            os.sched_setaffinity(0, plan.cpus)
+
+    return spawn(plan.command, output, plan.env, before_exec=before_exec)
+
+
+def start_unpinned(plan: ProcessPlan, output: int) -> subprocess.Popen[bytes]:
+    """The same where this process has several threads: no Python code runs between fork and exec.
+
+    So the program is not pinned to cores, and only the guardian ends it if this process is killed.
+    """
+    return spawn(plan.command, output, plan.env)
 
 
 class Process:
@@ -158,7 +209,7 @@ class Process:
         log = self._log.fileno()
         try:
             size = os.fstat(log).st_size
-            # At a place of its own: the process shares this file's position.
+            # pread, because the process shares this file's position.
             return last_lines(os.pread(log, _TAIL_BYTES, max(size - _TAIL_BYTES, self._log_start)), count)
         except OSError:
             return ()
@@ -174,13 +225,11 @@ class Process:
 
 
 def process_state(pid: int) -> str:
-    """What the kernel says that a process is doing: "R" running, "S" asleep, "T" stopped...; "" if there is none."""
+    """What a process is doing, one of psutil's constants such as "running" or "stopped"; "" if there is none."""
     try:
-        status = Path("/proc", str(pid), "stat").read_bytes()
-    except OSError:
+        return psutil.Process(pid).status()
+    except psutil.NoSuchProcess:
         return ""
-    # Behind the command's name, which is in brackets and may contain anything.
-    return status[status.rindex(b")") + 1 :].split()[0].decode()
 
 
 def _open_log(path: Path, continues: str) -> tuple[BinaryIO, int]:
@@ -198,14 +247,9 @@ def _open_log(path: Path, continues: str) -> tuple[BinaryIO, int]:
 
 def _has_other_members(group: int) -> bool:
     """Whether a process group has members besides its leader that are not zombies."""
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit() or int(entry) == group:
-            continue
-        with contextlib.suppress(OSError):
-            status = Path("/proc", entry, "stat").read_bytes()
-            # The command's name, in brackets, may contain anything; then come state, parent and group.
-            state, _, found = status[status.rindex(b")") + 1 :].split()[:3]
-            if int(found) == group and state not in (b"Z", b"X"):
+    for pid in psutil.pids():
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if pid != group and os.getpgid(pid) == group and process_state(pid) not in _ENDED:
                 return True
     return False
 

@@ -15,10 +15,10 @@ from tfdist.cluster.discovery import find
 from tfdist.cluster.errors import ClusterError
 from tfdist.cluster.membership import Membership
 from tfdist.cluster.preflight import check
-from tfdist.launch.versions import versions
+from tfdist.launch.machine import versions
 
 _RELEVANT = ("TF_", "TFDIST_", "CUDA_", "NCCL_", "KERAS_", "OMP_")
-# What clusters are found by.
+# From which clusters are discovered.
 _RELEVANT += ("SLURM_", "OMPI_COMM_", "PMI_", "MPI_LOCAL", "MV2_COMM_", "HOROVOD_", "JSM_", "LSB_JOBID", "PBS_JOBID")
 _RELEVANT += ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "SM_HOSTS", "SM_CURRENT", "JOB_COMPLETION")
 _SECRET = re.compile(r"TOKEN|SECRET|KEY|PASSWORD", re.IGNORECASE)
@@ -50,7 +50,7 @@ def gather(with_devices: bool = True, env: Mapping[str, str] | None = None) -> d
     config: ClusterConfig | Membership | None = None
     try:
         config = find(env)
-        # Where the others are is told when they meet: when a strategy is made, or by `tfdist check`.
+        # A `Membership` has no addresses yet: the processes exchange them when a strategy or `tfdist check` begins.
         problems += check(config, env) if isinstance(config, ClusterConfig) else []
     except ClusterError as error:
         problems += str(error).splitlines()

@@ -1,11 +1,11 @@
-"""Whether a failed run, or worker, is started again, and when. Decisions only: nothing is done here."""
+"""Decides whether a failed run, or a lost worker, is started again, and when."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tfdist.launch.failure import Failure
+from tfdist.launch.failure import Failure, counted
 from tfdist.supervision.exit_codes import REFUSED
 from tfdist.supervision.progress import DONE, Progress
 
@@ -125,7 +125,7 @@ class RestartPolicy:
         return Restart(self.used, self._next_workers(incident), _delay(self._in_vain))
 
     def replace(self, name: str, lived: float) -> Replacement | None:
-        """What to do about a worker that can be replaced while the others go on; None: nothing, the limit is reached.
+        """What to do about a worker that can be replaced while the others go on; None if the limit is reached.
 
         Args:
             name: the worker.
@@ -179,11 +179,77 @@ def used_up(count: int) -> str:
         >>> used_up(1), used_up(0)
         ('1 restart used up (--max-restarts)', '--max-restarts is 0')
     """
-    return (
-        "--max-restarts is 0" if not count else f"{count} restart{'' if count == 1 else 's'} used up (--max-restarts)"
-    )
+    return f"{counted(count, 'restart')} used up (--max-restarts)" if count else "--max-restarts is 0"
 
 
 def _delay(in_vain: int) -> float:
     """How long to wait after so many starts in a row that led to nothing."""
     return min(_FIRST_DELAY * 2 ** (in_vain - 1), _LONGEST_DELAY) if in_vain else 0.0
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """A restart that was made and has not yet led to training.
+
+    Attributes:
+        incident: why it was made.
+        restart: what was decided.
+        limit: how many restarts there may be.
+
+    Example:
+        >>> Recovery(Incident(Failure("worker 1", -9), True, {}, True, 2, 0.0), Restart(1, 2, 0.0), 3).headline
+        'worker 1 was killed by SIGKILL; restart 1 of 3'
+    """
+
+    incident: Incident
+    restart: Restart
+    limit: int
+
+    @property
+    def headline(self) -> str:
+        """What happened and what was done, for people."""
+        text = f"{self.incident.cause}; restart {self.restart.number} of {self.limit}"
+        if self.restart.workers == self.incident.workers:
+            return text
+        return f"{text} with {counted(self.restart.workers, 'worker')}"
+
+    def is_complete(self, progress: Mapping[str, Progress | None]) -> bool:
+        """Whether each process that reports, or had reported before, has now done a step of its own."""
+        expected = [report for name, report in progress.items() if report or self.incident.progress.get(name)]
+        return bool(expected) and all(report is not None and report.has_trained for report in expected)
+
+    def outcome(self, progress: Mapping[str, Progress | None], now: float) -> Outcome:
+        """What it took, once it is complete.
+
+        Args:
+            progress: the last report of every training process, by name.
+            now: the time on the clock of `time.monotonic`.
+        """
+        resumed = max((report.resumed_step or 0 for report in progress.values() if report), default=0)
+        redone = max(self.incident.furthest_step - resumed, 0)
+        return Outcome(self.restart.number, round(now - self.incident.at, 3), resumed, redone)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a restart took.
+
+    Attributes:
+        restart: its number.
+        seconds: from the failure until all processes had done a step.
+        resumed_step: where the training was taken up again; 0: at its very beginning.
+        steps_redone: how many steps had been done before and were lost.
+
+    Example:
+        >>> str(Outcome(1, 3.42, 116, 7))
+        'training again after 3.4 s, 7 steps redone'
+    """
+
+    restart: int
+    seconds: float
+    resumed_step: int
+    steps_redone: int
+
+    def __str__(self) -> str:
+        why = "" if self.resumed_step else ": from the beginning, since no backup was resumed"
+        return f"training again after {self.seconds:.1f} s, {counted(self.steps_redone, 'step')} redone{why}"

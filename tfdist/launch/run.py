@@ -10,33 +10,32 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from tfdist.cluster.backend import HOROVOD
 from tfdist.cluster.ports import reserve
+from tfdist.cluster.variables import HOROVOD
 from tfdist.launch.arguments import Target
-from tfdist.launch.horovod.elastic import (
+from tfdist.launch.horovod.options import (
     ElasticOptions,
-    ElasticRun,
     check_hosts,
     check_options,
     elastic_announcement,
     elastic_environment,
 )
-from tfdist.launch.machine import Machine
-from tfdist.launch.plan import (
+from tfdist.launch.machine import Machine, versions
+from tfdist.launch.restarts import RestartPolicy
+from tfdist.launch.run_plan import (
     PlanError,
     ProcessPlan,
     RunOptions,
     default_log_dir,
+    default_workers,
     plan_run,
     share_cpus,
     share_gpus,
     shares_gpus,
+    stages_of,
 )
-from tfdist.launch.restarts import RestartPolicy
-from tfdist.launch.stages import stages_of
-from tfdist.launch.supervisor import Patience, Supervisor
-from tfdist.launch.terminal import Terminal
-from tfdist.launch.versions import versions
+from tfdist.launch.supervisor import ClusterRun, Patience
+from tfdist.launch.terminal import Terminal, hidden_lines
 from tfdist.strategies.horovod import installation
 
 
@@ -59,7 +58,7 @@ def run_local(
     hang_timeout: float | None,
     start_timeout: float,
     warm: bool,
-    backend: str,
+    transport: str,
     host_discovery: str | None,
     interface: str | None,
     given: Collection[str] = (),
@@ -73,22 +72,24 @@ def run_local(
         ClusterError: there are no free ports.
         OSError: the logs cannot be written or the program cannot be started.
     """
+    machine = Machine.this_one()
     try:
         parts = stages_of(workers, stages, replicas, ps, chief)
-        fewest, most = (parts.workers, parts.workers) if parts else workers or (2, 2)
+        count = parts.workers if parts else default_workers(machine, gpus_per_worker)
+        fewest, most = workers or (count, count)
         if ps > 0 and fewest < most:
             raise ValueError(
                 f"-n {fewest}:{most} and --ps {ps}: expected one number of workers. With parameter servers a worker "
                 f"that is lost is replaced, and the others go on meanwhile: use -n {most}."
             )
-        options = RunOptions(most, ps, chief, evaluator, cpus_per_worker, gpus_per_worker, env, host, parts, backend)
+        options = RunOptions(most, ps, chief, evaluator, cpus_per_worker, gpus_per_worker, env, host, parts, transport)
         command = target.command()
-        missing = installation.problem(versions()["tensorflow"]) if backend == HOROVOD else None
+        missing = installation.problem(versions()["tensorflow"]) if transport == HOROVOD else None
         if missing is not None:
-            raise ValueError(f"--backend {backend}: {missing}")
-        if (host_discovery or interface) and backend != HOROVOD:
+            raise ValueError(f"--transport {transport}: {missing}")
+        if (host_discovery or interface) and transport != HOROVOD:
             raise ValueError(
-                "--host-discovery and --interface are for elastic jobs: expected --backend horovod, too. Without it, "
+                "--host-discovery and --interface are for elastic jobs: expected --transport horovod, too. Without it, "
                 "-n MIN:MAX goes on with fewer processes after a restart of all."
             )
         if interface and not host_discovery:
@@ -97,22 +98,25 @@ def run_local(
             check_options(given, has_range=workers is not None)
     except ValueError as error:
         raise PlanError(str(error)) from None
-    machine = Machine.this_one()
     run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     folder = Path(
         log_dir or default_log_dir(run_id, os.getcwd(), tempfile.gettempdir(), os.access(os.getcwd(), os.W_OK))
     ).absolute()
     shown_folder = _shortest(folder)
     show_all = output == "all"
+    hidden = hidden_lines(show_all, {**os.environ, **env})
     if host_discovery:
         elastic = ElasticOptions(command, fewest, most, host_discovery, interface, show_all, grace, max_restarts)
         notices = check_hosts(elastic)
         folder.mkdir(parents=True, exist_ok=True)
-        terminal = Terminal.standard(live="worker 0", env=os.environ)
+        terminal = Terminal.standard(live="worker 0", env=os.environ, hidden=hidden)
         for text in (elastic_announcement(elastic, str(shown_folder)), *notices):
             terminal.message(text)
         of_run = {"TFDIST_RUN_ID": run_id, "TFDIST_LOG_DIR": str(folder)}
         variables = {**elastic_environment(os.environ, env, machine, most), **of_run}
+        # Needs Horovod.
+        from tfdist.launch.horovod.elastic import ElasticRun
+
         return ElasticRun(elastic, variables, shown_folder, terminal).run()
     for share in (share_cpus, share_gpus):
         share(options, machine)  # what is not there is found before anything is announced; fewer workers need less
@@ -135,7 +139,7 @@ def run_local(
 
     folder.mkdir(parents=True, exist_ok=True)
     first_job, first_index = options.tasks[0]
-    terminal = Terminal.standard(live=f"{first_job} {first_index}", env=os.environ)
+    terminal = Terminal.standard(live=f"{first_job} {first_index}", env=os.environ, hidden=hidden)
     terminal.message(announcement(options, str(shown_folder), show_all))
     if shares_gpus(options, machine):
         terminal.message(
@@ -144,7 +148,7 @@ def run_local(
         )
     policy = RestartPolicy(max_restarts, min_workers=fewest if fewest < most else None)
     patience = Patience(grace, hang_timeout, start_timeout)
-    return Supervisor(prepare, most, policy, shown_folder, terminal, patience, warm and max_restarts > 0).run()
+    return ClusterRun(prepare, most, policy, shown_folder, terminal, patience, warm and max_restarts > 0).run()
 
 
 def announcement(options: RunOptions, log_dir: str, show_all: bool) -> str:

@@ -6,36 +6,21 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import keras
 import tensorflow as tf
 
 from tfdist.layer_graph.graph import Call, LayerGraph
-from tfdist.layer_graph.pure_call import call_purely
+from tfdist.layer_graph.pure_call import PureResult, call_purely
 from tfdist.layer_graph.values import Value, attached, value_of
-
-
-class ChunkResult(NamedTuple):
-    """What a chunk makes of one micro-batch.
-
-    Attributes:
-        outputs: the values that later chunks, or the model's user, need.
-        state: new values of the non-trainable variables, in their order; those that did not change are as before.
-        losses: scalars that the layers have added.
-    """
-
-    outputs: list[Value]
-    state: list[tf.Tensor]
-    losses: list[tf.Tensor]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Chunk:
-    """Consecutive calls, and what goes in and out.
+    """Consecutive calls, with their inputs and outputs.
 
     Attributes:
-        index: its place in the model, from 0.
+        index: the number of the chunk in the model, from 0.
         calls: the calls.
         inputs: keys of the values that it takes from the model's inputs and from earlier chunks.
         outputs: keys of the values that later chunks take or that the model returns.
@@ -51,12 +36,12 @@ class Chunk:
     state: tuple[keras.Variable, ...]
 
     def as_it_is(self) -> Chunk:
-        """The same with the variables that its layers have now, as they are trained or frozen now."""
+        """The same chunk with the variables that its layers have now: layers may have been frozen or unfrozen since."""
         trainable, state = _variables(self.calls)
         return dataclasses.replace(self, trainable=trainable, state=state)
 
     def call(self, inputs: Sequence[Value], training: bool) -> list[Value]:
-        """Calls the layers as they are, in a call of their model."""
+        """Calls the layers as Keras would, in a call of their model; their variables may change."""
         values = dict(zip(self.inputs, map(attached, inputs), strict=True))
         with _tracing():
             for call in self.calls:
@@ -70,9 +55,20 @@ class Chunk:
         state: Sequence[tf.Tensor],
         inputs: Sequence[Value],
         training: bool,
-    ) -> ChunkResult:
-        """Calls the layers, as a pure function of the variables' values and the inputs."""
-        # Identities with attributes of their own: others may see the same tensors without a mask.
+    ) -> PureResult:
+        """Calls the layers, as a pure function of the variables' values and the inputs.
+
+        Args:
+            model: the model that the layers belong to.
+            trainable: the values of the trainable variables.
+            state: the values of the other variables.
+            inputs: the values with the keys `inputs`.
+            training: as in `model(x, training=training)`.
+
+        Returns:
+            The values with the keys `outputs`, the new state, and the losses that the layers have added.
+        """
+        # Keras stores masks as attributes of tensors. On copies (identities), no other user of the tensors sees them.
         own = [attached(value._replace(tensor=tf.identity(value.tensor))) for value in inputs]
         values = dict(zip(self.inputs, own, strict=True))
 
@@ -87,7 +83,7 @@ class Chunk:
             list(zip(self.trainable, trainable, strict=True)),
             list(zip(self.state, state, strict=True)),
         )
-        return ChunkResult([value_of(values[key]) for key in self.outputs], new_state, losses)
+        return PureResult([value_of(values[key]) for key in self.outputs], new_state, losses)
 
 
 def make_chunks(graph: LayerGraph, cuts: Sequence[int]) -> list[Chunk]:
@@ -98,7 +94,7 @@ def make_chunks(graph: LayerGraph, cuts: Sequence[int]) -> list[Chunk]:
     for index, piece in enumerate(pieces):
         made = {key for call in piece for key in call.outputs}
         needed = {*graph.outputs, *(key for later in taken_by[index + 1 :] for key in later)}
-        # dict.fromkeys keeps the order and drops what comes again.
+        # dict.fromkeys drops duplicates and keeps the order.
         chunks.append(
             Chunk(
                 index,
@@ -112,13 +108,13 @@ def make_chunks(graph: LayerGraph, cuts: Sequence[int]) -> list[Chunk]:
 
 
 def _variables(calls: Sequence[Call]) -> tuple[tuple[keras.Variable, ...], tuple[keras.Variable, ...]]:
-    """Those of the calls' layers that are trained, and all others."""
+    """The trainable variables of the calls' layers, and all others."""
     variables = list({id(v): v for call in calls for v in call.variables}.values())
     return tuple(v for v in variables if v.trainable), tuple(v for v in variables if not v.trainable)
 
 
 def uncuttable(graph: LayerGraph) -> set[int]:
-    """Cut positions that would part the calls of a layer with a state of its own, such as BatchNormalization's."""
+    """Positions at which not to cut: between two calls of one layer with a state, such as a BatchNormalization."""
     calls_of: dict[int, list[int]] = {}
     for position, call in enumerate(graph.calls):
         for variable in call.variables:
@@ -132,7 +128,7 @@ _traced = threading.local()
 
 
 def is_traced() -> bool:
-    """Whether a chunk's layers are being called now: models inside of them run as part of it."""
+    """Whether the layers of a chunk are being called now; models among them then run as a part of it."""
     return getattr(_traced, "depth", 0) > 0
 
 
@@ -147,7 +143,7 @@ def _tracing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _call_context(model: keras.Model, training: bool) -> Iterator[None]:
-    """What `model(x, training=training)` tells layers without a training argument of their own."""
+    """Sets `training` for layers to which it is not passed, as `model(x, training=training)` does."""
     context = model._get_call_context()
     previous = context.get_value("training")
     context.set_value("training", training)

@@ -1,4 +1,4 @@
-"""What the calls of a model cost: counted in a graph that never runs, or measured."""
+"""The costs of the calls of a model: counted in a graph that never runs, or measured."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.framework import ops
-from tensorflow.python.profiler.internal import flops_registry  # noqa: F401  registers what is asked for below
-from tensorflow.python.util import deprecation
 
+from tfdist.compat.upstream import (
+    deprecation,
+    flops_registry,  # noqa: F401  registers what is asked for below
+    ops,
+)
 from tfdist.layer_graph.graph import Call, LayerGraph
 from tfdist.layer_graph.partition import Cost
 
-# Stands for a dimension that the model leaves open, such as the length of a sequence.
+# Size that is assumed for dimensions that the model leaves open, such as the length of a sequence.
 _OPEN_DIMENSION = 128
-# Writing and reading back a byte takes as long as this many operations: 10 to 16 in image models on CPUs, where
+# Writing a byte and reading it again takes as long as this many operations: 10 to 16 in image models on CPUs, where
 # convolutions in single precision get 50 to 80 GFLOP/s, and elementwise layers 3 to 6 GB/s.
 FLOPS_PER_BYTE = 10
-# A variable in training: itself, its gradient, and the two slots of an optimizer such as Adam.
+# What a variable takes in training: itself, its gradient, and the two slots of an optimizer such as Adam.
 _COPIES_IN_TRAINING = 4
 _BYTES_OF_STRING = 16
 _WARM_UPS, _RUNS = 2, 5
@@ -51,6 +53,8 @@ def costs_of(graph: LayerGraph, rows: int) -> list[Cost]:
         [Cost(flops=400.0, parameter_bytes=200.0, output_bytes=80.0, seconds=0.0, frozen_bytes=0.0)]
     """
     _check_rows(rows)
+    # The layers are called in a graph that never runs, with placeholders for the inputs: each call adds its operations,
+    # whose shapes are all known. `StatelessScope` keeps the layers from changing their variables.
     scratch = tf.__internal__.FuncGraph("tfdist_costs")
     costs: list[Cost] = []
     seen: set[int] = set()
@@ -74,8 +78,8 @@ def costs_of(graph: LayerGraph, rows: int) -> list[Cost]:
 def measured_costs(graph: LayerGraph, rows: int) -> list[Cost]:
     """Counts what each call costs, and measures how long it takes on the device in use.
 
-    Each call is compiled by itself and run several times on random numbers (zeros for what are no floating-point
-    numbers); the median counts. This takes about as long as compiling the model's layers one by one.
+    Each call is traced as a function of its own and run several times, on random numbers for floating-point inputs and
+    on zeros for others; the median counts. This takes about as long as tracing the model's layers one by one.
 
     Args:
         graph: the calls.
@@ -102,11 +106,11 @@ def measured_costs(graph: LayerGraph, rows: int) -> list[Cost]:
 
 
 def weights(costs: Sequence[Cost], balance: str) -> list[float]:
-    """One number per call, to be made even over the stages.
+    """The weight of each call when calls are balanced over stages.
 
     Args:
         costs: costs of the calls.
-        balance: "flops": operations, and ten for each byte of output, which is what elementwise layers cost;
+        balance: "flops": operations, and ten for each byte of output, which stands for the time of elementwise layers;
             "memory": bytes of outputs and of variables, with gradients and two optimizer slots for what is trained;
             "time": measured seconds.
 
@@ -132,10 +136,10 @@ def weights(costs: Sequence[Cost], balance: str) -> list[float]:
 
 
 def crossing(graph: LayerGraph) -> list[float]:
-    """For each call, the bytes per row that earlier calls made and that it or later calls take: what a cut sends.
+    """For each call, the bytes per row that a cut before it would send from earlier calls to it and later ones.
 
-    What skips several stages counts at every cut that it passes. The model's inputs do not count: they come from
-    outside, whichever stage takes them.
+    A value that skips several stages counts at every cut that it passes. The model's inputs do not count: they come
+    from outside, whichever stage takes them.
 
     Example:
         >>> import keras
@@ -156,7 +160,7 @@ def crossing(graph: LayerGraph) -> list[float]:
 
 
 def _flops(call: Call, operations: Sequence[tf.Operation], values: Mapping[int, Any]) -> float:
-    """Operations of a call; an estimate by its parameters where the profiler cannot know."""
+    """Operations of a call; where the profiler cannot count them, an estimate from its parameters."""
     counted, multiplies, gathers, opaque = 0.0, False, False, False
     for operation in operations:
         counted += flops_of(operation)
@@ -169,10 +173,10 @@ def _flops(call: Call, operations: Sequence[tf.Operation], values: Mapping[int, 
 
 
 def flops_of(operation: tf.Operation) -> float:
-    """Operations of one node of a graph, as TensorFlow's profiler counts them; 0 where it cannot know.
+    """Operations of one node of a graph, as TensorFlow's profiler counts them; 0 where it cannot.
 
     Args:
-        operation: of a graph with static shapes.
+        operation: the node, of a graph with static shapes.
     """
     shapes = [tensor.shape for tensor in (*operation.inputs, *operation.outputs)]
     if not all(shape.is_fully_defined() for shape in shapes):
@@ -190,7 +194,7 @@ def flops_of(operation: tf.Operation) -> float:
         contracted = operation.inputs[0].shape[-2 if operation.get_attr("adj_x") else -1]
         return 2.0 * contracted * operation.outputs[0].shape.num_elements()
     try:
-        with deprecation.silence():  # the registry itself calls what is deprecated
+        with deprecation.silence():  # the registry itself calls deprecated functions
             return float(ops.get_stats_for_node_def(operation.graph, operation.node_def, "flops").value or 0)
     except ValueError:  # an operation that the profiler counts for some arguments only
         return 0.0
@@ -235,7 +239,7 @@ def _run(call: Call, values: dict[int, Any], graph: LayerGraph) -> None:
 
 def _compiled(call: Call, values: Mapping[int, Any]) -> Callable[[], Any]:
     def run() -> list[tf.Tensor]:
-        # The inputs are captured as they are: as arguments, they would lose the masks that Keras has put on them.
+        # The function captures its inputs. Passed as arguments, they would lose the masks that Keras has put on them.
         results = dict(values)
         with keras.StatelessScope():
             call.run(results, training=False)
@@ -245,10 +249,10 @@ def _compiled(call: Call, values: Mapping[int, Any]) -> Callable[[], Any]:
 
 
 def seconds_of(run: Callable[[], Any]) -> float:
-    """How long it takes, on whatever devices it uses: the median of some runs, after others to warm up.
+    """How long a function takes, on whatever devices it uses: the median of some runs, after some to warm up.
 
     Args:
-        run: what is to be measured.
+        run: the function.
     """
     durations = []
     for _ in range(_WARM_UPS + _RUNS):

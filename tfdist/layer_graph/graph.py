@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import keras
-from keras.src import tree
-from keras.src.models.functional import Functional, operation_fn
+from keras import tree
+
+from tfdist.compat.upstream import Functional
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -21,7 +22,7 @@ class Call:
         name: path of the operation, with the models that it is nested in: "encoder/dense_1".
         node: Keras' own description of the call.
         inputs: keys of the values that it takes, by id of Keras' symbolic tensor.
-        outputs: keys of the values that it makes.
+        outputs: keys of the values that it returns.
         enclosing: Keras' descriptions of the calls of the models that it is nested in, outermost first.
     """
 
@@ -34,19 +35,21 @@ class Call:
 
     @property
     def variables(self) -> list[keras.Variable]:
-        """The operation's variables; empty for what is no layer."""
+        """The variables of the layer; none if the operation is not a layer."""
         return list(self.operation.variables) if isinstance(self.operation, keras.layers.Layer) else []
 
     def run(self, values: dict[int, Any], training: bool | None) -> None:
-        """Calls the operation and adds what it makes to `values`, as Keras does for a whole model."""
+        """Calls the operation and adds its results to `values`, as Keras does for a whole model."""
         args, kwargs = self.node.arguments.fill_in({kept: values[key] for kept, key in self.inputs.items()})
-        results = operation_fn(self.operation, training=training)(*args, **kwargs)
+        if training is not None and isinstance(self.operation, keras.layers.Layer):
+            kwargs = {**kwargs, "training": training}
+        results = self.operation(*args, **kwargs)
         values.update(zip(self.outputs, tree.flatten(results), strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerGraph:
-    """The calls of a model in an order in which they can be made.
+    """The calls of a model, in an order in which they can be executed.
 
     Attributes:
         calls: the calls.
@@ -62,7 +65,7 @@ class LayerGraph:
 
 
 def functional_of(model: keras.Model) -> Functional | None:
-    """The graph of layers that calling `model` runs; `None` for a model that has none (yet)."""
+    """The graph of layers that is run when `model` is called; `None` if it has none, or is not built yet."""
     if isinstance(model, keras.Sequential):
         usable = type(model).call is keras.Sequential.call and isinstance(model._functional, Functional)
         return model._functional if usable else None
@@ -113,7 +116,7 @@ def flatten(functional: Functional) -> LayerGraph:
 
 
 def _opened(node: Any) -> Functional | None:
-    """The model that a node calls, if its layers can be called in its stead."""
+    """The model that a node calls, if calling its layers one by one does the same; otherwise `None`."""
     model = node.operation
     if not isinstance(model, keras.Model) or model.activity_regularizer is not None:
         return None
@@ -128,7 +131,7 @@ def _opened(node: Any) -> Functional | None:
         tree.assert_same_structure(tree.lists_to_tuples(arguments.args[0]), tree.lists_to_tuples(_structure(inner)))
     except ValueError:
         return None
-    # Where Keras would cast or reshape what comes in, the model stays one call.
+    # Where Keras would cast or reshape the inputs, the model stays one call.
     same = all(
         isinstance(a, keras.KerasTensor) and a.dtype == b.dtype and len(a.shape) == len(b.shape)
         for a, b in zip(given, own, strict=True)

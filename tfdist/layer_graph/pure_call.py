@@ -8,13 +8,32 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+# Operations that do more than return results, so that running them twice differs from running them once.
+# These draw random numbers from a state of their own: the second run draws other numbers.
+UNSEEDED = frozenset(
+    [
+        *("RandomUniform", "RandomUniformInt", "RandomStandardNormal", "ParameterizedTruncatedNormal"),
+        *("TruncatedNormal", "RandomGamma", "RandomPoissonV2", "RandomShuffle", "Multinomial"),
+    ]
+)
+# These change variables of TensorFlow, such as the state of a `tf.random.Generator`.
+CHANGING = frozenset(
+    [
+        *("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp", "RngReadAndSkip", "RngSkip"),
+        *(
+            f"ResourceScatter{what}"
+            for what in ("Update", "Add", "Sub", "Mul", "Div", "Min", "Max", "NdUpdate", "NdAdd")
+        ),
+    ]
+)
+
 
 class PureResult(NamedTuple):
-    """What a pure call has made.
+    """The results of a pure call.
 
     Attributes:
         result: what the function has returned.
-        state: new values of the non-trainable variables, in their order; those that did not change are as before.
+        state: new values of the non-trainable variables, in their order; the old value where one did not change.
         losses: scalars that the layers have added.
     """
 
@@ -24,7 +43,7 @@ class PureResult(NamedTuple):
 
 
 class ImpureError(ValueError):
-    """A layer changes what it must not, if its call is to be a pure function."""
+    """A layer changes something that a pure function must not change."""
 
 
 def call_purely(
@@ -33,13 +52,16 @@ def call_purely(
     trainable: Sequence[tuple[keras.Variable, Any]],
     state: Sequence[tuple[keras.Variable, Any]],
 ) -> PureResult:
-    """Calls a function that calls layers.
+    """Calls a function that calls layers, with other values in the place of their variables.
+
+    Reads of a variable give the value passed here; assignments are collected and returned. So the graph has no
+    operation that reads or assigns a variable, and can be run again.
 
     Args:
         function: the function.
-        what: its name, for messages: "block 'encoder'".
-        trainable: the trainable variables of its layers, with the values that they are to have.
-        state: all other variables that it uses, likewise.
+        what: its name in messages, such as "block 'encoder'".
+        trainable: the trainable variables of its layers, with the values that they have in this call.
+        state: all other variables that it uses, with their values.
 
     Raises:
         ImpureError: if it changes a trainable variable, or one that is not listed.
@@ -51,8 +73,8 @@ def call_purely(
         (7.0, 1.0)
     """
     with keras.StatelessScope(collect_losses=True) as scope:
-        # Given to its constructor, Keras casts the values to the dtype in which the layers around compute, and frozen
-        # weights come back so.
+        # The constructor of the scope would cast the values to the dtype in which the surrounding layers compute, and
+        # frozen weights would come back in that dtype.
         scope.state_mapping.update({id(v): tf.cast(value, v._dtype) for v, value in [*trainable, *state]})
         mapped = dict(scope.state_mapping)
         result = function()

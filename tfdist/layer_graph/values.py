@@ -1,4 +1,4 @@
-"""Tensors with what Keras attaches to them, as flat lists that go through functions."""
+"""Tensors with the masks and logits that Keras attaches to them, packed into flat lists of tensors and unpacked."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
-from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
+
+from tfdist.compat.upstream import get_keras_mask, set_keras_mask
 
 
 class Value(NamedTuple):
-    """A tensor with its attachments.
+    """A tensor with the mask and the logits that Keras has attached to it.
 
     Attributes:
         tensor: the tensor.
-        mask: which of its time steps count, for the layers that come after.
-        logits: from what an activation has computed it, for losses that are more precise with these.
+        mask: which of its time steps later layers should use.
+        logits: the input of the activation that has computed the tensor; some losses are more precise with it.
     """
 
     tensor: Any
@@ -24,11 +25,11 @@ class Value(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The gradients of a value: where a loss has used the logits, there is none of the tensor itself.
+    """The gradients of a value. Where a loss uses the logits, the tensor itself has no gradient.
 
     Attributes:
-        tensor: that of its tensor, or `None`.
-        logits: that of its logits, or `None`.
+        tensor: the gradient of its tensor, or `None`.
+        logits: the gradient of its logits, or `None`.
     """
 
     tensor: tf.Tensor | None = None
@@ -36,13 +37,13 @@ class Gradients(NamedTuple):
 
 
 def value_of(tensor: tf.Tensor) -> Value:
-    """The tensor with what Keras has attached to it."""
+    """The tensor with its mask and logits."""
     tensor = tf.convert_to_tensor(tensor)
     return Value(tensor, get_keras_mask(tensor), getattr(tensor, "_keras_logits", None))
 
 
 def attached(value: Value) -> tf.Tensor:
-    """The tensor, to which everything is attached as Keras does it."""
+    """The tensor, with mask and logits attached as Keras does it."""
     if value.mask is not None:
         set_keras_mask(value.tensor, value.mask)
     if value.logits is not None:
@@ -51,30 +52,30 @@ def attached(value: Value) -> tf.Tensor:
 
 
 def pack(values: Sequence[Value]) -> tuple[list[tf.Tensor], list[tuple[bool, ...]]]:
-    """All tensors in one list, and what is there."""
+    """Returns all tensors in one list, and for each value, which of its parts exist."""
     tensors = [part for value in values for part in value if part is not None]
     return tensors, [tuple(part is not None for part in value) for value in values]
 
 
 def unpack(tensors: Iterable[tf.Tensor], layout: Sequence[tuple[bool, ...]]) -> list[Value]:
-    """The values again, as `pack` has taken them apart."""
+    """The reverse of `pack`."""
     given = iter(tensors)
     return [Value(*(next(given) if there else None for there in parts)) for parts in layout]
 
 
 def is_differentiable(tensor: tf.Tensor | tf.TensorSpec) -> bool:
-    """Whether gradients come back to a tensor."""
+    """Whether a tensor can have a gradient."""
     return tensor.dtype.is_floating or tensor.dtype.is_complex
 
 
 def differentiable_parts(value: Value) -> tuple[tf.Tensor | None, tf.Tensor | None]:
-    """Its tensor and its logits, or `None` in place of what no gradients come back to."""
+    """The tensor and the logits of a value; `None` for one that does not exist or cannot have a gradient."""
     tensor, logits = (p if p is not None and is_differentiable(p) else None for p in (value.tensor, value.logits))
     return tensor, logits
 
 
 def differentiable(values: Sequence[Value]) -> list[tf.Tensor]:
-    """All that gradients come back to, one after the other."""
+    """All tensors of the values that can have a gradient, in their order."""
     return [part for value in values for part in differentiable_parts(value) if part is not None]
 
 
@@ -83,7 +84,7 @@ def gradients_of(values: Sequence[Value], gradients: Iterable[tf.Tensor | None])
 
     Args:
         values: the values.
-        gradients: those of all that is `differentiable` in them.
+        gradients: the gradients of the tensors that `differentiable` lists.
     """
     given = iter(gradients)
     return [Gradients(*(p if p is None else next(given) for p in differentiable_parts(value))) for value in values]

@@ -1,7 +1,15 @@
-"""An embedding whose table is split over several variables, one for each parameter server."""
+"""An embedding whose table is split over several variables, one for each parameter server.
+
+The shards' initial values need care. An initializer that is called once for each shard would be wrong twice: a Keras
+initializer with a seed returns the same numbers each time, so that all shards would begin with the same rows; and one
+that scales by the shape (`"glorot_uniform"`) would see the shape of a shard.
+"""
 
 from __future__ import annotations
 
+import functools
+import random
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -9,10 +17,61 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat import keras_sharded_slots
-from tfdist.layers.shard_initializers import shard_initializers
-from tfdist.layers.sharded_slots import mark_shards
-from tfdist.layers.sharded_table import ShardedTable, rows_of_shard
+from tfdist.layers.sharded_table import ShardedTable, mark_shards, rows_of_shard, saved_form
 
+# The largest table that is drawn as a whole, in bytes. Larger ones are drawn shard by shard where that is possible.
+WHOLE_TABLE_LIMIT = 2**30
+
+# Initializers whose values do not depend on the shape.
+_SHAPELESS = (keras.initializers.RandomUniform, keras.initializers.RandomNormal, keras.initializers.TruncatedNormal)
+
+
+def shard_initializers(initializer: Callable, rows: int, width: int, shards: int) -> list[Callable]:
+    """Returns an initializer for each shard of a table of shape (rows, width).
+
+    Put together, the shards have the values that `initializer` gives to the whole table. A table of more than
+    `WHOLE_TABLE_LIMIT` bytes (float32) is not drawn as a whole if the initializer is a random uniform, normal or
+    truncated normal one: then each shard has a seed of its own, and the values depend on the number of shards.
+    """
+    if shards == 1:
+        return [initializer]
+    if 4 * rows * width > WHOLE_TABLE_LIMIT and type(initializer) in _SHAPELESS:
+        return [_reseeded(initializer, shard) for shard in range(shards)]
+    whole = _Whole(initializer, rows, shards)
+    return [functools.partial(whole.draw, shard) for shard in range(shards)]
+
+
+def _reseeded(initializer: Any, shard: int) -> Callable:
+    if not isinstance(initializer.seed, int):
+        return initializer  # A SeedGenerator moves on from call to call.
+    seed = random.Random(f"{initializer.seed}/{shard}").getrandbits(31)
+    return type(initializer)(**{**initializer.get_config(), "seed": seed})
+
+
+class _Whole:
+    """Draws the whole table when the first shard is initialized, and frees it after the last one."""
+
+    def __init__(self, initializer: Callable, rows: int, shards: int) -> None:
+        self._initializer, self._rows, self._shards = initializer, rows, shards
+        self._table: np.ndarray | None = None
+        self._missing: set[int] = set()
+
+    def draw(self, shard: int, shape: tuple[int, ...], dtype: str | None = None) -> Any:
+        """The rows of one shard. Called by Keras with the shape of the shard."""
+        if self._table is None or shard not in self._missing:
+            # A model without an Input is built while Keras traces it: the table must not be drawn in that graph.
+            with tf.init_scope():
+                table = self._initializer((self._rows, *shape[1:]), dtype=dtype)
+            self._table = keras.ops.convert_to_numpy(table)
+            self._missing = set(range(self._shards))
+        part = self._table[shard :: self._shards]
+        self._missing.discard(shard)
+        if not self._missing:
+            self._table = None
+        return keras.ops.convert_to_tensor(part, dtype=dtype)
+
+
+# Constraints on the norm of a vector. With axis=0 the vector is a column, whose rows are in different shards.
 _BY_COLUMN = (keras.constraints.MaxNorm, keras.constraints.MinMaxNorm, keras.constraints.UnitNorm)
 
 
@@ -89,7 +148,7 @@ class ShardedEmbedding(keras.layers.Layer):
         self.supports_masking = mask_zero
         # Ids must not become float16 in mixed precision.
         self.autocast = False
-        # XLA has no dynamic_partition.
+        # XLA cannot compile `dynamic_partition`, which the lookup uses.
         self.supports_jit = False
         if weights is not None:
             self.build()
@@ -111,7 +170,7 @@ class ShardedEmbedding(keras.layers.Layer):
                 name=f"embeddings_{shard}_of_{shards}" if shards > 1 else "embeddings",
                 regularizer=self.embeddings_regularizer,
                 constraint=self.embeddings_constraint,
-                # A cast would read the whole variable.
+                # In mixed precision, Keras would cast, and so read, the whole variable.
                 autocast=False,
             )
             for shard, initializer in enumerate(initializers)
@@ -119,7 +178,7 @@ class ShardedEmbedding(keras.layers.Layer):
         self._table = ShardedTable(variables)
         if shards > 1:
             mark_shards(self._table)
-            keras_sharded_slots.install()
+            keras_sharded_slots.install(saved_form)
         self.built = True
 
     def _check_row_wise(self) -> None:
@@ -164,7 +223,14 @@ class ShardedEmbedding(keras.layers.Layer):
         return tf.cast(self._lookup(ids), self.compute_dtype)
 
     def _lookup(self, ids: tf.Tensor) -> tf.Tensor:
-        # `value` of a weight is the tf.Variable, of which tf.gather reads rows only.
+        """Reads the rows of the ids.
+
+        The ids are dealt out to the shards on the device of the replica (`dynamic_partition`). One `gather` for each
+        shard runs where the variable is, on its parameter server, so that only these rows are sent. On the replica
+        `dynamic_stitch` puts them into the order of the ids. The gradient of each shard is a `tf.IndexedSlices` of the
+        rows that were read.
+        """
+        # `value` of a weight is the tf.Variable: `tf.gather` of it reads rows only, and not the whole table first.
         variables = [variable.value for variable in self._table.variables]
         shards = len(variables)
         if shards == 1:
@@ -187,7 +253,7 @@ class ShardedEmbedding(keras.layers.Layer):
         return (*input_shape, self.output_dim)
 
     def compute_output_spec(self, inputs: keras.KerasTensor) -> keras.KerasTensor:
-        """As the base class, which would trace the lookup for it."""
+        """Shape and dtype of the result. The base class would trace the lookup to find them."""
         shape = self.compute_output_shape(inputs.shape)
         return keras.KerasTensor(shape, dtype=self.compute_dtype, ragged=getattr(inputs, "ragged", False))
 
@@ -213,7 +279,7 @@ class ShardedEmbedding(keras.layers.Layer):
         self._table.assign(store["0"])
 
     def get_config(self) -> dict[str, Any]:
-        """The arguments, except for `weights`."""
+        """The arguments of the layer, except for `weights`."""
         return {
             **super().get_config(),
             "input_dim": self.input_dim,
@@ -226,5 +292,5 @@ class ShardedEmbedding(keras.layers.Layer):
         }
 
 
-# Keras makes the path of a layer in a file of the name of its class; with this one, it is that of an Embedding.
+# Keras derives the path of a layer in a file from the name of its class: it becomes the path of an Embedding.
 ShardedEmbedding.__name__ = "Embedding"

@@ -2,26 +2,70 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections.abc import Callable, Iterator
+from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfdist.layer_graph.graph import functional_of
-from tfdist.memory.application_checks import check_applicable, check_host, check_model
+from tfdist.compat.hooks import hooks_of
 from tfdist.memory.automatic import METHODS, Automatic
-from tfdist.memory.graph_call import GraphCall
-from tfdist.memory.layer_call import LayerCall
-from tfdist.memory.plan import GraphPlan, LayerPlan, contents, plan_graph, plan_layers
+from tfdist.memory.calls import UndecidedCall
+from tfdist.memory.modes import automatic_of, follow, plan_of, remove_modes, shadow_call
 from tfdist.memory.policy import MemoryPolicy, policy_of
-from tfdist.memory.undecided_call import UndecidedCall
 
-_log = logging.getLogger("tfdist")
-# Notes on the model that it is this file that has changed its `supports_jit`, and what its `jit_compile` was.
-_WITHOUT_XLA = "_tfdist_without_xla"
-_ON_HOST = ("park", "swap")
+
+def check_model(model: Any) -> None:
+    """Checks that something is a model.
+
+    Raises:
+        ValueError: if it is not.
+    """
+    if not isinstance(model, keras.Model):
+        raise ValueError(f"Received: model={model!r}. Expected: a keras.Model, as the first argument.")
+
+
+def check_applicable(model: keras.Model, policy: MemoryPolicy) -> None:
+    """Checks what a policy needs to know of a model, and how the model is trained.
+
+    Raises:
+        ValueError: if the model is not built, has a policy of its strategy's, or is trained without graphs that the
+            policy needs.
+    """
+    if not model.built:
+        raise ValueError(
+            f"Received: model '{model.name}', which is not built, so that its layers are not known. Expected: a model "
+            "with a keras.Input, or one on which `model.build(input_shape)` was called, or which was called once."
+        )
+    if hooks_of(model.distribute_strategy).streams_weights and not policy.streams:
+        raise ValueError(
+            f"Received: a memory policy for model '{model.name}' under HostOffloadStrategy, which has one of its own: "
+            "nothing of a block stays on the device. Nothing was applied. Expected: HostOffloadStrategy(blocks=..., "
+            "prefetch=...) and no policy, or the policy and another strategy."
+        )
+    if model.compiled and model.run_eagerly and (policy.is_automatic or "swap" in policy.modes):
+        why = "is chosen from the graph of a step" if policy.is_automatic else "changes the graph of a step"
+        raise ValueError(
+            f"Received: mode {'auto' if policy.is_automatic else 'swap'!r}, which {why}, for model '{model.name}', "
+            "which was compiled with run_eagerly=True. Expected: run_eagerly=False; or mode 'recompute' or "
+            "'recompute+swap'."
+        )
+
+
+def check_host(policy: MemoryPolicy) -> None:
+    """Checks the device that takes what does not stay.
+
+    Raises:
+        ValueError: if there is no such device here.
+    """
+    specs = [tf.DeviceSpec.from_string(device.name) for device in tf.config.list_logical_devices()]
+    known = sorted({f"{spec.device_type}:{spec.device_index}" for spec in specs})
+    try:
+        spec = tf.DeviceSpec.from_string(policy.host)
+    except (AttributeError, TypeError, ValueError):
+        spec = tf.DeviceSpec()
+    # A device of another process (it names a job) is known to that process only.
+    if spec.job is None and f"{spec.device_type}:{spec.device_index}" not in known:
+        raise ValueError(f"Received: host={policy.host!r}. Expected: a device of this process: {', '.join(known)}.")
 
 
 def apply(model: keras.Model, policy: MemoryPolicy | str) -> keras.Model:
@@ -53,37 +97,18 @@ def apply(model: keras.Model, policy: MemoryPolicy | str) -> keras.Model:
     if policy is None:
         raise ValueError("Received: policy=None. Expected: a mode, or a MemoryPolicy; `remove` takes a policy back.")
     check_applicable(model, policy)
-    # What is wrong should be told before anything is changed, and not wait for a fit.
-    plan = _plan(model, policy.with_modes("none") if policy.is_automatic else policy)
+    # Mistakes are reported before anything is changed, also those that would show in a fit only.
+    plan = plan_of(model, policy.with_modes("none") if policy.is_automatic else policy)
     check_host(policy)
     remove(model)
     if policy.is_automatic:
         automatic = Automatic(model, policy)
         for name in METHODS:
             object.__setattr__(model, name, getattr(automatic, name))
-        _shadow_call(model, model, UndecidedCall(model, policy))
+        shadow_call(model, model, UndecidedCall(model, policy))
     else:
-        _follow(model, plan, policy)
+        follow(model, plan, policy)
     return model
-
-
-def applied(model: keras.Model) -> MemoryPolicy | None:
-    """The policy that is applied to a model, or to a part of it; `None` if there is none.
-
-    Args:
-        model: any model.
-    """
-    automatic = automatic_of(model)
-    return _modes(model) if automatic is None else automatic.policy
-
-
-def automatic_of(model: keras.Model) -> Automatic | None:
-    """What chooses for a model; `None` if its policy says what is kept, or it has none.
-
-    Args:
-        model: any model.
-    """
-    return getattr(vars(model).get("make_train_function"), "__self__", None)
 
 
 def remove(model: keras.Model) -> keras.Model:
@@ -102,115 +127,5 @@ def remove(model: keras.Model) -> keras.Model:
     if automatic_of(model) is not None:
         for name in METHODS:
             object.__delattr__(model, name)
-    _remove_modes(model)
+    remove_modes(model)
     return model
-
-
-def apply_modes(model: keras.Model, policy: MemoryPolicy) -> None:
-    """Applies a policy whose modes are known, instead of those that are applied."""
-    plan = _plan(model, policy)
-    _remove_modes(model)
-    _follow(model, plan, policy)
-
-
-def _follow(model: keras.Model, plan: GraphPlan | LayerPlan, policy: MemoryPolicy) -> None:
-    if isinstance(plan, GraphPlan):
-        _shadow_call(model, model, GraphCall(model, plan, policy))
-    else:
-        for layer, name, mode in zip(plan.layers, plan.names, plan.modes, strict=True):
-            _shadow_call(model, layer, LayerCall(layer, name, mode, model, policy))
-    if set(policy.modes) & set(_ON_HOST):
-        _do_without_xla(model)
-        if len(tf.config.list_logical_devices()) == 1:
-            _log.warning(
-                "Mode %s for model '%s' on a machine whose only device is the host: nothing can be kept elsewhere. "
-                "Mode 'recompute' saves memory here.",
-                " and ".join(repr(mode) for mode in _ON_HOST if mode in policy.modes),
-                model.name,
-            )
-
-
-@contextlib.contextmanager
-def under(model: keras.Model, policy: MemoryPolicy | None) -> Iterator[None]:
-    """Applies a policy whose modes are known, for as long as the block runs.
-
-    Args:
-        model: a model that is built.
-        policy: what is kept; `None` for everything, with blocks as they are found if the model has any.
-    """
-    function, compiled, supports = model.train_function, model.jit_compile, model.supports_jit
-    calls = {id(layer): (layer, vars(layer)["call"]) for layer in model._flatten_layers() if _has_call(layer)}
-    noted = vars(model).get(_WITHOUT_XLA)
-    try:
-        try:
-            apply_modes(model, policy or MemoryPolicy("none"))
-        except ValueError:
-            if policy is not None:
-                raise
-        yield
-    finally:
-        _remove_modes(model)
-        for layer, call in calls.values():
-            object.__setattr__(layer, "call", call)
-        if noted is not None:
-            object.__setattr__(model, _WITHOUT_XLA, noted)
-        model.supports_jit, model.jit_compile, model.train_function = supports, compiled, function
-
-
-def contents_of(model: keras.Model, policy: MemoryPolicy) -> dict[str, str]:
-    """The first and the last layer of each block, by the block's name; nothing where blocks are layers.
-
-    Args:
-        model: a model that is built.
-        policy: what is kept.
-    """
-    functional = functional_of(model)
-    return contents(plan_graph(functional, policy)) if functional is not None and policy.blocks == "auto" else {}
-
-
-def _plan(model: keras.Model, policy: MemoryPolicy) -> GraphPlan | LayerPlan:
-    functional = functional_of(model)
-    return plan_layers(model, policy) if functional is None else plan_graph(functional, policy)
-
-
-def _modes(model: keras.Model) -> MemoryPolicy | None:
-    """The policy whose modes are applied."""
-    return next((vars(layer)["call"].policy for layer in model._flatten_layers() if _has_call(layer)), None)
-
-
-def _has_call(layer: keras.layers.Layer) -> bool:
-    return isinstance(vars(layer).get("call"), (GraphCall, LayerCall, UndecidedCall))
-
-
-def _remove_modes(model: keras.Model) -> None:
-    for layer in model._flatten_layers():
-        if _has_call(layer):
-            object.__delattr__(layer, "call")
-            model.train_function = None
-    compiled = vars(model).pop(_WITHOUT_XLA, None)
-    if compiled is not None:
-        model.supports_jit = True
-        model.jit_compile = model.jit_compile or compiled
-
-
-def _shadow_call(model: keras.Model, layer: keras.layers.Layer, call: Callable) -> None:
-    # Past Keras' attribute tracking.
-    object.__setattr__(layer, "call", call)
-    # What was traced keeps everything.
-    model.train_function = None
-
-
-def _do_without_xla(model: keras.Model) -> None:
-    """XLA has one device, and orders what it compiles as it likes: nothing would be sent to the host, or late."""
-    if not model.supports_jit:
-        return
-    # Keras heeds it in compile: "auto" becomes False, and True does, with a warning.
-    model.supports_jit = False
-    object.__setattr__(model, _WITHOUT_XLA, bool(model.compiled and model.jit_compile))
-    if model.compiled and model.jit_compile:
-        _log.warning(
-            "Model '%s' was compiled with XLA, which cannot send activations to the host; it is trained without "
-            "(jit_compile=False).",
-            model.name,
-        )
-        model.jit_compile = False

@@ -1,4 +1,4 @@
-"""A policy whose modes are chosen when a fit says how large its batches are."""
+"""Mode "auto": chooses the modes of a model's blocks when a fit tells how large its batches are."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src import tree
-from tensorflow.python.distribute.values import PerReplicaSpec
 
-from tfdist.memory.estimation.batch import specifications_of
+from tfdist.compat.upstream import PerReplicaSpec
+from tfdist.inspection import epoch_iterators
+from tfdist.memory.estimation.batch import map_rows, specifications_of
+from tfdist.memory.estimation.choosing import choose_for
+from tfdist.memory.estimation.validation import check_estimable
+from tfdist.memory.modes import apply_modes
 from tfdist.memory.policy import MemoryPolicy
-from tfdist.strategies import epoch_iterators
 
 _log = logging.getLogger("tfdist")
-# The methods of a model that are shadowed.
+# The methods of a model that are replaced.
 METHODS = ("_maybe_symbolic_build", "make_train_function")
 
 
 class Automatic:
-    """Stands between Keras and a model: notes what its batches are, and applies a policy before a step is traced.
+    """Replaces two methods of a model: notes the shapes of its batches, and applies a policy before a step is traced.
 
-    Args:
-        model: a model.
-        policy: with mode "auto".
+    Keras calls `_maybe_symbolic_build` with the data of a fit, and then `make_train_function`, which traces the step.
 
     Attributes:
-        policy: the same.
+        policy: the policy, with mode "auto" and a budget.
     """
 
     def __init__(self, model: keras.Model, policy: MemoryPolicy):
@@ -40,14 +40,16 @@ class Automatic:
         if iterator is not None:
             rows = epoch_iterators.batch_size(iterator)
             specs = epoch_iterators.batch_specification(iterator)
-            # A dataset that the user has distributed has batches of one replica.
+            # A dataset that the user has distributed yields one batch for each replica.
             dataset = iterator._distributed_dataset
             each = tf.nest.flatten(getattr(dataset, "source", dataset).element_spec)
             replicas = self._model.distribute_strategy.num_replicas_in_sync
             times = replicas if any(isinstance(spec, PerReplicaSpec) for spec in each) else 1
-            self._batch = tree.map_structure(lambda spec: _with_rows(spec, rows, times), specs)
+            # What is no tensor has no known shape: `_choose` refuses it.
+            specs = tf.nest.map_structure(lambda spec: tf.TensorSpec(None) if spec is None else spec, specs)
+            self._batch = map_rows(specs, lambda first: rows if first is None else first * times)
         elif data_batch is not None:
-            # Keras says `None` for weights that are not there.
+            # Keras gives `None` where there are no targets or weights.
             parts = tuple(data_batch)
             while parts and parts[-1] is None:
                 parts = parts[:-1]
@@ -58,19 +60,14 @@ class Automatic:
         type(self._model)._maybe_symbolic_build(self._model, iterator=iterator, data_batch=data_batch)
 
     def make_train_function(self, force: bool = False) -> Any:
-        """As Keras' own, after the choice."""
-        # There is no function after `compile`: another optimizer, say, has other slots.
+        """Chooses and applies the modes, if batches have changed; then does what Keras does."""
+        # `compile` removes the train function. Then it is chosen anew: another optimizer has other slots.
         changed = self._chosen_for != str(self._batch) or self._model.train_function is None
         if self._batch is not None and (changed or force):
             self._choose()
         return type(self._model).make_train_function(self._model, force)
 
     def _choose(self) -> None:
-        # They are above this file.
-        from tfdist.memory.application import apply_modes
-        from tfdist.memory.estimation.checks import check_estimable
-        from tfdist.memory.estimation.choosing import choose_for
-
         check_estimable(self._model, "MemoryPolicy('auto')")
         if not all(spec is None or spec.shape.is_fully_defined() for spec in tf.nest.flatten(self._batch)):
             raise ValueError(
@@ -86,12 +83,3 @@ class Automatic:
             _log.warning("Model '%s': %s", self._model.name, choice)
         else:
             _log.info("Model '%s': %s", self._model.name, choice.summary)
-
-
-def _with_rows(spec: tf.TensorSpec | None, rows: int | None, times: int) -> tf.TensorSpec:
-    # What is no tensor has no shape that is known.
-    if spec is None or not spec.shape.rank:
-        return tf.TensorSpec(None) if spec is None else spec
-    first, *rest = spec.shape
-    first = rows if first is None else first * times
-    return tf.TensorSpec([first, *rest], spec.dtype)

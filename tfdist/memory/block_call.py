@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Protocol
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common.variables import AutocastScope, get_autocast_scope
-from tensorflow.python.eager import record
 
+from tfdist.compat.upstream import AutocastScope, get_autocast_scope, record
 from tfdist.layer_graph.pure_call import ImpureError, PureResult
 from tfdist.layer_graph.values import is_differentiable
-from tfdist.memory.labels import labelled
-from tfdist.memory.order import Order
+from tfdist.memory.op_recorder import labelled
+from tfdist.memory.order import Keeping
 
 
 class Block(Protocol):
@@ -35,30 +33,6 @@ class Block(Protocol):
         """Computes with these values of the variables; the result is a flat list of tensors."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Keeping:
-    """How the blocks of one call of a model are called.
-
-    Attributes:
-        order: of the blocks.
-        host: the device that takes what does not stay.
-        prefetch: how many blocks ahead something is fetched.
-        min_bytes: what is known to be smaller stays.
-        compiled: whether XLA compiles the call.
-    """
-
-    order: Order
-    host: str = "CPU:0"
-    prefetch: int = 1
-    min_bytes: int = 0
-    compiled: bool = False
-
-    def moves(self, tensor: tf.Tensor) -> bool:
-        """Whether a tensor is large enough to be sent to the host."""
-        count = tensor.shape.num_elements()
-        return count is None or count * tensor.dtype.size >= self.min_bytes
-
-
 class BlockCall:
     """One call of a block, and what it leaves for its backward pass.
 
@@ -70,17 +44,19 @@ class BlockCall:
         keeping: how it is called.
 
     Attributes:
-        inference: the kind that stands in where nothing is trained; `None` where the block is simply run then.
+        inference: the kind that is used instead where nothing is trained; `None` if the block is simply run then.
     """
 
     inference: ClassVar[type[BlockCall] | None] = None
-    # What to do with a layer that is no pure function.
+    # The end of an error message: what to do with a layer that is not a pure function.
     remedy: ClassVar[str] = "mode 'none' for this block, which is then called as it is"
 
     def __init__(self, block: Block, trainable: list, state: list, tensors: list, keeping: Keeping):
         self.block, self.trainable, self.state, self.keeping = block, trainable, state, keeping
         self._autocast = get_autocast_scope()
         self.place = keeping.order.begin_block()
+        # The block reads copies of its inputs. The first of them is the operation with which the block begins: other
+        # blocks can wait for it, and it waits for them.
         with tf.control_dependencies(keeping.order.to_wait_for(self.place)):
             self.tensors = [tf.identity(tensor) for tensor in tensors]
         if self.tensors and not tf.executing_eagerly():
@@ -100,7 +76,7 @@ class BlockCall:
 
     @contextlib.contextmanager
     def autocast(self) -> Iterator[None]:
-        """The dtype in which layers compute that have none of their own, as in the forward pass."""
+        """Lets layers without a dtype of their own compute in the dtype of the forward pass."""
         with AutocastScope(self._autocast.dtype if self._autocast else None):
             yield
 
@@ -114,7 +90,7 @@ class BlockCall:
 
 
 def watch(tape: tf.GradientTape, tensors: Sequence[tf.Tensor]) -> None:
-    """Lets a tape watch what has gradients."""
+    """Lets a tape watch the tensors that can have gradients."""
     tape.watch([tensor for tensor in tensors if is_differentiable(tensor)])
 
 
@@ -162,6 +138,9 @@ def _call_block(
     if not trained:
         return result
 
+    # The tapes of the caller see one operation, "TfdistBlock": weights and inputs go in, results come out, and this
+    # function is its gradient. What happened inside is hidden from them: the results are identities that no tape has
+    # recorded, so that there is no other way back from them.
     def backward(*cotangents: Any) -> list[Any]:
         with labelled(block.label):
             return call.backward([tf.convert_to_tensor(cotangent) for cotangent in cotangents])

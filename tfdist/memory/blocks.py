@@ -2,30 +2,52 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src import tree
+from keras import tree
 
+from tfdist.compat.upstream import CallContext, global_state
+from tfdist.inspection import global_seeds
 from tfdist.layer_graph.chunk import Chunk
 from tfdist.layer_graph.pure_call import PureResult, call_purely
 from tfdist.layer_graph.values import Value, attached, pack, unpack, value_of
-from tfdist.memory.call_context import call_context, context_values
-from tfdist.strategies import global_seeds
+
+_ATTRIBUTE = "current_call_ctx"
+
+
+def context_values() -> dict[str, Any]:
+    """What the current Keras call tells its layers, such as whether they train.
+
+    Example:
+        >>> context_values()
+        {}
+    """
+    context = global_state.get_global_attribute(_ATTRIBUTE)
+    return {key: value for key, value in vars(context).items() if key != "entry_layer"} if context else {}
+
+
+@contextlib.contextmanager
+def call_context(values: Mapping[str, Any]) -> Iterator[None]:
+    """Tells layers the same in a later call. What the model has collected in its call is not touched."""
+    previous = global_state.get_global_attribute(_ATTRIBUTE)
+    # The context belongs to no layer. Keras ends a context with the layer that it belongs to.
+    context = CallContext(entry_layer=None)
+    for key, value in values.items():
+        context.set_value(key, value)
+    global_state.set_global_attribute(_ATTRIBUTE, context)
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute(_ATTRIBUTE, previous)
 
 
 class GraphBlock:
     """Consecutive calls of a Functional or Sequential model, in one call of the model.
-
-    Args:
-        chunk: the calls.
-        model: whose layers they are.
-        training: as in `model(x, training=training)`.
-        inputs: of the chunk.
-        label: the block's name.
 
     Attributes:
         label: the block's name.
@@ -36,7 +58,7 @@ class GraphBlock:
 
     def __init__(self, chunk: Chunk, model: keras.Model, training: bool, inputs: Sequence[Value], label: str):
         self.label = label
-        # Layers may have been frozen, or set free, since the policy was applied.
+        # `trainable` of layers may have changed since the policy was applied.
         chunk = chunk.as_it_is()
         self._chunk = dataclasses.replace(chunk, state=_with_global_seed(chunk.state))
         self.trainable, self.state = self._chunk.trainable, self._chunk.state
@@ -59,13 +81,6 @@ class GraphBlock:
 
 class LayerBlock:
     """A layer, in one call of it.
-
-    Args:
-        layer: the layer.
-        label: the block's name.
-        function: its own `call`.
-        args: the call's arguments.
-        kwargs: the call's keyword arguments.
 
     Attributes:
         label: the block's name.
@@ -113,7 +128,7 @@ def _filled_in(structure: Any, values: Sequence[Value]) -> Any:
 
 
 def _with_global_seed(state: Sequence[keras.Variable]) -> tuple[keras.Variable, ...]:
-    """With the seed of random functions that were given none."""
+    """Adds the global seed, which random functions without a seed of their own use and change."""
     generator = global_seeds.current()
     if generator is None or not global_seeds.is_here(generator) or any(v is generator.state for v in state):
         return tuple(state)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import ClassVar
 
-MODES = ("none", "recompute", "park", "swap")
+MODES = ("none", "recompute", "recompute+swap", "swap")
 AUTOMATIC = "auto"
 
 
@@ -20,7 +20,7 @@ class MemoryPolicy:
     |---|---|---|---|
     | `"none"` | everything | nothing | |
     | `"recompute"` | a block's inputs | nothing | the block is run again |
-    | `"park"` | nothing | a block's inputs | they are fetched, and the block is run again |
+    | `"recompute+swap"` | nothing | a block's inputs | they are fetched, and the block is run again |
     | `"swap"` | nothing | everything | it is fetched |
 
     All give the weights of plain training, bit for bit: where a block is run again, its Dropout and BatchNormalization
@@ -34,7 +34,7 @@ class MemoryPolicy:
         blocks: what a block is. Names of layers or classes of layers: each such layer is one. "auto": consecutive
             layers of a Functional or Sequential model, cut where that keeps the least (Chen et al., arXiv 1604.06174);
             in other models, the layers of the kind that repeats most.
-        host: the device that takes what is parked or swapped.
+        host: the device that takes what is swapped.
         prefetch: how many blocks ahead of its use it is fetched; 0 or more.
         min_bytes: tensors that are smaller stay on the device.
         budget: with "auto", what a device may hold: bytes, or "8GB", "500 MB", "7.5GiB".
@@ -43,8 +43,8 @@ class MemoryPolicy:
         ValueError: for an argument that makes no sense.
 
     Example:
-        >>> MemoryPolicy({"encoder*": "park"}, blocks=["encoder_1", "decoder_1"]).mode_of("encoder_1")
-        'park'
+        >>> MemoryPolicy({"encoder*": "recompute+swap"}, blocks=["encoder_1", "decoder_1"]).mode_of("encoder_1")
+        'recompute+swap'
     """
 
     mode: str | Mapping[str, str] = "recompute"
@@ -109,6 +109,31 @@ class MemoryPolicy:
         if isinstance(self.mode, str):
             return self.mode
         return next((mode for pattern, mode in self.mode.items() if fnmatch.fnmatchcase(block, pattern)), "none")
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamPolicy(MemoryPolicy):
+    """All blocks of a model have their weights and inputs on the host, and are on the device one after the other.
+
+    It is that of `tfdist.HostOffloadStrategy`, which has the variables there: elsewhere it would send them twice.
+
+    Args:
+        mode: the only one.
+        blocks: as in `MemoryPolicy`; what is in none of the named blocks is streamed, too, in blocks of its own.
+        host: where the variables are.
+        prefetch: how many blocks ahead of its use something is fetched.
+        min_bytes: inputs that are smaller stay on the device.
+
+    Example:
+        >>> StreamPolicy(prefetch=2).mode_of("any")
+        'stream'
+    """
+
+    mode: str = "stream"
+    min_bytes: int = 0
+
+    known: ClassVar[tuple[str, ...]] = ("stream",)
+    streams: ClassVar[bool] = True
 
 
 def policy_of(given: MemoryPolicy | str | None) -> MemoryPolicy | None:

@@ -1,7 +1,7 @@
 """Variables of one dtype laid end to end in one matrix, whose rows are dealt out to the replicas in equal shards.
 
 Every variable begins at a row of its own, and a row is as long as TensorFlow aligns memory (see
-`tfdist.strategies.gradients`): cutting rows out of the matrix copies nothing.
+`tfdist.steps.gradients`): cutting rows out of the matrix copies nothing.
 
 two variables over two replicas:    a a a b | b b . .    the last rows are padding
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.strategies.gradients import ALIGNMENT, pack, unpack
+from tfdist.steps.gradients import ALIGNMENT, pack, unpack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +103,7 @@ class FlatBucket:
 
 @dataclasses.dataclass(frozen=True)
 class _Like:
-    """What unpacking needs of a value that is not there."""
+    """Stands for a tensor of which `unpack` reads the shape only."""
 
     shape: tf.TensorShape
 
@@ -116,7 +116,7 @@ def in_buckets(
     Args:
         variables: Keras variables.
         shards: number of shards of each bucket.
-        kind_of: variables of different kinds come into different buckets, as those of different dtypes do.
+        kind_of: the kind of a variable; a bucket has variables of one kind and one dtype.
 
     Returns:
         The buckets, each with the indices of its variables.

@@ -1,4 +1,4 @@
-"""What an optimizer keeps for its variables (momenta, accumulators, averages), each replica a shard of it."""
+"""The slots of an optimizer (momenta, accumulators, averages), of which each replica keeps a shard."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.inspection.replica_values import gather, parts_of_variable
 from tfdist.optimizers.flat_bucket import FlatBucket
-from tfdist.optimizers.sharded_slot import ShardedSlot
-from tfdist.strategies.replica_values import gather, parts_of_variable
 
 
 class FlatSlots:
@@ -22,7 +21,7 @@ class FlatSlots:
         strategy: the strategy of the variables; each of its replicas has a shard.
         buckets: the buckets with the indices of their variables.
         variables: the Keras variables.
-        step: returns how many steps were made; what was collected before another step is out of date.
+        step: returns how many steps were made. What was collected is out of date after another step.
         owner: name of the optimizer, the beginning of the slots' paths.
 
     Attributes:
@@ -69,7 +68,7 @@ class FlatSlots:
         """
         if self._is_local:
             return
-        # Those of an earlier step are of no use, and as large as all slots.
+        # First frees the copies of an earlier step, which are as large as all slots.
         self._collected = {}
         every = [shards for kind in self._shards.values() for shards in kind]
         self._collected = {
@@ -148,8 +147,70 @@ class FlatSlots:
                 dtype=layout.dtype.name,
                 trainable=False,
                 autocast=False,
-                # Read and written by each replica by itself.
+                # Each replica has a value of its own, and reads and writes it without the others.
                 synchronization="on_read",
                 aggregation="sum",
                 name=f"{kind}_shards_{bucket}",
             )
+
+
+class ShardedSlot:
+    """Takes the place of a slot variable among the variables of an optimizer.
+
+    It has what Keras and `tfdist.callbacks.BackupAndRestore` need of a variable to save and load it.
+
+    Args:
+        slots: where its rows are.
+        kind: name of the slot, such as "momentum".
+        bucket: index of the bucket of the variable.
+        place: index of the variable in the bucket.
+        owner: name of the optimizer.
+        variable: the variable.
+    """
+
+    trainable = False
+
+    def __init__(self, slots: FlatSlots, kind: str, bucket: int, place: int, owner: str, variable: Any) -> None:
+        self._slots, self._where = slots, (kind, bucket, place)
+        self.kind = kind
+        # The names and shapes that Optimizer.add_variable_from_reference gives.
+        self.name = f"{variable.path.replace('/', '_')}_{kind}"
+        self.path = f"{owner}/{self.name}"
+        self.shape, self.dtype = tf.TensorShape(variable.shape), variable.dtype
+
+    @property
+    def _value(self) -> ShardedSlot:
+        # There is no TensorFlow variable behind it.
+        return self
+
+    def numpy(self) -> np.ndarray:
+        """A copy of the whole slot.
+
+        Raises:
+            RuntimeError: if other processes have parts of it, see `ShardedOptimizer.collect`.
+        """
+        return self._slots.read(*self._where)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """The same as `numpy`; `model.save("x.h5")` reads variables this way."""
+        return self.numpy().astype(dtype or self.dtype, copy=False)
+
+    def read_value(self) -> tf.Tensor:
+        """The whole slot; with several processes a collective, which all of them call after the same step."""
+        if not self._slots.is_readable:
+            self._slots.collect()
+        return tf.constant(self.numpy())
+
+    def assign(self, value: Any) -> None:
+        """Sets the whole slot; with several processes all of them call it with the same value.
+
+        Raises:
+            ValueError: if `value` has another shape.
+        """
+        value = np.asarray(value)
+        if value.shape != tuple(self.shape):
+            raise ValueError(
+                f"Received: a value of shape {value.shape} for '{self.path}'. Expected: {tuple(self.shape)}. Load what "
+                "was saved of the same model and optimizer; the number of replicas does not matter."
+            )
+        self._slots.write(*self._where, value)

@@ -1,4 +1,14 @@
-"""One step of an optimizer on one replica's shards of weights, gradients and slots."""
+"""One step of an optimizer on one replica's shards of weights, gradients and slots.
+
+The graph of a step, on the device of each replica, for each bucket of variables:
+
+    gradients, summed over the replicas -> cut out this replica's rows --+
+    weights                             -> cut out this replica's rows --+-> update of the shard -> all_gather
+    slots                                  (are shards already)        --+                          -> all weights
+
+The summed gradients and the weights are the same on all replicas, so cutting needs no communication: `all_gather` is
+the only collective here. What it returns is assigned to the variables by `ShardedOptimizer`.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +18,65 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.compat.upstream import distribute_utils
+from tfdist.inspection.replica_values import parts_of_variable
 from tfdist.optimizers.flat_bucket import FlatBucket
-from tfdist.optimizers.flat_slots import FlatSlots
-from tfdist.optimizers.flat_weights import FlatWeights
-from tfdist.optimizers.sharded_slot import ShardedSlot
-from tfdist.strategies.replica_values import parts_of_variable
+from tfdist.optimizers.flat_slots import FlatSlots, ShardedSlot
+from tfdist.steps import collectives
+from tfdist.steps.keras_step import global_replica, local_replica
+
+
+class FlatWeights:
+    """A shard of the weights that `Optimizer.update_step` takes for a variable. It exists within a step only.
+
+    A real variable would stay between the steps, and take as much memory as a slot.
+
+    Args:
+        key: the key by which the optimizer finds the slots.
+        value: the weights before the update.
+    """
+
+    def __init__(self, key: str, value: tf.Tensor):
+        # The name that TFOptimizer._var_key reads.
+        self._unique_id = key
+        self.value = value
+
+    @property
+    def dtype(self) -> tf.DType:
+        """The dtype of the weights."""
+        return self.value.dtype
+
+    @property
+    def shape(self) -> tf.TensorShape:
+        """The shape of the shard."""
+        return self.value.shape
+
+    def assign(self, value: Any) -> None:
+        """Sets the value."""
+        self.value = tf.convert_to_tensor(value)
+
+    def assign_add(self, value: Any) -> None:
+        """Adds to the value."""
+        self.value = self.value + value
+
+    def assign_sub(self, value: Any) -> None:
+        """Subtracts from the value."""
+        self.value = self.value - value
+
+    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
+        return tf.convert_to_tensor(self.value, dtype=dtype, name=name)
+
 
 # Names that Keras' base class gives to slots of its own.
 AVERAGE, ACCUMULATOR = "average", "gradient_accumulator"
 
 
 class FlatStep:
-    """Does to shards what `Optimizer._backend_apply_gradients` does to variables, by the same formulas.
+    """Updates shards as `Optimizer._backend_apply_gradients` updates variables, by the same formulas.
 
     Args:
-        optimizer: the optimizer that updates, built on the variables. Its own slots become the shards of this process.
+        optimizer: the optimizer that updates, built on the variables. Its lists of slots are replaced by lists of the
+            shards of this process.
         slots: its slots.
         buckets: the buckets with the indices of their variables.
         variables: the Keras variables.
@@ -36,7 +90,7 @@ class FlatStep:
         variables: Sequence[Any],
     ) -> None:
         self._optimizer, self._buckets, self._variables = optimizer, buckets, variables
-        # Keras builds on no variables to load an .h5 file.
+        # Keras builds an optimizer without variables when it loads an .h5 file.
         self._replicas = len(parts_of_variable(variables[0])) if variables else 0
         self._slots = {kind: slots.of_replicas(kind) for kind in dict.fromkeys(slot.kind for slot in slots.views)}
         for attribute, value in list(vars(optimizer).items()):
@@ -47,7 +101,9 @@ class FlatStep:
                 optimizer._trainable_variables_indices[_key(b, replica)] = self._index(b, replica)
 
     def shard(self, b: int, replica: int, shard: int, grads: Mapping[int, tf.Tensor]) -> tf.Tensor:
-        """Makes the step.
+        """Updates one replica's shard of a bucket, on this replica's device and without communication.
+
+        Rows of variables that have no gradient are computed as well, with a gradient of 0, and then put back by a mask.
 
         Args:
             b: index of a bucket.
@@ -86,7 +142,7 @@ class FlatStep:
         accumulator = self._slots[ACCUMULATOR][self._index(b, replica)]
 
         def update() -> tf.Tensor:
-            # Those that can be accumulated are clipped element by element, if at all.
+            # Clipping by norm is refused together with accumulation, so that a shard can be clipped by itself.
             mean = self._optimizer._clip_gradients([(grad + accumulator.read_value()) / steps])[0]
             accumulator.assign(tf.zeros_like(mean))
             return self._updated(b, replica, mean, weights, mask)
@@ -129,3 +185,52 @@ class FlatStep:
 
 def _key(b: int, replica: int) -> str:
     return f"tfdist_bucket_{b}_of_replica_{replica}"
+
+
+def all_gather(shards: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Stacks the shards of all replicas, with one collective for each.
+
+    Args:
+        shards: matrices of this replica, with the same shapes on all of them.
+
+    Returns:
+        For each matrix those of all replicas, one below the other, in the order of the replicas.
+    """
+    if tf.distribute.get_strategy().num_replicas_in_sync == 1:
+        return list(shards)
+    context = tf.distribute.get_replica_context()
+    extended = context.strategy.extended
+    if not extended._use_merge_call():
+        # Compiled by XLA, or in a branch of tf.cond: there only an all-reduce works. Each replica pads its shard with
+        # zeros to the whole, and the sum of all of them is the stack of the shards.
+        return [_by_all_reduce(context, shard) for shard in shards]
+    collectives.note_other()
+    if len(extended.worker_devices) == context.num_replicas_in_sync:
+        return list(context.merge_call(_copy_to_all_devices, args=tuple(shards)))
+    if tf.executing_eagerly():
+        return [context.all_gather(shard, axis=0) for shard in shards]
+    # As the strategy does for an all-reduce. Its public all_gather sends the shapes around, too, and transposes.
+    launcher = extended._cross_device_ops._launchers[local_replica()]
+    return [_with_rows(launcher._all_gather(shard, None), shard, context) for shard in shards]
+
+
+def _with_rows(whole: tf.Tensor, shard: tf.Tensor, context: Any) -> tf.Tensor:
+    return tf.ensure_shape(whole, [shard.shape[0] * context.num_replicas_in_sync, *shard.shape[1:]])
+
+
+def _by_all_reduce(context: Any, shard: tf.Tensor) -> tf.Tensor:
+    before, rows = global_replica() * shard.shape[0], shard.shape[0]
+    after = (context.num_replicas_in_sync - 1) * rows - before
+    return collectives.all_reduce(tf.pad(shard, [[before, after], [0, 0]]))
+
+
+def _copy_to_all_devices(strategy: tf.distribute.Strategy, *shards: Any) -> tuple:
+    """Gathers shards of devices of one process: each device concatenates copies of all of them."""
+    gathered = []
+    for shard in shards:
+        parts, whole = strategy.experimental_local_results(shard), []
+        for device in strategy.extended.worker_devices:
+            with tf.device(device):
+                whole.append(tf.concat(parts, 0))
+        gathered.append(distribute_utils.regroup(tuple(whole), always_wrap=True))
+    return tuple(gathered)

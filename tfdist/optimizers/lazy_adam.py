@@ -7,7 +7,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.optimizers.indexed_slices import sum_duplicates
+
+def sum_duplicates(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
+    """Returns the same gradient with every row once.
+
+    Keras does not do this: it squares the parts of the gradient of a row that occurs several times one by one.
+    """
+    rows, positions = tf.unique(gradient.indices)
+    values = tf.math.unsorted_segment_sum(gradient.values, positions, tf.size(rows))
+    return tf.IndexedSlices(values, rows, gradient.dense_shape)
 
 
 @keras.saving.register_keras_serializable(package="tfdist")
@@ -77,6 +85,8 @@ class LazyAdam(keras.optimizers.Adam):
                 "only some rows, while the decay changes all of them in every step. Expected: no weight_decay, or "
                 '`optimizer.exclude_from_weight_decay(var_names=["embeddings"])` before training.'
             )
+        # Adam's formulas on the rows of the batch. Moments and weights are read by `gather` and written by scatters, on
+        # the device of each variable: no operation touches the whole table.
         dtype = variable.dtype
         gradient = sum_duplicates(gradient)
         rows, values = gradient.indices, tf.cast(gradient.values, dtype)
@@ -104,6 +114,6 @@ class LazyAdam(keras.optimizers.Adam):
             return grads
         grads = [sum_duplicates(grad) if isinstance(grad, tf.IndexedSlices) else grad for grad in grads]
         if self.global_clipnorm:
-            # Keras' function makes tables of slices.
+            # Keras' own function would turn `tf.IndexedSlices` into whole tables.
             return tf.clip_by_global_norm(grads, self.global_clipnorm)[0]
         return super()._clip_gradients(grads)

@@ -1,4 +1,8 @@
-"""An optimizer whose slots are split over the replicas (ZeRO, stage 1)."""
+"""An optimizer whose slots are split over the replicas (ZeRO, stage 1).
+
+The functions at the top refuse, with the reason, what a `ShardedOptimizer` could not do exactly as its inner optimizer.
+`collect_slots` fetches the slots of other processes before a model is saved.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,113 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.utils.tracking import no_automatic_dependency_tracking
 
+from tfdist.compat.hooks import hooks_of
+from tfdist.compat.upstream import no_automatic_dependency_tracking
+from tfdist.inspection.model_parts import optimizers_of, parts_of
+from tfdist.inspection.replica_values import parts_of_variable
 from tfdist.optimizers.flat_bucket import in_buckets
 from tfdist.optimizers.flat_slots import FlatSlots
-from tfdist.optimizers.flat_step import AVERAGE, FlatStep
-from tfdist.optimizers.gathering import all_gather
-from tfdist.optimizers.sharded_checks import check_inner, check_strategy, check_variables
-from tfdist.strategies.keras_step import global_replica, local_replica, shadowed
-from tfdist.strategies.replica_values import parts_of_variable
+from tfdist.optimizers.flat_step import AVERAGE, FlatStep, all_gather
+from tfdist.steps.keras_step import global_replica, local_replica, shadowed
+
+# They update each element by itself, and keep nothing but slots with a constant initial value.
+ELEMENTWISE = (
+    keras.optimizers.SGD,
+    keras.optimizers.RMSprop,
+    keras.optimizers.Adam,
+    keras.optimizers.AdamW,
+    keras.optimizers.Adadelta,
+    keras.optimizers.Adagrad,
+    keras.optimizers.Adamax,
+    keras.optimizers.Ftrl,
+    keras.optimizers.Lion,
+)
+_REASONS = {
+    "Adafactor": "factors the second moments of a matrix into its rows and columns",
+    "Lamb": "scales the update of a variable by norms of the whole variable",
+    "Muon": "makes the update of a matrix orthogonal",
+    "MultiOptimizer": "has other optimizers inside",
+    "Nadam": "keeps a product over the steps, which is no slot",
+    "ScheduleFreeAdamW": "begins with momenta that are copies of the weights",
+    "LazyAdam": "updates only the rows that a batch has used",
+}
+
+
+def check_inner(optimizer: Any) -> None:
+    """Checks the inner optimizer.
+
+    Raises:
+        ValueError: if its slots cannot be split.
+    """
+    kind = type(optimizer).__name__
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise ValueError(
+            "Received: ShardedOptimizer(LossScaleOptimizer(...)), which would test shards of the gradients for "
+            "overflow. Expected: LossScaleOptimizer(ShardedOptimizer(...)), the other way round."
+        )
+    if kind == "ShardedOptimizer":
+        inner = type(optimizer.inner_optimizer).__name__
+        raise ValueError(
+            f"Received: ShardedOptimizer(ShardedOptimizer({inner}(...))), which has split its slots already. Expected: "
+            f"ShardedOptimizer({inner}(...)), once."
+        )
+    if type(optimizer) not in ELEMENTWISE:
+        reason = _REASONS.get(kind, "may do so: tfdist does not know it")
+        raise ValueError(
+            f"Received: ShardedOptimizer({kind}(...)). {kind} {reason}, and each replica sees only a shard of each "
+            f"variable. Expected: one of {', '.join(c.__name__ for c in ELEMENTWISE)}; or use {kind} without "
+            "ShardedOptimizer."
+        )
+    if optimizer.built:
+        raise ValueError(
+            f"Received: ShardedOptimizer({kind}(...)) of an optimizer that has been built already, whole, on each "
+            "replica. Expected: a new optimizer that nothing else uses."
+        )
+    norm = "clipnorm" if optimizer.clipnorm else "global_clipnorm"
+    if optimizer.gradient_accumulation_steps and getattr(optimizer, norm):
+        raise ValueError(
+            f"Received: ShardedOptimizer of {kind}(gradient_accumulation_steps="
+            f"{optimizer.gradient_accumulation_steps}, {norm}={getattr(optimizer, norm)}). What is accumulated is "
+            "sharded, and no replica knows the norm of the whole. Expected: clipvalue, or no gradient accumulation."
+        )
+
+
+def check_strategy(strategy: tf.distribute.Strategy) -> None:
+    """Checks the strategy in whose scope the optimizer is created.
+
+    Raises:
+        ValueError: if it does not hold all weights on all replicas in step.
+    """
+    if hooks_of(strategy).is_data_parallel or not tf.distribute.has_strategy():
+        return
+    raise ValueError(
+        f"Received: a ShardedOptimizer in the scope of a {type(strategy).__name__}. Expected: no scope, or that of a "
+        "tfdist.MirroredStrategy or tfdist.MultiWorkerMirroredStrategy, whose replicas hold all weights and could each "
+        "hold a part of the slots. Use the optimizer inside as it is."
+    )
+
+
+def check_variables(variables: Sequence[Any]) -> None:
+    """Checks the variables on which the optimizer is built.
+
+    Raises:
+        ValueError: if a variable cannot be laid out flat; or inside of `strategy.run`.
+    """
+    for variable in variables:
+        if getattr(variable, "overwrite_with_gradient", False) or not tf.as_dtype(variable.dtype).is_floating:
+            raise ValueError(
+                f"Received: a ShardedOptimizer for variable '{variable.path}' of dtype {variable.dtype}, which is "
+                "overwritten with its gradient, or not made of floats. Expected: floating variables, updated by the "
+                "optimizer. Use the optimizer inside as it is."
+            )
+    if tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context():
+        raise ValueError(
+            "Received: a ShardedOptimizer that is built by its first step, on a replica. Expected: "
+            "`optimizer.build(model.trainable_variables)` in the strategy's scope before a training loop of one's own "
+            "(`fit` does so)."
+        )
+
 
 # What Keras' base class does with gradients and weights, before and after the update itself.
 _SETTINGS = (
@@ -37,11 +139,11 @@ class ShardedOptimizer(keras.optimizers.Optimizer):
 
     Adam keeps two values for every weight, on every replica the same. With this optimizer each of n replicas keeps and
     updates them for an n-th of the weights, and then gets the other weights from the others. Weights, history and saved
-    files are those of the optimizer inside. The gradient is summed over the replicas as ever; to gather the weights
-    adds half as much communication, in one collective for each dtype.
+    files are those of the inner optimizer. The gradient is summed over the replicas as ever; gathering the weights adds
+    half as much communication, in one collective for each dtype.
 
     Variables are laid end to end in flat buckets, each beginning at a multiple of 64 bytes, so that parts are equal
-    whatever the sizes of the variables. Without a strategy, or with one replica, it is the optimizer inside.
+    whatever the sizes of the variables. Without a strategy, or with one replica, it does what the inner optimizer does.
 
     Learning rate schedules, weight decay, clipping, averages of the weights (`use_ema`), gradient accumulation (whose
     sums are split, too), and `LossScaleOptimizer(ShardedOptimizer(...))` work. Gradients of embeddings are summed by
@@ -54,7 +156,7 @@ class ShardedOptimizer(keras.optimizers.Optimizer):
     Args:
         inner_optimizer: a new Keras optimizer that updates each element by itself, or its name: SGD, RMSprop, Adam,
             AdamW, Adadelta, Adagrad, Adamax, Ftrl or Lion. Create both in the strategy's scope.
-        name: name of this optimizer; by default that of the one inside.
+        name: name of this optimizer; by default the name of the inner optimizer.
 
     Raises:
         ValueError: for an optimizer that is not elementwise, was used already, or clips by norm what it accumulates;
@@ -82,9 +184,9 @@ class ShardedOptimizer(keras.optimizers.Optimizer):
             **{setting: getattr(inner, setting) for setting in _SETTINGS},
         )
         self.inner_optimizer = inner
-        # Formulas of the optimizer inside use its counter; this one counts.
+        # The formulas of the inner optimizer read its counter of steps: both optimizers share it, and this one counts.
         self._iterations = inner._iterations
-        # All that is saved are `variables`, as they are without this class.
+        # Keras would save the inner optimizer as well. All that has to be saved are the `variables` of this one.
         for method in ("save_own_variables", "load_own_variables"):
             object.__setattr__(inner, method, _nothing)
 
@@ -110,12 +212,12 @@ class ShardedOptimizer(keras.optimizers.Optimizer):
 
     @property
     def variables(self) -> list[Any]:
-        """Counter, learning rate and slots, in the order and with the shapes of the optimizer inside."""
+        """Counter, learning rate and slots, in the order and with the shapes of the inner optimizer."""
         return self.inner_optimizer.variables + (self._slots.views if self.built else [])
 
     @property
     def learning_rate(self) -> Any:
-        """That of the optimizer inside."""
+        """The learning rate of the inner optimizer."""
         return self.inner_optimizer.learning_rate
 
     @learning_rate.setter
@@ -123,7 +225,7 @@ class ShardedOptimizer(keras.optimizers.Optimizer):
         self.inner_optimizer.learning_rate = learning_rate
 
     def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
-        """As in `keras.optimizers.Optimizer`."""
+        """Does what it does in `keras.optimizers.Optimizer`."""
         self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
 
     def collect(self) -> None:
@@ -140,7 +242,7 @@ class ShardedOptimizer(keras.optimizers.Optimizer):
         return not self.built or self._slots.is_readable
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
-        """As in `keras.optimizers.Optimizer`; collects the slots, too."""
+        """Does what it does in `keras.optimizers.Optimizer`, and collects the slots."""
         if self.built:
             self.collect()
         super().finalize_variable_values(var_list)
@@ -151,6 +253,8 @@ class ShardedOptimizer(keras.optimizers.Optimizer):
             variable.assign(averages[self._get_variable_index(variable)].read_value())
 
     def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> None:
+        # On each replica: the gradients are summed over the replicas, its shard of each bucket is updated, all shards
+        # are gathered, and only then is each variable assigned.
         pairs = self._all_reduce_sum_gradients(list(zip(grads, trainable_variables, strict=True)))
         grads = [tf.convert_to_tensor(grad) for grad, _ in pairs]
         if not self.gradient_accumulation_steps:
@@ -164,7 +268,7 @@ class ShardedOptimizer(keras.optimizers.Optimizer):
                 parts_of_variable(self._trainable_variables[i])[replica].assign(value)
 
     def get_config(self) -> dict[str, Any]:
-        """The optimizer inside, and the name."""
+        """The inner optimizer, and the name."""
         return {"name": self.name, "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer)}
 
     @classmethod
@@ -175,4 +279,28 @@ class ShardedOptimizer(keras.optimizers.Optimizer):
 
 
 def _nothing(store: Any) -> None:
-    """In place of what is saved elsewhere."""
+    """Saves and loads nothing."""
+
+
+def collect_slots(model: keras.Model) -> None:
+    """Makes all slots readable on every process.
+
+    Does nothing if they are readable: without a `ShardedOptimizer`, in one process, and if no step was made since they
+    were collected, as at the end of `fit`. Otherwise it is a collective, before which the processes wait for each
+    other: a process that saves alone gets an error instead of waiting for ever.
+
+    Args:
+        model: a model of a strategy of several processes.
+
+    Raises:
+        tfdist.runtime.peers.PeerTimeoutError: if another process does not save the model, too.
+        ConnectionError: if another process has ended.
+    """
+    optimizers = [part for optimizer in optimizers_of(model) for part in (optimizer, *parts_of(optimizer))]
+    scattered = [one for one in optimizers if isinstance(one, ShardedOptimizer) and not one.is_collected]
+    if scattered:
+        model.distribute_strategy._peers.gather(
+            "slots", None, "save the model, too (each process has a part of the slots of its ShardedOptimizer)"
+        )
+    for optimizer in scattered:
+        optimizer.collect()

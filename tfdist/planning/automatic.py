@@ -9,13 +9,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
+import tensorflow as tf
 
+from tfdist.cluster.barrier import meet
 from tfdist.cluster.discovery import discover
-from tfdist.cluster.roll_call import meet
-from tfdist.planning.hardware import Hardware
-from tfdist.planning.prediction import Prediction
-from tfdist.planning.starting import IN_ONE_PROCESS
-from tfdist.testing.local_cluster import run_local
+from tfdist.launch.local.local_cluster import run_local
+from tfdist.planning.calibration import count_gpus, this_machine
+from tfdist.planning.hardware import Hardware, hardware_of
+from tfdist.planning.plan import plan_for, recommend
+from tfdist.planning.prediction import IN_ONE_PROCESS, Prediction
+from tfdist.planning.profile import profile_of
 
 _log = logging.getLogger("tfdist")
 _SECONDS = 600.0
@@ -29,19 +32,19 @@ def auto(
     hardware: Hardware | str | None = None,
     start_timeout: float = 300.0,
 ) -> Any:
-    """Makes the strategy with which a model is expected to train fastest, on what this job has.
+    """Makes the strategy with which a model is expected to train fastest on the devices of this job.
 
-    With one process that is one device, several GPUs with a replica or a stage on each, less memory for activations, or
-    weights on the host; with several processes, a replica or a stage on each of them, with what fits. Parameter servers
-    are used where the job has some. The plan is made in a process of its own, by the first process of the job, which
-    tells the others.
+    With one process that is one device, or several GPUs with a replica or a stage on each, or a way to save memory for
+    activations or weights. With several processes it is a replica or a stage on each of them. Parameter servers are
+    used if the job has some. The first process of the job makes the plan, in another process, and sends it to the
+    others.
 
     Args:
-        build: makes the compiled model. It is called once more, in `strategy.scope()`, by the script.
+        build: makes the compiled model. The script calls it once more, in `strategy.scope()`.
         batch_size: rows of the global batch.
-        data: a batch `(x, y)` of arrays instead, for models that do not tell their shapes.
-        hardware: as for `tfdist.plan`; by default this machine is measured, if it is not known. A job on several hosts,
-            or of several processes with GPUs, needs it: their links are not measured.
+        data: a batch `(x, y)` of arrays instead, for models without known shapes.
+        hardware: as for `tfdist.plan`; by default this machine, which is measured if it was not yet. A job on several
+            hosts, or of several processes with GPUs, needs it: their links are not measured.
         start_timeout: how long to wait for the other processes, in seconds.
 
     Returns:
@@ -89,21 +92,19 @@ def _choose(
     places: Mapping[int, Mapping[str, Any]],
     processes: int,
 ) -> dict[str, Any]:
-    """Name and options of a strategy with a reason, or an error. TensorFlow is used in another process only."""
+    """Name and options of a strategy with a reason, or an error. Only another process initializes TensorFlow."""
     try:
         hardware = _machine(places) if hardware is None else hardware
         env = {"CUDA_VISIBLE_DEVICES": ""} if isinstance(hardware, Hardware) and hardware.kind == "CPU" else {}
         work = (build, batch_size, data, hardware, processes)
         (chosen,) = run_local(_planned, workers=1, args=work, timeout=_SECONDS, env=env)
-    except Exception as error:  # whatever it is, the other processes wait to hear of it
+    except Exception as error:  # of any kind: the other processes wait for the result
         return {"error": str(error)}
     return chosen
 
 
 def _machine(places: Mapping[int, Mapping[str, Any]]) -> Hardware:
-    """What a job runs on that knows nothing of it, by the hosts and cores of its processes."""
-    from tfdist.planning.calibration import count_gpus, this_machine
-
+    """The measured hardware of a job, from the hosts and cores of its processes."""
     several = len(places) > 1
     hosts = sorted({place["host"] for place in places.values()})
     remedy = (
@@ -114,7 +115,7 @@ def _machine(places: Mapping[int, Mapping[str, Any]]) -> Hardware:
         raise ValueError(f"Received: processes on {', '.join(hosts)}, whose links are not known. {remedy}")
     if several and count_gpus():
         raise ValueError(f"Received: {len(places)} processes with GPUs, whose links are not known. {remedy}")
-    # Each process may be kept to its part of the cores; all that they have together is what is shared.
+    # Each process may be restricted to a part of the cores; the measurement shares the cores of all of them.
     cores = sorted({core for place in places.values() for core in place["cores"]})
     return this_machine(len(places) if several else None, cores=cores)
 
@@ -122,16 +123,11 @@ def _machine(places: Mapping[int, Mapping[str, Any]]) -> Hardware:
 def _planned(
     build: Callable[[], keras.Model], batch_size: int | None, data: Any, hardware: Hardware | str, processes: int
 ) -> dict[str, Any]:
-    import tensorflow as tf
-
-    from tfdist.planning.plan import hardware_of, plan_for
-    from tfdist.planning.profiling import profile_of
-    from tfdist.planning.recommendation import recommend
-
+    """What `_choose` returns; runs in a process of its own."""
     try:
         profile = profile_of(build(), batch_size, data)
         hardware = hardware_of(hardware)
-        # One process has the GPUs that it sees; several have one device each.
+        # A single process uses all GPUs that it sees; several processes use one device each.
         most = processes if processes > 1 else max(len(tf.config.list_physical_devices("GPU")), 1)
         one, *others = plan_for(profile, hardware, most).rows
         found = recommend([row for row in (one, *others) if usable(row, processes)], one, how_to_start=False)
@@ -139,13 +135,13 @@ def _planned(
         return {"error": str(error)}
     if found.best is None:
         return {"error": found.reason}
-    # The devices of several processes are those of the cluster.
+    # Several processes use the devices of the cluster.
     options = {name: value for name, value in found.best.options.items() if processes == 1 or name != "devices"}
     return {"strategy": found.best.strategy or "MirroredStrategy", "options": options, "reason": found.reason}
 
 
 def usable(row: Prediction, processes: int) -> bool:
-    """Whether a job of so many processes can have this row: all of them take part, and the script stays as it is.
+    """Whether a job of so many processes can use this row: all of them take part, and the script stays as it is.
 
     Example:
         >>> row = Prediction("one device", "", {}, "python train.py", 1, 1.0, 1.0, 0.0, 1.0, 2.0)

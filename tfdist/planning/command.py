@@ -1,4 +1,4 @@
-"""What `tfdist plan` does."""
+"""The command `tfdist plan`."""
 
 from __future__ import annotations
 
@@ -12,24 +12,31 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tfdist.launch.arguments import Target
-from tfdist.picture_endings import wanted_endings
-from tfdist.planning.calibration import this_machine
-from tfdist.planning.hardware import Hardware
-from tfdist.planning.presets import PRESETS
-from tfdist.planning.scaling import doublings
-from tfdist.testing.local_cluster import LocalRunError
+import click
+
+from tfdist.launch.arguments import TARGET, ScriptCommand, Target
+from tfdist.picture_formats import wanted_endings
+from tfdist.planning.hardware import PRESETS, Hardware
 
 if TYPE_CHECKING:
     from tfdist.planning.plan import Plan
 
 
-class PlanningError(ValueError):
-    """A plan that cannot be made; says what to do."""
+class PlanningError(click.ClickException):
+    """A plan that cannot be made; the message says what to do."""
 
 
+@click.command(cls=ScriptCommand, short_help="Predict which strategy trains a script fastest, and what it needs.")
+@click.option("--devices", metavar="N|N,N|N..M", help="How many may be used.  [default: those of the hardware]")
+@click.option("--batch-size", type=click.IntRange(min=1), help="Rows of the global batch.  [default: the script's]")
+@click.option("--hardware", metavar="NAME|FILE", help="Where it would run.  [default: this machine]")
+@click.option("--calibrate", is_flag=True, help="Measure this machine, even if it is known. It should be idle.")
+@click.option("--save", metavar="FILE", help="Write down the hardware as JSON, for --hardware elsewhere.")
+@click.option("--plot", metavar="FILE", help="Draw the speed-up over the number of devices, as .png or .svg.")
+@click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
+@click.pass_context
 def plan(
-    target: Target,
+    ctx: click.Context,
     devices: str | None,
     batch_size: int | None,
     hardware: str | None,
@@ -37,14 +44,15 @@ def plan(
     save: str | None,
     plot: str | None,
     as_json: bool,
-) -> str:
-    """Returns what is to be printed; the arguments are the options of the command.
+) -> None:
+    """Predict what each strategy needs for SCRIPT: memory, communication and time of a step, without training.
 
-    Raises:
-        PlanningError: if there is nothing to plan, or a step cannot be traced.
+    SCRIPT is run up to its first call of fit, with strategies that do nothing. This machine is measured when it is
+    needed for the first time. Without SCRIPT, --calibrate and --save only do that.
     """
+    target: Target = ctx.meta[TARGET]
     counts = numbers(devices) if devices else None
-    # What can be known to fail, before the machine is measured.
+    # Wrong options are refused before the machine is measured, which takes long.
     if plot:
         if not (counts and len(counts) > 1):
             raise PlanningError("--plot FILE: expected several numbers of --devices, such as --devices 1..64.")
@@ -60,29 +68,31 @@ def plan(
         with _files_of("--save", save):
             Path(save).write_text(found.to_json())
     if not target.words:
-        return found.to_json()
-    # Of a program's own output, nothing belongs to the JSON.
+        print(found.to_json())
+        return
+    # The program's own output must not get into the JSON.
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         made = _plan(target, batch_size, found, counts)
     if plot:
         with _files_of("--plot", plot):
             _draw(plot, made, counts or [])
-    return _as_json(made) if as_json else str(made)
+    print(_as_json(made) if as_json else made)
 
 
 def numbers(text: str) -> list[int]:
-    """The numbers of devices that a user means.
+    """The numbers of devices in a `--devices` option. A range is doubled from its first to its last number.
 
     Raises:
-        PlanningError: for anything else.
+        PlanningError: for any other text.
 
     Example:
-        >>> numbers("4"), numbers("2,4"), numbers("8..64")
-        ([4], [2, 4], [8, 16, 32, 64])
+        >>> numbers("4"), numbers("2,4"), numbers("8..40")
+        ([4], [2, 4], [8, 16, 32, 40])
     """
     if match := re.fullmatch(r"(\d+)\.\.(\d+)", text):
         first, last = map(int, match.groups())
-        found = doublings(first, last) if 0 < first <= last else []
+        doubled = [first << times for times in range(last.bit_length()) if first << times < last]
+        found = [*doubled, last] if 0 < first <= last else []
     else:
         found = [int(part) for part in text.split(",")] if re.fullmatch(r"\d+(,\d+)*", text) else []
     if not found or min(found) < 1:
@@ -105,7 +115,7 @@ def _check_drawable(path: str) -> None:
     try:
         wanted = wanted_endings(path)
     except ImportError:
-        raise PlanningError(f"--plot {path}: a picture is drawn with matplotlib: pip install 'tfdist[plot]'") from None
+        raise PlanningError(f"--plot {path}: a picture needs matplotlib: pip install 'matplotlib>=3.7'") from None
     if wanted:
         raise PlanningError(f"--plot {path}: expected a name with one of the endings {', '.join(wanted)}.")
 
@@ -122,6 +132,9 @@ def _hardware(name: str | None, most: int | None, again: bool) -> Hardware:
     if name in PRESETS:
         return PRESETS[name]
     if name is None:
+        from tfdist.launch.local.local_cluster import LocalRunError
+        from tfdist.planning.calibration import this_machine
+
         try:
             return this_machine(most, again)
         except LocalRunError as error:
@@ -138,15 +151,15 @@ def _hardware(name: str | None, most: int | None, again: bool) -> Hardware:
 
 
 def _plan(target: Target, batch_size: int | None, hardware: Hardware, counts: list[int] | None) -> Plan:
-    # TensorFlow takes seconds to import: what is wrong with the options is said without it.
+    # TensorFlow takes seconds to import: wrong options are refused without it.
     from tfdist.planning.plan import plan_for
-    from tfdist.planning.profiling import profile_of, with_rows
-    from tfdist.planning.script import NoFit, model_and_batch
+    from tfdist.planning.profile import profile_of, with_rows
+    from tfdist.planning.script import NoFitError, model_and_batch
 
     try:
-        # A fault of the program itself comes with its own traceback.
+        # An error of the program itself is shown with its own traceback.
         model, batch = model_and_batch(target)
-    except NoFit as error:
+    except NoFitError as error:
         raise PlanningError(str(error)) from None
     try:
         if batch_size is not None:
@@ -157,8 +170,7 @@ def _plan(target: Target, batch_size: int | None, hardware: Hardware, counts: li
 
 
 def _draw(path: str, made: Plan, counts: list[int]) -> None:
-    from tfdist.planning.picture import save_picture
-    from tfdist.planning.scaling import scaling
+    from tfdist.planning.plan import save_picture, scaling
 
     title = f"{made.profile.name}, {made.profile.rows} rows, on {made.hardware.name}"
     save_picture(path, scaling(made.rows, counts), title)

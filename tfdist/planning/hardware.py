@@ -1,4 +1,4 @@
-"""What a training runs on: devices, and the links between them. Pure."""
+"""What a training runs on: devices, the links between them and how long sums over them take; presets. Pure."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from typing import Any
+
+# Data sheets promise more than trainings in single precision get: about half of the arithmetic and three quarters of
+# the bandwidths.
+_ARITHMETIC, _BANDWIDTH = 0.5, 0.75
+_OPERATION = 5e-6
+_GBIT = 1e9 / 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +24,7 @@ class Device:
         operation: seconds that starting an operation takes.
         memory: bytes that it has.
         reserved: bytes that TensorFlow itself takes of that.
-        host_link: bytes a second from or to the host's memory; 0 where the device is the host.
+        host_link: bytes a second to or from the host's memory; 0 if the device is the host.
 
     Example:
         >>> Device(flops=1e11, bandwidth=4e10, operation=1.5e-6, memory=8 * 10**9).scaled(0.5).flops
@@ -41,10 +47,10 @@ class Device:
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """What connects devices.
+    """A connection between devices.
 
     Attributes:
-        latency: seconds until a message without content is there.
+        latency: seconds that an empty message takes.
         bandwidth: bytes a second in each direction.
 
     Example:
@@ -65,18 +71,18 @@ class Hardware:
     """Hosts with devices.
 
     Attributes:
-        name: for people.
+        name: a description.
         kind: "CPU" or "GPU".
-        devices: what one device is, by how many are at work on its host: processes share cores, caches and memory.
+        devices: one device, by how many are at work on its host: processes share cores, caches and memory.
         per_host: how many devices a host has.
         inside: between devices of a host.
         between: between hosts; all devices of a host share it.
-        step: seconds that Keras needs for a step besides, in one process.
+        step: seconds that Keras itself adds to a step, in one process.
         cluster_step: the same in each of several processes.
-        horovod: `inside`, by Horovod; `None` where it was not measured.
+        horovod: `inside` with Horovod; `None` if it was not measured.
 
     Raises:
-        ValueError: for a kind that there is not, or numbers that are not positive.
+        ValueError: for an unknown kind, or numbers that are not positive.
 
     Example:
         >>> card = Device(flops=1e13, bandwidth=5e11, operation=5e-6, memory=16 * 10**9)
@@ -106,7 +112,7 @@ class Hardware:
         for device in self.devices.values():
             positive = (device.flops, device.bandwidth, device.memory)
             others = (device.operation, device.reserved, device.host_link)
-            # What is no number is not larger than anything.
+            # Comparisons with NaN are false.
             if not (all(value > 0 for value in positive) and all(value >= 0 for value in others)):
                 raise ValueError(
                     f"Received: {device}. Expected: positive flops, bandwidth and memory, and no negative numbers."
@@ -160,3 +166,72 @@ def _unreadable(error: Exception) -> ValueError:
         f"Received: a description of hardware that cannot be read ({error!r}). Expected: JSON with the fields of "
         "tfdist.planning.Hardware, as `tfdist plan --calibrate --save FILE` writes it."
     )
+
+
+def ring_bytes(size: float, devices: int) -> float:
+    """Bytes that each device sends in a ring all-reduce of `size` bytes: 2 (N - 1) / N of it (arXiv 1802.05799).
+
+    Example:
+        >>> ring_bytes(100, 2), ring_bytes(100, 4), ring_bytes(100, 1)
+        (100.0, 150.0, 0.0)
+    """
+    return 2 * (devices - 1) / devices * size
+
+
+def all_reduce_seconds(size: float, devices: int, link: Link) -> float:
+    """How long a ring all-reduce takes: 2 (N - 1) messages one after the other.
+
+    Example:
+        >>> round(all_reduce_seconds(1e9, 4, Link(latency=1e-3, bandwidth=1e9)), 6)
+        1.506
+    """
+    return 2 * (devices - 1) * link.latency + ring_bytes(size, devices) / link.bandwidth
+
+
+def _device(teraflops: float, gigabytes_a_second: float, gigabytes: float, host: float) -> Device:
+    memory = int(gigabytes * 1e9)
+    return Device(
+        teraflops * 1e12 * _ARITHMETIC,
+        gigabytes_a_second * 1e9 * _BANDWIDTH,
+        _OPERATION,
+        memory,
+        memory // 20,
+        host * 1e9 * _BANDWIDTH,
+    )
+
+
+def _hosts(name: str, device: Device, per_host: int, inside: float, network: float) -> Hardware:
+    """Links are in GB/s inside of a host and in Gbit/s between hosts; network cards access memory themselves."""
+    links = Link(5e-6, inside * 1e9 * _BANDWIDTH), Link(1e-5, network * _GBIT * _BANDWIDTH)
+    return Hardware(name, "GPU", {1: device}, per_host, *links)
+
+
+# From data sheets, for plans of hardware that is not at hand.
+PRESETS = {
+    # NVIDIA Tesla P100 PCIe: 9.3 TFLOP/s, 732 GB/s; the hosts of Horovod's published figures (arXiv 1802.05799).
+    "p100-25gbe": _hosts("hosts of 4 P100, 25 Gbit/s", _device(9.3, 732, 16, 12), 4, 12, 25),
+    # NVIDIA Tesla P40: 12 TFLOP/s, 346 GB/s; those of torchgpipe (arXiv 2004.09910).
+    "p40-pcie": _hosts("hosts of 8 P40", _device(12, 346, 24, 12), 8, 12, 10),
+    # NVIDIA V100 SXM2: 15.7 TFLOP/s, 900 GB/s, NVLink 150 GB/s each way.
+    "v100-nvlink": _hosts("hosts of 8 V100, NVLink, 100 Gbit/s", _device(15.7, 900, 16, 12), 8, 150, 100),
+    # NVIDIA A100 SXM4 80 GB: 19.5 TFLOP/s without tensor cores, 2039 GB/s, NVLink 300 GB/s each way, PCIe 4.
+    "a100-nvlink": _hosts("hosts of 8 A100, NVLink, 200 Gbit/s", _device(19.5, 2039, 80, 25), 8, 300, 200),
+    # NVIDIA H100 SXM5: 67 TFLOP/s without tensor cores, 3350 GB/s, NVLink 450 GB/s each way, PCIe 5.
+    "h100-nvlink": _hosts("hosts of 8 H100, NVLink, 400 Gbit/s", _device(67, 3350, 80, 50), 8, 450, 400),
+}
+
+
+def hardware_of(hardware: Hardware | str) -> Hardware:
+    """The preset with this name; a `Hardware` is returned as it is.
+
+    Raises:
+        ValueError: for an unknown name.
+    """
+    if isinstance(hardware, Hardware):
+        return hardware
+    if hardware not in PRESETS:
+        raise ValueError(
+            f"Received: hardware={hardware!r}. Expected: one of {', '.join(map(repr, PRESETS))}, or a "
+            "tfdist.planning.Hardware; without it, this machine is measured."
+        )
+    return PRESETS[hardware]

@@ -9,28 +9,21 @@ from typing import Any
 from tfdist.layer_graph.partition import balance
 from tfdist.memory.estimation.liveness import MARGIN
 from tfdist.planning.hardware import Hardware
-from tfdist.planning.prediction import Prediction
+from tfdist.planning.prediction import IN_ONE_PROCESS, Prediction, gpus, start_of
 from tfdist.planning.profile import LayerProfile, ModelProfile, Sample
-from tfdist.planning.starting import IN_ONE_PROCESS, gpus, start_of
 from tfdist.strategies.pipeline.schedule import Schedule, make_schedule
-from tfdist.strategies.pipeline.simulation import Interval, idle_share, makespan, simulate
+from tfdist.strategies.pipeline.timeline import Interval, idle_share, makespan, simulate
 
 SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "interleaved")
 _CHUNKS = {"interleaved": 2}
-# Deeper pipelines have hardly ever layers enough, and are not simulated.
+# Longer pipelines are not simulated: models hardly ever have enough layers.
 _MOST_STAGES = 32
-# In units of the number of stages. More of them shorten the bubble, and make products of small matrices.
+# Multiples of the number of stages. More micro-batches shorten the bubble, but their matrices are small.
 _MICRO_BATCHES = (1, 2, 4, 8)
 
 
 def pipelines(profile: ModelProfile, hardware: Hardware, stages: int) -> Iterator[Prediction]:
-    """The best number of micro-batches of each schedule, with and without recomputation.
-
-    Args:
-        profile: of the model.
-        hardware: what it runs on.
-        stages: number of devices.
-    """
+    """The best number of micro-batches of each schedule, with and without recomputation."""
     for name in SCHEDULES if stages <= _MOST_STAGES else ():
         for recompute in (False, True):
             found = [
@@ -49,8 +42,6 @@ def pipeline(
     """One pipeline; `None` if the model cannot be cut into as many pieces.
 
     Args:
-        profile: of the model.
-        hardware: what it runs on.
         stages: number of devices, K.
         microbatches: into how many parts a batch is cut, M.
         name: of the schedule.
@@ -78,15 +69,19 @@ def pipeline(
         for d, layers in enumerate(on_device)
     )
     in_one_process = hardware.kind == "GPU" and stages <= hardware.per_host
+    mode = "recompute" if recompute else "none"
     options: dict[str, Any] = {
         **(gpus(hardware, stages) if in_one_process else {}),
-        **{"microbatches": microbatches, "schedule": name, "recompute": recompute},
+        **{"num_microbatches": microbatches, "schedule": name, "memory": mode},
     }
     return Prediction(
         f"Pipeline {name}, M={microbatches}" + (", recompute" if recompute else ""),
         "PipelineStrategy",
         options,
-        IN_ONE_PROCESS if in_one_process else _start(hardware, stages),
+        # The workers of a job on several hosts are its stages.
+        IN_ONE_PROCESS
+        if in_one_process
+        else start_of(hardware, stages, f"--stages {stages}" if stages <= hardware.per_host else ""),
         stages,
         seconds,
         busy + update * largest + hardware.step,
@@ -95,17 +90,12 @@ def pipeline(
         device.memory,
         profile.rows * max(_sent(pieces, d, stages) for d in range(stages)),
         idle,
-        mode="recompute" if recompute else "none",
+        mode=mode,
     )
 
 
-def _start(hardware: Hardware, stages: int) -> str:
-    # The workers of a job on several hosts are its stages.
-    return start_of(hardware, stages, f"--stages {stages}" if stages <= hardware.per_host else "")
-
-
 def _sent(pieces: Sequence[Sequence[LayerProfile]], device: int, stages: int) -> float:
-    """Bytes that a device sends for each row: what its pieces give to the next ones, and gradients of what they got."""
+    """Bytes that a device sends for a row: outputs of its pieces to the next ones, and gradients of their inputs."""
     arrives = [piece[0].arrives for piece in pieces]
     own = range(device, len(pieces), stages)
     return sum(arrives[chunk + 1] for chunk in own if chunk + 1 < len(pieces)) + sum(arrives[c] for c in own if c > 0)
@@ -136,20 +126,20 @@ def timeline(
     pieces: Sequence[Sequence[LayerProfile]],
     recompute: bool,
 ) -> list[Interval]:
-    """When each device computes what in a step, without the update of the weights."""
+    """What each device computes at which time of a step, without the update of the weights."""
     device, link = hardware.device(schedule.devices), hardware.link(schedule.devices)
     rows = profile.rows / schedule.microbatches
     seconds = profile.at(rows).compute.seconds(device)
     works = [sum(layer.work for layer in piece) for piece in pieces]
     all_work = sum(works) or 1.0
-    # A backward pass computes two products for each one of the forward pass, and adds gradients to earlier ones.
+    # For each product of the forward pass, the backward pass computes two. It also adds gradients to earlier ones.
     forward = [seconds * work / all_work / 3 for work in works]
     sums = [3 * sum(layer.parameters for layer in piece) / device.bandwidth for piece in pieces]
     backward = [(3 if recompute else 2) * value + add for value, add in zip(forward, sums, strict=True)]
     messages = [rows * piece[0].arrives for piece in pieces[1:]]
     if hardware.kind == "GPU" or not messages:
         return simulate(schedule, forward, backward, max(map(link.seconds, messages), default=0.0))
-    # Between processes on cores, these copy the messages themselves, at both ends.
+    # Processes on cores copy the messages themselves, at both ends: that is time in which they do not compute.
     for chunk, size in enumerate(messages):
         for times in (forward, backward):
             times[chunk] += size / link.bandwidth
@@ -165,7 +155,7 @@ def _held(
     device: int,
     recompute: bool,
 ) -> float:
-    """Bytes of what the micro-batches in flight leave on a device, and of what one of them needs while it computes."""
+    """Bytes that the micro-batches in flight keep on a device, and that one of them needs while it computes."""
     outputs = sum(layer.outputs for layer in profile.layers) or 1.0
     in_flight = schedule.in_flight()
     held, most = 0.0, 0.0

@@ -1,12 +1,30 @@
-"""What a training step of a model costs, as numbers. Pure."""
+"""What a training step of a model costs, as numbers, and how they are read from its graphs without running them."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
+from typing import Any
 
-from tfdist.memory.estimation.block_costs import BlockCost
+import keras
+import tensorflow as tf
+
+from tfdist.layer_graph.chunk import uncuttable
+from tfdist.layer_graph.costs import costs_of, crossing, flops_of, weights
+from tfdist.layer_graph.graph import flatten, functional_of
+from tfdist.memory.estimation.batch import map_rows
+from tfdist.memory.estimation.block_options import BlockCost, block_costs
+from tfdist.memory.estimation.estimate import Estimate, estimate
+from tfdist.memory.estimation.trace import OPTIMIZER, VIEWS, bytes_of
+from tfdist.memory.estimation.validation import batch_from
+from tfdist.memory.modes import under
 from tfdist.planning.hardware import Device
+
+# A step is traced for the whole batch, and for one that is smaller by this factor.
+_SMALLER = 4
+_ROWS = 16
+_LOOPS = ("While", "StatelessWhile")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,17 +47,8 @@ class StepCost:
     operations: float
 
     def seconds(self, device: Device) -> float:
-        """How long it takes: operations do not wait for memory while they compute, nor the other way round."""
+        """How long it takes, if computing, reading and starting operations do not overlap."""
         return self.flops / device.flops + self.bytes / device.bandwidth + self.operations * device.operation
-
-    def towards(self, other: StepCost, share: float) -> StepCost:
-        """What lies at a share of the way from this to another one, never below zero."""
-        return StepCost(
-            *(
-                max(a + share * (b - a), 0.0)
-                for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
-            )
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +60,7 @@ class Sample:
         compute: forward and backward pass.
         update: of the weights.
         batch: bytes of the inputs and targets.
-        peak: bytes of what the step makes, at the most.
+        peak: the most bytes that the step's results take at a time.
         blocks: what each block of the model keeps and computes.
     """
 
@@ -69,10 +78,10 @@ class LayerProfile:
 
     Attributes:
         name: of the layer.
-        work: operations of the forward pass of a row, and ten for each byte that it makes.
-        parameters: bytes of the variables that it is the first to use.
-        outputs: bytes of what it makes of a row.
-        arrives: bytes of a row that a cut before it would send.
+        work: operations of the forward pass of a row, plus ten for each byte of its output.
+        parameters: bytes of its variables; of shared ones only in the first call that uses them.
+        outputs: bytes of its output for a row.
+        arrives: bytes that a cut before it would send for a row.
         cuttable: whether the model may be cut before it.
     """
 
@@ -92,12 +101,12 @@ class ModelProfile:
         name: of the model.
         rows: of the global batch.
         weights: bytes of all variables.
-        trainable: bytes of those that are trained, and so of the gradients.
+        trainable: bytes of the trained ones, and so of the gradients.
         slots: bytes of the optimizer's variables.
         samples: a step with few rows, and one with all.
-        layers: calls of layers in their order; empty if the model is no graph of layers, and cannot be cut.
-        normalizations: how many layers exchange statistics of the batch.
-        notes: what is not known about it.
+        layers: calls of layers in their order; empty if the model is no graph of layers and cannot be cut.
+        normalizations: how many layers exchange batch statistics.
+        notes: what is uncertain about these numbers.
     """
 
     name: str
@@ -111,12 +120,15 @@ class ModelProfile:
     notes: Sequence[str] = ()
 
     def at(self, rows: float) -> Sample:
-        """A step for another number of rows: all grows with them in proportion, from a part that does not."""
+        """A step for another number of rows: all numbers are linear in them, with a constant part."""
         few, many = self.samples
         share = (rows - few.rows) / (many.rows - few.rows) if many.rows > few.rows else 1.0
 
         def between(a: float, b: float) -> float:
             return max(a + share * (b - a), 0.0)
+
+        def cost(a: StepCost, b: StepCost) -> StepCost:
+            return StepCost(between(a.flops, b.flops), between(a.bytes, b.bytes), between(a.operations, b.operations))
 
         blocks = [
             BlockCost(b.name, between(a.kept, b.kept), between(a.inputs, b.inputs), between(a.flops, b.flops))
@@ -124,9 +136,112 @@ class ModelProfile:
         ]
         return Sample(
             round(rows),
-            few.compute.towards(many.compute, share),
-            few.update.towards(many.update, share),
+            cost(few.compute, many.compute),
+            cost(few.update, many.update),
             between(few.batch, many.batch),
             between(few.peak, many.peak),
             blocks,
         )
+
+
+def profile_of(model: keras.Model, batch_size: int | None = None, data: Any = None) -> ModelProfile:
+    """Traces a step for the whole batch, and a step for a part of it.
+
+    Args:
+        model: a compiled model under no strategy.
+        batch_size: rows of the global batch.
+        data: a batch `(x, y)` or `(x, y, sample_weight)` of arrays, or their specifications, instead.
+
+    Raises:
+        ValueError: if a step cannot be traced.
+
+    Example:
+        >>> import keras
+        >>> model = keras.Sequential([keras.Input((10,)), keras.layers.Dense(5, use_bias=False)])
+        >>> model.compile("sgd", "mse")
+        >>> profile_of(model, 32).trainable
+        200.0
+    """
+    with batch_from(model, "plan", batch_size, data) as batch:
+        return _profile(model, batch)
+
+
+def _profile(model: keras.Model, batch: Any) -> ModelProfile:
+    rows = next(spec.shape[0] for spec in tf.nest.flatten(batch) if spec is not None)
+    samples, estimated = [], None
+    for count in (max(1, rows // _SMALLER), rows):
+        # A policy of the model must not change what is estimated: the plan adds the memory modes itself.
+        with under(model, None):
+            estimated = estimate(model, with_rows(batch, count))
+        samples.append(_sample(count, estimated))
+    device = estimated.devices[0]
+    layers = layers_of(model)
+    notes = []
+    if any(op.type in _LOOPS for op in estimated.traced.graph.get_operations()):
+        notes.append("what recurrent layers compute in their loops is estimated by their parameters")
+        samples = [_with_loops(sample, layers) for sample in samples]
+    if model.jit_compile:
+        notes.append("XLA merges operations: a compiled step takes less time and memory than predicted")
+    if not layers:
+        notes.append("the model is no graph of layers: it cannot be cut into stages")
+    return ModelProfile(
+        model.name,
+        rows,
+        float(device.weights),
+        float(sum(_size(variable) for variable in model.trainable_variables)),
+        float(device.slots),
+        (samples[0], samples[1]),
+        layers,
+        sum(isinstance(layer, keras.layers.BatchNormalization) for layer in model._flatten_layers()),
+        notes,
+    )
+
+
+def _sample(rows: int, estimated: Estimate) -> Sample:
+    """The costs of a traced step. Operations of the optimizer are told from the others by their labels."""
+    (device, *_) = estimated.devices
+    used = {operation.name for operation in estimated.operations}
+    parts: dict[bool, list[tf.Operation]] = {True: [], False: []}
+    for operation in estimated.traced.graph.get_operations():
+        if operation.name in used and operation.type not in VIEWS:
+            parts[estimated.traced.labels[operation.name] == OPTIMIZER].append(operation)
+    blocks = block_costs(estimated) if estimated.traced.forward else []
+    return Sample(rows, cost_of(parts[False]), cost_of(parts[True]), device.batch, device.step, blocks)
+
+
+def cost_of(operations: Sequence[tf.Operation]) -> StepCost:
+    """What operations of a graph with known shapes compute, read and write."""
+    moved = sum(bytes_of(tensor) for op in operations for tensor in (*op.inputs, *op.outputs))
+    return StepCost(float(sum(map(flops_of, operations))), float(moved), float(len(operations)))
+
+
+def _with_loops(sample: Sample, layers: Sequence[LayerProfile]) -> Sample:
+    """The graph has the body of a loop once. The layers' work is a better estimate; backward is twice forward."""
+    flops = max(sample.compute.flops, 3 * sample.rows * sum(layer.work for layer in layers))
+    return dataclasses.replace(sample, compute=dataclasses.replace(sample.compute, flops=flops))
+
+
+def layers_of(model: keras.Model) -> list[LayerProfile]:
+    """The calls of a built model's layers; none if it is no graph of layers."""
+    functional = functional_of(model)
+    if functional is None:
+        return []
+    graph = flatten(functional)
+    costs, closed = costs_of(graph, _ROWS), uncuttable(graph)
+    return [
+        LayerProfile(
+            call.name, work / _ROWS, cost.parameter_bytes, cost.output_bytes / _ROWS, sent, position not in closed
+        )
+        for position, (call, work, cost, sent) in enumerate(
+            zip(graph.calls, weights(costs, "flops"), costs, crossing(graph), strict=True)
+        )
+    ]
+
+
+def with_rows(batch: Any, rows: int) -> Any:
+    """Specifications of a batch with another number of rows."""
+    return map_rows(batch, lambda _: rows)
+
+
+def _size(variable: keras.Variable) -> int:
+    return math.prod(variable.shape) * tf.as_dtype(variable.dtype).size

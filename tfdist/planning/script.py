@@ -12,9 +12,9 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.tensorflow.trainer import TFEpochIterator
 
 import tfdist
+from tfdist.compat.upstream import TFEpochIterator
 from tfdist.launch.arguments import Target
 from tfdist.memory.estimation.batch import specifications_of
 
@@ -25,18 +25,18 @@ _STRATEGIES = (
 
 
 class _FitReached(BaseException):
-    """Not an `Exception`, which a script may catch."""
+    """Ends the script at its first fit. Not an `Exception`: a script may catch these."""
 
     def __init__(self, model: keras.Model, batch: Any):
         self.model, self.batch = model, batch
 
 
-class NoFit(ValueError):
-    """A program that does not train what could be planned; says what was expected."""
+class NoFitError(ValueError):
+    """A program without a call of fit that can be planned; the message says what is expected."""
 
 
 class NoStrategy:
-    """Stands for a strategy, and does nothing: which one is best is the question."""
+    """Replaces every strategy while the script runs, and does nothing: the plan compares strategies afterwards."""
 
     num_replicas_in_sync = 1
     is_chief = True
@@ -59,14 +59,14 @@ class NoStrategy:
 def model_and_batch(target: Target) -> tuple[keras.Model, Any]:
     """The model that a script fits first, and specifications of its first batch.
 
-    Nothing is trained. What the script does before its first fit is done, with strategies that do nothing.
+    The script runs up to its first fit, with strategies that do nothing. Nothing is trained.
 
     Args:
         target: the script and its arguments.
 
     Raises:
-        NoFit: if it ends without a call of fit, or that has no data.
-        Exception: what the program raises before.
+        NoFitError: if the script ends without a call of fit, or fits without data.
+        Exception: what the script raises before its first fit.
     """
     program, *arguments = target.words
     try:
@@ -80,7 +80,7 @@ def model_and_batch(target: Target) -> tuple[keras.Model, Any]:
     except SystemExit as ended:
         if ended.code not in (None, 0):
             raise
-    raise NoFit(
+    raise NoFitError(
         f"Received: {program}, which has ended without a call of model.fit(). Expected: a script that calls it with "
         "these arguments. For a loop of your own, call tfdist.plan(model, batch_size) instead."
     )
@@ -143,6 +143,8 @@ def _first_batch(
     )
     batch = next(iter(iterator._distributed_dataset), None)
     if batch is None:
-        raise NoFit("Received: a call of model.fit() without data: the dataset is empty. Expected: at least one batch.")
+        raise NoFitError(
+            "Received: a call of model.fit() without data: the dataset is empty. Expected: at least one batch."
+        )
     x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
     return specifications_of((x, y) if weights is None else (x, y, weights))

@@ -6,11 +6,11 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
         "horovod.strategy": ["HorovodStrategy"],
-        "host_offload": ["HostOffloadStrategy"],
+        "host_offload.strategy": ["HostOffloadStrategy"],
         "mirrored": ["MirroredStrategy"],
         "multi_worker": ["MultiWorkerMirroredStrategy"],
         "parameter_server.strategy": ["ParameterServerStrategy"],
-        "pipeline.stage_scope": ["stage"],
+        "pipeline.cuts": ["stage"],
         "pipeline.strategy": ["PipelineStrategy"],
     },
 )

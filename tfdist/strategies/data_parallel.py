@@ -12,19 +12,20 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.distribute import distribute_utils, mirrored_run
-from tensorflow.python.distribute.values import DistributedValues, SyncOnReadVariable
 
+from tfdist.compat.upstream import DistributedValues, SyncOnReadVariable, distribute_utils, mirrored_run
+from tfdist.inspection import global_seeds
+from tfdist.inspection.batch_sharding import GlobalBatch, cut_rows, static_rows
+from tfdist.inspection.model_parts import metrics_of
 from tfdist.memory.policy import policy_of
-from tfdist.strategies import exchange, global_seeds, own_rows, step_logs, xla
-from tfdist.strategies.global_batches import GlobalBatch, GlobalBatchDataset, share_of
-from tfdist.strategies.gradients import WIRE_DTYPES, Wire
-from tfdist.strategies.keras_step import KerasStep, current_step, local_replica, predicting_model, recognise
-from tfdist.strategies.layer_state import ReplicaState
-from tfdist.strategies.metric_totals import MetricTotals
-from tfdist.strategies.model_parts import metrics_of
-from tfdist.strategies.sharing import cut_rows, static_rows
-from tfdist.strategies.step_shadows import shadows
+from tfdist.steps import collectives, local_values, step_logs
+from tfdist.steps.gradients import WIRE_DTYPES, Wire
+from tfdist.steps.keras_step import KerasStep, current_step, local_replica, predicting_model, recognise
+from tfdist.steps.layer_state import ReplicaState
+from tfdist.steps.step_logs import MetricTotals
+from tfdist.steps.step_overrides import shadows
+from tfdist.strategies import xla
+from tfdist.strategies.global_batches import GlobalBatchDataset, share_of
 
 # A large odd number, so that workers' seeds do not meet in those that users give.
 _SEED_STRIDE = 0x3C6EF373
@@ -33,12 +34,18 @@ BATCH_NORM_MODES = ("global", "local")
 
 
 class DataParallel:
-    """Mixin for subclasses of `tf.distribute.Strategy`."""
+    """Mixin for subclasses of `tf.distribute.Strategy`.
 
-    def _configure_data_parallel(self, communication: str | None, batch_norm: str, memory: Any) -> None:
-        if communication not in WIRE_DTYPES:
+    Attributes:
+        is_chief: whether this process prints, uploads and writes files for all: always true where there is only one.
+    """
+
+    is_chief = True
+
+    def _configure_data_parallel(self, compression: str | None, batch_norm: str, memory: Any) -> None:
+        if compression not in WIRE_DTYPES:
             raise ValueError(
-                f"Unknown communication. Received: communication={communication!r}. "
+                f"Unknown compression. Received: compression={compression!r}. "
                 f"Expected one of {list(WIRE_DTYPES)}: None sends gradients as they are, 'bf16' casts them to bfloat16."
             )
         if batch_norm not in BATCH_NORM_MODES:
@@ -46,19 +53,19 @@ class DataParallel:
                 f"Unknown batch_norm. Received: batch_norm={batch_norm!r}. Expected 'global' (statistics of the global "
                 "batch, as one process computes them) or 'local' (of each replica's rows; no collectives)."
             )
-        self._wire = Wire(WIRE_DTYPES[communication])
+        self._wire = Wire(WIRE_DTYPES[compression])
         self._global_batch_norm = batch_norm == "global"
-        self.memory = policy_of(memory)
+        self._memory = policy_of(memory)
         self._keras_step: KerasStep | None = None
         self._metric_totals = MetricTotals()
         # By model: what a training step adds up over the replicas. Weak: no model has to live longer for it.
-        self.sums_of_step: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+        self._sums_of_step: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         self._keras_asks_for_data = False
         self._epoch_iterator: Any = None
 
     @contextlib.contextmanager
-    def keras_input(self, epoch_iterator: Any = None) -> Iterator[None]:
-        """While Keras builds its input: distributed datasets carry the number of rows of each global batch.
+    def _keras_input(self, epoch_iterator: Any = None) -> Iterator[None]:
+        """While Keras builds its input, makes distributed datasets carry the number of rows of each global batch.
 
         Args:
             epoch_iterator: Keras' iterator, if it is what distributes the dataset.
@@ -97,7 +104,7 @@ class DataParallel:
             outputs = super().run(replica_step, batch, None, options)
         if step.kind == "predict":
             return outputs
-        exchange.keep(step, self)
+        collectives.keep(step, self)
         return tf.nest.map_structure(lambda value: _mark_reduced(_local_mean(self, value)), outputs)
 
     def reduce(self, reduce_op: Any, value: Any, axis: int | None) -> Any:
@@ -145,7 +152,7 @@ class DataParallelExtended:
         for_keras = self._container_strategy()._keras_asks_for_data
         if policy == policies.FILE or (policy == policies.OFF and not for_keras):
             return super()._experimental_distribute_dataset(dataset, options)
-        return GlobalBatchDataset(dataset, self, options, count=for_keras, own=policy == policies.OFF)
+        return GlobalBatchDataset(dataset, self, options, count=for_keras, manual=policy == policies.OFF)
 
     def _input_position(self) -> tuple[int, int]:
         """Returns `(number of workers, index of this worker)`."""
@@ -161,10 +168,10 @@ class DataParallelExtended:
 
 
 def _agreed(result: Any) -> Any:
-    """Notes that what replicas have reduced or gathered is the same on all of them."""
+    """Marks what replicas have reduced or gathered as global."""
     for one in tf.nest.flatten(result):
         values = list(one.values) if isinstance(one, DistributedValues) else [one]
-        own_rows.agreed(tf.nest.flatten(values, expand_composites=True))
+        local_values.agreed(tf.nest.flatten(values, expand_composites=True))
     return result
 
 

@@ -1,4 +1,4 @@
-"""A distributed dataset in which every step consumes one global batch of the user's dataset, wherever its rows go.
+"""A distributed dataset in which every step consumes one global batch of the user's dataset.
 
 `tf.distribute` shards a dataset and then makes batches of what each worker has; which rows meet in a step, and how
 many, depends on the number of workers. Here every worker runs the user's pipeline and keeps its own rows of each
@@ -9,31 +9,17 @@ construction; so, unlike `tf.distribute.DistributedDataset`, no collective is ne
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.data.experimental.ops import distribute
-from tensorflow.python.distribute import input_lib
 
-from tfdist.strategies.input_meter import after
-from tfdist.strategies.sharing import count_rows, rows_of_piece, take_share
+from tfdist.compat.upstream import data_distribute as distribute
+from tfdist.compat.upstream import input_lib
+from tfdist.inspection.batch_sharding import GlobalBatch, count_rows, rows_of_piece, take_share
+from tfdist.runtime.input_meter import after
 
 # Nothing here needs AutoGraph, which takes a second to find that out.
 _as_it_is = tf.autograph.experimental.do_not_convert
-
-
-class GlobalBatch(NamedTuple):
-    """A replica's share of a global batch, as Keras' steps receive it.
-
-    Attributes:
-        data: the replica's rows.
-        rows: how many of them count; 0 if a row stands in for none (int32 scalar).
-        global_rows: number of rows of the whole batch (int32 scalar); `None` if only the workers together know.
-    """
-
-    data: Any
-    rows: Any
-    global_rows: Any
 
 
 def share_of(batch: Any, pieces: int, piece: int, whole: bool = True) -> GlobalBatch:
@@ -43,7 +29,7 @@ def share_of(batch: Any, pieces: int, piece: int, whole: bool = True) -> GlobalB
 
 
 def rows_of_worker(
-    dataset: tf.data.Dataset, num_workers: int, worker: int, replicas: int, count: bool = False, own: bool = False
+    dataset: tf.data.Dataset, num_workers: int, worker: int, replicas: int, count: bool = False, manual: bool = False
 ) -> tf.data.Dataset:
     """Cuts each global batch of `dataset` into this worker's pieces, one element per local replica.
 
@@ -53,7 +39,7 @@ def rows_of_worker(
         worker: index of this worker.
         replicas: number of replicas on this worker.
         count: whether elements are `GlobalBatch`es. Plain elements have no stand-ins: they may have no rows.
-        own: whether the batches are this worker's only, so that nobody knows here how many rows the step has.
+        manual: whether the user has sharded the data, so that only this worker's rows of a step are known here.
 
     Returns:
         A dataset with `replicas` elements for each element of `dataset`. Local replica `k` of worker `w` gets piece
@@ -65,7 +51,7 @@ def rows_of_worker(
         batch = components if is_tuple else components[0]
         piece = replica * num_workers + worker
         if count:
-            return share_of(batch, num_workers * replicas, piece, whole=not own)
+            return share_of(batch, num_workers * replicas, piece, whole=not manual)
         return rows_of_piece(batch, num_workers * replicas, piece)
 
     if replicas == 1:
@@ -84,11 +70,11 @@ def rows_of_worker(
 class GlobalBatchIterator(input_lib.DistributedIterator):
     """Iterator of `GlobalBatchDataset`: all replicas of all workers run out of data at the same step.
 
-    What compiled functions take from it is counted by the strategy's `input_meter`.
+    What compiled functions take from it is counted by the strategy's `_input_meter`.
     """
 
     def get_next(self, name: str | None = None) -> Any:
-        meter = self._strategy.input_meter
+        meter = self._strategy._input_meter
         if not meter.counts:
             return self._next_batch()
         batch, seconds = meter.timed(self._next_batch)
@@ -96,7 +82,7 @@ class GlobalBatchIterator(input_lib.DistributedIterator):
         return after(seconds, batch)
 
     def get_next_as_optional(self) -> tf.experimental.Optional:
-        meter = self._strategy.input_meter
+        meter = self._strategy._input_meter
         if meter.counts:
             optionals, seconds = meter.timed(self._next_optionals)
         else:
@@ -169,7 +155,7 @@ _HOST_INPUT = tf.distribute.InputOptions(
 
 
 def _shrink_batches(dataset: tf.data.Dataset, workers: int) -> tf.data.Dataset:
-    """Makes batches of one worker's size of batches of the global size, as `tf.distribute` does with own shards."""
+    """Divides the batch size by the number of workers, as `tf.distribute` does with datasets that the user shards."""
     size = int(distribute.compute_batch_size(dataset))
     if size < 0 or size % workers:
         raise ValueError(
@@ -188,26 +174,27 @@ class GlobalBatchDataset(input_lib.DistributedDatasetsFromFunction):
     """What `experimental_distribute_dataset` of a tfdist strategy returns.
 
     Args:
-        dataset: a dataset of global batches, the same on every worker; or, with `own`, of this worker's rows.
+        dataset: a dataset of global batches, the same on every worker; or, with `manual`, of this worker's rows.
         extended: the strategy's extended part.
         options: the user's `tf.distribute.InputOptions`.
         count: whether elements are `GlobalBatch`es.
-        own: whether each worker has rows of its own (`AutoShardPolicy.OFF`).
+        manual: whether the user has sharded the data by hand (`AutoShardPolicy.OFF`).
 
     Attributes:
         source: the dataset with one element for each step.
-        own: as given.
+        manual: as given.
     """
 
     def __init__(
-        self, dataset: tf.data.Dataset, extended: Any, options: Any = None, *, count: bool = False, own: bool = False
+        self, dataset: tf.data.Dataset, extended: Any, options: Any = None, *, count: bool = False, manual: bool = False
     ):
         workers, worker = extended._input_position()
         replicas = len(extended.worker_devices)
-        self.own = own
-        self.source = dataset = _shrink_batches(dataset, workers) if own else dataset
+        self.manual = manual
+        self.source = dataset = _shrink_batches(dataset, workers) if manual else dataset
         if workers * replicas > 1:
-            dataset = rows_of_worker(dataset, 1 if own else workers, 0 if own else worker, replicas, count, own)
+            share = (1, 0) if manual else (workers, worker)
+            dataset = rows_of_worker(dataset, *share, replicas, count, manual)
         super().__init__(
             input_workers=extended._input_workers_with_options(options),
             strategy=extended._container_strategy(),

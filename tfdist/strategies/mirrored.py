@@ -8,16 +8,17 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.distribute import mirrored_strategy
 
 from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.discovery import find
 from tfdist.cluster.errors import ClusterError
-from tfdist.compat import install
+from tfdist.compat.upstream import mirrored_strategy
 from tfdist.memory.policy import MemoryPolicy
+from tfdist.runtime.input_meter import InputMeter
+from tfdist.steps.common_hooks import install
 from tfdist.strategies.data_parallel import DataParallel, DataParallelExtended
-from tfdist.strategies.input_meter import InputMeter
-from tfdist.strategies.known_devices import existing_device
+from tfdist.strategies.keras_hooks import DataParallelHooks
+from tfdist.strategies.validation import existing_device
 
 # Collectives of different strategies need different keys; stock strategies begin at 0.
 _GROUP_KEYS = itertools.count(1_000, 1_000)
@@ -41,7 +42,7 @@ class MirroredStrategy(DataParallel, tf.distribute.MirroredStrategy):
     Args:
         devices: device strings such as `["GPU:0", "GPU:1"]`; by default all GPUs, or all logical CPUs without GPUs.
         cross_device_ops: as in `tf.distribute.MirroredStrategy`.
-        communication: `None`, or `"bf16"` to cast gradients to bfloat16 for the all-reduce: half the bytes, and a
+        compression: `None`, or `"bf16"` to cast gradients to bfloat16 for the all-reduce: half the bytes, and a
             relative error of up to 2**-8 in each partial sum.
         batch_norm: `"global"` (BatchNormalization uses the statistics of the global batch, as one process does; two
             small collectives a layer and step) or `"local"` (of each replica's rows; the moving statistics are
@@ -49,7 +50,7 @@ class MirroredStrategy(DataParallel, tf.distribute.MirroredStrategy):
         memory: what models keep for their backward pass, see `tfdist.memory.MemoryPolicy`; by default everything.
 
     Raises:
-        ValueError: for a device that does not exist, or an unknown `communication` or `batch_norm`.
+        ValueError: for a device that does not exist, or an unknown `compression` or `batch_norm`.
 
     Example:
         >>> import keras, numpy as np, tfdist
@@ -65,24 +66,31 @@ class MirroredStrategy(DataParallel, tf.distribute.MirroredStrategy):
         devices: Sequence[str] | None = None,
         cross_device_ops: Any = None,
         *,
-        communication: str | None = None,
+        compression: str | None = None,
         batch_norm: str = "global",
         memory: MemoryPolicy | str | None = None,
     ):
         install()
-        if devices is not None and (isinstance(devices, str) or not isinstance(devices, Iterable)):
-            raise ValueError(
-                f"Received: devices={devices!r}. Expected: a list of devices, such as ['GPU:0', 'GPU:1'], or None for "
-                "all."
-            )
         _warn_in_cluster()
-        self._configure_data_parallel(communication, batch_norm, memory)
+        self._configure_data_parallel(compression, batch_norm, memory)
         self._collective_key_base = next(_GROUP_KEYS)
-        devices = None if devices is None else [existing_device(device, _MORE_DEVICES) for device in devices]
+        devices = None if devices is None else _existing_devices(devices)
         # tf.distribute.MirroredStrategy.__init__ names its extended class; this does the rest of what it does.
         extended = _MirroredExtended(self, devices=devices, cross_device_ops=cross_device_ops)
         tf.distribute.Strategy.__init__(self, extended)
-        self.input_meter = InputMeter()
+        self._input_meter = InputMeter()
+        self._keras_hooks = DataParallelHooks(self)
+
+
+def _existing_devices(devices: Any) -> list[str]:
+    is_list = isinstance(devices, Iterable) and not isinstance(devices, str)
+    found = [existing_device(device, _MORE_DEVICES) for device in devices] if is_list else []
+    if not found or len(set(found)) < len(found):
+        raise ValueError(
+            f"Received: devices={devices!r}. Expected: a list of devices, each once, such as ['GPU:0', 'GPU:1'], or "
+            "None for all."
+        )
+    return found
 
 
 def _warn_in_cluster() -> None:

@@ -8,18 +8,21 @@ import os
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.distribute import collective_all_reduce_strategy as collective_strategy
 
+import tfdist
 from tfdist.arguments import check_seconds
-from tfdist.cluster.backend import HOROVOD, chosen
 from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.discovery import discover
 from tfdist.cluster.errors import ClusterError
-from tfdist.compat import install
+from tfdist.cluster.variables import HOROVOD, chosen_transport
+from tfdist.compat.upstream import collective_strategy
 from tfdist.memory.policy import MemoryPolicy
-from tfdist.strategies.initial_values import broadcast
-from tfdist.strategies.job import join
+from tfdist.runtime.job import join
+from tfdist.steps.collectives import broadcast
+from tfdist.steps.common_hooks import install
+from tfdist.strategies.job_hooks import JobHooks
 from tfdist.strategies.job_member import JobMember, JobMemberExtended
+from tfdist.strategies.validation import check_cluster
 
 # Collectives of different strategies need different keys; other kinds of strategies, of which the processes may have
 # different numbers, have keys in another range.
@@ -56,13 +59,13 @@ class MultiWorkerMirroredStrategy(JobMember, tf.distribute.MultiWorkerMirroredSt
     Every process runs the same script. Build and compile a Keras model in `strategy.scope()` and call `fit`,
     `evaluate` and `predict` as in one process: `batch_size` is the global batch size, every process passes the same
     data and keeps its own rows, and only the chief writes files. Without a cluster it trains on the local devices.
-    Under `tfdist run --backend horovod` it is a `tfdist.HorovodStrategy`.
+    Under `tfdist run --transport horovod` it is a `tfdist.HorovodStrategy`.
 
     Args:
         cluster_resolver: as in `tf.distribute.MultiWorkerMirroredStrategy`; `cluster` is the shorter way.
         communication_options: as in `tf.distribute.MultiWorkerMirroredStrategy`.
         cluster: the cluster and this process' place in it; by default what `tfdist.discover()` finds.
-        communication: `None`, or `"bf16"` to cast gradients to bfloat16 for the all-reduce: half the bytes, and a
+        compression: `None`, or `"bf16"` to cast gradients to bfloat16 for the all-reduce: half the bytes, and a
             relative error of up to 2**-8 in each partial sum.
         batch_norm: `"global"` (BatchNormalization uses the statistics of the global batch, as one process does; two
             small collectives a layer and step) or `"local"` (of each replica's rows; the moving statistics are
@@ -71,13 +74,10 @@ class MultiWorkerMirroredStrategy(JobMember, tf.distribute.MultiWorkerMirroredSt
         start_timeout: how long to wait at the start until all processes are there, in seconds.
         peer_timeout: how long to wait for another process that has not yet come to the same call, in seconds.
 
-    Attributes:
-        agreement: requests that all workers obey after the same step; `None` without a cluster.
-
     Raises:
         tfdist.ClusterError: if the cluster description is wrong, the processes' descriptions differ, or a process does
             not come; the message names it.
-        ValueError: for an unknown `communication` or `batch_norm`.
+        ValueError: for an unknown `compression` or `batch_norm`.
 
     Example (started by `tfdist run -n 2 train.py`):
         >>> import keras, numpy as np, tfdist
@@ -89,11 +89,9 @@ class MultiWorkerMirroredStrategy(JobMember, tf.distribute.MultiWorkerMirroredSt
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> MultiWorkerMirroredStrategy:
-        if cls is MultiWorkerMirroredStrategy and chosen(os.environ) == HOROVOD:
-            from tfdist.strategies.horovod.strategy import HorovodStrategy
-
-            # A subclass: Python goes on with its initializer.
-            cls = HorovodStrategy
+        if cls is MultiWorkerMirroredStrategy and chosen_transport(os.environ) == HOROVOD:
+            # A subclass: Python goes on with its initializer. Imported only where it is asked for.
+            cls = tfdist.HorovodStrategy
         return super().__new__(cls)
 
     def __init__(
@@ -102,7 +100,7 @@ class MultiWorkerMirroredStrategy(JobMember, tf.distribute.MultiWorkerMirroredSt
         communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
         *,
         cluster: ClusterConfig | None = None,
-        communication: str | None = None,
+        compression: str | None = None,
         batch_norm: str = "global",
         memory: MemoryPolicy | str | None = None,
         start_timeout: float = 300.0,
@@ -110,7 +108,7 @@ class MultiWorkerMirroredStrategy(JobMember, tf.distribute.MultiWorkerMirroredSt
     ):
         install()
         check_seconds(start_timeout=start_timeout, peer_timeout=peer_timeout)
-        self._configure_data_parallel(communication, batch_norm, memory)
+        self._configure_data_parallel(compression, batch_norm, memory)
         try:
             config = cluster_of(cluster, cluster_resolver, start_timeout)
             self._job = join(config, start_timeout, peer_timeout) if config.num_workers > 1 else None
@@ -128,31 +126,17 @@ class MultiWorkerMirroredStrategy(JobMember, tf.distribute.MultiWorkerMirroredSt
         if self._job:
             _MultiWorkerExtended._std_server_started = True
         self._begin_as_member()
+        self._keras_hooks = JobHooks(self)
 
 
 def cluster_of(cluster: ClusterConfig | None, resolver: Any, start_timeout: float) -> ClusterConfig:
-    if resolver is not None and not isinstance(resolver, tf.distribute.cluster_resolver.ClusterResolver):
-        raise ValueError(
-            f"Received: cluster_resolver={resolver!r}. Expected: a tf.distribute.cluster_resolver.ClusterResolver, or "
-            "None to find the cluster. The devices of each process are all that it has."
-        )
-    check_cluster(cluster)
-    if cluster is not None and resolver is not None:
-        raise ValueError("Received both cluster and cluster_resolver. Expected at most one; leave one out.")
+    check_cluster(cluster, resolver)
     if resolver is None:
         return _of_training_task(cluster or discover(timeout=start_timeout))
     jobs = resolver.cluster_spec().as_dict()
     if not jobs:
         return ClusterConfig.single_process()
     return _of_training_task(ClusterConfig(jobs, resolver.task_type, resolver.task_id))
-
-
-def check_cluster(cluster: Any) -> None:
-    if cluster is not None and not isinstance(cluster, ClusterConfig):
-        raise ValueError(
-            f"Received: cluster={cluster!r}. Expected: a tfdist.ClusterConfig, such as "
-            "tfdist.ClusterConfig.from_tf_config({...}), or None to find the cluster."
-        )
 
 
 def _of_training_task(config: ClusterConfig) -> ClusterConfig:

@@ -13,17 +13,18 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.trainers.trainer import model_supports_jit
+
+from tfdist.compat.upstream import model_supports_jit
 
 
 def automatic(model: keras.Model) -> bool:
-    """What `jit_compile="auto"` means: as Keras decides without a strategy."""
+    """What `jit_compile="auto"` means: the same as without a strategy."""
     return bool(tf.config.list_physical_devices("GPU")) and model_supports_jit(model)
 
 
 @contextlib.contextmanager
 def not_as_a_whole(model: keras.Model) -> Iterator[None]:
-    """While Keras makes the function of a step: it does not compile it."""
+    """While Keras makes the function of a step, keeps it from compiling the function as a whole."""
     before, model._jit_compile = model._jit_compile, False
     try:
         yield
@@ -32,7 +33,7 @@ def not_as_a_whole(model: keras.Model) -> Iterator[None]:
 
 
 def marked(model: keras.Model) -> Any:
-    """A context, while a step is traced: its operations are for XLA, if the model wants that."""
+    """A context in which traced operations are marked for XLA, if the model was compiled with `jit_compile`."""
     if not model.jit_compile or tf.executing_eagerly():
         return contextlib.nullcontext()
     return tf.xla.experimental.jit_scope()

@@ -6,13 +6,20 @@ import contextlib
 import json
 import os
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 FILE_NAME = "events.jsonl"
-# Names the file for the progress of the training, and for all events where there is no folder of logs;
-# STANDARD_OUTPUT where whoever wants to know could not read a file.
+# Names the file for the progress of the training, and for all events where there is no folder of logs. With
+# STANDARD_OUTPUT they are printed: nobody else could read a file of a pod.
 VARIABLE = "TFDIST_EVENT_LOG"
 STANDARD_OUTPUT = "-"
+Event = dict[str, Any]
+# Every line begins so.
+_BEGINNING = '{"time": '
+# This much of the end of a log is read for its last events: the log of a run of weeks is long.
+_TAIL_BYTES = 64 * 1024
 
 
 class EventLog:
@@ -33,7 +40,7 @@ class EventLog:
 
     @classmethod
     def from_environment(cls) -> EventLog:
-        """The log of the run to which this process belongs; one that writes nothing where there is no run."""
+        """The log of the run to which this process belongs. Without a run it writes nothing."""
         folder = os.environ.get("TFDIST_LOG_DIR")
         return cls(folder, own_name(), "" if folder else os.environ.get(VARIABLE, ""))
 
@@ -59,11 +66,11 @@ class EventLog:
 
 
 def own_name() -> str:
-    """What this process is called in the log: its task, such as "worker 1", or else its number.
+    """The name of this process in the log: its task, such as "worker 1", or else its process id.
 
     Example:
-        >>> own_name()  # without a cluster
-        'process 4711'
+        >>> own_name() == f"process {os.getpid()}"  # without a cluster
+        True
     """
     text = os.environ.get("TFDIST_CLUSTER") or os.environ.get("TF_CONFIG") or "{}"
     try:
@@ -71,3 +78,94 @@ def own_name() -> str:
         return f"{task['type']} {task['index']}"
     except (ValueError, KeyError, TypeError):
         return f"process {os.getpid()}"
+
+
+class EventStream:
+    """Reads the event log of a run.
+
+    Args:
+        log_dir: folder of the run's logs; it need not exist yet.
+        keep: whether what was read is kept.
+
+    Attributes:
+        events: all that were read and kept so far, in their order.
+
+    Example:
+        >>> EventStream(Path("/does/not/exist")).read()
+        []
+    """
+
+    def __init__(self, log_dir: Path, keep: bool = True) -> None:
+        self._path = log_dir / FILE_NAME
+        self._position = 0
+        self._keep = keep
+        self.events: list[Event] = []
+
+    def read(self) -> list[Event]:
+        """Returns the events in the whole lines that have been written since the last call."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._position)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        complete = data[: data.rfind(b"\n") + 1]
+        self._position += len(complete)
+        new = events_in(complete.decode(errors="replace"))
+        if self._keep:
+            self.events += new
+        return new
+
+
+def events_in(text: str) -> list[Event]:
+    """The events in the lines of a text, among which may be other output and incomplete lines.
+
+    Example:
+        >>> events_in('25/25 - loss: 0.3{"time": 5.0, "name": "chief", "event": "saved"}\\nnot JSON')
+        [{'time': 5.0, 'name': 'chief', 'event': 'saved'}]
+    """
+    return list(filter(None, map(event_in, text.splitlines())))
+
+
+def event_in(line: str) -> Event | None:
+    """The event at the end of a line, behind a progress bar, say; None if there is none."""
+    at = line.rfind(_BEGINNING)
+    if at < 0:
+        return None
+    try:
+        event = json.loads(line[at:])
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and "event" in event else None
+
+
+def without_event(line: bytes) -> bytes:
+    """A line with its end, but without the event in it; empty if the line is nothing but an event.
+
+    Example:
+        >>> without_event(b"loss: 0.3"), without_event(b'{"time": 5.0, "name": "chief", "event": "saved"}')
+        (b'loss: 0.3\\n', b'')
+    """
+    if event_in(line.decode(errors="replace")) is None:
+        return line + b"\n"
+    return line[: line.rfind(_BEGINNING.encode())]
+
+
+def last_events(log: Path) -> list[Event]:
+    """The events at the end of a log; none if it cannot be read."""
+    try:
+        with open(log, "rb") as file:
+            file.seek(max(os.fstat(file.fileno()).st_size - _TAIL_BYTES, 0))
+            return events_in(file.read().decode(errors="replace"))
+    except OSError:
+        return []
+
+
+def of_kind(events: Sequence[Event], kind: str) -> list[Event]:
+    """The events of a kind.
+
+    Example:
+        >>> of_kind([{"event": "start"}, {"event": "saved", "step": 3}], "saved")
+        [{'event': 'saved', 'step': 3}]
+    """
+    return [event for event in events if event["event"] == kind]

@@ -1,4 +1,4 @@
-"""Which process a number means: the number alone may belong to a stranger by now."""
+"""Which process a process id means: another process may have got the same id since."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-# Of /proc/PID/stat, behind the command's name.
+# Positions in /proc/PID/stat behind the command's name. psutil tells the start as a time of day, which changes when the
+# clock is set; event logs and records of jobs keep the kernel's number.
 _STATE, _START = 0, 19
 
 
 @dataclass(frozen=True)
 class Identity:
-    """A process, told from all others that ever had its number.
+    """A process, told from all others that have had the same id.
 
     Attributes:
-        pid: its number.
+        pid: the process id.
         start: when it was started, in ticks since the machine was.
-        boot: which time the machine was started.
+        boot: the id that the kernel has drawn when the machine was started.
 
     Example:
         >>> Identity.of(os.getpid()).is_alive
@@ -32,7 +33,7 @@ class Identity:
 
     @classmethod
     def of(cls, pid: int) -> Identity | None:
-        """The process that has this number now; None if there is none, or all of it is its exit code."""
+        """The process that has this id now; None if there is none, or it is a zombie."""
         try:
             status = Path("/proc", str(pid), "stat").read_bytes()
         except OSError:
@@ -48,13 +49,13 @@ class Identity:
         return Identity.of(self.pid) == self
 
     def signal(self, number: signal.Signals) -> bool:
-        """Sends it a signal; a process that has got its number since then gets none.
+        """Sends it a signal. Another process that has got the same id since gets none.
 
         Returns:
             Whether it was there.
         """
         try:
-            # While this is open its number is not given to another process.
+            # While this is open, the kernel gives the id to no other process.
             descriptor = os.pidfd_open(self.pid)
         except ProcessLookupError:
             return False

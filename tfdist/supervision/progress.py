@@ -1,6 +1,6 @@
-"""How far a process has got, told to the launcher through a little shared memory.
+"""How far a process has got: it writes reports into shared memory, and the launcher reads the last one.
 
-A report costs about a microsecond, never waits and survives the death of the process, however violent.
+A report costs about a microsecond, never waits, and can be read after the process was killed.
 """
 
 from __future__ import annotations
@@ -9,12 +9,10 @@ import functools
 import mmap
 import os
 import struct
-import sys
-import tempfile
 import threading
 import time
+import zlib
 from dataclasses import dataclass
-from types import TracebackType
 
 # Names the file in the environment of a process that the launcher watches; empty or missing: nobody watches.
 VARIABLE = "TFDIST_PROGRESS"
@@ -29,10 +27,17 @@ SAVING = "saving"
 # `fit` has returned; whatever the program does now is not watched.
 DONE = "done"
 
-# Number of the report, time, step, step resumed from, phase, and the number once more: while the two differ, somebody
-# is writing.
-_LAYOUT = struct.Struct("<Qdqq16sQ")
+# Number of the report, time, step, step resumed from, phase; a checksum follows.
+#
+#     | report 6 | its checksum | report 7 | its checksum |    report 8 replaces report 6
+#
+# A writer that the kernel stops in the middle of a report, for long on a busy machine, leaves the one before readable.
+_RECORD = struct.Struct("<Qdqq16s")
+_CHECKSUM = struct.Struct("<I")
+_SLOT = _RECORD.size + _CHECKSUM.size
+_SIZE = 2 * _SLOT
 _NOT_RESUMED = -1
+# The reader may have been stopped itself while two reports were written; then it reads again.
 _READ_ATTEMPTS = 100
 
 
@@ -66,7 +71,7 @@ class Progress:
 
 
 class ProgressWriter:
-    """The watched process's side; get it with `from_environment`, which gives the same one to all callers.
+    """Writes the reports of this process. `from_environment` gives the same writer to all callers.
 
     Attributes:
         phase: of the last report; empty before the first one.
@@ -88,7 +93,11 @@ class ProgressWriter:
         self._unclaimed_resumption: int | None = None
         # A background thread that saves may report, too.
         self._lock = threading.Lock()
-        self._memory = _map(path, mmap.PROT_READ | mmap.PROT_WRITE)
+        descriptor = os.open(path, os.O_RDWR)
+        try:
+            self._memory = mmap.mmap(descriptor, _SIZE)
+        finally:
+            os.close(descriptor)
 
     @classmethod
     def from_environment(cls) -> ProgressWriter | None:
@@ -112,7 +121,7 @@ class ProgressWriter:
             self._write(phase, step)
 
     def resumed(self, step: int) -> None:
-        """Says that the training goes on from a step, which is the base of the steps that follow.
+        """Says that the training goes on after a step, from which later steps are counted.
 
         Call it before the first batch is trained on.
         """
@@ -121,20 +130,20 @@ class ProgressWriter:
             self._write(self.phase or STARTING, step)
 
     def claim_resumption(self) -> int | None:
-        """The step given to `resumed`, once; for whoever counts the steps."""
+        """The step given to `resumed`, for the callback that counts the steps; a second call returns None."""
         step, self._unclaimed_resumption = self._unclaimed_resumption, None
         return step
 
     def _write(self, phase: str, step: int) -> None:
         self.phase, self.step = phase, step
         self._reports += 1
-        _LAYOUT.pack_into(
-            self._memory, 0, self._reports, time.monotonic(), step, self._resumed_step, phase.encode(), self._reports
-        )
+        record = _RECORD.pack(self._reports, time.monotonic(), step, self._resumed_step, phase.encode())
+        place = self._reports % 2 * _SLOT
+        self._memory[place : place + _SLOT] = record + _CHECKSUM.pack(zlib.crc32(record))
 
 
 class ProgressFile:
-    """The launcher's side: the memory to which one process reports. It has no name that could be left behind.
+    """The launcher's side: the memory to which one process reports. It has no file name that could be left behind.
 
     Attributes:
         path: value of the variable TFDIST_PROGRESS for the process; valid until `close`.
@@ -146,19 +155,24 @@ class ProgressFile:
     """
 
     def __init__(self) -> None:
-        if sys.platform == "linux":
-            self._descriptor = os.memfd_create("tfdist-progress")
-            self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
-            self._named = False
-        else:
-            self._descriptor, self.path = tempfile.mkstemp(prefix="tfdist-progress-")
-            self._named = True
-        os.ftruncate(self._descriptor, _LAYOUT.size)
-        self._memory = mmap.mmap(self._descriptor, _LAYOUT.size)
+        self._descriptor = os.memfd_create("tfdist-progress")
+        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        os.ftruncate(self._descriptor, _SIZE)
+        self._memory = mmap.mmap(self._descriptor, _SIZE)
 
     def read(self) -> Progress | None:
         """The last report, or None before the first one."""
-        return _read(self._memory)
+        for _ in range(_READ_ATTEMPTS):
+            whole = self._memory[:]
+            records = filter(None, (_record(whole[place : place + _SLOT]) for place in (0, _SLOT)))
+            latest = max(records, default=None)
+            if latest is not None or not any(whole):
+                break
+        if latest is None:
+            return None
+        reports, when, step, resumed, phase = latest
+        resumed_step = None if resumed == _NOT_RESUMED else resumed
+        return Progress(when, reports, phase.rstrip(b"\0").decode(errors="replace"), step, resumed_step)
 
     def close(self) -> None:
         """Gives the memory back; the process can go on reporting into its own mapping. A second call does nothing."""
@@ -166,34 +180,12 @@ class ProgressFile:
             self._memory.close()
             os.close(self._descriptor)
             self._descriptor = -1
-            if self._named:
-                os.unlink(self.path)
 
     def __enter__(self) -> ProgressFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def read_progress(path: str) -> Progress | None:
-    """A process's last report; None before the first one, and where there is no such file.
-
-    Args:
-        path: what the process has in its variable TFDIST_PROGRESS.
-
-    Example:
-        >>> print(read_progress("/does/not/exist"))
-        None
-    """
-    try:
-        memory = _map(path, mmap.PROT_READ)
-    except (OSError, ValueError):
-        return None
-    with memory:
-        return _read(memory)
 
 
 @functools.cache
@@ -204,20 +196,7 @@ def _open(path: str) -> ProgressWriter | None:
         return None  # the launcher that set the variable is gone, or is on another machine
 
 
-def _map(path: str, protection: int) -> mmap.mmap:
-    descriptor = os.open(path, os.O_RDWR if protection & mmap.PROT_WRITE else os.O_RDONLY)
-    try:
-        return mmap.mmap(descriptor, _LAYOUT.size, prot=protection)
-    finally:
-        os.close(descriptor)
-
-
-def _read(memory: mmap.mmap) -> Progress | None:
-    for _ in range(_READ_ATTEMPTS):
-        reports, when, step, resumed, phase, check = _LAYOUT.unpack_from(memory)
-        if reports == check:
-            break
-    if reports == 0:
-        return None
-    resumed_step = None if resumed == _NOT_RESUMED else resumed
-    return Progress(when, reports, phase.rstrip(b"\0").decode(errors="replace"), step, resumed_step)
+def _record(slot: bytes) -> tuple | None:
+    """What is in a slot; `None` if nothing, or only a part, is."""
+    record, (checksum,) = slot[: _RECORD.size], _CHECKSUM.unpack(slot[_RECORD.size :])
+    return _RECORD.unpack(record) if zlib.crc32(record) == checksum else None

@@ -3,10 +3,10 @@
 import lazy_loader
 
 __getattr__, __dir__, __all__ = lazy_loader.attach(
-    __name__,
+    "tfdist",
     submod_attrs={
-        "local_cluster": ["LocalRunError", "run_local"],
-        "fork_server": ["preload"],
-        "transparency": ["assert_transparent", "differences", "train_and_observe"],
+        "launch.local.local_cluster": ["LocalRunError", "run_local"],
+        "launch.local.fork_server": ["preload"],
+        "testing.transparency": ["assert_transparent", "differences", "train_and_observe"],
     },
 )

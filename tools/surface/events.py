@@ -13,8 +13,7 @@ from tools.surface.sources import Sources, nodes_of, sources
 
 def events() -> list[str]:
     """The fields that all events have, and those of each kind."""
-    from tfdist.supervision.event_stream import EventStream
-    from tfdist.supervision.events import FILE_NAME, EventLog
+    from tfdist.supervision.events import FILE_NAME, EventLog, EventStream
 
     with tempfile.TemporaryDirectory() as folder:
         EventLog(folder, "launcher").write("kind")

@@ -22,11 +22,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from tfdist.launch import group, incarnation, replacements, run, supervisor
+from tfdist.launch import attempt, group, run, supervisor
 from tfdist.launch.command import main
 from tfdist.launch.guardian import Guardian
 from tfdist.launch.machine import Machine
-from tfdist.launch.plan import REPLACEMENT, ProcessPlan
+from tfdist.launch.run_plan import REPLACEMENT, ProcessPlan
 from tfdist.launch.terminal import Terminal
 from tfdist.supervision import events, progress
 
@@ -98,7 +98,7 @@ class SimulatedProcess:
         self.handlers: dict[int, Program | None] = {}
         self.printed: list[str] = []
         self.has_helpers = False
-        self.state = "S"
+        self.state = "sleeping"
         self.end: int | None = None
         self.world = world
         self._life: Life | None = None
@@ -126,7 +126,7 @@ class SimulatedProcess:
 
     def stop(self) -> Life:
         """Is stopped by somebody, until it is killed."""
-        self.state = "T"
+        self.state = "stopped"
         yield FOREVER
 
     # For the launcher:
@@ -151,7 +151,9 @@ class SimulatedProcess:
             self.world.signals.append((self.world.clock.seconds, self.name, signal.Signals(number)))
             if number == signal.SIGKILL:
                 self.end = -number
-            elif self.state != "T" and (handler := self.handlers.get(number, lambda process: -number)) is not None:
+            elif (
+                self.state != "stopped" and (handler := self.handlers.get(number, lambda process: -number)) is not None
+            ):
                 self._live(handler)
         if number == signal.SIGKILL:
             self.has_helpers = False
@@ -253,14 +255,14 @@ def simulate(
     for seconds, number in signals:
         clock.after(seconds, functools.partial(_send, number))
     with pytest.MonkeyPatch.context() as patch:
-        for module in (supervisor, incarnation, replacements, group, progress, events):
+        for module in (supervisor, attempt, group, progress, events):
             patch.setattr(module, "time", clock)
         for module in (supervisor, group):
             patch.setattr(module, "_TICK", TICK)
         patch.setattr(group, "Process", functools.partial(SimulatedProcess, world))
         patch.setattr(group, "selectors", SimpleNamespace(DefaultSelector=functools.partial(_Selector, clock)))
         patch.setattr(supervisor, "Guardian", functools.partial(_Guardian, world.guarded))
-        patch.setattr(incarnation, "process_state", world.state)
+        patch.setattr(attempt, "process_state", world.state)
         patch.setattr(run, "Terminal", SimpleNamespace(standard=functools.partial(_Terminal, world)))
         patch.setattr(run, "Machine", SimpleNamespace(this_one=lambda: Machine((0, 1))))
         patch.chdir(folder)
@@ -309,7 +311,7 @@ class _Guardian(Guardian):
 class _Terminal(Terminal):
     """Remembers the launcher's messages, and when it got them."""
 
-    def __init__(self, world: World, live: str, env: object) -> None:
+    def __init__(self, world: World, live: str, env: object, hidden: object) -> None:
         super().__init__(io.BytesIO(), is_tty=False, live=live)
         self.world = world
 

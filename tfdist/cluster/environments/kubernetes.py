@@ -1,7 +1,7 @@
 """Kubernetes: Indexed Jobs, JobSets and StatefulSets, with a headless Service by which pods find each other.
 
-None of them tells a pod how many there are: the manifest has to, as TFDIST_SIZE (`tfdist submit` writes it). The
-host of rank 0 follows from the own one, which ends with the own index:
+None of them tells a pod how many pods there are: the manifest has to, as TFDIST_SIZE (`tfdist submit` writes it). The
+host of rank 0 follows from the own host name, which ends with the own index:
 
 Indexed Job    job-3.service.namespace.svc.cluster.local       rank: JOB_COMPLETION_INDEX
 JobSet         set-workers-0-3.set.namespace.svc...            rank: JOB_COMPLETION_INDEX, in the jobs of one replica
@@ -17,9 +17,9 @@ import re
 import socket
 from collections.abc import Mapping
 
-from tfdist.cluster.environments.variables import number
 from tfdist.cluster.errors import ClusterError
 from tfdist.cluster.membership import Membership
+from tfdist.cluster.variables import number
 
 NAME = "Kubernetes"
 _INDEX, _SIZE = "JOB_COMPLETION_INDEX", "TFDIST_SIZE"
@@ -48,11 +48,11 @@ def read(env: Mapping[str, str]) -> Membership:
         raise ClusterError(
             f"{NAME}: received pod {env[_INDEX]} of an Indexed Job, without the number of pods, which Kubernetes does "
             f'not tell. Expected: the environment variable {_SIZE} with the value of "completions" in the manifest; '
-            "1 to train alone. `tfdist submit --backend kubernetes --dry-run` prints a complete manifest"
+            "1 to train alone. `tfdist submit --scheduler kubernetes --dry-run` prints a complete manifest"
         )
     size, short = number(env, _SIZE), _short(env)
     if size == 1:
-        return Membership(0, 1, NAME, "")  # one of several trainings
+        return Membership(0, 1, NAME, "")  # each pod of the Job trains alone
     ordinal = _ORDINAL.search(short)
     rank = number(env, _INDEX) if _INDEX in env else int(ordinal.group(1))  # type: ignore[union-attr]
     own = env.get("TFDIST_HOST") or socket.getfqdn(short)

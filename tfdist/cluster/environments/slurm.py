@@ -1,8 +1,8 @@
 """A step of a Slurm job: what srun starts.
 
 The step's variables count, not the job's: a step may have fewer tasks and other nodes, and the batch script itself has
-rank and size of the job without being in a step (see `allocation`). A node of the step has the tasks that srun's
-distribution (block, cyclic, plane) gave it; only where rank 0 is has to be known here.
+rank and size of the job without being in a step (see `single_process`). Which node has which tasks depends on srun's
+distribution (block, cyclic, plane); only the node of rank 0 has to be known here.
 
 References:
     https://slurm.schedmd.com/srun.html, "OUTPUT ENVIRONMENT VARIABLES"; TensorFlow's SlurmClusterResolver assumes the
@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import re
 import shutil
-import socket
 import subprocess
 from collections.abc import Mapping
 
-from tfdist.cluster.environments.variables import number, optional_number
+from tfdist.cluster import sockets
 from tfdist.cluster.errors import ClusterError
 from tfdist.cluster.membership import Membership
+from tfdist.cluster.variables import MEETING, number, optional_number, text
 
 NAME = "Slurm"
 _SCONTROL_SECONDS = 20.0
@@ -29,7 +29,7 @@ _NO_STEPS = ("4294967290", "4294967291", "4294967292")
 
 
 def detect(env: Mapping[str, str]) -> bool:
-    """Whether srun has started this process as a task; the shell of an interactive `salloc` is none."""
+    """Whether srun has started this process as a task; the shell of an interactive `salloc` is not one."""
     return "SLURM_STEP_NODELIST" in env and "SLURM_PROCID" in env and env.get("SLURM_STEP_ID") not in _NO_STEPS
 
 
@@ -42,7 +42,7 @@ def read(env: Mapping[str, str]) -> Membership:
     """Rank and size of the step, and its first node.
 
     Raises:
-        ClusterError: if a number is none, or rank 0 is on a node that cannot be told.
+        ClusterError: if a number is none, or it is unknown which node rank 0 is on.
 
     Example:
         >>> env = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_NODELIST": "n[9-11]"}
@@ -51,7 +51,7 @@ def read(env: Mapping[str, str]) -> Membership:
         ('n9', 1)
     """
     rank, node = number(env, "SLURM_PROCID"), optional_number(env, "SLURM_NODEID")
-    if rank == 0 and node and not env.get("TFDIST_MEETING", "").strip():
+    if rank == 0 and node and not text(env, MEETING):
         raise ClusterError(
             f"{NAME}: received rank 0 on node {node} of {env['SLURM_STEP_NODELIST']}, by an arbitrary distribution; "
             "expected it on the first one. Set TFDIST_MEETING to the name of its host, on all tasks"
@@ -70,7 +70,7 @@ def read(env: Mapping[str, str]) -> Membership:
     )
 
 
-def tasks_per_node(text: str) -> list[int]:
+def tasks_per_node(counted: str) -> list[int]:
     """How many tasks each node has.
 
     Example:
@@ -78,7 +78,7 @@ def tasks_per_node(text: str) -> list[int]:
         [3, 1, 1]
     """
     counts = []
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counted):
         counts += [int(count)] * int(times or 1)
     return counts
 
@@ -102,18 +102,14 @@ def first_host(nodes: str) -> str:
 
 
 def address_of(node: str) -> str:
-    """What reaches a node: its name, or its NodeAddr if nobody else knows the name.
+    """What a node is reached by: its name, or Slurm's NodeAddr if the name cannot be resolved.
 
     Example:
         >>> address_of("localhost")
         'localhost'
     """
-    try:
-        socket.getaddrinfo(node, None)
-        return node
-    except OSError:
-        command = shutil.which("scontrol")
-    if command is None:
+    command = shutil.which("scontrol")
+    if command is None or sockets.is_known(node):
         return node
     words = [command, "show", "--oneliner", "node", node]
     try:

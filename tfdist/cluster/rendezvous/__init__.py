@@ -1,78 +1,87 @@
-"""The rendezvous: how processes that know only rank and size, and where rank 0 is, get the addresses of all.
+"""The rendezvous: processes that know only rank, size and the host of rank 0 learn the addresses of all.
 
-TensorFlow needs every address before it starts, and most systems tell no more than that. Each process reserves a port,
-connects to rank 0 and tells it; rank 0 answers with the list when all are there. Where a system does not even tell the
-host of rank 0, the processes learn it through the system's own means (`tfdist.cluster.channels`).
+TensorFlow needs every address before it starts, and most systems do not tell them. Each process reserves a port,
+connects to rank 0 and registers; rank 0 answers with the list when all have come. Where a system does not even tell the
+host of rank 0, the processes learn it through the system's own means (`channels`).
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 import json
+import logging
 import os
 import random
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from tfdist.cluster import channels, devices, ports
+from tfdist.cluster import connections, ports, sockets
+from tfdist.cluster.connections import UnreachedError
 from tfdist.cluster.environments import slurm
 from tfdist.cluster.errors import ClusterError
-from tfdist.cluster.membership import Membership
-from tfdist.cluster.rendezvous import addresses, places
-from tfdist.cluster.rendezvous.client import attend
-from tfdist.cluster.rendezvous.entry import Entry
+from tfdist.cluster.membership import Membership, visible_devices
+from tfdist.cluster.rendezvous import endpoints
+from tfdist.cluster.rendezvous.channels import open_channel
+from tfdist.cluster.rendezvous.registration import Registration, plain
 from tfdist.cluster.rendezvous.server import MeetingServer
-from tfdist.cluster.roles import VARIABLE as SERVERS
+from tfdist.cluster.variables import MEETING, SERVERS, text
 
-__all__ = ["meet"]
-
+_log = logging.getLogger("tfdist")
 # Held until the process ends: TensorFlow's server takes it over only when a strategy is made.
 _held: list[ports.Reservation] = []
 _TRIED_PORTS = 8
+# A host that is cut off answers nothing at all: the others are tried after so long.
+_CONNECT_SECONDS = 3.0
+# How long after its own deadline a process waits for what rank 0 has to say at the deadline of rank 0.
+_LAST_WORD_SECONDS = 5.0
+_WARN_SECONDS = 5.0
+_STRANGER = "somebody there does not know the secret of this job"
 
 
 def meet(membership: Membership, timeout: float, env: Mapping[str, str] | None = None) -> dict[str, list[str]]:
-    """Waits until all processes of a job have come, and tells where they are.
+    """Waits until all processes of a job have come, and returns where they are.
 
     This process' port stays reserved until it ends.
 
     Args:
-        membership: this process.
-        timeout: how long to wait, in seconds.
-        env: the environment variables, with what can be set there (docs/clusters.md); those of this process by default.
+        membership: This process.
+        timeout: How long to wait, in seconds.
+        env: The environment variables (docs/clusters.md lists them); those of this process by default.
 
     Returns:
         "addresses": `host:port` of each rank; "hosts": name and address of its host; "devices": equal for two ranks
         of a host that see the same GPUs.
 
     Raises:
-        ClusterError: if not all come, or they do not fit together; the message names who is missing.
+        ClusterError: If not all come, or they do not fit together; the message names who is missing.
 
     Example:
         >>> meet(Membership(0, 1, "test", "job"), timeout=1.0, env={})["addresses"][0].startswith("127.0.0.1:")
         True
     """
     env = os.environ if env is None else env
-    low, high = places.port_range(env)
+    low, high = endpoints.port_range(env)
     reservation = ports.reserve(1, low=low, high=high)
-    _, meeting_port = places.meeting_place(membership, env)
+    _, meeting_port = endpoints.meeting_place(membership, env)
     if reservation.ports[0] == meeting_port:  # it would be in the way of rank 0
         reservation = ports.reserve(1, low=low, high=high)
     try:
-        entry = Entry(
+        own = Registration(
             rank=membership.rank,
             size=membership.size,
             port=reservation.ports[0],
-            host=addresses.own_host(env, membership.own_name),
+            host=endpoints.own_host(env, membership.own_name),
             address="127.0.0.1",
-            name=addresses.host_name(env),
+            name=endpoints.host_name(env),
             pid=os.getpid(),
-            devices=devices.seen(membership.rank, env, of_slurm=membership.source.startswith(slurm.NAME)),
+            devices=visible_devices(membership.rank, env, of_slurm=membership.source.startswith(slurm.NAME)),
         )
-        result = _attend(membership, entry, timeout, env)
+        result = _attend(membership, own, timeout, env)
         if "over" in result:
-            # The others have kept the former address in mind.
+            # The others still use the address that it had.
             reservation.close()
             reservation = _same_place(result["addresses"][membership.rank])
     except BaseException:
@@ -82,43 +91,43 @@ def meet(membership: Membership, timeout: float, env: Mapping[str, str] | None =
     return {name: result[name] for name in ("addresses", "hosts", "devices")}
 
 
-def _attend(membership: Membership, entry: Entry, timeout: float, env: Mapping[str, str]) -> dict:
+def _attend(membership: Membership, own: Registration, timeout: float, env: Mapping[str, str]) -> dict:
     deadline = time.monotonic() + timeout
-    host, port = places.meeting_place(membership, env)
-    secret = places.secret_of(membership, env)
-    meeting_ports = [port] if port else places.meeting_ports(membership, env)
+    host, port = endpoints.meeting_place(membership, env)
+    secret = endpoints.secret_of(membership, env)
+    meeting_ports = [port] if port else endpoints.meeting_ports(membership, env)
     channel = None
     if host is None and membership.size > 1:
         try:
-            channel = channels.open_channel(membership, env)
-            # What goes through the job's own channel is known to nobody else, and may be anything.
+            channel = open_channel(membership, env)
+            # Only this job's processes can read its channel, so the secret and the ports may be chosen at random.
             secret = secrets.token_bytes(32)
-            meeting_ports = random.SystemRandom().sample(range(*places.port_range(env)), _TRIED_PORTS)
+            meeting_ports = random.SystemRandom().sample(range(*endpoints.port_range(env)), _TRIED_PORTS)
         except ClusterError:
             if not membership.on_one_host:
                 raise
             host = "localhost"
     if membership.rank == 0:
-        if host is not None and env.get("TFDIST_MEETING", "").strip():
-            places.check_own(slurm.address_of(host) if "SLURM_JOB_ID" in env else host, env)
-        server = MeetingServer(entry, meeting_ports, secret, rejoin=bool(env.get(SERVERS)))
+        if host is not None and text(env, MEETING):
+            endpoints.check_own(slurm.address_of(host) if "SLURM_JOB_ID" in env else host, env)
+        server = MeetingServer(own, meeting_ports, secret, rejoin=bool(env.get(SERVERS)))
         if channel is not None:
-            hosts = ["127.0.0.1"] if membership.on_one_host else addresses.of_this_host()
+            hosts = ["127.0.0.1"] if membership.on_one_host else endpoints.of_this_host()
             told = {"hosts": hosts, "port": server.port, "secret": secret.hex()}
             try:
                 channel.tell(json.dumps(told), deadline - time.monotonic())
             except BaseException:
-                server.close()
+                server.end()
                 raise
         return server.meet(deadline - time.monotonic())
     if channel is not None:
         told = json.loads(channel.hear(deadline - time.monotonic()))
-        # One of them is in a network that both hosts are in.
+        # Both hosts are in the network of one of these addresses.
         hosts, meeting_ports, secret = told["hosts"], [told["port"]], bytes.fromhex(told["secret"])
     else:
         hosts = [slurm.address_of(host) if "SLURM_JOB_ID" in env else host]
     met_at = list(itertools.product(hosts, meeting_ports))
-    return attend(entry, met_at, secret, deadline - time.monotonic(), places.name_of(membership, env))
+    return attend(own, met_at, secret, deadline - time.monotonic(), endpoints.name_of(membership, env))
 
 
 def _same_place(address: str) -> ports.Reservation:
@@ -130,3 +139,97 @@ def _same_place(address: str) -> ports.Reservation:
             f"Received: the other processes have met already, with this one at {address}, which is not free here. "
             "Expected: that address, or all processes started again"
         ) from None
+
+
+def attend(own: Registration, places: Sequence[tuple[str, int]], secret: bytes, timeout: float, job: str = "") -> dict:
+    """The part of every rank but 0: tries until it reaches rank 0, registers, and waits until all have come.
+
+    Args:
+        own: This process; its address is filled in.
+        places: Host and port where rank 0 may be.
+        secret: The secret of the job.
+        timeout: How long to try, in seconds.
+        job: The name that tells the job from others, for messages.
+
+    Returns:
+        As `MeetingServer.meet`; with "over" in it if the others have met before, and this process is to take its former
+        place.
+
+    Raises:
+        ClusterError: If rank 0 is not found, or says that the processes do not fit together.
+    """
+    began, deadline = time.monotonic(), time.monotonic() + timeout
+    problems: dict[str, str] = {}
+    waiting: list[int] = []
+    attempts = {
+        f"{host}:{port}": functools.partial(_attend_at, host, port, own, secret, deadline, waiting)
+        for host, port in places
+    }
+    warned = False
+
+    def warn() -> None:
+        nonlocal warned
+        if not warned and time.monotonic() > began + _WARN_SECONDS:
+            warned = True
+            _log.warning("rank %d has not reached rank 0 yet, and goes on trying: %s", own.rank, _by_problem(problems))
+
+    try:
+        return connections.keep_trying(attempts, deadline, problems, warn)
+    except UnreachedError:
+        raise ClusterError(_not_met(own, problems, waiting, timeout, job)) from None
+
+
+def _attend_at(
+    host: str, port: int, own: Registration, secret: bytes, deadline: float, waiting: list[int], left: float
+) -> dict:
+    try:
+        connected = sockets.connect((host, port), min(_CONNECT_SECONDS, left))
+    except OSError as error:
+        raise UnreachedError(sockets.reason_of(error)) from None
+    own = dataclasses.replace(own, address=plain(connected.getsockname()[0]))
+    connection = connections.framed(connected)
+    try:
+        try:
+            connections.authenticate(connection, secret, first=False)
+        except connections.ENDS as error:
+            raise UnreachedError(f"{_STRANGER} ({error or 'hung up'})") from None
+        connection.send_bytes(own.to_json())
+        while connection.poll(max(0.0, deadline + _LAST_WORD_SECONDS - time.monotonic())):
+            message = connections.receive(connection)
+            if "error" in message:
+                raise ClusterError(message["error"])
+            if "addresses" in message:
+                return message
+            if "under way" in message:
+                raise UnreachedError("the others have met already; as soon as they are started again, all meet anew")
+            waiting[:] = message["waiting for"]
+            _log.info("rank 0 is there; it waits for ranks %s", ", ".join(map(str, waiting[:20])))
+        raise UnreachedError("it is there, but the others have not come")
+    except (OSError, EOFError):
+        raise UnreachedError("it was there, and is gone") from None
+    finally:
+        # Otherwise the port of rank 0 would stay taken for a minute, in the way of a restart.
+        connections.leave_without_trace(connection)
+
+
+def _not_met(own: Registration, problems: dict[str, str], waiting: list[int], timeout: float, job: str) -> str:
+    seen = _by_problem(problems)
+    if any(problem.startswith(_STRANGER) for problem in problems.values()):
+        known_as = f"is {job!r}" if job else "has no name"
+        seen += f"; for this process the job {known_as}: TFDIST_JOB and TFDIST_TOKEN have to be the same on all"
+    missing = f"; rank 0 was waiting for ranks {', '.join(map(str, waiting[:20]))}" if waiting else ""
+    return (
+        f"Received: no meeting of all {own.size} processes within {timeout:.3g} s, as rank {own.rank} on "
+        f"{own.name} saw it: {seen or 'nobody has told where rank 0 is'}{missing}. "
+        "Expected: rank 0 at one of these places. See what rank 0 has printed, and whether this host reaches its (a "
+        "firewall? TFDIST_PORTS sets the ports, TFDIST_MEETING the host of rank 0, TFDIST_INTERFACE the network); set "
+        "TFDIST_TOKEN to the same text on all processes if their home folders differ"
+    )
+
+
+def _by_problem(problems: dict[str, str]) -> str:
+    """The problems, each with the places where it was seen."""
+    places: dict[str, list[str]] = {}
+    for place, problem in problems.items():
+        places.setdefault(problem, []).append(place)
+    return "; ".join(f"{', '.join(where)}: {problem}" for problem, where in places.items())

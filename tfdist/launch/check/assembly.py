@@ -1,4 +1,4 @@
-"""The processes of a job, met before TensorFlow starts, with a store where they leave texts for each other."""
+"""How the processes of a job meet before TensorFlow starts, and exchange texts."""
 
 from __future__ import annotations
 
@@ -6,22 +6,71 @@ import contextlib
 import dataclasses
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from tfdist.cluster import address, ports
+from tfdist.cluster import ports, sockets
+from tfdist.cluster.barrier import meet
+from tfdist.cluster.barrier.messages import members as tasks_of
 from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.errors import ClusterError
 from tfdist.cluster.key_value import KeyValueClient, KeyValueServer
-from tfdist.cluster.roll_call import meet
-from tfdist.cluster.roll_call_message import members as tasks_of
-from tfdist.launch.check.member import Member
+from tfdist.cluster.rendezvous.endpoints import host_name
+from tfdist.launch.machine import usable_cores, versions, visible_gpus
 
+# With other versions of these, processes cannot train together, or would not compute the same.
+COMPARED = ("tfdist", "tensorflow", "keras", "python")
 _LAST_WORDS_SECONDS = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
+class Member:
+    """One process of the job.
+
+    Attributes:
+        task: its job and index.
+        address: its `host:port`.
+        host: the name of its host.
+        cores: how many cores it may use.
+        gpus: how many GPUs it sees.
+        versions: by name.
+    """
+
+    task: str
+    address: str
+    host: str
+    cores: int
+    gpus: int
+    versions: dict[str, str]
+
+    @classmethod
+    def this_one(cls, task: str, address: str, env: Mapping[str, str]) -> Member:
+        """This process."""
+        return cls(task, address, host_name(env), len(usable_cores()), len(visible_gpus(env)), versions())
+
+
+def differing_versions(members: list[Member]) -> list[str]:
+    """A line for each version that is not the same everywhere.
+
+    Example:
+        >>> one = Member("worker 0", "a:1", "a", 4, 0, {"tensorflow": "2.21.0"})
+        >>> other = dataclasses.replace(one, task="worker 1", versions={"tensorflow": "2.20.0"})
+        >>> differing_versions([one, other])[0].partition(".")[0]
+        'tensorflow is 2'
+    """
+    problems = []
+    for name in COMPARED:
+        ranks: dict[str, list[str]] = {}
+        for member in members:
+            ranks.setdefault(member.versions.get(name, "not installed"), []).append(member.task)
+        if len(ranks) > 1:
+            listing = ", ".join(f"{version} on {', '.join(tasks[:8])}" for version, tasks in ranks.items())
+            problems.append(f"{name} is {listing}. Expected: the same everywhere; install it on those that differ")
+    return problems
+
+
+@dataclasses.dataclass(frozen=True)
 class Assembly:
-    """All processes, as one of them sees them.
+    """The connection of one process to all others.
 
     Attributes:
         rank: this one among the members.
@@ -39,8 +88,8 @@ class Assembly:
     store: KeyValueServer | KeyValueClient
     timeout: float
 
-    def tell(self, topic: str, text: str) -> None:
-        """Leaves a text of this process.
+    def publish(self, topic: str, text: str) -> None:
+        """Leaves a text of this process for the others.
 
         Raises:
             ClusterError: if rank 0, which keeps them, is gone.
@@ -50,7 +99,7 @@ class Assembly:
         except ConnectionError:
             raise self._gone(0, "answer") from None
 
-    def hear(self, topic: str, rank: int, more: float = 0.0) -> str:
+    def receive(self, topic: str, rank: int, more: float = 0.0) -> str:
         """The text of another process.
 
         Args:
@@ -69,9 +118,9 @@ class Assembly:
             raise self._gone(rank, topic, more)
         return text
 
-    def hear_all(self, topic: str, more: float = 0.0) -> list[str]:
+    def receive_all(self, topic: str, more: float = 0.0) -> list[str]:
         """The text of each process, for rank 0."""
-        return [self.hear(topic, rank, more) for rank in range(len(self.members))]
+        return [self.receive(topic, rank, more) for rank in range(len(self.members))]
 
     def _gone(self, rank: int, topic: str, more: float = 0.0) -> ClusterError:
         member = self.members[rank]
@@ -105,7 +154,7 @@ def assembled(config: ClusterConfig, timeout: float) -> Iterator[Assembly]:
         everyone = [met[other] for other in range(len(met))]
         members = [Member(**one["member"]) for one in everyone]
         token = bytes.fromhex(everyone[0]["token"])
-        place = address.split(members[0].address)[0], everyone[0]["store"]
+        place = sockets.split_address(members[0].address)[0], everyone[0]["store"]
         store = server or KeyValueClient(place, token, rank, timeout)
         try:
             yield Assembly(rank, members, [one["measuring"] for one in everyone], token, store, timeout)

@@ -1,34 +1,40 @@
-"""What `tfdist check` does, in each of the processes that it is started as."""
+"""What each process of `tfdist check` does."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import sys
+import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import BinaryIO
 
-from tfdist.cluster import address, preflight
+from tfdist.cluster import preflight, sockets
 from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.discovery import discover, find
 from tfdist.cluster.errors import ClusterError
-from tfdist.launch.check.assembly import Assembly, assembled
-from tfdist.launch.check.held_back import held_back
-from tfdist.launch.check.member import Member, differing_versions
+from tfdist.launch.check.assembly import COMPARED, Assembly, Member, assembled, differing_versions
 from tfdist.launch.check.network import EchoServer, Link, measure, partners
-from tfdist.launch.check.tables import links_table, members_table
-from tfdist.launch.plan import LOG_LEVEL, QUIET
+from tfdist.launch.run_plan import LOG_LEVEL, QUIET
 
 # Of larger jobs, one process of each host measures, on so many hosts.
 _MEASURED = 16
 _SUM = "tfdist-check-sum"
-# To start TensorFlow, which reads some gigabytes, on all hosts, and to let it sum up.
+# Starting TensorFlow reads some gigabytes on every host; then comes the sum.
 _SUM_SECONDS = 180.0
+_STANDARD_ERROR = 2
+_BYTES = 4 << 20
+# A table of all pairs that still fits on a screen.
+_MATRIX = 8
+_UNITS = ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"))
 
 
 def check(timeout: float, with_tensorflow: bool) -> int:
-    """Meets the other processes, measures, and prints what rank 0 has found out about all.
+    """Meets the other processes and measures the network between them; rank 0 prints the result.
 
     Args:
         timeout: how long to wait for the others, each time, in seconds.
@@ -43,7 +49,7 @@ def check(timeout: float, with_tensorflow: bool) -> int:
             preflight.require(found)
             print(f"ready: one process ({found.source}). For several, start this as the training: `srun tfdist check`")
             return 0
-        # Which rank it is, the one with the first word may not live to tell.
+        # First of all: a process that fails later has said which rank it is.
         _say(str(found))
         config = discover(timeout=timeout)
         preflight.require(config)
@@ -60,30 +66,30 @@ def check(timeout: float, with_tensorflow: bool) -> int:
 
 
 def _check(config: ClusterConfig, assembly: Assembly, with_tensorflow: bool) -> int:
-    """What rank 0 has said: whether all are ready."""
+    """The exit code, which rank 0 tells all processes: 0 if they are ready to train."""
     echo = EchoServer(assembly.token, assembly.measuring[assembly.rank])
     links = _links(assembly)
-    assembly.tell("links", json.dumps({other: dataclasses.asdict(link) for other, link in links.items()}))
+    assembly.publish("links", json.dumps({other: dataclasses.asdict(link) for other, link in links.items()}))
     problems: list[str] = []
     if assembly.rank == 0:
         print(members_table(assembly.members))
-        found = [_read_links(text) for text in assembly.hear_all("links")]
+        found = [_read_links(text) for text in assembly.receive_all("links")]
         print(links_table(assembly.members, found), flush=True)
         problems = differing_versions(assembly.members) + _blocked(assembly.members, found)
         # TensorFlow would wait in vain for those that it cannot reach.
-        assembly.tell("go", json.dumps(with_tensorflow and not problems))
-    go = json.loads(assembly.hear("go", 0))
+        assembly.publish("go", json.dumps(with_tensorflow and not problems))
+    go = json.loads(assembly.receive("go", 0))
     echo.close()  # all have measured
     if go:
-        assembly.tell("sum", _sum(config, assembly))
+        assembly.publish("sum", _sum(config, assembly))
         if assembly.rank == 0:
             problems += _wrong_sums(assembly)
     if assembly.rank == 0:
         for problem in problems[1:]:
             print(f"also: {problem}")
         print(f"not ready: {problems[0]}" if problems else "ready", flush=True)
-        assembly.tell("code", str(int(bool(problems))))
-    return int(assembly.hear("code", 0, more=2 * _SUM_SECONDS if go else 0.0))
+        assembly.publish("code", str(int(bool(problems))))
+    return int(assembly.receive("code", 0, more=2 * _SUM_SECONDS if go else 0.0))
 
 
 def _wants_output(env: Mapping[str, str]) -> bool:
@@ -99,24 +105,24 @@ def _wants_output(env: Mapping[str, str]) -> bool:
 
 
 def _links(assembly: Assembly) -> dict[int, Link]:
-    """Measures the way to the others, once all of them listen."""
-    assembly.tell("listening", "yes")
+    """Measures the network to the other processes, once all of them listen."""
+    assembly.publish("listening", "yes")
     if assembly.rank == 0:
-        assembly.hear_all("listening")
-        assembly.tell("start", "yes")
-    assembly.hear("start", 0)
+        assembly.receive_all("listening")
+        assembly.publish("start", "yes")
+    assembly.receive("start", 0)
     links: dict[int, Link] = {}
     chosen = _chosen([member.host for member in assembly.members])
     if assembly.rank in chosen:
         others = [chosen[other] for other in partners(chosen.index(assembly.rank), len(chosen))]
-        hosts = [address.split(assembly.members[other].address)[0] for other in others]
+        hosts = [sockets.split_address(assembly.members[other].address)[0] for other in others]
         places = [(host, assembly.measuring[other]) for host, other in zip(hosts, others, strict=True)]
         links = dict(zip(others, measure(places, assembly.token), strict=True))
     return links
 
 
 def _chosen(hosts: Sequence[str]) -> list[int]:
-    """Which processes measure.
+    """The ranks that measure: all of a small job, one of each host in a larger one.
 
     Example:
         >>> _chosen(["a", "a", "b"])
@@ -142,8 +148,8 @@ def _blocked(members: Sequence[Member], found: Sequence[dict[int, Link]]) -> lis
                 one, to = members[rank], members[other]
                 problems.append(
                     f"{one.task} on {one.host} does not reach {to.task} on {to.host} "
-                    f"({address.split(to.address)[0]}): {link.problem}. Expected: all ports of all hosts are open to "
-                    "each other, or those of TFDIST_PORTS; TFDIST_INTERFACE chooses another network"
+                    f"({sockets.split_address(to.address)[0]}): {link.problem}. Expected: all ports of all hosts are "
+                    "open to each other, or those of TFDIST_PORTS; TFDIST_INTERFACE chooses another network"
                 )
     return problems
 
@@ -154,15 +160,13 @@ def _sum(config: ClusterConfig, assembly: Assembly) -> str:
     started = threading.Event()
 
     def sum_up() -> None:
-        from tfdist.launch.check.all_reduce import all_reduce
-
         try:
-            import tensorflow  # noqa: F401 - all of the time that this takes is none of the sum's
+            import tensorflow  # noqa: F401 - takes long on a slow file system, which is not the sum's fault
 
             started.set()
             value, seconds = all_reduce(config, _SUM_SECONDS)
             found.append({"value": value, "seconds": seconds})
-        except Exception as error:  # whatever it is, it is to be told
+        except Exception as error:  # whatever it is, rank 0 prints it
             found.append({"problem": f"{type(error).__name__}: {error}"})
 
     thread = threading.Thread(target=sum_up, name=_SUM, daemon=True)
@@ -191,7 +195,7 @@ def _sum(config: ClusterConfig, assembly: Assembly) -> str:
 def _wrong_sums(assembly: Assembly) -> list[str]:
     expected = len(assembly.members) * (len(assembly.members) + 1) / 2
     problems, slowest = [], 0.0
-    for rank, text in enumerate(assembly.hear_all("sum", more=_SUM_SECONDS)):
+    for rank, text in enumerate(assembly.receive_all("sum", more=_SUM_SECONDS)):
         found = json.loads(text)
         if "problem" in found:
             problems.append(f"TensorFlow's all-reduce failed in {assembly.members[rank].task}: {found['problem']}")
@@ -209,3 +213,124 @@ def _wrong_sums(assembly: Assembly) -> list[str]:
 
 def _say(text: str) -> None:
     print(f"tfdist: {text}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def held_back() -> Iterator[BinaryIO]:
+    """Sends standard error, that of libraries of C++ as well, to a file that has no name.
+
+    Yields:
+        The file.
+
+    Example:
+        >>> with held_back() as file:
+        ...     os.write(2, b"noise")
+        5
+    """
+    with tempfile.TemporaryFile() as file:
+        sys.stderr.flush()
+        kept = os.dup(_STANDARD_ERROR)
+        os.dup2(file.fileno(), _STANDARD_ERROR)
+        try:
+            yield file
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, _STANDARD_ERROR)
+            os.close(kept)
+
+
+def all_reduce(cluster: ClusterConfig, timeout: float) -> tuple[float, float]:
+    """The sum of 1, 2, ... over the ranks, and how long one of 4 MiB takes, in seconds.
+
+    Raises:
+        ClusterError: if the processes do not get together.
+    """
+    import tensorflow as tf
+
+    from tfdist.strategies.multi_worker import MultiWorkerMirroredStrategy
+
+    strategy = MultiWorkerMirroredStrategy(cluster=cluster, start_timeout=timeout)
+
+    def summed(value: tf.Tensor) -> tf.Tensor:
+        # tf.identity copies it to the replica's device, where the gradients of a training step are, too.
+        return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, tf.identity(value))
+
+    @tf.function
+    def total(value: tf.Tensor) -> tf.Tensor:
+        return strategy.run(summed, args=(value,))
+
+    def first(value: tf.Tensor) -> float:
+        return float(tf.reshape(strategy.experimental_local_results(total(value))[0], [-1])[0])
+
+    # The replicas of a process share its number: each adds an equal part of it.
+    own = len(strategy.experimental_local_results(strategy.run(lambda: tf.constant(0.0))))
+    block = tf.ones([_BYTES // 4])
+    first(block)
+    started = time.perf_counter()
+    first(block)
+    seconds = time.perf_counter() - started
+    return first(tf.constant([(cluster.rank + 1.0) / own])), seconds
+
+
+def members_table(members: Sequence[Member]) -> str:
+    """The table of the processes, one line each."""
+    rows = [["rank", "task", "host", "address", "cores", "GPUs", *COMPARED]]
+    for rank, member in enumerate(members):
+        versions = [member.versions.get(name, "-") for name in COMPARED]
+        places = [member.task, member.host, member.address, str(member.cores), str(member.gpus)]
+        rows.append([str(rank), *places, *versions])
+    return _aligned(rows)
+
+
+def links_table(members: Sequence[Member], found: Sequence[Mapping[int, Link]]) -> str:
+    """Latency and bandwidth from each of those that measured (lines) to each other (columns), or the extremes.
+
+    Args:
+        members: all processes.
+        found: for each of them, what it has measured, by the other's rank.
+    """
+    measured = [rank for rank, links in enumerate(found) if links]
+    if not measured:
+        return ""
+    if len(measured) <= _MATRIX:
+        rows = [["from \\ to", *(f"{rank} {members[rank].host}" for rank in measured)]]
+        for rank in measured:
+            rows.append([f"{rank} {members[rank].host}", *(_shown(found[rank].get(other)) for other in measured)])
+        return "\n" + _aligned(rows)
+    open_ways = [
+        (link, rank, other) for rank in measured for other, link in found[rank].items() if link.problem is None
+    ]
+    lines = [f"\n{len(open_ways)} ways measured, between {len(measured)} processes"]
+    if open_ways:
+        slow = max(open_ways, key=lambda way: way[0].latency or 0.0)
+        narrow = min(open_ways, key=lambda way: way[0].bandwidth or 0.0)
+        lines.append(f"longest latency: {_between(members, slow)}")
+        lines.append(f"lowest bandwidth: {_between(members, narrow)}")
+    return "\n".join(lines)
+
+
+def _between(members: Sequence[Member], way: tuple[Link, int, int]) -> str:
+    link, rank, other = way
+    return f"{_shown(link)}, from rank {rank} on {members[rank].host} to rank {other} on {members[other].host}"
+
+
+def _shown(link: Link | None) -> str:
+    """A measurement as it stands in the table.
+
+    Example:
+        >>> _shown(Link(latency=0.00015, bandwidth=118e6))
+        '150 us, 118 MB/s'
+    """
+    if link is None:
+        return "-"
+    if link.problem is not None or link.latency is None or link.bandwidth is None:
+        return "blocked"
+    factor, unit = next((unit for unit in _UNITS if link.bandwidth >= unit[0]), (1.0, "B/s"))
+    return f"{link.latency * 1e6:.0f} us, {link.bandwidth / factor:.3g} {unit}"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
-import socket
 import statistics
 import time
 from collections.abc import Sequence
@@ -13,8 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 
 from tfdist.cluster import sockets
-from tfdist.cluster.authentication import ENDS, authenticate, leave_without_trace
-from tfdist.cluster.listener import Listener
+from tfdist.cluster.connections import ENDS, Listener, authenticate, framed, leave_without_trace
 
 _CONNECT_SECONDS = 5.0
 _ANSWER_SECONDS = 30.0
@@ -51,17 +48,16 @@ class EchoServer:
         self._token = token
         # The port is reserved by this process already.
         self._listener = Listener(sockets.bind_everywhere(port, reuse=True), self._answer, "tfdist-echo")
-        self._listener.start()
 
     def close(self) -> None:
         """Stops."""
         self._listener.close()
 
-    def _answer(self, accepted: socket.socket) -> None:
-        with contextlib.suppress(*ENDS), authenticate(accepted, self._token, first=True) as connection:
-            while True:
-                connection.recv_bytes()
-                connection.send_bytes(b"!")
+    def _answer(self, connection: Connection) -> None:
+        authenticate(connection, self._token, first=True)
+        while True:
+            connection.recv_bytes()
+            connection.send_bytes(b"!")
 
 
 def measure(places: Sequence[tuple[str, int]], token: bytes) -> list[Link]:
@@ -79,7 +75,9 @@ def measure(places: Sequence[tuple[str, int]], token: bytes) -> list[Link]:
 
 def _connected(host: str, port: int, token: bytes) -> Connection | Link:
     try:
-        return authenticate(socket.create_connection((host, port), timeout=_CONNECT_SECONDS), token, first=False)
+        connection = framed(sockets.connect((host, port), _CONNECT_SECONDS))
+        authenticate(connection, token, first=False)
+        return connection
     except ENDS as error:
         return _blocked(error)
 
@@ -96,7 +94,7 @@ def _measured(connection: Connection) -> Link:
 
 
 def _blocked(error: BaseException) -> Link:
-    return Link(problem=getattr(error, "strerror", None) or str(error) or type(error).__name__)
+    return Link(problem=sockets.reason_of(error))
 
 
 def _bandwidth(connection: Connection, latency: float) -> float:
@@ -120,7 +118,7 @@ def _seconds(connection: Connection, message: bytes) -> float:
 
 
 def partners(rank: int, size: int) -> list[int]:
-    """To whom a process measures, in which order: at each step everybody is measured to by one other.
+    """The ranks to which a process measures, in order: at each step no two processes measure to the same one.
 
     Example:
         >>> partners(1, 4)

@@ -15,9 +15,8 @@ from pathlib import Path
 from rich.console import Console
 
 from tfdist.launch.arguments import Target
-from tfdist.launch.drill import table
 from tfdist.launch.drill.comparison import compare
-from tfdist.launch.drill.faults import Fault, faults_for
+from tfdist.launch.drill.faults import FEWEST_SAVES, Fault, Rhythm, faults_for, rhythm
 from tfdist.launch.drill.outcome import (
     DIFFERS,
     FAILED,
@@ -27,15 +26,17 @@ from tfdist.launch.drill.outcome import (
     Outcome,
     Recovery,
     recovery,
+    seconds,
+    show_table,
+    to_json,
     was_tested,
 )
-from tfdist.launch.drill.strike_point import FEWEST_SAVES, Rhythm, rhythm
 from tfdist.launch.drill.trial import Interrupted, Trial, TrialError
 from tfdist.launch.failure import exit_code
 from tfdist.launch.guardian import Guardian
-from tfdist.launch.plan import PlanError, default_log_dir
-from tfdist.launch.signals import SignalInbox
-from tfdist.supervision.event_stream import Event, of_kind
+from tfdist.launch.operating_system import SignalInbox
+from tfdist.launch.run_plan import PlanError, default_log_dir
+from tfdist.supervision.events import Event, of_kind
 from tfdist.supervision.exit_codes import PREEMPTED
 
 _REFERENCE = "reference"
@@ -120,9 +121,9 @@ def run_drill(target: Target, options: DrillOptions, as_json: bool) -> int:
             messages.print(f"tfdist: {error}: the drill and all that it has started are ended")
             return exit_code(-error.signal)
     if as_json:
-        print(table.as_json(outcomes))
+        print(to_json(outcomes))
     else:
-        table.show(outcomes, Console())
+        show_table(outcomes, Console())
     if any(outcome.result != IDENTICAL for outcome in outcomes):
         messages.print(f"tfdist: logs, and the backups of what is not identical: {folder}/", soft_wrap=True)
         return 1
@@ -141,7 +142,7 @@ class Drill:
         messages: where to tell what is going on.
 
     Example:
-        >>> drill.run(faults_for(2))[0].result
+        >>> drill.run(faults_for(2))[0].result  # doctest: +SKIP
         'identical'
     """
 
@@ -270,7 +271,7 @@ class Drill:
         return self._folder / name / "backups"
 
     def _saying(self, text: str) -> AbstractContextManager[object]:
-        """Shows what is going on while it goes on."""
+        """Prints a line, and on a terminal shows that work is going on inside the `with` block."""
         self._say(text)
         return self._messages.status(" …") if self._messages.is_terminal else contextlib.nullcontext()
 
@@ -283,6 +284,6 @@ def _summary(outcome: Outcome) -> str:
     if back.training_again is None:
         return outcome.result
     return (
-        f"{outcome.result}: detected after {table.seconds(back.detected)}, training again after "
-        f"{table.seconds(back.training_again)}, {back.steps_redone} step(s) redone"
+        f"{outcome.result}: detected after {seconds(back.detected)}, training again after "
+        f"{seconds(back.training_again)}, {back.steps_redone} step(s) redone"
     )

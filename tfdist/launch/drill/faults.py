@@ -1,18 +1,119 @@
-"""The faults of a drill: what each of them does to a run in the middle of its training."""
+"""The faults of a drill: what each of them does to a run in the middle of its training, and when."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
+import os
 import signal
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tfdist.callbacks.checkpoint_name import committed_checkpoints
-from tfdist.launch.drill.checkpoint_damage import flip_bit, newest_checkpoint, truncate
+from tfdist.checkpoint.manifest import MANIFEST_NAME, committed_checkpoints
 from tfdist.launch.drill.trial import Trial, TrialError
-from tfdist.supervision.event_stream import Event, of_kind
+from tfdist.supervision.events import Event, of_kind
+
+# A backup to fall back on, one that is disturbed, and one after that.
+FEWEST_SAVES = 3
+
+_PART_OF_TRAINING = 0.4
+_HANG_FACTOR = 3.0
+_SHORTEST_HANG = 8.0
+_LONGEST_HANG = 30.0
+
+
+@dataclass(frozen=True)
+class Rhythm:
+    """How an undisturbed run saves.
+
+    Attributes:
+        saves: how many backups there were before the last step.
+        steps: the last step.
+        pause: seconds between two backups, usually.
+        longest_pause: seconds between two backups at most.
+    """
+
+    saves: int
+    steps: int
+    pause: float
+    longest_pause: float
+
+    def strike_after(self, saves_before: int, saves_left: int) -> int:
+        """The number of the backup after which to strike: in the middle of the training, rather early.
+
+        Args:
+            saves_before: how many backups a fault needs before it strikes.
+            saves_left: how many it needs afterwards.
+
+        Example:
+            >>> Rhythm(saves=10, steps=100, pause=1.0, longest_pause=1.0).strike_after(1, 0)
+            4
+        """
+        wanted = max(math.ceil(_PART_OF_TRAINING * self.saves), saves_before)
+        return max(min(wanted, self.saves - saves_left), 1)
+
+    @property
+    def hang_timeout(self) -> float | None:
+        """Seconds after which this script hangs for certain; None: as long as `tfdist run` waits without being told.
+
+        Whatever a process does, it has done it between two backups, and reported several times meanwhile.
+        """
+        seconds = max(_HANG_FACTOR * self.longest_pause, _SHORTEST_HANG)
+        return round(seconds, 1) if seconds < _LONGEST_HANG else None
+
+
+def rhythm(events: Sequence[Event]) -> Rhythm:
+    """How the run with these events has saved.
+
+    Example:
+        >>> rhythm([{"event": "saved", "step": step, "time": float(step)} for step in (10, 20, 30, 30)])
+        Rhythm(saves=2, steps=30, pause=10.0, longest_pause=10.0)
+    """
+    saved = of_kind(events, "saved")
+    steps = saved[-1]["step"] if saved else 0
+    # The last step is saved twice, and a fault that strikes then might come too late.
+    times = [event["time"] for event in saved]
+    while saved and saved[-1]["step"] == steps:
+        saved.pop()
+    pauses = [later - earlier for earlier, later in itertools.pairwise(times[: len(saved) + 1])]
+    return Rhythm(len(saved), steps, statistics.median(pauses) if pauses else 0.0, max(pauses, default=0.0))
+
+
+def backup_folders(root: Path) -> list[Path]:
+    """The folders below `root`, itself included, that hold complete checkpoints."""
+    return sorted(Path(folder) for folder, _, _ in os.walk(root) if committed_checkpoints(folder))
+
+
+def newest_checkpoint(root: Path) -> Path | None:
+    """The folder of the checkpoint that was completed last, in any backup folder below `root`."""
+    newest = [folder / committed_checkpoints(str(folder))[-1] for folder in backup_folders(root)]
+    return max(newest, key=lambda folder: (folder / MANIFEST_NAME).stat().st_mtime_ns, default=None)
+
+
+def largest_file(checkpoint: Path) -> Path:
+    """The largest file of a checkpoint but its manifest, which is only there once all others are."""
+    files = [path for path in checkpoint.iterdir() if path.name != MANIFEST_NAME]
+    return max(files, key=lambda path: path.stat().st_size)
+
+
+def flip_bit(checkpoint: Path) -> None:
+    """Alters one bit in the middle of a checkpoint's largest file."""
+    with largest_file(checkpoint).open("r+b") as file:
+        middle = os.fstat(file.fileno()).st_size // 2
+        file.seek(middle)
+        (byte,) = file.read(1)
+        file.seek(middle)
+        file.write(bytes([byte ^ 1]))
+
+
+def truncate(checkpoint: Path) -> None:
+    """Cuts a checkpoint's largest file off in its middle."""
+    path = largest_file(checkpoint)
+    os.truncate(path, path.stat().st_size // 2)
 
 
 @dataclass(frozen=True)
@@ -67,7 +168,7 @@ def _send(trial: Trial, name: str, number: signal.Signals) -> float:
 def _damage_newest(damage: Callable[[Path], None]) -> Callable[[Trial], float]:
     def strike(trial: Trial) -> float:
         trial.wait_for(lambda _: _has_another(newest_checkpoint(trial.backups)), "there was an older backup, too")
-        # Frozen, nobody writes a newer checkpoint behind our back or removes the one that is damaged.
+        # While they are stopped, nobody writes a newer checkpoint behind our back or removes the one that is damaged.
         for name in trial.names:
             trial.signal(name, signal.SIGSTOP)
         newest = newest_checkpoint(trial.backups)

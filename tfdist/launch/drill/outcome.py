@@ -1,24 +1,32 @@
-"""What came of one fault: a row of the drill's table."""
+"""The outcome of each fault: the rows of the drill's table, for people and for programs."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
-from tfdist.supervision.event_stream import Event, of_kind
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tfdist.supervision.events import Event, of_kind
 
 IDENTICAL = "identical"
 DIFFERS = "differs"
 NOT_COMPARABLE = "not comparable"
 # The run did not come to its end, or the fault could not strike.
 FAILED = "failed"
-# It struck when nothing was left to train.
+# The fault struck when nothing was left to train.
 NOT_TESTED = "not tested"
+_SHOWN_DETAILS = 5
+_COLUMNS = ("detected after", "training again after", "steps redone")
 
 
 @dataclass(frozen=True)
 class Recovery:
-    """How a run came back.
+    """How a run recovered from a fault.
 
     Attributes:
         detected: seconds from the fault until it was noticed; None: it never was.
@@ -33,13 +41,13 @@ class Recovery:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A row.
+    """One row of the table: a fault and its outcome.
 
     Attributes:
         fault: name of the fault.
         title: of the fault, for people.
         result: one of the results of this module.
-        recovery: how the run came back.
+        recovery: how the run recovered.
         details: what differs, or what went wrong, a line each.
     """
 
@@ -51,7 +59,7 @@ class Outcome:
 
 
 def recovery(events: Sequence[Event], struck: float) -> Recovery:
-    """How a run with these events came back.
+    """How a run with these events recovered.
 
     Args:
         events: of the run; if it was started again by hand, of both runs.
@@ -70,7 +78,7 @@ def recovery(events: Sequence[Event], struck: float) -> Recovery:
     later = [event for event in events if event["time"] >= struck]
     noticed = of_kind(later, "preempted")
     if noticed:
-        # The processes tell their step, the launcher does not.
+        # The events of the processes have a step, that of the launcher has none.
         steps = [event["step"] for event in noticed if "step" in event]
         again = of_kind(later, "resumed")
         redone = max(steps) - again[0]["step"] if steps and again else None
@@ -100,3 +108,53 @@ def was_tested(events: Sequence[Event], struck: float, steps: int) -> bool:
 
 def _first(events: Sequence[Event], since: float) -> float | None:
     return round(events[0]["time"] - since, 2) if events else None
+
+
+def show_table(outcomes: Sequence[Outcome], console: Console) -> None:
+    """Prints the table, and below it what differs or went wrong."""
+    console.print(Group(_table(outcomes), *map(_details, (row for row in outcomes if row.details))))
+
+
+def to_json(outcomes: Sequence[Outcome]) -> str:
+    """All outcomes as JSON, with all details.
+
+    Example:
+        >>> to_json([])
+        '{"identical": true, "rows": []}'
+    """
+    rows = []
+    for outcome in outcomes:
+        fields = asdict(outcome)
+        rows.append({**fields.pop("recovery"), **fields})
+    return json.dumps({"identical": all(row.result == IDENTICAL for row in outcomes), "rows": rows})
+
+
+def seconds(value: float | None) -> str:
+    """A duration as it stands in the table.
+
+    Example:
+        >>> seconds(3.14159), seconds(None)
+        ('3.1 s', '-')
+    """
+    return "-" if value is None else f"{value:.1f} s"
+
+
+def _table(outcomes: Sequence[Outcome]) -> Table:
+    table = Table(box=SIMPLE_HEAD)
+    table.add_column("fault", no_wrap=True)
+    for column in _COLUMNS:
+        table.add_column(column, justify="right")
+    table.add_column("result", no_wrap=True)
+    for outcome in outcomes:
+        back = outcome.recovery
+        redone = "-" if back.steps_redone is None else str(back.steps_redone)
+        style = "green" if outcome.result == IDENTICAL else "red"
+        result = Text(outcome.result, style)
+        table.add_row(outcome.title, seconds(back.detected), seconds(back.training_again), redone, result)
+    return table
+
+
+def _details(outcome: Outcome) -> RenderableType:
+    hidden = len(outcome.details) - _SHOWN_DETAILS
+    lines = [*outcome.details[:_SHOWN_DETAILS], *([f"and {hidden} more (--json shows all)"] if hidden > 0 else [])]
+    return Text(f"{outcome.fault}: {outcome.result}" + "".join(f"\n  {line}" for line in lines))

@@ -11,15 +11,15 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 
-from tfdist.callbacks.drill_folder import VARIABLE
+from tfdist.checkpoint.folder_lock import VARIABLE
+from tfdist.launch.failure import exit_code
 from tfdist.launch.guardian import Guardian
-from tfdist.launch.signals import STOP_SIGNALS, SignalInbox
-from tfdist.supervision.event_stream import Event, EventStream, of_kind
+from tfdist.launch.operating_system import SignalInbox, spawn
+from tfdist.supervision.events import Event, EventStream, of_kind
 
 _TICK = 0.02
-_FAREWELL = 3.0
+_END_DEADLINE = 3.0
 
 
 class TrialError(RuntimeError):
@@ -39,7 +39,7 @@ class Interrupted(Exception):
 
 
 class Trial:
-    """A run, which does not outlive the `with` block.
+    """A run of the script under `tfdist run`, which ends with the `with` block.
 
     Args:
         arguments: what follows `tfdist run`, without --log-dir.
@@ -57,7 +57,8 @@ class Trial:
         OSError: on entry, if it cannot be started.
 
     Example:
-        >>> with Trial(["-n", "2", "train.py"], folder, backups, deadline, guardian, inbox) as trial:
+        >>> arguments = ["-n", "2", "train.py"]
+        >>> with Trial(arguments, folder, backups, deadline, guardian, inbox) as trial:  # doctest: +SKIP
         ...     trial.wait_for(lambda events: of_kind(events, "saved"), "its first backup")
         ...     trial.signal(trial.names[-1], signal.SIGKILL)
         ...     code = trial.wait()
@@ -85,15 +86,9 @@ class Trial:
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self.backups.mkdir(parents=True, exist_ok=True)
         with (self.log_dir / "launcher.log").open("ab") as log:
-            self._process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, VARIABLE: str(self.backups.absolute())},
-                # Away from the terminal's Ctrl-C: it is ended in order, by __exit__.
-                start_new_session=True,
-            )
+            # Away from the terminal's Ctrl-C: it is ended in order, by __exit__.
+            env = {**os.environ, VARIABLE: str(self.backups.absolute())}
+            self._process = spawn(self._command, log.fileno(), env)
         self._guardian.add(self._process.pid)
         return self
 
@@ -105,7 +100,7 @@ class Trial:
 
     @property
     def processes(self) -> dict[str, int]:
-        """The process groups of the current incarnation by name, rank 0 first."""
+        """The process groups of the current attempt by name, rank 0 first."""
         starts = of_kind(self.events, "start")
         return starts[-1]["processes"] if starts else {}
 
@@ -136,7 +131,7 @@ class Trial:
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard if size is None else size, hard))
 
     def terminate(self) -> None:
-        """Sends SIGTERM to the launcher, as who wants to have the machine back does."""
+        """Sends SIGTERM to the launcher, as a scheduler does that wants the machine back."""
         self._process.terminate()
 
     def wait_for(self, condition: Callable[[list[Event]], object], what: str) -> None:
@@ -150,7 +145,7 @@ class Trial:
             if self._process.poll() is not None:
                 if condition(self.events):
                     return
-                raise TrialError(f"the run ended with exit code {self._code} before {what}")
+                raise TrialError(f"the run ended with exit code {exit_code(self._process.returncode)} before {what}")
             self._tick(what)
 
     def sleep(self, seconds: float) -> None:
@@ -164,15 +159,10 @@ class Trial:
         while self._process.poll() is None:
             self._tick("its end")
         self._stream.read()
-        return self._code
-
-    @property
-    def _code(self) -> int:
-        status = self._process.returncode
-        return status if status >= 0 else 128 - status
+        return exit_code(self._process.returncode)
 
     def _tick(self, what: str) -> None:
-        number = next((number for number in self._inbox.take() if number in STOP_SIGNALS), None)
+        number = self._inbox.take_stop()
         if number is not None:
             raise Interrupted(number)
         if time.monotonic() > self._deadline:
@@ -180,19 +170,17 @@ class Trial:
             raise TrialError(f"waited {waited:.0f} s (--timeout) in vain for {what}")
         time.sleep(_TICK)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._process.poll() is None:
             self._process.terminate()
             try:
-                self._process.wait(_FAREWELL)
+                self._process.wait(_END_DEADLINE)
             except subprocess.TimeoutExpired:
                 # Its guardian then ends what it has started.
                 self._process.kill()
                 self._process.wait()
         self._guardian.remove(self._process.pid)
-        end = time.monotonic() + _FAREWELL
+        end = time.monotonic() + _END_DEADLINE
         while any(map(_exists, self.processes.values())) and time.monotonic() < end:
             time.sleep(_TICK)
 

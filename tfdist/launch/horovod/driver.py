@@ -26,7 +26,7 @@ from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
 from horovod.runner.http.http_server import RendezvousServer
 from horovod.runner.util import network
 
-from tfdist.launch.horovod.discovery import DiscoveryError, discover_hosts
+from tfdist.launch.horovod.options import DiscoveryError, discover_hosts
 
 _PROBE_SECONDS = 30
 _LOG_NAME = "horovod-driver.log"
@@ -204,7 +204,8 @@ class QuietHorovod:
         folder: of the logs.
 
     Example:
-        >>> with QuietHorovod(Path("logs")):
+        >>> import tempfile
+        >>> with QuietHorovod(Path(tempfile.mkdtemp())):
         ...     logging.error("failure count == 2 -> stop running")
     """
 

@@ -1,141 +1,47 @@
-"""`tfdist run --backend horovod -n MIN:MAX --host-discovery PROGRAM`: Horovod says who takes part, tfdist runs it."""
+"""`tfdist run --transport horovod -n MIN:MAX --host-discovery PROGRAM`: Horovod says who takes part, tfdist runs it.
+
+To be imported once Horovod is known to be there.
+"""
 
 from __future__ import annotations
 
 import os
+import queue
+import shlex
+import signal
 import time
-from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from tfdist.cluster.backend import HOROVOD, VARIABLE
-from tfdist.launch.comeback import Comeback
-from tfdist.launch.failure import exit_code
+from horovod.runner.common.util.env import is_exportable
+from horovod.runner.util import network
+from horovod.runner.util.remote import get_remote_command
+
+from tfdist.launch.attempt import FAILURE_GRACE, Attempt, Ending
+from tfdist.launch.failure import Failure, choose, counted, exit_code
+from tfdist.launch.group import ProcessGroup
 from tfdist.launch.guardian import Guardian
-from tfdist.launch.horovod.discovery import check_network, discover_hosts
-from tfdist.launch.machine import Machine
-from tfdist.launch.plan import OF_CLUSTER, PlanError, runtime_defaults
+from tfdist.launch.horovod.driver import Driver, Order, QuietHorovod
+from tfdist.launch.horovod.options import ElasticOptions
+from tfdist.launch.operating_system import SignalInbox
+from tfdist.launch.process import Process, start_unpinned
 from tfdist.launch.restarts import GiveUp, Incident, Restart, RestartPolicy
-from tfdist.launch.signals import STOP_SIGNALS, SignalInbox
+from tfdist.launch.run_plan import ProcessPlan
+from tfdist.launch.supervisor import Supervisor
 from tfdist.launch.terminal import Terminal
+from tfdist.launch.warm.zygote import WarmStarts
 from tfdist.strategies.horovod.memory_folders import remove_abandoned
-from tfdist.supervision.events import EventLog
 from tfdist.supervision.exit_codes import PREEMPTED
-from tfdist.supervision.identity import Identity
 from tfdist.supervision.progress import Progress
 
-_TICK = 0.05
-_OF_HOSTS = "the program says how many processes a host has, which share its cores and take its GPUs in turn"
-_NOT_WATCHED = "processes of elastic jobs are not watched for standing still; Horovod notices those that end"
-# Why an option does nothing in an elastic job.
-_REFUSED = {
-    "chief": "Horovod gives the ranks, and rank 0 to another process when the first one is lost",
-    "evaluator": "Horovod runs processes that train only",
-    "cpus_per_worker": _OF_HOSTS,
-    "gpus_per_worker": _OF_HOSTS,
-    "host": "the program names the hosts",
-    "hang_timeout": _NOT_WATCHED,
-    "start_timeout": _NOT_WATCHED,
-    "warm": "processes that are forked could be on this machine only",
-}
+# How long to wait for those that go on to say from which step, before it is told that they do.
+_SAY_SECONDS = 30.0
+# After how long to say that the others have not gone on.
+_WAIT_SECONDS = 15.0
 
 
-@dataclass(frozen=True)
-class ElasticOptions:
-    """What the user asked for.
-
-    Attributes:
-        command: what each process runs.
-        fewest: how many processes go on at least.
-        most: how many there are at most.
-        program: that prints a line `host:slots` for each host that can be used now.
-        interface: the network interface that all hosts share; `None` lets Horovod look for it.
-        show_all: whether the output of all processes is shown.
-        grace: seconds between a signal that is passed on and SIGKILL.
-        max_restarts: how often to start anew when too few processes are left.
-    """
-
-    command: tuple[str, ...]
-    fewest: int
-    most: int
-    program: str
-    interface: str | None
-    show_all: bool
-    grace: float
-    max_restarts: int
-
-
-def check_options(given: Collection[str], has_range: bool) -> None:
-    """Checks the other options of an elastic job.
-
-    Args:
-        given: names of the options that were given.
-        has_range: whether -n was.
-
-    Raises:
-        PlanError: for an option that would do nothing.
-    """
-    for name in (name for name in _REFUSED if name in given):
-        option = f"--{name.replace('_', '-')}" if name != "warm" else "--warm/--no-warm"
-        raise PlanError(f"{option} and --host-discovery: expected only one of them: {_REFUSED[name]}. Leave it out.")
-    if not has_range:
-        raise PlanError(
-            "--host-discovery: expected -n MIN:MAX, too: with how many processes to go on at least, and how many there "
-            "are at most."
-        )
-
-
-def check_hosts(options: ElasticOptions) -> list[str]:
-    """Runs the program once, and returns what the user should know beforehand.
-
-    Raises:
-        PlanError: if it does not name hosts, or Horovod could not connect them.
-    """
-    hosts = discover_hosts(options.program)
-    check_network(hosts, options.interface, options.program)
-    slots = sum(hosts.values())
-    if slots < options.fewest:
-        return [f"{options.program} names hosts for {slots} processes: waiting until there are {options.fewest}"]
-    if len(hosts) == 1:
-        return [
-            f"all processes are on one host, {next(iter(hosts))}: Horovod does not use a host again on which a process "
-            "has failed, so the loss of one process ends all. Name other hosts, or other names of this one, too"
-        ]
-    return []
-
-
-def elastic_announcement(options: ElasticOptions, log_dir: str) -> str:
-    """The line at the start.
-
-    Example:
-        >>> elastic_announcement(ElasticOptions(("python", "t.py"), 1, 4, "hosts.sh", "lo", False, 10.0, 3), "logs")
-        'Horovod keeps 1 to 4 processes running, on the hosts that hosts.sh names; complete logs in logs/'
-    """
-    counts = str(options.most) if options.fewest == options.most else f"{options.fewest} to {options.most}"
-    return (
-        f"Horovod keeps {counts} processes running, on the hosts that {options.program} names; complete logs in "
-        f"{log_dir}/"
-    )
-
-
-def elastic_environment(
-    environ: Mapping[str, str], own: Mapping[str, str], machine: Machine, most: int
-) -> dict[str, str]:
-    """The environment of the processes, but for what Horovod adds.
-
-    Args:
-        environ: the launcher's own.
-        own: what the user has set by --env.
-        machine: this machine.
-        most: how many processes there are at most.
-    """
-    cores = max(1, len(machine.cores) // most)
-    inherited = {name: value for name, value in environ.items() if name not in OF_CLUSTER}
-    defaults = {**runtime_defaults(cores, len(machine.cores), ps_cluster=False), "PYTHONUNBUFFERED": "1"}
-    return {**defaults, **inherited, **own, VARIABLE: HOROVOD}
-
-
-class ElasticRun:
+class ElasticRun(Supervisor):
     """An elastic job, over restarts.
 
     Args:
@@ -145,88 +51,227 @@ class ElasticRun:
         terminal: where output and messages go.
     """
 
-    def __init__(self, options: ElasticOptions, env: Mapping[str, str], log_dir: Path, terminal: Terminal):
-        self._options, self._env, self._log_dir, self._terminal = options, env, log_dir, terminal
-        self._policy = RestartPolicy(options.max_restarts)
-        self._events = EventLog(str(log_dir), "launcher")
-        self._comeback: Comeback | None = None
+    def __init__(self, options: ElasticOptions, env: Mapping[str, str], log_dir: Path, terminal: Terminal) -> None:
+        super().__init__(options.fewest, RestartPolicy(options.max_restarts), log_dir, terminal)
+        self._options, self._env = options, env
 
     def run(self) -> int:
         """Returns the exit code once no process of the job exists any more."""
-        # Needs Horovod, which is there if this is called.
-        from tfdist.launch.horovod.driver import Driver, QuietHorovod
-        from tfdist.launch.horovod.life import ElasticLife
-
-        asked, number = self._options, 0
         remove_abandoned()
         try:
-            with SignalInbox() as inbox, Guardian() as guardian, QuietHorovod(self._log_dir):
-                while True:
-                    launcher = asdict(Identity.of(os.getpid()))
-                    self._events.write("start", restart=number, workers=asked.fewest, launcher=launcher)
-                    env = {**self._env, "TFDIST_RESTART": str(number)}
-                    driver = Driver(asked.fewest, asked.most, asked.program, asked.interface)
-                    where = (self._log_dir, self._terminal, asked.show_all, guardian, inbox, asked.grace)
-                    what = (driver, asked.fewest, asked.command, env)
-                    ending = ElasticLife(*what, *where, number, self._on_progress).run()
-                    if ending.interrupt is not None or ending.incident is None:
-                        return self._conclude(ending.code, ending.error)
-                    decision = self._decide(ending.incident)
-                    if isinstance(decision, GiveUp):
-                        return self._give_up(ending.incident, decision)
-                    number = decision.number
-                    if (code := _wait(decision.delay, inbox)) is not None:
-                        return self._conclude(code, None)
+            with QuietHorovod(self._log_dir):
+                return super().run()
         finally:
             remove_abandoned()
 
-    def _on_progress(self, progress: Mapping[str, Progress | None]) -> None:
-        if self._comeback is not None and self._comeback.is_complete(progress):
-            outcome = self._comeback.outcome(progress, time.monotonic())
-            self._events.write("training-again", **asdict(outcome))
-            self._terminal.message(f"{self._comeback.headline}: {outcome}")
-            self._comeback = None
+    def _attempt(self, restart: Restart, inbox: SignalInbox, guardian: Guardian, starts: WarmStarts) -> Ending:
+        asked, env = self._options, {**self._env, "TFDIST_RESTART": str(restart.number)}
+        self._note_start(restart.number, asked.fewest, processes={})  # Horovod has not said yet which there are
+        driver = Driver(asked.fewest, asked.most, asked.program, asked.interface)
+        self._terminal.only = None if asked.show_all else ""
+        # Horovod's driver has threads in this process.
+        with ProcessGroup([], self._log_dir, self._terminal, guardian, restart.number, start_unpinned) as group:
+            of_run = (group, inbox, self._terminal, asked.grace, self._decide, self._on_progress)
+            return ElasticAttempt(*of_run, driver, asked, env).run()
 
-    def _decide(self, incident: Incident) -> Restart | GiveUp:
-        failure = incident.failure
-        self._events.write(
-            "failure", task=failure.name, cause=incident.cause, exit_code=failure.exit_code, log=failure.log_path
-        )
-        decision = self._policy.decide(incident)
-        if isinstance(decision, Restart):
-            self._events.write("restart", restart=decision.number, workers=decision.workers, delay=decision.delay)
-            self._comeback = Comeback(incident, decision, self._policy.limit)
-        return decision
-
-    def _give_up(self, incident: Incident, decision: GiveUp) -> int:
-        failure = incident.failure
-        self._events.write("gave-up", reason=decision.reason, exit_code=failure.exit_code)
-        reason = f"; {decision.reason}" if decision.reason else ""
+    def _report(self, failure: Failure, incident: Incident | None, reason: str) -> None:
+        assert incident is not None
+        why = f"; {reason}" if reason else ""
         self._terminal.message(
-            f"{incident.cause}{reason}; too few processes are left to go on, since Horovod does not use a host again "
+            f"{incident.cause}{why}; too few processes are left to go on, since Horovod does not use a host again "
             "on which one has failed. Started again, a script with BackupAndRestore goes on from its last backup. "
             f"Complete log: {failure.log_path}"
         )
-        return failure.exit_code
-
-    def _conclude(self, code: int, error: Exception | None) -> int:
-        if code == PREEMPTED:
-            self._events.write("preempted", exit_code=code)
-        elif error is not None:
-            self._events.write("gave-up", reason=str(error), exit_code=code)
-            self._terminal.message(f"Horovod could not start the processes: {error}")
-        else:
-            self._events.write("complete" if code == 0 else "interrupted", exit_code=code)
-        return code
 
 
-def _wait(seconds: float, inbox: SignalInbox) -> int | None:
-    """Waits so many seconds; returns the exit code if a signal has ended that."""
-    end = time.monotonic() + seconds
-    while True:
-        number = next((number for number in inbox.take() if number in STOP_SIGNALS), None)
-        if number is not None:
-            return exit_code(-number)
-        if time.monotonic() >= end:
-            return None
-        time.sleep(_TICK)
+@dataclass
+class _Change:
+    """Other processes than before are to go on."""
+
+    cause: str
+    size: int
+    at: float
+
+
+class ElasticAttempt(Attempt):
+    """Runs what Horovod's driver orders, until nothing can go on, or all is done.
+
+    Args:
+        group: without processes yet.
+        inbox: the signals to the launcher.
+        terminal: where messages go.
+        grace: seconds between a signal that is passed on and SIGKILL.
+        decide: is asked about a failure after which too few processes are left.
+        on_progress: is told at every tick what the processes report.
+        driver: not yet started.
+        options: what the user asked for.
+        env: the processes' environment, but for what Horovod adds.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        inbox: SignalInbox,
+        terminal: Terminal,
+        grace: float,
+        decide: Callable[[Incident], Restart | GiveUp],
+        on_progress: Callable[[Mapping[str, Progress | None]], object],
+        driver: Driver,
+        options: ElasticOptions,
+        env: Mapping[str, str],
+    ) -> None:
+        super().__init__(group, inbox, terminal, grace, decide, on_progress)
+        self._driver, self._fewest, self._command, self._env = driver, options.fewest, options.command, env
+        self._orders: dict[Process, Order] = {}
+        # Those that Horovod does not want any more.
+        self._unwanted_until: dict[Process, float] = {}
+        self._generation = self._largest = 0
+        self._failed_at: float | None = None
+        self._change: _Change | None = None
+
+    def run(self) -> Ending:
+        """Returns once no process exists any more."""
+        self._driver.start()
+        return super().run()
+
+    def _is_over(self) -> bool:
+        nothing_runs = self._driver.orders.empty() and self._group.is_over
+        return nothing_runs and (self._driver.is_over or self._interrupt is not None)
+
+    def _go_on(self) -> None:
+        self._start_ordered()
+        self._note_generation()
+        self._stop_dismissed()
+        self._tell()
+
+    def _start_ordered(self) -> None:
+        while True:
+            try:
+                order = self._driver.orders.get_nowait()
+            except queue.Empty:
+                return
+            if self._interrupt is not None:
+                order.end(1)
+                continue
+            env = {**self._env, **order.env}
+            command = self._command if is_here(order.host) else over_there(self._command, order.host, env)
+            taken = {process.plan.index for process in self._orders}
+            index = order.rank if order.rank not in taken else max(taken) + 1
+            try:
+                process = self._group.add(ProcessPlan("worker", index, command, env, shown=True))
+            except OSError:
+                order.end(1)
+                raise
+            self._orders[process] = order
+
+    def _note_generation(self) -> None:
+        """Whether Horovod has given the ranks anew; and who has the first one."""
+        if self._terminal.only is not None:
+            ranks = {process.plan.name: self._driver.rank_of(self._orders[process]) for process in self._group.running}
+            self._terminal.only = next((name for name, rank in ranks.items() if rank == 0), self._terminal.only)
+        if self._driver.generation == self._generation:
+            return
+        first, self._generation = self._generation == 0, self._driver.generation
+        if not first:
+            causes = [self._incident_of(failure).cause for failure in self._failures[:1]]
+            self._failures.clear()
+            self._failed_at = None
+            self._change = _Change("".join(causes), self._driver.size, time.monotonic())
+        self._largest = self._driver.size
+
+    def _note_end(self, process: Process) -> None:
+        order, status = self._orders[process], process.status
+        assert status is not None
+        order.end(exit_code(status))
+        unwanted = process in self._unwanted_until or order.is_dismissed.is_set() or order.is_over.is_set()
+        if status not in (0, PREEMPTED) and not unwanted and self._interrupt is None:
+            self._note_failure(self._group.failure(process, status))
+            self._failed_at = time.monotonic()
+
+    def _stop_dismissed(self) -> None:
+        """Ends processes that Horovod does not want any more."""
+        dismissed = set()
+        while not self._driver.dismissed.empty():
+            dismissed.add(self._driver.dismissed.get())
+        now = time.monotonic()
+        for process in self._group.running:
+            order = self._orders[process]
+            if (order.host, order.slot) in dismissed:
+                if not order.is_over.is_set():
+                    self._terminal.message(f"{process.plan.name} is ended: its host {order.host} is not used any more")
+                self._unwanted_until[process] = now  # it waits for a rank in vain
+            elif process not in self._unwanted_until and self._interrupt is None:
+                if order.is_over.is_set():
+                    process.signal(signal.SIGTERM)
+                    self._unwanted_until[process] = now + min(self._grace, FAILURE_GRACE)
+                elif order.is_dismissed.is_set():
+                    self._unwanted_until[process] = now + self._grace
+            if now >= self._unwanted_until.get(process, float("inf")):
+                process.kill()
+
+    def _tell(self) -> None:
+        while not self._driver.news.empty():
+            self._terminal.message(self._driver.news.get())
+        if self._failed_at is not None and time.monotonic() - self._failed_at > _WAIT_SECONDS:
+            self._failed_at = None
+            cause = self._incident_of(self._failures[0]).cause
+            self._terminal.message(
+                f"{cause}; the others have not gone on yet, which takes hosts for "
+                f"{counted(self._fewest, 'process', 'es')} at least"
+            )
+        if (change := self._change) is None:
+            return
+        steps = [
+            report.resumed_step
+            for report in self._group.progress().values()
+            if report is not None and report.time > change.at and report.resumed_step is not None
+        ]
+        if not steps and time.monotonic() - change.at < _SAY_SECONDS and not self._driver.is_over:
+            return
+        where = f" from step {max(steps)}" if steps else ""
+        why = change.cause or "the hosts have changed"
+        self._terminal.message(f"{why}; the training goes on{where} with {counted(change.size, 'process', 'es')}")
+        self._change = None
+
+    def _workers(self) -> int:
+        return self._largest
+
+    def _ending(self) -> Ending:
+        self._driver.stop()
+        # Who was taken off the list, or failed before the others went on, does not count.
+        last = {
+            (order.host, order.slot): process.status
+            for process, order in self._orders.items()
+            if self._driver.rank_of(order) >= 0
+        }
+        codes = set(last.values())
+        if codes and codes <= {0}:
+            return Ending(0)
+        if codes and codes <= {0, PREEMPTED}:
+            return Ending(PREEMPTED, interrupt=self._interrupt)
+        if self._interrupt is not None:
+            return Ending(exit_code(-self._interrupt), interrupt=self._interrupt)
+        if not self._failures:
+            error = self._driver.error
+            why = f"Horovod could not start the processes: {error}" if error else "Horovod has ended the processes"
+            return Ending(1, error=why)
+        failure = choose(self._failures)
+        self._blame(failure)
+        return Ending(failure.exit_code, failure, self._incident, self._decision)
+
+
+def is_here(host: str) -> bool:
+    """Whether a name is one of this machine.
+
+    Example:
+        >>> is_here("localhost")
+        True
+    """
+    return network.resolve_host_address(host) in network.get_local_host_addresses()
+
+
+def over_there(command: Sequence[str], host: str, env: Mapping[str, str]) -> tuple[str, ...]:
+    """The argument vector that runs a command on another host, in the same folder, as Horovod does."""
+    variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in env.items() if is_exportable(name))
+    there = f"cd {shlex.quote(os.getcwd())} > /dev/null 2>&1 ; env {variables} {shlex.join(command)}"
+    return ("/bin/sh", "-c", get_remote_command(shlex.quote(there), host=host))

@@ -1,22 +1,22 @@
-"""What a batch of a model looks like, without one at hand."""
+"""Shapes and dtypes of a batch, taken from arrays or derived from a model."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src import tree
-from keras.src.models.functional import unpack_singleton
+from keras import tree
 
+from tfdist.compat.upstream import unpack_singleton
 from tfdist.layer_graph.graph import functional_of
 
 
 def batch_of(model: keras.Model, rows: int) -> tuple[Any, Any]:
-    """Specifications of a batch, as the inputs, the outputs and the losses of a model tell them.
+    """Specifications of a batch, derived from the inputs, the outputs and the losses of a model.
 
     Args:
         model: a compiled model.
@@ -26,7 +26,7 @@ def batch_of(model: keras.Model, rows: int) -> tuple[Any, Any]:
         `(x, y)` of `tf.TensorSpec`s. Targets look like outputs; those of sparse losses are numbers of classes.
 
     Raises:
-        ValueError: if the model does not tell them.
+        ValueError: if the model has unknown shapes.
 
     Example:
         >>> import keras
@@ -61,11 +61,7 @@ def batch_of(model: keras.Model, rows: int) -> tuple[Any, Any]:
 
 @contextlib.contextmanager
 def assumed(batch: Any) -> Iterator[None]:
-    """Says what was assumed of a batch if what is done with it fails.
-
-    Args:
-        batch: as `batch_of` has made it.
-    """
+    """If the code in this context fails, the message says which batch was assumed."""
     try:
         yield
     except (tf.errors.OpError, ValueError, TypeError, IndexError) as error:
@@ -102,25 +98,21 @@ def _specification(value: Any) -> tf.TensorSpec | None:
 
 
 def symbolic(batch: Any) -> Any:
-    """A batch as Keras' own `_symbolic_build` takes it.
-
-    Args:
-        batch: specifications.
-    """
+    """A batch of symbolic tensors, for Keras' `_symbolic_build`."""
     return tf.nest.map_structure(
         lambda spec: None if spec is None else keras.KerasTensor(spec.shape, spec.dtype.name), batch
     )
 
 
-def split(batch: Any, replicas: int) -> Any:
-    """The largest part of a batch that a replica gets."""
+def map_rows(batch: Any, function: Callable[[int | None], int | None]) -> Any:
+    """The specifications of a batch with other numbers of rows; scalars and what is no tensor stay as they are."""
 
-    def part(spec: tf.TensorSpec | None) -> tf.TensorSpec | None:
+    def changed(spec: tf.TensorSpec | None) -> tf.TensorSpec | None:
         if spec is None or not spec.shape.rank:
             return spec
-        return tf.TensorSpec([-(-spec.shape[0] // replicas), *spec.shape[1:]], spec.dtype)
+        return tf.TensorSpec([function(spec.shape[0]), *spec.shape[1:]], spec.dtype)
 
-    return tf.nest.map_structure(part, batch)
+    return tf.nest.map_structure(changed, batch)
 
 
 def _is_sparse(loss: Any) -> bool:

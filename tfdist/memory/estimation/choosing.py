@@ -14,21 +14,27 @@ import tensorflow as tf
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from tfdist.memory.application import contents_of, under
-from tfdist.memory.estimation.assignment import Option, assign, peak
-from tfdist.memory.estimation.batch import assumed, batch_of, specifications_of
-from tfdist.memory.estimation.block_costs import BlockCost, block_costs, options
-from tfdist.memory.estimation.checks import check_chosen, check_estimable, check_one_batch
+from tfdist.memory.estimation.block_options import (
+    BlockCost,
+    Option,
+    Rates,
+    assign,
+    block_costs,
+    measured_rates,
+    options,
+    peak,
+)
 from tfdist.memory.estimation.estimate import Estimate, estimate
 from tfdist.memory.estimation.liveness import MARGIN
-from tfdist.memory.estimation.rates import Rates, measured_rates
-from tfdist.memory.estimation.traced_graph import short_device
+from tfdist.memory.estimation.trace import short_device
+from tfdist.memory.estimation.validation import batch_from, check_chosen
+from tfdist.memory.modes import contents_of, under
 from tfdist.memory.policy import MODES, MemoryPolicy, bytes_of_budget
 from tfdist.plain_text import plain_text
 
 _log = logging.getLogger("tfdist")
 _ATTEMPTS = 6
-# Of the budget: less than this is not worth another estimate.
+# The search ends when this share of the budget is used.
 _NEAR = 0.97
 
 
@@ -122,20 +128,14 @@ def choose(
         >>> choice.chosen <= 8e6 < choice.plain
         True
     """
-    check_one_batch(batch_size, data)
-    batch = None if data is None else specifications_of(data)
-    check_estimable(model, "choose", batch)
-    if batch is not None:
-        return choose_for(model, batch, policy)
-    batch = batch_of(model, batch_size)
-    with assumed(batch):
+    with batch_from(model, "choose", batch_size, data) as batch:
         return choose_for(model, batch, policy)
 
 
 def choose_for(model: keras.Model, batch: Any, policy: MemoryPolicy) -> Choice:
     """Does what `choose` does, for a batch of these specifications."""
     check_chosen(model, policy)
-    # One that keeps everything, one for each of the others for all blocks, and then what is between them.
+    # Plans: one keeps everything; then one for each other mode, used for all blocks; then mixtures of modes.
     _log.info(
         "Model '%s': estimating a training step under 1 to %d plans, each of which is traced, to fit it into %s.",
         model.name,
@@ -145,7 +145,7 @@ def choose_for(model: keras.Model, batch: Any, policy: MemoryPolicy) -> Choice:
     search = _Search(model, batch, policy)
     if search.plain <= search.budget:
         return search.choice([of_block[0] for of_block in search.options])
-    smallest = min(search.uniform(), key=search.needs)
+    smallest = min(search.uniform(), key=lambda chosen: (search.needs(chosen), _seconds(chosen)))
     if search.needs(smallest) > search.budget:
         raise ValueError(
             f"Received: budget={policy.budget!r} for a step of model '{model.name}' that needs at least "
@@ -155,7 +155,8 @@ def choose_for(model: keras.Model, batch: Any, policy: MemoryPolicy) -> Choice:
         )
     best, low, high = smallest, peak(smallest), peak([of_block[0] for of_block in search.options])
     limit = min(max(search.budget - search.beside, low), high)
-    # The sums are near what a step needs, not the same: where it really fits is found between what does and what not.
+    # `assign` adds up bytes of blocks, which is near what a step needs, but not the same. So its limit is bisected:
+    # after each assignment the step is traced and estimated, which shows whether it really fits.
     for _ in range(_ATTEMPTS):
         found = assign(search.options, limit)
         fits = found is not None and search.needs(found) <= search.budget
@@ -184,7 +185,7 @@ class _Search:
         self._costs = block_costs(plain)
         self.options = options(self._costs, self.rates, with_host)
         self.plain = self._with_margin(plain)
-        # What is there besides the blocks'.
+        # Bytes that no block keeps: weights, slots, the batch, gradients.
         self.beside = self.plain - sum(cost.kept for cost in self._costs)
         self._needs = {("none",) * len(self.options): self.plain}
 
@@ -205,7 +206,7 @@ class _Search:
         return self._needs[modes]
 
     def choice(self, chosen: Sequence[Option]) -> Choice:
-        """What is told of it."""
+        """The result: a policy with these modes, and why."""
         policy = self._policy_of([option.mode for option in chosen])
         layers = contents_of(self._model, policy)
         return Choice(policy, self.budget, self.plain, self.needs(chosen), self._costs, chosen, self.rates, layers)
@@ -239,9 +240,10 @@ def _check_known(model: keras.Model, plain: Estimate) -> None:
 def _agreed(strategy: tf.distribute.Strategy, rates: Rates) -> Rates:
     """The slowest of all processes' rates.
 
-    All must choose the same: a block with synchronised statistics that is run again meets its like on the others.
+    All processes must choose the same: a block that is run again may contain a collective (synchronised statistics),
+    in which all processes take part.
     """
-    peers = getattr(strategy, "peers", None)
+    peers = getattr(strategy, "_peers", None)
     if peers is None:
         return rates
     every = peers.gather("rates", list(rates), "choose what the blocks of a model keep")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.framework import func_graph
+
+from tfdist.compat.upstream import func_graph
 
 # What Horovod can add up, and what it can carry. All others travel as what is named here.
 _ADDED = (tf.uint8, tf.int8, tf.int32, tf.int64, tf.float16, tf.float32, tf.float64)
@@ -68,20 +69,20 @@ class Collectives:
         return _back(_shaped(sent, value), value.dtype)
 
     def _matrix(self, value: tf.Tensor, rows: tf.Tensor, columns: tf.Tensor | int) -> tf.Tensor:
-        """The same numbers as a matrix that TensorFlow cannot know before it runs the graph.
+        """Reshapes to a matrix whose shape TensorFlow does not know before it runs the graph.
 
-        Horovod does not say that its operations have effects. One of constants (a static number of rows, say) would be
-        computed once and for all while the graph is optimized, even if another process has no new graph to optimize.
-        A shape of two unknown numbers keeps it from that, and costs no copy.
+        Horovod does not declare its operations stateful. TensorFlow would fold an operation whose input is constant
+        (a static number of rows, say): run it once while it optimizes the graph, when other processes may not. The
+        unknown shape prevents that; a reshape copies nothing.
         """
         return tf.reshape(value, tf.stack([rows, columns]) + self._zero)
 
 
 def _named(kind: str) -> dict[str, Any]:
-    """A name for a collective, by which the processes find each other's: its number in the graph that is built.
+    """A name for a collective: its number in the graph. The processes match collectives by their names.
 
-    By itself Horovod names it after where it stands, and layers' names count what else a process has built. Outside of
-    graphs it needs none.
+    Horovod would take the name scope, which contains names of layers, and these count what else a process has built.
+    Eager collectives need no name.
     """
     if tf.executing_eagerly():
         return {}

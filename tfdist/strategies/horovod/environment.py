@@ -11,22 +11,22 @@ import socket
 from collections.abc import Mapping
 
 from tfdist.cluster.config import ClusterConfig
-from tfdist.cluster.environments import horovodrun
+from tfdist.cluster.environments.launchers import HOROVODRUN, SET_FOR_HOROVOD
 from tfdist.cluster.errors import ClusterError
-from tfdist.strategies.horovod.places import places
+from tfdist.strategies.horovod.topology import places
 
 # By which a launcher's processes know how many they are.
 _SIZES = {"horovodrun": "HOROVOD_SIZE", "mpirun": "OMPI_COMM_WORLD_SIZE", "mpiexec": "PMI_SIZE"}
 
 
 def launcher(env: Mapping[str, str]) -> str | None:
-    """Who has told Horovod where the processes are: horovodrun, mpirun or mpiexec; `None` for nobody, or tfdist.
+    """The launcher that has told Horovod where the processes are: horovodrun, mpirun or mpiexec; else `None`.
 
     Example:
         >>> launcher({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"}), launcher({})
         ('horovodrun', None)
     """
-    if horovodrun.detect(env):
+    if HOROVODRUN.detect(env):
         return "horovodrun"
     if env.get(_SIZES["horovodrun"]):
         return None  # set by `describe`
@@ -45,7 +45,7 @@ def size(env: Mapping[str, str]) -> int:
 
 
 def allow_groups() -> None:
-    """Lets groups of processes be formed once it is known who wants which."""
+    """Lets process sets be added after Horovod was initialized."""
     os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
 
 
@@ -85,7 +85,7 @@ def describe(cluster: ClusterConfig, port: int) -> None:
         "HOROVOD_CPU_OPERATIONS": "gloo",
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
-        horovodrun.OWN: str(port),
+        SET_FOR_HOROVOD: str(port),
     }
     interface = interface_of(place.hostname)
     if interface is not None and "HOROVOD_GLOO_IFACE" not in os.environ:

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.distribute import distribute_lib, distribute_utils, input_util, mirrored_strategy, values
-from tensorflow.python.trackable import base as trackable
 
+from tfdist.compat.upstream import distribute_lib, distribute_utils, input_util, mirrored_strategy, trackable, values
 from tfdist.strategies.horovod.collectives import Collectives
 from tfdist.strategies.job_member import JobMemberExtended
 
@@ -55,7 +54,7 @@ class HorovodExtended(JobMemberExtended, _OwnInput):
         super().__init__(strategy, devices=[device])
 
     def connect(self, collectives: Collectives | None) -> None:
-        """Exchanges what replicas exchange with these processes from now on."""
+        """Uses the collectives of these processes from now on."""
         self._collectives = collectives
         self._size = collectives.size if collectives else 1
         self._rank = collectives.rank if collectives else 0

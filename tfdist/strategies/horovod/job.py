@@ -13,26 +13,26 @@ import logging
 import os
 import secrets
 import socket
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import tensorflow as tf
+
 from tfdist.cluster import preflight
+from tfdist.cluster.barrier import meet
+from tfdist.cluster.barrier.messages import named
 from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.discovery import find
 from tfdist.cluster.errors import ClusterError
-from tfdist.cluster.key_value import KeyValueClient, KeyValueServer, ProcessGone
-from tfdist.cluster.roll_call import meet
-from tfdist.cluster.roll_call_message import named
-from tfdist.strategies.chief_files import ChiefFiles
+from tfdist.cluster.key_value import KeyValueClient, KeyValueServer, ProcessGoneError
+from tfdist.runtime.chief_io import ChiefIO
+from tfdist.runtime.elastic import is_elastic
+from tfdist.runtime.job import Job, enter, has_failed, introduction, joined
+from tfdist.runtime.peers import Peers
 from tfdist.strategies.horovod import environment, installation
 from tfdist.strategies.horovod.collectives import Collectives
-from tfdist.strategies.horovod.devices import own_device
-from tfdist.strategies.horovod.elastic import is_elastic
-from tfdist.strategies.horovod.process_sets import groups_of, process_set_of
-from tfdist.strategies.job import Job, enter, introduction, joined
-from tfdist.strategies.peers import Peers
+from tfdist.strategies.horovod.topology import groups_of, process_set_of
 
 _log = logging.getLogger("tfdist")
 _POLL_SECONDS = 10.0
@@ -41,7 +41,7 @@ _LAST_WORDS_SECONDS = 10.0
 
 
 class _GroupStore:
-    """The part of a job's store that belongs to a group of its ranks, which count from 0 in it."""
+    """The part of a job's store for one group of ranks, which are numbered from 0 within it."""
 
     def __init__(self, store: KeyValueServer | KeyValueClient, group: Sequence[int]):
         self._store, self._group = store, group
@@ -81,15 +81,15 @@ class HorovodJob(Job):
     failed: bool = False
 
     def leave(self) -> None:
-        """Waits until all have come to their end, and closes the connections.
+        """Waits until all processes have come to their end, and closes the connections.
 
-        Whoever goes earlier takes Horovod away from the others, even from another process set: its connections end
-        for all at once. After an error nobody is waited for: they may be waiting for this process, and have to fail.
+        Horovod's connections end for all processes at once, so one that left earlier would break the others. After an
+        error it does not wait: the others may be waiting for this process, and have to fail.
         """
         if not self.horovod.is_initialized():
             return
         with contextlib.suppress(Exception):
-            if not self.failed and not _failed():
+            if not self.failed and not has_failed():
                 self._wait_for_the_others()
         with contextlib.suppress(Exception):
             self.horovod.shutdown()
@@ -103,7 +103,7 @@ class HorovodJob(Job):
         self.store.set(f"end/{own}", "reached")
         deadline = time.monotonic() + self.peers.timeout
         for rank in range(self.horovod.size()):
-            with contextlib.suppress(ProcessGone):
+            with contextlib.suppress(ProcessGoneError):
                 while rank != own and self.store.get(f"end/{rank}", _POLL_SECONDS, rank) is None:
                     if time.monotonic() > deadline:
                         return
@@ -163,6 +163,22 @@ def is_connected_by_launcher(env: Mapping[str, str]) -> bool:
     return launcher == "horovodrun" or (launcher is not None and installation.load().mpi_built())
 
 
+def own_device(local_rank: int) -> str:
+    """The device of a process: of the GPUs that it sees, the one with its local rank; without GPUs, its CPU.
+
+    To be called before TensorFlow is initialized: TensorFlow then takes memory on this GPU only.
+    """
+    gpus = tf.config.list_physical_devices("GPU")
+    if not gpus:
+        return "CPU:0"
+    own = local_rank % len(gpus)
+    try:
+        tf.config.set_visible_devices(gpus[own], "GPU")
+    except RuntimeError:  # the program has used TensorFlow already
+        return f"GPU:{own}"
+    return "GPU:0"
+
+
 def rejoin(job: HorovodJob) -> None:
     """Connects the processes of an elastic job anew: those that are left, and those that have come.
 
@@ -178,7 +194,7 @@ def rejoin(job: HorovodJob) -> None:
 
 
 def _leave_first(job: HorovodJob) -> None:
-    """Lets the job be left before Horovod's own end, which each `init` registers anew."""
+    """Registers `job.leave` anew, so that it runs before Horovod's own exit handler, which each `init` registers."""
     atexit.unregister(job.leave)
     atexit.register(job.leave)
 
@@ -213,7 +229,7 @@ def _form(
     return HorovodJob(
         cluster,
         peers,
-        ChiefFiles(peers),
+        ChiefIO(peers),
         everyone[members[0]]["seed"],
         everyone[members[0]]["seed is given"],
         horovod=horovod,
@@ -262,7 +278,7 @@ def _initialize(horovod: Any, size: int | None, launcher: str) -> None:
             raise ClusterError(
                 f"Received: {size} processes, started by {launcher}, of which Horovod connects {horovod.size()}: each "
                 "would train by itself. Expected: one job of all. Leave HOROVOD_CONTROLLER and HOROVOD_CPU_OPERATIONS "
-                "unset, or start it by `tfdist run --backend horovod` or `horovodrun --gloo`"
+                "unset, or start it by `tfdist run --transport horovod` or `horovodrun --gloo`"
             )
     elif size is not None and horovod.size() != size:
         raise ClusterError(
@@ -270,11 +286,6 @@ def _initialize(horovod: Any, size: int | None, launcher: str) -> None:
             f"has connected {horovod.size()}: each would train by itself. Expected: no hvd.init(), which the strategy "
             "calls"
         )
-
-
-def _failed() -> bool:
-    """Whether an exception has ended the program."""
-    return getattr(sys, "last_type", None) is not None
 
 
 def _check_same(everyone: list[dict]) -> None:

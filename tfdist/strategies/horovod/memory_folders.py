@@ -1,7 +1,7 @@
 """The folders in memory in which the processes of elastic jobs keep copies of their state. Needs no TensorFlow.
 
-A folder's name says whose it is: `tfdist-elastic-NAMESPACE-PID-START-...`. Numbers of processes are used again, but not
-with the same start; and in containers that share their memory, but not their processes, they mean something else.
+A folder's name says which process it belongs to: `tfdist-elastic-NAMESPACE-PID-START-...`. The start time tells
+processes apart that had the same id, and the namespace those of containers that share /dev/shm.
 """
 
 from __future__ import annotations

@@ -11,24 +11,24 @@ import tensorflow as tf
 
 from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.errors import ClusterError
-from tfdist.compat import install
+from tfdist.inspection import random_state, replica_values
 from tfdist.memory.policy import MemoryPolicy
-from tfdist.strategies import random_state, replica_values
-from tfdist.strategies.gradients import Wire
-from tfdist.strategies.horovod.arguments import COMPRESSIONS, check_arguments
-from tfdist.strategies.horovod.devices import own_device
-from tfdist.strategies.horovod.elastic import Members, is_elastic
+from tfdist.runtime.elastic import Members, is_elastic
+from tfdist.steps.common_hooks import install
+from tfdist.steps.gradients import Wire
 from tfdist.strategies.horovod.extended import HorovodExtended
-from tfdist.strategies.horovod.job import is_connected_by_launcher, join, rejoin
+from tfdist.strategies.horovod.job import is_connected_by_launcher, join, own_device, rejoin
+from tfdist.strategies.horovod.keras_hooks import HorovodHooks
 from tfdist.strategies.horovod.memory_folders import memory_folder
+from tfdist.strategies.horovod.validation import COMPRESSIONS, check_arguments
 from tfdist.strategies.multi_worker import MultiWorkerMirroredStrategy, cluster_of, resolver_of
 
 
 class HorovodStrategy(MultiWorkerMirroredStrategy):
     """Data parallelism over processes that Horovod connects (Gloo, MPI or NCCL), equal to one process.
 
-    Everything is as with `tfdist.MultiWorkerMirroredStrategy`, but for who carries what the processes exchange: plain
-    Keras code in `strategy.scope()`, global batches, and only rank 0 writes files. Each process uses one device. It
+    Horovod carries the messages; all else is as with `tfdist.MultiWorkerMirroredStrategy`: plain Keras code in
+    `strategy.scope()`, global batches, and only rank 0 writes files. Each process uses one device. It
     is started by `tfdist run`, `horovodrun`, `mpirun` or any other system that tfdist knows. A single process needs no
     Horovod.
 
@@ -42,7 +42,6 @@ class HorovodStrategy(MultiWorkerMirroredStrategy):
         process_set: ranks that train together, this one among them; every process names the group it belongs to.
             `None` for all, or for those of this process' first `HorovodStrategy`.
         cluster: as in `MultiWorkerMirroredStrategy`.
-        communication: `None`; that of `MultiWorkerMirroredStrategy`, `"bf16"`, is none of Horovod's.
         batch_norm: as in `MultiWorkerMirroredStrategy`.
         memory: as in `MultiWorkerMirroredStrategy`.
         start_timeout: how long to wait at the start until all processes are there, in seconds; horovodrun and mpirun
@@ -53,7 +52,7 @@ class HorovodStrategy(MultiWorkerMirroredStrategy):
         ImportError: if Horovod is not installed, or was built for another TensorFlow.
         tfdist.ClusterError: if a process does not come, the processes do not fit together, or `process_set` names a
             rank that does not exist.
-        ValueError: for an unknown `compression`, `communication` or `batch_norm`, a `bucket_bytes` or a limit of time
+        ValueError: for an unknown `compression` or `batch_norm`, a `bucket_bytes` or a limit of time
             that is no positive number, or a `process_set` that is no list of distinct ranks.
 
     References:
@@ -77,7 +76,6 @@ class HorovodStrategy(MultiWorkerMirroredStrategy):
         bucket_bytes: int | None = None,
         process_set: Sequence[int] | None = None,
         cluster: ClusterConfig | None = None,
-        communication: str | None = None,
         batch_norm: str = "global",
         memory: MemoryPolicy | str | None = None,
         start_timeout: float = 300.0,
@@ -85,7 +83,7 @@ class HorovodStrategy(MultiWorkerMirroredStrategy):
     ):
         install()
         limits = {"start_timeout": start_timeout, "peer_timeout": peer_timeout}
-        check_arguments(compression, communication, bucket_bytes, process_set, **limits)
+        check_arguments(compression, bucket_bytes, process_set, **limits)
         if process_set is not None and is_elastic(os.environ):
             raise ValueError(
                 f"Received: process_set={list(process_set)} in an elastic job. Expected: None; ranks change there."
@@ -110,9 +108,10 @@ class HorovodStrategy(MultiWorkerMirroredStrategy):
         extended._cluster_resolver = cluster_resolver or resolver_of(config)
         tf.distribute.Strategy.__init__(self, extended)
         self._begin_as_member()
+        self._keras_hooks = HorovodHooks(self)
         with random_state.kept():
-            self.members = Members(self.horovod) if elastic else None
-        self.memory_folder = memory_folder(self) if elastic else None
+            self._members = Members(self.horovod) if elastic else None
+        self._memory_folder = memory_folder(self) if elastic else None
 
     @property
     def horovod(self) -> Any:
@@ -120,16 +119,16 @@ class HorovodStrategy(MultiWorkerMirroredStrategy):
         return self._job.horovod if self._job else None
 
     @contextlib.contextmanager
-    def noting_failure(self) -> Iterator[None]:
-        """Notes whether a fit fails: at the end of the program, nobody waits for the others then."""
+    def _noting_failure(self) -> Iterator[None]:
+        """Notes whether a fit fails: then this process does not wait for the others at the end of the program."""
         if self._job is not None:
             self._job.failed = True
         yield
         if self._job is not None:
             self._job.failed = False
 
-    def regroup(self) -> None:
-        """Connects the processes of an elastic job anew; all that has been compiled for the former ones is void."""
+    def _regroup(self) -> None:
+        """Connects the processes of an elastic job anew; functions that were compiled before must be dropped."""
         with random_state.kept():
             rejoin(self._job)
         self.extended.connect(self._job.collectives)

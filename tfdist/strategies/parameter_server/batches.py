@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import collections
-import weakref
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.distribute import input_lib
-from tensorflow.python.framework.none_tensor import NoneTensorSpec
 
-from tfdist.strategies.parameter_server.extended import COORDINATOR
+from tfdist.compat.upstream import NoneTensorSpec, input_lib
+from tfdist.strategies.parameter_server.variables import COORDINATOR
 
 
 class CoordinatorDataset(input_lib.DistributedDatasetsFromFunction):
     """A dataset that stays on the coordinator; what Keras gets from `experimental_distribute_dataset`.
 
-    Keras knows it by its base class, of which it has nothing else, if it is passed to `fit` itself.
+    The base class is there for Keras only, which recognises it if a user passes the dataset to `fit` directly; nothing
+    of it is used.
 
     Args:
         source: the user's dataset.
+        on_iterator: called with each iterator that is made.
 
     Attributes:
         steps: how many batches Keras wants at most; `None` for all of them.
     """
 
-    def __init__(self, source: tf.data.Dataset):
-        self.source = source
+    def __init__(self, source: tf.data.Dataset, on_iterator: Callable[[BatchIterator], Any]):
+        self.source, self._on_iterator = source, on_iterator
         self.steps: int | None = None
 
     @property
@@ -38,7 +39,9 @@ class CoordinatorDataset(input_lib.DistributedDatasetsFromFunction):
         return int(self.source.cardinality())
 
     def __iter__(self) -> BatchIterator:
-        return BatchIterator(self.source, self.steps)
+        iterator = BatchIterator(self.source, self.steps)
+        self._on_iterator(iterator)
+        return iterator
 
 
 class BatchIterator:
@@ -46,15 +49,13 @@ class BatchIterator:
 
     Args:
         dataset: whose batches.
-        steps: how many of them will be asked for at most.
+        steps: how many of them will be asked for at most; `None`: all.
 
     Attributes:
-        spec: what a batch looks like, as `batch_spec` says.
+        spec: the specification of a batch, as `batch_spec` returns it.
         issued: how many batches were drawn by `next`.
-        last: the one that was drawn last so.
+        last: the batch that was drawn last by `next`.
     """
-
-    latest: weakref.ref[BatchIterator] = staticmethod(lambda: None)
 
     def __init__(self, dataset: tf.data.Dataset, steps: int | None = None):
         with tf.device(COORDINATOR):
@@ -65,7 +66,6 @@ class BatchIterator:
         self._ahead: collections.deque[list[tf.Tensor]] = collections.deque()
         self._steps = steps
         self.issued, self.last = 0, None
-        BatchIterator.latest = weakref.ref(self)
 
     def __iter__(self) -> BatchIterator:
         return self
@@ -90,7 +90,7 @@ class BatchIterator:
         return batches
 
     def look_ahead(self, position: int) -> list[tf.Tensor] | None:
-        """A batch that stays to be drawn; `None` if there is none.
+        """A batch that will be drawn later; `None` if there is none.
 
         Args:
             position: 0 is the next one.
@@ -149,7 +149,7 @@ def spec_of(batch: Any) -> Any:
 
 
 def any_rows(spec: Any) -> Any:
-    """The specification of batches like these, with any number of rows.
+    """The same specification, for any number of rows.
 
     Example:
         >>> any_rows((tf.TensorSpec([8, 2]), None))
@@ -207,5 +207,5 @@ def _none_if_absent(spec: Any) -> Any:
 
 
 def _is_absent(value: Any) -> bool:
-    # Keras' generators say so that there are no targets or weights.
+    # Keras' generators return an `Optional` where there are no targets or weights.
     return value is None or isinstance(value, tf.experimental.Optional)

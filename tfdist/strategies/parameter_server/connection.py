@@ -1,4 +1,4 @@
-"""The cluster of a `ParameterServerStrategy`: who is in it, and how the coordinator gets hold of them."""
+"""The cluster of a `ParameterServerStrategy`: finds it, and lets the coordinator wait for its servers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import tensorflow as tf
 from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.discovery import discover
 from tfdist.cluster.errors import ClusterError
-from tfdist.strategies import servers
-from tfdist.strategies.server_process import say
+from tfdist.runtime import servers
+from tfdist.runtime.server_process import say
 
 _START = "`tfdist run -n 2 --ps 1 train.py` starts a chief, two workers and a parameter server on this machine"
 
@@ -19,13 +19,8 @@ def find(cluster: ClusterConfig | None, start_timeout: float) -> ClusterConfig:
     """The cluster that was given, or is discovered.
 
     Raises:
-        ClusterError: if it is none for this strategy.
+        ClusterError: if it has no chief, worker or parameter server.
     """
-    if cluster is not None and not isinstance(cluster, ClusterConfig):
-        raise ValueError(
-            f"Received: cluster={cluster!r}. Expected: a tfdist.ClusterConfig, a "
-            "tf.distribute.cluster_resolver.ClusterResolver, or None to find the cluster."
-        )
     config = discover(timeout=start_timeout) if cluster is None else cluster
     if config.is_single_process:
         raise ClusterError(
@@ -47,34 +42,34 @@ def find(cluster: ClusterConfig | None, start_timeout: float) -> ClusterConfig:
 
 
 def await_servers(config: ClusterConfig, start_timeout: float) -> None:
-    """Waits in the coordinator until all others serve; from then on a line tells when one of them is gone, or back.
+    """Waits in the coordinator until all others serve; from then on prints a line when one is gone or back.
 
     Raises:
         ClusterError: if one does not come.
     """
 
-    def tell_gone(job: str, index: int) -> None:
+    def report_gone(job: str, index: int) -> None:
         name = _name(config, job, index)
         if job == "ps":
             say(servers.gone(name, "variables", servers.log_of(job, index)))
         else:
             say(f"{name} is gone; another worker does its step, and the training goes on without it until it is back")
 
-    def tell_back(job: str, index: int) -> None:
+    def report_back(job: str, index: int) -> None:
         say(f"{_name(config, job, index)} is back")
 
-    servers.await_servers(config, start_timeout, tell_gone, tell_back)
-    tf.get_logger().addFilter(_is_not_told)
+    servers.await_servers(config, start_timeout, report_gone, report_back)
+    tf.get_logger().addFilter(_keep_message)
 
 
 def resolver(config: ClusterConfig) -> tf.distribute.cluster_resolver.ClusterResolver:
-    """The cluster as TensorFlow's strategy wants to be told it."""
+    """The cluster in the form that TensorFlow's strategy takes."""
     spec = tf.train.ClusterSpec({job: dict(tasks) for job, tasks in config.jobs.items() if job != "evaluator"})
     return tf.distribute.cluster_resolver.SimpleClusterResolver(spec, task_type="chief", task_id=0, rpc_layer="grpc")
 
 
-def _is_not_told(record: logging.LogRecord) -> bool:
-    """Drops TensorFlow's message, several lines long, of what `tell_gone` tells in one."""
+def _keep_message(record: logging.LogRecord) -> bool:
+    """Drops TensorFlow's message about a lost worker, several lines long: `report_gone` prints one line."""
     return not str(record.msg).startswith("Worker %s failed with")
 
 

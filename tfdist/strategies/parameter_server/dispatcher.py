@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.distribute.coordinator import coordinator_context
-from tensorflow.python.eager import context, executor
+
+from tfdist.compat.upstream import context, coordinator_context, executor
 
 
 @dataclasses.dataclass(eq=False)
@@ -19,9 +19,9 @@ class Worker:
 
     Attributes:
         index: its task index.
-        device: on which it computes.
-        lives: how often it was lost, or a task on it broke off; what was made on it before is not to be used.
-        is_lost: whether it is being waited for.
+        device: the device that it computes on.
+        lives: how often it was lost, or a task on it broke off. What is from an earlier life must not be used.
+        is_lost: whether it is lost and not back yet.
         done: how many tasks it has done.
     """
 
@@ -34,12 +34,12 @@ class Worker:
 
 @dataclasses.dataclass(eq=False)
 class Task:
-    """Something for a worker to do.
+    """A task for a worker.
 
     Attributes:
-        run: is called in the worker's thread, with the worker's device entered, and returns the result. Called again,
-            for another worker, if a worker dies.
-        deliver: is called with the result, in the worker's thread; once.
+        run: computes the result; called in the worker's thread of the coordinator, with the worker's device entered.
+            If a worker dies, it is called again, for another worker.
+        deliver: called once with the result, in the worker's thread.
         home: the worker that should do it; others only do it while that one is lost.
     """
 
@@ -49,20 +49,30 @@ class Task:
 
 
 class Dispatcher:
-    """Tasks for workers, done in any order. All methods are for one thread, the coordinator's main one.
+    """Hands out tasks to the workers, one at a time each, in any order.
+
+    The coordinator has a thread for each worker. It takes a task, runs its operations on the worker's device and
+    waits for the result:
+
+        main thread: submit ──> waiting tasks ──┬─> thread of worker 0: run on /job:worker/task:0 ──> deliver
+                                                └─> thread of worker 1: run on /job:worker/task:1 ──> deliver
+
+    When a worker dies, its task goes back to the front of the waiting tasks.
+
+    All methods are for one thread, the main thread of the coordinator.
 
     Args:
-        coordinator: TensorFlow's, whose handling of lost workers is used.
-        devices: of the workers.
+        coordinator: TensorFlow's coordinator, whose handling of lost workers is used.
+        devices: the devices of the workers.
 
     Attributes:
         workers: the workers.
 
     Example:
-        >>> dispatcher = Dispatcher(tf.distribute.coordinator.ClusterCoordinator(strategy), devices)
+        >>> dispatcher = Dispatcher(tf.distribute.coordinator.ClusterCoordinator(strategy), devices)  # doctest: +SKIP
         >>> results = []
-        >>> dispatcher.submit(Task(lambda worker: worker.device, results.append))
-        >>> dispatcher.join()
+        >>> dispatcher.submit(Task(lambda worker: worker.device, results.append))  # doctest: +SKIP
+        >>> dispatcher.join()  # doctest: +SKIP
     """
 
     def __init__(self, coordinator: tf.distribute.coordinator.ClusterCoordinator, devices: list[str]):
@@ -82,7 +92,7 @@ class Dispatcher:
             self._changed.notify_all()
 
     def wait_below(self, limit: int) -> None:
-        """Waits until less than so many tasks are waiting or being done.
+        """Waits until fewer than `limit` tasks are waiting or being done.
 
         Raises:
             Exception: what a task has raised, once; all other tasks are dropped then.
@@ -92,7 +102,7 @@ class Dispatcher:
         self._raise()
 
     def wait_until(self, condition: Callable[[], Any]) -> None:
-        """Waits until something is the case, which is looked at whenever a task is done, or nothing is left to do.
+        """Waits until a condition holds, or no task is left. The condition is checked whenever a task is done.
 
         Raises:
             Exception: as `wait_below`.
@@ -108,7 +118,7 @@ class Dispatcher:
         self.wait_below(1)
 
     def abandon(self) -> None:
-        """Drops what waits, of all models, and what has failed, and waits until nothing is being done."""
+        """Drops the waiting tasks of all models and the last error, and waits until no task is being done."""
         with self._changed:
             self._waiting.clear()
             self._changed.wait_for(lambda: not self._running)
@@ -122,7 +132,7 @@ class Dispatcher:
             raise error
 
     def _serve(self, worker: Worker) -> None:
-        # Tasks of a worker are done one after the other, and by this thread: no need for TensorFlow's own.
+        # This thread runs the worker's operations itself, one after the other, so it needs no asynchronous executor.
         own_executor = executor.new_executor(enable_async=False)
         upstream = self._cluster.workers[worker.index]
         with (
@@ -157,16 +167,16 @@ class Dispatcher:
                     worker.done += 1
             worker.is_lost = False
         except StopIteration as error:
-            # Keras would take it for the end of the data.
-            self._note_error(RuntimeError(f"a step has raised {error!r}"))
+            # Keras would take a StopIteration for the end of the data.
+            self._keep_error(RuntimeError(f"a step has raised {error!r}"))
         except BaseException as error:
-            self._note_error(error)
+            self._keep_error(error)
         finally:
             with self._changed:
                 self._running -= is_mine
                 self._changed.notify_all()
 
-    def _note_error(self, error: BaseException) -> None:
+    def _keep_error(self, error: BaseException) -> None:
         with self._changed:
             self._error = self._error or error
 

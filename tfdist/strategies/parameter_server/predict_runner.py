@@ -1,4 +1,4 @@
-"""What stands in for a model's `predict_function`: the next batches are on their way to the workers already."""
+"""Stands in for a model's `predict_function`: workers compute the next batches before Keras asks for them."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class PredictRunner:
         model: the model.
 
     Example:
-        >>> model.predict_function = PredictRunner(strategy, model)
-        >>> outputs = model.predict_function([next(iterator)])
+        >>> model.predict_function = PredictRunner(strategy, model)  # doctest: +SKIP
+        >>> outputs = model.predict_function([next(iterator)])  # doctest: +SKIP
     """
 
     def __init__(self, strategy: Any, model: keras.Model):
         self._strategy, self._model = strategy, model
-        self._dispatcher: Dispatcher = strategy.dispatcher
+        self._dispatcher: Dispatcher = strategy._dispatcher
         self._functions: dict[str, _PredictFunction] = {}
-        # Its data must not live longer for it.
+        # Weak: data must not live longer for it.
         self._iterator: Callable[[], BatchIterator | None] = lambda: None
         self._results: dict[int, list[tf.Tensor]] = {}
         self._asked: set[int] = set()
@@ -53,7 +53,8 @@ class PredictRunner:
         Raises:
             Exception: what the step has raised.
         """
-        iterator = BatchIterator.latest()
+        # Keras passes batches, not the iterator that they are from.
+        iterator = self._strategy._latest_batches()
         if iterator is None or iterator.last is not data[-1]:
             iterator = None
         if iterator is not self._iterator() or iterator is None:
@@ -79,7 +80,7 @@ class PredictRunner:
         return self._functions[key]
 
     def _look_ahead(self, function: _PredictFunction, iterator: BatchIterator) -> None:
-        for ahead in range(self._strategy.max_inflight):
+        for ahead in range(self._strategy._max_inflight):
             batch = iterator.look_ahead(ahead)
             if batch is None:
                 return
@@ -112,7 +113,7 @@ class _PredictFunction:
         self.outputs: Any = None
 
         def predict(*flat: tf.Tensor) -> list[tf.Tensor]:
-            outputs = strategy.run_replica(lambda flat: model.predict_step(unflatten(spec, flat)), list(flat))
+            outputs = strategy._run_replica(lambda flat: model.predict_step(unflatten(spec, flat)), list(flat))
             self.outputs = tf.nest.map_structure(tf.type_spec_from_value, outputs)
             return flatten(outputs)
 

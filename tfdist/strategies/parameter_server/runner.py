@@ -1,4 +1,4 @@
-"""What stands in for a model's `train_function` and `test_function`: batches go to the workers, metrics come back."""
+"""Stands in for a model's `train_function` and `test_function`: batches go to the workers, metrics come back."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import tensorflow as tf
 
 from tfdist.strategies.parameter_server.batches import BatchIterator, flatten, is_dense, rows_of, spec_of
 from tfdist.strategies.parameter_server.dispatcher import Dispatcher, Task, Worker
-from tfdist.strategies.parameter_server.extended import COORDINATOR
 from tfdist.strategies.parameter_server.step_function import StepFunction, StepOutcome, Trace
 from tfdist.strategies.parameter_server.transfer import fetch
+from tfdist.strategies.parameter_server.variables import COORDINATOR
 from tfdist.strategies.parameter_server.worker_input import Shard, WorkerIterator
 
-# Between two looks at the metrics during an epoch; computing their results takes as long as handing out a step.
+# How often results of metrics are computed during an epoch: that takes as long as handing out a step.
 _LOG_SECONDS = 0.1
 
 
@@ -30,14 +30,14 @@ class Runner:
         kind: "train" or "test".
 
     Example:
-        >>> model.train_function = Runner(strategy, model, "train")
-        >>> logs = model.train_function(iterator)  # of the steps that have been done so far
+        >>> model.train_function = Runner(strategy, model, "train")  # doctest: +SKIP
+        >>> logs = model.train_function(iterator)  # doctest: +SKIP
     """
 
     def __init__(self, strategy: Any, model: keras.Model, kind: str = "train"):
         self._strategy, self._model = strategy, model
         self._step = StepFunction(strategy, model, getattr(model, f"{kind}_step"))
-        self._dispatcher: Dispatcher = strategy.dispatcher
+        self._dispatcher: Dispatcher = strategy._dispatcher
         self._arrived: collections.deque[StepOutcome] = collections.deque()
         self._shards: WorkerIterator | None = None
         self._missing = 0
@@ -53,11 +53,11 @@ class Runner:
         """One execution, of `steps_per_execution` steps.
 
         Args:
-            iterator: of a dataset that the strategy has distributed, or any iterator of batches.
+            iterator: the iterator of a dataset that the strategy has distributed, or any iterator of batches.
 
         Returns:
-            The logs of the steps of the epoch that have been done so far; those of the epoch before while there are
-            none: to wait for one, the other workers would stand idle at the beginning of each epoch.
+            The logs of the steps of this epoch that have been done so far. While there are none, those of the epoch
+            before: if it waited for a step, the other workers would be idle at the beginning of each epoch.
 
         Raises:
             StopIteration: if there are no data.
@@ -79,7 +79,7 @@ class Runner:
         else:
             batch = next(iter(iterator))
             self._submit([flatten(batch)], spec_of(batch))
-        self._wait(1 if on_batch else self._strategy.max_inflight)
+        self._wait(1 if on_batch else self._strategy._max_inflight)
         self._collect()
         return self._current_logs(fresh=on_batch)
 
@@ -97,12 +97,12 @@ class Runner:
         if self._returned is not None:
             self._previous = self._read_logs()
             if isinstance(self._returned, dict):
-                # Keras takes a custom step's logs for those of the epoch.
+                # Keras takes the logs of a custom step, which it holds already, for those of the epoch.
                 self._returned.update(self._previous)
         self._logs = self._returned = None
 
     def forget(self) -> None:
-        """Waits until all steps are done, and drops what they add to the metrics: these begin anew.
+        """Waits until all steps are done, and drops what they add to the metrics, which begin anew.
 
         Raises:
             Exception: what a step has raised.
@@ -113,10 +113,10 @@ class Runner:
         self._sums = self._logs = self._returned = None
 
     def _wait(self, limit: int) -> None:
-        """Waits until less than so many tasks are handed out, and something can be logged."""
+        """Waits until fewer than `limit` tasks are handed out, and something can be logged."""
         self._dispatcher.wait_below(limit)
-        if self._logs is None and (self._previous is None or self._strategy.max_inflight == 1):
-            # Callbacks want to see logs after the first step, too.
+        if self._logs is None and (self._previous is None or self._strategy._max_inflight == 1):
+            # Callbacks get logs after the first step, too.
             self._dispatcher.wait_until(lambda: self._arrived)
 
     def _submit(self, batches: list[list[tf.Tensor]], spec: Any) -> None:
@@ -145,7 +145,7 @@ class Runner:
             self._hand_out_shard(iterator, shard, count)
 
     def _submit_missing(self) -> None:
-        """Does the steps that Keras has counted although a shard had come to its end."""
+        """Does the steps that Keras has counted but that a shard at its end could not do, on other shards."""
         while self._shards is not None and self._missing:
             missing, self._missing = self._missing, 0
             try:
@@ -156,7 +156,7 @@ class Runner:
 
     def _hand_out_shard(self, iterator: WorkerIterator, shard: Shard, steps: int) -> None:
         trace = self._step.on_iterator(iterator.element_spec, iterator.spec)
-        self._dispatcher.wait_below(self._strategy.max_inflight)
+        self._dispatcher.wait_below(self._strategy._max_inflight)
         shard.is_busy = True
         if shard.remaining is not None:
             shard.remaining -= steps
@@ -178,14 +178,14 @@ class Runner:
         self._dispatcher.submit(Task(run, deliver, self._home_of(shard, iterator)))
 
     def _home_of(self, shard: Shard, iterator: WorkerIterator) -> Worker | None:
-        """The worker that is to go on with a shard: another one if its own has several, and one has none."""
+        """The worker that reads a shard next: its own, or one without a shard if its own has several."""
         homes = [other.home for other in iterator.shards if other is shard or not other.is_over]
         if shard.home is not None and homes.count(shard.home) == 1:
             return shard.home
         return next((w for w in self._dispatcher.workers if not w.is_lost and w not in homes), shard.home)
 
     def _hand_out(self, trace: Trace, arguments: list[tf.Tensor]) -> None:
-        self._dispatcher.wait_below(self._strategy.max_inflight)
+        self._dispatcher.wait_below(self._strategy._max_inflight)
 
         def run(worker: Worker) -> StepOutcome:
             return self._step.outcome(trace, trace.function(*arguments))
@@ -218,7 +218,7 @@ class Runner:
         if self._logs is None and self._sums is None and self._previous is not None:
             self._returned = dict(self._previous) if isinstance(self._previous, dict) else self._previous
             return self._returned
-        if fresh or self._logs is None or now - self._logged_at > _LOG_SECONDS or self._strategy.max_inflight == 1:
+        if fresh or self._logs is None or now - self._logged_at > _LOG_SECONDS or self._strategy._max_inflight == 1:
             self._write_metrics()
             self._logs, self._logged_at = self._read_logs(), now
         self._returned = dict(self._logs) if isinstance(self._logs, dict) else self._logs
@@ -240,7 +240,7 @@ class Runner:
 
 
 def _groups(batches: list[list[tf.Tensor]]) -> list[list[list[tf.Tensor]]]:
-    """Batches one after the other that differ in their number of rows at most, so that they can be concatenated."""
+    """Groups of neighbouring batches that differ at most in their number of rows, so that they can be concatenated."""
     groups: list[list[list[tf.Tensor]]] = []
     last = None
     for tensors in batches:

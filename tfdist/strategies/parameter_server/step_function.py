@@ -1,4 +1,17 @@
-"""A Keras step as a function that a worker runs: it returns what it adds to the metrics instead of changing them."""
+"""A Keras step as a function that a worker runs: it returns what it adds to the metrics instead of changing them.
+
+    worker                                                      parameter servers
+    metrics := 0                                                variables
+    forward pass, loss, backward pass   <── reads variables ────
+    optimizer                           ──── updates them there ──>
+    return: metrics (what this step adds), logs, arguments of `update_state` of metrics that are no sums
+      │
+      v
+    coordinator: adds to the variables of the metrics
+
+In a function, everything that has no other device is on the worker; updates of variables are on their servers. A worker
+that dies in the middle leaves nothing behind in the metrics: its step is done again by another one, and counts once.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +23,15 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend.common import global_state
-from tensorflow.python.data.ops.iterator_ops import IteratorSpec
 
-from tfdist.strategies.keras_step import shadowed
-from tfdist.strategies.model_parts import metrics_of, optimizers_of
-from tfdist.strategies.parameter_server.additivity import only_adds
+from tfdist.compat.upstream import IteratorSpec, global_state
+from tfdist.inspection.model_parts import metrics_of, optimizers_of
+from tfdist.steps.keras_step import shadowed
+from tfdist.steps.step_logs import marked_result
 from tfdist.strategies.parameter_server.batches import any_rows, flatten, flatten_spec, unflatten
-from tfdist.strategies.parameter_server.captured_state import CapturedState
-from tfdist.strategies.parameter_server.packing import Packing
-from tfdist.strategies.parameter_server.sparse_updates import sparse_updates
-from tfdist.strategies.parameter_server.transfer import fetch, local_constant
-from tfdist.strategies.step_logs import marked_result
+from tfdist.strategies.parameter_server.captured_state import CapturedState, only_adds
+from tfdist.strategies.parameter_server.transfer import Packing, fetch, local_constant
+from tfdist.strategies.parameter_server.variables import sparse_updates
 
 
 @dataclasses.dataclass
@@ -29,8 +39,8 @@ class Trace:
     """A traced step, or several, and what its outputs mean.
 
     Attributes:
-        function: what a worker runs.
-        logs: the structure of the step's logs; leaves are `Origin`s.
+        function: the function that a worker runs.
+        logs: the structure of the step's logs; the leaves are `Origin`s.
         updates: for each update of a metric that is not additive, the metric and the structure of the arguments.
     """
 
@@ -41,12 +51,12 @@ class Trace:
 
 @dataclasses.dataclass
 class StepOutcome:
-    """What a worker has returned of one or several steps.
+    """The results of one or several steps of a worker.
 
     Attributes:
         origins: the structure of the logs, as in `Trace`.
-        additions: to the state of each metric variable.
-        logs: values of the last step's logs that are no metric's result.
+        additions: what to add to each variable of a metric.
+        logs: the values of the last step's logs that are not results of metrics.
         updates: for each metric that is not additive, the arguments of `update_state`.
     """
 
@@ -65,7 +75,7 @@ class StepFunction:
         step: `model.train_step` or `model.test_step`.
 
     Attributes:
-        variables: of all metrics.
+        variables: the variables of all metrics.
     """
 
     def __init__(self, strategy: Any, model: keras.Model, step: Callable):
@@ -76,18 +86,18 @@ class StepFunction:
         self._forwarded: list[keras.Metric] = []
         self._not_additive: list[keras.Variable] = []
         self._made: list[keras.Variable] = []
-        self._noted_logs: Any = None
-        self._noted_updates: list[tuple[keras.Metric, Any]] = []
+        self._traced_logs: Any = None
+        self._traced_updates: list[tuple[keras.Metric, Any]] = []
         self._last: tuple[Any, Trace] | None = None
         self._traces: dict[str, Trace] = {}
 
     @property
     def is_loopable(self) -> bool:
-        """Whether several steps can be one call; known after the first trace."""
+        """Whether several steps can be one call: if all metrics add up. Known after the first trace."""
         return not self._forwarded
 
     def single(self, spec: Any) -> Trace:
-        """One step; takes the dense tensors of a batch."""
+        """The function of one step; it takes the dense tensors of a batch."""
         if self._last is None or self._last[0] is not spec:
             key = repr(spec)
             if key not in self._traces:
@@ -96,16 +106,23 @@ class StepFunction:
         return self._last[1]
 
     def several(self, spec: Any) -> Trace:
-        """One or more steps; takes where each batch begins (and the last one ends), and concatenated batches."""
+        """The function of one or more steps.
+
+        It takes the positions at which the batches begin (and the last one ends), and the concatenated batches: one
+        transfer to the worker for all of them.
+        """
         key = f"several {spec!r}"
         if key not in self._traces:
             loop = self._loop(spec, self.single(spec).function)
             function = self._concrete(loop, [_SPLITS, *any_rows(flatten_spec(spec))])
-            self._traces[key] = Trace(function, self._noted_logs, [])
+            self._traces[key] = Trace(function, self._traced_logs, [])
         return self._traces[key]
 
     def on_iterator(self, element_spec: Any, spec: Any) -> Trace:
-        """Steps on a worker's own data; takes an iterator and how many steps, and returns how many were done, too.
+        """The function of some steps on a worker's own data.
+
+        It takes an iterator and the number of steps. It returns the number of steps that were done, too: fewer at the
+        end of the data.
 
         Raises:
             ValueError: if a metric is not additive.
@@ -121,11 +138,11 @@ class StepFunction:
                 )
             specs = [IteratorSpec(element_spec), tf.TensorSpec([], tf.int32)]
             function = self._concrete(self._loop_on_iterator(spec, single), specs)
-            self._traces[key] = Trace(function, self._noted_logs, [])
+            self._traces[key] = Trace(function, self._traced_logs, [])
         return self._traces[key]
 
     def outcome(self, trace: Trace, outputs: Sequence[tf.Tensor]) -> StepOutcome:
-        """What a call has returned; fetches it."""
+        """Fetches what a call of a function has returned."""
         vectors, logs, updates = outputs
         return StepOutcome(
             trace.logs,
@@ -138,13 +155,18 @@ class StepFunction:
         )
 
     def _trace(self, spec: Any) -> Trace:
+        """Traces one step, again and again until the trace can be used.
+
+        A first trace may show that the step makes variables (an optimizer builds its slots, say), which cannot be made
+        while a function is traced; or that a metric is no sum, so that the coordinator has to update it.
+        """
         rounds = 0
         while True:
             self._not_additive = []
             try:
                 function = self._trace_once(spec)
             except AttributeError:
-                # The step wants to change a variable that it has made, which is no more than an initial value yet.
+                # The step changes a variable that it has just made, which is only an initial value as yet.
                 if not self._made:
                     raise
             if self._made:
@@ -154,7 +176,7 @@ class StepFunction:
                         f"Received: a step that makes variable '{self._made[0].path}' each time. Expected: variables, "
                         "layers, metrics and optimizers are made once, in __init__ or build."
                     )
-                # It was traced with their initial values in their place.
+                # The trace has their initial values in their place. Make the variables, and trace again.
                 with tf.init_scope(), self._strategy.scope():
                     for variable in self._made:
                         variable._deferred_initialize()
@@ -162,13 +184,13 @@ class StepFunction:
             elif self._not_additive:
                 self._forward(self._not_additive)
             else:
-                return self._noted(function)
+                return self._as_trace(function)
 
-    def _noted(self, function: tf.types.experimental.ConcreteFunction) -> Trace:
-        return Trace(function, self._noted_logs, self._noted_updates)
+    def _as_trace(self, function: tf.types.experimental.ConcreteFunction) -> Trace:
+        return Trace(function, self._traced_logs, self._traced_updates)
 
     def _trace_once(self, spec: Any) -> tf.types.experimental.ConcreteFunction:
-        # TensorFlow finds the place of an error in the model's code by the function's name, if it is a plain one.
+        # TensorFlow reports the line of an error in the model's code only if the function has a plain name.
         def step(*flat: tf.Tensor) -> Any:
             return self._step_from_zero(spec, list(flat))
 
@@ -179,6 +201,7 @@ class StepFunction:
             return tf.function(function, autograph=False).get_concrete_function(*specs)
 
     def _step_from_zero(self, spec: Any, flat: list[tf.Tensor]) -> Any:
+        # Metrics begin with 0, so what they become is what this step adds.
         before = [tf.identity(tf.zeros(v.shape, v.dtype)) for v in self.variables]
         after, logs, updates = self._run(spec, flat, before)
         self._check_additive(before, after)
@@ -192,6 +215,8 @@ class StepFunction:
         ]
 
     def _loop(self, spec: Any, single: tf.types.experimental.ConcreteFunction) -> Callable:
+        # One batch after the other (parallel_iterations=1), as in one process. The metrics go from step to step as loop
+        # variables. Logs keep the last step's values.
         def several(splits: tf.Tensor, *flat: tf.Tensor) -> Any:
             def body(i: tf.Tensor, state: list, logs: list) -> Any:
                 rows = [
@@ -217,7 +242,7 @@ class StepFunction:
         def on_iterator(iterator: Any, steps: tf.Tensor) -> Any:
             def body(i: tf.Tensor, batch: tf.experimental.Optional, state: list, logs: list) -> Any:
                 after, logs, _ = self._run(spec, flatten(batch.get_value()), state)
-                # Not one more than is asked for: it would be lost.
+                # Take no batch more than was asked for: it would be lost.
                 following = tf.cond(i + 1 < steps, iterator.get_next_as_optional, lambda: batch)
                 return i + 1, following, after, logs
 
@@ -235,7 +260,7 @@ class StepFunction:
         return on_iterator
 
     def _begin(self, single: tf.types.experimental.ConcreteFunction) -> tuple[list, list]:
-        """State and logs at the beginning of a loop, and their shapes."""
+        """The loop variables for metrics and logs at the beginning of a loop, and their shapes."""
         _, logs, _ = single.structured_outputs
         begin = [
             [tf.zeros(v.shape, v.dtype) for v in self.variables],
@@ -251,17 +276,17 @@ class StepFunction:
         variables: Sequence[keras.Variable] | None = None,
         enter: Callable[[contextlib.ExitStack], Any] = lambda stack: None,
     ) -> tuple[list, list, list]:
-        """One step in a replica's context.
+        """Traces one step in a replica's context.
 
         Args:
-            spec: of the batch.
+            spec: the specification of the batch.
             flat: its dense tensors.
-            state: values of the variables that are not changed but returned.
-            variables: which these are; by default those of the metrics.
+            state: the values of the variables that are returned instead of changed.
+            variables: these variables; by default those of the metrics.
             enter: enters further contexts for the step.
 
         Returns:
-            What the variables would have become, logs, and arguments of updates of metrics.
+            The values that the variables would have, the logs, and the arguments of updates of metrics.
         """
         variables = self.variables if variables is None else variables
         updates: list[tuple[keras.Metric, tuple, dict]] = []
@@ -271,37 +296,37 @@ class StepFunction:
 
         def replica(flat: list[tf.Tensor]) -> Any:
             with contextlib.ExitStack() as stack:
-                stack.callback(self._note_made)
+                stack.callback(self._collect_made)
                 for metric in self._metrics:
                     stack.enter_context(shadowed(metric, result=marked_result(metric)))
                 for metric in self._forwarded:
                     stack.enter_context(shadowed(metric, update_state=recorder(metric)))
                 for optimizer in optimizers_of(self._model):
-                    # As Keras does with such gradients, but without touching all rows.
+                    # Adagrad touches the rows with a gradient only.
                     stack.enter_context(sparse_updates(optimizer))
                 captured = stack.enter_context(CapturedState(variables, state))
                 enter(stack)
                 logs = self._step(unflatten(spec, flat))
-                return captured.values(), self._note_logs(logs)
+                return captured.values(), self._trace_logs(logs)
 
-        after, logs = self._strategy.run_replica(replica, flat)
-        self._noted_updates = [(metric, (args, kwargs)) for metric, args, kwargs in updates]
-        arguments = [flatten(arguments) for _, arguments in self._noted_updates]
+        after, logs = self._strategy._run_replica(replica, flat)
+        self._traced_updates = [(metric, (args, kwargs)) for metric, args, kwargs in updates]
+        arguments = [flatten(arguments) for _, arguments in self._traced_updates]
         return [tf.identity(value) for value in after], logs, arguments
 
-    def _note_made(self) -> None:
-        """Keeps the variables that Keras will make when told so; it has a list of them for each thread."""
+    def _collect_made(self) -> None:
+        """Takes over the variables that Keras has put off to make; it lists them for each thread."""
         self._made += global_state.get_global_attribute("uninitialized_variables") or []
         global_state.set_global_attribute("uninitialized_variables", [])
 
-    def _note_logs(self, logs: Any) -> list[tf.Tensor]:
+    def _trace_logs(self, logs: Any) -> list[tf.Tensor]:
         leaves = tf.nest.flatten(logs)
         origins = [getattr(leaf, "_tfdist_result", None) for leaf in leaves]
-        self._noted_logs = tf.nest.pack_sequence_as(logs, [Origin(origin) for origin in origins])
+        self._traced_logs = tf.nest.pack_sequence_as(logs, [Origin(origin) for origin in origins])
         return [tf.convert_to_tensor(leaf) for leaf, origin in zip(leaves, origins, strict=True) if origin is None]
 
     def _forward(self, variables: list[keras.Variable]) -> None:
-        """Lets the coordinator update the metrics of these variables, in its own process."""
+        """Lets the coordinator update the metrics that have these variables; workers return the arguments for it."""
         for metric in self._metrics:
             own = {id(v) for v in metric._variables}
             if any(id(variable) in own for variable in variables):
@@ -316,11 +341,15 @@ class StepFunction:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Origin:
-    """Where a log comes from: (metric, position in its result), or `None` if it is a value of its own."""
+    """Where the value of a log comes from.
+
+    Attributes:
+        of: the metric and the position in its result; `None` for a value that is no metric's.
+    """
 
     of: tuple[keras.Metric, int] | None
 
 
 _SPLITS = tf.TensorSpec([None], tf.int32)
-# How often a step is traced because it makes variables: those of an optimizer may come after those of a layer.
+# How often a step may be traced because it makes variables: an optimizer's may come after a layer's.
 _ROUNDS = 5

@@ -1,26 +1,45 @@
-"""Synchronous training: each batch is cut into shards, one a worker, and their gradients are applied once, together."""
+"""Synchronous training: each batch is cut into shards, one a worker, and their gradients are applied once, together.
+
+    batch ──> shards         coordinator cuts the batch
+    shard ──> gradients      each worker, with the variables that it reads from the servers; it changes nothing
+    gradients ──> servers    each gradient goes to the server of its variable
+    sum, update              on the servers, by one function that the coordinator calls when all shards are done
+
+Metrics and the layers' other state (moving averages, seeds) come back to the coordinator, which writes them.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.strategies.parameter_server.batches import any_rows, is_dense, rows_of
+from tfdist.inspection.model_parts import optimizers_of, seed_generators_of
+from tfdist.steps.keras_step import KerasStep, shadowed
+from tfdist.steps.step_overrides import SEED_STRIDE
+from tfdist.strategies.parameter_server.batches import any_rows, flatten_spec, is_dense, rows_of
 from tfdist.strategies.parameter_server.dispatcher import Task, Worker
-from tfdist.strategies.parameter_server.extended import COORDINATOR
-from tfdist.strategies.parameter_server.gradient_step import GradientStep, ShardOutcome, ShardTrace
 from tfdist.strategies.parameter_server.runner import Runner
+from tfdist.strategies.parameter_server.step_function import StepFunction, StepOutcome, Trace
+from tfdist.strategies.parameter_server.transfer import Packing, fetch
+from tfdist.strategies.parameter_server.variables import COORDINATOR, sparse_updates
+
+_SHARD = tf.TensorSpec([], tf.int64)
+_WEIGHT = tf.TensorSpec([], tf.float32)
 
 
 class SynchronousRunner(Runner):
     """Trains as one process does with the same batches, whichever worker computes what.
 
     With backup workers there are fewer shards than workers. Workers that have nothing to do then compute shards that
-    others are still at, and what comes first counts. Other than in arXiv 1604.00981, from which the idea is, no
-    gradient is dropped: each shard counts, once.
+    others are still computing, and the first result counts. Unlike in arXiv 1604.00981, which the idea is from, no
+    gradient is dropped: each shard counts once.
 
     Args:
         strategy: a `ParameterServerStrategy`.
@@ -36,7 +55,7 @@ class SynchronousRunner(Runner):
         # A shard has fewer rows than the batches that a dataset may promise.
         trace = self._step.single(self._any_rows(spec))
         for batch in batches:
-            weights, shards = _cut(batch, spec, self._strategy.num_shards)
+            weights, shards = _cut(batch, spec, self._strategy._num_shards)
             done = self._compute(trace, weights, shards)
             self._step.apply(trace, done, weights)
             done[-1].outcome.logs = _means([shard.outcome.logs for shard in done], weights)
@@ -48,7 +67,7 @@ class SynchronousRunner(Runner):
         return self._relaxed[1]
 
     def _wait(self, limit: int) -> None:
-        """Does nothing: a step is done when its gradients are applied, whoever is still at a shard of it."""
+        """Does nothing: a step is done when its gradients are applied, even if a backup worker still computes."""
 
     def _compute(self, trace: ShardTrace, weights: list[float], shards: list[list[tf.Tensor]]) -> list[ShardOutcome]:
         done: list[ShardOutcome | None] = [None] * len(shards)
@@ -67,7 +86,7 @@ class SynchronousRunner(Runner):
 
             return Task(run, deliver)
 
-        for _ in range(2 if self._strategy.backup_workers else 1):
+        for _ in range(2 if self._strategy._backup_workers else 1):
             for i in range(len(shards)):
                 self._dispatcher.submit(task(i))
         self._dispatcher.wait_until(lambda: None not in done)
@@ -88,7 +107,7 @@ def _cut(batch: list[tf.Tensor], spec: Any, count: int) -> tuple[list[float], li
 
 
 def _means(logs: list[list[np.ndarray]], weights: list[float]) -> list[np.ndarray]:
-    """A step's own logs over the rows of a batch; of integers the last shard's."""
+    """The means of a step's own logs over the rows of a batch; of integers, the last shard's value."""
     means = []
     for values in zip(*logs, strict=True):
         last = values[-1]
@@ -96,3 +115,278 @@ def _means(logs: list[list[np.ndarray]], weights: list[float]) -> list[np.ndarra
         mean = sum(np.float64(w) * v for w, v in zip(weights, values, strict=True)) if is_float else last
         means.append(np.asarray(mean, last.dtype))
     return means
+
+
+@dataclasses.dataclass
+class ShardTrace(Trace):
+    """A traced step on a shard of a batch.
+
+    Attributes:
+        state: the variables that the step changes besides the trained ones (moving averages, seeds).
+        gradients: how its gradients travel; `None` if it has none.
+        optimizer: the optimizer that applies them.
+    """
+
+    state: list[keras.Variable]
+    gradients: _Gradients | None
+    optimizer: keras.optimizers.Optimizer | None
+
+
+@dataclasses.dataclass
+class ShardOutcome:
+    """The results of a worker for its shard of a batch.
+
+    Attributes:
+        outcome: what it adds to the metrics.
+        gradients: a tensor for each destination of the trace's gradients, on that server.
+        state: the new values of the trace's other variables.
+    """
+
+    outcome: StepOutcome
+    gradients: list[tf.Tensor]
+    state: list[np.ndarray]
+
+
+class GradientStep(StepFunction):
+    """Traces a train step so that it changes nothing: gradients and the model's other state are returned.
+
+    Args:
+        strategy: a `ParameterServerStrategy`.
+        model: the model.
+    """
+
+    def __init__(self, strategy: Any, model: keras.Model):
+        super().__init__(strategy, model, model.train_step)
+        self._traced_state: list[keras.Variable] = []
+        self._traced_gradients: tuple[_Gradients | None, keras.optimizers.Optimizer | None] = None, None
+        self._apply_functions: dict[tuple[int, int], tf.types.experimental.ConcreteFunction] = {}
+
+    @property
+    def is_loopable(self) -> bool:
+        return False
+
+    def shard_outcome(self, trace: ShardTrace, outputs: Sequence[Any]) -> ShardOutcome:
+        """Fetches the small parts of what a call has returned, and sends the gradients to their servers."""
+        vectors, logs, updates, gradients, state = outputs
+        sent = []
+        destinations = trace.gradients.destinations if trace.gradients else []
+        for gradient, device in zip(gradients, destinations, strict=True):
+            with tf.device(device):
+                sent.append(tf.identity(gradient))
+        # Once this has returned, the worker may die: nothing of its work is on it any more.
+        return ShardOutcome(self.outcome(trace, (vectors, logs, updates)), sent, [fetch(value) for value in state])
+
+    def apply(self, trace: ShardTrace, shards: Sequence[ShardOutcome], weights: Sequence[float]) -> None:
+        """Updates the model, once.
+
+        Args:
+            trace: the traced step.
+            shards: its results, in the order of the rows.
+            weights: the weights of the shards' gradients; their sum is 1.
+        """
+        for i, variable in enumerate(trace.state):
+            variable.assign(_combined(variable, [shard.state[i] for shard in shards], weights))
+        if trace.gradients is None:
+            return  # nothing is trained
+        arguments = [tf.constant(weights, tf.float32), *(g for shard in shards for g in shard.gradients)]
+        self._apply_function(trace, len(shards))(*arguments)
+
+    def _as_trace(self, function: tf.types.experimental.ConcreteFunction) -> ShardTrace:
+        return ShardTrace(
+            function, self._traced_logs, self._traced_updates, self._traced_state, *self._traced_gradients
+        )
+
+    def _trace_once(self, spec: Any) -> tf.types.experimental.ConcreteFunction:
+        def step(shard: tf.Tensor, weight: tf.Tensor, *flat: tf.Tensor) -> Any:
+            return self._shard_step(spec, shard, weight, list(flat))
+
+        return self._concrete(step, [_SHARD, _WEIGHT, *flatten_spec(spec)])
+
+    def _shard_step(self, spec: Any, shard: tf.Tensor, weight: tf.Tensor, flat: list[tf.Tensor]) -> Any:
+        captured: list[tuple[keras.optimizers.Optimizer, list, list]] = []
+
+        def enter(stack: contextlib.ExitStack) -> None:
+            # Tells Keras' losses and metrics the weight of this shard, so that sums and means are of the whole batch.
+            step = KerasStep("train", self._model, self._step)
+            step.begin_shard(weight)
+            stack.enter_context(self._strategy._traced(step))
+            for optimizer in optimizers_of(self._model):
+                stack.enter_context(shadowed(optimizer, apply=_recorder(optimizer, captured)))
+            for generator in seed_generators_of(self._model):
+                stack.enter_context(shadowed(generator, next=_next_of_shard(generator, shard)))
+
+        # Not only metrics but all variables that are not trained are captured, and optimizers only record their
+        # gradients: the function changes nothing, so that a shard can be computed twice.
+        others = list(self._model.non_trainable_variables)
+        before = [tf.identity(tf.zeros(v.shape, v.dtype)) for v in self.variables]
+        values = [tf.identity(v.value) for v in others]
+        after, logs, updates = self._run(spec, flat, before + values, self.variables + others, enter)
+        after, changed = after[: len(before)], after[len(before) :]
+        self._check_additive(before, after)
+        state = [(v, new) for v, old, new in zip(others, values, changed, strict=True) if not _is_same(old, new)]
+        self._traced_state = [variable for variable, _ in state]
+        return self._packing.pack(after), logs, updates, self._pack(captured), [new for _, new in state]
+
+    def _pack(self, captured: list[tuple[keras.optimizers.Optimizer, list, list]]) -> list[tf.Tensor]:
+        if len(captured) > 1:
+            names = ", ".join(f"'{optimizer.name}'" for optimizer, _, _ in captured)
+            raise NotImplementedError(
+                f"Received: a train_step that applies gradients {len(captured)} times (optimizers {names}) under "
+                "ParameterServerStrategy(mode='sync'). The second gradient would have to wait for the first update, on "
+                "all workers. Expected: one optimizer, applied once a step; or mode='async'."
+            )
+        self._traced_gradients = None, None
+        if not captured:
+            return []
+        optimizer, gradients, variables = captured[0]
+        self._traced_gradients = _Gradients(gradients, variables), optimizer
+        return self._traced_gradients[0].pack(gradients)
+
+    def _apply_function(self, trace: ShardTrace, shards: int) -> tf.types.experimental.ConcreteFunction:
+        key = id(trace), shards
+        if key not in self._apply_functions:
+            each = len(trace.gradients.destinations)
+
+            # Runs from the coordinator. Sums and updates are placed on the servers of the variables, where the
+            # gradients are already.
+            def apply(weights: tf.Tensor, *tensors: tf.Tensor) -> tf.Tensor:
+                def replica(weights: tf.Tensor, tensors: Sequence[tf.Tensor]) -> None:
+                    parts = [list(tensors[i * each : (i + 1) * each]) for i in range(shards)]
+                    with sparse_updates(trace.optimizer):
+                        trace.optimizer.apply(*trace.gradients.sum(parts, weights))
+
+                self._strategy._run_replica(replica, weights, list(tensors))
+                return tf.constant(0)
+
+            specs = [tf.TensorSpec([shards], tf.float32), *trace.gradients.specs * shards]
+            self._apply_functions[key] = self._concrete(apply, specs)
+        return self._apply_functions[key]
+
+
+def _combined(variable: keras.Variable, values: Sequence[np.ndarray], weights: Sequence[float]) -> np.ndarray:
+    """The new value of a variable that each shard has updated, as its `aggregation` says."""
+    if variable.aggregation == "sum":
+        old = np.asarray(variable.value)
+        return old + sum(value - old for value in values)
+    if variable.aggregation == "only_first_replica" or not variable.value.dtype.is_floating:
+        return values[0]
+    average = sum(np.float64(weight) * value for weight, value in zip(weights, values, strict=True))
+    return average.astype(values[0].dtype)
+
+
+def _recorder(optimizer: keras.optimizers.Optimizer, captured: list) -> Any:
+    def apply(grads: Any, trainable_variables: Any = None) -> None:
+        variables = optimizer._trainable_variables if trainable_variables is None else trainable_variables
+        captured.append((optimizer, list(grads), list(variables)))
+
+    return apply
+
+
+def _next_of_shard(generator: keras.random.SeedGenerator, shard: tf.Tensor) -> Any:
+    original = generator.next
+
+    def next_seed(*args: Any, **kwargs: Any) -> tf.Tensor:
+        seed = original(*args, **kwargs)
+        offset = tf.cast(shard * SEED_STRIDE % 2**32, seed.dtype)
+        return seed + tf.stack([offset, tf.zeros_like(offset)])
+
+    return next_seed
+
+
+def _is_same(before: tf.Tensor, after: tf.Tensor) -> bool:
+    while after is not before and after.op.type == "Identity":
+        after = after.op.inputs[0]
+    return after.name == before.name
+
+
+@dataclasses.dataclass
+class _Group:
+    """Variables of one dtype on one server.
+
+    Attributes:
+        device: the device of the server.
+        dense: positions of the variables with dense gradients.
+        packing: how the dense gradients are packed.
+        sparse: positions of the variables with sparse gradients.
+        widths: the number of values in each row of a sparse one.
+    """
+
+    device: str
+    dense: list[int]
+    packing: Packing
+    sparse: list[int]
+    widths: list[int]
+
+
+class _Gradients:
+    """How the gradients of a step travel.
+
+    To each server goes one vector of values for each dtype, and one of indices if there are sparse gradients:
+
+        values    | dense gradients, flat | rows of sparse gradient 1 | rows of 2 | ...
+        indices   | number of rows of 1, of 2, ... | indices of 1 | indices of 2 | ...
+
+    Attributes:
+        destinations: the device that each tensor goes to.
+        specs: the specification of each tensor.
+    """
+
+    def __init__(self, gradients: Sequence[Any], variables: Sequence[keras.Variable]):
+        self._variables = variables
+        self._groups: list[_Group] = []
+        self.destinations: list[str] = []
+        self.specs: list[tf.TensorSpec] = []
+        present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        places = {i: (variables[i].value.device, gradients[i].dtype) for i in present}
+        for place in dict.fromkeys(places.values()):
+            own = [i for i in present if places[i] == place]
+            sparse = [i for i in own if isinstance(gradients[i], tf.IndexedSlices)]
+            dense = [i for i in own if i not in sparse]
+            packing = Packing([gradients[i].shape for i in dense], [gradients[i].dtype for i in dense])
+            widths = [math.prod(variables[i].shape[1:]) for i in sparse]
+            self._groups.append(_Group(place[0], dense, packing, sparse, widths))
+            self.specs += [tf.TensorSpec([None], place[1]), *[tf.TensorSpec([None], tf.int64)][: len(sparse)]]
+            self.destinations += [place[0]] * (2 if sparse else 1)
+
+    def pack(self, gradients: Sequence[Any]) -> list[tf.Tensor]:
+        """The tensors to send."""
+        tensors = []
+        for group in self._groups:
+            slices = [gradients[i] for i in group.sparse]
+            values = [tf.reshape(part.values, [-1]) for part in slices]
+            tensors.append(tf.concat([*group.packing.pack([gradients[i] for i in group.dense]), *values], 0))
+            if slices:
+                indices = [tf.cast(part.indices, tf.int64) for part in slices]
+                tensors.append(tf.concat([[tf.size(part, tf.int64) for part in indices], *indices], 0))
+        return tensors
+
+    def sum(self, parts: Sequence[list[tf.Tensor]], weights: tf.Tensor) -> tuple[list, list[keras.Variable]]:
+        """The weighted sum of what several workers have sent, as gradients of the variables, on their servers."""
+        rest = [iter(part) for part in parts]
+        gradients: list = [None] * len(self._variables)
+        for group in self._groups:
+            with tf.device(group.device):
+                vectors = [next(part) for part in rest]
+                vectors = [v * tf.cast(w, v.dtype) for v, w in zip(vectors, tf.unstack(weights), strict=True)]
+                total = tf.add_n([vector[: group.packing.length] for vector in vectors])
+                dense = group.packing.unpack([total] if group.dense else [])
+                for i, gradient in zip(group.dense, dense, strict=True):
+                    gradients[i] = gradient
+                if group.sparse:
+                    values = [vector[group.packing.length :] for vector in vectors]
+                    self._join_slices(group, values, [next(part) for part in rest], gradients)
+        return gradients, list(self._variables)
+
+    def _join_slices(self, group: _Group, vectors: list[tf.Tensor], indices: list[tf.Tensor], gradients: list) -> None:
+        """Unpacks sparse gradients, and joins the rows of all workers: adding them up is left to the optimizer."""
+        count = len(group.sparse)
+        counts = [part[:count] for part in indices]
+        rows = [tf.split(part[count:], own, num=count) for part, own in zip(indices, counts, strict=True)]
+        values = [tf.split(v, own * group.widths, num=count) for v, own in zip(vectors, counts, strict=True)]
+        for position, i in enumerate(group.sparse):
+            shape = self._variables[i].shape
+            gradients[i] = tf.IndexedSlices(
+                tf.concat([tf.reshape(own[position], [-1, *shape[1:]]) for own in values], 0),
+                tf.concat([own[position] for own in rows], 0),
+                tf.constant(list(shape), tf.int64),
+            )

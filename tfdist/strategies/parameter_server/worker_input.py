@@ -10,31 +10,33 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.distribute import input_lib
-from tensorflow.python.distribute.coordinator import values as upstream
 
-from tfdist.strategies.parameter_server.batches import BatchIterator, batch_spec
+from tfdist.compat.upstream import coordinator_values as upstream
+from tfdist.compat.upstream import input_lib
+from tfdist.inspection.dataset_properties import draws_seeds, has_no_order
+from tfdist.strategies.parameter_server.batches import BatchIterator, CoordinatorDataset, batch_spec
 from tfdist.strategies.parameter_server.dispatcher import Worker
 from tfdist.strategies.parameter_server.transfer import local_constant
-from tfdist.strategies.pipeline_facts import draws_seeds, has_no_order
 
 
 class WorkerDataset(input_lib.DistributedDatasetsFromFunction):
-    """A dataset in shards, one a worker. Keras knows it by its base class, of which it has nothing else.
+    """A dataset in shards, one a worker.
+
+    The base class is there for Keras only, which recognises it; nothing of it is used.
 
     Args:
         shards: for each worker, the dataset that it reads.
-        source: the whole, if there is one.
+        whole: the whole dataset, if there is one.
 
     Attributes:
         element_spec: of the batches.
         cardinality: the number of batches; -1 for infinitely many, -2 if it is unknown.
     """
 
-    def __init__(self, shards: list[tf.data.Dataset], source: tf.data.Dataset | None = None):
+    def __init__(self, shards: list[tf.data.Dataset], whole: CoordinatorDataset | None = None):
         self._datasets = shards
         self._cardinalities = [int(shard.cardinality()) for shard in shards]
-        self._source = source
+        self._whole = whole
         self._spec = shards[0].element_spec
 
     @property
@@ -47,7 +49,7 @@ class WorkerDataset(input_lib.DistributedDatasetsFromFunction):
         return min(unknown) if unknown else sum(self._cardinalities)
 
     def __iter__(self) -> WorkerIterator:
-        return WorkerIterator(self._shards, self._spec, self._source)
+        return WorkerIterator(self._shards, self._spec, self._whole)
 
     def _shards(self) -> list[Shard]:
         return [
@@ -57,7 +59,8 @@ class WorkerDataset(input_lib.DistributedDatasetsFromFunction):
 
     @functools.cached_property
     def _graphs(self) -> list[tf.Tensor]:
-        if self._source is not None and (draws_seeds(self._source) or has_no_order(self._source)):
+        source = self._whole.source if self._whole is not None else None
+        if source is not None and (draws_seeds(source) or has_no_order(source)):
             raise ValueError(
                 "Received: a dataset that is shuffled, and ParameterServerStrategy(worker_input=True). Each worker "
                 "would shuffle it for itself, and take its part of another order: some rows twice, some never. "
@@ -67,12 +70,12 @@ class WorkerDataset(input_lib.DistributedDatasetsFromFunction):
         return [_serialised(dataset) for dataset in self._datasets]
 
 
-def shards_of_dataset(dataset: tf.data.Dataset, workers: int) -> WorkerDataset:
+def shards_of_dataset(dataset: CoordinatorDataset, workers: int) -> WorkerDataset:
     """Every worker runs the whole pipeline and trains on each `workers`-th batch: the batches are those of one process.
 
     What cannot be sent to a worker, or is shuffled, is refused with a ValueError when a step asks for data.
     """
-    return WorkerDataset([dataset.shard(workers, index) for index in range(workers)], dataset)
+    return WorkerDataset([dataset.source.shard(workers, index) for index in range(workers)], dataset)
 
 
 def shards_of_function(function: Callable, workers: int) -> WorkerDataset:
@@ -106,10 +109,10 @@ class Shard:
 
     Attributes:
         graph: the dataset, serialised.
-        spec: of its elements.
+        spec: the specification of its elements.
         remaining: how many of them have not been handed out; `None` if that is unknown.
         done: how many steps have been done.
-        is_busy: whether a worker is at it.
+        is_busy: whether a worker computes a step of it.
         is_exhausted: whether a worker has come to its end.
         home: the worker that reads it.
     """
@@ -148,30 +151,30 @@ class WorkerIterator:
     Args:
         make_shards: makes the shards, at their beginning.
         element_spec: of the batches.
-        source: the whole dataset, if there is one.
+        whole: the whole dataset, if there is one.
 
     Attributes:
-        spec: what a batch looks like, as `batch_spec` says.
+        spec: the specification of a batch, as `batch_spec` returns it.
         shards: the shards.
     """
 
-    def __init__(self, make_shards: Callable[[], list[Shard]], element_spec: Any, source: tf.data.Dataset | None):
+    def __init__(self, make_shards: Callable[[], list[Shard]], element_spec: Any, whole: CoordinatorDataset | None):
         self.element_spec, self.spec = element_spec, batch_spec(element_spec)
-        self._make_shards, self._source = make_shards, source
+        self._make_shards, self._whole = make_shards, whole
         self._local: BatchIterator | None = None
 
     def __iter__(self) -> WorkerIterator:
         return self
 
     def __next__(self) -> Any:
-        # Only `predict` draws batches itself, and wants them in their order.
-        if self._source is None:
+        # Only `predict` draws batches itself, and wants them in their order: the coordinator reads them.
+        if self._whole is None:
             raise ValueError(
                 "Received: a dataset function for predict, which needs the batches in their order. Expected: arrays or "
                 "a tf.data.Dataset."
             )
         if self._local is None:
-            self._local = BatchIterator(self._source)
+            self._local = iter(self._whole)
         return next(self._local)
 
     @functools.cached_property
@@ -179,7 +182,7 @@ class WorkerIterator:
         return self._make_shards()
 
     def free(self) -> Shard | None:
-        """A shard with data that no worker is at, that which has been read least; `None` if there is none now."""
+        """The shard with data left that has been read least, of those that no worker reads now; `None`: none."""
         shards = [shard for shard in self.shards if not shard.is_busy and not shard.is_over]
         return min(shards, key=lambda shard: shard.done, default=None)
 
@@ -195,7 +198,7 @@ def _takes_one(function: Callable) -> bool:
     except TypeError:
         return False
     except ValueError:
-        pass  # it has no signature that could be asked for
+        pass  # a callable without a signature, such as some built-in ones
     return True
 
 

@@ -1,11 +1,18 @@
 """The forward and the backward pass of a chunk as TensorFlow functions, traced once and called for each micro-batch.
 
-A function each keeps the graph of a training step small: it has two calls for every chunk and micro-batch, whatever
-is inside. The backward function is made from the forward graph, as `tf.function` does it under a `GradientTape`, but
-what is kept from one to the other (the residuals) is explicit here: nothing for a chunk that is recomputed.
+    forward:   turn, trainable, state, inputs       ->  turn, outputs, new state, losses, kept inputs, residuals
+    backward:  turn, gradients of outputs,          ->  turn, gradients of trainable, gradients of inputs
+               shared (weights, ...), kept (inputs, residuals)
 
-A scalar goes into each function and out of it, so that one call comes after another: its turn. Control dependencies
-would say the same, but TensorFlow's executor follows those last, and begins with what it has found last: a thread that
+With one function for each pass, the graph of a training step stays small: it has two calls for every chunk and
+micro-batch, whatever is inside. The backward function is made from the forward graph, as `tf.function` does it under a
+`GradientTape`. But what is kept from one to the other (the residuals) is explicit here. A chunk that is recomputed
+keeps its inputs only.
+
+Nothing in a function has a device: it runs where it is called, so that the pipelines of several replicas share it.
+
+A scalar goes into each function and out of it, its turn: it makes one call come after another. Control dependencies
+would say the same, but TensorFlow's executor looks at those last, and begins with what it has found last: a thread that
 has computed something for another device would compute the next thing before it sends the first.
 """
 
@@ -18,13 +25,10 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from tensorflow.core.framework import attr_value_pb2
-from tensorflow.python.eager.polymorphic_function import atomic_function
-from tensorflow.python.framework import func_graph
-from tensorflow.python.ops import gradients_util
 
+from tfdist.compat.upstream import atomic_function, attr_value_pb2, func_graph, gradients_util
 from tfdist.layer_graph.chunk import Chunk
-from tfdist.layer_graph.effects import UNSEEDED
+from tfdist.layer_graph.pure_call import UNSEEDED
 from tfdist.layer_graph.values import (
     Gradients,
     Value,
@@ -38,13 +42,14 @@ from tfdist.strategies import xla
 from tfdist.strategies.pipeline.weight_gradients import RowProduct, as_row_product
 
 _log = logging.getLogger("tfdist")
-# Grappler would copy the function to each of its calls, and merge what is recomputed with what was computed before.
+# Without this, Grappler (TensorFlow's graph optimizer) would inline the function at each of its calls. It would then
+# merge what is recomputed with what was computed before, and nothing would be recomputed.
 _ATTRIBUTES = {"_noinline": attr_value_pb2.AttrValue(b=True)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Forward:
-    """What the forward pass of one micro-batch has left.
+    """The results of the forward pass of one micro-batch.
 
     Attributes:
         outputs: the chunk's outputs, in the order of `Chunk.outputs`.
@@ -65,7 +70,7 @@ class Forward:
 
 @dataclasses.dataclass(frozen=True)
 class Backward:
-    """What the backward pass of one micro-batch has left.
+    """The results of the backward pass of one micro-batch.
 
     Attributes:
         inputs: gradients of the chunk's inputs, in the order of `Chunk.inputs`.
@@ -105,7 +110,7 @@ class ChunkFunctions:
         specs = tuple(Value(*(None if t is None else tf.TensorSpec(t.shape, t.dtype) for t in v)) for v in arguments)
         key = specs, differentiable, bool(self.model.jit_compile)
         if key not in self._traces:
-            # Several pipelines call the function: what is in it runs where it is called.
+            # Without a device in it, the function runs where it is called: several pipelines call it.
             with tf.device(None):
                 self._traces[key] = _Trace(self, specs, differentiable)
         return self._traces[key]
@@ -115,7 +120,7 @@ class _Trace:
     def __init__(self, functions: ChunkFunctions, specs: Sequence[Value], differentiable: bool):
         self.functions, self.specs, self._recompute = functions, specs, functions.recompute
         chunk = functions.chunk
-        # The number and kind of a chunk: it is what one reads in a profile.
+        # Profiles show this name.
         self._name = f"stage_chunk_{chunk.index}_{'train' if functions.training else 'infer'}"
         self._variables = [tf.TensorSpec(v.shape, v._value.dtype) for v in (*chunk.trainable, *chunk.state)]
         graph = self._forward_graph("forward")
@@ -124,27 +129,18 @@ class _Trace:
         self._number_of_outputs = len(graph.outputs)
         self.products: list[RowProduct | None] = [None] * len(chunk.trainable)
         self._residuals: list[tf.Tensor] = []
-        # Positions of the arguments that the backward function takes, too.
+        # Positions of the forward function's arguments that the backward function takes, too: those that all
+        # micro-batches share, and those of one micro-batch.
         self._shared: list[int] = []
         self._kept: list[int] = []
         if differentiable:
             self._differentiate(graph)
-        if differentiable:
-            # Inputs come out again: on this device, whatever sends them elsewhere.
+            # The inputs that are kept come out again as outputs. So the backward pass takes tensors of this device.
+            # Taking the inputs themselves, it would have the stage before send them a second time.
             with graph.as_default():
                 inputs = [tf.identity(graph.inputs[i]) for i in self._kept]
             graph.outputs = [*graph.outputs, *inputs, *self._residuals]
         self._forward = _define(f"{self._name}_forward", graph)
-
-    @property
-    def residual_bytes(self) -> int | None:
-        """Bytes that one micro-batch keeps for its backward pass besides its inputs; `None` if a shape is unknown."""
-        if self._recompute:
-            return 0
-        shapes = [t.shape for t in self._residuals]
-        if not all(shape.is_fully_defined() for shape in shapes):
-            return None
-        return sum(t.shape.num_elements() * max(t.dtype.size, 1) for t in self._residuals)
 
     def forward(
         self, turn: tf.Tensor, trainable: Sequence[tf.Tensor], state: Sequence[tf.Tensor], inputs: Sequence[Value]
@@ -211,7 +207,7 @@ class _Trace:
         result = chunk.run(functions.model, flat[:first], state, inputs, functions.training)
         self._changed = [new is not old for new, old in zip(result.state, state, strict=True)]
         self._adds_losses = bool(result.losses)
-        outputs, self._layout = pack(result.outputs)
+        outputs, self._layout = pack(result.result)
         outputs += [new for new, changed in zip(result.state, self._changed, strict=True) if changed]
         if result.losses:
             outputs.append(tf.add_n([tf.reduce_sum(tf.cast(loss, tf.float32)) for loss in result.losses]))
@@ -236,7 +232,8 @@ class _Trace:
         inputs = unpack(source.inputs[begin:], pack(self.specs)[1])
         xs = [*source.inputs[:count], *differentiable(inputs)]
         if self._recompute:
-            # One graph makes both passes; it takes the gradients of the outputs first.
+            # One graph computes the forward pass again and then the gradients. Its arguments are the gradients of the
+            # outputs, and those arguments of the forward function that it uses: all of them.
             backward = source
             with backward.as_default(), xla.marked(self.functions.model):
                 given = [tf.compat.v1.placeholder(y.dtype, y.shape) for y in ys]
@@ -245,6 +242,8 @@ class _Trace:
             self._set_inputs(backward, given, dict(enumerate(backward.inputs)))
             self._backward = _define(f"{self._name}_backward", backward)
             return
+        # The gradients go into a graph of their own. What they use of the forward graph, it captures: arguments of the
+        # forward function, and what was computed (the residuals), which the forward function has to return for it.
         with source.as_default():
             backward = func_graph.FuncGraph(f"{self._name}_backward")
         with backward.as_default(), xla.marked(self.functions.model):
@@ -262,7 +261,13 @@ class _Trace:
     def _set_inputs(
         self, graph: func_graph.FuncGraph, given: Sequence[tf.Tensor], passed: dict[int, tf.Tensor]
     ) -> None:
-        """Lets a backward graph take the gradients of the outputs, and arguments of the forward function."""
+        """Makes the inputs of a backward graph: the gradients of the outputs, then arguments of the forward function.
+
+        Args:
+            graph: the backward graph.
+            given: its placeholders for the gradients of the outputs.
+            passed: its other inputs, by the position of the argument of the forward function.
+        """
         begin = len(self._variables)
         own = range(begin, begin + len(pack(self.specs)[0]))
         self._shared = [position for position in passed if position not in own]
@@ -270,6 +275,7 @@ class _Trace:
         graph.inputs = [*given, *(passed[position] for position in (*self._shared, *self._kept))]
 
     def _set_gradients(self, graph: func_graph.FuncGraph, gradients: Sequence[Any], count: int) -> None:
+        """Makes the outputs of a backward graph. Functions return tensors only: each gradient becomes none to three."""
         self._gradient_kinds, outputs = [], []
         for index, gradient in enumerate(gradients):
             product = None
@@ -309,7 +315,7 @@ def _draws_unseeded(graph: func_graph.FuncGraph) -> bool:
 
 
 def _zeros_like(tensor: tf.Tensor) -> tf.Tensor:
-    # Only the shape is waited for and kept.
+    # `tf.zeros_like` would keep the whole tensor for the backward pass; this keeps its shape only.
     return tf.zeros(tf.shape(tensor), tensor.dtype)
 
 

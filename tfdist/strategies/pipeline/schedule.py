@@ -25,7 +25,7 @@ class Instruction(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """What each device computes, in order. Chunk `c` of the model lives on device `c % devices`.
+    """What each device computes, in order. Chunk `c` of the model is on device `c % devices`.
 
     Attributes:
         name: name of the schedule, such as "1f1b".
@@ -70,13 +70,13 @@ class Schedule:
         return self.devices * self.chunks_per_device
 
     def device_of(self, chunk: int) -> int:
-        """The device on which a chunk lives."""
+        """The device that a chunk is on."""
         return chunk % self.devices
 
     def requirements(self, instruction: Instruction) -> list[Instruction]:
-        """What must be done right before an instruction can begin.
+        """The instructions that must be done before this one can begin.
 
-        Neighbouring chunks suffice, even where connections skip chunks: what a neighbour needed is done as well.
+        Those of the neighbouring chunks are enough, also where connections skip chunks: they need what lies before.
 
         Example:
             >>> gpipe(2, 1).requirements(Instruction("backward", 0, 0))
@@ -91,11 +91,13 @@ class Schedule:
     def linear_order(self) -> list[tuple[int, Instruction]]:
         """All instructions with their devices, in one order that one program can follow.
 
-        It keeps each device's order, and puts each instruction behind all that it requires. The devices take turns, so
-        that a program that only starts computations in this order keeps all devices busy.
+        It keeps the order of each device, and puts each instruction behind all that it requires. The devices take
+        turns, so that a program that starts the computations in this order, without waiting for them, keeps all devices
+        busy.
 
         Raises:
-            ValueError: for a deadlock: all devices wait for each other, or for what no device does.
+            ValueError: if the schedule deadlocks: every device waits for another one, or for an instruction that no
+                device has.
 
         Example:
             >>> [(device, i.kind) for device, i in gpipe(2, 1).linear_order()]
@@ -115,7 +117,7 @@ class Schedule:
         return result
 
     def in_flight(self) -> tuple[int, ...]:
-        """For each chunk, the most micro-batches that are between forward and backward: their activations need memory.
+        """For each chunk, the most micro-batches at a time between forward and backward: their activations need memory.
 
         Micro-batches without a backward, as in `evaluate`, do not count: nothing has to be kept for them.
         """
@@ -132,7 +134,7 @@ class Schedule:
     def bubble(self) -> float:
         """The ideal idle share (K-1)/(V*M+K-1): for chunks that take equally long, and transfers that take no time.
 
-        An interleaved schedule only reaches it if the number of micro-batches is a multiple of that of devices.
+        An interleaved schedule reaches it only if the number of micro-batches is a multiple of the number of devices.
         """
         return (self.devices - 1) / (self.chunks_per_device * self.microbatches + self.devices - 1)
 
@@ -147,8 +149,8 @@ class Schedule:
 def gpipe(devices: int, microbatches: int) -> Schedule:
     """All forwards, then all backwards; every micro-batch is in flight at once.
 
-    GPipe, arXiv 1811.06965. The paper takes the backwards in reverse. Here, all schedules begin with micro-batch 0, so
-    that they add up gradients in the same order, and get the same sums.
+    GPipe, arXiv 1811.06965. The paper takes the backwards in reverse. Here, all schedules begin with micro-batch 0: so
+    they add up gradients in the same order, and get the same sums bit for bit.
 
         stage 0 |F0 F1 F2 F3             B0 B1 B2 B3
         stage 1 |   F0 F1 F2 F3       B0 B1 B2 B3
@@ -178,10 +180,10 @@ def one_f_one_b(devices: int, microbatches: int) -> Schedule:
 
 
 def eager_one_f_one_b(devices: int, microbatches: int) -> Schedule:
-    """1F1B that begins with more forwards: transfers take place while devices compute, instead of between.
+    """1F1B that begins with more forwards: transfers take place while the devices compute.
 
-    In 1F1B, a micro-batch's way to the next stage and back is time in which a stage has nothing to do, again for each
-    micro-batch. With up to 2(K-s)-1 micro-batches in flight on stage s there is something to do as long as a transfer
+    In 1F1B a stage has nothing to do while a micro-batch is on its way to the next stage and back, and that for each
+    micro-batch. With up to 2(K-s)-1 micro-batches in flight on stage s there is something to do, as long as a transfer
     takes no longer than half of a forward and a backward (arXiv 2211.05322).
 
         stage 0 |F0 F1 F2 F3 F4 B0 F5 B1    B2    B3    B4    B5
@@ -198,7 +200,7 @@ def eager_one_f_one_b(devices: int, microbatches: int) -> Schedule:
 def interleaved(devices: int, microbatches: int, chunks_per_device: int) -> Schedule:
     """1F1B with several chunks (a, b, ...) on each device: a shorter bubble for more transfers and activations.
 
-    Megatron-LM, arXiv 2104.04473. Where M is no multiple of K, this is the schedule for the next multiple, without the
+    Megatron-LM, arXiv 2104.04473. Where M is no multiple of K, this is the schedule for the next multiple, less the
     micro-batches that do not exist; its bubble is longer than the ideal one. With one chunk per device it is 1F1B.
 
         stage 0 |F0a F1a F0b F1b F2a B0b F3a B1b F2b B0a F3b B1a     B2b     B3b B2a B3a
@@ -260,7 +262,11 @@ _WITH_ONE_CHUNK = {"gpipe": gpipe, "1f1b": one_f_one_b, "eager-1f1b": eager_one_
 
 
 def _phased(name: str, devices: int, microbatches: int, chunks_per_device: int, warm_ups: list[int]) -> Schedule:
-    """A schedule in which each device warms up with forwards, then takes one forward and one backward in turn."""
+    """A schedule in which each device begins with some forwards, then takes one forward and one backward in turn.
+
+    Args:
+        warm_ups: for each device, the number of forwards before its first backward.
+    """
     visits = _visits(devices, microbatches, chunks_per_device)
     orders = []
     for device in range(devices):
@@ -275,9 +281,9 @@ def _phased(name: str, devices: int, microbatches: int, chunks_per_device: int, 
 
 
 def _visits(devices: int, microbatches: int, chunks_per_device: int) -> list[tuple[int, int]]:
-    """In which order a device's chunks meet micro-batches, as pairs: in groups of one micro-batch for each device.
+    """The order in which a device takes `(chunk of the device, micro-batch)`, in groups of one micro-batch per device.
 
-    The last group is always full; who asks leaves out the micro-batches that do not exist.
+    The last group is always full: the caller leaves out the micro-batches that do not exist.
     """
     if chunks_per_device == 1:
         return [(0, microbatch) for microbatch in range(microbatches)]

@@ -3,34 +3,40 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.models.functional import Functional
-from tensorflow.python.distribute import distribute_lib, one_device_strategy
 
 from tfdist.arguments import check_count, check_seconds
 from tfdist.cluster.config import ClusterConfig
-from tfdist.compat import install
+from tfdist.compat.upstream import Functional, distribute_lib, one_device_strategy
+from tfdist.inspection import epoch_iterators
 from tfdist.layer_graph.chunk import is_traced
 from tfdist.layer_graph.graph import functional_of
 from tfdist.memory.policy import MemoryPolicy
-from tfdist.strategies import epoch_iterators
-from tfdist.strategies.keras_step import predicting_model, recognise
-from tfdist.strategies.pipeline import checks, pipelined_call
+from tfdist.steps.common_hooks import install
+from tfdist.steps.keras_step import predicting_model, recognise
+from tfdist.steps.validation import expect_use
+from tfdist.strategies import xla
+from tfdist.strategies.keras_hooks import StrategyHooks
+from tfdist.strategies.pipeline import validation
 from tfdist.strategies.pipeline.clock import Clock
-from tfdist.strategies.pipeline.description import describe
-from tfdist.strategies.pipeline.devices import pipeline_devices
-from tfdist.strategies.pipeline.locality import LocalScalars, local_optimizers, near_inputs
-from tfdist.strategies.pipeline.loss_head import MASKED, LossHead, why_not_decomposable
-from tfdist.strategies.pipeline.placement import SlotReferences, move, move_slots
-from tfdist.strategies.pipeline.plan import PipelinePlan
-from tfdist.strategies.pipeline.planner import Planner
-from tfdist.strategies.pipeline.train_step import MaskedOutputs, train_step
+from tfdist.strategies.pipeline.placement import (
+    LocalScalars,
+    SlotReferences,
+    local_optimizers,
+    move,
+    move_slots,
+    near_inputs,
+    pipeline_devices,
+)
+from tfdist.strategies.pipeline.plan import PipelinePlan, Planner
+from tfdist.strategies.pipeline.steps import LossHead, MaskedOutputs, call_model, train_step
+from tfdist.strategies.pipeline.summary import describe
+from tfdist.strategies.pipeline.validation import MASKED, why_not_decomposable
 
 
 class _PipelineExtended(one_device_strategy.OneDeviceExtended):
@@ -42,13 +48,13 @@ class _PipelineExtended(one_device_strategy.OneDeviceExtended):
         self.scalars: LocalScalars | None = None
 
     def _create_variable(self, next_creator: Callable, **kwargs: Any) -> Any:
-        # Which stage a layer is on is known once the model is there: until then its variables are in main memory.
+        # The stage of a layer is known once the whole model is built. Until then its variables are in main memory.
         reference = kwargs.pop("colocate_with", None)
         placed = isinstance(reference, tf.Variable)
         with tf.device(reference.device if placed else self._host):
             variable = next_creator(**kwargs)
         if placed:
-            self.slot_references.note(variable, reference)
+            self.slot_references.add(variable, reference)
         return variable
 
     @property
@@ -57,7 +63,7 @@ class _PipelineExtended(one_device_strategy.OneDeviceExtended):
         return device.replace(device_type="CPU", device_index=0).to_string()
 
     def _update(self, var: Any, fn: Callable, args: tuple, kwargs: dict, group: bool) -> Any:
-        # An optimizer updates a variable, and its slots, where they are.
+        # Called by an optimizer for each variable: the update runs on the device of the variable and its slots.
         with contextlib.ExitStack() as stack:
             stack.enter_context(tf.device(var.device))
             stack.enter_context(distribute_lib.UpdateContext(var.device))
@@ -73,23 +79,6 @@ class _PipelineExtended(one_device_strategy.OneDeviceExtended):
         return dataset
 
 
-_strategies: weakref.WeakSet[PipelineStrategy] = weakref.WeakSet()
-
-
-def warn_without_scope() -> None:
-    """Warns, once, that Keras works without a strategy although there is a pipeline, which nobody has used yet."""
-    for strategy in _strategies:
-        if strategy._latest() is None and not strategy._warned:
-            strategy._warned = True
-            warnings.warn(
-                "Received: a call of fit, evaluate or predict for a model that was created outside of "
-                "strategy.scope(). It runs on one device, and no model has used the PipelineStrategy yet. Expected: "
-                "`with strategy.scope(): model = ...; model.compile(...)`, around load_model, too, unless this is "
-                "meant.",
-                stacklevel=4,
-            )
-
-
 class PipelineStrategy(tf.distribute.Strategy):
     """Trains a model that is cut into stages, one a device, with several micro-batches on their way at a time.
 
@@ -103,7 +92,7 @@ class PipelineStrategy(tf.distribute.Strategy):
         devices: a device string, or a `tf.config.LogicalDevice`, for each stage, or a list of such lists for several
             pipelines side by side. By default the workers of the discovered cluster, one stage each; without one, all
             GPUs of this process, or all its logical CPU devices.
-        microbatches: into how many parts each pipeline cuts its rows of a batch; any batch size of at least that.
+        num_microbatches: into how many parts each pipeline cuts its rows of a batch; any batch size of at least that.
         schedule: "gpipe", "1f1b" (PipeDream-flush: keeps fewer micro-batches in memory), "eager-1f1b" (keeps up to
             twice as many as that, and hides the time that transfers take), "interleaved" (several chunks of the model
             on a device, a smaller bubble), or "auto": 1F1B where the compiled loss is a mean over rows, in the eager
@@ -112,14 +101,13 @@ class PipelineStrategy(tf.distribute.Strategy):
         cuts: names of the layers after which the model is cut; by default it is balanced. `tfdist.stage(i)` around
             layer calls is another way to say it.
         balance: what is made even over the stages: "flops", "memory" (weights and activations) or "time" (measured).
-        recompute: whether backward passes run the forward pass again instead of keeping what it computed; one value
-            for all or one for each chunk. "auto": where the activations would take half of the device's memory.
         weight_gradients: "accumulate" adds up the micro-batches' gradients; "batched" keeps their factors and makes one
             larger product of them at the end of the step: faster where weights are large against the rows of a
             micro-batch, more memory.
-        memory: a mode of `tfdist.memory.MemoryPolicy`, or a policy with one mode, for all stages: "recompute" is
-            recompute=True; with "park", the inputs of a micro-batch spend the time until its backward pass on the host,
-            with "swap" all that was computed. By default, `recompute` decides.
+        memory: what stages keep of a micro-batch for its backward pass: a mode of `tfdist.memory.MemoryPolicy`, or a
+            policy with one mode, or with modes by the names "stage_0", "stage_1", ... (in the interleaved schedule of
+            chunks, in the model's order). By default a stage recomputes where the activations would take half of its
+            device's memory; "none" keeps everything.
         replicas: how many pipelines the devices are dealt out to; their gradients are added up.
         cluster: the cluster and this process' place in it; by default what `tfdist.discover()` finds.
         start_timeout: how long to wait at the start until all processes are there, in seconds.
@@ -130,7 +118,7 @@ class PipelineStrategy(tf.distribute.Strategy):
 
     Example (two stages on the CPU):
         >>> import keras, numpy as np, tfdist
-        >>> strategy = tfdist.PipelineStrategy(["CPU:0", "CPU:0"], microbatches=4)
+        >>> strategy = tfdist.PipelineStrategy(["CPU:0", "CPU:0"], num_microbatches=4)
         >>> with strategy.scope():
         ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(1)])
         ...     model.compile("sgd", "mse")
@@ -143,12 +131,11 @@ class PipelineStrategy(tf.distribute.Strategy):
         self,
         devices: Sequence[Any] | None = None,
         *,
-        microbatches: int = 8,
+        num_microbatches: int = 8,
         schedule: str = "auto",
         chunks_per_device: int | None = None,
         cuts: Sequence[str] | None = None,
         balance: str = "flops",
-        recompute: bool | str | Sequence[bool] = "auto",
         weight_gradients: str = "accumulate",
         memory: MemoryPolicy | str | None = None,
         replicas: int | None = None,
@@ -161,14 +148,24 @@ class PipelineStrategy(tf.distribute.Strategy):
         check_seconds(start_timeout=start_timeout)
         self._devices = pipeline_devices(devices, replicas, cluster, start_timeout)
         self._planner = Planner(
-            self._devices, microbatches, schedule, chunks_per_device, cuts, balance, recompute, weight_gradients, memory
+            self._devices, num_microbatches, schedule, chunks_per_device, cuts, balance, weight_gradients, memory
         )
-        self._running = self._warned = False
+        self._running = False
         self._rows: int | None = None
         self._latest: Callable[[], keras.Model | None] = lambda: None
-        self.clock: Clock | None = None
-        _strategies.add(self)
+        self._clock: Clock | None = None
         super().__init__(_PipelineExtended(self, self._devices[0][0]))
+        self._keras_hooks = PipelineHooks(self)
+        expect_use(self)
+
+    _alone = "It runs on one device"
+
+    @property
+    def _is_used(self) -> bool:
+        return self._latest() is not None
+
+    # The other processes of a cluster go no further than the constructor.
+    is_chief = True
 
     @property
     def devices(self) -> list[list[str]]:
@@ -192,20 +189,21 @@ class PipelineStrategy(tf.distribute.Strategy):
                 "strategy.summary(model) with a built model, or fit, evaluate or predict before, of a model that was "
                 "created in `with strategy.scope(): ...`."
             )
-        return describe(self.prepare(model), self._rows, width)
+        return describe(self._prepare(model), self._rows, width)
 
     def run(self, fn: Callable, args: tuple = (), kwargs: dict | None = None, options: Any = None) -> Any:
         step = recognise(fn) if len(args) == 1 and not kwargs else None
         if step is None or tf.executing_eagerly():
             return super().run(fn, args, kwargs, options)
-        plan = self.prepare(step.model or predicting_model(fn))
-        # Keras traces a step: since the last time, layers may have been frozen, changed, or compiled with another loss.
+        plan = self._prepare(step.model or predicting_model(fn))
+        # Keras traces a step. Since the last trace, layers may have been frozen or changed, or the loss replaced.
         plan.refresh()
         self._place(plan)
         if step.kind == "train":
-            self._note_rows(plan)
+            self._learn_rows(plan)
         previous, self._running = self._running, True
         try:
+            # Where the loss does not decompose, Keras' own step runs, and its call of the model is pipelined.
             if step.kind == "train" and plan.decomposes:
                 fn = self._train_step(plan, fn)
             with near_inputs(), local_optimizers(plan.model, lambda s: setattr(self.extended, "scalars", s)):
@@ -213,7 +211,7 @@ class PipelineStrategy(tf.distribute.Strategy):
         finally:
             self._running = previous
 
-    def prepare(self, model: keras.Model) -> PipelinePlan:
+    def _prepare(self, model: keras.Model) -> PipelinePlan:
         """Cuts a model into stages and moves its variables there, at the first call.
 
         Raises:
@@ -229,7 +227,7 @@ class PipelineStrategy(tf.distribute.Strategy):
             )
         plan = _plan_of(functional, self)
         if plan is None:
-            checks.check_inputs(functional)
+            validation.check_inputs(functional)
             plan = self._planner.plan(model, functional)
             self._place(plan)
             _shadow_call(functional, self, plan)
@@ -238,23 +236,10 @@ class PipelineStrategy(tf.distribute.Strategy):
             plan.choose_schedule(self._planner, why_not_decomposable(plan.model, plan.functional))
         return plan
 
-    def check_model(self, model: keras.Model) -> None:
-        """Refuses what cannot be trained in a pipeline, and cuts the model, before Keras builds or runs it.
-
-        Args:
-            model: a model, compiled in this strategy's scope.
-
-        Raises:
-            ValueError: with the reason and the remedy.
-        """
-        checks.check(self, model, len(self._devices), self._planner.microbatches)
-        if functional_of(model) is not None or not isinstance(model, keras.Sequential):
-            self.prepare(model)
-
-    def _note_rows(self, plan: PipelinePlan) -> None:
-        """Learns the size of the training batches, where Keras' iterator knows it."""
+    def _learn_rows(self, plan: PipelinePlan) -> None:
+        """Takes the size of the training batches from Keras' iterator, where that knows it."""
         rows = epoch_iterators.batch_size(epoch_iterators.latest(plan.model))
-        checks.check_batch_size(rows, plan.replicas * self._planner.microbatches)
+        validation.check_batch_size(rows, plan.replicas * self._planner.num_microbatches)
         if rows is not None:
             self._rows = rows
             self._planner.choose_recompute(plan, rows)
@@ -266,15 +251,16 @@ class PipelineStrategy(tf.distribute.Strategy):
         def run(data: Any) -> Any:
             if plan.decomposes:
                 try:
-                    return train_step(plan, head, data, self.clock)
+                    return train_step(plan, head, data, self._clock)
                 except MaskedOutputs:
+                    # Found while the first micro-batch was traced; what it has added to the graph stays unused.
                     plan.choose_schedule(self._planner, MASKED)
             return stock(data)
 
         return run
 
     def _place(self, plan: PipelinePlan) -> None:
-        # A layer of several models stays where the first of them has it: their functions are traced with its variables.
+        # A layer of several models stays where the first of them has it: functions are traced with its variables.
         new = [item for item in plan.variables if getattr(item[0], "_tfdist_strategy", lambda: None)() is not self]
         moved = {variable._value._unique_id: variable for variable, _ in new}
         for variable, device in new:
@@ -284,10 +270,28 @@ class PipelineStrategy(tf.distribute.Strategy):
         move_slots(plan.model, self.extended.slot_references, moved)
 
 
+class PipelineHooks(StrategyHooks):
+    """Models of a `PipelineStrategy`: XLA compiles what is between the transfers."""
+
+    runs_whole_steps = False
+
+    def check(self, model: keras.Model) -> None:
+        strategy = self._strategy
+        validation.check(strategy, model, len(strategy.devices), strategy._planner.num_microbatches)
+        if functional_of(model) is not None or not isinstance(model, keras.Sequential):
+            strategy._prepare(model)
+
+    def decide_jit_compile(self, model: Any, decide: Callable[[], bool]) -> bool:
+        return xla.automatic(model)
+
+    def making_function(self, model: Any) -> Any:
+        return xla.not_as_a_whole(model)
+
+
 class _PipelinedCall:
     """Stands in for a Functional model's `call`: runs the pipeline while the strategy runs a step of Keras.
 
-    It keeps the plan, so that this lives as long as the model.
+    It holds the plan, so that the plan lives as long as the model.
     """
 
     def __init__(self, functional: Functional, strategy: PipelineStrategy, plan: PipelinePlan):
@@ -298,7 +302,7 @@ class _PipelinedCall:
         strategy = self.strategy()
         if strategy is None or not strategy._running or is_traced() or mask is not None or kwargs:
             return self._original(inputs, training=training, mask=mask, **kwargs)
-        return pipelined_call.call(self.plan, inputs, bool(training))
+        return call_model(self.plan, inputs, bool(training))
 
 
 def _plan_of(functional: Functional, strategy: PipelineStrategy) -> PipelinePlan | None:

@@ -1,34 +1,38 @@
-"""What a pipeline looks like, as text: its stages, its schedule, and what to expect of it."""
+"""`PipelineStrategy.summary`: the stages of a plan, its schedule, and what to expect of it, as text."""
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import tensorflow as tf
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from tfdist.layer_graph.chunk import Chunk
 from tfdist.plain_text import plain_text
+from tfdist.strategies.pipeline.plan import PipelinePlan
+from tfdist.strategies.pipeline.schedule import Schedule
+from tfdist.strategies.pipeline.timeline import simulate, speed_up
 
+# Cost of a backward pass, in forward passes: it computes two products for each one of the forward pass, and one more if
+# it runs the forward pass again.
+_BACKWARD, _RECOMPUTE = 2.0, 3.0
 _UNITS = ("", "K", "M", "G", "T", "P")
 
 
-@dataclasses.dataclass(frozen=True)
-class StageSummary:
+class StageSummary(NamedTuple):
     """One stage, or one of the chunks of an interleaved schedule.
 
     Attributes:
         device: where it runs.
         layers: names of its calls, in order.
         parameters: number of its parameters.
-        parameter_bytes: their size.
-        flops: what its forward computation costs, in any unit: it is shown as a share.
+        parameter_bytes: the size of its parameters.
+        flops: the cost of its forward computation, in any unit: it is shown as a share.
         sent_bytes: bytes per row that go from it to later stages.
-
-    Example:
-        >>> StageSummary("GPU:0", ["conv1", "conv2"], 1200, 4800, 2e9, 65536).layers[-1]
-        'conv2'
     """
 
     device: str
@@ -39,100 +43,83 @@ class StageSummary:
     sent_bytes: float
 
 
-@dataclasses.dataclass(frozen=True)
-class RunSummary:
-    """How a pipeline runs its stages.
+def describe(plan: PipelinePlan, rows: int | None, width: int) -> str:
+    """The stages of a plan, and what to expect of it, as text.
 
-    Attributes:
-        schedule: name of the schedule.
-        micro_batches: number of micro-batches of a step.
-        rows: rows of a micro-batch; `None`: not known.
-        bubble: ideal share of time in which devices wait, from 0 to 1.
-        speed_up: predicted by simulation with the stages' costs; None: not shown.
-        replicas: number of copies of the pipeline that share a step.
-        devices: of one pipeline, if not as many as the stages name.
-
-    Example:
-        >>> RunSummary("1f1b", micro_batches=8, rows=4, bubble=1 / 9).replicas
-        1
+    Args:
+        plan: the plan.
+        rows: the rows of a batch; `None` if that is not known.
+        width: the width of the text, in characters.
     """
+    schedule = plan.schedule
+    flops = [sum(cost.flops for cost in plan.costs_of_chunk(chunk.index)) for chunk in plan.chunks]
+    forward = [value / max(sum(flops), 1.0) for value in flops]
+    factors = [_RECOMPUTE if recompute else _BACKWARD for recompute in plan.recompute]
+    backward = [value * factor for value, factor in zip(forward, factors, strict=True)]
+    # The speed-up against one device, which would not recompute: useful work (`once`), not all work (`busy`), counts.
+    once = sum((1 + _BACKWARD) * value for value in forward)
+    busy = sum(f + b for f, b in zip(forward, backward, strict=True))
+    predicted = speed_up(simulate(schedule, forward, backward)) * once / busy if busy else 1.0
+    stages = [_stage(plan, chunk, value) for chunk, value in zip(plan.chunks, flops, strict=True)]
+    rows = None if rows is None else math.ceil(rows / schedule.microbatches / plan.replicas)
+    return summary(stages, schedule, rows, predicted * plan.replicas, plan.replicas, width)
 
-    schedule: str
-    micro_batches: int
-    rows: int | None
-    bubble: float
-    speed_up: float | None = None
-    replicas: int = 1
-    devices: int | None = None
 
-
-def summary(stages: Sequence[StageSummary], run: RunSummary, width: int = 100) -> str:
+def summary(
+    stages: Sequence[StageSummary], schedule: Schedule, rows: int | None, predicted: float, replicas: int, width: int
+) -> str:
     """A table of the stages, and below it the schedule and what to expect.
 
     Args:
         stages: stages in order.
-        run: how they run.
+        schedule: in which order they work.
+        rows: rows of a micro-batch; `None`: not known.
+        predicted: the predicted speed-up of all pipelines together.
+        replicas: number of pipelines that share a step.
         width: of the text, in characters.
-
-    Raises:
-        ValueError: if there are no stages.
-
-    Example:
-        >>> stages = [StageSummary(f"GPU:{i}", [f"dense_{i}"], 1000, 4000, 1e6, 400 * (1 - i)) for i in range(2)]
-        >>> print(summary(stages, RunSummary("gpipe", 4, 8, bubble=1 / 5), width=80).splitlines()[-1])
-        Effective batch: 4 micro-batches x 8 rows = 32 rows per step
     """
-    if not stages:
-        raise ValueError("The pipeline has no stages, but a summary needs at least one: cut the model first.")
     table = Table(box=SIMPLE_HEAD, show_footer=True, pad_edge=False, padding=(0, 1, 0, 0))
     total = sum(stage.flops for stage in stages)
-    table.add_column("Stage", justify="right", no_wrap=True)
+    numbers = {"justify": "right", "no_wrap": True}
+    table.add_column("Stage", **numbers)
     table.add_column("Device", overflow="fold")
     table.add_column("Layers", overflow="fold")
-    table.add_column("Calls", str(sum(len(s.layers) for s in stages)), justify="right", no_wrap=True)
-    table.add_column("Parameters", f"{sum(s.parameters for s in stages):,}", justify="right", no_wrap=True)
-    table.add_column("Size", _size(sum(s.parameter_bytes for s in stages)), justify="right", no_wrap=True)
-    table.add_column("FLOPs", justify="right", no_wrap=True)
+    table.add_column("Calls", str(sum(len(s.layers) for s in stages)), **numbers)
+    table.add_column("Parameters", f"{sum(s.parameters for s in stages):,}", **numbers)
+    table.add_column("Size", _size(sum(s.parameter_bytes for s in stages)), **numbers)
+    table.add_column("FLOPs", **numbers)
     table.add_column("Sent/row", justify="right")
     for number, stage in enumerate(stages):
+        first, *others = stage.layers or "-"
         table.add_row(
             str(number),
             Text(stage.device),
-            Text(_layers(stage.layers)),
+            Text(f"{first} … {others[-1]}" if others else first),
             str(len(stage.layers)),
             f"{stage.parameters:,}",
             _size(stage.parameter_bytes),
             f"{stage.flops / total:.1%}" if total else "-",
             _size(stage.sent_bytes) if stage.sent_bytes else "-",
         )
-    lines = _lines(run.devices or len({stage.device for stage in stages}), len(stages), run)
-    return plain_text(table, *map(Text, lines), width=width)
+    return plain_text(table, *map(Text, _lines(schedule, rows, predicted, replicas)), width=width)
 
 
-def _lines(devices: int, stages: int, run: RunSummary) -> list[str]:
-    chunks = stages // devices
+def _lines(schedule: Schedule, rows: int | None, predicted: float, replicas: int) -> list[str]:
+    devices, chunks, count = schedule.devices, schedule.chunks_per_device, schedule.microbatches
     formula = "(K - 1) / (M + K - 1)" if chunks == 1 else "(K - 1) / (V M + K - 1)"
-    numbers = f"K = {devices} devices, M = {run.micro_batches}" + (f", V = {chunks} chunks" if chunks > 1 else "")
-    copies = f"{run.replicas} replicas x " if run.replicas > 1 else ""
-    rows = "" if run.rows is None else f" of {run.rows} rows"
-    batch = f"the batch of fit, in {copies}{run.micro_batches} micro-batches"
-    if run.rows is not None:
-        total = run.replicas * run.micro_batches * run.rows
-        batch = f"{copies}{run.micro_batches} micro-batches x {run.rows} rows = {total} rows per step"
-    lines = [
-        f"Schedule: {run.schedule}, {run.micro_batches} micro-batches{rows}",
-        f"Bubble: {run.bubble:.1%} = {formula}, {numbers}",
+    numbers = f"K = {devices} devices, M = {count}" + (f", V = {chunks} chunks" if chunks > 1 else "")
+    copies = f"{replicas} replicas x " if replicas > 1 else ""
+    if rows is None:
+        of_rows, batch = "", f"the batch of fit, in {copies}{count} micro-batches"
+    else:
+        of_rows = f" of {rows} rows"
+        batch = f"{copies}{count} micro-batches x {rows} rows = {replicas * count * rows} rows per step"
+    return [
+        f"Schedule: {schedule.name}, {count} micro-batches{of_rows}",
+        f"Bubble: {schedule.bubble():.1%} = {formula}, {numbers}",
+        f"Predicted speed-up: {predicted:.2f} x one device (at most {devices * replicas})",
         f"Effective batch: {batch}",
     ]
-    if run.speed_up is not None:
-        lines.insert(2, f"Predicted speed-up: {run.speed_up:.2f} x one device (at most {devices * run.replicas})")
-    return lines
-
-
-def _layers(names: Sequence[str]) -> str:
-    if len(names) <= 1:
-        return "".join(names) or "-"
-    return f"{names[0]} … {names[-1]}"
 
 
 def _size(size: float) -> str:
@@ -141,3 +128,21 @@ def _size(size: float) -> str:
     while size >= 999.5 and exponent < len(_UNITS) - 1:
         size, exponent = size / 1000, exponent + 1
     return f"{size:.3g} {_UNITS[exponent]}B"
+
+
+def _stage(plan: PipelinePlan, chunk: Chunk, flops: float) -> StageSummary:
+    variables = [v for v in (*chunk.trainable, *chunk.state) if plan.homes[id(v)] == chunk.index]
+    later = {key for other in plan.chunks[chunk.index + 1 :] for key in other.inputs}
+    return StageSummary(
+        plan.device_of(chunk.index),
+        [call.name for call in chunk.calls],
+        sum(math.prod(v.shape) for v in variables),
+        sum(math.prod(v.shape) * v._value.dtype.size for v in variables),
+        flops,
+        sum(_bytes_per_row(plan.graph.shapes[key]) for key in chunk.outputs if key in later),
+    )
+
+
+def _bytes_per_row(shape_and_dtype: tuple) -> float:
+    shape, dtype = shape_and_dtype
+    return math.prod(dimension or 1 for dimension in shape[1:]) * tf.as_dtype(dtype).size

@@ -1,0 +1,104 @@
+"""A folder of jobs of its own for each test, and the `tfdist` command as users run it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import tfdist
+from tfdist.jobs.record import VARIABLE, Record, Records
+
+SOURCE = Path(tfdist.__file__).parents[1]
+
+
+class Tfdist:
+    """Runs `tfdist` in a folder, with jobs that nobody else sees."""
+
+    def __init__(self, folder: Path, jobs: Path) -> None:
+        self.folder = folder
+        self.records = Records(jobs)
+        self.env = {**os.environ, VARIABLE: str(jobs), "PYTHONPATH": str(SOURCE)}
+
+    def run(self, *arguments: str, deadline: float = 60, **env: str) -> subprocess.CompletedProcess[str]:
+        """A command to its end."""
+        command = [sys.executable, "-m", "tfdist", *arguments]
+        more = {"capture_output": True, "text": True, "timeout": deadline}
+        return subprocess.run(command, cwd=self.folder, env={**self.env, **env}, check=False, **more)
+
+    def __call__(self, *arguments: str, deadline: float = 60, **env: str) -> str:
+        """The output of a command that succeeds, without the last end of a line."""
+        done = self.run(*arguments, deadline=deadline, **env)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout.removesuffix("\n")
+
+    def record(self, job: str) -> Record:
+        return self.records.load(job)
+
+    def wait_for(self, job: str, *states: str, deadline: float = 30) -> str:
+        """Waits until a job is in one of these states, and returns the first line that `tfdist status` prints."""
+        end = time.monotonic() + deadline
+        while True:
+            line = self("status", job).splitlines()[0]
+            if line.split()[2].rstrip(":") in states:
+                return line
+            if time.monotonic() > end:
+                pytest.fail(f"waited {deadline} s in vain for {job} to be {states}: {line}\n{self.logs()}")
+            time.sleep(0.1)
+
+    def processes(self) -> list[int]:
+        """All processes that have the folder of these jobs in their environment: runners, launchers, workers."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and int(entry.name) != os.getpid():
+                with contextlib.suppress(OSError):
+                    if f"{VARIABLE}={self.records.folder}\0".encode() in (entry / "environ").read_bytes():
+                        found.append(int(entry.name))
+        return found
+
+    def runner(self) -> int | None:
+        """The process that works off the queue."""
+        for pid in self.processes():
+            with contextlib.suppress(OSError):
+                if b"tfdist.jobs.local_runner" in Path("/proc", str(pid), "cmdline").read_bytes():
+                    return pid
+        return None
+
+    def logs(self) -> str:
+        """All that was printed, for a test that fails."""
+        paths = [*self.records.folder.glob("*.log"), *self.records.folder.glob("*/*.log")]
+        return "\n".join(f"--- {path}\n{path.read_text(errors='replace')[-4000:]}" for path in paths)
+
+
+def wait_until(condition: Callable[[], object], deadline: float, what: str) -> None:
+    end = time.monotonic() + deadline
+    while not condition():
+        if time.monotonic() > end:
+            pytest.fail(f"waited {deadline} s in vain for {what}")
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def run_tfdist(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Tfdist]:
+    """`run_tfdist("submit", ...)` in an empty folder; whatever it has started in the background is ended."""
+    work = tmp_path / "work"
+    work.mkdir()
+    tfdist = Tfdist(work, tmp_path / "jobs")
+    yield tfdist
+    for number, patience in ((signal.SIGTERM, 3.0), (signal.SIGKILL, 3.0)):
+        for pid in tfdist.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        end = time.monotonic() + patience
+        while tfdist.processes() and time.monotonic() < end:
+            time.sleep(0.05)
+    if request.session.testsfailed:
+        print(tfdist.logs())
+    assert tfdist.processes() == []

@@ -1,0 +1,115 @@
+"""The commands: what they refuse, and what they do not import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tfdist.jobs.record import Records
+from tfdist.jobs.request import Request
+from tfdist.jobs.status import SUCCEEDED
+from tfdist.launch.arguments import Target
+from tfdist.launch.command import main
+
+
+@pytest.fixture(autouse=True)
+def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TFDIST_JOBS_DIR", str(tmp_path / "jobs"))
+    return tmp_path / "jobs"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["submit", "--time", "120", "t.py"], ["Received: '120'", "a time such as 2h, 90m"]),
+        (["submit", "-n", "0", "t.py"], ["0 is not in the range x>=1"]),
+        (["submit", "--ps", "-1", "t.py"], ["-1 is not in the range x>=0"]),
+        (["submit", "--scheduler", "pbs", "t.py"], ["'pbs' is not one of 'local', 'slurm', 'kubernetes'"]),
+        (["submit", "--env", "A", "t.py"], ["'A': expected KEY=VALUE"]),
+        (["submit", "--volume", "a:b", "t.py"], ["'a:b': expected CLAIM:/PATH", "--volume backups:/backups"]),
+        (["logs"], ["Missing argument 'JOB'"]),
+        (["status", "local-1", "--all"], ["--all and the job local-1: expected only one of them."]),
+    ],
+)
+def test_usage_errors(arguments: list[str], words: list[str], jobs: Path) -> None:
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 2
+    for word in words:
+        assert word in result.output
+    assert not jobs.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["submit"], ["Received: no program", "tfdist submit --scheduler slurm -n 4 train.py"]),
+        (["submit", "nowhere.py"], ["nowhere.py: no such script in"]),
+        (["submit", "."], [".: a folder without __main__.py", "the path of a Python file, -m MODULE"]),
+        (["submit", "--image", "x", "t.py"], ["--image and --scheduler local", "leave it out"]),
+        (["status", "slurm-3"], ["Received: job 'slurm-3'", "`tfdist status` lists them"]),
+        (["logs", "slurm-3"], ["Received: job 'slurm-3'"]),
+        (["cancel", "slurm-3"], ["Received: job 'slurm-3'"]),
+    ],
+)
+def test_errors(arguments: list[str], words: list[str], jobs: Path) -> None:
+    result = CliRunner().invoke(main, arguments)
+    assert (result.exit_code, result.stdout) == (1, "")
+    for word in words:
+        assert word in result.stderr
+    assert not jobs.exists()
+
+
+def test_no_jobs(jobs: Path) -> None:
+    result = CliRunner().invoke(main, ["status"])
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "", f"no jobs in {jobs}\n")
+    assert CliRunner().invoke(main, ["status", "--json"]).output == "[]\n"
+    assert not jobs.exists()
+
+
+def test_the_last_jobs_or_all(jobs: Path) -> None:
+    records, request = Records(jobs), Request("slurm", Target("script", ("t.py",)))
+    for number in range(1, 23):
+        records.add(request, jobs, str(number), final={"state": SUCCEEDED})
+    listed = [line.split() for line in CliRunner().invoke(main, ["status"]).output.splitlines()]
+    assert listed == [[f"slurm-{number}", "t", "succeeded"] for number in range(3, 23)]
+    assert len(CliRunner().invoke(main, ["status", "--all"]).output.splitlines()) == 22
+
+
+def test_a_folder_of_jobs_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "t.py").touch()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TFDIST_JOBS_DIR", f"{tmp_path}/file/jobs")
+    monkeypatch.setenv("PATH", f"{tmp_path}")
+    result = CliRunner().invoke(main, ["submit", "t.py"])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr == (
+        f"tfdist: Received: {tmp_path}/file/jobs as the folder of the jobs: Not a directory. Expected: one that you "
+        "can make and write to; set TFDIST_JOBS_DIR, or unset it for that in your home folder\n"
+    )
+
+
+def test_options_after_the_script_are_the_scripts(tmp_path: Path) -> None:
+    (tmp_path / "t.py").touch()
+    result = CliRunner().invoke(main, ["submit", "--dry-run", "-n", "3", "t.py", "--dry-run", "-n", "5"])
+    assert result.output.endswith("t.py --dry-run -n 5\n") and " -n 3 " in result.output
+
+
+@pytest.mark.parametrize(
+    ("statement", "loaded"),
+    [
+        ("import tfdist.launch.command", []),
+        ("import tfdist.jobs.command", ["tfdist.jobs"]),
+        ("import tfdist.jobs.local, tfdist.jobs.slurm", ["tfdist.jobs"]),
+        ("import tfdist.jobs.kubernetes", ["tfdist.jobs"]),
+    ],
+)
+def test_only_what_is_needed_is_imported(statement: str, loaded: list[str]) -> None:
+    names = ("tensorflow", "keras", "numpy", "rich", "kubernetes", "yaml", "tfdist.jobs")
+    code = f"import sys\n{statement}\nprint([name for name in {names!r} if name in sys.modules])"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert answer.stdout == f"{loaded}\n"

@@ -1,0 +1,134 @@
+"""The queue's parts: who a process is, how an attempt ended, what each job gets of the machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tfdist.jobs.engine import engine_of
+from tfdist.jobs.local_attempt import after_end, code_from_events, outcome, share
+from tfdist.jobs.record import Record, Records
+from tfdist.jobs.request import Request, SubmitError
+from tfdist.launch.arguments import Target
+from tfdist.supervision.events import EventLog
+from tfdist.supervision.identity import Identity
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
+
+
+def test_a_process_is_known_until_it_ends() -> None:
+    process = subprocess.Popen(SLEEP)
+    try:
+        identity = Identity.of(process.pid)
+        assert identity is not None and identity.is_alive
+        assert identity.signal(signal.SIGTERM)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        # Its number is still taken by what is left of it, the exit code.
+        assert not identity.is_alive
+        assert Identity.of(process.pid) is None
+    finally:
+        process.kill()
+        assert process.wait(10) == -signal.SIGTERM
+    assert not identity.is_alive and not identity.signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("other", [{"start": 5}, {"boot": "another"}])
+def test_a_stranger_with_the_number_gets_no_signal(other: dict) -> None:
+    process = subprocess.Popen(SLEEP)
+    try:
+        identity = Identity.of(process.pid)
+        assert identity is not None
+        stranger = dataclasses.replace(identity, **other)
+        assert not stranger.is_alive and not stranger.signal(signal.SIGKILL)
+        time.sleep(0.1)
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+@pytest.mark.parametrize(
+    ("code", "stop", "expected"),
+    [
+        (0, None, ("succeeded", "")),
+        (0, "cancelled", ("succeeded", "")),
+        (3, None, ("failed", "exit code 3")),
+        (-9, None, ("failed", "killed by signal 9")),
+        (77, None, ("queued", "preempted, everything is saved")),
+        (77, "cancelled", ("cancelled", "")),
+        (143, "cancelled", ("cancelled", "")),
+        (None, "cancelled", ("cancelled", "")),
+        (77, "time limit", ("failed", "time limit")),
+        (None, None, ("lost", "its process vanished without a word: killed, or the machine was switched off")),
+    ],
+)
+def test_how_an_attempt_ended(code: int | None, stop: str | None, expected: tuple[str, str]) -> None:
+    result = outcome(code, stop)
+    assert (result.state, result.detail) == expected
+
+
+def test_a_preempted_job_waits_for_its_next_run() -> None:
+    record = Record("local-1", "local", "x", 0.0, "/", [], 1, 0, {"attempt": 2, "started": time.time() - 99})
+    waits = after_end(record, 77).details
+    assert (waits["attempt"], waits["state"], waits["detail"]) == (3, "queued", "preempted, everything is saved")
+    assert waits["due"] <= time.time()
+    short = after_end(record.with_details(started=time.time()), 77).details
+    assert time.time() < short["due"] <= time.time() + 3
+    ended = after_end(record, 1).details
+    assert (ended["state"], ended["attempt"], time.time() - ended["ended"] < 5) == ("failed", 2, True)
+
+
+def test_the_exit_code_that_the_launcher_has_written_down(tmp_path: Path) -> None:
+    path, log = tmp_path / "events.jsonl", EventLog(str(tmp_path), "launcher")
+    assert code_from_events(path, 0.0) is None
+    log.write("start", restart=0)
+    assert code_from_events(path, 0.0) is None
+    log.write("gave-up", reason="", exit_code=3)
+    EventLog(str(tmp_path), "worker 0").write("complete")
+    with path.open("a") as file:
+        file.write('{"half a line')
+    assert code_from_events(path, 0.0) == 3
+    assert code_from_events(path, time.time() + 1) is None
+    file_of_success = tmp_path / "other"
+    file_of_success.write_text(json.dumps({"time": 5.0, "name": "launcher", "event": "complete", "restarts": 0}) + "\n")
+    assert (code_from_events(file_of_success, 4.0), code_from_events(file_of_success, 6.0)) == (0, None)
+
+
+def test_jobs_that_run_at_the_same_time_share_the_machine() -> None:
+    assert [share(range(8), place, 3) for place in range(3)] == [range(0, 2), range(2, 5), range(5, 8)]
+    assert share(["0"], 1, 2) == ["0"]
+    assert share([0, 1, 2], 0, 1) == [0, 1, 2]
+
+
+def test_a_dry_run_shows_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    target = Target("script", ("train.py", "--text", "a b"))
+    request = Request("local", target, workers=3, ps=1, cpus_per_worker=2, gpus_per_worker=0, max_restarts=0, grace=9)
+    words = shlex.split(engine_of("local", Records(tmp_path / "jobs")).dry_run(request))
+    assert words[1:] == [
+        *["-m", "tfdist", "run", "-n", "3", "--ps", "1", "--grace", "9", "--max-restarts", "0", "--log-dir"],
+        *["FOLDER/logs", "--cpus-per-worker", "2", "--gpus-per-worker", "0", "train.py", "--text", "a b"],
+    ]
+    assert not (tmp_path / "jobs").exists()
+
+
+def test_what_does_not_exist_is_refused_before_it_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    engine = engine_of("local", Records(tmp_path / "jobs"))
+    with pytest.raises(SubmitError, match=r"nowhere\.py: no such script"):
+        engine.submit(Request("local", Target("script", ("nowhere.py",))))
+    (tmp_path / "train.py").touch()
+    monkeypatch.setenv("TFDIST_LOCAL_JOBS", "none")
+    with pytest.raises(SubmitError, match=r"Received: TFDIST_LOCAL_JOBS='none'. Expected: how many jobs"):
+        engine.submit(Request("local", Target("script", ("train.py",))))
+    assert not (tmp_path / "jobs").exists()

@@ -1,0 +1,91 @@
+"""The examples in docstrings do what they say."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import tensorflow as tf
+
+import tfdist
+from tests.tiers import daily
+from tfdist.compat.upstream import framework_config
+
+FOLDER = Path(tfdist.__file__).parent
+# Modules of which some examples (`# doctest: +SKIP`) cannot run here, with what they need.
+SKIPPED = {
+    "checkpoint.fit_identity": "changes how this process ends",
+    "jobs.slurm": "asks Slurm",
+    "launch.attempt": "a launcher's processes",
+    "launch.drill.drill": "a launcher that is killed several times",
+    "launch.drill.trial": "a launcher that is killed",
+    "launch.group": "a launcher's processes",
+    "launch.horovod.options": "a program that lists hosts",
+    "launch.local.fork_server": "this process would fork those of later tests from the example's server",
+    "launch.process": "a worker's plan",
+    "launch.supervisor": "workers to watch",
+    "launch.warm.preloaded": "takes modules away from this process",
+    "launch.warm.zygote": "a worker's plan",
+    "runtime.lost_peers": "changes how this process ends",
+    "runtime.server_process": "changes how this process ends",
+    "runtime.servers": "a cluster",
+    "strategies.parameter_server.dispatcher": "a cluster",
+    "strategies.parameter_server.predict_runner": "a cluster",
+    "strategies.parameter_server.runner": "a cluster",
+    "strategies.parameter_server.strategy": "a cluster",
+    "strategies.parameter_server.transfer": "a cluster",
+}
+# They import it.
+OF_HOROVOD = ("launch.horovod.driver", "launch.horovod.elastic")
+# The first one measures this machine; the others take seconds, and other tests of `make test` do what they do.
+SLOW = (
+    *("planning.automatic", "callbacks.tensorboard", "callbacks.pipeline_timeline", "memory.estimation.choosing"),
+    *("memory.estimation.report", "optimizers.sharded_optimizer", "strategies.multi_worker", "testing.transparency"),
+)
+
+
+def sources() -> dict[str, str]:
+    """The modules with examples, without `tfdist.`, and their texts."""
+    files = {".".join(path.relative_to(FOLDER).with_suffix("").parts): path for path in sorted(FOLDER.rglob("*.py"))}
+    texts = {name.removesuffix(".__init__"): path.read_text() for name, path in files.items()}
+    return {name: text for name, text in texts.items() if ">>>" in text}
+
+
+MODULES = sources()
+
+
+@pytest.fixture
+def unseeded():
+    """Neither the tests before nor those after an example are under its seed, or have to be deterministic."""
+    tf.random.set_seed(None)
+    yield
+    tf.random.set_seed(None)
+    framework_config.disable_op_determinism()
+
+
+@pytest.mark.parametrize("name", daily(MODULES, *(MODULES.keys() - set(SLOW))))
+def test_examples(name, tmp_path, monkeypatch, four_devices, unseeded):
+    if name in OF_HOROVOD:
+        pytest.importorskip("horovod", reason="Horovod is not installed: `make horovod` builds it")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    result = doctest.testmod(importlib.import_module(f"tfdist.{name}"))
+    assert (result.attempted > 0 or name in SKIPPED, result.failed) == (True, 0)
+
+
+def test_every_example_that_is_skipped_has_a_reason():
+    assert {name for name, text in MODULES.items() if "doctest: +SKIP" in text} == SKIPPED.keys()
+
+
+def test_all_examples_are_found():
+    finder = doctest.DocTestFinder()
+    names = [name for name in MODULES if name not in OF_HOROVOD or find_spec("horovod") is not None]
+    found = {
+        name: sum(len(test.examples) for test in finder.find(importlib.import_module(f"tfdist.{name}")))
+        for name in names
+    }
+    written = {name: sum(line.lstrip().startswith(">>>") for line in MODULES[name].splitlines()) for name in names}
+    assert found == written

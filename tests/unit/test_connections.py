@@ -1,0 +1,170 @@
+"""Connections between processes: each end makes the other one prove that it knows the secret."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import socket
+import threading
+import time
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection
+
+import pytest
+
+from tfdist.cluster import reception, sockets
+from tfdist.cluster.connections import Listener, UnreachedError, authenticate, framed, keep_trying, receive
+
+# A challenge, then a welcome for whatever is answered, then an answer that is made up: the best that somebody can do
+# who does not know the secret, whatever order the other end asks for.
+GUESSED = (b"#CHALLENGE#{sha256}" + os.urandom(20), b"#WELCOME#", b"{sha256}" + os.urandom(32))
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["by the server", "by the client"])
+def test_who_does_not_know_the_secret_is_refused(first: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        stranger = Connection(socket.create_connection(listening.getsockname()).detach())
+        accepted, _ = listening.accept()
+    with stranger:
+        for message in GUESSED:
+            stranger.send_bytes(message)
+        with pytest.raises(AuthenticationError):
+            authenticate(framed(accepted), b"of this job", first=first)
+
+
+def test_a_socket_that_reached_itself_counts_as_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    itself = socket.socket()
+    itself.bind(("127.0.0.1", 0))
+    itself.connect(itself.getsockname())
+    monkeypatch.setattr(socket, "create_connection", lambda *args, **options: itself)
+    with pytest.raises(ConnectionRefusedError, match="connection refused"):
+        sockets.connect(("127.0.0.1", 1), 1.0)
+    assert itself.fileno() == -1
+
+
+@pytest.mark.parametrize("lack", [errno.EMFILE, errno.ENOMEM, errno.EPROTO])
+def test_a_listener_outlives_a_lack_of_open_files(lack: int) -> None:
+    class Exhausted(socket.socket):
+        lacking = True
+
+        def accept(self) -> tuple[socket.socket, object]:
+            if self.lacking:
+                self.lacking = False
+                raise OSError(lack, os.strerror(lack))
+            return super().accept()
+
+    served = threading.Event()
+    bound = Exhausted()
+    bound.bind(("127.0.0.1", 0))
+    listener = Listener(bound, lambda connection: served.set(), "test")
+    with socket.create_connection(("127.0.0.1", listener.port)):
+        assert served.wait(10.0)
+    listener.close()
+
+
+def test_a_listener_outlives_a_lack_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    lacking, start = [True], threading.Thread.start
+
+    def refuse_once(thread: threading.Thread) -> None:
+        if thread.name == "test-client" and lacking:
+            lacking.clear()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse_once)
+    served = threading.Event()
+    listener = Listener(sockets.bind_everywhere(0, reuse=False), lambda connection: served.set(), "test")
+    with socket.create_connection(("127.0.0.1", listener.port)) as refused, pytest.raises(ConnectionResetError):
+        refused.recv(1)
+    with socket.create_connection(("127.0.0.1", listener.port)):
+        assert served.wait(10.0)
+    listener.close()
+
+
+def test_who_takes_no_message_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next message would land within one that was sent in part."""
+    monkeypatch.setattr(reception, "_SEND_SECONDS", 0.5)
+
+    class Meeting(reception.Reception[None]):
+        def introduction(self, connection: Connection) -> tuple[int, None]:
+            return 1, None
+
+        def admit(self, guest: reception.Guest[None]) -> None:
+            self.present[guest.rank] = guest
+
+    meeting = Meeting(sockets.bind_everywhere(0, reuse=False), 2, "test")
+    with socket.create_connection(("127.0.0.1", meeting.port)):
+        with meeting.changed:
+            assert meeting.changed.wait_for(lambda: meeting.present, 10.0)
+            meeting.tell(meeting.present.values(), {"much": "x" * 50_000_000})
+            assert meeting.present == {}
+            assert list(meeting.left_at) == [1]
+        meeting.wait_until_left(10.0)
+        assert meeting.guests == set()
+    meeting.end()
+
+
+def test_the_end_of_a_listener_frees_its_port() -> None:
+    begun, ended = threading.Barrier(3), []
+
+    def serve(connection: Connection) -> None:
+        begun.wait(10.0)
+        try:
+            connection.recv_bytes()
+        finally:
+            ended.append(connection)
+
+    listener = Listener(sockets.bind_everywhere(0, reuse=False), serve, "test")
+    guests = [socket.create_connection(("127.0.0.1", listener.port)) for _ in range(2)]
+    begun.wait(10.0)
+    began = time.monotonic()
+    listener.end()
+    assert len(ended) == 2 and time.monotonic() - began < 4.0
+    sockets.bind_everywhere(listener.port, reuse=False).close()
+    for guest in guests:
+        with guest, pytest.raises(ConnectionResetError):
+            guest.recv(1)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", listener.port))
+
+
+@pytest.mark.parametrize("sent", [b"[1]", b"no JSON", b"\xff", b"[" * 100_000])
+def test_what_is_no_message(sent: bytes) -> None:
+    one, other = _pair()
+    with one, other:
+        sender = threading.Thread(target=one.send_bytes, args=(sent,))
+        sender.start()
+        with pytest.raises(OSError, match="it sends no JSON object") as caught:
+            receive(other)
+        sender.join()
+        assert caught.value.errno is None
+        one.send_bytes(b'{"a": 1}')
+        with pytest.raises(OSError, match="bad message length"):
+            receive(other, largest=5)
+
+
+def test_every_place_is_tried_until_the_deadline() -> None:
+    tried = []
+
+    def fail(place: str, left: float) -> None:
+        tried.append((place, left >= 0.1))
+        raise (UnreachedError if place == "a" else OSError)(f"not at {place}")
+
+    problems: dict[str, str] = {}
+    attempts = {place: functools.partial(fail, place) for place in "ab"}
+    with pytest.raises(UnreachedError):
+        keep_trying(attempts, time.monotonic(), problems)
+    assert tried == [("a", True), ("b", True)]
+    assert problems == {"a": "not at a", "b": "not at b"}
+    waits = []
+    with pytest.raises(UnreachedError):
+        keep_trying(attempts, time.monotonic() + 0.3, problems, lambda: waits.append(1))
+    assert len(waits) >= 3
+    assert keep_trying({**attempts, "c": lambda left: "found"}, time.monotonic() + 10.0, {}) == "found"
+
+
+def _pair() -> tuple[Connection, Connection]:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        one = framed(socket.create_connection(listening.getsockname()))
+        return one, framed(listening.accept()[0])

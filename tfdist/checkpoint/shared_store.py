@@ -1,0 +1,291 @@
+"""The backups of a job, as all of its processes see them: one process chooses the backup, and all read the same.
+
+`SharedStore` has them in a folder to which the chief writes. The others need not see the chief's disk: whoever finds
+there what the chief has found reads it, and the chief sends it to all others. `ElasticStore` has them in the memory of
+every process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import tarfile
+import tempfile
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.checkpoint import store
+from tfdist.checkpoint.fit_identity import is_final
+from tfdist.checkpoint.folder_lock import FolderInUseError, FolderLock
+from tfdist.checkpoint.manifest import MANIFEST_NAME, DamagedBackupsError, DamagedCheckpointError
+from tfdist.checkpoint.store import Checkpoint, CheckpointStore
+from tfdist.runtime.elastic import Members
+from tfdist.steps.collectives import broadcast_bytes
+
+
+class SharedStore:
+    """A `CheckpointStore` that all processes of a job use, and no other job at the same time.
+
+    Args:
+        directory: its folder, on each process by itself; the chief's is used.
+        max_to_keep: how many checkpoints stay.
+        strategy: of the job.
+
+    Attributes:
+        directory: its folder.
+    """
+
+    everybody_writes = False
+
+    def __init__(self, directory: str, max_to_keep: int, strategy: tf.distribute.Strategy):
+        self._strategy = strategy
+        self._peers = peers = getattr(strategy, "_peers", None)
+        self._lock: FolderLock | None = None
+        self._problem: OSError | FolderInUseError | None = None
+        is_chief = peers is None or peers.rank == 0
+        try:
+            if is_chief:
+                self._lock = _lock(directory)
+            self._store = CheckpointStore(directory, max_to_keep, writer=is_chief)
+        except FolderInUseError as error:
+            self._problem = error
+        except OSError as error:
+            self._problem = OSError(
+                f"BackupAndRestore cannot use its folder. Received: backup_dir {directory!r}: {error}. Expected: a "
+                "folder that this process can make and write to. Pass another backup_dir."
+            )
+        self.directory = directory if self._problem else self._store.directory
+
+    def write(self, meta: Mapping[str, Any], tensors: Mapping[str, Any]) -> str:
+        """See `CheckpointStore.write`; on the chief only."""
+        return self._store.write(meta, tensors)
+
+    def begin_together(self, state: Any) -> None:
+        """Does nothing: the processes have begun with the same state."""
+
+    def saved(self) -> None:
+        """Does nothing: the processes stay the same."""
+
+    def finished(self) -> None:
+        """Does nothing: the folder is that of one fit."""
+
+    def clear(self) -> None:
+        """See `CheckpointStore.clear`; on the chief only."""
+        self._store.clear()
+
+    def release(self) -> None:
+        """Lets other jobs have the folder."""
+        if self._lock is not None:
+            self._lock.release()
+
+    def newest(self, prefer: Callable[[dict], bool]) -> Checkpoint | None:
+        """The newest valid checkpoint, preferably a wanted one. All processes get the same.
+
+        Raises:
+            FolderInUseError: on all processes, if another job has the folder.
+            OSError: on all processes, if the folder cannot be made or written to.
+            DamagedBackupsError: on all processes, if the chief finds none but damaged ones.
+            ValueError: on all processes, if the chief has none, but another process has.
+        """
+        if self._peers is None:
+            if isinstance(self._problem, FolderInUseError):
+                raise is_final(self._problem)
+            if self._problem is not None:
+                raise self._problem
+            return self._store.newest(prefer)
+        found: Checkpoint | None = None
+        answer: dict[str, Any] = {}
+        if self._problem is not None:
+            answer = {"in use": isinstance(self._problem, FolderInUseError), "problem": str(self._problem)}
+        elif self._peers.rank == 0:
+            try:
+                found = self._store.newest(prefer)
+                fingerprint = found and fingerprint_of(self._path(found.name))
+                answer = {"name": found and found.name, "fingerprint": fingerprint, "directory": self.directory}
+            except DamagedBackupsError as error:
+                answer = {"reasons": error.reasons}
+        else:
+            answer = {"there": self._store.names()[-1:], "directory": self.directory}
+        answer, *others = self._peers.gather("backup", answer, "choose a backup")
+        if "problem" in answer:
+            self._peers.acknowledge("backup-folder", "hear that the folder cannot be used")
+            raise is_final(FolderInUseError(answer["problem"])) if answer["in use"] else OSError(answer["problem"])
+        if "reasons" in answer:
+            self._peers.acknowledge("backup-damaged", "hear that all backups are damaged")
+            raise DamagedBackupsError(self.directory, answer["reasons"])
+        if answer["name"] is None:
+            self._check_that_nobody_has_one(answer["directory"], others)
+            return None
+        return self._by_all(found, answer["name"], answer["fingerprint"])
+
+    def _check_that_nobody_has_one(self, directory: str, others: list[dict]) -> None:
+        for rank, other in enumerate(others, start=1):
+            if other.get("there"):
+                self._peers.acknowledge("backup-elsewhere", "hear that another process has a backup")
+                chief, names = self._peers.names[0], self._peers.names
+                raise is_final(
+                    ValueError(
+                        f"Received: no backup in {directory} of {chief}, which writes them, but {other['there'][0]} "
+                        f"in {other['directory']} of {names[rank]}. Expected: the chief where the backups are. Copy "
+                        "the folder to the chief's disk, or use one that all processes share; to begin anew, delete it."
+                    )
+                )
+
+    def _by_all(self, found: Checkpoint | None, name: str, fingerprint: str) -> Checkpoint:
+        """The chief's checkpoint on every process, which reads it from its own disk, or is sent it."""
+        if self._peers.rank != 0:
+            with contextlib.suppress(DamagedCheckpointError, OSError):
+                if fingerprint_of(self._path(name)) == fingerprint:
+                    found = self._store.open(name)
+        if all(self._peers.gather("backup-found", found is not None, "open the backup")):
+            return found
+        content = packed(self._path(name)) if self._peers.rank == 0 else None
+        content = broadcast_bytes(self._strategy, self._peers, content)
+        if found is not None:
+            return found
+        with tempfile.TemporaryDirectory(prefix="tfdist-backup-") as folder:
+            unpack(content, os.path.join(folder, name))
+            return CheckpointStore(folder, writer=False).open(name)
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self.directory, name)
+
+
+class ElasticStore:
+    """Backups of an elastic job: every process keeps its own in memory, so that they outlive all but the last process.
+
+    Rank 0 sends its backup to the processes that have come since.
+
+    Args:
+        horovod: the module `horovod.tensorflow`, initialized.
+        members: tells of processes that come.
+        folder: in memory.
+        disk: keeps the backups too, in case all processes are lost; `None` if nothing does.
+
+    Attributes:
+        directory: the folder on disk, or in memory.
+    """
+
+    everybody_writes = True
+
+    def __init__(self, horovod: Any, members: Members, folder: str, disk: SharedStore | None):
+        self._horovod, self._members, self._disk = horovod, members, disk
+        self._own = CheckpointStore(folder, max_to_keep=1)
+        self.directory = disk.directory if disk else folder
+
+    def write(self, meta: Mapping[str, Any], tensors: Mapping[str, Any]) -> str:
+        """See `CheckpointStore.write`; on every process."""
+        name = self._own.write(meta, tensors)
+        if self._disk is not None and self._horovod.rank() == 0:
+            self._disk.write(meta, tensors)
+        return name
+
+    def newest(self, prefer: Callable[[dict], bool]) -> Checkpoint | None:
+        """The backup of rank 0, on all processes; the one on disk if rank 0 has none.
+
+        Raises:
+            RuntimeError: on a process that has come while the others are in a later fit.
+        """
+        own = self._members.fits
+        fits = self._horovod.broadcast_object(own)
+        if fits != own:
+            raise RuntimeError(
+                f"Received: a process that begins fit {own + 1} of the program while the others of the elastic job are "
+                f"in fit {fits + 1}. Expected: one fit in a program whose processes come and go."
+            )
+        name = self._own.names()[-1] if self._horovod.rank() == 0 and self._own.names() else None
+        content = packed(self._folder(name)) if name else None
+        name, content = self._horovod.broadcast_object((name, content))
+        if name is None:
+            return self._disk.newest(prefer) if self._disk else None
+        if self._horovod.rank() != 0:
+            self._own.clear()
+            unpack(content, self._folder(name))
+        return self._own.open(name)
+
+    def begin_together(self, state: Any) -> None:
+        """Gives all processes the state of rank 0, where nothing was saved.
+
+        Args:
+            state: the `TrainingState`.
+        """
+        values = {name: value.numpy() for name, value in state.snapshot(with_metrics=False).items()}
+        state.load(self._horovod.broadcast_object(values))
+
+    def saved(self) -> None:
+        """Called on all processes after each backup.
+
+        Raises:
+            MembersChanged: if other processes are to take part.
+        """
+        self._members.check()
+
+    def clear(self) -> None:
+        """Removes the backups on disk, see `CheckpointStore.clear`."""
+        if self._disk is not None:
+            self._disk.clear()
+
+    def finished(self) -> None:
+        """Makes room for the next fit."""
+        self._own.clear()
+        self._members.fits += 1
+
+    def release(self) -> None:
+        """See `SharedStore.release`."""
+        if self._disk is not None:
+            self._disk.release()
+
+    def _folder(self, name: str) -> str:
+        return os.path.join(self._own.directory, name)
+
+
+def _lock(directory: str) -> FolderLock | None:
+    """Locks a folder, which is made if it does not exist; `None` for one that is not local."""
+    path = directory.removeprefix("file://")
+    if "://" in path:
+        return None
+    os.makedirs(path, exist_ok=True)
+    return FolderLock(path)
+
+
+# A checkpoint's folder as bytes, for a process that does not see the disk it lies on.
+
+
+def fingerprint_of(folder: str) -> str:
+    """A digest of a checkpoint's manifest, which has the checksums of all its files.
+
+    Raises:
+        OSError: If it cannot be read.
+    """
+    with store.open_file(os.path.join(folder, MANIFEST_NAME)) as file:
+        return hashlib.sha256(file.read()).hexdigest()
+
+
+def packed(folder: str) -> bytes:
+    """A checkpoint's files as one piece, for `unpack`.
+
+    Raises:
+        OSError: If they cannot be read.
+    """
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as archive, store.os_errors():
+        for name in tf.io.gfile.listdir(folder):
+            with store.open_file(os.path.join(folder, name)) as file:
+                data = file.read()
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return content.getvalue()
+
+
+def unpack(content: bytes, folder: str) -> None:
+    """Makes a local folder of what was `packed` elsewhere."""
+    os.mkdir(folder)
+    with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+        for member in archive:
+            with open(os.path.join(folder, os.path.basename(member.name)), "wb") as file:
+                file.write(archive.extractfile(member).read())

@@ -1,0 +1,178 @@
+"""The barrier: all tasks meet before TensorFlow starts, so that none of them waits in vain inside TensorFlow.
+
+Here is the part of every task but the chief: it tries until it reaches the chief, then waits for its permission to go.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import socket
+import time
+from multiprocessing.connection import Connection
+
+import tfdist.cluster.barrier.messages as messages
+from tfdist.cluster import connections, sockets
+from tfdist.cluster.barrier.chief import Chief
+from tfdist.cluster.barrier.messages import BarrierTimeoutError, JobUnderWayError, members
+from tfdist.cluster.config import ClusterConfig, Task
+from tfdist.cluster.connections import UnreachedError
+from tfdist.cluster.errors import ClusterError
+
+_LOG = logging.getLogger("tfdist")
+_UNDER_WAY = "a TensorFlow server answers there instead of a waiting tfdist chief: a job is under way already"
+_LAST_CHANCE = 0.05  # for an attempt at the deadline to see what answers
+
+
+def meet(
+    config: ClusterConfig,
+    timeout: float = 300.0,
+    info: dict | None = None,
+    servers: bool = False,
+    rejoin: bool = False,
+) -> dict[int, dict]:
+    """Waits until every compute task is there, and exchanges a small dictionary among them.
+
+    They meet at the chief's own address, before TensorFlow's server takes it; it is free again on return.
+
+    Args:
+        config: The cluster as this process sees it.
+        timeout: How many seconds to wait for everybody.
+        info: What to tell the others; JSON values. Keys that start with `same.` must be equal on all tasks.
+        servers: Whether the parameter servers come as well; all tasks must agree on that.
+        rejoin: Whether to raise `JobUnderWayError` if the chief has left its barrier and runs a TensorFlow server
+            already; otherwise this waits for its next barrier.
+
+    Returns:
+        The `info` of every task, by rank; those of parameter servers follow in their order.
+
+    Raises:
+        BarrierTimeoutError: If a task has not come in time; names it.
+        ClusterError: If the tasks do not fit together: different clusters, the same task twice, different values of a
+            `same.` key; or if this task takes no part (an evaluator, or a parameter server without `servers`).
+
+    Example:
+        >>> meet(ClusterConfig.single_process(), info={"same.keras": "3.15.0"})
+        {0: {'same.keras': '3.15.0'}}
+    """
+    info = {} if info is None else info
+    present = members(config, servers)
+    own = (config.task_type, config.task_index)
+    if own not in present:
+        raise ClusterError(
+            f"{config.task_type} {config.task_index} takes no part in the barrier; only chief"
+            f"{', worker and ps' if servers else ' and worker'} tasks do"
+        )
+    if len(present) == 1:
+        return {0: info}
+    if config.is_chief:
+        return Chief(config, present, info, timeout).run()
+    return _Task(config, present, info, timeout, rejoin).run()
+
+
+class _Task:
+    """One barrier; `run` it once."""
+
+    def __init__(
+        self, config: ClusterConfig, members: tuple[Task, ...], info: dict, timeout: float, rejoin: bool
+    ) -> None:
+        self._config = config
+        self._timeout = timeout
+        self._deadline = time.monotonic() + timeout
+        self._rejoin = rejoin
+        self._largest = messages.MAX_BYTES * len(members)
+        self._own = messages.hello(config, info, members.index((config.task_type, config.task_index)))
+        self._waiting_for: list[str] = []
+        self._note_at = time.monotonic() + messages.WAIT_NOTE_SECONDS
+
+    def run(self) -> dict[int, dict]:
+        """Tries until the chief answers, and waits; see `meet`."""
+        chief = messages.named(self._config, self._config.compute_tasks[:1])[0]
+        problems: dict[str, str] = {}
+        try:
+            return connections.keep_trying(
+                {chief: self._attempt}, self._deadline, problems, lambda: self._note([chief])
+            )
+        except UnreachedError:
+            raise BarrierTimeoutError(self._why_late(chief, problems[chief])) from None
+
+    def _why_late(self, chief: str, reason: str) -> str:
+        if self._waiting_for:
+            return messages.missing(self._waiting_for, self._timeout)
+        return (
+            f"{self._own['task']} could not reach the chief, {chief}, within start_timeout={self._timeout:g} s: "
+            f"{reason}; start it, look into its output for why it did not start, and check the address and that no "
+            "firewall is in between"
+        )
+
+    def _note(self, names: list[str]) -> None:
+        now = time.monotonic()
+        if now >= self._note_at:
+            _LOG.warning(messages.waiting(names, self._timeout))
+            self._note_at = now + messages.WAIT_AGAIN_SECONDS
+
+    def _attempt(self, left: float) -> dict[int, dict]:
+        connection = self._connect(min(messages.HELLO_SECONDS, left))
+        try:
+            return self._talk(connection)
+        except TimeoutError:
+            raise UnreachedError("timed out") from None
+        except (OSError, EOFError) as error:
+            self._waiting_for = []  # it is the chief that is missing now
+            why = "the chief closed it" if isinstance(error, EOFError) else sockets.reason_of(error)
+            raise UnreachedError(f"the connection broke: {why}") from error
+        finally:
+            connections.leave_without_trace(connection)
+
+    def _connect(self, seconds: float) -> Connection:
+        try:
+            return connections.framed(sockets.connect(sockets.split_address(self._config.chief_address), seconds))
+        except socket.gaierror as error:
+            raise UnreachedError(f"its name cannot be resolved ({error.strerror})") from error
+        except TimeoutError as error:
+            raise UnreachedError("timed out") from error
+        except (OSError, UnicodeError) as error:
+            raise UnreachedError(sockets.reason_of(error).lower()) from error
+
+    def _talk(self, connection: Connection) -> dict[int, dict]:
+        self._check_greeting(connection)
+        connections.send(connection, self._own)
+        while True:
+            said = self._next(connection)
+            if "go" in said:
+                return {int(rank): info for rank, info in said["go"].items()}
+            if "error" in said:
+                raise ClusterError(said["error"])
+            if "timeout" in said:
+                raise BarrierTimeoutError(said["timeout"])
+            self._waiting_for = said.get("waiting", [])
+
+    def _check_greeting(self, connection: Connection) -> None:
+        """Makes sure that a chief which waits is at the other end."""
+        left = self._deadline - time.monotonic()
+        greeting = None
+        try:
+            with connections.patience(connection, max(min(left, messages.HELLO_SECONDS), _LAST_CHANCE)):
+                with connections.socket_of(connection) as same:
+                    first = same.recv(4, socket.MSG_PEEK | socket.MSG_WAITALL)
+                if messages.is_a_servers(first):
+                    problem = f"{self._own['task']}: {_UNDER_WAY}"
+                    raise JobUnderWayError(problem) if self._rejoin else UnreachedError(_UNDER_WAY)
+                greeting = connections.receive(connection, self._largest)
+        except (OSError, EOFError) as error:
+            if getattr(error, "errno", None) not in (None, errno.EAGAIN):
+                raise
+        if greeting is None or "roll_call" not in greeting:
+            raise UnreachedError("something else than a waiting tfdist chief answers there")
+
+    def _next(self, connection: Connection) -> dict:
+        """The chief's next message."""
+        while True:
+            left = self._deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            if connection.poll(min(left, 1.0)):
+                with connections.patience(connection, messages.HELLO_SECONDS):
+                    return connections.receive(connection, self._largest)
+            if self._waiting_for:
+                self._note(self._waiting_for)

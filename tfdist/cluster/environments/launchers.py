@@ -1,0 +1,166 @@
+"""Launchers that set the rank and the number of processes in environment variables: a table, one row for each."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+
+from tfdist.cluster.environments import slurm
+from tfdist.cluster.membership import Membership
+from tfdist.cluster.variables import number, optional_number, text
+
+
+@dataclasses.dataclass(frozen=True)
+class Launcher:
+    """One launcher and its variables.
+
+    Attributes:
+        name: For messages.
+        rank: The variable with the rank of the process.
+        size: The variable with the number of processes.
+        local_rank: The variable with the rank among the processes of the host.
+        local_size: The variable with the number of processes on the host.
+        job: What tells its jobs apart and is the same on all hosts; `{A|B}` is the value of A, or of B if A has none.
+        present: The variables that exist in its processes; by default those of rank and size.
+        filled: The variables that have a value; where people set them, a blank one counts as not set.
+        unless: Whether something else has set these variables.
+        host: The variable with the host of rank 0.
+        channel: By what rank 0 can tell the others its host: see `tfdist.cluster.rendezvous.channels`.
+        channel_needs: The variables that have a value if that works.
+        shared_home: Whether the processes usually have the same home folder.
+
+    Example:
+        >>> env = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "PMIX_NAMESPACE": "77"}
+        >>> OPEN_MPI.detect(env), str(OPEN_MPI.read(env))
+        (True, 'rank 0 of 2, from Open MPI')
+        >>> RANK_VARIABLES.read({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node-1"}).host
+        'node-1'
+    """
+
+    name: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+    job: str
+    present: tuple[str, ...] = ()
+    filled: tuple[str, ...] = ()
+    unless: Callable[[Mapping[str, str]], bool] | None = None
+    host: str | None = None
+    channel: str | None = None
+    channel_needs: tuple[str, ...] = ()
+    shared_home: bool = False
+
+    def detect(self, env: Mapping[str, str]) -> bool:
+        """Whether it has started this process."""
+        present = self.present or (() if self.filled else (self.rank, self.size))
+        if not all(name in env for name in present) or not all(text(env, name) for name in self.filled):
+            return False
+        return self.unless is None or not self.unless(env)
+
+    def read(self, env: Mapping[str, str]) -> Membership:
+        """Rank and size, and the host of rank 0 or how the processes can learn it.
+
+        Raises:
+            ClusterError: If a number is missing, or is none.
+        """
+        has_channel = all(text(env, name) for name in self.channel_needs)
+        return Membership(
+            rank=number(env, self.rank),
+            size=number(env, self.size),
+            source=self.name,
+            job=re.sub(r"\{(.+?)\}", lambda found: _first_value(env, found[1].split("|")), self.job),
+            host=text(env, self.host) if self.host else None,
+            channel=self.channel if has_channel else None,
+            local_rank=optional_number(env, self.local_rank),
+            local_size=optional_number(env, self.local_size),
+            shared_home=self.shared_home,
+        )
+
+
+def _first_value(env: Mapping[str, str], names: list[str]) -> str:
+    return next((env[name] for name in names if env.get(name)), "")
+
+
+# Set beside the variables that tfdist itself sets for Horovod; its value is the port that is one of these.
+SET_FOR_HOROVOD = "TFDIST_HOROVOD"
+_GLOO_HOST, _GLOO_PORT = "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"
+
+
+def _set_by_tfdist(env: Mapping[str, str]) -> bool:
+    """Whether tfdist.HorovodStrategy has set Horovod's variables, in this process or in one that has started it."""
+    return SET_FOR_HOROVOD in env and env[SET_FOR_HOROVOD] == env.get(_GLOO_PORT)
+
+
+# Set by whoever starts the processes with a tool that tfdist does not know.
+BY_HAND = Launcher(
+    "TFDIST_RANK",
+    *("TFDIST_RANK", "TFDIST_SIZE", "TFDIST_LOCAL_RANK", "TFDIST_LOCAL_SIZE"),
+    job="",
+    filled=("TFDIST_RANK",),
+)
+# PyTorch's convention, set by hand or by Kubeflow's PyTorchJob. MASTER_PORT only tells jobs apart: who sets it may
+# listen there. MASTER_ADDR may be "localhost" on the host of rank 0.
+RANK_VARIABLES = Launcher(
+    "RANK and WORLD_SIZE",
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    job="ranks-{MASTER_PORT}",
+    filled=("RANK", "WORLD_SIZE", "MASTER_ADDR"),
+    host="MASTER_ADDR",
+)
+# One torchrun on each host, several processes by each. TORCHELASTIC_RESTART_COUNT is not the same on all hosts.
+TORCHRUN = dataclasses.replace(
+    RANK_VARIABLES,
+    name="torchrun",
+    job="ranks-{MASTER_PORT}-{TORCHELASTIC_RUN_ID}",
+    present=("TORCHELASTIC_RUN_ID",),
+)
+# Horovod's launcher with Gloo. `tfdist.HorovodStrategy` is connected by Horovod itself.
+HOROVODRUN = Launcher(
+    "horovodrun",
+    *("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
+    job=f"horovod-{{{_GLOO_HOST}}}:{{{_GLOO_PORT}}}",
+    filled=("HOROVOD_RANK", "HOROVOD_SIZE"),
+    unless=_set_by_tfdist,
+    channel="horovod_store",
+    channel_needs=(_GLOO_HOST, _GLOO_PORT),
+)
+# Versions 4 and 5, and IBM Spectrum MPI, which derives from it. Inside of a Slurm allocation, the ranks see the
+# SLURM_PROCID of mpirun's daemons.
+OPEN_MPI = Launcher(
+    "Open MPI",
+    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    job="open-mpi-{PMIX_NAMESPACE|OMPI_MCA_orte_hnp_uri}",
+    channel="pmix",
+)
+# mpirun_rsh; started by Hydra's mpiexec or by Slurm, MVAPICH looks like these.
+MVAPICH = Launcher(
+    "MVAPICH2",
+    *("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
+    job="mvapich-{MPIRUN_ID}",
+    channel="pmi",
+    channel_needs=("PMI_FD",),
+    shared_home=True,
+)
+# Hydra's mpiexec, and whatever else sets PMI_RANK and PMI_SIZE; `srun --mpi=pmi2` does, too. Nothing tells one job from
+# another on all hosts.
+MPICH = Launcher(
+    "MPICH",
+    *("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    job="pmi",
+    unless=slurm.has_started,
+    channel="pmi",
+)
+INTEL_MPI = tuple(
+    dataclasses.replace(MPICH, name="Intel MPI", present=("PMI_RANK", "PMI_SIZE", own))
+    for own in ("I_MPI_ROOT", "I_MPI_HYDRA_BOOTSTRAP")
+)
+MPI = (OPEN_MPI, MVAPICH, *INTEL_MPI, MPICH)
+# IBM LSF's launcher, by JSM. LSF without jsrun has no ranks, see `single_process`.
+JSRUN = Launcher(
+    "LSF's jsrun",
+    *("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE"),
+    job="lsf-{LSB_JOBID}-{PMIX_NAMESPACE}",
+    channel="pmix",
+)

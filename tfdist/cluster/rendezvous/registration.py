@@ -1,0 +1,103 @@
+"""What each process registers with rank 0, and the addresses that follow from it. Pure functions."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import ipaddress
+import json
+import typing
+from collections.abc import Mapping
+
+from tfdist.cluster import sockets
+
+
+@dataclasses.dataclass(frozen=True)
+class Registration:
+    """What one process tells about itself.
+
+    Attributes:
+        rank: Its number.
+        size: How many processes it believes there are.
+        port: The port that it has reserved for TensorFlow's server.
+        host: The name by which it wants to be reached; `None` for the address that it is connected from.
+        address: The address that it is connected from, as itself sees it.
+        name: Of its host, for people.
+        pid: Number of the process there.
+        devices: Equal for two processes on a host if they see the same GPUs.
+        reached: The address at which it has reached rank 0, which fills it in.
+    """
+
+    rank: int
+    size: int
+    port: int
+    host: str | None
+    address: str
+    name: str
+    pid: int
+    devices: str = ""
+    reached: str = ""
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Registration:
+        """Reads what `to_json` wrote.
+
+        Raises:
+            ValueError: If it is something else.
+
+        Example:
+            >>> one = Registration(1, 2, 2222, None, "10.0.0.2", "node-2", 77)
+            >>> Registration.from_json(one.to_json()) == one
+            True
+        """
+        content = json.loads(text)
+        types = typing.get_type_hints(cls)
+        if not isinstance(content, dict) or content.keys() != types.keys():
+            raise ValueError("expected the fields of a registration")
+        if not all(isinstance(content[name], kind) for name, kind in types.items()):
+            raise ValueError("expected other types in a registration")
+        ipaddress.ip_address(content["address"])
+        return cls(**content)
+
+    def to_json(self) -> bytes:
+        """The text that is sent to rank 0."""
+        return json.dumps(dataclasses.asdict(self)).encode()
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.name}, process {self.pid})"
+
+
+def plain(place: str) -> str:
+    """An address without what a socket adds to it.
+
+    Example:
+        >>> plain("::ffff:10.0.0.1"), plain("fe80::1%eth0")
+        ('10.0.0.1', 'fe80::1')
+    """
+    host = place.partition("%")[0]
+    mapped = getattr(ipaddress.ip_address(host), "ipv4_mapped", None)
+    return str(mapped) if mapped else host
+
+
+def agreed(own: str, guests: Mapping[int, tuple[str, str]]) -> dict[int, str]:
+    """The address of each rank that all hosts can use.
+
+    A process whose connection to rank 0 has the same address at both ends is on the host of rank 0. If all processes
+    are there, a loopback address will do; otherwise the host of rank 0 gets the address at which most of the others
+    have reached it.
+
+    Args:
+        own: A loopback address.
+        guests: For each other rank, the address that it is connected from, and the one at which it has reached rank 0.
+
+    Example:
+        >>> agreed("127.0.0.1", {1: ("127.0.0.1", "127.0.0.1"), 2: ("10.0.0.2", "10.0.0.1")})
+        {0: '10.0.0.1', 1: '10.0.0.1', 2: '10.0.0.2'}
+    """
+    here = {rank for rank, (place, reached) in guests.items() if place == reached or sockets.is_loopback(place)}
+    outside = collections.Counter(reached for rank, (_, reached) in guests.items() if rank not in here)
+    if outside:
+        own = outside.most_common(1)[0][0]
+    elif here and all(":" in guests[rank][0] for rank in here):
+        own = "::1"
+    return {0: own, **{rank: own if rank in here else place for rank, (place, _) in guests.items()}}

@@ -1,0 +1,212 @@
+"""`tfdist submit`, `status`, `logs`, `cancel` and `monitor`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tfdist.jobs import SCHEDULERS
+from tfdist.jobs.engine import engine_of
+from tfdist.jobs.local_runner import ensure_runner
+from tfdist.jobs.record import Record, Records
+from tfdist.jobs.request import Request, SubmitError, seconds_of
+from tfdist.jobs.status import RUNNING, Status
+from tfdist.launch.arguments import TARGET, ScriptCommand, read_env
+
+_SHOWN = 20
+_SCHEDULER_HELP = "What runs the job."
+_ALL_HELP = f"Without JOB: list all jobs, not only the last {_SHOWN}."
+_PS_HELP = "Number of parameter servers; a chief is started as well, which drives the -n workers."
+_IMAGE_HELP = "Kubernetes: container image with tfdist and the program."
+_VOLUME_HELP = "Kubernetes: mount a persistent volume claim, for data and backups (repeatable)."
+_TIME_HELP = "Time limit of a run, such as 2h, 90m or 1d12h. On Slurm the job is saved and requeued then."
+_PACK_HELP = "Keep the workers on as few hosts as possible."
+_RESTARTS_HELP = "How often the training is started again after a failure."
+_GRACE_HELP = "Seconds between SIGTERM and SIGKILL, for the backup."
+_DRY_RUN_HELP = "Print what the scheduler would be given, and do nothing."
+
+
+class _Duration(click.ParamType):
+    name = "TIME"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            return value if isinstance(value, int) else seconds_of(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+def _read_volumes(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
+    volumes = {}
+    for text in values:
+        claim, separator, path = text.partition(":")
+        if not claim or not separator or not path.startswith("/"):
+            raise click.BadParameter(f"{text!r}: expected CLAIM:/PATH, for example --volume backups:/backups.")
+        volumes[claim] = path
+    return volumes
+
+
+@contextlib.contextmanager
+def _errors() -> Iterator[None]:
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Nobody reads any more. Without this, Python would try to write the rest again when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except (SubmitError, OSError) as error:
+        print(f"tfdist: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _records() -> Records:
+    records = Records.of_user(os.environ)
+    # Every command starts the runner of the local queue again if it was killed.
+    ensure_runner(records)
+    return records
+
+
+@click.command(cls=ScriptCommand, short_help="Submit a script as a job: to this machine, Slurm or Kubernetes.")
+@click.option("--scheduler", type=click.Choice(SCHEDULERS), default="local", show_default=True, help=_SCHEDULER_HELP)
+@click.option("-n", "--workers", type=click.IntRange(min=1), default=2, show_default=True, help="Training processes.")
+@click.option("--ps", type=click.IntRange(min=0), default=0, show_default=True, help=_PS_HELP)
+@click.option("--cpus-per-worker", type=click.IntRange(min=1), metavar="K", help="Cores of each process.")
+@click.option("--gpus-per-worker", type=click.IntRange(min=0), metavar="K", help="GPUs of each process.")
+@click.option("--image", metavar="IMAGE", help=_IMAGE_HELP)
+@click.option("--volume", "volumes", multiple=True, metavar="CLAIM:/PATH", callback=_read_volumes, help=_VOLUME_HELP)
+@click.option("--name", default="", metavar="NAME", help="Name of the job.  [default: that of the script]")
+@click.option("--time", "time_limit", type=_Duration(), help=_TIME_HELP)
+@click.option("--pack", is_flag=True, help=_PACK_HELP)
+@click.option("--max-restarts", type=click.IntRange(min=0), default=3, show_default=True, help=_RESTARTS_HELP)
+@click.option("--grace", type=click.IntRange(min=1), default=60, show_default=True, help=_GRACE_HELP)
+@click.option("--env", multiple=True, metavar="KEY=VALUE", callback=read_env, help="Set a variable (repeatable).")
+@click.option("--dry-run", is_flag=True, help=_DRY_RUN_HELP)
+@click.pass_context
+def submit(ctx: click.Context, dry_run: bool, **options: Any) -> None:
+    """Submit SCRIPT, unchanged, as a job, and print the job's id.
+
+    SCRIPT is a Python file, -m MODULE, or -- COMMAND for any other program; all that follows it is passed to it. It
+    goes on after a restart, and after a preemption, where tfdist.callbacks.BackupAndRestore has saved it.
+    """
+    with _errors():
+        request = Request(target=ctx.meta[TARGET], **options)
+        engine = engine_of(request.scheduler, _records())
+        click.echo(engine.dry_run(request) if dry_run else engine.submit(request).id, nl=not dry_run)
+
+
+@click.command(short_help="Show the state of a job, or list the last ones.")
+@click.argument("job", required=False)
+@click.option("-a", "--all", "everything", is_flag=True, help=_ALL_HELP)
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+def status(job: str | None, everything: bool, as_json: bool) -> None:
+    """Show the state of a job, and epoch, step, loss and remaining time of its training.
+
+    Without JOB, list the jobs that have been submitted here, the newest last, with their state.
+    """
+    if job is not None and everything:
+        raise click.UsageError(f"--all and the job {job}: expected only one of them.")
+    with _errors():
+        if job is None:
+            _show_all(_records(), everything, as_json)
+        else:
+            _show(_records(), job, as_json)
+
+
+@click.command(short_help="Show the output of a job.")
+@click.argument("job")
+@click.option("-f", "--follow", is_flag=True, help="Until the job is over.")
+def logs(job: str, follow: bool) -> None:
+    """Show what a job has printed; with -f, also what it prints from now on, until it is over."""
+    with _errors(), contextlib.suppress(KeyboardInterrupt):
+        records = _records()
+        record = records.load(job)
+        engine_of(record.scheduler, records).logs(record, sys.stdout.buffer, follow)
+
+
+@click.command(short_help="End a job.")
+@click.argument("job")
+def cancel(job: str) -> None:
+    """End a job: it gets SIGTERM and its grace, in which tfdist.callbacks.BackupAndRestore saves the training."""
+    with _errors():
+        records = _records()
+        record = records.load(job)
+        click.echo(engine_of(record.scheduler, records).cancel(record))
+
+
+@click.command(short_help="Watch a run: how far each process is, restarts, backups, remaining time.")
+@click.argument("run", metavar="[JOB|FOLDER]", required=False)
+@click.option("--once", is_flag=True, help="Print what is to be seen now, and end. So it is without a terminal.")
+def monitor(run: str | None, once: bool) -> None:
+    """Watch a run of `tfdist run` or a job of `tfdist submit` until it is over.
+
+    FOLDER is where the run's logs are, as it says at its start; by default the newest one in tfdist-logs. The run does
+    not notice: everything is from its event log. Ctrl-C ends the view, and leaves the run alone.
+    """
+    # rich takes a while to import.
+    from rich.console import Console
+
+    from tfdist.jobs.monitor import find, snapshot, watch
+
+    with _errors():
+        source = find(run, Path(), os.environ)
+        console = Console()
+        if once or not console.is_terminal:
+            click.echo(snapshot(source))
+            return
+        with contextlib.suppress(KeyboardInterrupt):
+            watch(source, console)
+
+
+def _show(records: Records, job: str, as_json: bool) -> None:
+    record = records.load(job)
+    engine = engine_of(record.scheduler, records)
+    now, progress = engine.status(record), engine.progress(record)
+    if as_json:
+        more = {"progress": dataclasses.asdict(progress) if progress else None}
+        if progress:
+            more["progress"]["seconds_left"] = progress.seconds_left
+        click.echo(json.dumps({**_facts(record, now), **more}, indent=1))
+        return
+    click.echo(f"{record.id}  {record.name}  {now}")
+    if progress is not None:
+        click.echo(f"  {progress.shown(now.state == RUNNING)}")
+    servers = f", {record.ps} parameter server{'s' if record.ps > 1 else ''}" if record.ps else ""
+    click.echo(f"  {record.workers} worker{'s' if record.workers > 1 else ''}{servers}: {shlex.join(record.program)}")
+    click.echo(f"  {record.folder}")
+
+
+def _show_all(records: Records, everything: bool, as_json: bool) -> None:
+    found = [(record, _status(records, record)) for record in records.all()[0 if everything else -_SHOWN :]]
+    if as_json:
+        click.echo(json.dumps([_facts(record, status) for record, status in found], indent=1))
+        return
+    if not found:
+        click.echo(f"no jobs in {records.folder}", err=True)
+    width = max((len(record.id) for record, _ in found), default=0)
+    names = max((len(record.name) for record, _ in found), default=0)
+    for record, status in found:
+        click.echo(f"{record.id:{width}}  {record.name:{names}}  {status}")
+
+
+def _status(records: Records, record: Record) -> Status | str:
+    """The status of a job. A scheduler that does not answer must not hide the jobs of the others."""
+    try:
+        return engine_of(record.scheduler, records).status(record)
+    except SubmitError as error:
+        return f"unknown: {error}"
+
+
+def _facts(record: Record, status: Status | str) -> dict[str, Any]:
+    state = {"state": "unknown", "detail": status} if isinstance(status, str) else dataclasses.asdict(status)
+    facts = {name: value for name, value in dataclasses.asdict(record).items() if name != "details"}
+    return {**facts, **state}

@@ -1,0 +1,325 @@
+"""Kubernetes: an Indexed Job with a headless Service and a Secret, through the official client."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, BinaryIO
+
+from tfdist.jobs.kubernetes_manifests import INSTANCE, as_label, checked_name, manifests
+from tfdist.jobs.record import Record, Records
+from tfdist.jobs.request import Request, SubmitError
+from tfdist.jobs.status import (
+    CANCELLED,
+    FAILED,
+    LOST,
+    QUEUED,
+    RUNNING,
+    SUCCEEDED,
+    Progress,
+    Status,
+    last_progress,
+)
+from tfdist.supervision.events import events_in, without_event
+
+_OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+_REMEDIES = {
+    401: "log in again, as for kubectl",
+    403: "ask for the right to create, read and delete jobs, services, secrets and pods' logs in this namespace",
+    409: "choose another --name, or delete that one",
+    422: "correct what it names",
+}
+_PLACEHOLDER = "SECRET"
+# Seconds that a request may take, and between two looks at the pods.
+_TIMEOUT, _WAIT = 30, 1.0
+# Seconds after which the output of a pod is read again, if it has ended while the pod still runs.
+_PATIENCE = 3
+# Seconds for which a pod that is followed may print nothing.
+_SILENCE = 7 * 86400
+# The newest progress is searched in this many lines at the end of the chief's output.
+_LAST_LINES = 500
+_OVER = {"Complete": SUCCEEDED, "Failed": FAILED}
+
+
+class KubernetesEngine:
+    """Creates jobs in the cluster and the namespace of the current context of kubectl's configuration.
+
+    Args:
+        records: all jobs.
+    """
+
+    def __init__(self, records: Records) -> None:
+        self._records = records
+
+    def dry_run(self, request: Request) -> str:
+        """The manifests, as `kubectl apply` takes them, with a word in place of the secret."""
+        yaml = load("yaml", "PyYAML")
+        return yaml.safe_dump_all(manifests(request, _name(request), _PLACEHOLDER), sort_keys=False)
+
+    def submit(self, request: Request) -> Record:
+        """Creates the Job. Its Service and its Secret belong to it, and are deleted with it."""
+        client, context, namespace = connect(None)
+        name = _name(request)
+        secret, service, job = manifests(request, name, secrets.token_hex(32))
+        batch, core = client.BatchV1Api(), client.CoreV1Api()
+        with answers(f"create the job {name} in {namespace}"):
+            made = batch.create_namespaced_job(namespace, job, _request_timeout=_TIMEOUT)
+        owner = {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": made.metadata.uid}
+        try:
+            with answers(f"create the Service and the Secret of {name} in {namespace}"):
+                for create, body in (
+                    (core.create_namespaced_service, service),
+                    (core.create_namespaced_secret, secret),
+                ):
+                    owned = {**body, "metadata": {**body["metadata"], "ownerReferences": [owner]}}
+                    create(namespace, owned, _request_timeout=_TIMEOUT)
+        except SubmitError:
+            # Without them, its pods would wait forever.
+            with contextlib.suppress(SubmitError):
+                self._delete(client, name, namespace)
+            raise
+        folder = self._records.make_folder(request.name)
+        details = {"job": name, "namespace": namespace, "context": context, "grace": request.grace}
+        return self._records.add(request, folder, name, uid=made.metadata.uid, **details)
+
+    def status(self, record: Record) -> Status:
+        """The state of the Job and its pods. The final one is recorded, because the cluster may delete the Job."""
+        if record.final is not None:
+            return record.final
+        client, _, namespace = connect(record)
+        job = self._job(client, record)
+        if job is None:
+            gone = "the Job is not there any more: deleted by somebody else, or by the cluster after its end"
+            return Status(CANCELLED) if record.details.get("cancelled") else Status(LOST, gone)
+        found = status_of(job, self._pods(client, record, namespace))
+        if found.is_over:
+            self._records.remember(record, found)
+        return found
+
+    def progress(self, record: Record) -> Progress | None:
+        """The progress in the chief's output, which contains its event log."""
+        client, _, namespace = connect(record)
+        chief = chief_of(self._pods(client, record, namespace))
+        if chief is None or chief.status.phase == "Pending":
+            return None
+        with answers(f"read the output of {chief.metadata.name}"):
+            text = client.CoreV1Api().read_namespaced_pod_log(
+                chief.metadata.name,
+                namespace,
+                tail_lines=_LAST_LINES,
+                _preload_content=False,
+                _request_timeout=_TIMEOUT,
+            )
+            return last_progress(events_in(text.data.decode(errors="replace")))
+
+    def logs(self, record: Record, to: BinaryIO, follow: bool) -> None:
+        """The output of the chief; with `follow`, also that of the next chief after a restart."""
+        client, _, namespace = connect(record)
+        shown, cut_off = None, 0.0
+        while True:
+            chief = chief_of(self._pods(client, record, namespace))
+            started = chief is not None and chief.status.phase != "Pending"
+            again = started and chief.metadata.uid == shown
+            # If the output of a running pod ends, either the pod is ending, or something between us closed the
+            # connection. After a while it can only be the connection: read again what came since.
+            silent = int(time.monotonic() - cut_off) if again else None
+            if started and (not again or (chief.status.phase == "Running" and silent >= _PATIENCE)):
+                with answers(f"read the output of {chief.metadata.name}"):
+                    _copy(client, chief.metadata.name, namespace, to, follow, silent)
+                shown, cut_off = chief.metadata.uid, time.monotonic()
+            if not follow or self.status(record).is_over:
+                return
+            time.sleep(_WAIT)
+
+    def cancel(self, record: Record) -> str:
+        """Deletes the Job, and with it its pods, which get SIGTERM."""
+        client, _, namespace = connect(record)
+        if self._job(client, record) is None:
+            return f"{record.id}: {self.status(record)}"
+        over = self.status(record)
+        if over.is_over:
+            return f"{record.id}: is over already, {over}"
+        self._records.update(record.id, lambda now: now.with_details(cancelled=True))
+        self._delete(client, record.details["job"], namespace)
+        return f"{record.id}: deleted; its pods get SIGTERM, and have {record.details['grace']} s to save their state"
+
+    def _job(self, client: Any, record: Record) -> Any | None:
+        name, namespace = record.details["job"], record.details["namespace"]
+        with answers(f"read the job {name} in {namespace}"):
+            try:
+                job = client.BatchV1Api().read_namespaced_job(name, namespace, _request_timeout=_TIMEOUT)
+            except client.ApiException as error:
+                if error.status != 404:
+                    raise
+                return None
+        # A newer Job may have the same name.
+        return job if job.metadata.uid == record.details["uid"] else None
+
+    def _pods(self, client: Any, record: Record, namespace: str) -> list[Any]:
+        selector = f"{INSTANCE}={record.details['job']}"
+        with answers(f"list the pods of {record.details['job']} in {namespace}"):
+            pods = client.CoreV1Api().list_namespaced_pod(namespace, label_selector=selector, _request_timeout=_TIMEOUT)
+        return list(pods.items)
+
+    def _delete(self, client: Any, name: str, namespace: str) -> None:
+        with answers(f"delete the job {name} in {namespace}"):
+            client.BatchV1Api().delete_namespaced_job(
+                name, namespace, propagation_policy="Background", _request_timeout=_TIMEOUT
+            )
+
+
+def _name(request: Request) -> str:
+    name = request.name if request.is_named else as_label(request.name, secrets.token_hex(2))
+    return checked_name(name, request.tasks)
+
+
+def _copy(client: Any, pod: str, namespace: str, to: BinaryIO, follow: bool, last: int | None) -> None:
+    """Writes the output of a pod as it comes, without its events; with `last`, only that of the last seconds."""
+    # While it follows a silent pod, reading must not time out; the client needs a number all the same.
+    timeout = (_TIMEOUT, _SILENCE) if follow else _TIMEOUT
+    since = {} if last is None else {"since_seconds": last}
+    answer = client.CoreV1Api().read_namespaced_pod_log(
+        pod, namespace, follow=follow, **since, _preload_content=False, _request_timeout=timeout
+    )
+    rest = b""
+    try:
+        for piece in answer.stream(amt=None):
+            *lines, rest = (rest + piece).split(b"\n")
+            to.write(b"".join(map(without_event, lines)))
+            if b"{" not in rest:
+                # Probably a progress bar, whose line does not end for long: show it now.
+                to.write(rest)
+                rest = b""
+            to.flush()
+        to.write(rest)
+        to.flush()
+    finally:
+        answer.release_conn()
+
+
+def load(module: str, package: str) -> ModuleType:
+    """Imports a module of the extra "kubernetes".
+
+    Args:
+        module: name of the module.
+        package: name of its package for pip.
+
+    Raises:
+        SubmitError: the package is not installed.
+
+    Example:
+        >>> load("yaml", "PyYAML").safe_dump({"a": 1})
+        'a: 1\\n'
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise SubmitError(
+            f"Received: --scheduler kubernetes without the package {package} ({error}). Expected: tfdist with its "
+            "extra for Kubernetes: pip install kubernetes PyYAML"
+        ) from None
+
+
+def connect(record: Record | None) -> tuple[Any, str | None, str]:
+    """The client, with context and namespace: those of a job, or by default the current ones.
+
+    Raises:
+        SubmitError: the client is not installed, or no cluster is configured.
+    """
+    kubernetes = load("kubernetes", "kubernetes")
+    wanted = record.details["context"] if record else None
+    problems = (kubernetes.config.ConfigException, OSError)
+    try:
+        kubernetes.config.load_kube_config(context=wanted)
+        _, active = kubernetes.config.list_kube_config_contexts()
+        context, namespace = active["name"], active["context"].get("namespace", "default")
+    except problems as error:
+        try:
+            # In a pod, the service account is used.
+            kubernetes.config.load_incluster_config()
+            context, namespace = None, _OWN_NAMESPACE.read_text().strip()
+        except problems:
+            raise SubmitError(
+                f"Received: no configuration of a Kubernetes cluster ({error}). Expected: what kubectl uses, in "
+                "~/.kube/config or where KUBECONFIG says; `kubectl get jobs` has to work. --dry-run needs none"
+            ) from None
+    return kubernetes.client, context, record.details["namespace"] if record else namespace
+
+
+@contextlib.contextmanager
+def answers(what: str) -> Iterator[None]:
+    """Turns errors of the client into a SubmitError.
+
+    Args:
+        what: what the cluster is asked to do.
+    """
+    client = load("kubernetes.client", "kubernetes")
+    http = load("urllib3", "kubernetes")
+    try:
+        yield
+    except client.ApiException as error:
+        said = error.body if isinstance(error.body, str) else error.reason
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            said = json.loads(error.body)["message"]
+        raise SubmitError(
+            f"Received: {error.status} ({said}), when asked to {what}. Expected: that the cluster does it; "
+            f"{_REMEDIES.get(error.status, 'see what it says')}"
+        ) from None
+    except http.exceptions.HTTPError as error:
+        raise SubmitError(
+            f"Received: no answer from Kubernetes, when asked to {what} ({error}). Expected: that the cluster of the "
+            "current context is reachable; try `kubectl get jobs`"
+        ) from None
+
+
+def status_of(job: Any, pods: Sequence[Any]) -> Status:
+    """The state of a Job with these pods."""
+    started = job.status.start_time.timestamp() if job.status.start_time else None
+    for condition in job.status.conditions or ():
+        if condition.type in _OVER and condition.status == "True":
+            ended = condition.last_transition_time.timestamp() if condition.last_transition_time else None
+            state = _OVER[condition.type]
+            return Status(state, _why(condition) if state == FAILED else "", started, ended)
+    waiting = [pod for pod in pods if pod.status.phase == "Pending"]
+    detail = f"{job.status.failed} pods have failed" if job.status.failed else ""
+    if waiting and not any(pod.status.phase == "Running" for pod in pods):
+        return Status(QUEUED, _obstacle(waiting))
+    if not pods:
+        return Status(QUEUED, "no pod yet")
+    if waiting:
+        detail = f"{len(waiting)} of {job.spec.completions} pods wait" + (
+            f": {why}" if (why := _obstacle(waiting)) else ""
+        )
+    return Status(RUNNING, detail, started)
+
+
+def chief_of(pods: Sequence[Any]) -> Any | None:
+    """The newest pod with index 0; older ones are left from earlier attempts."""
+    found = [pod for pod in pods if _index(pod) == "0"]
+    return max(found, key=lambda pod: pod.metadata.creation_timestamp) if found else None
+
+
+def _index(pod: Any) -> str | None:
+    return (pod.metadata.annotations or {}).get("batch.kubernetes.io/job-completion-index")
+
+
+def _why(condition: Any) -> str:
+    return ": ".join(part for part in (condition.reason, condition.message) if part)
+
+
+def _obstacle(pods: Sequence[Any]) -> str:
+    """Why pods wait: an image that cannot be pulled, or no node with room for them."""
+    for pod in pods:
+        for container in pod.status.container_statuses or ():
+            if container.state and container.state.waiting and container.state.waiting.reason != "ContainerCreating":
+                return ": ".join(filter(None, (container.state.waiting.reason, container.state.waiting.message)))
+        for condition in pod.status.conditions or ():
+            if condition.type == "PodScheduled" and condition.status == "False":
+                return condition.message or condition.reason or ""
+    return ""

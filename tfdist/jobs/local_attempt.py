@@ -1,0 +1,158 @@
+"""An attempt of a local job: a process that says who it is and becomes `tfdist run`, and how it ended.
+
+    python -m tfdist.jobs.local_attempt FOLDER ATTEMPT PLACE PLACES
+
+The process writes down its own identity, once for each attempt: there is no moment at which it runs and nobody knows
+it. If a runner is killed after it has started an attempt, the next runner may start the same attempt again; then the
+second process ends at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from tfdist.jobs.record import Record
+from tfdist.jobs.status import CANCELLED, FAILED, LAST_EVENTS, LOST, QUEUED, SUCCEEDED, Status, exit_in_words
+from tfdist.launch.machine import visible_gpus
+from tfdist.supervision.events import event_in
+from tfdist.supervision.exit_codes import PREEMPTED
+from tfdist.supervision.identity import Identity
+
+# Exit code of a process whose attempt another process has begun already.
+BEGUN_ALREADY = 75
+COMMAND = "command.json"
+# Why a job was stopped: `details["stop"]` of its record.
+BY_USER = "cancelled"
+BY_TIME = "time limit"
+# An attempt that is preempted within so many seconds is started again after so many.
+_SHORT_LIFE, _DELAY = 30.0, 3.0
+_UNKNOWN = "its process vanished without a word: killed, or the machine was switched off"
+_Item = TypeVar("_Item")
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """The process of an attempt, and when it began."""
+
+    process: Identity
+    time: float
+
+
+def beginning_of(folder: Path, attempt: int) -> Beginning | None:
+    """What the process of an attempt has written down; None if it has not begun."""
+    try:
+        content = json.loads(_path(folder, attempt).read_text())
+    except FileNotFoundError:
+        return None
+    return Beginning(Identity(**content["process"]), content["time"])
+
+
+def share(items: Sequence[_Item], place: int, places: int) -> Sequence[_Item]:
+    """The cores or GPUs of one of several jobs that run at the same time; all of them if there are fewer than jobs.
+
+    Example:
+        >>> share([0, 1, 2, 3], place=1, places=2), share([0], place=1, places=2)
+        ([2, 3], [0])
+    """
+    if len(items) < places:
+        return items
+    return items[len(items) * place // places : len(items) * (place + 1) // places]
+
+
+def outcome(code: int | None, stop: str | None) -> Status:
+    """The state of a job after an attempt has ended.
+
+    Args:
+        code: exit code of `tfdist run`, negative for a signal; None if it is not known.
+        stop: why the attempt was asked to stop; None if it was not.
+
+    Example:
+        >>> outcome(77, stop=None).state, outcome(77, stop="cancelled").state, outcome(1, stop=None).detail
+        ('queued', 'cancelled', 'exit code 1')
+    """
+    if code == 0:
+        return Status(SUCCEEDED)
+    if stop == BY_USER:
+        return Status(CANCELLED)
+    if stop is not None:
+        return Status(FAILED, stop)
+    if code is None:
+        return Status(LOST, _UNKNOWN)
+    if code == PREEMPTED:
+        return Status(QUEUED, "preempted, everything is saved")
+    return Status(FAILED, exit_in_words(code) if code > 0 else f"killed by signal {-code}")
+
+
+def code_from_events(path: Path, since: float) -> int | None:
+    """The exit code in the launcher's last event; None if it has not written one, because it was killed.
+
+    Args:
+        path: the event log.
+        since: when the attempt began: an earlier attempt may have written to the same file.
+    """
+    code = None
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError:
+        return None
+    for event in filter(None, map(event_in, lines)):
+        if event["name"] == "launcher" and event["event"] in LAST_EVENTS and event["time"] >= since:
+            code = int(event.get("exit_code", 0))
+    return code
+
+
+def after_end(record: Record, code: int | None) -> Record:
+    """The record of a job whose attempt has ended; a preempted job goes back into the queue."""
+    result = outcome(code, record.details.get("stop"))
+    if result.state == QUEUED:
+        attempt, now = record.details["attempt"] + 1, time.time()
+        # A program that is "preempted" each time right after its start must not be started all the time.
+        due = now + (_DELAY if now - record.details["started"] < _SHORT_LIFE else 0)
+        return record.with_details(state=QUEUED, detail=result.detail, attempt=attempt, due=due)
+    return record.with_details(state=result.state, detail=result.detail, ended=time.time())
+
+
+def main() -> None:
+    """Writes down that this process is the one of its attempt, and becomes `tfdist run`."""
+    folder = Path(sys.argv[1])
+    attempt, place, places = map(int, sys.argv[2:])
+    own = Identity.of(os.getpid())
+    assert own is not None
+    path = _path(folder, attempt)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    temporary.write_text(json.dumps(asdict(Beginning(own, time.time()))))
+    try:
+        # Unlike a rename, this fails if the file exists: another process has begun this attempt.
+        os.link(temporary, path)
+    except FileExistsError:
+        sys.exit(BEGUN_ALREADY)
+    finally:
+        temporary.unlink()
+    command = json.loads((folder / COMMAND).read_text())
+    try:
+        os.chdir(command["folder"])
+        os.sched_setaffinity(0, share(command["cores"], place, places))
+        gpus = visible_gpus(command["env"]) if places > 1 else ()
+        visible = {"CUDA_VISIBLE_DEVICES": ",".join(share(gpus, place, places))} if gpus else {}
+        os.execve(command["words"][0], command["words"], {**command["env"], **visible})
+    except OSError as error:
+        sys.exit(
+            f"tfdist: the job could not be started: {error}. It was submitted in {command['folder']}, with the Python "
+            f"{command['words'][0]}: both must still be there"
+        )
+
+
+def _path(folder: Path, attempt: int) -> Path:
+    return folder / f"process-{attempt}.json"
+
+
+if __name__ == "__main__":
+    main()

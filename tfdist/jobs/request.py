@@ -1,0 +1,162 @@
+"""What is asked for when a job is submitted, whatever scheduler runs it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tfdist.cluster.variables import SERVERS
+from tfdist.launch.arguments import Target
+from tfdist.launch.run_plan import RESERVED, runtime_defaults
+from tfdist.supervision.events import VARIABLE as EVENT_LOG
+
+# tfdist sets these variables for each process of a job; a value from --env would contradict them.
+_OWN = (*RESERVED, SERVERS, EVENT_LOG, "TFDIST_SIZE", "TFDIST_RANK", "TFDIST_TOKEN")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+_WRITTEN = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
+_CLOCK = re.compile(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)")
+
+
+class SubmitError(Exception):
+    """A job cannot be submitted, found or ended; the text says what was received, what was expected and what to do.
+
+    Example:
+        >>> raise SubmitError("Received: ... Expected: ...")
+        Traceback (most recent call last):
+        tfdist.jobs.request.SubmitError: Received: ... Expected: ...
+    """
+
+
+@dataclass(frozen=True)
+class Request:
+    """A job that somebody wants to run.
+
+    Attributes:
+        scheduler: one of tfdist.jobs.SCHEDULERS.
+        target: the program.
+        workers: number of training processes.
+        ps: number of parameter servers; a chief is added, which drives the workers.
+        cpus_per_worker: cores of each process; None for the scheduler's default.
+        gpus_per_worker: GPUs of each process; None for the scheduler's default.
+        image: container image, for Kubernetes.
+        name: of the job; by default that of the program.
+        time_limit: in seconds; None if the user sets none.
+        pack: whether the workers are to run on as few hosts as possible.
+        max_restarts: how often the training is started again after a failure.
+        grace: seconds between SIGTERM and SIGKILL.
+        env: additional environment variables.
+        volumes: mount path by name of a persistent volume claim, for Kubernetes.
+        is_named: whether the user has chosen the name.
+
+    Raises:
+        SubmitError: for values that are invalid or contradict each other.
+
+    Example:
+        >>> Request("slurm", Target("script", ("examples/train.py",)), workers=4, ps=1).tasks
+        6
+    """
+
+    scheduler: str
+    target: Target
+    workers: int = 2
+    ps: int = 0
+    cpus_per_worker: int | None = None
+    gpus_per_worker: int | None = None
+    image: str | None = None
+    name: str = ""
+    time_limit: int | None = None
+    pack: bool = False
+    max_restarts: int = 3
+    grace: int = 60
+    env: Mapping[str, str] = field(default_factory=dict)
+    volumes: Mapping[str, str] = field(default_factory=dict)
+    is_named: bool = field(init=False, default=True)
+
+    def __post_init__(self) -> None:
+        if not self.target.words:
+            raise SubmitError(
+                "Received: no program. Expected: a script, as in tfdist submit --scheduler slurm -n 4 train.py"
+            )
+        if self.scheduler == "kubernetes" and not self.image:
+            raise SubmitError(
+                "--scheduler kubernetes: received no image. Expected: --image with the name of a container image that "
+                "has the program and tfdist in it; docker/Dockerfile is the base of one"
+            )
+        if self.scheduler != "kubernetes" and (self.image or self.volumes):
+            option = "--image" if self.image else "--volume"
+            raise SubmitError(
+                f"Received: {option} and --scheduler {self.scheduler}. Expected: {option} for Kubernetes only, because "
+                "here the program runs as it is installed: leave it out"
+            )
+        if not self.name:
+            object.__setattr__(self, "is_named", False)
+            object.__setattr__(self, "name", default_name(self.target))
+        if not _NAME.fullmatch(self.name):
+            raise SubmitError(
+                f"Received: --name {self.name!r}. Expected: at most 63 letters, digits, dots, hyphens and underscores, "
+                "a letter or a digit first"
+            )
+        for name in self.env:
+            if name in _OWN:
+                raise SubmitError(
+                    f"Received: --env {name}=... Expected: other variables, because a submitted job's processes get "
+                    f"{name} from tfdist: leave it out"
+                )
+            if not _VARIABLE.fullmatch(name):
+                raise SubmitError(
+                    f"Received: --env {name}=... Expected: the name of an environment variable, of letters, digits "
+                    "and underscores"
+                )
+
+    @property
+    def tasks(self) -> int:
+        """The number of all processes."""
+        return self.workers + (1 + self.ps if self.ps else 0)
+
+    @property
+    def runtime_defaults(self) -> dict[str, str]:
+        """Default variables of each process, which the user's values override. Threads are set only for known cores.
+
+        Example:
+            >>> sorted(Request("slurm", Target("script", ("train.py",))).runtime_defaults)
+            ['MALLOC_TOP_PAD_', 'TF_CPP_MIN_LOG_LEVEL']
+        """
+        cores = self.cpus_per_worker or 0
+        defaults = runtime_defaults(cores, cores, ps_cluster=self.ps > 0)
+        return {name: value for name, value in defaults.items() if cores or "THREADS" not in name}
+
+
+def default_name(target: Target) -> str:
+    """The default name of a job, made from the name of its program.
+
+    Example:
+        >>> default_name(Target("script", ("examples/train_digits.py", "--epochs", "3")))
+        'train_digits'
+        >>> default_name(Target("module", ("package.train",)))
+        'train'
+    """
+    program = target.words[0]
+    base = program.rpartition(".")[2] if target.kind == "module" else os.path.splitext(os.path.basename(program))[0]
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", base).strip(".-_")[:40] or "job"
+
+
+def seconds_of(text: str) -> int:
+    """Seconds of a time such as "90m", "1d12h" or, as for Slurm, "1-12:00:00". A number without a unit is refused.
+
+    Raises:
+        ValueError: for any other text, and for no time at all.
+
+    Example:
+        >>> seconds_of("1h30m"), seconds_of("1-12:00:00")
+        (5400, 129600)
+    """
+    match = _WRITTEN.fullmatch(text) or _CLOCK.fullmatch(text)
+    numbers = [int(number or 0) for number in match.groups()] if match else []
+    seconds = sum(number * unit for number, unit in zip(numbers, _UNITS.values(), strict=False))
+    if seconds == 0:
+        raise ValueError(f"Received: {text!r}. Expected: a time such as 2h, 90m, 1d12h or 01:30:00, with its unit")
+    return seconds

@@ -1,0 +1,212 @@
+"""Slurm: sbatch, squeue, sacct or scontrol, scancel."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import secrets
+import shutil
+import subprocess
+from pathlib import Path
+from typing import BinaryIO
+
+from tfdist.atomic_files import write_atomically
+from tfdist.jobs import slurm_states
+from tfdist.jobs.engine import show_file
+from tfdist.jobs.record import Record, Records
+from tfdist.jobs.request import Request, SubmitError
+from tfdist.jobs.slurm_script import CANCEL_SIGNAL, EXIT_CODE, batch_script
+from tfdist.jobs.status import (
+    CANCELLED,
+    FAILED,
+    LOST,
+    QUEUED,
+    SUCCEEDED,
+    Progress,
+    Status,
+    exit_in_words,
+    last_progress,
+)
+from tfdist.supervision.events import last_events
+
+_SECONDS = 60
+_GPUS = re.compile(r"\bgpu(?::[^:,()]+)?:(\d+)")
+# Seconds between two calls of squeue: each asks Slurm's controller, which all users share.
+_ASK_EVERY = 3.0
+
+
+class SlurmEngine:
+    """Hands jobs to sbatch.
+
+    Args:
+        records: all jobs.
+    """
+
+    def __init__(self, records: Records) -> None:
+        self._records = records
+
+    def dry_run(self, request: Request) -> str:
+        """The batch script, with a word in place of the secret."""
+        return _script(request, self._records.folder / "FOLDER", "SECRET")
+
+    def submit(self, request: Request) -> Record:
+        """Writes the script and hands it to sbatch."""
+        folder = self._records.make_folder(request.name)
+        path = folder / "job.sh"
+        try:
+            write_atomically(path, _script(request, folder, secrets.token_hex(32)), mode=0o600)
+            job, _, cluster = run("sbatch", "--parsable", str(path)).strip().partition(";")
+        except SubmitError:
+            path.unlink(missing_ok=True)
+            (folder / "logs").rmdir()
+            folder.rmdir()
+            raise
+        return self._records.add(request, folder, job, job=job, cluster=cluster, grace=request.grace)
+
+    def status(self, record: Record) -> Status:
+        """The state by squeue; of a job that is over by sacct, scontrol or the file that the script has written."""
+        if record.final is not None:
+            return record.final
+        if (found := self._in_queue(record)) is not None:
+            return found
+        # A job that has left the queue is not requeued any more.
+        found = self._in_past(record) or _from_script(record)
+        if record.details.get("cancelled") and found.is_over and found.state != SUCCEEDED:
+            found = Status(CANCELLED, "", found.started, found.ended)
+        if found.is_over and found.state != LOST:
+            self._records.remember(record, found)
+        return found
+
+    def progress(self, record: Record) -> Progress | None:
+        """The progress in the chief's event log."""
+        return last_progress(last_events(record.event_log))
+
+    def logs(self, record: Record, to: BinaryIO, follow: bool) -> None:
+        """The output of the script and of all tasks, whose lines begin with the task's number."""
+        show_file(record.output, to, (lambda: self.status(record).is_over) if follow else None, _ASK_EVERY)
+
+    def cancel(self, record: Record) -> str:
+        """Ends a waiting job; tells the script of a running job to stop it. A second call ends it at once."""
+        job = [*_cluster(record), record.details["job"]]
+        before = self.status(record)
+        if before.is_over:
+            return f"{record.id}: is over already, {before}"
+        self._records.update(record.id, lambda now: now.with_details(cancelled=True))
+        if before.state != QUEUED and not record.details.get("cancelled"):
+            run("scancel", "--batch", f"--signal={CANCEL_SIGNAL}", *job)
+            return f"{record.id}: gets SIGTERM, and has {record.details['grace']} s to save its state"
+        run("scancel", *job)
+        return f"{record.id}: cancelled"
+
+    def _in_queue(self, record: Record) -> Status | None:
+        job, cluster = record.details["job"], _cluster(record)
+        queue = attempt("squeue", *cluster, "--noheader", "--format=%T|%r|%S", f"--jobs={job}")
+        # "Invalid job id" means that the job ended a while ago.
+        if queue.returncode != 0 and "nvalid job id" not in queue.stderr:
+            raise SubmitError(
+                f"Received: from squeue: {queue.stderr.strip()}. Expected: that Slurm's controller is reachable; "
+                "`scontrol ping` shows whether it is"
+            )
+        return slurm_states.from_squeue(queue.stdout if queue.returncode == 0 else "")
+
+    def _in_past(self, record: Record) -> Status | None:
+        job, cluster = record.details["job"], _cluster(record)
+        fields = "--format=State,ExitCode,Start,End"
+        past = attempt("sacct", *cluster, "--noheader", "--parsable2", "--allocations", fields, f"--jobs={job}")
+        if past.returncode == 0 and (found := slurm_states.from_sacct(past.stdout)) is not None:
+            return found
+        return slurm_states.from_scontrol(attempt("scontrol", *cluster, "--oneliner", "show", "job", job).stdout)
+
+
+def _script(request: Request, folder: Path, token: str) -> str:
+    try:
+        return batch_script(request, folder, os.getcwd(), token, nodes_for(request) if request.pack else None)
+    except ValueError as error:
+        raise SubmitError(str(error)) from None
+
+
+def _cluster(record: Record) -> list[str]:
+    return [f"--clusters={record.details['cluster']}"] if record.details["cluster"] else []
+
+
+def _from_script(record: Record) -> Status:
+    path = Path(record.folder, EXIT_CODE)
+    try:
+        code, ended = int(path.read_text()), path.stat().st_mtime
+    except (OSError, ValueError):
+        return Status(
+            LOST, f"Slurm knows nothing of job {record.details['job']} any more, and its script has not ended"
+        )
+    return Status(SUCCEEDED, ended=ended) if code == 0 else Status(FAILED, exit_in_words(code), ended=ended)
+
+
+def run(*words: str) -> str:
+    """Runs a command, and returns its output.
+
+    Raises:
+        SubmitError: the command is not installed, fails, or does not answer.
+    """
+    answer = attempt(*words)
+    if answer.returncode != 0:
+        said = (answer.stderr or answer.stdout).strip() or f"exit code {answer.returncode}"
+        raise SubmitError(
+            f"Received: from {' '.join(words[:2])}: {said}. Expected: that Slurm accepts it; see above why"
+        )
+    return answer.stdout
+
+
+def attempt(*words: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command that may fail.
+
+    Raises:
+        SubmitError: the command is not installed, or does not answer.
+    """
+    if shutil.which(words[0]) is None:
+        raise SubmitError(
+            f"Received: no command {words[0]} on the PATH. Expected: Slurm's commands; submit where they are, usually "
+            "on a login node, or use another --scheduler"
+        )
+    try:
+        return subprocess.run(words, capture_output=True, text=True, timeout=_SECONDS, stdin=subprocess.DEVNULL)
+    except subprocess.TimeoutExpired:
+        raise SubmitError(
+            f"Received: no answer from {words[0]} within {_SECONDS} s. Expected: that Slurm's controller is reachable; "
+            "`scontrol ping` shows whether it is"
+        ) from None
+
+
+def nodes_for(request: Request) -> int:
+    """The smallest number of nodes on which all processes fit; 1 if there is no Slurm to ask.
+
+    Example:
+        >>> from tfdist.launch.arguments import Target
+        >>> nodes_for(Request("slurm", Target("script", ("train.py",)), workers=2))  # doctest: +SKIP
+        1
+    """
+    if shutil.which("sinfo") is None:
+        return 1
+    partition = os.environ.get("SBATCH_PARTITION")
+    listing = run(
+        "sinfo", "--noheader", "--Node", "--format=%c|%G", *([f"--partition={partition}"] if partition else [])
+    )
+    return fewest_nodes(request, listing)
+
+
+def fewest_nodes(request: Request, listing: str) -> int:
+    """The same from the output of sinfo, which has cores and generic resources of each node.
+
+    Example:
+        >>> from tfdist.launch.arguments import Target
+        >>> request = Request("slurm", Target("script", ("train.py",)), workers=8, gpus_per_worker=1)
+        >>> fewest_nodes(request, "16|gpu:a100:4(S:0-1)\\n16|(null)\\n")
+        2
+    """
+    nodes = [line.partition("|") for line in listing.splitlines() if line.strip()]
+    cores = max((int(re.sub(r"\D", "", first) or 0) for first, _, _ in nodes), default=0)
+    gpus = max((sum(map(int, _GPUS.findall(last))) for _, _, last in nodes), default=0)
+    needed = 1
+    for each, most in ((request.cpus_per_worker or 1, cores), (request.gpus_per_worker or 0, gpus)):
+        if each and most >= each:
+            needed = max(needed, math.ceil(request.tasks / (most // each)))
+    return needed

@@ -1,0 +1,140 @@
+"""What the launcher asks of the operating system: new sessions, children that die with it, orphans, and signals."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def spawn(
+    command: Sequence[str],
+    output: int,
+    env: Mapping[str, str] | None = None,
+    folder: str | None = None,
+    pass_fds: Sequence[int] = (),
+    before_exec: Callable[[], None] | None = None,
+) -> subprocess.Popen[bytes]:
+    """Starts a program in a session of its own, away from this process' terminal.
+
+    Args:
+        command: argument vector.
+        output: file descriptor for its standard output and error, or `subprocess.DEVNULL`.
+        env: its whole environment; None = this process' own.
+        folder: to work in; None = this process' own.
+        pass_fds: file descriptors that it inherits.
+        before_exec: runs between fork and exec; not where this process has several threads.
+
+    Raises:
+        OSError: the command cannot be run.
+
+    Example:
+        >>> spawn(["true"], subprocess.DEVNULL).wait()
+        0
+    """
+    return subprocess.Popen(
+        command,
+        env=None if env is None else dict(env),
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        pass_fds=pass_fds,
+        preexec_fn=before_exec,
+    )
+
+
+def die_with_parent(parent: int) -> Callable[[], None]:
+    """Returns a function by which a child lets the kernel kill it as soon as its parent has ended.
+
+    It is made ready beforehand so that a child can call it between fork and exec. Other systems than Linux offer
+    nothing of the kind: there it does nothing.
+
+    Args:
+        parent: number of the process that is, or is about to be, the parent of the caller.
+
+    Example:
+        >>> import subprocess
+        >>> subprocess.Popen(["true"], preexec_fn=die_with_parent(os.getpid())).wait()
+        0
+    """
+    prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+
+    def promise() -> None:
+        if prctl is not None:
+            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if os.getppid() != parent:
+                os._exit(128 + signal.SIGKILL)  # it ended before the kernel was asked to tell us
+
+    return promise
+
+
+@contextmanager
+def adopting_orphans() -> Iterator[None]:
+    """Makes this process the parent of descendants whose own parent ends meanwhile.
+
+    Only meanwhile: later orphans, helpers that a training script leaves behind, belong to the system's init process,
+    since nobody here would ever wait for them.
+
+    Raises:
+        OSError: the system cannot do that.
+    """
+    if sys.platform != "linux":
+        raise OSError("adopting orphans: expected Linux, the only system that can do that")
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    if prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
+    try:
+        yield
+    finally:
+        prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+class SignalInbox:
+    """While it is entered, signals wait in it until `take` asks for them.
+
+    Example:
+        >>> with SignalInbox() as inbox:
+        ...     signal.raise_signal(signal.SIGTERM)
+        ...     inbox.take()
+        [<Signals.SIGTERM: 15>]
+    """
+
+    def __init__(self) -> None:
+        self._received: list[signal.Signals] = []
+        self._previous: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> SignalInbox:
+        for number in (*_STOP_SIGNALS, signal.SIGWINCH):
+            # nohup ignores SIGHUP so that the run outlives its terminal.
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue
+            self._previous[number] = signal.signal(number, self._receive)
+        return self
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self._received.append(signal.Signals(number))
+
+    def take(self) -> list[signal.Signals]:
+        """The signals since the last call, in order."""
+        received, self._received = self._received, []
+        return received
+
+    def take_stop(self) -> signal.Signals | None:
+        """The first of the signals since the last call that asks this process to end; None if there is none."""
+        return next((number for number in self.take() if number in _STOP_SIGNALS), None)
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._previous.items():
+            # None: installed by something other than Python, which cannot be put back from here.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # type: ignore[arg-type]

@@ -1,0 +1,301 @@
+"""What the processes of a job tell each other outside of the training step.
+
+Used when a dataset is distributed (every process must have the same one, and draw the same random numbers for it) and
+when a file is saved. A collective would do as well only if every process made the same calls in the same order; here
+each message has a name, every wait a deadline, and whoever is late is named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.cluster.key_value import ProcessGoneError
+from tfdist.inspection import random_state
+from tfdist.inspection.dataset_properties import has_no_order, seeds
+
+_log = logging.getLogger("tfdist")
+_FIRST_POLL_SECONDS = 2.0
+_POLL_SECONDS = 10.0
+# For what is there already: a busy machine needs its time.
+_LOOK_SECONDS = 0.5
+_LAST_WORDS_SECONDS = 5.0
+
+_SHARD_REMEDY = (
+    "If the dataset is already cut for this process (`dataset.shard`), remove the cut, or set "
+    "`options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF`."
+)
+_SAME_STEPS = (
+    "With AutoShardPolicy.OFF or FILE each worker has its own rows, but as many steps as the others: "
+    "cut or repeat the shards to one length, `dataset.take(n)`."
+)
+_SAME_CALLS = (
+    "Expected: every process makes the same calls of fit, evaluate, predict and *_on_batch. Look for code that only "
+    "one rank runs, and at that process' log."
+)
+_REMEDIES = {
+    "number of rows": "Pass the arrays whole, and the same, on every process.",
+    "number of batches": _SHARD_REMEDY,
+    "components of a batch": _SHARD_REMEDY,
+    "seeds of its shuffling": "Give `keras.utils.set_random_seed` the same seed on every process, and build the "
+    "dataset after the strategy.",
+}
+
+
+class Store(Protocol):
+    """Keeps texts by name for all processes."""
+
+    def set(self, name: str, text: str) -> None:
+        """Keeps a text."""
+
+    def decide(self, name: str, text: str) -> str:
+        """Keeps a text, unless there is one of that name; returns the one that is kept."""
+
+    def get(self, name: str, seconds: float, of: int | None = None) -> str | None:
+        """The text of that name, which the rank `of` sets, once there is one; `None` after `seconds`."""
+
+
+class PeerTimeoutError(TimeoutError):
+    """Another process of the job did not get where this one waits for it."""
+
+
+class Peers:
+    """The processes of a multi-worker job.
+
+    Args:
+        names: a readable name per rank, such as "worker 1 (host:port)".
+        rank: rank of this process.
+        timeout: how long to wait for another process, in seconds.
+        store: keeps what they tell each other.
+        is_gone: whether the process of a rank is known to have ended; for a store that does not notice it.
+    """
+
+    def __init__(
+        self,
+        names: list[str],
+        rank: int,
+        timeout: float,
+        store: Store,
+        is_gone: Callable[[int], bool] = lambda rank: False,
+    ):
+        self.names = names
+        self.rank = rank
+        self.timeout = timeout
+        self._store = store
+        self._is_gone = is_gone
+        self._counts: dict[str, int] = {}
+        self._told: set[str] = set()
+        # How often each process has said that it waits, as far as this one has heard.
+        self._waits = [0] * len(names)
+        self._last_waits: dict[int, list] = {}
+
+    def tell(self, key: str, value: Any) -> None:
+        """Publishes a JSON-serialisable value under a key that was never used before."""
+        self._told.add(key)
+        self._store.set(f"tfdist/{key}", json.dumps(value))
+
+    def hear(self, key: str, rank: int, purpose: str, within: float | None = None) -> Any:
+        """Waits for a value that `rank` publishes.
+
+        Args:
+            key: what `rank` passes to `tell`.
+            rank: who publishes it.
+            purpose: what that process has to do for it; for messages.
+            within: how long to wait, in seconds, if not `timeout`.
+
+        Raises:
+            PeerTimeoutError: if it does not come in time, or both processes wait for each other.
+            ConnectionError: if that process is known to be gone.
+        """
+        began = time.monotonic()
+        timeout = self.timeout if within is None else within
+        poll = _FIRST_POLL_SECONDS
+        while True:
+            left = timeout - (time.monotonic() - began)
+            try:
+                text = self._store.get(f"tfdist/{key}", max(0.0, min(left, poll)), rank)
+                # In this order: what it did last, before it left or was killed, is found by the look that follows.
+                is_gone = text is None and self._is_gone(rank)
+                # What is not found after its end is final.
+                look = _LOOK_SECONDS if is_gone else 0.0
+                has_left = text is None and self._store.get(f"tfdist/left/{rank}", look, rank) is not None
+                if is_gone or has_left:
+                    text = self._store.get(f"tfdist/{key}", look, rank)
+                if is_gone and not has_left and text is None:
+                    raise ProcessGoneError
+            except ProcessGoneError:
+                raise ProcessGoneError(
+                    f"{self.names[self.rank]} waited for {self.names[rank]} to {purpose}, and that process is gone. "
+                    "Look into its output for why."
+                ) from None
+            if text is not None:
+                return json.loads(text)
+            if has_left:
+                self._check_other_waits(rank, key, purpose)
+                raise ProcessGoneError(
+                    f"{self.names[self.rank]} waited for {self.names[rank]} to {purpose}, and that program has ended. "
+                    f"{_SAME_CALLS}"
+                )
+            if left <= 0:
+                raise PeerTimeoutError(
+                    f"{self.names[self.rank]} waited {timeout:.0f} s for {self.names[rank]} to {purpose}, and "
+                    f"it did not. {_SAME_CALLS}"
+                )
+            if within is None:
+                if poll == _FIRST_POLL_SECONDS:
+                    self._waits[self.rank] += 1
+                    self.tell(f"waits/{self.rank}/{self._waits[self.rank]}", [rank, key, purpose])
+                self._check_other_waits(rank, key, purpose)
+            poll = _POLL_SECONDS
+            _log.warning("%s is waiting for %s to %s", self.names[self.rank], self.names[rank], purpose)
+
+    def _check_other_waits(self, rank: int, key: str, purpose: str) -> None:
+        """Ends what would last for ever: the process that this one waits for waits for something that comes later."""
+        last = None
+        while (
+            text := self._store.get(f"tfdist/waits/{rank}/{self._waits[rank] + 1}", _LOOK_SECONDS, rank)
+        ) is not None:
+            self._waits[rank] += 1
+            last = json.loads(text)
+        self._last_waits[rank] = last = last or self._last_waits.get(rank)
+        if last is None or last[0] != self.rank or last[1] in self._told:
+            return
+        if self._store.get(f"tfdist/{key}", 0.0, rank) is not None:
+            return  # it came after the last look, and before that process began to wait
+        self.tell(f"parted/{self.rank}/{self._waits[self.rank]}", True)
+        if self.rank == 0:
+            # With this program ends what keeps the messages: the other one shall have seen the same.
+            self._store.get(f"tfdist/parted/{rank}/{self._waits[rank]}", 1.5 * _POLL_SECONDS, rank)
+        raise PeerTimeoutError(
+            f"{self.names[self.rank]} waits for {self.names[rank]} to {purpose}, while {self.names[rank]} waits for "
+            f"{self.names[self.rank]} to {last[2]}. {_SAME_CALLS} A callback that calls evaluate, predict or fit has "
+            "to do so on every process."
+        )
+
+    def decide(self, key: str, value: Any) -> Any:
+        """The value that the first process which calls this has passed, the same on all; it waits for nobody."""
+        return json.loads(self._store.decide(f"tfdist/{key}", json.dumps(value)))
+
+    def leave(self) -> None:
+        """Tells the others that this program ends, so that nobody waits for it."""
+        # There may be nobody left who keeps messages; and where this host is cut off, TensorFlow's call never returns.
+        with contextlib.suppress(Exception):
+            teller = threading.Thread(target=self._tell_of_leaving, name="tfdist-leave", daemon=True)
+            teller.start()
+            teller.join(_LAST_WORDS_SECONDS)
+
+    def wait_until_left(self, within: float) -> None:
+        """Waits until the other programs end, for so many seconds at most; and for nobody when one of them is gone."""
+        deadline = time.monotonic() + within
+        # At the end of a program TensorFlow may raise anything.
+        with contextlib.suppress(Exception):
+            for rank in range(len(self.names)):
+                if rank != self.rank:
+                    self.hear(f"left/{rank}", rank, "end", within=deadline - time.monotonic())
+
+    def _tell_of_leaving(self) -> None:
+        with contextlib.suppress(Exception):
+            self.tell(f"left/{self.rank}", True)
+
+    def count(self, topic: str) -> int:
+        """How often this process has come to a topic, this time included: the same on all that make equal calls."""
+        number = self._counts[topic] = self._counts.get(topic, 0) + 1
+        return number
+
+    def gather(self, topic: str, value: Any, purpose: str) -> list:
+        """Exchanges a value between all processes; returns the values by rank. All must call it equally often."""
+        number = self.count(topic)
+        self.tell(f"{topic}/{number}/{self.rank}", value)
+        ranks = range(len(self.names))
+        return [value if r == self.rank else self.hear(f"{topic}/{number}/{r}", r, purpose) for r in ranks]
+
+    def acknowledge(self, topic: str, purpose: str) -> None:
+        """Comes after what all processes were told and before they end: rank 0, which keeps the messages, ends last."""
+        number = self.count(topic)
+        if self.rank == 0:
+            for rank in range(1, len(self.names)):
+                self.hear(f"{topic}/{number}/{rank}", rank, purpose)
+            return
+        # Rank 0 may have heard it, and be gone, before it could say so.
+        with contextlib.suppress(ConnectionError):
+            self.tell(f"{topic}/{number}/{self.rank}", True)
+
+    def share_random_state(self) -> None:
+        """Gives every process the chief's random state: TensorFlow's, Python's and NumPy's global generators.
+
+        tf.data's and Keras' shuffling draws from these. Processes that shuffle differently would train on some rows
+        twice and on others never.
+        """
+        own = random_state.capture()
+        digest = hashlib.sha256(json.dumps(own).encode()).hexdigest()
+        digests = self.gather("random-state", digest, "start fit, evaluate or predict")
+        if len(set(digests)) == 1:
+            return
+        key = f"random-state/{self._counts['random-state']}/chief"
+        if self.rank == 0:
+            self.tell(key, own)
+        else:
+            random_state.restore(self.hear(key, 0, "tell its random state"))
+
+    def check_same_dataset(
+        self, dataset: tf.data.Dataset, manual: bool = False, rows: int | None = None, glance: Sequence[float] = ()
+    ) -> None:
+        """Compares this process' dataset with the others'. Warns of other numbers in arrays.
+
+        Args:
+            dataset: the dataset, with one element for each step.
+            manual: whether the user has sharded the data: each process then has other rows, in any order.
+            rows: number of rows, where it is known.
+            glance: numbers that say what is in some of the rows, where that is known.
+
+        Raises:
+            ValueError: on every process, if they differ in size, structure or the seeds of their shuffling.
+        """
+        own_facts = {
+            "number of rows": None if manual else rows,
+            "number of batches": int(dataset.cardinality()),
+            "components of a batch": str(dataset.element_spec),
+            "seeds of its shuffling": [] if manual else seeds(dataset),
+        }
+        if not manual and has_no_order(dataset):
+            raise ValueError(
+                "Received: a dataset with deterministic=False. Every process would have another order, and train on "
+                "some rows twice and on others never. Expected: a deterministic order; remove "
+                "`options.deterministic = False` or `map(..., deterministic=False)`."
+            )
+        told = self.gather("dataset", [own_facts, list(glance)], "pass its dataset to fit, evaluate or predict")
+        everyone = [facts for facts, _ in told]
+        for what in own_facts:
+            values = [value[what] for value in everyone]
+            if any(value != values[0] for value in values):
+                listing = "; ".join(f"{name}: {value}" for name, value in zip(self.names, values, strict=True))
+                remedy = _SAME_STEPS if manual else _REMEDIES[what]
+                raise ValueError(
+                    f"The processes have different datasets. Received: {what}: {listing}. Expected: the same dataset "
+                    f"of global batches on every process; tfdist gives each its rows. {remedy}"
+                )
+        different = [
+            name for name, (_, numbers) in zip(self.names, told, strict=True) if not _near(numbers, told[0][1])
+        ]
+        if different and self.rank == 0:
+            _log.warning(
+                "Received: arrays with other numbers on %s than on %s, as many rows. Expected: the same arrays, whole, "
+                "on every process: tfdist gives each its rows of them, so that of parts, such as x[rank::2], many rows "
+                "are never used. Remove the cut; if the numbers are random, seed what makes them.",
+                ", ".join(different),
+                self.names[0],
+            )
+
+
+def _near(numbers: Sequence[float], others: Sequence[float]) -> bool:
+    """Machines may compute the same numbers with other last bits."""
+    return len(numbers) == len(others) and np.allclose(numbers, others, rtol=1e-3, atol=1e-3, equal_nan=True)

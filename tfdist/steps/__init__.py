@@ -1,0 +1,1 @@
+"""Training and test steps on several replicas: shares of a batch, collectives, gradients, layers' state, logs."""

@@ -1,0 +1,127 @@
+"""One all-reduce a step: gradients, and the state that a step updates, packed into one flat vector.
+
+A collective between machines costs about a millisecond whatever its size, so everything that replicas have to agree
+on in a step travels together: gradients, and the moving statistics that the forward pass has updated locally.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import tensorflow as tf
+
+from tfdist.steps.collectives import all_reduce
+
+# Bytes to which TensorFlow aligns tensors (EIGEN_MAX_ALIGN_BYTES with AVX-512; a multiple of it with less).
+ALIGNMENT = 64
+
+WIRE_DTYPES = {None: None, "bf16": tf.bfloat16}
+
+
+@dataclasses.dataclass(frozen=True)
+class Wire:
+    """How gradients travel.
+
+    Attributes:
+        dtype: dtype to which wider floating dense tensors are cast for the sum, e.g. `tf.bfloat16`: half the bytes;
+            every addition then rounds to 8 significant bits (relative error up to 2**-8 of the partial sum).
+        bucket_bytes: how many bytes travel together, at most, a single tensor aside; `None` for all. Each bucket is
+            sent as soon as what is in it is there.
+    """
+
+    dtype: tf.DType | None = None
+    bucket_bytes: int | None = None
+
+
+AS_THEY_ARE = Wire()
+
+
+def all_reduce_sum(
+    values: Sequence[tf.Tensor | tf.IndexedSlices],
+    wire: Wire = AS_THEY_ARE,
+    weight: tf.Tensor | None = None,
+) -> list:
+    """Sums tensors over all replicas, the dense ones of one dtype (and bucket) in one collective.
+
+    Args:
+        values: tensors or `tf.IndexedSlices`, with the same shapes (slices: any number of rows) on every replica.
+        wire: how they travel.
+        weight: with what this replica's values are multiplied (float32 scalar); 0 makes zeros even of NaN.
+
+    Returns:
+        A list of the sums, in the dtypes and shapes of `values`.
+    """
+    results: list = [None] * len(values)
+    groups: dict[tf.DType, list[int]] = {}
+    for i, value in enumerate(values):
+        if not isinstance(value, tf.IndexedSlices):
+            groups.setdefault(value.dtype, []).append(i)
+    for indices in (bucket for group in groups.values() for bucket in _buckets(group, values, wire.bucket_bytes)):
+        dtype = values[indices[0]].dtype
+        packed = _weighted(weight, pack([values[i] for i in indices]))
+        narrow = wire.dtype is not None and dtype.is_floating and wire.dtype.size < dtype.size
+        summed = all_reduce(tf.cast(packed, wire.dtype) if narrow else packed, differentiable=False)
+        parts = unpack(tf.cast(summed, dtype) if narrow else summed, [values[i] for i in indices])
+        for i, part in zip(indices, parts, strict=True):
+            results[i] = part
+    for i, value in enumerate(values):
+        if isinstance(value, tf.IndexedSlices):
+            rows = _weighted(weight, value.values)
+            results[i] = all_reduce(tf.IndexedSlices(rows, value.indices, value.dense_shape))
+    return results
+
+
+def _buckets(indices: list[int], values: Sequence[tf.Tensor], most: int | None) -> Iterator[list[int]]:
+    """Groups of neighbours: backpropagation reaches variables one layer after the other."""
+    bucket: list[int] = []
+    filled = 0
+    for i in indices:
+        size = (values[i].shape.num_elements() or 0) * values[i].dtype.size
+        if bucket and most is not None and filled + size > most:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(i)
+        filled += size
+    yield bucket
+
+
+def _weighted(weight: tf.Tensor | None, value: tf.Tensor) -> tf.Tensor:
+    if weight is None or tf.get_static_value(weight) == 1.0:
+        return value
+    # Most batches need no pass over it.
+    return tf.cond(tf.equal(weight, 1.0), lambda: value, lambda: scale(value, weight))
+
+
+def pack(values: Sequence[tf.Tensor]) -> tf.Tensor:
+    """One matrix of all values, each beginning at a row of its own; a row is as long as TensorFlow aligns memory.
+
+    That is why `unpack` costs nothing: rows of an aligned matrix share its memory, parts of a vector are copied.
+    """
+    width = ALIGNMENT // values[0].dtype.size
+    rows = []
+    for value in values:
+        size = value.shape.num_elements()
+        padding = -(tf.size(value) if size is None else size) % width
+        if size is None or padding:
+            value = tf.pad(tf.reshape(value, [-1]), [[0, padding]])
+        rows.append(tf.reshape(value, [-1, width]))
+    return tf.concat(rows, 0) if len(rows) > 1 else tf.identity(rows[0])
+
+
+def unpack(packed: tf.Tensor, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """The values again, in their shapes, from a packed matrix."""
+    width = packed.shape[1]
+    sizes = [tf.size(v) if v.shape.num_elements() is None else v.shape.num_elements() for v in values]
+    parts = tf.split(packed, [-(-size // width) for size in sizes], num=len(values))
+    unpacked = []
+    for part, size, value in zip(parts, sizes, values, strict=True):
+        if not isinstance(size, int) or size % width:
+            part = tf.reshape(part, [-1])[:size]
+        unpacked.append(tf.reshape(part, value.shape if value.shape.is_fully_defined() else tf.shape(value)))
+    return unpacked
+
+
+def scale(value: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:
+    """`value * factor`; 0 where `factor` is 0, whatever `value` is: what a model makes of no rows may be NaN."""
+    return tf.math.multiply_no_nan(value, tf.cast(factor, value.dtype))

@@ -1,0 +1,76 @@
+"""Checks of what several strategies are given: devices, by the names that users give, and clusters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.cluster.config import ClusterConfig
+
+# Where the devices of a process are that is in no cluster; TensorFlow leaves it out of their names, strategies do not.
+_ALONE = "/job:localhost/replica:0/task:0"
+
+
+def known_devices() -> list[str]:
+    """Names of all logical devices that can compute; in a cluster that is connected, also those of its other tasks."""
+    return [device.name for device in tf.config.list_logical_devices() if device.device_type in ("CPU", "GPU", "TPU")]
+
+
+def find_device(device: Any) -> str | None:
+    """The name of a device as TensorFlow lists it; `None` if there is none.
+
+    Args:
+        device: a string such as `"GPU:1"`, or a `tf.config.LogicalDevice`. What it leaves out is that of this task.
+
+    Example:
+        >>> find_device("cpu:0"), find_device("CPU:99")
+        ('/device:CPU:0', None)
+        >>> find_device("/job:localhost/replica:0/task:0/device:CPU:0")
+        '/device:CPU:0'
+    """
+    known = known_devices()
+    first = tf.DeviceSpec.from_string(_ALONE).make_merged_spec(tf.DeviceSpec.from_string(known[0]))
+    here = first.replace(device_type=None, device_index=None)
+    try:
+        wanted = tf.DeviceSpec.from_string(device.name if isinstance(device, tf.config.LogicalDevice) else device)
+    except (AttributeError, TypeError, ValueError):
+        return None
+    full = [(name, here.make_merged_spec(tf.DeviceSpec.from_string(name))) for name in known]
+    return next((name for name, spec in full if spec == here.make_merged_spec(wanted)), None)
+
+
+def existing_device(device: Any, remedy: str) -> str:
+    """The name of a device as TensorFlow lists it.
+
+    Args:
+        device: as there.
+        remedy: what to do to have more devices; a sentence.
+
+    Raises:
+        ValueError: if there is no such device.
+    """
+    found = find_device(device)
+    if found is None:
+        raise ValueError(f"Received: device {device!r}. Expected: one of {', '.join(known_devices())}. {remedy}")
+    return found
+
+
+def check_cluster(cluster: Any, resolver: Any = None) -> None:
+    """Checks the two arguments that say which cluster is meant.
+
+    Raises:
+        ValueError: for something else than a cluster, or both.
+    """
+    if resolver is not None and not isinstance(resolver, tf.distribute.cluster_resolver.ClusterResolver):
+        raise ValueError(
+            f"Received: cluster_resolver={resolver!r}. Expected: a tf.distribute.cluster_resolver.ClusterResolver, or "
+            "None to find the cluster. A tfdist.ClusterConfig goes to `cluster=`; devices cannot be chosen here."
+        )
+    if cluster is not None and not isinstance(cluster, ClusterConfig):
+        raise ValueError(
+            f"Received: cluster={cluster!r}. Expected: a tfdist.ClusterConfig, such as "
+            "tfdist.ClusterConfig.from_tf_config({...}), or None to find the cluster."
+        )
+    if cluster is not None and resolver is not None:
+        raise ValueError("Received both cluster and cluster_resolver. Expected at most one; leave one out.")

@@ -1,1 +1,0 @@
-"""Kubernetes: an Indexed Job with a headless Service and a Secret, through the official client."""

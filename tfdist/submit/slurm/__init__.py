@@ -1,1 +1,0 @@
-"""Slurm: a batch script for sbatch, which starts the training with srun."""
