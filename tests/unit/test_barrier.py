@@ -16,12 +16,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 
 import pytest
 
 from tfdist.cluster import ClusterConfig, ClusterError, connections, ports
 from tfdist.cluster.barrier import chief, meet, messages
 from tfdist.cluster.barrier.messages import BarrierTimeoutError, JobUnderWayError
+from tfdist.cluster.reception import Guest
 
 DEADLINE = 15.0
 
@@ -58,6 +61,13 @@ def _chief_socket(config: ClusterConfig) -> socket.socket:
         except ConnectionRefusedError:
             assert time.monotonic() < until, "the chief does not listen"
             time.sleep(0.01)
+
+
+def _until(true: Callable[[], object]) -> None:
+    until = time.monotonic() + DEADLINE
+    while not true():
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 def _framed(message: bytes) -> bytes:
@@ -476,6 +486,38 @@ def test_a_worker_that_dies_is_missed_and_its_successor_welcome(cluster: Cluster
             process.communicate(timeout=5)
         others = [pool.submit(_meet(cluster, rank)) for rank in (1, 2, 3)]
         assert [future.result(DEADLINE + 5) for future in (chief, *others)] == [{rank: {} for rank in range(4)}] * 4
+
+
+def test_whoever_has_died_is_in_nobodys_way(monkeypatch: pytest.MonkeyPatch, cluster: ClusterConfig) -> None:
+    """The chief's threads may run later than a process dies and its successor comes."""
+    two = ClusterConfig({"worker": [*cluster.jobs["worker"].values()][:2]})
+    introduced, first_may_go_on = chief.Chief.introduction, threading.Event()
+    guests = []
+
+    def slowly(self: chief.Chief, connection: Connection) -> tuple[int, dict] | None:
+        found = introduced(self, connection)
+        if found:
+            guests.append(found)
+            if len(guests) == 1:
+                first_may_go_on.wait(DEADLINE)
+        return found
+
+    monkeypatch.setattr(chief.Chief, "introduction", slowly)
+    waiting = chief.Chief(_of(two, 0), two.compute_tasks, {}, DEADLINE)
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        # One whose introduction is read only when its successor is there.
+        with connections.framed(_chief_socket(two)) as dying:
+            assert connections.receive(dying) == messages.banner()
+            connections.send(dying, messages.hello(_of(two, 1), {}, 1))
+            _until(lambda: guests)
+        # One that was let in, and whose end nobody has noticed.
+        ours, theirs = Pipe()
+        theirs.close()
+        waiting.present[1] = Guest(ours, 1, messages.hello(_of(two, 1), {}, 1))
+        successor = pool.submit(_meet(two, 1))
+        _until(lambda: len(guests) == 2 and waiting.present[1].connection is not ours)
+        first_may_go_on.set()
+        assert [future.result(DEADLINE) for future in (pool.submit(waiting.run), successor)] == [{0: {}, 1: {}}] * 2
 
 
 def test_a_chief_that_dies_is_named(cluster: ClusterConfig) -> None:

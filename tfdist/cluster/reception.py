@@ -94,6 +94,11 @@ class Reception(Generic[Said]):
         connections.limit_sends(connection, _SEND_SECONDS)
         guest = Guest(connection, *introduction)
         with self.changed:
+            if _has_left(guest):  # its introduction was read after its end, perhaps after that of its successor
+                return
+            before = self.present.get(guest.rank)
+            if before is not None and _has_left(before):  # the thread that serves it has not noticed yet
+                self._let_out(before)
             self.guests.add(guest)
             self.admit(guest)
             self.changed.notify_all()
@@ -109,3 +114,8 @@ class Reception(Generic[Said]):
         if self.present.get(guest.rank) is guest:
             del self.present[guest.rank]
             self.left_at[guest.rank] = time.monotonic()
+
+
+def _has_left(guest: Guest) -> bool:
+    # It says nothing more: what there is to read is the end.
+    return guest.connection.poll()
