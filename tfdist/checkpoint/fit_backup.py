@@ -12,12 +12,13 @@ from typing import Any, NoReturn
 import keras
 import tensorflow as tf
 
-from tfdist.checkpoint import callback_state, csv_logger, fit_identity, messages, store
+from tfdist.checkpoint import callback_state, csv_logger, fit_identity, messages
 from tfdist.checkpoint.data_position import DataPosition
 from tfdist.checkpoint.fit_identity import folder_of_fit, is_final, note_finished, remove_if_empty
 from tfdist.checkpoint.save_schedule import BackgroundWriter, PreemptionSignal, SaveSchedule
 from tfdist.checkpoint.shared_store import ElasticStore, SharedStore
 from tfdist.checkpoint.store import Checkpoint
+from tfdist.checkpoint.tensor_files import take_copies
 from tfdist.checkpoint.training_state import TrainingState
 from tfdist.compat.hooks import hooks_of
 from tfdist.compat.upstream import get_random_seed
@@ -302,7 +303,7 @@ class FitBackup:
 
         def write() -> None:
             began = time.monotonic()
-            name = self._store.write(meta, store.take_copies(tensors))
+            name = self._store.write(meta, take_copies(tensors))
             self._events.write(
                 "saved",
                 checkpoint=name,

@@ -6,11 +6,12 @@ import functools
 import json
 import os
 import re
+import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 FORMAT = 1
 MANIFEST_NAME = "manifest.json"
@@ -76,24 +77,81 @@ def decode_manifest(content: bytes) -> Manifest:
     """Returns the manifest that `encode_manifest` turned into `content`.
 
     Raises:
-        ValueError: If `content` is not a complete, unaltered manifest of a known format.
+        UnknownFormatError: If it is a manifest, and another version of tfdist wrote it.
+        ValueError: If `content` is not a complete, unaltered manifest.
     """
     match = _MANIFEST_TEXT.fullmatch(content)
     if match is None:
+        # A later format may have its checksum elsewhere.
+        _check_format(_json_object(content) or {"format": FORMAT})
         raise ValueError(f"{MANIFEST_NAME} ({len(content)} bytes) is incomplete or is not a manifest")
     body, expected = match[1], int(match[2], 16)
     if zlib.crc32(body) != expected:
         raise ValueError(f"{MANIFEST_NAME} has the checksum {zlib.crc32(body):08x} instead of {expected:08x}")
-    fields = json.loads(body + b"}")
-    if fields["format"] != FORMAT:
-        raise ValueError(
-            f"{MANIFEST_NAME} has the format {fields['format']}, and this version of tfdist reads {FORMAT}"
+    fields = _json_object(body + b"}")
+    if fields is None:
+        raise ValueError(f"{MANIFEST_NAME} is not JSON")
+    _check_format(fields)
+    meta = fields.get("meta")
+    if not isinstance(meta, dict):
+        raise ValueError(f"{MANIFEST_NAME} has no meta data")
+    files = {name: _file_record(name, record) for name, record in _entries(fields, "files")}
+    tensors = {name: _tensor_record(name, record) for name, record in _entries(fields, "tensors")}
+    return Manifest(meta, files, tensors)
+
+
+def _json_object(content: bytes) -> dict[str, Any] | None:
+    try:
+        fields = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    return fields if isinstance(fields, dict) else None
+
+
+def _check_format(fields: Mapping[str, Any]) -> None:
+    if "format" not in fields:
+        raise ValueError(f"{MANIFEST_NAME} names no format")
+    found = fields["format"]
+    if type(found) is not int or found != FORMAT:
+        raise UnknownFormatError(
+            f"{MANIFEST_NAME} has the format {_short(found)}, and this version of tfdist reads {FORMAT}"
         )
-    return Manifest(
-        meta=fields["meta"],
-        files={name: FileRecord(**record) for name, record in fields["files"].items()},
-        tensors={name: TensorRecord(**record) for name, record in fields["tensors"].items()},
-    )
+
+
+def _entries(fields: Mapping[str, Any], what: str) -> Iterable[tuple[str, Any]]:
+    entries = fields.get(what)
+    if not isinstance(entries, dict):
+        raise ValueError(f"{MANIFEST_NAME} has no list of {what}")
+    return entries.items()
+
+
+def _file_record(name: str, record: Any) -> FileRecord:
+    # Files are read by these names: they must not lead out of the folder.
+    if not (name.isprintable() and len(os.fsencode(name)) <= 255) or "/" in name or name in ("", ".", ".."):
+        raise ValueError(f"{MANIFEST_NAME} lists a file {_short(name)}, which is not the name of one in its folder")
+    if not (_has_fields(record, "size", "crc32") and all(map(_is_count, record.values()))):
+        raise ValueError(f"{MANIFEST_NAME} does not say size and checksum of {name}")
+    return FileRecord(**record)
+
+
+def _tensor_record(name: str, record: Any) -> TensorRecord:
+    is_whole = _has_fields(record, "dtype", "shape") and isinstance(record["dtype"], str)
+    if not (is_whole and isinstance(record["shape"], list) and all(map(_is_count, record["shape"]))):
+        raise ValueError(f"{MANIFEST_NAME} does not say dtype and shape of the tensor {_short(name)}")
+    return TensorRecord(**record)
+
+
+def _has_fields(record: Any, *names: str) -> bool:
+    return isinstance(record, dict) and record.keys() == set(names)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _short(value: Any) -> str:
+    text = ascii(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def measure_file(path: str, open_file: OpenFile = open_local) -> FileRecord:
@@ -106,6 +164,20 @@ def measure_file(path: str, open_file: OpenFile = open_local) -> FileRecord:
     return FileRecord(size, checksum)
 
 
+def read_file(path: str, open_file: OpenFile = open_local) -> bytes:
+    """Returns the content of a small file.
+
+    Raises:
+        OSError: If it is missing, or cannot be read after several attempts.
+    """
+
+    def read() -> bytes:
+        with open_file(path) as file:
+            return file.read()
+
+    return patiently(read)
+
+
 def verify_checkpoint(folder: str, open_file: OpenFile = open_local) -> Manifest:
     """Returns the manifest of the checkpoint in a folder, after it has compared every file with it.
 
@@ -114,35 +186,99 @@ def verify_checkpoint(folder: str, open_file: OpenFile = open_local) -> Manifest
         open_file: How to open a file for reading; another than the default for what is not a local path.
 
     Raises:
-        DamagedCheckpointError: If a file is missing, cannot be read or was altered.
+        DamagedCheckpointError: If a file is missing or was altered.
+        UnknownFormatError: If another version of tfdist wrote it, in a format of its own.
+        UnreadableCheckpointError: If the disk fails, again and again. The checkpoint may be intact.
     """
     try:
-        with open_file(os.path.join(folder, MANIFEST_NAME)) as file:
-            manifest = decode_manifest(file.read())
+        manifest = decode_manifest(read_file(os.path.join(folder, MANIFEST_NAME), open_file))
     except FileNotFoundError:
         raise DamagedCheckpointError(folder, f"{MANIFEST_NAME} is missing") from None
-    except OSError as error:
+    except NOT_A_FILE as error:
         raise DamagedCheckpointError(folder, f"{MANIFEST_NAME} cannot be read: {error}") from error
+    except OSError as error:
+        raise UnreadableCheckpointError(folder, f"{MANIFEST_NAME}: {error}") from error
+    except UnknownFormatError as error:
+        raise UnknownFormatError(
+            f"The checkpoint {folder} is of another version of tfdist: {error}. It is left as it is. Use the version "
+            "of tfdist that wrote it; or, to go on without it, move it to another folder."
+        ) from None
     except ValueError as error:
         raise DamagedCheckpointError(folder, str(error)) from error
     for name, expected in manifest.files.items():
-        if fault := _file_fault(os.path.join(folder, name), expected, open_file):
+        if fault := _file_fault(folder, name, expected, open_file):
             raise DamagedCheckpointError(folder, f"{name} {fault}")
     return manifest
 
 
-def _file_fault(path: str, expected: FileRecord, open_file: OpenFile) -> str | None:
+def _file_fault(folder: str, name: str, expected: FileRecord, open_file: OpenFile) -> str | None:
     try:
-        found = measure_file(path, open_file)
+        found = patiently(lambda: measure_file(os.path.join(folder, name), open_file))
     except FileNotFoundError:
         return "is missing"
-    except OSError as error:
+    except NOT_A_FILE as error:
         return f"cannot be read: {error}"
+    except OSError as error:
+        raise UnreadableCheckpointError(folder, f"{name}: {error}") from error
     if found.size != expected.size:
         return f"has {found.size} bytes instead of {expected.size}"
     if found.crc32 != expected.crc32:
         return f"has the checksum {found.crc32:08x} instead of {expected.crc32:08x}"
     return None
+
+
+# Errors of a disk, which say nothing about what lies on it.
+
+_T = TypeVar("_T")
+NOT_A_FILE = (IsADirectoryError, NotADirectoryError)
+# Seconds between the attempts to read.
+_PAUSES = (0.1, 0.3, 1.0, 3.0)
+
+
+def patiently(read: Callable[[], _T]) -> _T:
+    """Calls a function that reads from a disk, and calls it again after a pause if the disk fails (ESTALE, EIO, ...).
+
+    Raises:
+        FileNotFoundError, IsADirectoryError, NotADirectoryError: at once, since these are answers.
+        OSError: of the last attempt.
+
+    Example:
+        >>> patiently(lambda: os.path.basename("backup/manifest.json"))
+        'manifest.json'
+    """
+    for pause in _PAUSES:
+        try:
+            return read()
+        except (FileNotFoundError, *NOT_A_FILE, UnreadableCheckpointError):
+            raise
+        except OSError:
+            time.sleep(pause)
+    return read()
+
+
+def is_there(path: str) -> bool:
+    """Whether a local path exists. `os.path.exists` says no where a disk fails.
+
+    Raises:
+        OSError: If the disk fails.
+    """
+    try:
+        patiently(lambda: os.stat(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def entries_of(directory: str) -> list[str]:
+    """What a local folder holds; nothing if there is no such folder.
+
+    Raises:
+        OSError: If the disk fails.
+    """
+    try:
+        return patiently(lambda: os.listdir(directory))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 # The names of checkpoints' folders, such as `checkpoint-00000012`. Uses no TensorFlow.
@@ -186,10 +322,8 @@ def checkpoint_names(entries: Iterable[str]) -> list[str]:
 
 def committed_checkpoints(directory: str) -> list[str]:
     """Returns the names of the completely written checkpoints in a local folder, oldest first."""
-    if not os.path.isdir(directory):
-        return []
-    names = checkpoint_names(os.listdir(directory))
-    return [name for name in names if os.path.exists(os.path.join(directory, name, MANIFEST_NAME))]
+    names = checkpoint_names(entries_of(directory))
+    return [name for name in names if is_there(os.path.join(directory, name, MANIFEST_NAME))]
 
 
 # Damage: the errors of checkpoints that are not what was written. Uses no TensorFlow.
@@ -207,6 +341,28 @@ class DamagedCheckpointError(ValueError):
         self.folder = folder
         self.reason = reason
         super().__init__(f"The checkpoint {folder} is damaged: {reason}. Use another checkpoint, and remove this one.")
+
+
+class UnknownFormatError(ValueError):
+    """A checkpoint of a format that this version of tfdist does not know. It may be intact."""
+
+
+class UnreadableCheckpointError(OSError):
+    """The disk fails where a checkpoint is read. The checkpoint may be intact.
+
+    Attributes:
+        folder: The checkpoint's folder.
+        reason: What fails.
+    """
+
+    def __init__(self, folder: str, reason: str) -> None:
+        self.folder = folder
+        self.reason = reason
+        super().__init__(
+            f"The checkpoint {folder} cannot be read, also after {len(_PAUSES) + 1} attempts: {reason}. It may be "
+            "intact: nothing is removed, and no older one is used in its place. Start again once the disk can be "
+            "read; or, to go on without this checkpoint, move it to another folder."
+        )
 
 
 class DamagedBackupsError(ValueError):

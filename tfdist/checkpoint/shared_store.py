@@ -18,13 +18,32 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.checkpoint import store
 from tfdist.checkpoint.fit_identity import is_final
 from tfdist.checkpoint.folder_lock import FolderInUseError, FolderLock
-from tfdist.checkpoint.manifest import MANIFEST_NAME, DamagedBackupsError, DamagedCheckpointError
+from tfdist.checkpoint.manifest import (
+    MANIFEST_NAME,
+    DamagedBackupsError,
+    DamagedCheckpointError,
+    UnknownFormatError,
+    patiently,
+    read_file,
+)
 from tfdist.checkpoint.store import Checkpoint, CheckpointStore
+from tfdist.checkpoint.tensor_files import open_file, os_errors
 from tfdist.runtime.elastic import Members
 from tfdist.steps.collectives import broadcast_bytes
+
+# What keeps all processes from beginning, by its name in a message. Only a disk may be better another time.
+_PROBLEMS: dict[str, type[Exception]] = {"in use": FolderInUseError, "format": UnknownFormatError, "disk": OSError}
+
+
+def _name_of(problem: Exception) -> str:
+    return next(name for name, kind in _PROBLEMS.items() if isinstance(problem, kind))
+
+
+def _error(name: str, text: str) -> BaseException:
+    error = _PROBLEMS[name](text)
+    return error if name == "disk" else is_final(error)
 
 
 class SharedStore:
@@ -87,33 +106,23 @@ class SharedStore:
 
         Raises:
             FolderInUseError: on all processes, if another job has the folder.
-            OSError: on all processes, if the folder cannot be made or written to.
+            OSError: on all processes, if the folder cannot be made, written to or read.
+            UnknownFormatError: on all processes, if another version of tfdist wrote the checkpoint.
             DamagedBackupsError: on all processes, if the chief finds none but damaged ones.
             ValueError: on all processes, if the chief has none, but another process has.
         """
         if self._peers is None:
-            if isinstance(self._problem, FolderInUseError):
-                raise is_final(self._problem)
             if self._problem is not None:
-                raise self._problem
-            return self._store.newest(prefer)
-        found: Checkpoint | None = None
-        answer: dict[str, Any] = {}
-        if self._problem is not None:
-            answer = {"in use": isinstance(self._problem, FolderInUseError), "problem": str(self._problem)}
-        elif self._peers.rank == 0:
+                raise _error(_name_of(self._problem), str(self._problem))
             try:
-                found = self._store.newest(prefer)
-                fingerprint = found and fingerprint_of(self._path(found.name))
-                answer = {"name": found and found.name, "fingerprint": fingerprint, "directory": self.directory}
-            except DamagedBackupsError as error:
-                answer = {"reasons": error.reasons}
-        else:
-            answer = {"there": self._store.names()[-1:], "directory": self.directory}
+                return self._store.newest(prefer)
+            except UnknownFormatError as error:
+                raise is_final(error) from None
+        found, answer = self._look(prefer)
         answer, *others = self._peers.gather("backup", answer, "choose a backup")
         if "problem" in answer:
             self._peers.acknowledge("backup-folder", "hear that the folder cannot be used")
-            raise is_final(FolderInUseError(answer["problem"])) if answer["in use"] else OSError(answer["problem"])
+            raise _error(answer["problem"], answer["text"])
         if "reasons" in answer:
             self._peers.acknowledge("backup-damaged", "hear that all backups are damaged")
             raise DamagedBackupsError(self.directory, answer["reasons"])
@@ -122,11 +131,33 @@ class SharedStore:
             return None
         return self._by_all(found, answer["name"], answer["fingerprint"])
 
+    def _look(self, prefer: Callable[[dict], bool]) -> tuple[Checkpoint | None, dict[str, Any]]:
+        """The chief's checkpoint, and what this process tells the others."""
+        try:
+            if self._problem is not None:
+                raise self._problem
+            if self._peers.rank != 0:
+                return None, {"there": self._store.names()[-1:], "directory": self.directory}
+            found = self._store.newest(prefer)
+            fingerprint = found and fingerprint_of(self._path(found.name))
+            return found, {"name": found and found.name, "fingerprint": fingerprint, "directory": self.directory}
+        except DamagedBackupsError as error:
+            return None, {"reasons": error.reasons}
+        except tuple(_PROBLEMS.values()) as error:
+            return None, {"problem": _name_of(error), "text": str(error), "directory": self.directory}
+
     def _check_that_nobody_has_one(self, directory: str, others: list[dict]) -> None:
+        names = self._peers.names
         for rank, other in enumerate(others, start=1):
+            if "problem" in other:
+                self._peers.acknowledge("backup-unknown", "hear that a folder cannot be read")
+                raise OSError(
+                    f"Received: no backup in {directory} of {names[0]}, and {other['directory']} of {names[rank]}, "
+                    f"which may have one, cannot be read: {other['text']}. Start again once it can be read."
+                )
             if other.get("there"):
                 self._peers.acknowledge("backup-elsewhere", "hear that another process has a backup")
-                chief, names = self._peers.names[0], self._peers.names
+                chief = names[0]
                 raise is_final(
                     ValueError(
                         f"Received: no backup in {directory} of {chief}, which writes them, but {other['there'][0]} "
@@ -138,18 +169,33 @@ class SharedStore:
     def _by_all(self, found: Checkpoint | None, name: str, fingerprint: str) -> Checkpoint:
         """The chief's checkpoint on every process, which reads it from its own disk, or is sent it."""
         if self._peers.rank != 0:
-            with contextlib.suppress(DamagedCheckpointError, OSError):
+            with contextlib.suppress(DamagedCheckpointError, UnknownFormatError, OSError):
                 if fingerprint_of(self._path(name)) == fingerprint:
                     found = self._store.open(name)
         if all(self._peers.gather("backup-found", found is not None, "open the backup")):
             return found
-        content = packed(self._path(name)) if self._peers.rank == 0 else None
+        content = problem = None
+        if self._peers.rank == 0:
+            try:
+                content = packed(self._path(name))
+            except OSError as error:
+                problem = f"The checkpoint {self._path(name)} cannot be read: {error}. Start again once it can."
+        self._fail_together("backup-read", problem, "read the backup")
         content = broadcast_bytes(self._strategy, self._peers, content)
-        if found is not None:
-            return found
-        with tempfile.TemporaryDirectory(prefix="tfdist-backup-") as folder:
-            unpack(content, os.path.join(folder, name))
-            return CheckpointStore(folder, writer=False).open(name)
+        if found is None:
+            try:
+                found = _unpacked(content, name)
+            except (OSError, ValueError) as error:
+                problem = f"{self._peers.names[self._peers.rank]} cannot take over the backup of the chief: {error}"
+        self._fail_together("backup-taken", problem, "take over the backup")
+        return found
+
+    def _fail_together(self, topic: str, problem: str | None, purpose: str) -> None:
+        """Raises `OSError` on all processes, if one of them has a problem."""
+        problems = list(filter(None, self._peers.gather(topic, problem, purpose)))
+        if problems:
+            self._peers.acknowledge(f"{topic}-failed", "hear what has failed")
+            raise OSError(problems[0])
 
     def _path(self, name: str) -> str:
         return os.path.join(self.directory, name)
@@ -261,8 +307,7 @@ def fingerprint_of(folder: str) -> str:
     Raises:
         OSError: If it cannot be read.
     """
-    with store.open_file(os.path.join(folder, MANIFEST_NAME)) as file:
-        return hashlib.sha256(file.read()).hexdigest()
+    return hashlib.sha256(read_file(os.path.join(folder, MANIFEST_NAME), open_file)).hexdigest()
 
 
 def packed(folder: str) -> bytes:
@@ -272,10 +317,11 @@ def packed(folder: str) -> bytes:
         OSError: If they cannot be read.
     """
     content = io.BytesIO()
-    with tarfile.open(fileobj=content, mode="w") as archive, store.os_errors():
-        for name in tf.io.gfile.listdir(folder):
-            with store.open_file(os.path.join(folder, name)) as file:
-                data = file.read()
+    with os_errors():
+        names = patiently(lambda: tf.io.gfile.listdir(folder))
+    with tarfile.open(fileobj=content, mode="w") as archive:
+        for name in names:
+            data = read_file(os.path.join(folder, name), open_file)
             member = tarfile.TarInfo(name)
             member.size = len(data)
             archive.addfile(member, io.BytesIO(data))
@@ -283,9 +329,25 @@ def packed(folder: str) -> bytes:
 
 
 def unpack(content: bytes, folder: str) -> None:
-    """Makes a local folder of what was `packed` elsewhere."""
+    """Makes a local folder of what was `packed` elsewhere.
+
+    Raises:
+        OSError: If it cannot be written.
+        ValueError: If it is no pack of plain files.
+    """
     os.mkdir(folder)
-    with tarfile.open(fileobj=io.BytesIO(content)) as archive:
-        for member in archive:
-            with open(os.path.join(folder, os.path.basename(member.name)), "wb") as file:
-                file.write(archive.extractfile(member).read())
+    try:
+        with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as archive:
+            for member in archive:
+                if not member.isfile() or os.path.basename(member.name) != member.name or member.name == "..":
+                    raise ValueError(f"a checkpoint that was sent holds {member.name!r}, which is not a plain file")
+                with open(os.path.join(folder, member.name), "wb") as file:
+                    file.write(archive.extractfile(member).read())
+    except tarfile.TarError as error:
+        raise ValueError(f"a checkpoint that was sent is not whole: {error}") from error
+
+
+def _unpacked(content: bytes, name: str) -> Checkpoint:
+    with tempfile.TemporaryDirectory(prefix="tfdist-backup-") as folder:
+        unpack(content, os.path.join(folder, name))
+        return CheckpointStore(folder, writer=False).open(name)

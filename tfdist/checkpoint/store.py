@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -22,13 +21,22 @@ from tfdist.checkpoint.manifest import (
     FileRecord,
     Manifest,
     TensorRecord,
+    UnknownFormatError,
+    UnreadableCheckpointError,
     checkpoint_name,
     checkpoint_names,
     checkpoint_number,
+    decode_manifest,
     encode_manifest,
+    entries_of,
+    is_there,
     measure_file,
+    open_local,
+    patiently,
+    read_file,
     verify_checkpoint,
 )
+from tfdist.checkpoint.tensor_files import fault_of_tensors, load_tensors, open_file, os_errors, save_tensors
 
 _TENSORS_PREFIX = "state"
 
@@ -70,11 +78,13 @@ class CheckpointStore:
             raise ValueError(f"Received: max_to_keep={max_to_keep}. Expected: 1 or more: the newest one stays.")
         path = os.fspath(directory).removeprefix("file://")
         self._is_local = "://" not in path
+        self._open = open_local if self._is_local else open_file
         # The process may change its working directory later.
         self.directory = os.path.abspath(path) if self._is_local else path.rstrip("/")
         self.max_to_keep = max_to_keep
         self._writer = writer
         self._damaged: set[str] = set()
+        self._known: set[str] = set()
         self._writing = threading.Lock()
         if writer:
             with os_errors():
@@ -117,6 +127,7 @@ class CheckpointStore:
                         "unharmed: make room there, or choose another folder."
                     ) from error
                 raise
+            self._known.add(name)
             self._prune()
         return name
 
@@ -130,6 +141,8 @@ class CheckpointStore:
 
         Raises:
             DamagedBackupsError: If there are checkpoints, but none of them verifies.
+            UnknownFormatError: If a later version of tfdist wrote the one to be used.
+            OSError: If the disk fails, again and again. A checkpoint that cannot be read is not damaged.
         """
         while names := self.names():
             reasons: dict[str, str] = {}
@@ -157,8 +170,7 @@ class CheckpointStore:
         """Returns the names of the completely written checkpoints, oldest first."""
         while True:
             folders = self._folders()
-            with os_errors():
-                names = [name for name in folders if tf.io.gfile.exists(self._path(name, MANIFEST_NAME))]
+            names = [name for name in folders if self._is_there(self._path(name, MANIFEST_NAME))]
             # A writer may have added one and removed another in between: that must not look like no checkpoint.
             if self._folders() == folders:
                 return names
@@ -168,25 +180,41 @@ class CheckpointStore:
 
         Raises:
             DamagedCheckpointError: If it is missing, incomplete or altered.
+            UnknownFormatError: If another version of tfdist wrote it, in a format of its own.
+            UnreadableCheckpointError: If the disk fails, again and again.
         """
         folder = self._path(name)
-        manifest = verify_checkpoint(folder, open_file)
+
+        def read() -> Checkpoint:
+            manifest = verify_checkpoint(folder, self._open)
+            prefix = self._path(name, _TENSORS_PREFIX)
+            try:
+                if fault := fault_of_tensors(prefix, manifest):
+                    raise DamagedCheckpointError(folder, fault)
+                dtypes = {name: record.dtype for name, record in manifest.tensors.items()}
+                return Checkpoint(name, manifest.meta, load_tensors(prefix, dtypes))
+            except OSError as error:
+                # The files were whole a moment ago: if they are not now, the next attempt says so.
+                raise OSError(f"TensorFlow cannot read its tensors: {error}") from error
+
         try:
-            dtypes = {name: record.dtype for name, record in manifest.tensors.items()}
-            tensors = load_tensors(self._path(name, _TENSORS_PREFIX), dtypes)
+            return patiently(read)
+        except UnreadableCheckpointError:
+            raise
         except OSError as error:
-            raise DamagedCheckpointError(folder, f"TensorFlow cannot read it: {error}") from error
-        return Checkpoint(name, manifest.meta, tensors)
+            raise UnreadableCheckpointError(folder, str(error)) from error
 
     def clear(self) -> None:
-        """Removes all checkpoints.
+        """Removes all checkpoints, except those of an unknown format.
 
         Raises:
             OSError: If one cannot be removed.
         """
         with self._writing:
+            committed = self.names()
             for name in self._folders():
-                self._remove(name)
+                if name not in committed or self._is_ours(name):
+                    self._remove(name)
 
     def _write_folder(self, folder: str, meta: dict[str, Any], tensors: Mapping[str, tf.Tensor]) -> None:
         tf.io.gfile.makedirs(folder)
@@ -211,14 +239,42 @@ class CheckpointStore:
                 file.write(manifest)
 
     def _prune(self) -> None:
-        names = self.names()
-        kept = [name for name in names if name not in self._damaged][-self.max_to_keep :]
+        try:
+            names = [name for name in self.names() if self._is_ours(name)]
+        except OSError as error:  # the new checkpoint is complete nevertheless
+            warnings.warn(f"Old checkpoints in {self.directory} cannot be removed now: {error}", stacklevel=3)
+            return
+        kept = [name for name in names if not self._is_still_damaged(name)][-self.max_to_keep :]
         for name in set(names).difference(kept):
             try:
                 self._remove(name)
             except OSError as error:
                 warnings.warn(f"The old checkpoint {self._path(name)} cannot be removed: {error}", stacklevel=3)
         self._damaged.clear()
+
+    def _is_ours(self, name: str) -> bool:
+        """Whether this version of tfdist may remove a checkpoint: not one of a later version."""
+        if name not in self._known:
+            try:
+                decode_manifest(read_file(self._path(name, MANIFEST_NAME), self._open))
+            except UnknownFormatError:
+                return False
+            except ValueError:
+                pass  # damaged
+            self._known.add(name)
+        return True
+
+    def _is_still_damaged(self, name: str) -> bool:
+        """Whether a checkpoint that was damaged when it was read is so now: a disk may have given wrong bytes once."""
+        if name not in self._damaged:
+            return False
+        try:
+            verify_checkpoint(self._path(name), self._open)
+        except DamagedCheckpointError:
+            return True
+        except OSError:
+            return False
+        return False
 
     def _warn(self, reasons: Mapping[str, str], used: str) -> None:
         present = self.names()
@@ -234,12 +290,22 @@ class CheckpointStore:
     def _remove(self, name: str) -> None:
         # The manifest goes first: a checkpoint that is half removed must not count.
         with os_errors():
-            if tf.io.gfile.exists(self._path(name, MANIFEST_NAME)):
+            if self._is_there(self._path(name, MANIFEST_NAME)):
                 tf.io.gfile.remove(self._path(name, MANIFEST_NAME))
-            if tf.io.gfile.exists(self._path(name)):
+            if self._is_there(self._path(name)):
                 tf.io.gfile.rmtree(self._path(name))
 
+    # TensorFlow says of a local path that it is not there whenever it cannot look.
+
+    def _is_there(self, path: str) -> bool:
+        if self._is_local:
+            return is_there(path)
+        with os_errors():
+            return tf.io.gfile.exists(path)
+
     def _folders(self) -> list[str]:
+        if self._is_local:
+            return checkpoint_names(entries_of(self.directory))
         try:
             with os_errors():
                 return checkpoint_names(tf.io.gfile.listdir(self.directory))
@@ -248,92 +314,3 @@ class CheckpointStore:
 
     def _path(self, *parts: str) -> str:
         return os.path.join(self.directory, *parts)
-
-
-# Tensor files: tensors in TensorFlow's own checkpoint format, on any file system that TensorFlow knows.
-
-
-def save_tensors(prefix: str, tensors: Mapping[str, tf.Tensor]) -> None:
-    """Writes tensors to `<prefix>.index` and `<prefix>.data-00000-of-00001`, without holding Python's lock.
-
-    Raises:
-        tf.errors.OpError: If they cannot be written.
-    """
-    if not tensors:
-        return
-    with tf.device("CPU:0"):
-        tf.raw_ops.SaveV2(
-            prefix=prefix,
-            tensor_names=list(tensors),
-            shape_and_slices=[""] * len(tensors),
-            tensors=list(tensors.values()),
-        )
-
-
-def load_tensors(prefix: str, dtypes: Mapping[str, str]) -> dict[str, np.ndarray | tf.Tensor]:
-    """Reads what `save_tensors` wrote; strings come as arrays of `bytes` objects, variants as tensors.
-
-    Args:
-        prefix: As given to `save_tensors`.
-        dtypes: The tensors to read and the names of their dtypes.
-
-    Raises:
-        OSError: If they cannot be read.
-    """
-    if not dtypes:
-        return {}
-    with os_errors():
-        reader = tf.compat.v1.train.NewCheckpointReader(prefix)
-        return {
-            name: _variant(prefix, name) if dtype == tf.variant.name else _as_array(reader.get_tensor(name))
-            for name, dtype in dtypes.items()
-        }
-
-
-def _variant(prefix: str, name: str) -> tf.Tensor:
-    with tf.device("CPU:0"):
-        return tf.raw_ops.RestoreV2(prefix=prefix, tensor_names=[name], shape_and_slices=[""], dtypes=[tf.variant])[0]
-
-
-def take_copies(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Copies the tensors, and empties the dictionary that had them.
-
-    While a snapshot shares a variable's buffer, the next step has to copy it before it writes, in the threads of the
-    training. Once this copy is made, steps write in place again.
-    """
-    copies = {}
-    while tensors:
-        name, value = tensors.popitem()
-        if isinstance(value, tf.Tensor) and value.dtype != tf.variant:
-            with tf.device("CPU:0"):
-                value = tf.raw_ops.DeepCopy(x=value) if "CPU" in value.device else tf.identity(value)
-        copies[name] = value
-    return copies
-
-
-@contextlib.contextmanager
-def open_file(path: str) -> Iterator[BinaryIO]:
-    """Opens a file of any file system for reading; what fails is an `OSError`."""
-    with os_errors(), tf.io.gfile.GFile(path, "rb") as file:
-        yield file
-
-
-@contextlib.contextmanager
-def os_errors() -> Iterator[None]:
-    """Turns TensorFlow's errors about files into the `OSError` that Python's own functions raise."""
-    try:
-        yield
-    except tf.errors.NotFoundError as error:
-        raise FileNotFoundError(_cause(error)) from error
-    except tf.errors.OpError as error:
-        raise OSError(_cause(error)) from error
-
-
-def _cause(error: tf.errors.OpError) -> str:
-    """Returns an error's message without the names of TensorFlow's internal functions."""
-    return re.sub(r"^\{\{function_node [^}]*\}\} | \[Op:\w+\].*$", "", error.message, flags=re.DOTALL)
-
-
-def _as_array(value: np.ndarray | np.generic | bytes) -> np.ndarray:
-    # NumPy's own type for bytes would drop zeros at their end.
-    return np.array(value, dtype=object) if isinstance(value, bytes) else np.asarray(value)

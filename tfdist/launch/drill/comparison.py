@@ -15,7 +15,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tfdist.checkpoint.manifest import MANIFEST_NAME, DamagedCheckpointError, committed_checkpoints, verify_checkpoint
+from tfdist.checkpoint.manifest import (
+    MANIFEST_NAME,
+    DamagedCheckpointError,
+    UnknownFormatError,
+    UnreadableCheckpointError,
+    committed_checkpoints,
+    verify_checkpoint,
+)
 from tfdist.launch.drill.faults import backup_folders
 
 # What a fit has come to, as far as it is not in the tensors. The rest of the meta data says how to go on.
@@ -50,6 +57,8 @@ def _compare_newest(reference: Path, other: Path, timeout: float) -> list[str]:
         mine, yours = (verify_checkpoint(str(checkpoint)) for checkpoint in newest)
     except DamagedCheckpointError as error:
         return [str(error)]
+    except (UnknownFormatError, UnreadableCheckpointError) as error:
+        raise RuntimeError(f"{newest[0]} and {newest[1]} cannot be compared: {error}") from error
     different = differences(mine.meta, yours.meta)
     if not _same_files(newest[0], newest[1], sorted({*mine.files, *yours.files})):
         for tensor, text in _compare_tensors(newest, timeout).items():

@@ -1,0 +1,220 @@
+"""A disk that fails for a moment, or for longer, and backups of a later tfdist: nothing is lost by either."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pytest
+import tensorflow as tf
+
+from tests.fault_tolerance.numbered import write_numbers
+from tfdist.checkpoint import manifest
+from tfdist.checkpoint.manifest import (
+    DamagedCheckpointError,
+    UnknownFormatError,
+    UnreadableCheckpointError,
+    decode_manifest,
+    encode_manifest,
+    open_local,
+    verify_checkpoint,
+)
+from tfdist.checkpoint.store import CheckpointStore
+
+pytestmark = pytest.mark.filterwarnings("error::UserWarning")
+
+STALE = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+NEWEST = "checkpoint-00000003"
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest, "_PAUSES", (0.001, 0.001))
+
+
+def failing(
+    original: Callable, part: str, times: float, error: Exception = STALE, where: int = 0
+) -> Callable[..., Any]:
+    """A function that fails so many times where its argument has a part."""
+    left = [times]
+
+    def call(*args: Any, **options: Any) -> Any:
+        if len(args) > where and part in str(args[where]) and left[0] > 0:
+            left[0] -= 1
+            raise error
+        return original(*args, **options)
+
+    return call
+
+
+@contextlib.contextmanager
+def opening(path: str) -> Iterator[BinaryIO]:
+    with open_local(path) as file:
+        yield file
+
+
+class Failing:
+    """What fails where a store reads, one of the functions that it calls."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, store: CheckpointStore) -> None:
+        self._patch, self._store = patch, store
+
+    def start(self, what: str, times: float) -> None:
+        if what == "list":
+            self._patch.setattr(os, "listdir", failing(os.listdir, self._store.directory, times))
+        elif what == "look":
+            self._patch.setattr(os, "stat", failing(os.stat, f"{NEWEST}/manifest.json", times))
+        elif what == "tensors":
+            train = tf.compat.v1.train
+            error = tf.errors.DataLossError(None, None, "Unable to open table file: Stale file handle")
+            self._patch.setattr(train, "NewCheckpointReader", failing(train.NewCheckpointReader, NEWEST, times, error))
+        else:
+            self._patch.setattr(self._store, "_open", failing(opening, f"{NEWEST}/{what}", times))
+
+
+PLACES = ["list", "look", "manifest.json", "state.index", "state.data-00000-of-00001", "tensors"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_one_error_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    writer = CheckpointStore(tmp_path, max_to_keep=3)
+    names = write_numbers(writer, 3)
+    with monkeypatch.context() as patch:
+        Failing(patch, writer).start(place, times=1)
+        assert writer.newest().name == NEWEST == names[-1]
+    assert writer.write({}, {}) == "checkpoint-00000004"
+    assert writer.names() == [*names[1:], "checkpoint-00000004"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_disk_that_stays_away_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    store = CheckpointStore(tmp_path)
+    names = write_numbers(store, 3)
+    with monkeypatch.context() as patch:
+        Failing(patch, store).start(place, times=float("inf"))
+        with pytest.raises(OSError, match="Stale file handle") as caught:
+            store.newest()
+    if place not in ("list", "look"):
+        assert str(caught.value).startswith(
+            f"The checkpoint {tmp_path}/{NEWEST} cannot be read, also after 3 attempts: "
+        )
+        assert "nothing is removed, and no older one is used in its place" in str(caught.value)
+    assert store.newest().name == NEWEST
+    store.write({}, {})
+    assert store.names() == [*names[1:], "checkpoint-00000004"]
+
+
+@pytest.mark.parametrize("times", [1, float("inf")])
+@pytest.mark.parametrize("place", ["list", "look"])
+def test_a_writer_that_begins_removes_nothing_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, times: float
+) -> None:
+    store = CheckpointStore(tmp_path)
+    names = write_numbers(store, 3)
+    with monkeypatch.context() as patch, contextlib.suppress(OSError):
+        Failing(patch, store).start(place, times)
+        CheckpointStore(tmp_path)
+    assert CheckpointStore(tmp_path, writer=False).names() == names
+
+
+def test_damage_that_was_none_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = CheckpointStore(tmp_path)
+    names = write_numbers(store, 2)
+    data = tmp_path / names[1] / "state.index"
+    content = data.read_bytes()
+    data.write_bytes(bytes(len(content)))
+    with pytest.warns(UserWarning, match="is damaged"):
+        assert store.newest().name == names[0]
+    data.write_bytes(content)
+    store.write({}, {})
+    assert store.names() == [*names, "checkpoint-00000003"]
+
+
+def test_a_written_backup_counts_though_old_ones_cannot_be_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_numbers(CheckpointStore(tmp_path, max_to_keep=1), 1)
+    store = CheckpointStore(tmp_path, max_to_keep=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "_open", failing(open_local, "00000001/manifest.json", float("inf")))
+        with pytest.warns(UserWarning, match=r"Old checkpoints in .* cannot be removed now: .*Stale"):
+            assert store.write({}, {}) == "checkpoint-00000002"
+    assert store.names() == ["checkpoint-00000001", "checkpoint-00000002"]
+
+
+def with_format(content: bytes, number: int) -> bytes:
+    body = content.replace(b'"format": 1', b'"format": %d' % number).rpartition(b",\n")[0]
+    return b'%s,\n"crc32": "%08x"}\n' % (body, zlib.crc32(body))
+
+
+FORMS = {
+    "the same checksum": lambda content: with_format(content, 2),
+    "another checksum": lambda content: b'{"format": 3, "sha256": "00", "parts": []}',
+}
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_a_later_format_is_refused_and_stays(tmp_path: Path, form: Callable[[bytes], bytes]) -> None:
+    store = CheckpointStore(tmp_path, max_to_keep=1)
+    [name] = write_numbers(store, 1)
+    path = tmp_path / name / "manifest.json"
+    path.write_bytes(form(path.read_bytes()))
+    content = path.read_bytes()
+    store = CheckpointStore(tmp_path, max_to_keep=1)
+    with pytest.raises(UnknownFormatError) as caught:
+        store.newest()
+    assert str(caught.value).startswith(f"The checkpoint {tmp_path}/{name} is of another version of tfdist: ")
+    assert "this version of tfdist reads 1. It is left as it is. Use the version of tfdist" in str(caught.value)
+    names = write_numbers(store, 2)
+    assert store.names() == [name, names[1]]
+    store.clear()
+    assert os.listdir(tmp_path) == [name]
+    assert path.read_bytes() == content
+
+
+def test_an_unreadable_file_is_no_damage(tmp_path: Path) -> None:
+    [name] = write_numbers(CheckpointStore(tmp_path), 1)
+    error = OSError(errno.EIO, "Input/output error")
+    with pytest.raises(UnreadableCheckpointError, match=r"state.index: \[Errno 5\] Input/output error"):
+        verify_checkpoint(f"{tmp_path}/{name}", failing(open_local, "state.index", float("inf"), error))
+
+
+@pytest.mark.parametrize(
+    ("fields", "fault"),
+    [
+        ({"files": {}}, "manifest.json does not list state.index"),
+        ({"tensors": {"other": {"dtype": "float32", "shape": [1000]}}}, "lists a tensor 'other', which state.index"),
+        ({"tensors": {"value": {"dtype": "variant", "shape": [1000]}}}, "lists a tensor 'value', which state.index"),
+        ({"tensors": {"value": {"dtype": "float32", "shape": [10**30]}}}, "lists a tensor 'value', which state.index"),
+        ({"files": {"../../secret": {"size": 1, "crc32": 1}}}, "lists a file '../../secret', which is not the name"),
+        ({"files": {"/etc/passwd": {"size": 1, "crc32": 1}}}, "lists a file '/etc/passwd', which is not the name"),
+        ({"files": {"a" * 300: {"size": 1, "crc32": 1}}}, "which is not the name of one in its folder"),
+        ({"files": {"state.index": {"size": "1", "crc32": 1}}}, "does not say size and checksum of state.index"),
+        ({"files": [1]}, "manifest.json has no list of files"),
+        ({"tensors": {"value": {"dtype": "float32"}}}, "does not say dtype and shape of the tensor 'value'"),
+        ({"meta": 1}, "manifest.json has no meta data"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_manifest_with_a_right_checksum_is_checked_nevertheless(tmp_path: Path, fields: dict, fault: str) -> None:
+    store = CheckpointStore(tmp_path)
+    [name] = write_numbers(store, 1)
+    path = tmp_path / name / "manifest.json"
+    path.write_bytes(altered(path.read_bytes(), fields))
+    with pytest.raises(DamagedCheckpointError) as caught:
+        store.open(name)
+    assert fault in caught.value.reason
+
+
+def altered(content: bytes, fields: dict) -> bytes:
+    """A manifest with other fields and the checksum that belongs to it."""
+    found = decode_manifest(content)
+    raw = manifest.json.loads(encode_manifest(found))
+    raw.pop("crc32")
+    body = manifest.json.dumps({**raw, **fields})[:-1].encode()
+    return b'%s,\n"crc32": "%08x"}\n' % (body, zlib.crc32(body))
