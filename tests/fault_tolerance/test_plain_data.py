@@ -19,8 +19,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.checkpoint.plain_data import MISSING, NotPlainError, NotRestoredError, decode, encode
+from tfdist.checkpoint.plain_data import NotPlainError, decode, encode
 from tfdist.checkpoint.store import CheckpointStore
+from tfdist.inspection.object_state import MISSING, NotRestoredError
 
 
 class Phase(enum.Enum):

@@ -63,7 +63,15 @@ def test_a_stranger_with_the_number_gets_no_signal(other: dict) -> None:
         (0, "cancelled", ("succeeded", "")),
         (3, None, ("failed", "exit code 3")),
         (-9, None, ("failed", "killed by signal 9")),
-        (77, None, ("queued", "preempted, everything is saved")),
+        (77, None, ("queued", "preempted, goes on from its last backup")),
+        (
+            74,
+            None,
+            (
+                "failed",
+                "exit code 74: it was stopped, and could not save; `tfdist logs` shows why, and where it goes on",
+            ),
+        ),
         (77, "cancelled", ("cancelled", "")),
         (143, "cancelled", ("cancelled", "")),
         (None, "cancelled", ("cancelled", "")),
@@ -79,7 +87,11 @@ def test_how_an_attempt_ended(code: int | None, stop: str | None, expected: tupl
 def test_a_preempted_job_waits_for_its_next_run() -> None:
     record = Record("local-1", "local", "x", 0.0, "/", [], 1, 0, {"attempt": 2, "started": time.time() - 99})
     waits = after_end(record, 77).details
-    assert (waits["attempt"], waits["state"], waits["detail"]) == (3, "queued", "preempted, everything is saved")
+    assert (waits["attempt"], waits["state"], waits["detail"]) == (
+        3,
+        "queued",
+        "preempted, goes on from its last backup",
+    )
     assert waits["due"] <= time.time()
     short = after_end(record.with_details(started=time.time()), 77).details
     assert time.time() < short["due"] <= time.time() + 3

@@ -197,6 +197,15 @@ def test_the_signal_before_the_time_limit_saves_and_requeues(batch) -> None:
     assert (job.text("exit-code"), job.text("runs")) == ("", "x")
 
 
+def test_a_signal_after_which_nothing_could_be_saved_is_told(batch) -> None:
+    event = '{"time": 1, "name": "chief", "event": "unsaved"}'
+    job = batch(SAVES.replace("77", f"(print('{event}', file=open('logs/events.jsonl', 'a'), flush=True), 74)[1]"))
+    job.started()
+    job.process.send_signal(signal.SIGTERM)
+    assert (job.end(), job.text("calls").splitlines()[-1]) == (0, "scontrol requeue 7")
+    assert "tfdist: stopped, and could not save: it will go on from its last backup" in job.text("output.log")
+
+
 def test_exit_code_77_requeues_without_a_signal_to_the_script(batch) -> None:
     job = batch("raise SystemExit(77)")
     assert (job.end(), job.text("calls").splitlines()[-1], job.text("runs")) == (0, "scontrol requeue 7", "x")

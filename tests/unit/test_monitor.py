@@ -120,6 +120,11 @@ def test_the_states_of_a_process() -> None:
         ),
         (("interrupted", {"signal": "SIGINT", "exit_code": 130}), "interrupted by SIGINT after 2 min", ["ended"] * 2),
         (
+            ("interrupted", {"signal": "SIGTERM", "exit_code": 74}),
+            "interrupted by SIGTERM after 2 min: it could not save",
+            ["ended"] * 2,
+        ),
+        (
             ("preempted", {"exit_code": 77}),
             "preempted after 2 min: saved, to be started again",
             ["ended"] * 2,

@@ -23,7 +23,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.checkpoint.plain_data import NotPlainError, NotRestoredError, decode, encode
+from tfdist.checkpoint.plain_data import NotPlainError, decode, encode
+from tfdist.inspection.object_state import NotRestoredError
 
 _NOT_STATE = ("_model", "model", "params")
 # Values of these types are the same in every process, or no backup could bring them back.
@@ -178,7 +179,7 @@ def restore(
         if entry["compares"] and getattr(callback, "monitor_op", True) is None:
             # Keras does this later, and flips the sign of min_delta then; in the saved state it is flipped already.
             callback._set_monitor_op()
-        for name, saved in entry["state"]["dict"]:
+        for name, saved in _attributes(entry["state"]):
             if own.get(name) != entry["settings"].get(name):
                 continue
             present = getattr(callback, name, None)
@@ -193,6 +194,17 @@ def restore(
                 )
             else:
                 _set(callback, name, present, value)
+
+
+def _attributes(state: Any) -> list[tuple[str, Any]]:
+    """The attributes in a saved state; none in that of a callback which had `get_state()` then."""
+    pairs = state.get("dict") if isinstance(state, dict) else None
+    pairs = pairs if isinstance(pairs, list) else []
+    return [
+        (pair[0], pair[1])
+        for pair in pairs
+        if isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str) and not pair[0].startswith("__")
+    ]
 
 
 def _set(callback: keras.callbacks.Callback, name: str, present: Any, value: Any) -> None:

@@ -19,7 +19,7 @@ from tfdist.checkpoint.save_schedule import BackgroundWriter, PreemptionSignal, 
 from tfdist.checkpoint.shared_store import ElasticStore, SharedStore
 from tfdist.checkpoint.store import Checkpoint
 from tfdist.checkpoint.tensor_files import take_copies
-from tfdist.checkpoint.training_state import TrainingState
+from tfdist.checkpoint.training_state import TrainingState, check_meta, fault_of_meta
 from tfdist.compat.hooks import hooks_of
 from tfdist.compat.upstream import get_random_seed
 from tfdist.inspection import epoch_iterators, random_state
@@ -29,7 +29,7 @@ from tfdist.runtime.common_stop import CommonStop
 from tfdist.runtime.control_signals import Agreement, Request
 from tfdist.steps import building
 from tfdist.supervision.events import EventLog
-from tfdist.supervision.exit_codes import PREEMPTED
+from tfdist.supervision.exit_codes import PREEMPTED, UNSAVED
 from tfdist.supervision.progress import DONE, ProgressWriter
 
 _log = logging.getLogger("tfdist")
@@ -50,6 +50,9 @@ class _Place:
     epoch: int = 0
     steps: int = 0
     total: int = 0
+
+    def __str__(self) -> str:
+        return f"step {self.steps} of epoch {self.epoch + 1}" if self.steps else f"epoch {self.epoch}"
 
 
 class FitBackup:
@@ -81,6 +84,8 @@ class FitBackup:
         self._events = EventLog.from_environment()
         self._state = TrainingState(model)
         self._place = _Place()
+        self._kept: tuple[_Place, str] | None = None  # the last backup that is written
+        self._failure = ""  # why a later one is not
         self._validations = 0
         self._resumed: Checkpoint | None = None
         self._was_done = False
@@ -110,7 +115,7 @@ class FitBackup:
         self._position = DataPosition(self._model, iterator, self._options.dataset_fn, self._after_step)
         if self._agreement is not None:
             self._agreement.begin(self._model)
-        checkpoint = self._store.newest(lambda meta: not meta["done"] or self._is_over(meta))
+        checkpoint = self._store.newest(self._is_wanted)
         if self._position.obstacle is not None:
             messages.of_obstacle(self._position.obstacle)
         if checkpoint is not None:
@@ -125,9 +130,10 @@ class FitBackup:
         began = time.monotonic()
         if not hooks_of(model._distribute_strategy).is_data_parallel:  # those are built before their first step
             building.build(model, epoch_iterators.batch_specification(iterator))
-        self._state.make_global_seed_generator(meta["variables"])
         try:
-            self._state.check(meta["variables"])
+            check_meta(meta, f"{self._store.directory}/{checkpoint.name}")
+            self._state.make_global_seed_generator(meta["variables"])
+            self._state.check(meta["variables"], checkpoint.tensors, with_metrics=meta["steps"] > 0)
             self._check_identity(meta)
             self._entries = callback_state.matching(self._others, self._settings, meta["callbacks"])
             self._position.resume(meta["epoch"], meta["position"], checkpoint.tensors)
@@ -135,6 +141,7 @@ class FitBackup:
             raise is_final(error) from None  # it is no better another time
         self._state.load(checkpoint.tensors)
         self._place = _Place(meta["epoch"], meta["steps"], meta["total"])
+        self._kept = dataclasses.replace(self._place), checkpoint.name
         self._validations = meta["validations"]
         self._resumed = checkpoint
         if self._is_chief:
@@ -162,6 +169,9 @@ class FitBackup:
             )
         if self._is_chief:
             messages.of_seed(meta["seed"], get_random_seed())
+
+    def _is_wanted(self, meta: dict) -> bool:
+        return fault_of_meta(meta) is not None or not meta["done"] or self._is_over(meta)
 
     def _is_over(self, meta: dict) -> bool:
         """Whether a backup leaves nothing to train. A finished fit that is to have more epochs goes on."""
@@ -304,6 +314,7 @@ class FitBackup:
         def write() -> None:
             began = time.monotonic()
             name = self._store.write(meta, take_copies(tensors))
+            self._kept = place, name
             self._events.write(
                 "saved",
                 checkpoint=name,
@@ -325,22 +336,31 @@ class FitBackup:
         if not lost:
             self._save(mid_epoch)
             self._writer.wait()
-        where = f"step {place.steps} of epoch {place.epoch + 1}" if mid_epoch else f"epoch {place.epoch}"
-        self._leave(
-            f"after {where}", "is not saved: no position within an epoch can be found again" if lost else "is saved"
-        )
+        if lost:
+            self._leave(f"after {place}", "is not saved: no position within an epoch can be found again")
+        self._leave(f"after {place}", "is saved", self._failure_to_save())
 
-    def _leave(self, where: str, what: str) -> NoReturn:
-        """Ends the process, once all others know that they have to end, too."""
+    def _failure_to_save(self) -> str | None:
+        """Why the current place is in no backup; `None` if it is, or if others write."""
+        if not self._writes or (self._kept is not None and self._kept[0] == self._place):
+            return None
+        return self._failure
+
+    def _leave(self, where: str, what: str, failure: str | None = None) -> NoReturn:
+        """Ends the process, once all others know that they have to end, too, and with which exit code."""
         if self._peers is not None:
-            self._peers.gather("preempted", True, "save before it exits")
-            self._peers.acknowledge("saved", "hear that the backup is saved")
-        self._events.write("preempted", epoch=self._place.epoch, step=self._place.total)
+            failure = self._peers.gather("preempted", failure, "save before it exits")[0]
+            self._peers.acknowledge("saved", "hear whether the backup is saved")
+        if failure is not None:
+            what = "is not saved"
+        at = {"epoch": self._place.epoch, "step": self._place.total}
+        self._events.write("preempted" if failure is None else "unsaved", **at)
         if self._is_chief:
-            _log.warning("%s: stopped %s, which %s; exit code %d", self._signal.name, where, what, PREEMPTED)
+            kept = self._kept and f"{self._kept[1]}, of {self._kept[0]}"
+            _log.warning("%s", messages.of_preemption(self._signal.name, f"{where}, which {what}", failure, kept))
         self._signal.uninstall()
         self._store.release()
-        raise SystemExit(PREEMPTED)
+        raise SystemExit(PREEMPTED if failure is None else UNSAVED)
 
     def ended(self) -> None:
         """After all other callbacks have ended."""
@@ -360,7 +380,7 @@ class FitBackup:
         fit_identity.forget(self._model)
         note_finished(self._options.backup_dir)
         if self._stop_at_end:
-            self._leave("at the end of the fit", "is complete")
+            self._leave("at the end of the fit", "is complete", self._failure_to_save())
         self._signal.uninstall()
 
     def abandon(self) -> None:
@@ -371,6 +391,7 @@ class FitBackup:
 
     def _warn_not_written(self, error: Exception) -> None:
         self._events.write("not saved", error=str(error))
+        self._failure = str(error)
         messages.of_failed_backup(error)
 
 

@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tfdist.supervision.exit_codes import PREEMPTED, UNSAVED
+
 _log = logging.getLogger("tfdist")
 
 
@@ -77,6 +79,25 @@ def of_failed_backup(error: Exception) -> None:
         RuntimeWarning,
         stacklevel=3,
     )
+
+
+def of_preemption(signal: str, where: str, failure: str | None, kept: str | None) -> str:
+    """Says that a fit has stopped since it was asked to, and where it goes on.
+
+    Args:
+        signal: the name of the signal.
+        where: after what it has stopped, and whether that is saved.
+        failure: why a backup that was due could not be written; `None` if it was.
+        kept: the last backup, in words; `None` if there is none.
+
+    Example:
+        >>> of_preemption("SIGTERM", "after step 3 of epoch 1, which is saved", None, None)
+        'SIGTERM: stopped after step 3 of epoch 1, which is saved; exit code 77'
+    """
+    if failure is None:
+        return f"{signal}: stopped {where}; exit code {PREEMPTED}"
+    begin = f"goes on from the last backup, {kept}" if kept else "trains from the beginning, since there is no backup"
+    return f"{signal}: stopped {where}. {failure} A new start {begin}; exit code {UNSAVED}"
 
 
 class Unsaved:

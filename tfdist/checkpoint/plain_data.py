@@ -16,107 +16,18 @@ import inspect
 import json
 import operator
 import pathlib
-import random
 import sys
 import types
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.inspection.replica_values import is_kept_per_replica, parts_of_variable
+from tfdist.inspection.object_state import MISSING, NO_OBJECTS, NotRestoredError, ObjectError, put_back, take
 
-# Passed in place of the object that this process has: there are none since only data are read (those of a
-# `get_state()`), or this one is missing.
-NO_OBJECTS = object()
-MISSING = object()
-
-
-class NotRestoredError(ValueError):
-    """A state cannot be put back: this process has no object like the one that it was taken from."""
-
-
-def take(value: Any, encode: Callable[[Any], Any], put: Callable[[Any], str]) -> dict | None:
-    """The state of a variable, a metric, a random number generator, or anything with `get_state` and `set_state`.
-
-    Args:
-        value: the object.
-        encode: makes JSON of plain data.
-        put: keeps an array, and returns its name.
-
-    Returns:
-        The state as JSON; `None` for other objects.
-    """
-    if (variables := _variables_of(value)) is not None:
-        if any(is_kept_per_replica(variable) for variable in variables):
-            return None  # reading it is a collective, and only one process writes backups
-        names = [put(np.array(parts_of_variable(variable)[0].read_value())) for variable in variables]
-        return {"variable": names[0]} if isinstance(value, _VARIABLES) else {"variables": names}
-    if isinstance(value, np.random.Generator):
-        return {"generator": [type(value.bit_generator).__name__, encode(value.bit_generator.state)]}
-    if isinstance(value, random.SystemRandom):
-        return {"elsewhere": True}  # it has no state
-    if isinstance(value, random.Random):
-        return {"random": encode(value.getstate())}
-    if hasattr(value, "get_state") and hasattr(value, "set_state") and not isinstance(value, type):
-        return {"state": encode(value.get_state())}
-    return None
-
-
-_VARIABLES = (tf.Variable, keras.Variable)
-
-
-def _variables_of(value: Any) -> list[Any] | None:
-    if isinstance(value, _VARIABLES):
-        return [value]
-    if isinstance(value, keras.Metric):
-        return list(value.variables)
-    if isinstance(value, (keras.random.SeedGenerator, tf.random.Generator)):
-        return [value.state]
-    return None
-
-
-def put_back(
-    kind: str, state: Any, present: Any, decode: Callable[[Any], Any], arrays: Mapping[str, np.ndarray]
-) -> Any:
-    """Puts a state that `take` has returned as `{kind: state}` into the object of this process, and returns the object.
-
-    Raises:
-        NotRestoredError: if there is no such object, and none can be made.
-    """
-    if kind == "generator":
-        name, state = state
-        if not isinstance(present, np.random.Generator) or type(present.bit_generator).__name__ != name:
-            made = getattr(np.random, name, None)
-            if not (isinstance(made, type) and issubclass(made, np.random.BitGenerator)):
-                raise NotRestoredError(f"NumPy has no random number generator {name}")
-            present = np.random.Generator(made())
-        present.bit_generator.state = decode(state)
-        return present
-    if kind == "random":
-        present = present if isinstance(present, random.Random) else random.Random()
-        present.setstate(decode(state))
-        return present
-    if present is NO_OBJECTS and kind == "variable":
-        return np.array(arrays[state])
-    if present is not NO_OBJECTS and present is not MISSING:
-        if kind == "elsewhere":
-            return present
-        if kind == "state" and hasattr(present, "set_state"):
-            present.set_state(decode(state))
-            return present
-        names = [state] if kind == "variable" else state
-        variables = _variables_of(present)
-        if kind != "state" and variables is not None and len(variables) == len(names):
-            for variable, name in zip(variables, names, strict=True):
-                for part in parts_of_variable(variable):
-                    part.assign(tf.constant(arrays[name], part.dtype))
-            return present
-    raise NotRestoredError("this process has no such object in its place")
-
-
+# What is raised where a state is not what `encode` has made.
+_MALFORMED = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, tf.errors.OpError)
 # The kinds of dtypes for booleans, numbers and complex numbers; a checkpoint does not keep other arrays exactly.
 _NUMBERS = "biufc"
 # Text and dates are written as their bytes.
@@ -266,10 +177,24 @@ def decode(value: Any, arrays: Mapping[str, Any], present: Any = NO_OBJECTS) -> 
         present: the value that this process has; objects in it that hold a state get it back.
 
     Raises:
-        NotRestoredError: for a state without its object.
+        NotRestoredError: for a state without its object, and for what `encode` does not return.
+        Exception: whatever an object's `set_state` raises.
     """
+    try:
+        return _decode(value, arrays, present)
+    except NotRestoredError:
+        raise
+    except ObjectError as error:
+        raise error.__cause__ from None
+    except _MALFORMED as error:
+        raise NotRestoredError(f"it is not what a backup holds ({type(error).__name__}: {error})") from error
+
+
+def _decode(value: Any, arrays: Mapping[str, Any], present: Any) -> Any:
     if not isinstance(value, dict):
         return value
+    if not value:
+        raise NotRestoredError("it is not what a backup holds (an empty object)")
     kind, content = next(iter(value.items()))
     if kind in _DECODERS:
         return _DECODERS[kind](content)
@@ -281,7 +206,7 @@ def decode(value: Any, arrays: Mapping[str, Any], present: Any = NO_OBJECTS) -> 
         return _mapping_of(kind, content, arrays, present)
     if kind in _SEQUENCES or kind == "deque":
         return _sequence_of(kind, content, arrays, present)
-    return put_back(kind, content, present, lambda item: decode(item, arrays), arrays)
+    return put_back(kind, content, present, lambda item: _decode(item, arrays, NO_OBJECTS), arrays)
 
 
 _DECODERS: dict[str, Callable[[Any], Any]] = {
@@ -302,15 +227,17 @@ def _array_of(kind: str, content: Any, is_scalar: bool | None, arrays: Mapping[s
         array = np.array(arrays[content])
     else:
         dtype, shape, text = content
+        if not isinstance(dtype, str) or np.dtype(dtype).kind not in _BUFFERS:
+            raise NotRestoredError(f"it is not what a backup holds (a buffer of {ascii(dtype)[:40]})")
         array = np.frombuffer(base64.b64decode(text), dtype).reshape(shape).copy()
     return array[()] if is_scalar else array
 
 
 def _mapping_of(kind: str, content: Any, arrays: Mapping[str, Any], present: Any) -> dict:
     factory, pairs = content if kind == "defaultdict" else (None, content)
-    keys = [decode(key, arrays) for key, _ in pairs]
+    keys = [_decode(key, arrays, NO_OBJECTS) for key, _ in pairs]
     items = [
-        (key, decode(item, arrays, _part(operator.getitem, present, key)))
+        (key, _decode(item, arrays, _part(operator.getitem, present, key)))
         for key, (_, item) in zip(keys, pairs, strict=True)
     ]
     if kind == "defaultdict":
@@ -325,7 +252,7 @@ def _sequence_of(kind: str, content: Any, arrays: Mapping[str, Any], present: An
 
 
 def _items_of(items: list, arrays: Mapping[str, Any], present: Any) -> list:
-    return [decode(item, arrays, _part(operator.getitem, present, i)) for i, item in enumerate(items)]
+    return [_decode(item, arrays, _part(operator.getitem, present, i)) for i, item in enumerate(items)]
 
 
 def _instance_of(kind: str, content: Any, arrays: Mapping[str, Any], present: Any) -> Any:
@@ -336,7 +263,7 @@ def _instance_of(kind: str, content: Any, arrays: Mapping[str, Any], present: An
     if not (isinstance(cls, type) and _IS_OF_KIND[kind](cls)):
         raise NotRestoredError(f"this program has no {kind} {reference.replace(':', '.')}")
     if kind == "enum":
-        return _member_of(cls, decode(rest, arrays))
+        return _member_of(cls, _decode(rest, arrays, NO_OBJECTS))
     if kind == "namedtuple":
         items = _items_of(rest, arrays, present)
         # The program may have got new fields since.
@@ -351,7 +278,7 @@ def _instance_of(kind: str, content: Any, arrays: Mapping[str, Any], present: An
     for name, item in rest:
         if not _is_stored(cls, name):
             raise NotRestoredError(f"{cls.__qualname__}.{name} is computed in this program")
-        object.__setattr__(made, name, decode(item, arrays, _part(getattr, present, name)))
+        object.__setattr__(made, name, _decode(item, arrays, _part(getattr, present, name)))
     return made
 
 

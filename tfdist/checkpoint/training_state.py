@@ -7,7 +7,7 @@ are saved replica by replica: their sum, put back in parts, would round differen
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import keras
@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat.upstream import global_seed_generator
+from tfdist.inspection import random_state
 from tfdist.inspection.global_seeds import is_used
 from tfdist.inspection.model_parts import metrics_of, optimizers_of, parts_of, seed_generators_of
 from tfdist.inspection.replica_values import combine, gather, is_kept_per_replica, parts_of_variable, scatter
@@ -86,8 +87,14 @@ class TrainingState:
             with self._model.distribute_strategy.scope():
                 global_seed_generator().is_used = True
 
-    def check(self, saved: Mapping[str, list]) -> None:
-        """Raises StateMismatchError if the model has other variables than those that were described."""
+    def check(self, saved: Mapping[str, list], tensors: Collection[str], with_metrics: bool) -> None:
+        """Raises StateMismatchError if the model has other variables than those that were described, and have values.
+
+        Args:
+            saved: the description in the backup.
+            tensors: the names of what it has values of.
+            with_metrics: as of the `snapshot`.
+        """
         for name in dict.fromkeys([*self.description, *saved]):
             received, expected = self.description.get(name), saved.get(name)
             # Paths count a process' layers (dense, dense_1, ...) and may differ where nothing else does.
@@ -96,6 +103,13 @@ class TrainingState:
                     f"The backup is of another model or optimizer. Received: {name} is {_words(received)}. Expected, "
                     f"as saved: {_words(expected)}. Build and compile the model as before, or pass another backup_dir "
                     "to begin anew."
+                )
+        for name in self._variables:
+            is_needed = with_metrics or not name.startswith("metrics/")
+            if is_needed and name not in tensors and f"{_PER_REPLICA}/{name}" not in tensors:
+                raise StateMismatchError(
+                    f"Received: a backup without a value of {name}, {_words(self.description[name])}. Expected: one of "
+                    "every variable. Use another backup, or pass another backup_dir to begin anew."
                 )
 
     def snapshot(self, with_metrics: bool) -> dict[str, tf.Tensor]:
@@ -140,3 +154,104 @@ def _words(description: list | None) -> str:
         return "not there"
     path, shape, kind = description
     return f"{path} with shape {shape} and dtype {kind}" if path else kind
+
+
+# The rest of a backup: what `FitBackup` writes beside the tensors, as JSON.
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_seed(value: Any) -> bool:
+    return value is None or type(value) is int
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_variables(value: Any) -> bool:
+    return isinstance(value, dict) and all(_is_variable(entry) for entry in value.values())
+
+
+def _is_variable(entry: Any) -> bool:
+    return isinstance(entry, list) and list(map(type, entry)) == [str, list, str] and all(map(_is_count, entry[1]))
+
+
+def _is_callbacks(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(entry, dict) and _has(entry, _CALLBACK) for entry in value)
+
+
+def _is_position(value: Any) -> bool:
+    if not (isinstance(value, dict) and _has(value, _POSITION)):
+        return False
+    begin = value.get("random at begin")
+    return begin is None or random_state.is_state(begin)
+
+
+def _is_lengths(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_count, value.values()))
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _has(entry: Mapping[str, Any], fields: Mapping[str, Callable[[Any], bool]]) -> bool:
+    return all(name in entry and fits(entry[name]) for name, fits in fields.items())
+
+
+_CALLBACK: dict[str, Callable[[Any], bool]] = {
+    "class": lambda value: isinstance(value, str),
+    "compares": _is_flag,
+    "settings": _is_object,
+    "state": lambda value: True,  # `plain_data.decode` looks into it
+    "unsaved": lambda value: isinstance(value, list),
+}
+_POSITION: dict[str, Callable[[Any], bool]] = {
+    "made": _is_count,
+    "taken": _is_count,
+    "steps": _is_count,
+    "goes on": _is_flag,
+    "batches": lambda value: value is None or _is_count(value),
+    "facts": _is_object,
+    "array seed": _is_seed,
+    "global seed": _is_seed,
+}
+_META: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("epoch", "steps", "total", "validations", "epochs"), _is_count),
+    **dict.fromkeys(("done", "stopped"), _is_flag),
+    "seed": _is_seed,
+    "variables": _is_variables,
+    "identity": _is_object,
+    "callbacks": _is_callbacks,
+    "csv": _is_lengths,
+    "position": _is_position,
+    "random": random_state.is_state,
+}
+
+
+def fault_of_meta(meta: Mapping[str, Any]) -> str | None:
+    """Which part of a backup's meta data is not what a fit has written; `None` if all of it is.
+
+    Example:
+        >>> fault_of_meta({"epoch": -1})
+        'its epoch is -1'
+    """
+    for name, fits in _META.items():
+        if name not in meta:
+            return f"it has no {name}"
+        if not fits(meta[name]):
+            text = ascii(meta[name])
+            return f"its {name} is {text if len(text) <= 60 else text[:60] + '...'}"
+    return None
+
+
+def check_meta(meta: Mapping[str, Any], path: str) -> None:
+    """Raises ValueError if the checkpoint at a path is not one that a fit has written."""
+    if fault := fault_of_meta(meta):
+        raise ValueError(
+            f"{path} is not a backup of a fit: {fault}. Move it to another folder to go on without it, or pass another "
+            "backup_dir."
+        )

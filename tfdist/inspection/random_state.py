@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -28,6 +29,23 @@ def restore(state: list) -> None:
         _into(context.context()._rng, operations)
     _into(random, python)
     np.random.set_state((name, np.asarray(keys, "uint32"), *rest))
+
+
+def is_state(state: Any) -> bool:
+    """Whether this is what `capture` returns, so that `restore` will take it.
+
+    Example:
+        >>> is_state(capture()), is_state([1, None, [3, [1], None], ["MT19937", [], 0, 0, 0.0]])
+        (True, False)
+    """
+    try:
+        seed, operations, python, (name, keys, *rest) = state
+        for internal in filter(None, (operations, python)):
+            _into(random.Random(), internal)
+        np.random.RandomState().set_state((name, np.asarray(keys, "uint32"), *rest))
+    except (TypeError, ValueError, LookupError, ArithmeticError):
+        return False
+    return python is not None and (seed is None or (type(seed) is int and -(2**63) <= seed < 2**63))
 
 
 @contextlib.contextmanager

@@ -87,7 +87,7 @@ def outcome(code: int | None, stop: str | None) -> Status:
     if code is None:
         return Status(LOST, _UNKNOWN)
     if code == PREEMPTED:
-        return Status(QUEUED, "preempted, everything is saved")
+        return Status(QUEUED, "preempted, goes on from its last backup")
     return Status(FAILED, exit_in_words(code) if code > 0 else f"killed by signal {-code}")
 
 

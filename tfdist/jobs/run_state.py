@@ -9,6 +9,7 @@ from typing import Any
 
 from tfdist.jobs.status import LAST_EVENTS, Progress
 from tfdist.supervision.events import Event
+from tfdist.supervision.exit_codes import UNSAVED
 from tfdist.supervision.identity import Identity
 
 STARTING = "starting"
@@ -191,6 +192,8 @@ def in_one_line(event: Event) -> str | None:
         return f"goes on after step {get('step')}, with backup {get('checkpoint')}"
     if kind == "not saved":
         return f"a backup could not be written: {get('error')}"
+    if kind == "unsaved":
+        return f"stopped after step {get('step')}, and could not save"
     return f"stopped after step {get('step')}, to be started again" if kind == "preempted" else None
 
 
@@ -207,7 +210,8 @@ def end_of(event: Event) -> str | None:
     if kind == "gave-up":
         return f"failed: exit code {code}{f', {reason}' if reason else ''}"
     if kind == "interrupted":
-        return f"interrupted by {event['signal']}" if event.get("signal") else "interrupted"
+        how = ": it could not save" if code == UNSAVED else ""
+        return f"interrupted by {event['signal']}{how}" if event.get("signal") else "interrupted"
     return "preempted: saved, to be started again" if kind == "preempted" else None
 
 

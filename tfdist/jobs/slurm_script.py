@@ -51,6 +51,9 @@ leave() {{
     fi
     case $(scontrol --oneliner show job "$job") in
         *" JobState=RUNNING "*)
+            if [ "$(events unsaved)" != "$unsaved" ]; then
+                echo "tfdist: stopped, and could not save: it will go on from its last backup"
+            fi
             echo "tfdist: stopped with exit code $1; the job goes back into the queue"
             scontrol requeue "$job" && exit 0
             ;;
@@ -70,7 +73,8 @@ give_up() {{
 }}
 
 while true; do
-    begun=$SECONDS preempted=$(events preempted) refused=$(events refused) trained=$(events progress)
+    begun=$SECONDS preempted=$(events preempted) refused=$(events refused) unsaved=$(events unsaved)
+    trained=$(events progress)
     {srun} &
     step=$!
     if [ -n "$stopping" ]; then stop_step; fi

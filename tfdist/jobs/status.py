@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tfdist.supervision.events import Event
-from tfdist.supervision.exit_codes import REFUSED
+from tfdist.supervision.exit_codes import REFUSED, UNSAVED
 
 QUEUED = "queued"
 RUNNING = "running"
@@ -67,8 +67,13 @@ def exit_in_words(code: int) -> str:
         >>> exit_in_words(3), exit_in_words(78)
         ('exit code 3', 'exit code 78: not started again, it would fail again; `tfdist logs` shows why')
     """
-    refused = ": not started again, it would fail again; `tfdist logs` shows why" if code == REFUSED else ""
-    return f"exit code {code}{refused}"
+    return f"exit code {code}{_MEANINGS.get(code, '')}"
+
+
+_MEANINGS = {
+    REFUSED: ": not started again, it would fail again; `tfdist logs` shows why",
+    UNSAVED: ": it was stopped, and could not save; `tfdist logs` shows why, and where it goes on",
+}
 
 
 def in_words(seconds: float) -> str:

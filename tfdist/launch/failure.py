@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import psutil
 
+from tfdist.supervision.exit_codes import UNSAVED
 from tfdist.supervision.progress import DONE, STARTING, Progress
 
 # What TensorFlow raises in the healthy processes once a peer is gone.
@@ -78,6 +79,8 @@ class Failure:
             return f"{self.name} {self.hang}"
         if self.status < 0:
             return f"{self.name} was killed by {signal_name(-self.status)}"
+        if self.status == UNSAVED:
+            return str(self)
         exception = self.exception
         if len(exception) > _EXCEPTION_WIDTH:
             exception = exception[:_EXCEPTION_WIDTH] + "…"
@@ -91,6 +94,8 @@ class Failure:
     def __str__(self) -> str:
         if self.hang:
             return self.cause
+        if self.status == UNSAVED:
+            return f"{self.name} was asked to stop, and could not save (exit code {UNSAVED})"
         if self.status >= 0:
             return f"{self.name} failed with exit code {self.status}"
         hint = "; the kernel does that when memory runs out" if self.status == -signal.SIGKILL else ""

@@ -21,7 +21,7 @@ from tfdist.launch.run_plan import ProcessPlan
 from tfdist.launch.terminal import Terminal
 from tfdist.launch.warm.zygote import WarmStarts
 from tfdist.supervision.events import EventLog
-from tfdist.supervision.exit_codes import PREEMPTED
+from tfdist.supervision.exit_codes import PREEMPTED, UNSAVED
 from tfdist.supervision.identity import Identity
 from tfdist.supervision.progress import Progress
 
@@ -146,6 +146,11 @@ class Supervisor:
             self._report(ending.failure, ending.incident, reason)
         elif ending.interrupt is not None:
             self._events.write("interrupted", signal=ending.interrupt.name, exit_code=ending.code)
+            if ending.code == UNSAVED:
+                self._terminal.message(
+                    f"stopped by {ending.interrupt.name}, and could not save (exit code {UNSAVED}): what was trained "
+                    "since the last backup is lost; its output says why, and where it goes on"
+                )
         else:
             self._events.write("complete", restarts=self._policy.used)
         return ending.code

@@ -92,6 +92,29 @@ def test_sigterm_to_a_run_that_saves(simulate) -> None:
     assert run.seconds == 1.0 + 2 * TICK
 
 
+def test_sigterm_to_a_run_that_cannot_save(simulate) -> None:
+    def program(process: SimulatedProcess) -> Life:
+        process.handlers[SIGTERM] = lambda process: 74
+        yield from process.train(1000)
+
+    run = simulate(program, signals=[(1.0, SIGTERM)])
+    assert (run.code, run.kinds) == (74, ["start", "interrupted"])
+    assert run.messages[1:] == [
+        "stopped by SIGTERM, and could not save (exit code 74): what was trained since the last backup is lost; its "
+        "output says why, and where it goes on"
+    ]
+
+
+def test_workers_that_could_not_save_are_restarted(simulate) -> None:
+    def program(process: SimulatedProcess) -> Life:
+        yield from process.train(10)
+        return 0 if process.restart else 74
+
+    run = simulate(program, "--max-restarts", "1")
+    assert (run.code, run.kinds) == (0, ["start", "failure", "restart", "start", "training-again", "complete"])
+    assert any("worker 0 was asked to stop, and could not save (exit code 74)" in text for text in run.messages)
+
+
 def test_a_signal_ends_the_run_whatever_the_processes_do(simulate) -> None:
     run = simulate(lambda process: process.train(1000), signals=[(1.0, SIGTERM)])
     assert (run.code, run.seconds, run.kinds) == (143, 1.0 + 2 * TICK, ["start", "interrupted"])
