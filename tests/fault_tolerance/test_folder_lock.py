@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import re
+import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,6 +89,184 @@ def test_one_process_may_come_back(tmp_path: Path) -> None:
     again.release()
     first.release()
     assert os.listdir(tmp_path) == []
+
+
+def other_process(folder: Path, script: str = "") -> subprocess.CompletedProcess:
+    """What another process says that wants the folder at once."""
+    program = (
+        f"import sys; from tfdist.checkpoint.folder_lock import FolderLock; {script}\n"
+        "FolderLock(sys.argv[1], patience=0.0, elsewhere=0.0); print('had')"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", program, str(folder)], cwd=SOURCE, capture_output=True, text=True, timeout=SECONDS
+    )
+
+
+def test_a_copy_of_the_folder_does_not_let_go_of_it(tmp_path: Path) -> None:
+    folder = tmp_path / "backup"
+    folder.mkdir()
+    lock = FolderLock(str(folder))
+    shutil.copytree(folder, tmp_path / "copy")
+    assert (tmp_path / "copy" / ".lock").read_text() == (folder / ".lock").read_text()
+    assert "FolderInUseError" in other_process(folder).stderr
+    lock.release()
+    assert other_process(folder).stdout == "had\n"
+
+
+def test_a_lock_of_an_earlier_version_counts(tmp_path: Path) -> None:
+    with open(tmp_path / ".lock", "w") as file:
+        file.write("process 1 on here")
+        file.flush()
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert "to which process 1 on here writes" in other_process(tmp_path).stderr
+
+
+@pytest.mark.parametrize(
+    ("folder", "file"),
+    [(0o700, 0o600), (0o755, 0o600), (0o775, 0o660), (0o2770, 0o660), (0o777, 0o666), (0o1777, 0o666)],
+)
+def test_whoever_may_write_may_lock(tmp_path: Path, folder: int, file: int) -> None:
+    path = tmp_path / "backup"
+    path.mkdir()
+    path.chmod(folder)
+    before = os.umask(0o077)
+    try:
+        lock = FolderLock(str(path))
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((path / ".lock").stat().st_mode) == file
+    lock.release()
+
+
+def as_nobody(folder: Path) -> str:
+    """What a user without rights gets who wants the folder; a fork, since that user may see none of our files."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        text = "nothing"
+        try:
+            os.setgroups([])
+            os.setgid(65534)
+            os.setuid(65534)
+            FolderLock(str(folder), patience=0.0, elsewhere=0.0).release()
+            text = "had"
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+        finally:
+            os.write(write, text.encode())
+            os._exit(0)
+    os.close(write)
+    with open(read) as file:
+        text = file.read()
+    os.waitpid(child, 0)
+    return text
+
+
+@pytest.fixture
+def everybodys() -> Iterator[Path]:
+    """A folder to which all users may write, in a folder that all may enter."""
+    with tempfile.TemporaryDirectory(prefix="tfdist-test-") as outer:
+        os.chmod(outer, 0o711)
+        folder = Path(outer, "backup")
+        folder.mkdir()
+        folder.chmod(0o777)
+        yield folder
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
+def test_other_users_find_it_locked(everybodys: Path) -> None:
+    lock = FolderLock(str(everybodys))
+    assert f"FolderInUseError: Received: backup_dir '{everybodys}', to which process {os.getpid()} " in as_nobody(
+        everybodys
+    )
+    lock.release()
+    assert as_nobody(everybodys) == "had"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
+def test_who_may_write_and_not_lock_is_told(everybodys: Path) -> None:
+    (everybodys / ".lock").touch(0o644)
+    assert as_nobody(everybodys) == (
+        "PermissionError: [Errno 13] Permission denied: this user may write to the folder, but may not lock it, so "
+        "that another training might write at the same time. If none uses the folder, remove the file: "
+        f"'{everybodys}/.lock'"
+    )
+    everybodys.chmod(0o755)
+    assert as_nobody(everybodys) == "had"  # nothing can be written there
+
+
+def test_nothing_that_a_link_leads_to_is_written(tmp_path: Path) -> None:
+    (tmp_path / "backup").mkdir()
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "backup" / ".lock").symlink_to(tmp_path / "mine")
+    with pytest.raises(OSError, match="Too many levels of symbolic links"):
+        FolderLock(str(tmp_path / "backup"), patience=0.0)
+    assert (tmp_path / "mine").read_text() == "mine"
+    (tmp_path / "backup" / ".lock").unlink()
+    os.mkfifo(tmp_path / "backup" / ".lock")
+    with pytest.raises(OSError, match="it is there, and is not a file"):
+        FolderLock(str(tmp_path / "backup"), patience=0.0)
+
+
+def test_a_machine_that_may_be_dead_is_waited_for(
+    tmp_path: Path, holder: tuple[subprocess.Popen, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    process, _ = holder
+    (tmp_path / ".lock").write_text("process 5 on another-host")
+    began = time.monotonic()
+    with pytest.raises(FolderInUseError) as caught:
+        FolderLock(str(tmp_path), patience=0.0, elsewhere=0.5)
+    assert time.monotonic() - began > 0.5
+    assert str(caught.value).endswith(
+        f"or pass another backup_dir. If its machine is dead, remove {tmp_path}/.lock: the file server has kept the "
+        "lock for the 0 s that this process has waited."
+    )
+    assert caplog.messages == [f"Waiting for process 5 on another-host, which has the folder {tmp_path}, for up to 0 s"]
+    ender = threading.Timer(0.5, process.kill)
+    ender.start()
+    FolderLock(str(tmp_path), patience=0.0, elsewhere=SECONDS).release()
+    ender.join()
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_without_locks_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def refuse(*arguments: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    with pytest.warns(RuntimeWarning) as caught:
+        lock = FolderLock(str(tmp_path), patience=0.2)
+    assert [str(warning.message) for warning in caught] == [
+        f"The folder {tmp_path} cannot be locked: [Errno {number}] {os.strerror(number)}. Nothing keeps a second "
+        "training from writing its backups there: start only one, or pass a backup_dir on a file system with locks."
+    ]
+    lock.release()
+
+
+def test_a_service_for_locks_that_starts_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, calls = fcntl.fcntl, []
+
+    def late(*arguments: object) -> object:
+        calls.append(arguments)
+        if len(calls) < 3:
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+        return original(*arguments)
+
+    monkeypatch.setattr(fcntl, "fcntl", late)
+    lock = FolderLock(str(tmp_path))
+    assert "FolderInUseError" in other_process(tmp_path).stderr
+    lock.release()
+
+
+def test_a_file_system_with_locks_of_posix_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*arguments: object) -> None:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(fcntl, "fcntl", unknown)
+    lock = FolderLock(str(tmp_path))
+    assert "FolderInUseError" in other_process(tmp_path).stderr
+    lock.release()
 
 
 UNCAUGHT = """
