@@ -50,12 +50,13 @@ class BackupAndRestore(Arranged):
         dataset_fn: a function from the number of an epoch to its `tf.data.Dataset`, used instead of the data that `fit`
             was given. It is for pipelines that can jump to an epoch faster than by reading everything before it.
         preemption_signal: on this signal, to any of the workers, all stop after the same step, save, and exit with code
-            77. `None` leaves signals alone.
+            77, or with 74 if that could not be saved. `None` leaves signals alone.
 
     Raises:
         ValueError: for an empty `backup_dir`, an unknown `save_freq`, or no backup to keep; in `fit`, if the backup is
-            of another model, optimizer, loss, metrics or data. The text names the first difference.
-        OSError: in `fit`, if the folder cannot be made or written to.
+            of another model, optimizer, loss, metrics or data, with the first difference, or of another version of
+            tfdist, in a format that this one does not know.
+        OSError: in `fit`, if the folder cannot be made or written to, or if a backup cannot be read, again and again.
         tfdist.callbacks.DamagedBackupsError: in `fit`, if there are backups but all of them are damaged.
         tfdist.callbacks.FolderInUseError: in `fit`, if another training writes to the folder; uncaught, it ends the
             program with exit code 78, and neither `tfdist run` nor `tfdist submit` starts it again.

@@ -102,7 +102,7 @@ def decode_manifest(content: bytes) -> Manifest:
 
 def _json_object(content: bytes) -> dict[str, Any] | None:
     try:
-        fields = json.loads(content)
+        fields = json.loads(content.decode())  # of bytes, json guesses the encoding, and imports what decodes it
     except (ValueError, RecursionError):
         return None
     return fields if isinstance(fields, dict) else None
