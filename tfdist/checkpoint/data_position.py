@@ -195,7 +195,7 @@ class DataPosition:
                     "Expected: the same data as before; or pass another backup_dir to begin anew."
                 )
             for what, now in self._facts.items():
-                then = state["facts"][what]
+                then = state["facts"].get(what)
                 if now != then and not (what == "number of batches" and None in (now, then)):
                     raise ValueError(
                         f"The backup was made within an epoch of other data. Received: {what}: {now}. Expected, as "
@@ -211,7 +211,7 @@ class DataPosition:
                 # The chief of a cluster has drawn another seed; the order of the rows depends on it.
                 with _global_seed(state["global seed"]):
                     self._iterator._distributed_dataset = self._distribute(self._iterator.data_adapter.get_tf_dataset())
-        if "dataset" in state:
+        if "dataset" in state and hasattr(self._py_dataset, "set_state"):
             self._py_dataset.set_state(plain_data.decode(state["dataset"], tensors))
 
     def leave_random_state(self, state: list) -> None:
@@ -226,7 +226,7 @@ class DataPosition:
         iterator, resumed = self._iterator, self._resumed
         self._resumed = None
         if self._py_dataset is not None:
-            if resumed and resumed["steps"]:
+            if resumed and resumed["steps"] and resumed.get("random at begin"):
                 random_state.restore(resumed["random at begin"])
             self._random_at_begin = random_state.capture()
         iterator.data_adapter.on_epoch_begin()

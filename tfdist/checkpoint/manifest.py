@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any, BinaryIO, TypeVar
 
+# Whatever a later format changes, it keeps the manifest's name and its field "format": by these it is left alone here.
 FORMAT = 1
 MANIFEST_NAME = "manifest.json"
 

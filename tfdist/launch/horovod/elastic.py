@@ -32,7 +32,7 @@ from tfdist.launch.supervisor import Supervisor
 from tfdist.launch.terminal import Terminal
 from tfdist.launch.warm.zygote import WarmStarts
 from tfdist.strategies.horovod.memory_folders import remove_abandoned
-from tfdist.supervision.exit_codes import PREEMPTED
+from tfdist.supervision.exit_codes import PREEMPTED, UNSAVED
 from tfdist.supervision.progress import Progress
 
 # How long to wait for those that go on to say from which step, before it is told that they do.
@@ -249,6 +249,8 @@ class ElasticAttempt(Attempt):
             return Ending(0)
         if codes and codes <= {0, PREEMPTED}:
             return Ending(PREEMPTED, interrupt=self._interrupt)
+        if self._interrupt is not None and UNSAVED in codes and codes <= {0, PREEMPTED, UNSAVED}:
+            return Ending(UNSAVED, interrupt=self._interrupt)
         if self._interrupt is not None:
             return Ending(exit_code(-self._interrupt), interrupt=self._interrupt)
         if not self._failures:
