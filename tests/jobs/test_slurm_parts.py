@@ -51,6 +51,14 @@ def test_what_sbatch_is_told() -> None:
     ]
 
 
+@pytest.mark.parametrize("character", ["\n", "\r", "\x0b", "\x1b", "\x85", "\u2028"])
+def test_a_folder_whose_name_would_be_run_is_refused(character: str, tmp_path: Path) -> None:
+    named = f"/a{character}touch here"
+    for cwd, folder in ((named, "/jobs/1"), ("/home", named)):
+        with pytest.raises(ValueError, match="line break or another control character"):
+            batch_script(Request("slurm", PROGRAM), Path(folder), cwd, "s3cret")
+
+
 def test_what_is_not_asked_for_is_not_told() -> None:
     assert directives(script(Path("/jobs/1"), workers=3)) == [
         *["--job-name=sh", "--ntasks=3", "--requeue", "--open-mode=append", "--signal=B:TERM@60"],
@@ -144,6 +152,13 @@ SAVES = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.
 def test_a_job_that_succeeds(batch) -> None:
     job = batch("")
     assert (job.end(), job.text("exit-code"), job.text("calls"), job.text("runs")) == (0, "0\n", "", "x")
+
+
+def test_line_breaks_in_values_and_words_are_not_run(batch) -> None:
+    value = "1\ntouch value\n#SBATCH --hold"
+    job = batch("import os; open('value-is', 'w').write(os.environ['A'])\n#\ntouch = 'word'", env={"A": value})
+    assert (job.end(), job.text("value-is")) == (0, value)
+    assert not (job.folder / "value").exists() and not (job.folder / "word").exists()
 
 
 # A step of the training, and another event of the program.

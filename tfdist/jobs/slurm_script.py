@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import signal
+import unicodedata
 from pathlib import Path
 
 from tfdist.cluster.variables import SERVERS
@@ -121,7 +122,7 @@ def batch_script(request: Request, folder: Path, cwd: str, token: str, nodes: in
         nodes: on how many nodes; None lets Slurm choose.
 
     Raises:
-        ValueError: there is no such program.
+        ValueError: there is no such program; or a folder's name has a line break, which would end a line for Slurm.
 
     Example:
         >>> from tfdist.launch.arguments import Target
@@ -130,6 +131,8 @@ def batch_script(request: Request, folder: Path, cwd: str, token: str, nodes: in
         >>> text.splitlines()[:3]
         ['#!/bin/bash', '#SBATCH --job-name=train', '#SBATCH --ntasks=2']
     """
+    for what, path in (("the current folder", cwd), ("the folder of the job", str(folder))):
+        _check_line(what, path)
     each = [f"--cpus-per-task={request.cpus_per_worker}"] if request.cpus_per_worker else []
     each += [f"--gpus-per-task={request.gpus_per_worker}"] if request.gpus_per_worker else []
     options = [f"--job-name={request.name}", f"--ntasks={request.tasks}", *each]
@@ -157,6 +160,15 @@ def batch_script(request: Request, folder: Path, cwd: str, token: str, nodes: in
     lines += [f"export {name}=${{{name}:-{value}}}" for name, value in request.runtime_defaults.items()]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
     return "\n".join([*lines, f"folder={shlex.quote(str(folder))}"]) + body
+
+
+def _check_line(what: str, path: str) -> None:
+    """Raises ValueError for a path that cannot stand in a line of options: what follows a line break would be run."""
+    if any(unicodedata.category(character) in ("Cc", "Zl", "Zp") for character in path):
+        raise ValueError(
+            f"Received: {path!r} as {what}, which has a line break or another control character. Expected: a path "
+            "that fits into one line of a batch script; rename the folder, or submit from another one"
+        )
 
 
 def for_slurm(seconds: int) -> str:

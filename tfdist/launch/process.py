@@ -64,7 +64,7 @@ def start_afresh(plan: ProcessPlan, output: int) -> subprocess.Popen[bytes]:
         if plan.cpus:
             os.sched_setaffinity(0, plan.cpus)
 
-    return spawn(plan.command, output, plan.env, before_exec=before_exec)
+    return spawn(plan.command, output, plan.env, stdin=plan.stdin, before_exec=before_exec)
 
 
 def start_unpinned(plan: ProcessPlan, output: int) -> subprocess.Popen[bytes]:
@@ -72,7 +72,7 @@ def start_unpinned(plan: ProcessPlan, output: int) -> subprocess.Popen[bytes]:
 
     So the program is not pinned to cores, and only the guardian ends it if this process is killed.
     """
-    return spawn(plan.command, output, plan.env)
+    return spawn(plan.command, output, plan.env, stdin=plan.stdin)
 
 
 class Process:

@@ -106,7 +106,8 @@ def run_local(
     show_all = output == "all"
     hidden = hidden_lines(show_all, {**os.environ, **env})
     if host_discovery:
-        elastic = ElasticOptions(command, fewest, most, host_discovery, interface, show_all, grace, max_restarts)
+        asked = (command, fewest, most, host_discovery, interface, show_all, grace, max_restarts)
+        elastic = ElasticOptions(*asked, frozenset(env))
         notices = check_hosts(elastic)
         folder.mkdir(parents=True, exist_ok=True)
         terminal = Terminal.standard(live="worker 0", env=os.environ, hidden=hidden)

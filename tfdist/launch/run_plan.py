@@ -194,6 +194,7 @@ class ProcessPlan:
         shown: whether its output also goes to the terminal.
         serves: whether it only works for the first process: it reports no progress, and ends when that one has ended.
         is_replaceable: whether the others go on without it, and with another one in its place.
+        stdin: what it reads from its standard input.
     """
 
     job: str
@@ -204,6 +205,7 @@ class ProcessPlan:
     shown: bool = False
     serves: bool = False
     is_replaceable: bool = False
+    stdin: bytes = b""
 
     @property
     def name(self) -> str:
