@@ -67,7 +67,7 @@ class ProcessGroup:
 
     def _with_progress(self, plan: ProcessPlan) -> ProcessPlan:
         file = self._progress_files.get(plan.name)
-        return dataclasses.replace(plan, env={**plan.env, VARIABLE: file.path}) if file else plan
+        return dataclasses.replace(plan, env={**plan.env, VARIABLE: file.value}) if file else plan
 
     def __enter__(self) -> ProcessGroup:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import pty
@@ -235,14 +236,25 @@ def process_state(pid: int) -> str:
 def _open_log(path: Path, continues: str) -> tuple[BinaryIO, int]:
     """Opens a log, which a restart continues, and says where this process's own part begins."""
     if not continues:
-        return open(path, "w+b", buffering=0), 0
+        return open(path, "w+b", buffering=0, opener=_no_link), 0
     path.parent.mkdir(parents=True, exist_ok=True)  # the program may have deleted it
-    log = open(path, "a+b", buffering=0)  # noqa: SIM115
+    log = open(path, "a+b", buffering=0, opener=_no_link)  # noqa: SIM115
     with contextlib.suppress(OSError):
         size = os.fstat(log.fileno()).st_size
         open_line = size > 0 and os.pread(log.fileno(), 1, size - 1) != b"\n"
         log.write(b"\n" * open_line + f"--- {continues} ---\n".encode())
     return log, os.fstat(log.fileno()).st_size
+
+
+def _no_link(path: str, flags: int) -> int:
+    """In a folder that others can write to, a link in the place of a log would lead to a file that must not be lost."""
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        text = "is a link. Expected: a file, or none yet; remove the link, or choose another --log-dir"
+        raise OSError(errno.ELOOP, text, str(path)) from None
 
 
 def _has_other_members(group: int) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -371,8 +370,3 @@ def runtime_defaults(pinned: int, usable: int, ps_cluster: bool) -> dict[str, st
     if pinned:
         defaults["TF_NUM_INTRAOP_THREADS"] = defaults["OMP_NUM_THREADS"] = str(pinned)
     return defaults
-
-
-def default_log_dir(run_id: str, cwd: str, temp_dir: str, writable: bool) -> str:
-    """Folder of the logs when the user names none: below the current folder where that can be written to."""
-    return os.path.join(cwd if writable else temp_dir, "tfdist-logs", run_id)

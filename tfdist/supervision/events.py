@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
 import os
 import time
@@ -20,10 +22,16 @@ Event = dict[str, Any]
 _BEGINNING = '{"time": '
 # This much of the end of a log is read for its last events: the log of a run of weeks is long.
 _TAIL_BYTES = 64 * 1024
+# How long to wait for the lock of the file, and between two attempts to get it. Whoever has it writes one line.
+_LOCK_SECONDS, _LOCK_PAUSE = 2.0, 0.005
 
 
 class EventLog:
     """Appends to the event log of a run. All processes write to the same file; each line arrives in one piece.
+
+    Also where the file is on NFS, and processes of several hosts write to it: there the end of the file is another one
+    on each host, unless it is asked for under a lock. Without locks (ENOLCK), or if another process keeps the lock for
+    seconds, a line is written without it: on NFS it may then replace another one.
 
     Args:
         folder: folder of the logs; None: events go nowhere.
@@ -36,6 +44,7 @@ class EventLog:
 
     def __init__(self, folder: str | None, name: str, path: str = "") -> None:
         self._path = path or (os.path.join(folder, FILE_NAME) if folder else None)
+        self._in_folder = not path
         self._name = name
 
     @classmethod
@@ -58,11 +67,27 @@ class EventLog:
             if self._path == STANDARD_OUTPUT:
                 os.write(1, line.encode())
                 return
-            descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+            # A file that the user names may be a link, such as /dev/stdout.
+            descriptor = os.open(self._path, flags | (os.O_NOFOLLOW if self._in_folder else 0), 0o666)
             try:
+                _lock(descriptor)
                 os.write(descriptor, line.encode())
             finally:
                 os.close(descriptor)
+
+
+def _lock(descriptor: int) -> None:
+    """Locks a file until it is closed; for a while others may keep it, and then, or without locks, it is not locked."""
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                return
+        time.sleep(_LOCK_PAUSE)
 
 
 def own_name() -> str:
