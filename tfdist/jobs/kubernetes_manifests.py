@@ -21,6 +21,8 @@ from tfdist.supervision.exit_codes import PREEMPTED, REFUSED
 # User and group of docker/Dockerfile. Files that are written to volumes belong to this group.
 USER = 1000
 INSTANCE = "app.kubernetes.io/instance"
+# A random word that the job's record has, too, before the Job exists.
+SUBMISSION = "tfdist-submission"
 _TOKEN_KEY = "token"
 # A DNS label that begins with a letter: it is also the name of the Service, and the pods' host names begin with it.
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")

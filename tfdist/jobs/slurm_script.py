@@ -15,10 +15,13 @@ from tfdist.supervision.exit_codes import PREEMPTED, REFUSED
 
 # The script writes its exit code to this file: Slurm without accounting forgets it after some minutes.
 EXIT_CODE = "exit-code"
+# And the number that Slurm has given it, in case that nobody was there any more to hear it from sbatch.
+JOB_ID = "job-id"
 # `tfdist cancel` sends this signal to the script. After SIGTERM, which Slurm itself sends, the job is run again.
 CANCEL_SIGNAL = "USR1"
 
 _BODY = r"""
+echo "$SLURM_JOB_ID" > "$folder/{job_id}"
 job=$SLURM_JOB_ID step="" signalled="" stopping="" cancelled="" in_vain="" restarts=0
 
 # The signal is for the tasks: srun itself would kill them at once. While srun still starts them it would be lost.
@@ -149,6 +152,7 @@ def batch_script(request: Request, folder: Path, cwd: str, token: str, nodes: in
     body = _BODY.format(
         cancel=CANCEL_SIGNAL,
         exit_code=EXIT_CODE,
+        job_id=JOB_ID,
         srun=shlex.join(step),
         grace=request.grace,
         preempted=PREEMPTED,
