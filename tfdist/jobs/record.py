@@ -282,7 +282,10 @@ def _read(path: Path) -> Record:
     _check(details, _DETAILS[content["scheduler"]])
     _check(details, {name: types for name, types in _OPTIONAL.items() if name in details})
     if "final" in details:
-        _check(details["final"], _STATUS, exactly=True)
+        final = details["final"]
+        _check(
+            final, {name: types for name, types in _STATUS.items() if name in final or name == "state"}, exactly=True
+        )
     if content["scheduler"] == "local":
         if details["state"] not in (QUEUED, RUNNING, *OVER):
             raise ValueError(f"its state is {details['state']!r}")

@@ -20,6 +20,8 @@ STANDARD_OUTPUT = "-"
 Event = dict[str, Any]
 # Every line begins so.
 _BEGINNING = '{"time": '
+# The year 5138. The calendar of the C library ends somewhere.
+_LATEST = 1e11
 # This much of the end of a log is read for its last events: the log of a run of weeks is long.
 _TAIL_BYTES = 64 * 1024
 # How long to wait for the lock of the file, and between two attempts to get it. Whoever has it writes one line.
@@ -159,9 +161,31 @@ def event_in(line: str) -> Event | None:
         return None
     try:
         event = json.loads(line[at:])
-    except ValueError:
+        return _printable(event) if _is_event(event) else None
+    except (ValueError, RecursionError):
         return None
-    return event if isinstance(event, dict) and "event" in event else None
+
+
+def _is_event(value: Any) -> bool:
+    """Whether a value has what all events have; others may have written to the file, or a disk may have lost a part."""
+    if not isinstance(value, dict):
+        return False
+    when = value.get("time")
+    timed = isinstance(when, (int, float)) and not isinstance(when, bool) and 0 <= when < _LATEST
+    return timed and isinstance(value.get("name"), str) and isinstance(value.get("event"), str)
+
+
+def _printable(value: Any) -> Any:
+    """The same without control characters, which could move the cursor of a terminal, or set its title."""
+    if isinstance(value, str):
+        return value if value.isprintable() else "".join(map(_shown, value))
+    if isinstance(value, dict):
+        return {_printable(key): _printable(one) for key, one in value.items()}
+    return list(map(_printable, value)) if isinstance(value, list) else value
+
+
+def _shown(character: str) -> str:
+    return character if character.isprintable() or character == "\n" else ascii(character)[1:-1]
 
 
 def without_event(line: bytes) -> bytes:
