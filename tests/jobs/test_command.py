@@ -74,7 +74,7 @@ def test_no_jobs(jobs: Path) -> None:
 def test_the_last_jobs_or_all(jobs: Path) -> None:
     records, request = Records(jobs), Request("slurm", Target("script", ("t.py",)))
     for number in range(1, 23):
-        records.add(request, jobs, str(number), final={"state": SUCCEEDED})
+        records.add(request, jobs, str(number), job=str(number), cluster="", grace=60, final={"state": SUCCEEDED})
     listed = [line.split() for line in CliRunner().invoke(main, ["status"]).output.splitlines()]
     assert listed == [[f"slurm-{number}", "t", "succeeded"] for number in range(3, 23)]
     assert len(CliRunner().invoke(main, ["status", "--all"]).output.splitlines()) == 22

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import threading
@@ -79,6 +80,52 @@ def test_half_a_job_is_taken_back(engine: Engine, api: KubernetesApi, records: R
     with pytest.raises(SubmitError, match=r"Received: 403 \(secrets is forbidden\).*ask for the right to create"):
         engine.submit(REQUEST)
     assert api.objects["jobs"] == {} and records.all() == []
+
+
+def test_the_record_is_there_before_the_job(engine: Engine, api: KubernetesApi, records: Records) -> None:
+    """The process may be killed at any moment: then the job is found by a label."""
+    create = engine._create
+
+    def killed_afterwards(*arguments):
+        assert [record.id for record in records.all()] == ["kubernetes-train"]
+        create(*arguments)
+        raise KeyboardInterrupt
+
+    engine._create = killed_afterwards
+    with pytest.raises(KeyboardInterrupt):
+        engine.submit(REQUEST)
+    record = records.load("kubernetes-train")
+    assert record.details["uid"] is None and str(engine.status(record)) == "queued: no pod yet"
+    assert engine.cancel(record).startswith("kubernetes-train: deleted") and api.objects["jobs"] == {}
+
+
+def test_no_record_no_job(engine: Engine, api: KubernetesApi, records: Records, monkeypatch) -> None:
+    def no_space(*arguments, **more):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("tfdist.jobs.record.write_atomically", no_space)
+    with pytest.raises(OSError, match="No space left"):
+        engine.submit(REQUEST)
+    assert api.requests == []
+
+
+def test_an_answer_that_is_lost(engine: Engine, api: KubernetesApi, records: Records) -> None:
+    api.refusals["POST", "jobs"] = (504, "the server took too long")
+    with pytest.raises(SubmitError, match="504"):
+        engine.submit(REQUEST)
+    assert records.all() == [] and [method for method, _, _ in api.requests] == ["POST", "GET"]
+    api.refusals["GET", "jobs"] = (503, "busy")
+    with pytest.raises(SubmitError, match="Whether the job runs is not known: it is kept as kubernetes-train; `tfdist"):
+        engine.submit(REQUEST)
+    assert [record.id for record in records.all()] == ["kubernetes-train"]
+
+
+def test_half_a_job_that_cannot_be_taken_back_is_kept(engine: Engine, api: KubernetesApi, records: Records) -> None:
+    api.refusals["POST", "secrets"] = (403, "secrets is forbidden")
+    api.refusals["DELETE", "jobs"] = (403, "deleting is forbidden")
+    with pytest.raises(SubmitError, match=r"secrets is forbidden.*it is kept as kubernetes-train"):
+        engine.submit(REQUEST)
+    assert [str(engine.status(record)) for record in records.all()] == ["queued: no pod yet"]
 
 
 def test_what_becomes_of_a_job(engine: Engine, api: KubernetesApi, records: Records) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 
+import hypothesis
 import kubernetes_validate
 import pytest
 import yaml
+from hypothesis import strategies as st
 
 from tfdist.jobs.engine import engine_of
 from tfdist.jobs.kubernetes_manifests import as_label, checked_name, manifests
@@ -81,6 +83,31 @@ def test_what_the_processes_are_told() -> None:
     # The name must not be set twice, by the user and by default.
     (container,) = made(env={"TF_CPP_MIN_LOG_LEVEL": "0"})[2]["spec"]["template"]["spec"]["containers"]
     assert [entry["value"] for entry in container["env"] if entry["name"] == "TF_CPP_MIN_LOG_LEVEL"] == ["0"]
+
+
+def expanded(text: str, variables: dict[str, str]) -> str:
+    """What a kubelet makes of a command's word or a variable's value: expand.go of Kubernetes."""
+    result, at = "", 0
+    while at < len(text):
+        if text[at] != "$" or at + 1 == len(text):
+            result, at = result + text[at], at + 1
+        elif text[at + 1] == "(" and (end := text.find(")", at)) > 0:
+            name = text[at + 2 : end]
+            result, at = result + variables.get(name, f"$({name})"), end + 1
+        else:
+            # "$$" becomes "$"; everything else stays.
+            result, at = result + ("$" if text[at + 1] == "$" else text[at : at + 2]), at + 2
+    return result
+
+
+@hypothesis.given(st.text("$()AB x", max_size=12), st.text("$()AB x", max_size=12))
+@hypothesis.example("pa$$word", "$(TFDIST_TOKEN)")
+def test_what_was_typed_arrives_as_it_was(value: str, word: str) -> None:
+    request = Request("kubernetes", Target("script", ("train.py", word)), image="registry/train:1", env={"P": value})
+    (container,) = manifests(request, "train", "s3cret")[2]["spec"]["template"]["spec"]["containers"]
+    variables = {"TFDIST_TOKEN": "s3cret", "A": "1", "B": "2"}
+    assert expanded(container["command"][-1], variables) == word
+    assert [expanded(one["value"], variables) for one in container["env"] if one["name"] == "P"] == [value]
 
 
 def test_discovery_understands_the_environment_of_a_pod() -> None:

@@ -217,6 +217,72 @@ def test_what_ended_while_nobody_looked(run_tfdist: Tfdist, work: Path) -> None:
     assert [line.split()[2] for line in run_tfdist("status").splitlines()] == ["succeeded", "lost"]
 
 
+def test_jobs_of_another_host_are_left_to_it(run_tfdist: Tfdist, work: Path) -> None:
+    """It shares the folder, in a home folder say: from here, its processes look as if they had vanished."""
+    elsewhere, waiting = submit(run_tfdist, "a"), submit(run_tfdist, "b")
+    started(work, "a")
+    kill_runner(run_tfdist)
+    for job in (elsewhere, waiting):
+        run_tfdist.records.update(job, lambda now: now.with_details(host="node-7#1a2b3c4d"))
+    process = Path(run_tfdist.record(elsewhere).folder, "process-1.json")
+    content = json.loads(process.read_text())
+    process.write_text(json.dumps({**content, "process": {**content["process"], "boot": "another", "pid": 2**22}}))
+    before = run_tfdist.record(elsewhere)
+    # The queue here is empty: its own job does not wait.
+    own = submit(run_tfdist, "c")
+    started(work, "c")
+    lines = run_tfdist("status").splitlines()
+    assert lines[0].startswith(f"{elsewhere}  job  running") and lines[0].endswith(": in the queue of node-7")
+    assert lines[1].endswith("queued: 1 before it; in the queue of node-7")
+    assert run_tfdist.record(elsewhere) == before and not (work / "b.started").exists()
+    told = run_tfdist("cancel", elsewhere)
+    assert "from the runner on node-7. If that host is gone for good, remove " in told
+    assert run_tfdist("cancel", waiting) == f"{waiting}: cancelled"
+    for name in "ac":
+        (work / f"{name}.go").touch()
+    run_tfdist.wait_for(own, "succeeded")
+    wait_until(lambda: run_tfdist.runner() is None, 10, "the end of the runner")
+    assert run_tfdist.record(elsewhere).details["state"] == "running"
+
+
+def test_after_a_power_failure_the_other_jobs_go_on(run_tfdist: Tfdist, work: Path) -> None:
+    """Files whose content never reached the disk: of a record, and of an attempt."""
+    lost, torn, whole = (submit(run_tfdist, name) for name in "abc")
+    started(work, "a")
+    kill_runner(run_tfdist)
+    begun = Path(run_tfdist.record(lost).folder, "process-1.json")
+    (work / "a.go").touch()
+    wait_until(lambda: not run_tfdist.processes(), 10, "the end of the job")
+    begun.write_bytes(b"")
+    Path(run_tfdist.record(lost).event_log).unlink()
+    (run_tfdist.records.folder / f"{torn}.json").write_bytes(b"")
+    (work / "c.go").touch()
+    run_tfdist.wait_for(whole, "succeeded")
+    assert "its process vanished without a word" in run_tfdist.wait_for(lost, "lost")
+    shown = run_tfdist.run("status")
+    assert [line.split()[0] for line in shown.stdout.splitlines()] == [lost, whole]
+    assert f"{torn}.json is left alone: it is empty, as after a power failure" in shown.stderr
+    assert run_tfdist.run("status", torn).returncode == 1
+
+
+def test_an_error_with_one_job_is_told_once_and_the_others_go_on(run_tfdist: Tfdist, work: Path) -> None:
+    first, second = (submit(run_tfdist, name, TFDIST_LOCAL_JOBS="2") for name in "ab")
+    started(work, "a")
+    started(work, "b")
+    begun = Path(run_tfdist.record(first).folder, "process-1.json")
+    kept = begun.read_text()
+    begun.unlink()
+    begun.mkdir()
+    (work / "b.go").touch()
+    wait_until(lambda: run_tfdist.record(second).details["state"] == "succeeded", 20, "the end of the second job")
+    begun.rmdir()
+    begun.write_text(kept)
+    (work / "a.go").touch()
+    run_tfdist.wait_for(first, "succeeded")
+    (log,) = run_tfdist.records.folder.glob("runner-*.log")
+    assert log.read_text().count(f"{first}: [Errno 21] Is a directory") == 1
+
+
 @pytest.mark.exhaustive
 def test_a_runner_killed_at_any_moment_starts_nothing_twice(run_tfdist: Tfdist, work: Path) -> None:
     for name in "abcde":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import shlex
@@ -15,12 +16,12 @@ from pathlib import Path
 import pytest
 
 from tfdist.jobs.engine import engine_of
-from tfdist.jobs.local_attempt import after_end, code_from_events, outcome, share
+from tfdist.jobs.local_attempt import after_end, code_from_events, is_due, outcome, share
 from tfdist.jobs.record import Record, Records
 from tfdist.jobs.request import Request, SubmitError
 from tfdist.launch.arguments import Target
 from tfdist.supervision.events import EventLog
-from tfdist.supervision.identity import Identity
+from tfdist.supervision.identity import Identity, host_in_file_name, shown_host, this_host
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
@@ -86,33 +87,79 @@ def test_how_an_attempt_ended(code: int | None, stop: str | None, expected: tupl
 
 def test_a_preempted_job_waits_for_its_next_run() -> None:
     record = Record("local-1", "local", "x", 0.0, "/", [], 1, 0, {"attempt": 2, "started": time.time() - 99})
-    waits = after_end(record, 77).details
-    assert (waits["attempt"], waits["state"], waits["detail"]) == (
-        3,
-        "queued",
-        "preempted, goes on from its last backup",
-    )
-    assert waits["due"] <= time.time()
-    short = after_end(record.with_details(started=time.time()), 77).details
-    assert time.time() < short["due"] <= time.time() + 3
-    ended = after_end(record, 1).details
+    waits = after_end(record, 77, lived=99).details
+    preempted = (3, "queued", "preempted, goes on from its last backup")
+    assert (waits["attempt"], waits["state"], waits["detail"]) == preempted
+    assert is_due(record.with_details(**waits)) and is_due(record)
+    short = after_end(record, 77, lived=1)
+    assert not is_due(short)
+    # Set by another version, or before the machine was restarted.
+    assert is_due(short.with_details(due=time.time())) and is_due(short.with_details(due=short.details["due"] + 99))
+    ended = after_end(record, 1, lived=1).details
     assert (ended["state"], ended["attempt"], time.time() - ended["ended"] < 5) == ("failed", 2, True)
 
 
 def test_the_exit_code_that_the_launcher_has_written_down(tmp_path: Path) -> None:
     path, log = tmp_path / "events.jsonl", EventLog(str(tmp_path), "launcher")
-    assert code_from_events(path, 0.0) is None
+    assert code_from_events(path, 0) is None
     log.write("start", restart=0)
-    assert code_from_events(path, 0.0) is None
+    assert code_from_events(path, 0) is None
     log.write("gave-up", reason="", exit_code=3)
     EventLog(str(tmp_path), "worker 0").write("complete")
     with path.open("a") as file:
         file.write('{"half a line')
-    assert code_from_events(path, 0.0) == 3
-    assert code_from_events(path, time.time() + 1) is None
-    file_of_success = tmp_path / "other"
-    file_of_success.write_text(json.dumps({"time": 5.0, "name": "launcher", "event": "complete", "restarts": 0}) + "\n")
-    assert (code_from_events(file_of_success, 4.0), code_from_events(file_of_success, 6.0)) == (0, None)
+    assert code_from_events(path, 0) == 3
+    # The next attempt has not said anything, has ended after the clock was set back, has begun another log.
+    size = path.stat().st_size
+    assert code_from_events(path, size) is None
+    with path.open("a") as file:
+        file.write(json.dumps({"time": 5.0, "name": "launcher", "event": "complete", "restarts": 0}) + "\n")
+    assert (code_from_events(path, size), code_from_events(path, 10 * size)) == (0, 0)
+
+
+def test_setting_the_clock_does_not_change_how_long_a_process_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = subprocess.Popen(SLEEP)
+    try:
+        identity = Identity.of(process.pid)
+        assert identity is not None
+        monkeypatch.setattr(time, "time", lambda: 4e9)
+        # The kernel counts hundredths of seconds.
+        assert -0.1 < identity.age < 30
+    finally:
+        process.kill()
+        process.wait(10)
+    assert identity.age < 60
+
+
+@pytest.mark.parametrize("missing", ["Linux before 5.3", "a sandbox", "Python for an older system"])
+def test_without_descriptors_of_processes_signals_are_sent_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    def refused(pid: int) -> int:
+        raise OSError(errno.ENOSYS if missing.startswith("Linux") else errno.EPERM, "pidfd_open")
+
+    if missing.startswith("Python"):
+        monkeypatch.delattr(os, "pidfd_open")
+    else:
+        monkeypatch.setattr(os, "pidfd_open", refused)
+    process = subprocess.Popen(SLEEP)
+    try:
+        identity = Identity.of(process.pid)
+        assert identity is not None
+        assert not dataclasses.replace(identity, start=5).signal(signal.SIGKILL)
+        assert identity.signal(signal.SIGTERM)
+        assert process.wait(10) == -signal.SIGTERM
+    finally:
+        process.kill()
+        process.wait(10)
+    assert not identity.signal(signal.SIGTERM)
+
+
+def test_the_names_of_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "node-7.of/here")
+    host = this_host()
+    assert shown_host(host) == "node-7.of/here" and host == this_host()
+    assert host_in_file_name(host).startswith("node-7.of-here")
 
 
 def test_jobs_that_run_at_the_same_time_share_the_machine() -> None:

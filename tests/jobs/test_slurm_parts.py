@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
+import json
 import os
 import shlex
 import signal
@@ -49,6 +52,14 @@ def test_what_sbatch_is_told() -> None:
     assert step[:6] == [
         *["srun", "--kill-on-bad-exit=1", "--label", "--ntasks=6", "--cpus-per-task=2", "--gpus-per-task=1"]
     ]
+
+
+@pytest.mark.parametrize("character", ["\n", "\r", "\x0b", "\x1b", "\x85", "\u2028"])
+def test_a_folder_whose_name_would_be_run_is_refused(character: str, tmp_path: Path) -> None:
+    named = f"/a{character}touch here"
+    for cwd, folder in ((named, "/jobs/1"), ("/home", named)):
+        with pytest.raises(ValueError, match="line break or another control character"):
+            batch_script(Request("slurm", PROGRAM), Path(folder), cwd, "s3cret")
 
 
 def test_what_is_not_asked_for_is_not_told() -> None:
@@ -144,6 +155,13 @@ SAVES = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.
 def test_a_job_that_succeeds(batch) -> None:
     job = batch("")
     assert (job.end(), job.text("exit-code"), job.text("calls"), job.text("runs")) == (0, "0\n", "", "x")
+
+
+def test_line_breaks_in_values_and_words_are_not_run(batch) -> None:
+    value = "1\ntouch value\n#SBATCH --hold"
+    job = batch("import os; open('value-is', 'w').write(os.environ['A'])\n#\ntouch = 'word'", env={"A": value})
+    assert (job.end(), job.text("value-is")) == (0, value)
+    assert not (job.folder / "value").exists() and not (job.folder / "word").exists()
 
 
 # A step of the training, and another event of the program.
@@ -336,6 +354,92 @@ def test_without_slurm_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(SubmitError, match="no command sbatch"):
         SlurmEngine(Records(tmp_path / "jobs")).submit(Request("slurm", Target("command", ("/bin/true",))))
     assert list((tmp_path / "jobs").glob("*")) == []
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Slurm's commands, which do what a test says; and the engine with its records."""
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
+
+    def install(**bodies: str) -> SlurmEngine:
+        for name, body in bodies.items():
+            (commands / name).write_text(f"#!/bin/sh\necho {name} $* >> {tmp_path}/calls\n{body}\n")
+            (commands / name).chmod(0o755)
+        return SlurmEngine(Records(tmp_path / "jobs"))
+
+    return install
+
+
+JOB = Request("slurm", Target("command", ("/bin/true",)), name="mine")
+
+
+def recorded(folder: Path) -> list[str]:
+    return [record.id for record in Records(folder / "jobs").all()]
+
+
+def test_a_job_has_its_record_before_slurm_has_it(slurm, tmp_path: Path) -> None:
+    engine = slurm(sbatch=f"cat {tmp_path}/jobs/*.json > {tmp_path}/before; echo '17;blue'")
+    record = engine.submit(JOB)
+    assert (record.id, record.details["job"], record.details["cluster"]) == ("slurm-17", "17", "blue")
+    before = json.loads((tmp_path / "before").read_text())
+    assert (before["folder"], before["details"]["job"]) == (record.folder, None)
+    assert recorded(tmp_path) == ["slurm-17"]
+
+
+def test_a_job_that_slurm_refuses_leaves_nothing(slurm, tmp_path: Path) -> None:
+    with pytest.raises(SubmitError, match="no such partition"):
+        slurm(sbatch="echo no such partition >&2; exit 1").submit(JOB)
+    assert recorded(tmp_path) == [] and [path.name for path in (tmp_path / "jobs").iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("found", ["in the queue", "by its script", "nowhere"])
+def test_a_submission_that_was_killed(slurm, tmp_path: Path, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = slurm(sbatch="echo 17", squeue="exit 0")
+
+    def killed(*arguments, **more):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine._records, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        engine.submit(JOB)
+    (record,) = engine._records.all()
+    assert record.id.startswith("slurm-unconfirmed-")
+    assert str(engine.status(record)) == "queued: sbatch has not answered yet"
+    record = engine._records.update(record.id, lambda now: dataclasses.replace(now, submitted=5.0))
+    if found == "in the queue":
+        line = f"17|{record.folder}/job.sh"
+        slurm(squeue=f"case $* in *%o*) echo '4|/other'; echo '{line}' ;; *) echo 'PENDING|Priority|N/A' ;; esac")
+    elif found == "by its script":
+        Path(record.folder, "job-id").write_text("17\n")
+        slurm(squeue="echo 'PENDING|Priority|N/A'")
+    if found == "nowhere":
+        assert engine.status(record).detail.startswith("sbatch has not answered, and Slurm has no job")
+        return
+    assert engine.status(record).state == "queued"
+    slurm(scancel="exit 0")
+    assert engine.cancel(engine._records.load(record.id)) == f"{record.id}: cancelled"
+    assert (tmp_path / "calls").read_text().splitlines()[-1] == "scancel 17"
+
+
+def test_a_record_that_cannot_be_completed_ends_the_job(slurm, tmp_path: Path, monkeypatch) -> None:
+    engine = slurm(sbatch="echo 17", scancel="exit 0")
+
+    def no_space(*arguments, **more):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(engine._records, "rename", no_space)
+    with pytest.raises(SubmitError, match=r"No space left on device. The job 17 was cancelled"):
+        engine.submit(JOB)
+    assert (tmp_path / "calls").read_text().splitlines()[-1] == "scancel 17"
+
+
+def test_no_answer_from_sbatch(slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tfdist.jobs.slurm._SECONDS", 0.5)
+    with pytest.raises(SubmitError, match="Whether it has taken the job is not known: it is kept as slurm-unconf"):
+        slurm(sbatch="exec sleep 60").submit(JOB)
+    assert len(recorded(tmp_path)) == 1
 
 
 def test_what_slurm_refuses_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

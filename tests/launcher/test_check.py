@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
 import socket
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from tfdist.cluster import ports
+from tfdist.launch.check.check import check
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
 
@@ -150,6 +154,39 @@ def test_a_port_that_is_taken():
         ((code, output),) = run([0], 2, env={"TF_CONFIG": config})
     assert code == 1
     assert f"not ready: worker 0: cannot bind port {addresses[0].rpartition(':')[2]}" in last_line(output)
+
+
+def test_a_public_address_is_warned_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    address = SimpleNamespace(address="8.8.4.4"), SimpleNamespace(address="10.0.0.1")
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: {"eth0": address, "lo": [SimpleNamespace(address="127.0.0.1")]})
+    monkeypatch.setenv("TFDIST_RANK", "0")
+    monkeypatch.setenv("TFDIST_SIZE", "1")
+    assert check(5.0, with_tensorflow=False) == 0
+    warning, ready = capsys.readouterr().out.splitlines()
+    assert " has the public address 8.8.4.4: TensorFlow listens on all addresses and asks nobody" in warning
+    assert warning.startswith("warning: ") and ready.startswith("ready: ")
+
+
+def in_own_network(*words: str) -> list[str]:
+    """The command that `tfdist run --help`, `tfdist check` and the quickstart name."""
+    line = f"ip link set lo up; exec {shlex.join(words)}"
+    return ["unshare", "--net", "--map-root-user", "sh", "-c", line]
+
+
+def can_have_own_network() -> bool:
+    if not (shutil.which("unshare") and shutil.which("ip")):
+        return False
+    return subprocess.run(in_own_network("true"), capture_output=True, timeout=20, check=False).returncode == 0
+
+
+@pytest.mark.skipif(not can_have_own_network(), reason="this system does not let us make a network")
+def test_two_workers_in_a_network_of_their_own(launch):
+    """Nobody outside reaches them, and they reach each other."""
+    run = (sys.executable, "-m", "tfdist", "run", "-n", "2", "--output", "all", "--")
+    check_of_it = (sys.executable, "-m", "tfdist", "check", "--no-tensorflow")
+    result = launch("", command=in_own_network(*run, *check_of_it)).finish(90)
+    assert result.code == 0, result.err
+    assert "ready" in result.out and "blocked" not in result.out and "warning" not in result.out
 
 
 def test_alone():

@@ -18,6 +18,7 @@ from tfdist.launch import process
 from tfdist.launch.failure import Failure
 from tfdist.launch.group import ProcessGroup
 from tfdist.launch.guardian import Guardian
+from tfdist.launch.operating_system import spawn
 from tfdist.launch.process import start_unpinned
 from tfdist.launch.run_plan import ProcessPlan
 from tfdist.launch.terminal import Terminal
@@ -123,6 +124,41 @@ def test_helpers_that_hold_the_output_do_not_keep_the_launcher(
     assert [one.status for one in done.failures] == [3]
     assert done.seconds < 4.0
     assert done.shown.startswith("[worker 0] the end")
+
+
+@pytest.mark.parametrize("who", ["the process", "its helper"])
+def test_what_the_kernel_does_not_end_is_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short_grace: None, capfd: pytest.CaptureFixture[str], who: str
+) -> None:
+    """As a process that waits for a network file system: the signal is sent, and nothing happens."""
+    monkeypatch.setattr(process, "_KILL_SECONDS", 0.5)
+    monkeypatch.setattr(process.Process, "signal", lambda self, number: None)
+    groups: list[int] = []
+    monkeypatch.setattr(process, "spawn", lambda *words, **more: _noted(groups, spawn(*words, **more)))
+    terminal = Terminal(io.BytesIO(), is_tty=False, live="worker 0")
+    script = "exec sleep 60" if who == "the process" else "sleep 60 & exit 3"
+    plans = [ProcessPlan("worker", 0, ("/bin/sh", "-c", script), os.environ, shown=True)]
+    begin = time.monotonic()
+    try:
+        with Guardian() as guardian, ProcessGroup(plans, tmp_path, terminal, guardian, 0, start_unpinned) as group:
+            group.kill()
+            ended = []
+            while not group.is_over:
+                ended += group.tick()
+                assert time.monotonic() - begin < 20
+            assert [one.status for one in ended] == [-signal.SIGKILL if who == "the process" else 3]
+    finally:
+        for number in groups:
+            os.killpg(number, signal.SIGKILL)
+    shown = capfd.readouterr().err
+    assert "has not ended 0.5 s after SIGKILL, and is left behind" in shown and "tfdist: worker 0: process " in shown
+    if who == "the process":
+        os.waitpid(groups[0], 0)
+
+
+def _noted(groups: list[int], started):
+    groups.append(started.pid)
+    return started
 
 
 WAIT_FOR_SIGTERM = """

@@ -98,6 +98,21 @@ def test_nothing_outlives_a_killed_launcher(launch) -> None:
     started.assert_nothing_is_left(within=2.0)
 
 
+def test_helpers_that_have_left_their_group_do_not_outlive_a_killed_launcher(launch) -> None:
+    script = """
+        code = "import signal, sys, time; from pathlib import Path; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+        code += "Path(sys.argv[1]).touch(); time.sleep(60)"
+        subprocess.Popen([sys.executable, "-c", code, sys.argv[1] + name], start_new_session=True)
+        time.sleep(60)
+    """
+    started, other = launch(script, "-n", "2", arguments=["a-"]), launch(script, "-n", "1", arguments=["b-"])
+    started.wait_for_file("a-worker-0", "a-worker-1", "b-worker-0")
+    os.kill(started.popen.pid, signal.SIGKILL)
+    started.popen.wait(5)
+    started.assert_nothing_is_left(within=5.0)
+    assert len(other.marked()) == 4  # another run's launcher, guardian, worker and helper
+
+
 def test_signals_to_the_whole_group_spare_the_guardian(launch) -> None:
     started = launch(READY_THEN_SLEEP)
     started.wait_for_file("worker-0", "worker-1")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import subprocess
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tfdist.supervision import events
 from tfdist.supervision.events import EventLog
 
 
@@ -68,6 +71,41 @@ def test_lines_of_several_processes_stay_whole(tmp_path: Path) -> None:
     found = lines(tmp_path)
     for name in ("worker 0", "worker 1"):
         assert [event["number"] for event in found if event["name"] == name] == list(range(300))
+
+
+def test_a_line_waits_for_that_of_another_host(tmp_path: Path) -> None:
+    """NFS has no append: without the lock, two hosts write to the same place."""
+    path = tmp_path / "events.jsonl"
+    code = "import sys\nfrom tfdist.supervision.events import EventLog\nEventLog(sys.argv[1], 'b').write('e')"
+    with path.open("a") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        child = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)])
+        time.sleep(0.5)
+        assert path.read_text() == ""
+        file.write("first\n")
+    assert child.wait(30) == 0
+    assert path.read_text().startswith('first\n{"time": ')
+
+
+def test_a_lock_that_is_kept_or_does_not_exist_costs_no_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*arguments: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    def kept(*arguments: object) -> None:
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(events, "_LOCK_SECONDS", 0.05)
+    for lockf in (no_locks, kept):
+        monkeypatch.setattr(fcntl, "lockf", lockf)
+        EventLog(str(tmp_path), "a").write("e")
+    assert len(lines(tmp_path)) == 2
+
+
+def test_a_file_that_the_user_names_may_be_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    monkeypatch.setenv("TFDIST_EVENT_LOG", str(tmp_path / "link"))
+    EventLog.from_environment().write("saved")
+    assert (tmp_path / "file").read_text().endswith("}\n")
 
 
 def test_another_file_where_there_is_no_folder_of_logs(

@@ -10,7 +10,6 @@ from tfdist.launch.run_plan import (
     PlanError,
     ProcessPlan,
     RunOptions,
-    default_log_dir,
     default_workers,
     plan_run,
     share_cpus,
@@ -265,8 +264,3 @@ def test_impossible_options(arguments: dict, message: str) -> None:
 )
 def test_announcement(options: RunOptions, show_all: bool, expected: str) -> None:
     assert announcement(options, "logs", show_all) == expected
-
-
-def test_default_log_dir() -> None:
-    assert default_log_dir("r", "/cwd", "/tmp", writable=True) == "/cwd/tfdist-logs/r"
-    assert default_log_dir("r", "/cwd", "/tmp", writable=False) == "/tmp/tfdist-logs/r"

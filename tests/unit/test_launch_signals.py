@@ -32,6 +32,6 @@ def test_hangup_stays_ignored_under_nohup() -> None:
 
 
 def test_groups_left_to_the_guardian() -> None:
-    assert remaining_groups([]) == set()
-    assert remaining_groups(["+10\n", "+11\n", "-10\n", "+12\n"]) == {11, 12}
-    assert remaining_groups(["-5\n", "+5\n"]) == {5}
+    assert remaining_groups([]) == {}
+    assert remaining_groups(["+10 a\n", "+11 a\n", "-10\n", "+12 \n"]) == {11: "a", 12: ""}
+    assert remaining_groups(["-5\n", "+5 b\n"]) == {5: "b"}

@@ -12,18 +12,20 @@ import time
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 from click.testing import CliRunner
+from hypothesis import strategies as st
 from rich.console import Console
 
 from tfdist.jobs.monitor import Source, Watch, find, lives, status_of, view, watch
 from tfdist.jobs.record import VARIABLE, Records
 from tfdist.jobs.request import SubmitError
 from tfdist.jobs.run_state import RunState
-from tfdist.jobs.status import FAILED, RUNNING, Status
+from tfdist.jobs.status import FAILED, RUNNING, Status, last_progress
 from tfdist.launch.command import main
 from tfdist.plain_text import plain_text
-from tfdist.supervision.events import EventLog
+from tfdist.supervision.events import EventLog, events_in
 from tfdist.supervision.identity import Identity
 
 NOW = time.mktime((2026, 11, 22, 12, 0, 0, 0, 0, -1))
@@ -62,6 +64,82 @@ TWO = (
     event("worker 0", "saved", 12, step=58, checkpoint="a"),
     progress("worker 0", 0, 2),
 )
+
+
+ANYTHING = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["", "worker 0", "\x1b[2J", "5"])
+    | st.lists(st.integers(), max_size=1)
+    | st.dictionaries(st.sampled_from(["pid", "start", "boot", "worker 0"]), st.integers() | st.just("x"))
+)
+FIELDS = [
+    "name",
+    "task",
+    "step",
+    "epoch",
+    "epochs",
+    "steps",
+    "loss",
+    "rank",
+    "host",
+    "pid",
+    "steps_per_second",
+    "data_wait",
+    "cause",
+    "exit_code",
+    "launcher",
+    "processes",
+    "workers",
+    "restart",
+    "seconds",
+    "kind",
+    "reason",
+    "signal",
+    "delay",
+    "time",
+    "event",
+    "checkpoint",
+    "error",
+    "steps_redone",
+]
+KINDS = ["start", "progress", "saved", "failure", "restart", "complete", "gave-up", "replacement", "loss", "resumed"]
+
+
+@hypothesis.settings(max_examples=60, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+@hypothesis.given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(KINDS),
+            st.sampled_from(["launcher", "worker 0", "worker 1", "\x1b]0;title\x07"]),
+            st.dictionaries(st.sampled_from(FIELDS), ANYTHING, max_size=6),
+        ),
+        max_size=4,
+    ),
+    st.binary(max_size=30),
+)
+def test_whatever_is_in_the_log_there_is_a_view(written: list, noise: bytes) -> None:
+    lines = []
+    for kind, name, fields in written:
+        base = {"time": 5.0, "name": name, "event": kind, "epoch": 1, "step": 2, "processes": {name: 1}}
+        lines.append(json.dumps({**base, **fields}).encode() + noise)
+    run = RunState()
+    found = events_in(b"\n".join(lines).decode(errors="replace"))
+    for event in found:
+        run.add(event)
+    text = plain_text(view(run, "run", status_of(run, True, 100.0)[0], True, 100.0))
+    assert all(character.isprintable() or character == "\n" for character in text)
+    last_progress(found)
+
+
+@hypothesis.settings(deadline=None)
+@hypothesis.given(st.text() | st.text('{}[]",: 0123456789.eE-time\n', min_size=5))
+@hypothesis.example("[" * 100_000)
+@hypothesis.example("9" * 5000 + "}")
+def test_no_line_ends_the_reading_of_a_log(text: str) -> None:
+    assert isinstance(events_in('{"time": ' + text), list) and isinstance(events_in(text), list)
 
 
 def test_a_run_with_two_workers() -> None:
@@ -286,7 +364,7 @@ def record(jobs: Path, scheduler: str, **details: Any) -> Path:
 def test_jobs_have_the_state_that_their_engine_tells(tmp_path: Path) -> None:
     env = {VARIABLE: str(tmp_path / "jobs")}
     final = {"state": "failed", "detail": "exit code 3", "started": 1.0, "ended": 31.0}
-    logs = record(tmp_path / "jobs", "slurm", job="1", cluster="", final=final)
+    logs = record(tmp_path / "jobs", "slurm", job="1", cluster="", grace=60, final=final)
     source = find("slurm-1", tmp_path, env)
     assert (source.title, source.folder) == ("slurm-1", logs)
     assert source.ask is not None and str(source.ask()) == "failed after 30 s: exit code 3"
@@ -297,7 +375,7 @@ def test_jobs_have_the_state_that_their_engine_tells(tmp_path: Path) -> None:
     lines = [line for line in result.output.splitlines() if line.strip()]
     assert lines[0] == "slurm-1: failed after 30 s: exit code 3"
     assert [line.split()[-1] for line in lines[-2:]] == ["ended", "ended"]
-    record(tmp_path / "jobs", "kubernetes")
+    record(tmp_path / "jobs", "kubernetes", job="t", namespace="n", context=None, grace=60)
     with pytest.raises(SubmitError, match="a job of Kubernetes, whose events are in the output of its pods"):
         find("kubernetes-1", tmp_path, env)
     assert len(Records.of_user(env).all()) == 2

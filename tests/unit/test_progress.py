@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
+from hypothesis import strategies as st
 
 from tfdist.supervision.progress import (
     SAVING,
@@ -28,7 +32,7 @@ def test_nothing_before_the_first_report() -> None:
 
 def test_a_report_is_read() -> None:
     with ProgressFile() as file:
-        writer = ProgressWriter(file.path)
+        writer = ProgressWriter(file.value)
         before = time.monotonic()
         writer.report(TRAINING, 41)
         writer.report(SAVING, 42)
@@ -41,7 +45,7 @@ def test_a_report_is_read() -> None:
 
 def test_resumption_is_kept_and_claimed_once() -> None:
     with ProgressFile() as file:
-        writer = ProgressWriter(file.path)
+        writer = ProgressWriter(file.value)
         writer.resumed(120)
         progress = file.read()
         assert progress is not None
@@ -53,7 +57,7 @@ def test_resumption_is_kept_and_claimed_once() -> None:
 
 def test_a_fit_that_begins_forgets_the_resumption_of_the_last_one() -> None:
     with ProgressFile() as file:
-        writer = ProgressWriter(file.path)
+        writer = ProgressWriter(file.value)
         writer.resumed(120)
         writer.begin()
         progress = file.read()
@@ -64,14 +68,14 @@ def test_a_fit_that_begins_forgets_the_resumption_of_the_last_one() -> None:
 
 def test_resuming_at_step_zero_is_a_resumption() -> None:
     with ProgressFile() as file:
-        ProgressWriter(file.path).resumed(0)
+        ProgressWriter(file.value).resumed(0)
         assert file.read().resumed_step == 0  # type: ignore[union-attr]
 
 
 def test_one_writer_for_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ProgressWriter.from_environment() is None
     with ProgressFile() as file:
-        monkeypatch.setenv(VARIABLE, file.path)
+        monkeypatch.setenv(VARIABLE, file.value)
         writer = ProgressWriter.from_environment()
         assert writer is not None
         assert ProgressWriter.from_environment() is writer
@@ -86,6 +90,52 @@ def test_a_file_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert ProgressWriter.from_environment() is None
 
 
+def impostors(folder: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
+    """Files that another program may have open where a launcher had its memory, each with a way to read it."""
+    content = b"of another program" * 20
+    plain = folder / "file"
+    plain.write_bytes(content)
+    with open(plain, "r+b") as file:
+        yield f"/proc/{os.getpid()}/fd/{file.fileno()}", plain.read_bytes
+    for name in ("other", "tfdist-progress-0123456789abcdef"):
+        memory = os.memfd_create(name)
+        os.write(memory, content)
+        yield f"/proc/{os.getpid()}/fd/{memory}", functools.partial(os.pread, memory, 1000, 0)
+        os.close(memory)
+
+
+def test_another_program_that_has_got_the_launchers_number_keeps_its_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with ProgressFile() as gone:
+        name = gone.value.rpartition(":")[2]
+    for path, read in impostors(tmp_path):
+        before = read()
+        for value in (path, f"{path}:{name}"):
+            monkeypatch.setenv(VARIABLE, value)
+            writer = ProgressWriter.from_environment()
+            if writer is not None:
+                writer.report(TRAINING, 1)
+            assert read() == before and writer is None
+
+
+def test_a_pipe_in_its_place_is_not_opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """To open it for reading and writing would keep its reader from seeing the end."""
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.setenv(VARIABLE, f"{tmp_path / 'pipe'}:tfdist-progress-0123456789abcdef")
+    assert ProgressWriter.from_environment() is None
+
+
+@hypothesis.given(st.lists(st.tuples(st.integers(0, 103), st.binary(min_size=1, max_size=104)), max_size=4))
+def test_whatever_is_in_the_memory_is_a_report_or_none(writes: list[tuple[int, bytes]]) -> None:
+    with ProgressFile() as file, open(file.path, "r+b", buffering=0) as raw:
+        ProgressWriter(file.value).report(TRAINING, 7)
+        for place, content in writes:
+            os.pwrite(raw.fileno(), content[: 104 - place], place)
+        found = file.read()
+        assert found is None or (isinstance(found.phase, str) and isinstance(found.step, int))
+
+
 def test_reports_survive_sigkill_and_leave_no_file() -> None:
     code = (
         "import os, signal\nfrom tfdist.supervision.progress import ProgressWriter\n"
@@ -94,7 +144,7 @@ def test_reports_survive_sigkill_and_leave_no_file() -> None:
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     with ProgressFile() as file:
-        env = {**os.environ, VARIABLE: file.path}
+        env = {**os.environ, VARIABLE: file.value}
         ended = subprocess.run([sys.executable, "-c", code], env=env, timeout=30)
         assert ended.returncode == -signal.SIGKILL
         progress = file.read()
@@ -105,7 +155,7 @@ def test_reports_survive_sigkill_and_leave_no_file() -> None:
 
 def test_the_process_outlives_the_launchers_side() -> None:
     file = ProgressFile()
-    writer = ProgressWriter(file.path)
+    writer = ProgressWriter(file.value)
     file.close()
     file.close()
     writer.report(TRAINING, 1)
@@ -114,7 +164,7 @@ def test_the_process_outlives_the_launchers_side() -> None:
 
 def test_a_report_is_cheap() -> None:
     with ProgressFile() as file:
-        writer = ProgressWriter(file.path)
+        writer = ProgressWriter(file.value)
         durations = []
         for _ in range(5):
             start = time.perf_counter()
@@ -130,7 +180,7 @@ def test_a_writer_that_is_stopped_in_the_middle(written: int, rest: str) -> None
     """Its second report is read: the time of a torn one may be 0, and a process without news since then has failed."""
     size, states = 52, []
     with ProgressFile() as file, open(file.path, "r+b", buffering=0) as raw:
-        writer = ProgressWriter(file.path)
+        writer = ProgressWriter(file.value)
         for step in (40, 41, 42):
             writer.report(TRAINING, step)
             states.append(os.pread(raw.fileno(), 2 * size, 0))

@@ -187,6 +187,8 @@ def _show(records: Records, job: str, as_json: bool) -> None:
 
 def _show_all(records: Records, everything: bool, as_json: bool) -> None:
     found = [(record, _status(records, record)) for record in records.all()[0 if everything else -_SHOWN :]]
+    for problem in records.unreadable():
+        click.echo(f"tfdist: {problem}. The folder of the job is still there; remove the file to forget it", err=True)
     if as_json:
         click.echo(json.dumps([_facts(record, status) for record, status in found], indent=1))
         return
@@ -202,7 +204,7 @@ def _status(records: Records, record: Record) -> Status | str:
     """The status of a job. A scheduler that does not answer must not hide the jobs of the others."""
     try:
         return engine_of(record.scheduler, records).status(record)
-    except SubmitError as error:
+    except (SubmitError, OSError) as error:
         return f"unknown: {error}"
 
 

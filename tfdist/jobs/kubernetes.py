@@ -12,9 +12,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO
 
-from tfdist.jobs.kubernetes_manifests import INSTANCE, as_label, checked_name, manifests
+from tfdist.jobs.kubernetes_manifests import INSTANCE, SUBMISSION, as_label, checked_name, manifests
 from tfdist.jobs.record import Record, Records
-from tfdist.jobs.request import Request, SubmitError
+from tfdist.jobs.request import Request, SubmitError, UnansweredError
 from tfdist.jobs.status import (
     CANCELLED,
     FAILED,
@@ -63,30 +63,65 @@ class KubernetesEngine:
         return yaml.safe_dump_all(manifests(request, _name(request), _PLACEHOLDER), sort_keys=False)
 
     def submit(self, request: Request) -> Record:
-        """Creates the Job. Its Service and its Secret belong to it, and are deleted with it."""
+        """Creates the Job. Its Service and its Secret belong to it, and are deleted with it.
+
+        The record is written first: whatever happens, no job runs of which nobody here knows.
+        """
         client, context, namespace = connect(None)
-        name = _name(request)
+        name, submission = _name(request), secrets.token_hex(8)
         secret, service, job = manifests(request, name, secrets.token_hex(32))
-        batch, core = client.BatchV1Api(), client.CoreV1Api()
+        labelled = {
+            **job,
+            "metadata": {**job["metadata"], "labels": {**job["metadata"]["labels"], SUBMISSION: submission}},
+        }
+        details = {"job": name, "namespace": namespace, "context": context, "grace": request.grace, "uid": None}
+        folder = self._records.make_folder(request.name)
+        record = self._records.add(request, folder, name, submission=submission, **details)
+        try:
+            uid = self._create(client, namespace, labelled, [service, secret])
+        except UnansweredError as error:
+            self._take_back(client, record, error)
+            raise
+        except SubmitError:
+            self._records.remove(record)
+            raise
+        # Without it, the Job is known by its label.
+        with contextlib.suppress(SubmitError, OSError):
+            record = self._records.update(record.id, lambda now: now.with_details(uid=uid))
+        return record
+
+    def _create(self, client: Any, namespace: str, job: dict[str, Any], others: list[dict[str, Any]]) -> str:
+        """Creates all or nothing, and returns the Job's uid."""
+        name, core = job["metadata"]["name"], client.CoreV1Api()
         with answers(f"create the job {name} in {namespace}"):
-            made = batch.create_namespaced_job(namespace, job, _request_timeout=_TIMEOUT)
+            made = client.BatchV1Api().create_namespaced_job(namespace, job, _request_timeout=_TIMEOUT)
         owner = {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": made.metadata.uid}
         try:
             with answers(f"create the Service and the Secret of {name} in {namespace}"):
-                for create, body in (
-                    (core.create_namespaced_service, service),
-                    (core.create_namespaced_secret, secret),
-                ):
+                for body in others:
+                    create = getattr(core, f"create_namespaced_{body['kind'].lower()}")
                     owned = {**body, "metadata": {**body["metadata"], "ownerReferences": [owner]}}
                     create(namespace, owned, _request_timeout=_TIMEOUT)
-        except SubmitError:
+        except SubmitError as error:
             # Without them, its pods would wait forever.
-            with contextlib.suppress(SubmitError):
+            try:
                 self._delete(client, name, namespace)
-            raise
-        folder = self._records.make_folder(request.name)
-        details = {"job": name, "namespace": namespace, "context": context, "grace": request.grace}
-        return self._records.add(request, folder, name, uid=made.metadata.uid, **details)
+            except SubmitError:
+                raise UnansweredError(str(error)) from None
+            raise error from None
+        return made.metadata.uid
+
+    def _take_back(self, client: Any, record: Record, error: SubmitError) -> None:
+        """Deletes a Job of which it is not known whether it was created; if that fails, too, its record stays."""
+        try:
+            if self._job(client, record) is not None:
+                self._delete(client, record.details["job"], record.details["namespace"])
+        except SubmitError:
+            raise SubmitError(
+                f"{error}. Whether the job runs is not known: it is kept as {record.id}; `tfdist status {record.id}` "
+                f"tells it, `tfdist cancel {record.id}` ends it"
+            ) from None
+        self._records.remove(record)
 
     def status(self, record: Record) -> Status:
         """The state of the Job and its pods. The final one is recorded, because the cluster may delete the Job."""
@@ -159,7 +194,9 @@ class KubernetesEngine:
                     raise
                 return None
         # A newer Job may have the same name.
-        return job if job.metadata.uid == record.details["uid"] else None
+        if record.details.get("uid") is not None:
+            return job if job.metadata.uid == record.details["uid"] else None
+        return job if (job.metadata.labels or {}).get(SUBMISSION) == record.details.get("submission") else None
 
     def _pods(self, client: Any, record: Record, namespace: str) -> list[Any]:
         selector = f"{INSTANCE}={record.details['job']}"
@@ -254,7 +291,7 @@ def connect(record: Record | None) -> tuple[Any, str | None, str]:
 
 @contextlib.contextmanager
 def answers(what: str) -> Iterator[None]:
-    """Turns errors of the client into a SubmitError.
+    """Turns errors of the client into a SubmitError, or UnansweredError where the cluster may have done it.
 
     Args:
         what: what the cluster is asked to do.
@@ -267,12 +304,13 @@ def answers(what: str) -> Iterator[None]:
         said = error.body if isinstance(error.body, str) else error.reason
         with contextlib.suppress(ValueError, KeyError, TypeError):
             said = json.loads(error.body)["message"]
-        raise SubmitError(
+        kind = UnansweredError if error.status >= 500 else SubmitError
+        raise kind(
             f"Received: {error.status} ({said}), when asked to {what}. Expected: that the cluster does it; "
             f"{_REMEDIES.get(error.status, 'see what it says')}"
         ) from None
     except http.exceptions.HTTPError as error:
-        raise SubmitError(
+        raise UnansweredError(
             f"Received: no answer from Kubernetes, when asked to {what} ({error}). Expected: that the cluster of the "
             "current context is reachable; try `kubectl get jobs`"
         ) from None

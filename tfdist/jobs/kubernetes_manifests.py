@@ -1,6 +1,7 @@
 """The objects that Kubernetes is asked to create for a job. Pure.
 
 References:
+    https://kubernetes.io/docs/tasks/inject-data-application/define-interdependent-environment-variables/
     https://kubernetes.io/docs/concepts/workloads/controllers/job/#completion-mode
     https://kubernetes.io/docs/tasks/job/pod-failure-policy/
 """
@@ -20,6 +21,8 @@ from tfdist.supervision.exit_codes import PREEMPTED, REFUSED
 # User and group of docker/Dockerfile. Files that are written to volumes belong to this group.
 USER = 1000
 INSTANCE = "app.kubernetes.io/instance"
+# A random word that the job's record has, too, before the Job exists.
+SUBMISSION = "tfdist-submission"
 _TOKEN_KEY = "token"
 # A DNS label that begins with a letter: it is also the name of the Service, and the pods' host names begin with it.
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
@@ -148,12 +151,12 @@ def _container(request: Request, name: str) -> dict[str, Any]:
         **({SERVERS: str(request.ps)} if request.ps else {}),
     }
     chosen = {**request.runtime_defaults, **request.env}
-    env: list[dict[str, Any]] = [{"name": key, "value": value} for key, value in {**chosen, **own}.items()]
+    env: list[dict[str, Any]] = [{"name": key, "value": literal(value)} for key, value in {**chosen, **own}.items()]
     env.append({"name": "TFDIST_TOKEN", "valueFrom": {"secretKeyRef": {"name": name, "key": _TOKEN_KEY}}})
     container: dict[str, Any] = {
         "name": "tfdist",
         "image": request.image,
-        "command": command_in_image(request.target),
+        "command": [literal(word) for word in command_in_image(request.target)],
         "env": env,
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
     }
@@ -166,6 +169,19 @@ def _container(request: Request, name: str) -> dict[str, Any]:
             {"name": f"volume-{number}", "mountPath": path} for number, path in enumerate(request.volumes.values())
         ]
     return container
+
+
+def literal(text: str) -> str:
+    """A text as it has to be written where Kubernetes expands variables: in commands and in values of variables.
+
+    It makes "$" of "$$", and the variable's value of "$(NAME)": a password would change, and the job's token could get
+    into a command line, which all users of a host can read.
+
+    Example:
+        >>> literal("pa$$word"), literal("$(TFDIST_TOKEN)")
+        ('pa$$$$word', '$$(TFDIST_TOKEN)')
+    """
+    return text.replace("$", "$$")
 
 
 def command_in_image(target: Target) -> list[str]:

@@ -13,13 +13,14 @@ from typing import BinaryIO
 from tfdist.atomic_files import write_atomically
 from tfdist.jobs.engine import show_file
 from tfdist.jobs.local_attempt import BY_USER, COMMAND, beginning_of
-from tfdist.jobs.local_runner import active, ensure_runner
+from tfdist.jobs.local_runner import active, ensure_runner, host_of
 from tfdist.jobs.record import Record, Records
 from tfdist.jobs.request import Request, SubmitError
 from tfdist.jobs.status import CANCELLED, QUEUED, RUNNING, Progress, Status, last_progress
 from tfdist.launch.machine import usable_cores
 from tfdist.supervision.events import FILE_NAME, last_events
 from tfdist.supervision.events import VARIABLE as EVENT_LOG
+from tfdist.supervision.identity import shown_host, this_host
 
 PARALLEL_JOBS = "TFDIST_LOCAL_JOBS"
 # How many seconds the runner may take to record the end of a process.
@@ -52,10 +53,11 @@ class LocalEngine:
             "env": {**os.environ, **request.env, EVENT_LOG: str(folder / "logs" / FILE_NAME)},
             "cores": usable_cores(),
         }
-        write_atomically(folder / COMMAND, json.dumps(command), mode=0o600)
+        write_atomically(folder / COMMAND, json.dumps(command), mode=0o600, durable=True)
         record = self._records.add(
             request,
             folder,
+            host=this_host(),
             state=QUEUED,
             attempt=1,
             time_limit=request.time_limit,
@@ -78,6 +80,8 @@ class LocalEngine:
             detail = f"asked to stop ({details['stop']}), has {details['grace']} s to save"
         elif details["state"] == QUEUED and not detail:
             detail = self._waits_for(record)
+        if not _is_here(record) and details["state"] in (QUEUED, RUNNING):
+            detail = "; ".join(filter(None, (detail, f"in the queue of {shown_host(host_of(record))}")))
         return Status(details["state"], detail, details.get("started"), details.get("ended"))
 
     def progress(self, record: Record) -> Progress | None:
@@ -105,19 +109,27 @@ class LocalEngine:
         ensure_runner(self._records)
         state = now.details["state"]
         if state == RUNNING:
+            there = "" if _is_here(now) else self._over_there(now)
             if now.details["hurry"]:
-                return f"{record.id}: is killed"
-            return f"{record.id}: gets SIGTERM, and has {record.details['grace']} s to save its state"
+                return f"{record.id}: is killed{there}"
+            return f"{record.id}: gets SIGTERM, and has {record.details['grace']} s to save its state{there}"
         return f"{record.id}: {state}" if before == QUEUED else f"{record.id}: is over already, {state}"
 
+    def _over_there(self, record: Record) -> str:
+        return (
+            f", from the runner on {shown_host(host_of(record))}. If that host is gone for good, remove "
+            f"{self._records.folder / record.id}.json to forget the job"
+        )
+
     def _has_vanished(self, record: Record) -> bool:
-        if record.details["state"] != RUNNING:
+        if record.details["state"] != RUNNING or not _is_here(record):
             return False
         begun = beginning_of(Path(record.folder), record.details["attempt"])
         return begun is not None and not begun.process.is_alive
 
     def _waits_for(self, record: Record) -> str:
-        before = sum(1 for other in active(self._records) if other.submitted < record.submitted)
+        queue = [other.id for other in active(self._records, host_of(record))]
+        before = queue.index(record.id) if record.id in queue else 0
         return f"{before} before it" if before else ""
 
 
@@ -136,6 +148,10 @@ def run_command(request: Request, folder: Path) -> list[str]:
     options["--gpus-per-worker"] = "auto" if request.gpus_per_worker is None else request.gpus_per_worker
     words = [str(word) for option in options.items() for word in option]
     return [sys.executable, "-m", "tfdist", "run", *words, *request.target.typed]
+
+
+def _is_here(record: Record) -> bool:
+    return host_of(record) == this_host()
 
 
 def _check(request: Request) -> None:

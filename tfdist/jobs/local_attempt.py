@@ -19,10 +19,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from tfdist.atomic_files import sync
 from tfdist.jobs.record import Record
 from tfdist.jobs.status import CANCELLED, FAILED, LAST_EVENTS, LOST, QUEUED, SUCCEEDED, Status, exit_in_words
 from tfdist.launch.machine import visible_gpus
-from tfdist.supervision.events import event_in
+from tfdist.supervision.events import FILE_NAME, events_in
 from tfdist.supervision.exit_codes import PREEMPTED
 from tfdist.supervision.identity import Identity
 
@@ -40,19 +41,33 @@ _Item = TypeVar("_Item")
 
 @dataclass(frozen=True)
 class Beginning:
-    """The process of an attempt, and when it began."""
+    """The process of an attempt, and how long the job's event log was when it began."""
 
     process: Identity
-    time: float
+    position: int = 0
+
+
+# Of an attempt whose file cannot be read, as after a power failure: no process has this id.
+_NOBODY = Beginning(Identity(0, 0, ""))
 
 
 def beginning_of(folder: Path, attempt: int) -> Beginning | None:
-    """What the process of an attempt has written down; None if it has not begun."""
+    """What the process of an attempt has written down; None if it has not begun.
+
+    Raises:
+        OSError: it cannot be read now.
+    """
     try:
-        content = json.loads(_path(folder, attempt).read_text())
+        content = json.loads(_path(folder, attempt).read_bytes())
+        process, position = content["process"], content.get("position", 0)
+        numbers = (process["pid"], process["start"], position)
+        if all(type(number) is int and 0 <= number < 1 << 63 for number in numbers) and type(process["boot"]) is str:
+            return Beginning(Identity(process["pid"], process["start"], process["boot"]), position)
     except FileNotFoundError:
         return None
-    return Beginning(Identity(**content["process"]), content["time"])
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        pass
+    return _NOBODY
 
 
 def share(items: Sequence[_Item], place: int, places: int) -> Sequence[_Item]:
@@ -91,33 +106,52 @@ def outcome(code: int | None, stop: str | None) -> Status:
     return Status(FAILED, exit_in_words(code) if code > 0 else f"killed by signal {-code}")
 
 
-def code_from_events(path: Path, since: float) -> int | None:
+def code_from_events(path: Path, position: int) -> int | None:
     """The exit code in the launcher's last event; None if it has not written one, because it was killed.
 
     Args:
         path: the event log.
-        since: when the attempt began: an earlier attempt may have written to the same file.
+        position: its length when the attempt began: an earlier attempt may have written to the same file. Times would
+            not tell: the clock may have been set.
     """
     code = None
     try:
-        lines = path.read_text(errors="replace").splitlines()
+        with open(path, "rb") as file:
+            file.seek(position if position <= os.fstat(file.fileno()).st_size else 0)
+            events = events_in(file.read().decode(errors="replace"))
     except OSError:
         return None
-    for event in filter(None, map(event_in, lines)):
-        if event["name"] == "launcher" and event["event"] in LAST_EVENTS and event["time"] >= since:
-            code = int(event.get("exit_code", 0))
+    for event in events:
+        exit_code = event.get("exit_code", 0)
+        if event["name"] == "launcher" and event["event"] in LAST_EVENTS and isinstance(exit_code, int):
+            code = exit_code
     return code
 
 
-def after_end(record: Record, code: int | None) -> Record:
-    """The record of a job whose attempt has ended; a preempted job goes back into the queue."""
+def after_end(record: Record, code: int | None, lived: float) -> Record:
+    """The record of a job whose attempt has ended; a preempted job goes back into the queue.
+
+    Args:
+        record: of the job.
+        code: as for `outcome`.
+        lived: for how many seconds the attempt has run.
+    """
     result = outcome(code, record.details.get("stop"))
     if result.state == QUEUED:
-        attempt, now = record.details["attempt"] + 1, time.time()
         # A program that is "preempted" each time right after its start must not be started all the time.
-        due = now + (_DELAY if now - record.details["started"] < _SHORT_LIFE else 0)
-        return record.with_details(state=QUEUED, detail=result.detail, attempt=attempt, due=due)
+        due = _now() + (_DELAY if lived < _SHORT_LIFE else 0)
+        return record.with_details(state=QUEUED, detail=result.detail, attempt=record.details["attempt"] + 1, due=due)
     return record.with_details(state=result.state, detail=result.detail, ended=time.time())
+
+
+def is_due(record: Record) -> bool:
+    """Whether a queued job may be started; one that was just preempted waits a moment, even if the machine restarts."""
+    return not 0 < record.details.get("due", 0) - _now() <= _DELAY
+
+
+def _now() -> float:
+    """Seconds since the machine was started: setting its clock does not change them."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def main() -> None:
@@ -128,7 +162,8 @@ def main() -> None:
     assert own is not None
     path = _path(folder, attempt)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    temporary.write_text(json.dumps(asdict(Beginning(own, time.time()))))
+    temporary.write_text(json.dumps(asdict(Beginning(own, _size(folder / "logs" / FILE_NAME)))))
+    sync(temporary)
     try:
         # Unlike a rename, this fails if the file exists: another process has begun this attempt.
         os.link(temporary, path)
@@ -136,7 +171,14 @@ def main() -> None:
         sys.exit(BEGUN_ALREADY)
     finally:
         temporary.unlink()
-    command = json.loads((folder / COMMAND).read_text())
+    sync(folder)
+    try:
+        command = json.loads((folder / COMMAND).read_text())
+    except (OSError, ValueError) as error:
+        sys.exit(
+            f"tfdist: the job could not be started: {folder / COMMAND} cannot be read ({error}), as after a power "
+            "failure. Submit the job again"
+        )
     try:
         os.chdir(command["folder"])
         os.sched_setaffinity(0, share(command["cores"], place, places))
@@ -148,6 +190,13 @@ def main() -> None:
             f"tfdist: the job could not be started: {error}. It was submitted in {command['folder']}, with the Python "
             f"{command['words'][0]}: both must still be there"
         )
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _path(folder: Path, attempt: int) -> Path:

@@ -1,33 +1,46 @@
-"""The background process that starts the jobs of the queue, one after the other. It ends when all are over.
+"""The background process that starts the jobs of this host's queue, one after the other. It ends when all are over.
 
     python -m tfdist.jobs.local_runner JOBS LOCK
 
 Any `tfdist` command that finds jobs and no runner starts it, in a session of its own. It holds the lock, a file
 descriptor that it inherits, as long as it lives: there is at most one runner. Each job runs in a session of its own, so
 it survives when its runner is killed; the next runner finds it by what it has written down (see `local_attempt`).
+
+Several hosts may share the folder of the records, in a home folder say. Each has a queue and a runner of its own: only
+there can be seen which processes live, and a job needs the Python and the cores of the host where it was submitted.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import tfdist
-from tfdist.jobs.local_attempt import BEGUN_ALREADY, BY_TIME, Beginning, after_end, beginning_of, code_from_events
+from tfdist.jobs.local_attempt import (
+    BEGUN_ALREADY,
+    BY_TIME,
+    Beginning,
+    after_end,
+    beginning_of,
+    code_from_events,
+    is_due,
+)
 from tfdist.jobs.record import Record, Records
+from tfdist.jobs.request import SubmitError
 from tfdist.jobs.status import FAILED, QUEUED, RUNNING
 from tfdist.launch.operating_system import spawn
+from tfdist.supervision.identity import host_in_file_name, this_host
 
 _TICK = 0.1
 # At most so many seconds pass until it is noticed that a job of an earlier runner has ended.
 _LOOK = 1.0
-_LOCK = ".runner.lock"
-_LOG = "runner.log"
 
 
 class Runner:
@@ -42,6 +55,7 @@ class Runner:
         self._records = records
         self._lock = lock
         self._children: dict[str, subprocess.Popen[bytes]] = {}
+        self._complaints: dict[str, str] = {}
 
     def run(self) -> None:
         """Returns when no job is waiting or running."""
@@ -64,21 +78,34 @@ class Runner:
         with self._records.locked():
             for record in active(self._records):
                 if record.details["state"] == RUNNING:
-                    self._look_after(record)
+                    with self._alone(record):
+                        self._look_after(record)
             jobs = active(self._records)
             taken = {record.details["place"] for record in jobs if record.details["state"] == RUNNING}
             places = parallel_jobs(self._records)
             for record in jobs:
                 free = [place for place in range(places) if place not in taken]
                 if record.details["state"] == QUEUED and free and len(taken) < places:
-                    if record.details.get("due", 0) > time.time():
+                    if not is_due(record):
                         break  # it must wait a moment, but keeps its place in the queue
                     taken.add(free[0])
-                    self._start(record, free[0], places)
+                    with self._alone(record):
+                        self._start(record, free[0], places)
             if not jobs:
                 # The records are still locked: whoever adds the next job finds no runner, and starts one.
                 os.close(self._lock)
             return bool(jobs)
+
+    @contextlib.contextmanager
+    def _alone(self, record: Record) -> Iterator[None]:
+        """An error with one job, such as a file that cannot be read now, must not end those of the others."""
+        try:
+            yield
+            self._complaints.pop(record.id, None)
+        except (OSError, SubmitError) as error:
+            if self._complaints.get(record.id) != str(error):
+                print(f"{record.id}: {error}; tried again", flush=True)
+            self._complaints[record.id] = str(error)
 
     def _start(self, record: Record, place: int, places: int) -> None:
         record = record.with_details(state=RUNNING, started=time.time(), place=place, places=places, detail="")
@@ -101,18 +128,21 @@ class Runner:
             del self._children[record.id]
             # If our process was the second one of this attempt, the first one goes on.
             if child.returncode != BEGUN_ALREADY or begun is None or begun.process.pid == child.pid:
-                self._records.save(after_end(record, child.returncode))
+                self._save_end(record, child.returncode, begun)
         elif child is None and begun is None:
             # An earlier runner was killed after it had recorded the start, and before it started the process.
             self._start(record, record.details["place"], record.details["places"])
         elif child is None and begun is not None and not begun.process.is_alive:
-            self._records.save(after_end(record, code_from_events(record.event_log, begun.time)))
+            self._save_end(record, code_from_events(record.event_log, begun.position), begun)
         elif begun is not None:
             self._stop_in_time(record, begun)
 
+    def _save_end(self, record: Record, code: int | None, begun: Beginning | None) -> None:
+        self._records.save(after_end(record, code, begun.process.age if begun else 0.0))
+
     def _stop_in_time(self, record: Record, begun: Beginning) -> None:
         limit = record.details["time_limit"]
-        if record.details.get("stop") is None and limit and time.time() > begun.time + limit:
+        if record.details.get("stop") is None and limit and begun.process.age > limit:
             record = record.with_details(stop=BY_TIME)
         if record.details.get("stop") is not None and not record.details.get("stopped"):
             # During its grace period, the launcher kills its processes when it gets SIGINT.
@@ -120,15 +150,30 @@ class Runner:
             self._records.save(record.with_details(stopped=True))
 
 
-def active(records: Records) -> list[Record]:
-    """The jobs of the queue that are waiting or running, in the order in which they are started."""
-    jobs = (record for record in records.all() if record.scheduler == "local")
-    return [record for record in jobs if record.details["state"] in (QUEUED, RUNNING)]
+def host_of(record: Record) -> str:
+    """The host to whose queue a job belongs; that of a record which does not say it is this one."""
+    return record.details.get("host", this_host())
+
+
+def queue_of(records: Records, host: str) -> list[Record]:
+    """All jobs of a host's queue, in the order in which they were submitted; the clock may have been set in between."""
+    jobs = [record for record in records.all() if record.scheduler == "local" and host_of(record) == host]
+    return sorted(jobs, key=lambda record: int(number) if (number := record.id.rpartition("-")[2]).isdecimal() else 0)
+
+
+def active(records: Records, host: str | None = None) -> list[Record]:
+    """The jobs that are waiting or running, in the order in which they are started.
+
+    Args:
+        records: all jobs.
+        host: of whose queue; None for this one.
+    """
+    return [record for record in queue_of(records, host or this_host()) if record.details["state"] in (QUEUED, RUNNING)]
 
 
 def parallel_jobs(records: Records) -> int:
     """How many jobs may run at once: the setting with which the last one was submitted."""
-    limits = [record.details["parallel_jobs"] for record in records.all() if record.scheduler == "local"]
+    limits = [record.details["parallel_jobs"] for record in queue_of(records, this_host())]
     return limits[-1] if limits else 1
 
 
@@ -140,7 +185,8 @@ def ensure_runner(records: Records) -> None:
     """
     if not active(records):
         return
-    with open(records.folder / _LOCK, "a") as lock, open(records.folder / _LOG, "a") as log:
+    name = f"runner-{host_in_file_name(this_host())}"
+    with open(records.folder / f".{name}.lock", "a") as lock, open(records.folder / f"{name}.log", "a") as log:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -20,11 +20,11 @@ from tfdist.jobs.record import Records
 from tfdist.jobs.request import SubmitError
 from tfdist.jobs.run_state import ENDED, RESTARTING, RUNNING, STARTING, RankState, RunState
 from tfdist.jobs.status import FRESH, Status, in_words, of_total
+from tfdist.log_folders import NAME as LOGS
 from tfdist.plain_text import plain_text
 from tfdist.supervision.events import FILE_NAME, EventStream
 from tfdist.supervision.identity import Identity
 
-LOGS = "tfdist-logs"
 _KUBERNETES = "kubernetes"
 # Seconds. Processes that train write every ten seconds, except in long steps and validations.
 _SILENCE = 1800.0

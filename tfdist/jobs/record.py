@@ -16,11 +16,32 @@ from typing import Any
 
 from tfdist.atomic_files import write_atomically
 from tfdist.jobs.request import Request, SubmitError
-from tfdist.jobs.status import Status
+from tfdist.jobs.status import OVER, QUEUED, RUNNING, Status
 from tfdist.supervision.events import FILE_NAME
 
 VARIABLE = "TFDIST_JOBS_DIR"
 _DEFAULT = Path(".local", "state", "tfdist", "jobs")
+# No time, and no number of anything, is as large.
+_MOST = 1e11
+_NUMBER, _NOTHING = (int, float), type(None)
+# What has to be in a record, and of which type: a file may have lost its content, or be of another version.
+_FIELDS: dict[str, Any] = {
+    **{"id": str, "scheduler": str, "name": str, "submitted": _NUMBER, "folder": str, "program": list},
+    **{"workers": int, "ps": int, "details": dict},
+}
+_DETAILS: dict[str, dict[str, Any]] = {
+    "local": {
+        **{"state": str, "attempt": int, "time_limit": (*_NUMBER, _NOTHING), "grace": _NUMBER, "parallel_jobs": int},
+    },
+    "slurm": {"job": (str, _NOTHING), "cluster": (str, _NOTHING), "grace": _NUMBER},
+    "kubernetes": {"job": str, "namespace": str, "context": (str, _NOTHING), "grace": _NUMBER},
+}
+_RUNNING_DETAILS: dict[str, Any] = {"place": int, "places": int, "started": _NUMBER}
+_STATUS = {"state": str, "detail": str, "started": (*_NUMBER, _NOTHING), "ended": (*_NUMBER, _NOTHING)}
+_OPTIONAL = {
+    **{"host": str, "stop": (str, _NOTHING), "due": _NUMBER, "final": dict, "uid": (str, _NOTHING), **_STATUS},
+    **{"submission": str, "place": int, "places": int},
+}
 
 
 @dataclass(frozen=True)
@@ -125,7 +146,7 @@ class Records:
     def save(self, record: Record) -> None:
         """Writes a record. Other processes see the old or the new one, never a part."""
         path = self.folder / f"{record.id}.json"
-        write_atomically(path, json.dumps(dataclasses.asdict(record), indent=1), mode=0o600)
+        write_atomically(path, json.dumps(dataclasses.asdict(record), indent=1), mode=0o600, durable=True)
 
     def remember(self, record: Record, status: Status) -> None:
         """Records how a job has ended: its scheduler may forget that."""
@@ -145,18 +166,48 @@ class Records:
                 f"Received: job {job!r}, of which nothing is known in {self.folder}. Expected: the id of a job{some}. "
                 f"`tfdist status` lists them; {VARIABLE} names another folder"
             )
-        record = _read(path)
-        if record is None:
+        try:
+            return _read(path)
+        except ValueError as error:
             raise SubmitError(
-                f"Received: {path}, which is damaged or of another version. Expected: a record that `tfdist submit` "
-                "has written. The scheduler still knows the job (sacct, kubectl); remove the file to forget it here"
-            )
-        return record
+                f"Received: {path}, which is damaged or of another version: {error}. Expected: a record that "
+                "`tfdist submit` has written. The scheduler still knows the job (sacct, kubectl); remove the file to "
+                "forget it here"
+            ) from None
 
     def all(self) -> list[Record]:
         """All records that can be read, in the order in which the jobs were submitted."""
-        found = (_read(path) for path in self.folder.glob("*.json"))
-        return sorted((record for record in found if record is not None), key=lambda record: record.submitted)
+        return self._read_all()[0]
+
+    def unreadable(self) -> list[str]:
+        """What keeps the other files from being read, a text for each. They stay where they are."""
+        return self._read_all()[1]
+
+    def remove(self, record: Record) -> None:
+        """Removes the record of a job that does not exist, with its folder if nothing was written to it."""
+        with self.locked():
+            (self.folder / f"{record.id}.json").unlink(missing_ok=True)
+        discard(Path(record.folder))
+
+    def rename(self, record: Record, wanted: str, **details: Any) -> Record:
+        """Gives a job that was recorded before its scheduler knew it the scheduler's own id, and changes details."""
+        with self.locked():
+            taken = {path.stem for path in self.folder.glob("*.json")}
+            renamed = dataclasses.replace(record, id=new_id(record.scheduler, wanted, taken)).with_details(**details)
+            self.save(renamed)
+            (self.folder / f"{record.id}.json").unlink(missing_ok=True)
+        return renamed
+
+    def _read_all(self) -> tuple[list[Record], list[str]]:
+        found, problems = [], []
+        for path in sorted(self.folder.glob("*.json")):
+            try:
+                found.append(_read(path))
+            except FileNotFoundError:
+                continue  # removed meanwhile
+            except (OSError, ValueError) as error:
+                problems.append(f"{path} is left alone: {error}")
+        return sorted(found, key=lambda record: record.submitted), problems
 
     def update(self, job: str, change: Callable[[Record], Record]) -> Record:
         """Changes a record under the lock."""
@@ -173,7 +224,8 @@ class Records:
             # Errors of the caller's block must not be reported as errors of this folder: it runs outside of `_usable`.
             file = open(self.folder / ".lock", "a")  # noqa: SIM115
         with file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            with self._usable():
+                fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
     @contextlib.contextmanager
@@ -205,8 +257,55 @@ def new_id(scheduler: str, wanted: str | None, taken: Collection[str]) -> str:
     return own
 
 
-def _read(path: Path) -> Record | None:
+def discard(folder: Path) -> None:
+    """Removes the folder of a job that was not submitted, unless something is in it."""
+    with contextlib.suppress(OSError):
+        (folder / "logs").rmdir()
+        folder.rmdir()
+
+
+def _read(path: Path) -> Record:
+    """Raises ValueError, with what is wrong, for a file that is no whole record of this version."""
+    text = path.read_text()
+    if not text.strip("\0 \n"):
+        raise ValueError("it is empty, as after a power failure")
     try:
-        return Record(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
-        return None
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it is no JSON ({error})") from None
+    _check(content, _FIELDS, exactly=True)
+    details = content["details"]
+    if content["id"] != path.stem or not all(isinstance(word, str) for word in content["program"]):
+        raise ValueError(f"it is not that of {path.stem}")
+    if content["scheduler"] not in _DETAILS:
+        raise ValueError(f"its scheduler is {content['scheduler']!r}")
+    _check(details, _DETAILS[content["scheduler"]])
+    _check(details, {name: types for name, types in _OPTIONAL.items() if name in details})
+    if "final" in details:
+        final = details["final"]
+        _check(
+            final, {name: types for name, types in _STATUS.items() if name in final or name == "state"}, exactly=True
+        )
+    if content["scheduler"] == "local":
+        if details["state"] not in (QUEUED, RUNNING, *OVER):
+            raise ValueError(f"its state is {details['state']!r}")
+        _check(details, _RUNNING_DETAILS if details["state"] == RUNNING else {})
+        if min(details["parallel_jobs"], details.get("places", 1)) < 1 or details.get("place", 0) < 0:
+            raise ValueError("its place in the queue is no place")
+    return Record(**content)
+
+
+def _check(content: Any, expected: Mapping[str, Any], exactly: bool = False) -> None:
+    """Raises ValueError unless the content is a mapping that has these keys, with values of these types."""
+    if not isinstance(content, dict):
+        raise ValueError(f"it has {type(content).__name__} where a mapping is expected")
+    if exactly and content.keys() - expected.keys():
+        raise ValueError(
+            f"it has {', '.join(sorted(content.keys() - expected.keys()))}, which this version cannot read"
+        )
+    for name, types in expected.items():
+        value = content.get(name)
+        if name not in content or not isinstance(value, types) or isinstance(value, bool):
+            raise ValueError(f"its {name} is {'missing' if name not in content else repr(value)[:60]}")
+        if isinstance(value, (int, float)) and not abs(value) < _MOST:
+            raise ValueError(f"its {name} is {value!r:.40}")

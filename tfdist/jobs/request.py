@@ -31,6 +31,10 @@ class SubmitError(Exception):
     """
 
 
+class UnansweredError(SubmitError):
+    """The scheduler has not said whether it did what it was asked to do."""
+
+
 @dataclass(frozen=True)
 class Request:
     """A job that somebody wants to run.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tfdist.jobs.status import LAST_EVENTS, Progress
+from tfdist.jobs.status import LAST_EVENTS, Progress, is_number
 from tfdist.supervision.events import Event
 from tfdist.supervision.exit_codes import UNSAVED
 from tfdist.supervision.identity import Identity
@@ -109,7 +109,8 @@ class RunState:
         if kind == "progress":
             self._progress(name, event)
         elif kind == "saved":
-            self.checkpoint = Checkpoint(time, event.get("step", 0))
+            step = event.get("step")
+            self.checkpoint = Checkpoint(time, step if isinstance(step, int) else 0)
         elif name == _LAUNCHER:
             self._launcher(kind, time, event)
 
@@ -121,7 +122,9 @@ class RunState:
         rank.state = RUNNING if self.ending is None else rank.state
         rank.progress = progress
         for field_name in _SHOWN_FIELDS:
-            setattr(rank, field_name, event.get(field_name))
+            value = event.get(field_name)
+            fits = isinstance(value, str) if field_name == "host" else is_number(value)
+            setattr(rank, field_name, value if fits else None)
 
     def _launcher(self, kind: str, time: float, event: Event) -> None:
         if kind == "start":
@@ -147,23 +150,25 @@ class RunState:
             return
         before, self.ranks = self.ranks, {}
         for name, pid in processes.items():
-            self.ranks[name] = RankState(name, pid=pid)
+            self.ranks[name] = RankState(name, pid=pid if isinstance(pid, int) else None)
             if name in before:
                 # Shown until the process, started again, reports its own progress.
                 self.ranks[name].progress, self.ranks[name].rank = before[name].progress, before[name].rank
                 self.ranks[name].host = before[name].host
 
     def _leave(self, event: Event) -> None:
-        rank = self.ranks.get(event.get("task", ""))
+        rank = self.ranks.get(str(event.get("task")))
         if rank is not None:
             rank.state = RESTARTING if event["event"] == "replacement" else f"{ENDED}, {ending_of_process(event)}"
 
 
 def _identity(fields_of_it: Any) -> Identity | None:
     try:
-        return Identity(**fields_of_it)
+        found = Identity(**fields_of_it)
     except TypeError:
         return None
+    known = isinstance(found.pid, int) and isinstance(found.start, int) and isinstance(found.boot, str)
+    return found if known else None
 
 
 def in_one_line(event: Event) -> str | None:

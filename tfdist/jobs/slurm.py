@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import getpass
 import math
 import os
 import re
 import secrets
 import shutil
 import subprocess
+import time
 from pathlib import Path
 from typing import BinaryIO
 
 from tfdist.atomic_files import write_atomically
 from tfdist.jobs import slurm_states
 from tfdist.jobs.engine import show_file
-from tfdist.jobs.record import Record, Records
-from tfdist.jobs.request import Request, SubmitError
-from tfdist.jobs.slurm_script import CANCEL_SIGNAL, EXIT_CODE, batch_script
+from tfdist.jobs.record import Record, Records, discard
+from tfdist.jobs.request import Request, SubmitError, UnansweredError
+from tfdist.jobs.slurm_script import CANCEL_SIGNAL, EXIT_CODE, JOB_ID, batch_script
 from tfdist.jobs.status import (
     CANCELLED,
     FAILED,
@@ -30,6 +32,7 @@ from tfdist.jobs.status import (
 )
 from tfdist.supervision.events import last_events
 
+_SCRIPT = "job.sh"
 _SECONDS = 60
 _GPUS = re.compile(r"\bgpu(?::[^:,()]+)?:(\d+)")
 # Seconds between two calls of squeue: each asks Slurm's controller, which all users share.
@@ -51,23 +54,48 @@ class SlurmEngine:
         return _script(request, self._records.folder / "FOLDER", "SECRET")
 
     def submit(self, request: Request) -> Record:
-        """Writes the script and hands it to sbatch."""
+        """Writes the script and hands it to sbatch.
+
+        The record is written first, and gets Slurm's number of the job afterwards: whatever happens in between, no job
+        runs of which nobody here knows.
+        """
+        _find("sbatch")
         folder = self._records.make_folder(request.name)
-        path = folder / "job.sh"
+        path, record = folder / _SCRIPT, None
         try:
             write_atomically(path, _script(request, folder, secrets.token_hex(32)), mode=0o600)
+            wanted = f"unconfirmed-{folder.name.rpartition('-')[2]}"
+            record = self._records.add(request, folder, wanted, job=None, cluster=None, grace=request.grace)
             job, _, cluster = run("sbatch", "--parsable", str(path)).strip().partition(";")
+        except UnansweredError as error:
+            assert record is not None
+            raise SubmitError(
+                f"{error}. Whether it has taken the job is not known: it is kept as {record.id}; `tfdist status "
+                f"{record.id}` tells it, `tfdist cancel {record.id}` ends it"
+            ) from None
         except SubmitError:
             path.unlink(missing_ok=True)
-            (folder / "logs").rmdir()
-            folder.rmdir()
+            if record is None:
+                discard(folder)
+            else:
+                self._records.remove(record)
             raise
-        return self._records.add(request, folder, job, job=job, cluster=cluster, grace=request.grace)
+        try:
+            return self._records.rename(record, job, job=job, cluster=cluster)
+        except (SubmitError, OSError) as error:
+            if attempt("scancel", *([f"--clusters={cluster}"] if cluster else []), job).returncode:
+                raise SubmitError(f"{error}. The job {job} could not be cancelled; it is kept as {record.id}") from None
+            raise SubmitError(f"{error}. The job {job} was cancelled, because its record cannot be written") from None
 
     def status(self, record: Record) -> Status:
         """The state by squeue; of a job that is over by sacct, scontrol or the file that the script has written."""
         if record.final is not None:
             return record.final
+        record = self._with_number(record)
+        if record.details["job"] is None:
+            if time.time() - record.submitted < _SECONDS:
+                return Status(QUEUED, "sbatch has not answered yet")
+            return Status(LOST, "sbatch has not answered, and Slurm has no job of this script in its queue")
         if (found := self._in_queue(record)) is not None:
             return found
         # A job that has left the queue is not requeued any more.
@@ -88,16 +116,33 @@ class SlurmEngine:
 
     def cancel(self, record: Record) -> str:
         """Ends a waiting job; tells the script of a running job to stop it. A second call ends it at once."""
-        job = [*_cluster(record), record.details["job"]]
+        record = self._with_number(record)
         before = self.status(record)
         if before.is_over:
             return f"{record.id}: is over already, {before}"
+        if record.details["job"] is None:
+            raise SubmitError(f"Received: {record.id}, whose number sbatch has not told yet. Try it again in a minute")
+        job = [*_cluster(record), record.details["job"]]
         self._records.update(record.id, lambda now: now.with_details(cancelled=True))
         if before.state != QUEUED and not record.details.get("cancelled"):
             run("scancel", "--batch", f"--signal={CANCEL_SIGNAL}", *job)
             return f"{record.id}: gets SIGTERM, and has {record.details['grace']} s to save its state"
         run("scancel", *job)
         return f"{record.id}: cancelled"
+
+    def _with_number(self, record: Record) -> Record:
+        """The record with Slurm's number of the job, which sbatch may not have told; None if there is none."""
+        if record.details["job"] is not None:
+            return record
+        try:
+            job = Path(record.folder, JOB_ID).read_text().strip()
+        except OSError:
+            own = str(Path(record.folder, _SCRIPT))
+            queue = run("squeue", f"--user={getpass.getuser()}", "--noheader", "--format=%i|%o").splitlines()
+            job = next((number for number, _, script in (line.partition("|") for line in queue) if script == own), "")
+        if not job:
+            return record
+        return self._records.update(record.id, lambda now: now.with_details(job=job, cluster=""))
 
     def _in_queue(self, record: Record) -> Status | None:
         job, cluster = record.details["job"], _cluster(record)
@@ -162,18 +207,22 @@ def attempt(*words: str) -> subprocess.CompletedProcess[str]:
     Raises:
         SubmitError: the command is not installed, or does not answer.
     """
-    if shutil.which(words[0]) is None:
-        raise SubmitError(
-            f"Received: no command {words[0]} on the PATH. Expected: Slurm's commands; submit where they are, usually "
-            "on a login node, or use another --scheduler"
-        )
+    _find(words[0])
     try:
         return subprocess.run(words, capture_output=True, text=True, timeout=_SECONDS, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired:
-        raise SubmitError(
+        raise UnansweredError(
             f"Received: no answer from {words[0]} within {_SECONDS} s. Expected: that Slurm's controller is reachable; "
             "`scontrol ping` shows whether it is"
         ) from None
+
+
+def _find(command: str) -> None:
+    if shutil.which(command) is None:
+        raise SubmitError(
+            f"Received: no command {command} on the PATH. Expected: Slurm's commands; submit where they are, usually "
+            "on a login node, or use another --scheduler"
+        )
 
 
 def nodes_for(request: Request) -> int:

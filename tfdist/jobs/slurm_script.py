@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import signal
+import unicodedata
 from pathlib import Path
 
 from tfdist.cluster.variables import SERVERS
@@ -14,10 +15,13 @@ from tfdist.supervision.exit_codes import PREEMPTED, REFUSED
 
 # The script writes its exit code to this file: Slurm without accounting forgets it after some minutes.
 EXIT_CODE = "exit-code"
+# And the number that Slurm has given it, in case that nobody was there any more to hear it from sbatch.
+JOB_ID = "job-id"
 # `tfdist cancel` sends this signal to the script. After SIGTERM, which Slurm itself sends, the job is run again.
 CANCEL_SIGNAL = "USR1"
 
 _BODY = r"""
+echo "$SLURM_JOB_ID" > "$folder/{job_id}"
 job=$SLURM_JOB_ID step="" signalled="" stopping="" cancelled="" in_vain="" restarts=0
 
 # The signal is for the tasks: srun itself would kill them at once. While srun still starts them it would be lost.
@@ -125,7 +129,7 @@ def batch_script(request: Request, folder: Path, cwd: str, token: str, nodes: in
         nodes: on how many nodes; None lets Slurm choose.
 
     Raises:
-        ValueError: there is no such program.
+        ValueError: there is no such program; or a folder's name has a line break, which would end a line for Slurm.
 
     Example:
         >>> from tfdist.launch.arguments import Target
@@ -134,6 +138,8 @@ def batch_script(request: Request, folder: Path, cwd: str, token: str, nodes: in
         >>> text.splitlines()[:3]
         ['#!/bin/bash', '#SBATCH --job-name=train', '#SBATCH --ntasks=2']
     """
+    for what, path in (("the current folder", cwd), ("the folder of the job", str(folder))):
+        _check_line(what, path)
     each = [f"--cpus-per-task={request.cpus_per_worker}"] if request.cpus_per_worker else []
     each += [f"--gpus-per-task={request.gpus_per_worker}"] if request.gpus_per_worker else []
     options = [f"--job-name={request.name}", f"--ntasks={request.tasks}", *each]
@@ -150,6 +156,7 @@ def batch_script(request: Request, folder: Path, cwd: str, token: str, nodes: in
     body = _BODY.format(
         cancel=CANCEL_SIGNAL,
         exit_code=EXIT_CODE,
+        job_id=JOB_ID,
         srun=shlex.join(step),
         grace=request.grace,
         preempted=PREEMPTED,
@@ -161,6 +168,15 @@ def batch_script(request: Request, folder: Path, cwd: str, token: str, nodes: in
     lines += [f"export {name}=${{{name}:-{value}}}" for name, value in request.runtime_defaults.items()]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
     return "\n".join([*lines, f"folder={shlex.quote(str(folder))}"]) + body
+
+
+def _check_line(what: str, path: str) -> None:
+    """Raises ValueError for a path that cannot stand in a line of options: what follows a line break would be run."""
+    if any(unicodedata.category(character) in ("Cc", "Zl", "Zp") for character in path):
+        raise ValueError(
+            f"Received: {path!r} as {what}, which has a line break or another control character. Expected: a path "
+            "that fits into one line of a batch script; rename the folder, or submit from another one"
+        )
 
 
 def for_slurm(seconds: int) -> str:

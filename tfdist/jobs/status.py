@@ -19,6 +19,8 @@ LOST = "lost"
 OVER = (SUCCEEDED, FAILED, CANCELLED, LOST)
 # The last event of a launcher is one of these.
 LAST_EVENTS = ("complete", "gave-up", "interrupted", "preempted")
+# No number of a training is as large.
+_MOST = 1e30
 # Seconds after which the age of a progress is shown: the chief writes every ten seconds, except in long steps and
 # validations.
 FRESH = 30
@@ -121,10 +123,14 @@ class Progress:
     @classmethod
     def of(cls, event: Event) -> Progress | None:
         """From an event of progress; None if it is damaged."""
-        try:
-            return cls(**{name: event[name] for name in cls.__dataclass_fields__ if name in event})
-        except TypeError:
+        fields = {name: event[name] for name in cls.__dataclass_fields__ if event.get(name) is not None}
+        if not {"time", "epoch", "step"} <= fields.keys() or not all(
+            # A loss may be infinite, or no number.
+            is_number(value) or (name == "loss" and isinstance(value, float))
+            for name, value in fields.items()
+        ):
             return None
+        return cls(**fields)
 
     @property
     def seconds_left(self) -> float | None:
@@ -147,6 +153,16 @@ class Progress:
         if self.seconds_left and is_running:
             parts.append(f"about {in_words(max(self.seconds_left - age, 1))} left")
         return ", ".join(parts) + (f" ({in_words(age)} ago)" if age > FRESH and is_running else "")
+
+
+def is_number(value: object) -> bool:
+    """Whether a value from a file is a number that can be computed with.
+
+    Example:
+        >>> [is_number(value) for value in (3, 0.5, "3", True, float("nan"), 10**400)]
+        [True, True, False, False, False, False]
+    """
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _MOST
 
 
 def last_progress(events: Iterable[Event]) -> Progress | None:

@@ -98,6 +98,10 @@ def run(ctx: click.Context, **options: Any) -> None:
     SCRIPT is a Python file, -m MODULE, or -- COMMAND for any other program; all that follows it is passed to it.
     The output of the first process is shown, that of all goes to the logs. The exit code is 0 when all processes
     succeed, otherwise that of the first one that failed.
+
+    TensorFlow listens on all addresses of this machine, whatever --host says, and asks nobody for a password. Where
+    others can reach it, use a firewall, or a network of its own: unshare --net --map-root-user sh -c 'ip link set lo
+    up; exec tfdist run ...'. tfdist check warns of public addresses.
     """
     from tfdist.cluster.errors import ClusterError
     from tfdist.launch.run import run_local
@@ -183,6 +187,7 @@ def check(ctx: click.Context, timeout: float, no_tensorflow: bool) -> None:
 
     The processes find each other, and rank 0 prints who is there, what they run, latency and bandwidth between them,
     and whether TensorFlow sums up right. The last line is "ready", or the first thing to mend; the exit code then is 1.
+    It warns of hosts with public addresses, since TensorFlow asks nobody who connects for a password.
     """
     from tfdist.launch.check.check import check as run_check
 

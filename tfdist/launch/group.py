@@ -67,7 +67,7 @@ class ProcessGroup:
 
     def _with_progress(self, plan: ProcessPlan) -> ProcessPlan:
         file = self._progress_files.get(plan.name)
-        return dataclasses.replace(plan, env={**plan.env, VARIABLE: file.path}) if file else plan
+        return dataclasses.replace(plan, env={**plan.env, VARIABLE: file.value}) if file else plan
 
     def __enter__(self) -> ProcessGroup:
         try:
@@ -175,7 +175,7 @@ class ProcessGroup:
         size: os.terminal_size | None = self._terminal.size_inside(process.plan.name) if live else None
         process.start(size)
         self._started.append(process)
-        self._guardian.add(process.group)
+        self._guardian.add(process.group, process.plan.env.get("TFDIST_RUN_ID", ""))
         if process.output is not None:
             self._selector.register(process.output, selectors.EVENT_READ, process)
 
@@ -197,6 +197,8 @@ class ProcessGroup:
             if process.is_over:
                 self._guardian.remove(process.group)
                 self._read_rest(process)
+                if process.left_behind:
+                    self._terminal.message(process.left_behind)
         return ended
 
     def _read_available(self, process: Process) -> None:

@@ -1,7 +1,11 @@
 """A small process that kills what is left of a run when the launcher itself was killed and could not do so.
 
 The launcher is the only one that can write to the guardian's pipe. When the pipe ends although process groups are
-still registered, the launcher is gone, and the guardian kills them. This file is also what the guardian runs.
+still registered, the launcher is gone, and the guardian kills them, and then all processes with the run's id in their
+environment: helpers that have left the groups (setsid). Of those, two kinds remain: with another environment or another
+user; and, after a quick restart, copies of a worker (fork) that run no program of their own.
+
+This file is also what the guardian runs.
 """
 
 from __future__ import annotations
@@ -11,9 +15,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 
 _END_DEADLINE = 2.0
+_RUN = "TFDIST_RUN_ID"
+# A helper may just be starting another one.
+_SWEEPS, _PAUSE = 20, 0.05
 
 
 class Guardian:
@@ -35,6 +43,8 @@ class Guardian:
                 stdin=read_end,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
+                # Within another run, it has not to be swept away before it has done its work.
+                env={name: value for name, value in os.environ.items() if name != _RUN},
                 cwd="/",
                 start_new_session=True,
             )
@@ -45,9 +55,9 @@ class Guardian:
             os.close(read_end)
         return self
 
-    def add(self, group: int) -> None:
-        """Registers a process group that must not outlive the launcher."""
-        self._tell(f"+{group}\n")
+    def add(self, group: int, run: str = "") -> None:
+        """Registers a process group that must not outlive the launcher, and the id of the run that it belongs to."""
+        self._tell(f"+{group} {run}\n")
 
     def remove(self, group: int) -> None:
         """Says that a group has ended: its number may from now on belong to somebody else."""
@@ -64,33 +74,54 @@ class Guardian:
             self._process.wait(_END_DEADLINE)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_DEADLINE)
 
 
-def remaining_groups(messages: Iterable[str]) -> set[int]:
-    """The groups that are registered after all messages.
+def remaining_groups(messages: Iterable[str]) -> dict[int, str]:
+    """The groups that are registered after all messages, with the run of each; "" where it has no id.
 
     Example:
-        >>> remaining_groups(["+7", "+8", "-7"])
-        {8}
+        >>> remaining_groups(["+7 run", "+8 run", "-7"])
+        {8: 'run'}
     """
-    groups: set[int] = set()
+    groups: dict[int, str] = {}
     for message in messages:
-        group = int(message[1:])
+        group, _, run = message[1:].strip().partition(" ")
         if message[0] == "+":
-            groups.add(group)
+            groups[int(group)] = run
         else:
-            groups.discard(group)
+            groups.pop(int(group), None)
     return groups
+
+
+def kill_run(run: str) -> int:
+    """Kills all processes that have this id of a run in their environment, and says how many there were."""
+    found = 0
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        # Not ours, or ended meanwhile.
+        with contextlib.suppress(OSError):
+            with open(f"/proc/{name}/environ", "rb") as file:
+                if f"{_RUN}={run}".encode() not in file.read().split(b"\0"):
+                    continue
+            os.kill(int(name), signal.SIGKILL)
+            found += 1
+    return found
 
 
 def main() -> None:
     """The guardian: reads until the launcher closes the pipe or dies, then kills the groups that are left."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    for group in remaining_groups(sys.stdin):
+    groups = remaining_groups(sys.stdin)
+    for group in groups:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
+    for run in filter(None, set(groups.values())):
+        for _ in range(_SWEEPS):
+            if not kill_run(run):
+                break
+            time.sleep(_PAUSE)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import platform
 import re
@@ -90,6 +91,28 @@ def parse_nvidia_smi(listing: str) -> tuple[str, ...]:
         elif groups and (match := _MIG_LINE.match(line)):
             groups[-1].append(match.group(1))
     return tuple(name for gpu, *slices in groups for name in (slices or [gpu]))
+
+
+def public_addresses() -> tuple[str, ...]:
+    """The addresses of this machine at which anyone in the Internet could reach it, unless a firewall is in between."""
+    # Its import takes longer than everything else here.
+    import psutil
+
+    found = (address.address.partition("%")[0] for all_ in psutil.net_if_addrs().values() for address in all_)
+    return tuple(sorted({text for text in found if _is_public(text)}))
+
+
+def _is_public(text: str) -> bool:
+    """Whether this is an IP address that is neither private nor local.
+
+    Example:
+        >>> [_is_public(text) for text in ("8.8.8.8", "10.0.0.1", "127.0.0.1", "100.64.0.1", "2600::1", "00:16:3e:01")]
+        [True, False, False, False, True, False]
+    """
+    try:
+        return ipaddress.ip_address(text).is_global
+    except ValueError:
+        return False  # that of an Ethernet card, say
 
 
 def own_version() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
+from typing import BinaryIO
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -22,6 +24,7 @@ def spawn(
     env: Mapping[str, str] | None = None,
     folder: str | None = None,
     pass_fds: Sequence[int] = (),
+    stdin: bytes = b"",
     before_exec: Callable[[], None] | None = None,
 ) -> subprocess.Popen[bytes]:
     """Starts a program in a session of its own, away from this process' terminal.
@@ -32,6 +35,7 @@ def spawn(
         env: its whole environment; None = this process' own.
         folder: to work in; None = this process' own.
         pass_fds: file descriptors that it inherits.
+        stdin: all that it can read from its standard input.
         before_exec: runs between fork and exec; not where this process has several threads.
 
     Raises:
@@ -41,17 +45,27 @@ def spawn(
         >>> spawn(["true"], subprocess.DEVNULL).wait()
         0
     """
-    return subprocess.Popen(
-        command,
-        env=None if env is None else dict(env),
-        cwd=folder,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-        pass_fds=pass_fds,
-        preexec_fn=before_exec,
-    )
+    with contextlib.ExitStack() as stack:
+        source = stack.enter_context(_in_memory(stdin)) if stdin else subprocess.DEVNULL
+        return subprocess.Popen(
+            command,
+            env=None if env is None else dict(env),
+            cwd=folder,
+            stdin=source,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=pass_fds,
+            preexec_fn=before_exec,
+        )
+
+
+def _in_memory(content: bytes) -> BinaryIO:
+    """A file without a name, to be read from its beginning."""
+    file = open(os.memfd_create("tfdist-input"), "w+b")  # noqa: SIM115
+    file.write(content)
+    file.seek(0)
+    return file
 
 
 def die_with_parent(parent: int) -> Callable[[], None]:

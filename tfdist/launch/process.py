@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import pty
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -26,6 +27,9 @@ _TAIL_BYTES = 64 * 1024
 _CHUNK = 64 * 1024
 # How long helpers of a process that has ended (Python's resource tracker, say) may clean up before they are killed.
 _HELPERS_GRACE = 1.0
+# How long the kernel may take to end a process that was killed. One that waits for a disk, a network file system or a
+# GPU that does not answer (state D) ends only when that has answered.
+_KILL_SECONDS = 30.0
 # The states of a process that is gone, or of which only the exit code is left.
 _ENDED = ("", psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
@@ -64,7 +68,7 @@ def start_afresh(plan: ProcessPlan, output: int) -> subprocess.Popen[bytes]:
         if plan.cpus:
             os.sched_setaffinity(0, plan.cpus)
 
-    return spawn(plan.command, output, plan.env, before_exec=before_exec)
+    return spawn(plan.command, output, plan.env, stdin=plan.stdin, before_exec=before_exec)
 
 
 def start_unpinned(plan: ProcessPlan, output: int) -> subprocess.Popen[bytes]:
@@ -72,7 +76,7 @@ def start_unpinned(plan: ProcessPlan, output: int) -> subprocess.Popen[bytes]:
 
     So the program is not pinned to cores, and only the guardian ends it if this process is killed.
     """
-    return spawn(plan.command, output, plan.env)
+    return spawn(plan.command, output, plan.env, stdin=plan.stdin)
 
 
 class Process:
@@ -91,6 +95,7 @@ class Process:
         log_path: its log.
         status: its returncode as `subprocess` defines it; None while it runs.
         output: file descriptor to read from; None when there is nothing (more) to read.
+        left_behind: what to tell the user if it could not be ended; empty if it could.
     """
 
     def __init__(
@@ -103,6 +108,8 @@ class Process:
         self._start_program = start_program
         self._started_at = self._ended_at = 0.0
         self._reaped = False
+        self._killed_at: float | None = None
+        self.left_behind = ""
         self._log, self._log_start = _open_log(self.log_path, continues)
 
     def start(self, size: os.terminal_size | None) -> None:
@@ -171,11 +178,17 @@ class Process:
         if self.status is None:
             ended = os.waitid(os.P_PID, self.group, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is None:
-                return False
+                if self._is_stuck():
+                    self._leave_behind([self.group])
+                    self.status, self._ended_at = -signal.SIGKILL, time.monotonic()
+                return self.left_behind != ""
             self.status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
             self._ended_at = time.monotonic()
             return True
-        if not _has_other_members(self.group):
+        others = _other_members(self.group)
+        if not others or self._is_stuck():
+            if others:
+                self._leave_behind(others)
             self._reap()
         elif time.monotonic() - self._ended_at > _HELPERS_GRACE:
             self.kill()
@@ -197,6 +210,8 @@ class Process:
 
     def kill(self) -> None:
         """Kills the whole group."""
+        if self._killed_at is None:
+            self._killed_at = time.monotonic()
         self.signal(signal.SIGKILL)
 
     def resize(self, size: os.terminal_size) -> None:
@@ -219,6 +234,19 @@ class Process:
         self.close_output()
         self._log.close()
 
+    def _is_stuck(self) -> bool:
+        return self._killed_at is not None and time.monotonic() - self._killed_at > _KILL_SECONDS
+
+    def _leave_behind(self, pids: Sequence[int]) -> None:
+        """Waits no longer for processes that the kernel does not end."""
+        who = ", ".join(f"{pid} ({process_state(pid)}{_where(pid)})" for pid in pids)
+        self.left_behind = (
+            f"{self.plan.name}: process {who} has not ended {_KILL_SECONDS:g} s after SIGKILL, and is left behind. The "
+            "kernel ends it when what it waits for answers: a disk, a network file system, a GPU. It may still hold "
+            "memory and files"
+        )
+        self._reaped = True
+
     def _reap(self) -> None:
         self._program.wait()
         self._reaped = True
@@ -235,9 +263,9 @@ def process_state(pid: int) -> str:
 def _open_log(path: Path, continues: str) -> tuple[BinaryIO, int]:
     """Opens a log, which a restart continues, and says where this process's own part begins."""
     if not continues:
-        return open(path, "w+b", buffering=0), 0
+        return open(path, "w+b", buffering=0, opener=_no_link), 0
     path.parent.mkdir(parents=True, exist_ok=True)  # the program may have deleted it
-    log = open(path, "a+b", buffering=0)  # noqa: SIM115
+    log = open(path, "a+b", buffering=0, opener=_no_link)  # noqa: SIM115
     with contextlib.suppress(OSError):
         size = os.fstat(log.fileno()).st_size
         open_line = size > 0 and os.pread(log.fileno(), 1, size - 1) != b"\n"
@@ -245,13 +273,34 @@ def _open_log(path: Path, continues: str) -> tuple[BinaryIO, int]:
     return log, os.fstat(log.fileno()).st_size
 
 
-def _has_other_members(group: int) -> bool:
-    """Whether a process group has members besides its leader that are not zombies."""
+def _no_link(path: str, flags: int) -> int:
+    """In a folder that others can write to, a link in the place of a log would lead to a file that must not be lost."""
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        text = "is a link. Expected: a file, or none yet; remove the link, or choose another --log-dir"
+        raise OSError(errno.ELOOP, text, str(path)) from None
+
+
+def _other_members(group: int) -> list[int]:
+    """The members of a process group besides its leader that are not zombies."""
+    found = []
     for pid in psutil.pids():
         with contextlib.suppress(OSError):  # it has ended meanwhile
             if pid != group and os.getpgid(pid) == group and process_state(pid) not in _ENDED:
-                return True
-    return False
+                found.append(pid)
+    return found
+
+
+def _where(pid: int) -> str:
+    """In which function of the kernel a process waits, as far as we may know it."""
+    try:
+        function = Path("/proc", str(pid), "wchan").read_text().strip()
+    except OSError:
+        return ""
+    return f" in {function}" if function not in ("", "0") else ""
 
 
 def _open_terminal(size: os.terminal_size) -> tuple[int, int]:

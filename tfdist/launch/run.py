@@ -26,7 +26,6 @@ from tfdist.launch.run_plan import (
     PlanError,
     ProcessPlan,
     RunOptions,
-    default_log_dir,
     default_workers,
     plan_run,
     share_cpus,
@@ -36,6 +35,7 @@ from tfdist.launch.run_plan import (
 )
 from tfdist.launch.supervisor import ClusterRun, Patience
 from tfdist.launch.terminal import Terminal, hidden_lines
+from tfdist.log_folders import default_log_dir
 from tfdist.strategies.horovod import installation
 
 
@@ -99,14 +99,13 @@ def run_local(
     except ValueError as error:
         raise PlanError(str(error)) from None
     run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    folder = Path(
-        log_dir or default_log_dir(run_id, os.getcwd(), tempfile.gettempdir(), os.access(os.getcwd(), os.W_OK))
-    ).absolute()
+    folder = Path(log_dir or default_log_dir(run_id, os.getcwd(), tempfile.gettempdir())).absolute()
     shown_folder = _shortest(folder)
     show_all = output == "all"
     hidden = hidden_lines(show_all, {**os.environ, **env})
     if host_discovery:
-        elastic = ElasticOptions(command, fewest, most, host_discovery, interface, show_all, grace, max_restarts)
+        asked = (command, fewest, most, host_discovery, interface, show_all, grace, max_restarts)
+        elastic = ElasticOptions(*asked, frozenset(env))
         notices = check_hosts(elastic)
         folder.mkdir(parents=True, exist_ok=True)
         terminal = Terminal.standard(live="worker 0", env=os.environ, hidden=hidden)

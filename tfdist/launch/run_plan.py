@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -194,6 +193,7 @@ class ProcessPlan:
         shown: whether its output also goes to the terminal.
         serves: whether it only works for the first process: it reports no progress, and ends when that one has ended.
         is_replaceable: whether the others go on without it, and with another one in its place.
+        stdin: what it reads from its standard input.
     """
 
     job: str
@@ -204,6 +204,7 @@ class ProcessPlan:
     shown: bool = False
     serves: bool = False
     is_replaceable: bool = False
+    stdin: bytes = b""
 
     @property
     def name(self) -> str:
@@ -369,8 +370,3 @@ def runtime_defaults(pinned: int, usable: int, ps_cluster: bool) -> dict[str, st
     if pinned:
         defaults["TF_NUM_INTRAOP_THREADS"] = defaults["OMP_NUM_THREADS"] = str(pinned)
     return defaults
-
-
-def default_log_dir(run_id: str, cwd: str, temp_dir: str, writable: bool) -> str:
-    """Folder of the logs when the user names none: below the current folder where that can be written to."""
-    return os.path.join(cwd if writable else temp_dir, "tfdist-logs", run_id)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
 import os
 import time
@@ -18,12 +20,20 @@ STANDARD_OUTPUT = "-"
 Event = dict[str, Any]
 # Every line begins so.
 _BEGINNING = '{"time": '
+# The year 5138. The calendar of the C library ends somewhere.
+_LATEST = 1e11
 # This much of the end of a log is read for its last events: the log of a run of weeks is long.
 _TAIL_BYTES = 64 * 1024
+# How long to wait for the lock of the file, and between two attempts to get it. Whoever has it writes one line.
+_LOCK_SECONDS, _LOCK_PAUSE = 2.0, 0.005
 
 
 class EventLog:
     """Appends to the event log of a run. All processes write to the same file; each line arrives in one piece.
+
+    Also where the file is on NFS, and processes of several hosts write to it: there the end of the file is another one
+    on each host, unless it is asked for under a lock. Without locks (ENOLCK), or if another process keeps the lock for
+    seconds, a line is written without it: on NFS it may then replace another one.
 
     Args:
         folder: folder of the logs; None: events go nowhere.
@@ -36,6 +46,7 @@ class EventLog:
 
     def __init__(self, folder: str | None, name: str, path: str = "") -> None:
         self._path = path or (os.path.join(folder, FILE_NAME) if folder else None)
+        self._in_folder = not path
         self._name = name
 
     @classmethod
@@ -58,11 +69,27 @@ class EventLog:
             if self._path == STANDARD_OUTPUT:
                 os.write(1, line.encode())
                 return
-            descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+            # A file that the user names may be a link, such as /dev/stdout.
+            descriptor = os.open(self._path, flags | (os.O_NOFOLLOW if self._in_folder else 0), 0o666)
             try:
+                _lock(descriptor)
                 os.write(descriptor, line.encode())
             finally:
                 os.close(descriptor)
+
+
+def _lock(descriptor: int) -> None:
+    """Locks a file until it is closed; for a while others may keep it, and then, or without locks, it is not locked."""
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                return
+        time.sleep(_LOCK_PAUSE)
 
 
 def own_name() -> str:
@@ -134,9 +161,31 @@ def event_in(line: str) -> Event | None:
         return None
     try:
         event = json.loads(line[at:])
-    except ValueError:
+        return _printable(event) if _is_event(event) else None
+    except (ValueError, RecursionError):
         return None
-    return event if isinstance(event, dict) and "event" in event else None
+
+
+def _is_event(value: Any) -> bool:
+    """Whether a value has what all events have; others may have written to the file, or a disk may have lost a part."""
+    if not isinstance(value, dict):
+        return False
+    when = value.get("time")
+    timed = isinstance(when, (int, float)) and not isinstance(when, bool) and 0 <= when < _LATEST
+    return timed and isinstance(value.get("name"), str) and isinstance(value.get("event"), str)
+
+
+def _printable(value: Any) -> Any:
+    """The same without control characters, which could move the cursor of a terminal, or set its title."""
+    if isinstance(value, str):
+        return value if value.isprintable() else "".join(map(_shown, value))
+    if isinstance(value, dict):
+        return {_printable(key): _printable(one) for key, one in value.items()}
+    return list(map(_printable, value)) if isinstance(value, list) else value
+
+
+def _shown(character: str) -> str:
+    return character if character.isprintable() or character == "\n" else ascii(character)[1:-1]
 
 
 def without_event(line: bytes) -> bytes:

@@ -8,13 +8,16 @@ from __future__ import annotations
 import functools
 import mmap
 import os
+import secrets
 import struct
 import threading
 import time
 import zlib
 from dataclasses import dataclass
 
-# Names the file in the environment of a process that the launcher watches; empty or missing: nobody watches.
+# Names the memory in the environment of a process that the launcher watches; empty or missing: nobody watches. It may
+# outlive the launcher, whose process id, a part of this, may then be another program's: the memory is used only if it
+# has the random name that follows a colon.
 VARIABLE = "TFDIST_PROGRESS"
 
 # `fit` was called, its first step is not done.
@@ -79,13 +82,13 @@ class ProgressWriter:
 
     Example:
         >>> with ProgressFile() as file:
-        ...     ProgressWriter(file.path).report(TRAINING, 3)
+        ...     ProgressWriter(file.value).report(TRAINING, 3)
         ...     file.read().step
         3
     """
 
-    def __init__(self, path: str) -> None:
-        """Raises OSError or ValueError if there is no such file or it is not one made by `ProgressFile`."""
+    def __init__(self, value: str) -> None:
+        """Raises OSError or ValueError if `value` is not that of a `ProgressFile` that exists."""
         self.phase = ""
         self.step = 0
         self._reports = 0
@@ -93,8 +96,13 @@ class ProgressWriter:
         self._unclaimed_resumption: int | None = None
         # A background thread that saves may report, too.
         self._lock = threading.Lock()
-        descriptor = os.open(path, os.O_RDWR)
+        path, _, name = value.rpartition(":")
+        # Looked at before it is opened: to open a pipe or a device can have effects, and wait.
+        _check_name(path, name)
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
+            # And afterwards: the launcher may have ended in between.
+            _check_name(f"/proc/self/fd/{descriptor}", name)
             self._memory = mmap.mmap(descriptor, _SIZE)
         finally:
             os.close(descriptor)
@@ -146,7 +154,8 @@ class ProgressFile:
     """The launcher's side: the memory to which one process reports. It has no file name that could be left behind.
 
     Attributes:
-        path: value of the variable TFDIST_PROGRESS for the process; valid until `close`.
+        path: where it can be opened, until `close`.
+        value: value of the variable TFDIST_PROGRESS for the process.
 
     Example:
         >>> with ProgressFile() as file:
@@ -155,8 +164,10 @@ class ProgressFile:
     """
 
     def __init__(self) -> None:
-        self._descriptor = os.memfd_create("tfdist-progress")
+        name = f"tfdist-progress-{secrets.token_hex(8)}"
+        self._descriptor = os.memfd_create(name)
         self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        self.value = f"{self.path}:{name}"
         os.ftruncate(self._descriptor, _SIZE)
         self._memory = mmap.mmap(self._descriptor, _SIZE)
 
@@ -189,11 +200,16 @@ class ProgressFile:
 
 
 @functools.cache
-def _open(path: str) -> ProgressWriter | None:
+def _open(value: str) -> ProgressWriter | None:
     try:
-        return ProgressWriter(path) if path else None
+        return ProgressWriter(value) if value else None
     except (OSError, ValueError):
         return None  # the launcher that set the variable is gone, or is on another machine
+
+
+def _check_name(path: str, name: str) -> None:
+    if not name or os.readlink(path) != f"/memfd:{name} (deleted)":
+        raise ValueError(f"Received: {path}, which is not {name}. Expected: the memory of a launcher that still runs")
 
 
 def _record(slot: bytes) -> tuple | None:

@@ -17,7 +17,7 @@ def progress() -> Iterator[str]:
     yield from (f"phase {value}" for value in sorted(texts - {module.VARIABLE}))
     with module.ProgressFile() as file:
         with mock.patch("time.monotonic", return_value=2.5):
-            writer = module.ProgressWriter(file.path)
+            writer = module.ProgressWriter(file.value)
             writer.resumed(5)
             writer.report(module.TRAINING, 7)
         data = Path(file.path).read_bytes()

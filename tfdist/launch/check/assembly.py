@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from tfdist.cluster import ports, sockets
 from tfdist.cluster.barrier import meet
@@ -15,7 +15,7 @@ from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.errors import ClusterError
 from tfdist.cluster.key_value import KeyValueClient, KeyValueServer
 from tfdist.cluster.rendezvous.endpoints import host_name
-from tfdist.launch.machine import usable_cores, versions, visible_gpus
+from tfdist.launch.machine import public_addresses, usable_cores, versions, visible_gpus
 
 # With other versions of these, processes cannot train together, or would not compute the same.
 COMPARED = ("tfdist", "tensorflow", "keras", "python")
@@ -33,6 +33,7 @@ class Member:
         cores: how many cores it may use.
         gpus: how many GPUs it sees.
         versions: by name.
+        public: addresses of its host at which anyone in the Internet could reach it.
     """
 
     task: str
@@ -41,11 +42,30 @@ class Member:
     cores: int
     gpus: int
     versions: dict[str, str]
+    public: Sequence[str] = ()
 
     @classmethod
     def this_one(cls, task: str, address: str, env: Mapping[str, str]) -> Member:
         """This process."""
-        return cls(task, address, host_name(env), len(usable_cores()), len(visible_gpus(env)), versions())
+        found = (len(usable_cores()), len(visible_gpus(env)), versions(), public_addresses())
+        return cls(task, address, host_name(env), *found)
+
+
+def exposed(hosts: Mapping[str, Sequence[str]]) -> list[str]:
+    """A line for each host with public addresses: TensorFlow checks nobody who connects.
+
+    Example:
+        >>> exposed({"node-1": ["8.8.8.8"], "node-2": []})[0].partition(":")[0]
+        'node-1 has the public address 8.8.8.8'
+    """
+    return [
+        f"{host} has the public address {', '.join(addresses)}: TensorFlow listens on all addresses and asks nobody "
+        "for a password, so whoever reaches its ports can read and change the training, and run code. Expected: a "
+        "firewall that keeps others from ports 20000 to 32767, or those of TFDIST_PORTS; or, for `tfdist run`, a "
+        "network of its own: unshare --net --map-root-user sh -c 'ip link set lo up; exec tfdist run ...'"
+        for host, addresses in hosts.items()
+        if addresses
+    ]
 
 
 def differing_versions(members: list[Member]) -> list[str]:

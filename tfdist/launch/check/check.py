@@ -17,8 +17,10 @@ from tfdist.cluster import preflight, sockets
 from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.discovery import discover, find
 from tfdist.cluster.errors import ClusterError
-from tfdist.launch.check.assembly import COMPARED, Assembly, Member, assembled, differing_versions
+from tfdist.cluster.rendezvous.endpoints import host_name
+from tfdist.launch.check.assembly import COMPARED, Assembly, Member, assembled, differing_versions, exposed
 from tfdist.launch.check.network import EchoServer, Link, measure, partners
+from tfdist.launch.machine import public_addresses
 from tfdist.launch.run_plan import LOG_LEVEL, QUIET
 
 # Of larger jobs, one process of each host measures, on so many hosts.
@@ -47,6 +49,8 @@ def check(timeout: float, with_tensorflow: bool) -> int:
         found = find()
         if isinstance(found, ClusterConfig) and found.is_single_process:
             preflight.require(found)
+            for note in exposed({host_name(os.environ): public_addresses()}):
+                print(f"warning: {note}")
             print(f"ready: one process ({found.source}). For several, start this as the training: `srun tfdist check`")
             return 0
         # First of all: a process that fails later has said which rank it is.
@@ -85,6 +89,8 @@ def _check(config: ClusterConfig, assembly: Assembly, with_tensorflow: bool) -> 
         if assembly.rank == 0:
             problems += _wrong_sums(assembly)
     if assembly.rank == 0:
+        for note in exposed({member.host: member.public for member in assembly.members}):
+            print(f"warning: {note}")
         for problem in problems[1:]:
             print(f"also: {problem}")
         print(f"not ready: {problems[0]}" if problems else "ready", flush=True)

@@ -35,7 +35,8 @@ from tfdist.launch.drill.trial import Interrupted, Trial, TrialError
 from tfdist.launch.failure import exit_code
 from tfdist.launch.guardian import Guardian
 from tfdist.launch.operating_system import SignalInbox
-from tfdist.launch.run_plan import PlanError, default_log_dir
+from tfdist.launch.run_plan import PlanError
+from tfdist.log_folders import default_log_dir
 from tfdist.supervision.events import Event, of_kind
 from tfdist.supervision.exit_codes import PREEMPTED
 
@@ -107,8 +108,7 @@ def run_drill(target: Target, options: DrillOptions, as_json: bool) -> int:
     except ValueError as error:
         raise PlanError(str(error)) from None
     now = f"drill-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    writable = os.access(os.getcwd(), os.W_OK)
-    folder = Path(options.log_dir or default_log_dir(now, os.getcwd(), tempfile.gettempdir(), writable))
+    folder = Path(options.log_dir or default_log_dir(now, os.getcwd(), tempfile.gettempdir()))
     messages = Console(stderr=True, highlight=False)
     with SignalInbox() as inbox, Guardian() as guardian:
         drill = Drill(target.typed, options, folder.absolute(), guardian, inbox, messages)

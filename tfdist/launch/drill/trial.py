@@ -178,7 +178,9 @@ class Trial:
             except subprocess.TimeoutExpired:
                 # Its guardian then ends what it has started.
                 self._process.kill()
-                self._process.wait()
+                # It cannot be waited for while it waits for a disk that does not answer (state D).
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(_END_DEADLINE)
         self._guardian.remove(self._process.pid)
         end = time.monotonic() + _END_DEADLINE
         while any(map(_exists, self.processes.values())) and time.monotonic() < end:

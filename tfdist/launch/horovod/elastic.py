@@ -5,18 +5,14 @@ To be imported once Horovod is known to be there.
 
 from __future__ import annotations
 
-import os
 import queue
-import shlex
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from horovod.runner.common.util.env import is_exportable
 from horovod.runner.util import network
-from horovod.runner.util.remote import get_remote_command
 
 from tfdist.launch.attempt import FAILURE_GRACE, Attempt, Ending
 from tfdist.launch.failure import Failure, choose, counted, exit_code
@@ -24,6 +20,7 @@ from tfdist.launch.group import ProcessGroup
 from tfdist.launch.guardian import Guardian
 from tfdist.launch.horovod.driver import Driver, Order, QuietHorovod
 from tfdist.launch.horovod.options import ElasticOptions
+from tfdist.launch.horovod.remote import over_there
 from tfdist.launch.operating_system import SignalInbox
 from tfdist.launch.process import Process, start_unpinned
 from tfdist.launch.restarts import GiveUp, Incident, Restart, RestartPolicy
@@ -122,6 +119,7 @@ class ElasticAttempt(Attempt):
     ) -> None:
         super().__init__(group, inbox, terminal, grace, decide, on_progress)
         self._driver, self._fewest, self._command, self._env = driver, options.fewest, options.command, env
+        self._chosen = options.chosen
         self._orders: dict[Process, Order] = {}
         # Those that Horovod does not want any more.
         self._unwanted_until: dict[Process, float] = {}
@@ -154,11 +152,13 @@ class ElasticAttempt(Attempt):
                 order.end(1)
                 continue
             env = {**self._env, **order.env}
-            command = self._command if is_here(order.host) else over_there(self._command, order.host, env)
+            command, variables = self._command, b""
+            if not is_here(order.host):
+                command, variables = over_there(command, order.host, env, self._chosen)
             taken = {process.plan.index for process in self._orders}
             index = order.rank if order.rank not in taken else max(taken) + 1
             try:
-                process = self._group.add(ProcessPlan("worker", index, command, env, shown=True))
+                process = self._group.add(ProcessPlan("worker", index, command, env, shown=True, stdin=variables))
             except OSError:
                 order.end(1)
                 raise
@@ -270,10 +270,3 @@ def is_here(host: str) -> bool:
         True
     """
     return network.resolve_host_address(host) in network.get_local_host_addresses()
-
-
-def over_there(command: Sequence[str], host: str, env: Mapping[str, str]) -> tuple[str, ...]:
-    """The argument vector that runs a command on another host, in the same folder, as Horovod does."""
-    variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in env.items() if is_exportable(name))
-    there = f"cd {shlex.quote(os.getcwd())} > /dev/null 2>&1 ; env {variables} {shlex.join(command)}"
-    return ("/bin/sh", "-c", get_remote_command(shlex.quote(there), host=host))

@@ -13,7 +13,7 @@ from tfdist.cluster.variables import HOROVOD, TRANSPORT_VARIABLE
 from tfdist.launch.machine import Machine
 from tfdist.launch.run_plan import OF_CLUSTER, PlanError, runtime_defaults
 
-_LINE = re.compile(r"(?P<host>[^\s:]+):(?P<slots>\d+)")
+_LINE = re.compile(r"(?P<host>[^\s:-][^\s:]*):(?P<slots>\d+)")
 _SECONDS = 60.0
 _SHOWN = 200
 _OF_HOSTS = "the program says how many processes a host has, which share its cores and take its GPUs in turn"
@@ -44,6 +44,7 @@ class ElasticOptions:
         show_all: whether the output of all processes is shown.
         grace: seconds between a signal that is passed on and SIGKILL.
         max_restarts: how often to start anew when too few processes are left.
+        chosen: names of the variables that the user has set by --env; they go to other hosts, too.
     """
 
     command: tuple[str, ...]
@@ -54,6 +55,7 @@ class ElasticOptions:
     show_all: bool
     grace: float
     max_restarts: int
+    chosen: frozenset[str] = frozenset()
 
 
 def check_options(given: Collection[str], has_range: bool) -> None:

@@ -36,7 +36,7 @@ from tfdist.launch.run_plan import ProcessPlan
 from tfdist.launch.warm.preloaded import shared_part
 
 _PROGRAM = os.path.join(os.path.dirname(os.path.abspath(__file__)), "zygote_program.py")
-_SPAWN_DEADLINE = 5.0
+_SPAWN_DEADLINE, _END_DEADLINE = 5.0, 10.0
 # Programs that train sooner than this have not imported TensorFlow: there is nothing to gain.
 _WORTHWHILE = 2.0
 _LONGEST_WAIT = 10.0
@@ -206,7 +206,9 @@ class Zygote:
         """Ends the zygote; its workers live on."""
         self._connection.close()
         self._process.kill()
-        self._process.wait()
+        # It cannot be waited for while it waits for a disk that does not answer (state D).
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_DEADLINE)
 
 
 def can_fork(command: Sequence[str]) -> bool:

@@ -1,0 +1,101 @@
+"""Where logs go by default: to no folder, and through no link, that another user could have made."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tfdist.launch.process import Process
+from tfdist.launch.run_plan import ProcessPlan
+from tfdist.log_folders import default_log_dir
+from tfdist.supervision.events import EventLog
+
+STRANGER = 12345
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of other users")
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    """A folder as /tmp is."""
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    return folder
+
+
+@pytest.fixture
+def not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    folder = tmp_path / "elsewhere"
+    folder.mkdir(mode=0o555)
+    # Root may write everywhere.
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != folder and access(path, mode))
+    yield folder
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_below_the_current_folder(tmp_path: Path) -> None:
+    assert default_log_dir("run", str(tmp_path), "/tmp") == tmp_path / "tfdist-logs" / "run"
+    (tmp_path / "tfdist-logs").symlink_to(tmp_path)
+    assert default_log_dir("run", str(tmp_path), "/tmp") == tmp_path / "tfdist-logs" / "run"
+
+
+def test_where_the_current_folder_cannot_be_written_to(not_writable: Path, shared: Path) -> None:
+    folder = default_log_dir("run", str(not_writable), str(shared))
+    assert folder == shared / f"tfdist-logs-{os.geteuid()}" / "run"
+    assert mode_of(folder.parent) == 0o700
+    folder.parent.chmod(0o777)
+    assert default_log_dir("other", str(not_writable), str(shared)).parent == folder.parent
+    assert mode_of(folder.parent) == 0o700
+
+
+@pytest.mark.parametrize("planted", ["link", "file", pytest.param("stranger", marks=needs_root)])
+def test_what_somebody_has_planted_is_not_used(not_writable: Path, shared: Path, tmp_path: Path, planted: str) -> None:
+    own = shared / f"tfdist-logs-{os.geteuid()}"
+    if planted == "link":
+        (tmp_path / "target").mkdir()
+        own.symlink_to(tmp_path / "target")
+    elif planted == "file":
+        own.touch()
+    else:
+        own.mkdir()
+        os.chown(own, STRANGER, STRANGER)
+    folder = default_log_dir("run", str(not_writable), str(shared))
+    assert folder.parent != own and folder.parent.name.startswith(own.name + "-")
+    assert folder.parent.parent == shared and mode_of(folder.parent) == 0o700
+    assert folder.parent.stat().st_uid == os.geteuid() and not folder.parent.is_symlink()
+
+
+def test_in_a_folder_of_all_users_the_logs_are_ones_own(shared: Path, tmp_path: Path) -> None:
+    folder = default_log_dir("run", str(shared), str(tmp_path))
+    assert folder == shared / "tfdist-logs" / "run" and not mode_of(folder.parent) & 0o022
+    folder.parent.chmod(0o777)
+    assert default_log_dir("run", str(shared), str(tmp_path)) == folder and not mode_of(folder.parent) & 0o022
+
+
+@needs_root
+def test_the_second_user_of_a_folder_of_all_users(shared: Path, tmp_path: Path) -> None:
+    (shared / "tfdist-logs").mkdir()
+    os.chown(shared / "tfdist-logs", STRANGER, STRANGER)
+    assert default_log_dir("run", str(shared), str(tmp_path)).parent == tmp_path / f"tfdist-logs-{os.geteuid()}"
+
+
+def test_a_log_and_events_follow_no_link(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.write_text("precious")
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    for name in ("worker-0.log", "events.jsonl"):
+        (logs / name).symlink_to(mine)
+    for continues in ("", "restart 1"):
+        with pytest.raises(OSError, match="is a link"):
+            Process(ProcessPlan("worker", 0, ("true",), {}), logs, continues)
+    EventLog(str(logs), "worker 0").write("saved", step=1)
+    assert mine.read_text() == "precious"
