@@ -125,17 +125,22 @@ class Reception(Generic[Said]):
             problems.append(f"{self._listener.dropped} connections that said nothing")
         return "".join(f"; turned away: {problem}" for problem in problems)
 
-    def farewell(self, seconds: float) -> None:
-        """Waits until all have taken what they were told, and have left.
+    def farewell(self, seconds: float, to_all: bool = False) -> None:
+        """Waits until those who are present have taken what they were told, and have left.
 
         The port stays taken at the end of a connection that closes first. Whoever has not left is sent away.
+
+        Args:
+            seconds: How long to wait.
+            to_all: Whether to wait for those as well who were not let in.
         """
         deadline = time.monotonic() + seconds
+        whom = self.guests if to_all else self.present
         while (left := deadline - time.monotonic()) > 0:
             with self.changed:
                 pending = [guest.connection for guest in self.guests if guest.connection.pending]
                 if not pending:
-                    self.changed.wait_for(lambda: not self.guests, left)
+                    self.changed.wait_for(lambda: not whom, left)
                     break
             connections.drain(pending, time.monotonic() + min(left, _FLUSH_SECONDS))
         with self.changed:

@@ -164,7 +164,7 @@ class Chief(Reception[dict]):
                 said = {"go": pack(infos)}
             self.stop_listening()  # whoever comes now is too late, and sees it at once
             self.tell(self.guests, said)
-        self.farewell(_FAREWELL_SECONDS)
+        self.farewell(_FAREWELL_SECONDS, to_all=bool(self._problems))
         if error:
             raise error
         return infos

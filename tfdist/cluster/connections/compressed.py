@@ -10,7 +10,7 @@ import zlib
 
 def pack(value: object) -> str:
     """JSON, compressed, as text."""
-    return base64.b85encode(zlib.compress(json.dumps(value).encode())).decode()
+    return base64.b64encode(zlib.compress(json.dumps(value).encode())).decode()
 
 
 def unpack(text: object, most: int) -> dict:
@@ -29,7 +29,7 @@ def unpack(text: object, most: int) -> dict:
     """
     try:
         reader = zlib.decompressobj()
-        value = json.loads(reader.decompress(base64.b85decode(str(text)), most))
+        value = json.loads(reader.decompress(base64.b64decode(str(text)), most))
     except (ValueError, RecursionError, binascii.Error, zlib.error):
         value = None
     if not isinstance(value, dict):
