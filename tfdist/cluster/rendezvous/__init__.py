@@ -126,13 +126,27 @@ def _attend(membership: Membership, own: Registration, timeout: float, env: Mapp
                 raise
         return server.meet(deadline - time.monotonic())
     if channel is not None:
-        told = json.loads(channel.hear(deadline - time.monotonic()))
         # Both hosts are in the network of one of these addresses.
-        hosts, meeting_ports, secret = told["hosts"], [told["port"]], bytes.fromhex(told["secret"])
+        hosts, meeting_ports, secret = _told(channel.hear(deadline - time.monotonic()))
     else:
         hosts = [slurm.address_of(host) if "SLURM_JOB_ID" in env else host]
     met_at = list(itertools.product(hosts, meeting_ports))
     return attend(own, met_at, secret, deadline - time.monotonic(), endpoints.name_of(membership, env))
+
+
+def _told(text: str) -> tuple[list[str], list[int], bytes]:
+    """What rank 0 has told through a channel: its hosts, its port, and the secret."""
+    try:
+        told = json.loads(text)
+        hosts, port, secret = told["hosts"], told["port"], bytes.fromhex(told["secret"])
+        if not isinstance(port, int) or not 0 < port < 65536 or not all(isinstance(host, str) for host in hosts):
+            raise ValueError
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise ClusterError(
+            f"Received: {cleaned(text, 200)!r} from the launcher. Expected: where rank 0 is. See what rank 0 has "
+            "printed; set TFDIST_MEETING to its host if the launcher does not pass it on"
+        ) from None
+    return hosts, [port], secret
 
 
 def _same_place(address: str) -> ports.Reservation:
