@@ -22,6 +22,7 @@ class Texts:
     def __init__(self):
         self._texts: dict[str, str] = {}
         self._changed = threading.Condition()
+        self.reads = 0
 
     def set(self, name: str, text: str) -> None:
         self.decide(name, text)
@@ -31,7 +32,12 @@ class Texts:
             self._changed.notify_all()
             return self._texts.setdefault(name, text)
 
+    def delete(self, name: str) -> None:
+        with self._changed:
+            self._texts.pop(name, None)
+
     def get(self, name: str, seconds: float, of: int | None = None) -> str | None:
+        self.reads += 1
         with self._changed:
             self._changed.wait_for(lambda: name in self._texts, seconds)
             return self._texts.get(name)
@@ -124,3 +130,47 @@ def test_what_a_process_did_last_is_found_after_its_end(name: str, expected: str
     else:
         with pytest.raises(ProcessGoneError, match=expected):
             chief.hear("step/1/1", 1, "take a step")
+
+
+def test_an_exchange_takes_two_reads_a_process_and_leaves_nothing_behind():
+    store, size, times = Texts(), 8, 50
+    everyone = [Peers([f"worker {rank}" for rank in range(size)], rank, 60, store) for rank in range(size)]
+
+    def exchange(own: Peers) -> list:
+        topics = [topic for _ in range(times) for topic in ("stop", "files")]
+        return [own.gather(topic, [own.rank, number], "train") for number, topic in enumerate(topics)]
+
+    with ThreadPoolExecutor(size) as pool:
+        results = list(pool.map(exchange, everyone))
+    assert results == [[[[rank, number] for rank in range(size)] for number in range(2 * times)]] * size
+    # Rank 0 reads what each of the others tells, and each of those what it has collected.
+    assert store.reads <= 2 * times * 2 * (size - 1) * 1.2
+    kept = [name for name in store._texts if not name.startswith("tfdist/waits/")]
+    assert sorted(kept) == [f"tfdist/files/{times}/all", f"tfdist/stop/{times}/all"]
+    assert all(len(own._told) < 10 for own in everyone)
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_all_are_told_who_has_not_come(gone: bool):
+    store, names = Texts(), ["chief", "worker 1", "worker 2", "worker 3"]
+    everyone = [Peers(names, rank, 1.0, store, is_gone=lambda rank: gone and rank == 2) for rank in (0, 1, 3)]
+    with ThreadPoolExecutor(3) as pool:
+        futures = [pool.submit(own.gather, "stop", 1, "train") for own in everyone]
+        failures = [future.exception(20) for future in futures]
+    assert len({str(failure) for failure in failures}) == 1
+    assert [type(failure) for failure in failures] == [ProcessGoneError if gone else PeerTimeoutError] * 3
+    assert "chief waited " in str(failures[0]) and "for worker 2 to train, and " in str(failures[0])
+
+
+def test_who_waited_for_an_exchange_that_is_over_is_not_taken_to_wait():
+    """Its wait of long ago is the last that others have heard of."""
+    store = Texts()
+    with ThreadPoolExecutor(2) as pool:
+        chief, worker = Peers(NAMES, 0, 60, store), Peers(NAMES, 1, 60, store)
+        early = pool.submit(worker.gather, "stop", 1, "train")
+        time.sleep(0.5)  # it says that it waits
+        assert chief.gather("stop", 0, "train") == early.result() == [0, 1]
+        late = pool.submit(chief.gather, "stop", 0, "train")
+        time.sleep(0.5)
+        assert not late.done()
+        assert worker.gather("stop", 1, "train") == late.result() == [0, 1]

@@ -17,13 +17,13 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 
 import pytest
 
 from tfdist.cluster import ClusterConfig, ClusterError, connections, ports
 from tfdist.cluster.barrier import chief, meet, messages
 from tfdist.cluster.barrier.messages import BarrierTimeoutError, JobUnderWayError
+from tfdist.cluster.connections import Connection
 from tfdist.cluster.reception import Guest
 
 DEADLINE = 15.0
@@ -394,8 +394,8 @@ def test_values_that_must_agree(cluster: ClusterConfig) -> None:
 
 def test_another_version_of_the_barrier() -> None:
     own = messages.hello(ClusterConfig({"worker": ["a:1", "b:1"]}), {}, 0)
-    (problem,) = messages.disagreements(own, {**own, "task": "worker 1", "version": 2, "fingerprint": "x"})
-    assert "different versions of tfdist (version 1 and 2 of the barrier); install the same one" in problem
+    (problem,) = messages.disagreements(own, {**own, "task": "worker 1", "version": 1, "fingerprint": "x"})
+    assert "different versions of tfdist (version 2 and 1 of the barrier); install the same one" in problem
 
 
 @pytest.mark.parametrize(
@@ -442,7 +442,7 @@ def test_a_silent_stranger_is_dropped(monkeypatch: pytest.MonkeyPatch, cluster: 
     def silent() -> dict:
         with _chief_socket(cluster) as connection:
             connection.settimeout(5)
-            assert connection.recv(1000) == _framed(b'{"roll_call": 1}')
+            assert connection.recv(1000) == _framed(b'{"roll_call": 2, "token": false}')
             started = time.monotonic()
             with pytest.raises(ConnectionResetError):
                 connection.recv(1000)
@@ -507,7 +507,7 @@ def test_whoever_has_died_is_in_nobodys_way(monkeypatch: pytest.MonkeyPatch, clu
     with ThreadPoolExecutor(max_workers=2) as pool:
         # One whose introduction is read only when its successor is there.
         with connections.framed(_chief_socket(two)) as dying:
-            assert connections.receive(dying) == messages.banner()
+            assert connections.receive(dying) == messages.banner(has_secret=False)
             connections.send(dying, messages.hello(_of(two, 1), {}, 1))
             _until(lambda: guests)
         # One that was let in, and whose end nobody has noticed.
@@ -529,7 +529,7 @@ def test_a_chief_that_dies_is_named(cluster: ClusterConfig) -> None:
         with ThreadPoolExecutor(max_workers=1) as pool:
             worker = pool.submit(_meet(cluster, 1, timeout=1.0))
             connection = connections.framed(dying.accept()[0])
-            connections.send(connection, messages.banner())
+            connections.send(connection, messages.banner(has_secret=False))
             connections.send(connection, {"waiting": ["worker 2 (x:1)"]})
             time.sleep(0.2)
             connection.close()

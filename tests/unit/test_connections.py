@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
+import json
 import os
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection
 
 import pytest
 
 from tfdist.cluster import reception, sockets
-from tfdist.cluster.connections import Listener, UnreachedError, authenticate, framed, keep_trying, receive
+from tfdist.cluster.connections import (
+    Connection,
+    Listener,
+    UnreachedError,
+    authenticate,
+    framed,
+    keep_trying,
+    receive,
+    send,
+)
 
-# A challenge, then a welcome for whatever is answered, then an answer that is made up: the best that somebody can do
-# who does not know the secret, whatever order the other end asks for.
-GUESSED = (b"#CHALLENGE#{sha256}" + os.urandom(20), b"#WELCOME#", b"{sha256}" + os.urandom(32))
+# The best that somebody can do who does not know the secret, whatever order the other end asks for.
+GUESSED = [json.dumps({"tfdist": 2, "challenge": "0" * 64, "proof": "1" * 64}).encode()] * 2
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["by the server", "by the client"])
 def test_who_does_not_know_the_secret_is_refused(first: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        stranger = Connection(socket.create_connection(listening.getsockname()).detach())
+        stranger = framed(socket.create_connection(listening.getsockname()))
         accepted, _ = listening.accept()
     with stranger:
         for message in GUESSED:
@@ -82,27 +92,50 @@ def test_a_listener_outlives_a_lack_of_threads(monkeypatch: pytest.MonkeyPatch) 
     listener.close()
 
 
-def test_who_takes_no_message_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next message would land within one that was sent in part."""
-    monkeypatch.setattr(reception, "_SEND_SECONDS", 0.5)
+class Meeting(reception.Reception[None]):
+    """Whoever says its rank is let in."""
 
-    class Meeting(reception.Reception[None]):
-        def introduction(self, connection: Connection) -> tuple[int, None]:
-            return 1, None
+    def introduction(self, connection: Connection) -> tuple[int, None]:
+        return int(receive(connection, 100, time.monotonic() + 10.0)["rank"]), None
 
-        def admit(self, guest: reception.Guest[None]) -> None:
-            self.present[guest.rank] = guest
+    def admit(self, guest: reception.Guest[None]) -> None:
+        self.present[guest.rank] = guest
 
-    meeting = Meeting(sockets.bind_everywhere(0, reuse=False), 2, "test")
-    with socket.create_connection(("127.0.0.1", meeting.port)):
+
+@contextlib.contextmanager
+def _meeting(size: int) -> Iterator[Meeting]:
+    meeting = Meeting(sockets.bind_everywhere(0, reuse=False), size, "test")
+    try:
+        yield meeting
+    finally:
+        meeting.end()
+
+
+def _guest(meeting: Meeting, rank: int, host: str = "127.0.0.1") -> Connection:
+    guest = framed(socket.create_connection((host, meeting.port), timeout=10))
+    send(guest, {"rank": rank})
+    return guest
+
+
+def test_who_takes_no_message_is_in_nobodys_way() -> None:
+    with _meeting(3) as meeting, _guest(meeting, 1) as stalled, _guest(meeting, 2) as other:
         with meeting.changed:
-            assert meeting.changed.wait_for(lambda: meeting.present, 10.0)
-            meeting.tell(meeting.present.values(), {"much": "x" * 50_000_000})
-            assert meeting.present == {}
-            assert list(meeting.left_at) == [1]
-        meeting.wait_until_left(10.0)
-        assert meeting.guests == set()
-    meeting.end()
+            assert meeting.changed.wait_for(lambda: meeting.all_present, 10.0)
+            began = time.monotonic()
+            meeting.tell(meeting.present.values(), {"much": "x" * 20_000_000})
+            assert time.monotonic() - began < 4.0  # nobody takes it yet
+            news = len(meeting.present[1].connection._unsent)
+            meeting.tell(meeting.present.values(), {"news": 1}, is_news=True)
+            assert len(meeting.present[1].connection._unsent) == news  # it can do without
+        told: list[dict] = []
+        reader = threading.Thread(target=lambda: told.append(receive(other)) or other.close())
+        reader.start()
+        meeting.farewell(4.0)
+        reader.join(10.0)
+        assert len(told[0]["much"]) == 20_000_000
+        with meeting.changed:
+            assert meeting.changed.wait_for(lambda: not meeting.guests, 10.0), "the stalled one is sent away"
+        assert stalled.socket.fileno() >= 0
 
 
 def test_the_end_of_a_listener_frees_its_port() -> None:

@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from tfdist.cluster import connections, key_value
+from tfdist.cluster import key_value
+from tfdist.cluster.connections import handshake
 from tfdist.cluster.key_value import KeyValueClient, KeyValueServer, ProcessGoneError
 
 TOKEN = b"of this job"
@@ -71,7 +72,7 @@ def test_strangers_are_left_alone(server):
 
 def test_a_server_that_does_not_answer(monkeypatch):
     monkeypatch.setattr(key_value, "_ANSWER_SECONDS", 0.3)
-    monkeypatch.setattr(connections, "_HANDSHAKE_SECONDS", 1)
+    monkeypatch.setattr(handshake, "SECONDS", 1.0)
     with socket.create_server(("localhost", 0)) as silent:
         began = time.monotonic()
         with pytest.raises(ConnectionError, match="does not speak to this job"):

@@ -1,7 +1,7 @@
 """A key-value store: texts that one process of a job keeps for all, where TensorFlow has no coordination service.
 
-Messages are JSON, one array a message, framed and authenticated by `multiprocessing.connection`; nothing that comes
-from the network is ever unpickled.
+Messages are JSON, one array a message. Both ends have proved that they know the secret, and each message has a code
+that nobody else can make (see connections/); nothing that comes from the network is ever unpickled.
 
 client                        server
 ["join", 1]              -->               it is rank 1, which is gone when this connection ends
@@ -12,6 +12,8 @@ client                        server
                          <--  [text], [null] or []
 ["decide", name, text]   -->               keeps the text, unless there is one of that name
                          <--  [text]       the one that is kept
+["delete", name, ""]     -->               nobody needs it any more
+                         <--  [true]
 """
 
 from __future__ import annotations
@@ -21,13 +23,25 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing import AuthenticationError
 
 from tfdist.cluster import sockets
-from tfdist.cluster.connections import ENDS, Listener, UnreachedError, authenticate, framed, keep_trying, send
+from tfdist.cluster.connections import (
+    ENDS,
+    Connection,
+    Listener,
+    UnreachedError,
+    authenticate,
+    framed,
+    keep_trying,
+    send,
+)
 
 # How long an answer may take, apart from the wait that was asked for: the server only looks it up.
 _ANSWER_SECONDS = 20.0
+_LARGEST_JOIN = 1024
+# More than any wait here; a lock accepts no more than `threading.TIMEOUT_MAX`.
+_LONGEST_WAIT = 1e6
 
 
 class ProcessGoneError(ConnectionError):
@@ -39,6 +53,8 @@ class KeyValueServer:
 
     Args:
         token: A secret that the clients know, too.
+        size: How many processes there are, this one included; it stops listening when all have joined. By default it
+            listens until it is closed.
 
     Attributes:
         port: Where it listens, on every interface.
@@ -52,13 +68,13 @@ class KeyValueServer:
         'hello'
     """
 
-    def __init__(self, token: bytes):
-        self._token = token
+    def __init__(self, token: bytes, size: int | None = None):
+        self._token, self._size = token, size
         self._texts: dict[str, str] = {}
         self._joined: set[int] = set()
         self._gone: set[int] = set()
         self._changed = threading.Condition()
-        self._listener = Listener(sockets.bind_everywhere(0, reuse=False), self._serve, "tfdist-key-value")
+        self._listener = Listener(sockets.bind_everywhere(0, reuse=False), self._serve, "tfdist-key-value", size or 0)
         self.port: int = self._listener.port
 
     def set(self, name: str, text: str) -> None:
@@ -71,6 +87,11 @@ class KeyValueServer:
         """Keeps a text, unless there is one of that name; returns the one that is kept, the same to all who ask."""
         with self._changed:
             return self._texts.setdefault(name, text)
+
+    def delete(self, name: str) -> None:
+        """Forgets a text, if there is one of that name."""
+        with self._changed:
+            self._texts.pop(name, None)
 
     def get(self, name: str, seconds: float, of: int | None = None) -> str | None:
         """Waits for a text of that name, which rank `of` sets; `None` if there is none within `seconds`.
@@ -101,13 +122,17 @@ class KeyValueServer:
 
     def _serve(self, connection: Connection) -> None:
         authenticate(connection, self._token, first=True)
-        _, rank = json.loads(connection.recv_bytes())
+        verb, rank = _array(connection.recv_bytes(_LARGEST_JOIN, time.monotonic() + _ANSWER_SECONDS), 2)
+        if verb != "join" or type(rank) is not int:
+            raise ValueError(f"received {verb!r}, expected to hear which rank joins")
         self._note(self._joined.add, rank)
         self._note(self._gone.discard, rank)
+        if self._size is not None and len(self._joined - {0}) >= self._size - 1:
+            self._listener.close()
         send(connection, [True])
         try:
             while True:
-                send(connection, self._answer(*json.loads(connection.recv_bytes())))
+                send(connection, self._answer(_array(connection.recv_bytes(), 3, 4)))
         finally:
             self._note(self._gone.add, rank)
 
@@ -116,16 +141,39 @@ class KeyValueServer:
             change(rank)
             self._changed.notify_all()
 
-    def _answer(self, verb: str, name: str, value: str | float, of: int | None = None) -> list:
+    def _answer(self, message: list) -> list:
+        verb, name, value, of = (*message, None)[:4]
+        if not isinstance(name, str):
+            raise ValueError(f"received {name!r}, expected the name of a text")
         if verb == "set":
             self.set(name, str(value))
             return [True]
         if verb == "decide":
             return [self.decide(name, str(value))]
+        if verb == "delete":
+            self.delete(name)
+            return [True]
+        if verb != "get" or not isinstance(value, int | float) or not (of is None or isinstance(of, int)):
+            raise ValueError(f"received {verb!r}, expected set, get, decide or delete")
         try:
-            return [self.get(name, float(value), of)]
+            return [self.get(name, max(0.0, min(float(value), _LONGEST_WAIT)), of)]
         except ProcessGoneError:
             return []
+
+
+def _array(text: bytes, *lengths: int) -> list:
+    """The JSON array of one of these lengths that a text is.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        found = None
+    if not isinstance(found, list) or len(found) not in lengths:
+        raise ValueError(f"received {text[:50]!r}, expected a JSON array of {' or '.join(map(str, lengths))} values")
+    return found
 
 
 class KeyValueClient:
@@ -167,6 +215,10 @@ class KeyValueClient:
         """As `KeyValueServer.decide`."""
         return self._ask(0.0, "decide", name, text)[0]
 
+    def delete(self, name: str) -> None:
+        """As `KeyValueServer.delete`."""
+        self._ask(0.0, "delete", name, "")
+
     def get(self, name: str, seconds: float, of: int | None = None) -> str | None:
         """As `KeyValueServer.get`."""
         answer = self._ask(seconds, "get", name, seconds, of)
@@ -181,10 +233,16 @@ class KeyValueClient:
     def _ask(self, patience: float, *message: str | float | None) -> list:
         try:
             with self._lock:
-                send(self._connection, message)
-                if self._connection.poll(patience + _ANSWER_SECONDS):
-                    return json.loads(self._connection.recv_bytes())
+                deadline = time.monotonic() + patience + _ANSWER_SECONDS
+                send(self._connection, message, deadline)
+                if self._connection.poll(deadline - time.monotonic()):
+                    return json.loads(self._connection.recv_bytes(deadline=deadline))
                 self._connection.close()  # what it says later would be taken for another answer
+        except TimeoutError:
+            self._connection.close()
         except (OSError, EOFError):
             raise ConnectionError(f"the process that keeps the messages of this job, {self._name}, is gone") from None
+        except AuthenticationError as error:
+            self._connection.close()
+            raise ConnectionError(f"the process that keeps the messages of this job, {self._name}: {error}") from None
         raise ConnectionError(f"the process that keeps the messages of this job, {self._name}, does not answer")

@@ -87,6 +87,18 @@ def is_loopback(host: str) -> bool:
         return host.lower().rstrip(".") == "localhost"
 
 
+def plain(place: str) -> str:
+    """An address without what a socket adds to it.
+
+    Example:
+        >>> plain("::ffff:10.0.0.1"), plain("fe80::1%eth0")
+        ('10.0.0.1', 'fe80::1')
+    """
+    host = place.partition("%")[0]
+    mapped = getattr(ipaddress.ip_address(host), "ipv4_mapped", None)
+    return str(mapped) if mapped else host
+
+
 def connect(place: tuple[str, int], seconds: float) -> socket.socket:
     """A TCP connection to another socket than itself.
 

@@ -52,6 +52,8 @@ def parse(text: str, source: str = "TF_CONFIG") -> tuple[dict[str, object], list
         value = json.loads(text, object_pairs_hook=unique)
     except json.JSONDecodeError as error:
         raise ClusterError(_not_json(text, error, source)) from None
+    except RecursionError:
+        raise ClusterError(f"{source} is {_shown(text)}, whose brackets are too deep; write it as {EXAMPLE}") from None
     if not isinstance(value, dict):
         raise ClusterError(f"{source} is {_shown(text)}, which is not a JSON object; write it as {EXAMPLE}")
     return value, problems

@@ -8,6 +8,8 @@ from tfdist.cluster.errors import ClusterError
 
 # Where rank 0 can be met, set by a person: a host, or host:port.
 MEETING = "TFDIST_MEETING"
+# A secret of the job.
+TOKEN = "TFDIST_TOKEN"
 # How many of the ranks are parameter servers.
 SERVERS = "TFDIST_PS"
 # What carries the collectives of `tfdist.MultiWorkerMirroredStrategy`; `tfdist run --transport` sets it everywhere.

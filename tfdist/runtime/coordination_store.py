@@ -34,6 +34,19 @@ class CoordinationStore:
             return text
         return self.get(name, _SECONDS)
 
+    def delete(self, name: str) -> None:
+        """Forgets a text that nobody needs any more.
+
+        Raises:
+            ConnectionError: if the chief is gone.
+        """
+        try:
+            context.context().delete_config_key_value(name)
+        except tf.errors.NotFoundError:
+            pass
+        except tf.errors.UnavailableError as error:
+            raise ConnectionError(error.message) from None
+
     def get(self, name: str, seconds: float, of: int | None = None) -> str | None:
         """The text of that name, once there is one; `None` if there is none within `seconds`.
 

@@ -29,6 +29,8 @@ _POLL_SECONDS = 10.0
 # For what is there already: a busy machine needs its time.
 _LOOK_SECONDS = 0.5
 _LAST_WORDS_SECONDS = 5.0
+# In place of a rank, in the name of what rank 0 has collected.
+_ALL = "all"
 
 _SHARD_REMEDY = (
     "If the dataset is already cut for this process (`dataset.shard`), remove the cut, or set "
@@ -63,6 +65,9 @@ class Store(Protocol):
     def get(self, name: str, seconds: float, of: int | None = None) -> str | None:
         """The text of that name, which the rank `of` sets, once there is one; `None` after `seconds`."""
 
+    def delete(self, name: str) -> None:
+        """Forgets a text that nobody needs any more."""
+
 
 class PeerTimeoutError(TimeoutError):
     """Another process of the job did not get where this one waits for it."""
@@ -94,6 +99,7 @@ class Peers:
         self._is_gone = is_gone
         self._counts: dict[str, int] = {}
         self._told: set[str] = set()
+        self._told_up_to: dict[tuple[str, str], int] = {}
         # How often each process has said that it waits, as far as this one has heard.
         self._waits = [0] * len(names)
         self._last_waits: dict[int, list] = {}
@@ -103,7 +109,15 @@ class Peers:
         self._told.add(key)
         self._store.set(f"tfdist/{key}", json.dumps(value))
 
-    def hear(self, key: str, rank: int, purpose: str, within: float | None = None) -> Any:
+    def hear(
+        self,
+        key: str,
+        rank: int,
+        purpose: str,
+        within: float | None = None,
+        since: float | None = None,
+        more: float = 0.0,
+    ) -> Any:
         """Waits for a value that `rank` publishes.
 
         Args:
@@ -111,18 +125,21 @@ class Peers:
             rank: who publishes it.
             purpose: what that process has to do for it; for messages.
             within: how long to wait, in seconds, if not `timeout`.
+            since: when this process began to wait, on `time.monotonic`'s clock, if before this call.
+            more: how much longer than `timeout` that process may need.
 
         Raises:
             PeerTimeoutError: if it does not come in time, or both processes wait for each other.
             ConnectionError: if that process is known to be gone.
         """
-        began = time.monotonic()
-        timeout = self.timeout if within is None else within
+        began = time.monotonic() if since is None else since
+        least = 0.0 if since is None else _LOOK_SECONDS  # it may be there already
+        timeout = self.timeout + more if within is None else within
         poll = _FIRST_POLL_SECONDS
         while True:
             left = timeout - (time.monotonic() - began)
             try:
-                text = self._store.get(f"tfdist/{key}", max(0.0, min(left, poll)), rank)
+                text = self._store.get(f"tfdist/{key}", max(least, min(left, poll)), rank)
                 # In this order: what it did last, before it left or was killed, is found by the look that follows.
                 is_gone = text is None and self._is_gone(rank)
                 # What is not found after its end is final.
@@ -167,7 +184,7 @@ class Peers:
             self._waits[rank] += 1
             last = json.loads(text)
         self._last_waits[rank] = last = last or self._last_waits.get(rank)
-        if last is None or last[0] != self.rank or last[1] in self._told:
+        if last is None or last[0] != self.rank or self._has_told(last[1]):
             return
         if self._store.get(f"tfdist/{key}", 0.0, rank) is not None:
             return  # it came after the last look, and before that process began to wait
@@ -212,11 +229,55 @@ class Peers:
         return number
 
     def gather(self, topic: str, value: Any, purpose: str) -> list:
-        """Exchanges a value between all processes; returns the values by rank. All must call it equally often."""
+        """Exchanges a value between all processes; returns the values by rank. All must call it equally often.
+
+        Rank 0 collects the values and tells all of them at once, so that each of the others reads a single text. What
+        it has read it deletes; what it has told, when all have come to the next exchange of this topic.
+
+        Raises:
+            PeerTimeoutError: if a process does not come in time.
+            ConnectionError: if one is known to be gone.
+        """
         number = self.count(topic)
-        self.tell(f"{topic}/{number}/{self.rank}", value)
-        ranks = range(len(self.names))
-        return [value if r == self.rank else self.hear(f"{topic}/{number}/{r}", r, purpose) for r in ranks]
+        if len(self.names) == 1:
+            return [value]
+        place = f"{topic}/{number}"
+        if self.rank == 0:
+            return self._collect(place, f"{topic}/{number - 1}/{_ALL}" if number > 1 else None, value, purpose)
+        self._publish(f"{place}/{self.rank}", value)
+        # Rank 0 waits until its own time is over for the last of the others, and then says so.
+        told = self.hear(f"{place}/{_ALL}", 0, purpose, more=_LAST_WORDS_SECONDS if len(self.names) > 2 else 0.0)
+        if isinstance(told, dict):
+            raise (ProcessGoneError if told["gone"] else PeerTimeoutError)(told["error"])
+        return [value if rank == self.rank else other for rank, other in enumerate(told)]
+
+    def _collect(self, place: str, before: str | None, value: Any, purpose: str) -> list:
+        values, began = [value], time.monotonic()
+        for rank in range(1, len(self.names)):
+            try:
+                values.append(self.hear(f"{place}/{rank}", rank, purpose, since=began))
+            except (PeerTimeoutError, ConnectionError) as error:
+                # The others wait for this process, and are told why it has nothing to tell.
+                with contextlib.suppress(ConnectionError):
+                    gone = not isinstance(error, PeerTimeoutError)
+                    self._publish(f"{place}/{_ALL}", {"error": str(error), "gone": gone})
+                raise
+        self._publish(f"{place}/{_ALL}", values)
+        for name in (*(f"{place}/{rank}" for rank in range(1, len(values))), *([before] if before else [])):
+            self._store.delete(f"tfdist/{name}")
+        return values
+
+    def _publish(self, name: str, value: Any) -> None:
+        """As `tell`, for a name that ends with the number of an exchange and who tells it."""
+        place, _, who = name.rpartition("/")
+        topic, _, number = place.rpartition("/")
+        self._told_up_to[topic, who] = int(number)  # not each name: there is no end of them
+        self._store.set(f"tfdist/{name}", json.dumps(value))
+
+    def _has_told(self, name: str) -> bool:
+        place, _, who = name.rpartition("/")
+        topic, _, number = place.rpartition("/")
+        return name in self._told or (number.isdecimal() and int(number) <= self._told_up_to.get((topic, who), 0))
 
     def acknowledge(self, topic: str, purpose: str) -> None:
         """Comes after what all processes were told and before they end: rank 0, which keeps the messages, ends last."""

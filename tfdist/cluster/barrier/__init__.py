@@ -5,19 +5,21 @@ Here is the part of every task but the chief: it tries until it reaches the chie
 
 from __future__ import annotations
 
-import errno
 import logging
+import os
 import socket
 import time
-from multiprocessing.connection import Connection
+from collections.abc import Mapping
 
 import tfdist.cluster.barrier.messages as messages
 from tfdist.cluster import connections, sockets
 from tfdist.cluster.barrier.chief import Chief
 from tfdist.cluster.barrier.messages import BarrierTimeoutError, JobUnderWayError, members
 from tfdist.cluster.config import ClusterConfig, Task
-from tfdist.cluster.connections import UnreachedError
+from tfdist.cluster.connections import Connection, UnreachedError
 from tfdist.cluster.errors import ClusterError
+from tfdist.cluster.foreign_text import cleaned
+from tfdist.cluster.variables import TOKEN
 
 _LOG = logging.getLogger("tfdist")
 _UNDER_WAY = "a TensorFlow server answers there instead of a waiting tfdist chief: a job is under way already"
@@ -30,10 +32,12 @@ def meet(
     info: dict | None = None,
     servers: bool = False,
     rejoin: bool = False,
+    env: Mapping[str, str] | None = None,
 ) -> dict[int, dict]:
     """Waits until every compute task is there, and exchanges a small dictionary among them.
 
-    They meet at the chief's own address, before TensorFlow's server takes it; it is free again on return.
+    They meet at the chief's own address, before TensorFlow's server takes it; it is free again on return. With
+    TFDIST_TOKEN, which is then the same on all tasks, nobody takes part who does not know it.
 
     Args:
         config: The cluster as this process sees it.
@@ -42,6 +46,7 @@ def meet(
         servers: Whether the parameter servers come as well; all tasks must agree on that.
         rejoin: Whether to raise `JobUnderWayError` if the chief has left its barrier and runs a TensorFlow server
             already; otherwise this waits for its next barrier.
+        env: The environment variables; those of this process by default.
 
     Returns:
         The `info` of every task, by rank; those of parameter servers follow in their order.
@@ -65,24 +70,34 @@ def meet(
         )
     if len(present) == 1:
         return {0: info}
+    secret = messages.secret_of(os.environ if env is None else env)
     if config.is_chief:
-        return Chief(config, present, info, timeout).run()
-    return _Task(config, present, info, timeout, rejoin).run()
+        return Chief(config, present, info, timeout, secret).run()
+    return _Task(config, present, info, timeout, rejoin, secret).run()
 
 
 class _Task:
     """One barrier; `run` it once."""
 
     def __init__(
-        self, config: ClusterConfig, members: tuple[Task, ...], info: dict, timeout: float, rejoin: bool
+        self,
+        config: ClusterConfig,
+        members: tuple[Task, ...],
+        info: dict,
+        timeout: float,
+        rejoin: bool,
+        secret: bytes | None,
     ) -> None:
         self._config = config
+        self._size = len(members)
+        self._secret = secret
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout
         self._rejoin = rejoin
         self._largest = messages.MAX_BYTES * len(members)
         self._own = messages.hello(config, info, members.index((config.task_type, config.task_index)))
         self._waiting_for: list[str] = []
+        self._more = 0
         self._note_at = time.monotonic() + messages.WAIT_NOTE_SECONDS
 
     def run(self) -> dict[int, dict]:
@@ -98,17 +113,17 @@ class _Task:
 
     def _why_late(self, chief: str, reason: str) -> str:
         if self._waiting_for:
-            return messages.missing(self._waiting_for, self._timeout)
+            return messages.missing(self._waiting_for, self._timeout, self._more)
         return (
             f"{self._own['task']} could not reach the chief, {chief}, within start_timeout={self._timeout:g} s: "
             f"{reason}; start it, look into its output for why it did not start, and check the address and that no "
             "firewall is in between"
         )
 
-    def _note(self, names: list[str]) -> None:
+    def _note(self, names: list[str], more: int = 0) -> None:
         now = time.monotonic()
         if now >= self._note_at:
-            _LOG.warning(messages.waiting(names, self._timeout))
+            _LOG.warning(messages.waiting(names, self._timeout, more))
             self._note_at = now + messages.WAIT_AGAIN_SECONDS
 
     def _attempt(self, left: float) -> dict[int, dict]:
@@ -117,7 +132,7 @@ class _Task:
             return self._talk(connection)
         except TimeoutError:
             raise UnreachedError("timed out") from None
-        except (OSError, EOFError) as error:
+        except connections.ENDS as error:
             self._waiting_for = []  # it is the chief that is missing now
             why = "the chief closed it" if isinstance(error, EOFError) else sockets.reason_of(error)
             raise UnreachedError(f"the connection broke: {why}") from error
@@ -136,34 +151,48 @@ class _Task:
 
     def _talk(self, connection: Connection) -> dict[int, dict]:
         self._check_greeting(connection)
-        connections.send(connection, self._own)
+        connections.send(connection, self._own, self._deadline)
         while True:
             said = self._next(connection)
             if "go" in said:
-                return {int(rank): info for rank, info in said["go"].items()}
+                return messages.infos_of(said["go"], self._size)
             if "error" in said:
-                raise ClusterError(said["error"])
+                raise ClusterError(_texts(said["error"]))
             if "timeout" in said:
-                raise BarrierTimeoutError(said["timeout"])
-            self._waiting_for = said.get("waiting", [])
+                raise BarrierTimeoutError(_texts(said["timeout"]))
+            self._waiting_for = _texts(said.get("waiting"))
+            more = said.get("more")
+            self._more = more if isinstance(more, int) else 0
 
     def _check_greeting(self, connection: Connection) -> None:
-        """Makes sure that a chief which waits is at the other end."""
+        """Makes sure that a chief which waits is at the other end, and that it is the right one."""
         left = self._deadline - time.monotonic()
-        greeting = None
+        until = time.monotonic() + max(min(left, messages.HELLO_SECONDS), _LAST_CHANCE)
+        greeting = {}
         try:
-            with connections.patience(connection, max(min(left, messages.HELLO_SECONDS), _LAST_CHANCE)):
-                with connections.socket_of(connection) as same:
-                    first = same.recv(4, socket.MSG_PEEK | socket.MSG_WAITALL)
-                if messages.is_a_servers(first):
-                    problem = f"{self._own['task']}: {_UNDER_WAY}"
-                    raise JobUnderWayError(problem) if self._rejoin else UnreachedError(_UNDER_WAY)
-                greeting = connections.receive(connection, self._largest)
+            if messages.is_a_servers(connection.first(4, until)):
+                problem = f"{self._own['task']}: {_UNDER_WAY}"
+                raise JobUnderWayError(problem) if self._rejoin else UnreachedError(_UNDER_WAY)
+            greeting = connections.receive(connection, messages.MAX_BYTES, until)
         except (OSError, EOFError) as error:
-            if getattr(error, "errno", None) not in (None, errno.EAGAIN):
+            if getattr(error, "errno", None) is not None:
                 raise
-        if greeting is None or "roll_call" not in greeting:
+        if "roll_call" not in greeting:
             raise UnreachedError("something else than a waiting tfdist chief answers there")
+        if bool(greeting.get("token")) != (self._secret is not None):
+            here, there = ("has", "has none") if self._secret is not None else ("has no", "has one")
+            raise UnreachedError(
+                f"{self._own['task']} {here} {TOKEN}, and the chief {there}; set it to the same text on all tasks, or "
+                "on none"
+            )
+        if self._secret is not None:
+            try:
+                connections.authenticate(connection, self._secret, first=False)
+            except connections.ENDS as error:
+                raise UnreachedError(
+                    f"the chief there has another {TOKEN} ({error or 'it hung up'}); set it to the same text on all "
+                    "tasks"
+                ) from None
 
     def _next(self, connection: Connection) -> dict:
         """The chief's next message."""
@@ -172,7 +201,12 @@ class _Task:
             if left <= 0:
                 raise TimeoutError
             if connection.poll(min(left, 1.0)):
-                with connections.patience(connection, messages.HELLO_SECONDS):
-                    return connections.receive(connection, self._largest)
+                until = time.monotonic() + messages.HELLO_SECONDS
+                return connections.receive(connection, self._largest, until)
             if self._waiting_for:
-                self._note(self._waiting_for)
+                self._note(self._waiting_for, self._more)
+
+
+def _texts(found: object) -> list[str]:
+    """What the chief tells, or somebody in its place, fit to be printed."""
+    return [cleaned(text) for text in (found if isinstance(found, list) else [found] if found else [])]

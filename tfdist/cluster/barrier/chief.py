@@ -1,4 +1,9 @@
-"""The chief's part of the barrier: it listens at its own address, and lets everybody go when all are there."""
+"""The chief's part of the barrier: it listens at its own address, and lets everybody go when all are there.
+
+Strangers can reach that address. With TFDIST_TOKEN only those who know it are heard. Without it, nothing but its
+address tells a task from a stranger, so what somebody says can end the job only if it comes from a host of the cluster.
+Anybody else is told what is wrong, counted and sent away, and the chief goes on waiting.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +12,14 @@ import logging
 import math
 import socket
 import time
-from multiprocessing.connection import Connection
 
 import tfdist.cluster.barrier.messages as messages
 from tfdist.cluster import connections, sockets
+from tfdist.cluster.barrier.hosts import Hosts
 from tfdist.cluster.barrier.messages import BarrierTimeoutError
 from tfdist.cluster.config import ClusterConfig, Task
+from tfdist.cluster.connections import Connection
+from tfdist.cluster.connections.compressed import pack
 from tfdist.cluster.errors import ClusterError
 from tfdist.cluster.reception import Guest, Reception
 
@@ -20,6 +27,7 @@ _LOG = logging.getLogger("tfdist")
 _BIND_SECONDS = 5.0  # a process of an earlier run may need a moment to end
 _FAREWELL_SECONDS = 5.0
 _TICK = 0.5
+_TOLD_EACH_SECOND = 200  # how many tasks are told, at most, who is missing
 _SAME_TIMEOUT = 0.5  # tasks that were started together give up together, some of them before the chief
 _LATECOMERS_SECONDS = 3.0  # tasks that were started together come one after the other; all are told what is wrong
 
@@ -27,13 +35,23 @@ _LATECOMERS_SECONDS = 3.0  # tasks that were started together come one after the
 class Chief(Reception[dict]):
     """One barrier; it listens from now on. `run` it once."""
 
-    def __init__(self, config: ClusterConfig, members: tuple[Task, ...], info: dict, timeout: float) -> None:
+    def __init__(
+        self,
+        config: ClusterConfig,
+        members: tuple[Task, ...],
+        info: dict,
+        timeout: float,
+        secret: bytes | None = None,
+    ) -> None:
         self._config = config
         self._members = members
         self._timeout = timeout
+        self._secret = secret
         self._deadline = time.monotonic() + timeout
         self._own = messages.hello(config, info, rank=0)
         self._problems: list[str] = []
+        self._hosts = Hosts(config)
+        self._doubts: dict[Guest[dict], list[str]] = {}
         until = min(self._deadline, time.monotonic() + _BIND_SECONDS)
         while True:
             try:
@@ -57,31 +75,70 @@ class Chief(Reception[dict]):
 
     def introduction(self, connection: Connection) -> tuple[int, dict] | None:
         """See `Reception`."""
-        connections.send(connection, messages.banner())
-        with connections.patience(connection, messages.HELLO_SECONDS):
-            said = connections.receive(connection, messages.MAX_BYTES)
-        if not messages.is_hello(said):
+        deadline = time.monotonic() + messages.HELLO_SECONDS
+        connections.send(connection, messages.banner(self._secret is not None), deadline)
+        if self._secret is not None:
+            try:
+                connections.authenticate(connection, self._secret, first=True)
+            except connections.ENDS:
+                with self.changed:
+                    self.turn_away(f"somebody from {connection.peer} who does not know this job's TFDIST_TOKEN")
+                raise
+        said = messages.read_hello(connections.receive(connection, messages.MAX_BYTES, deadline))
+        if said is None:
             return None
         fits = 0 <= said["rank"] < len(self._members)
         return (said["rank"], said) if fits or messages.disagreements(self._own, said) else None
 
     def admit(self, guest: Guest[dict]) -> None:
         """Lets a task wait with the others, or notes why they cannot train together."""
-        said = guest.said
-        found = messages.disagreements(self._own, said)
-        self._problems += [problem for problem in found if problem not in self._problems]
         if self._problems:
             return
-        rank = guest.rank
+        said, rank = guest.said, guest.rank
+        found = messages.disagreements(self._own, said)
         before = self._own if rank == 0 else self.present[rank].said if rank in self.present else None
-        if before is not None and before["token"] != said["token"]:
-            self._problems.append(
+        if not found and before is not None and before["token"] != said["token"]:
+            found = [
                 f"two processes claim the same task {said['task']}: {before['process']} and {said['process']}; "
                 "give each process its own task index"
-            )
+            ]
+        if found:
+            self._doubts[guest] = found
         elif rank > 0:
             self.present[rank] = guest
-            self.tell([guest], {"waiting": self._absent()})
+            self.tell([guest], self._news(self._absent()), is_news=True)
+
+    def consider(self, guest: Guest[dict]) -> None:
+        """Decides about a task that does not fit: it ends the job, unless it may be a stranger."""
+        with self.changed:
+            problems = self._doubts.pop(guest, None)
+            rival = self.present.get(guest.rank)
+        if problems is None:
+            return
+        clashes = not messages.disagreements(self._own, guest.said)
+        is_ours = self._belongs(guest)
+        rival_is_ours = rival is not None and clashes and self._belongs(rival)
+        with self.changed:
+            found = self.present.get(guest.rank)
+            if clashes and guest.rank > 0 and (found is None or (is_ours and found is rival and not rival_is_ours)):
+                self.present[guest.rank] = guest  # who had its place is a stranger, or gone
+                guest.connection.known = True
+                if found is not None:
+                    self._send_away(found, problems)
+            elif is_ours and (not clashes or guest.rank == 0 or rival_is_ours):
+                self._problems += [problem for problem in problems if problem not in self._problems]
+            else:
+                self._send_away(guest, problems)
+            self.changed.notify_all()
+
+    def _send_away(self, stranger: Guest[dict], problems: list[str]) -> None:
+        peer = stranger.connection.peer
+        if self.turn_away(f"somebody from {peer}, which is no host of this cluster ({problems[0]})"):
+            _LOG.warning("tfdist: turned away somebody from %s, no host of this cluster: %s", peer, problems[0])
+        self.tell([stranger], {"error": problems})
+
+    def _belongs(self, guest: Guest[dict]) -> bool:
+        return self._secret is not None or self._hosts.include(guest.connection.peer)
 
     def _bind(self) -> socket.socket:
         host, port = sockets.split_address(self._config.chief_address)
@@ -102,12 +159,12 @@ class Chief(Reception[dict]):
                 self.changed.wait_for(lambda: len(self.guests) >= len(self._members) - 1, left)
                 said, error = {"error": self._problems}, ClusterError(self._problems)
             elif late:
-                said, error = {"timeout": [late]}, BarrierTimeoutError(late)
+                said, error = {"timeout": [late]}, BarrierTimeoutError(late + self.turned_away())
             else:
-                said = {"go": infos}
+                said = {"go": pack(infos)}
             self.stop_listening()  # whoever comes now is too late, and sees it at once
             self.tell(self.guests, said)
-        self.wait_until_left(_FAREWELL_SECONDS)
+        self.farewell(_FAREWELL_SECONDS, to_all=bool(self._problems))
         if error:
             raise error
         return infos
@@ -116,21 +173,29 @@ class Chief(Reception[dict]):
         """Waits until all are present, or some do not fit together; returns the error if some are late."""
         announced = time.monotonic()
         note_at = announced + messages.WAIT_NOTE_SECONDS
-        known: list[str] = []
-        while self.missing() and not self._problems:
+        news_seconds = max(_TICK, len(self._members) / _TOLD_EACH_SECOND)
+        known: list[Task] = []
+        while not self.all_present and not self._problems:
             now = time.monotonic()
-            absent = self._absent()
             if now >= self._deadline:
-                return messages.missing(self._absent(since=now - _SAME_TIMEOUT) or absent, self._timeout)
+                late = self._named(self._absent(since=now - _SAME_TIMEOUT) or self._absent())
+                return messages.missing(late, self._timeout)
             if now >= note_at:
-                _LOG.warning(messages.waiting(absent, self._timeout))
+                _LOG.warning(messages.waiting(self._named(self._absent()), self._timeout))
                 note_at = now + messages.WAIT_AGAIN_SECONDS
-            if absent != known and now - announced >= _TICK:  # so that each task can name the missing ones itself
-                self.tell(self.present.values(), {"waiting": absent})
+            if now - announced >= news_seconds and (absent := self._absent()) != known:
+                # So that each task can name the missing ones itself.
+                self.tell(self.present.values(), self._news(absent), is_news=True)
                 known, announced = absent, now
             self.changed.wait(min(_TICK, self._deadline - now))
         return ""
 
-    def _absent(self, since: float = math.inf) -> list[str]:
-        absent = [self._members[rank] for rank in self.missing() if self.left_at.get(rank, 0.0) <= since]
-        return messages.named(self._config, absent)
+    def _absent(self, since: float = math.inf) -> list[Task]:
+        return [self._members[rank] for rank in self.missing() if self.left_at.get(rank, 0.0) <= since]
+
+    def _named(self, tasks: list[Task]) -> list[str]:
+        return messages.named(self._config, tasks)
+
+    def _news(self, absent: list[Task]) -> dict:
+        shown = self._named(absent[: messages.NAMES])
+        return {"waiting": shown, "more": len(absent) - len(shown)}

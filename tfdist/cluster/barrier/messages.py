@@ -1,30 +1,36 @@
 """What the tasks send each other at the barrier, as JSON, and how tasks are named in messages.
 
 task                                       chief
-                                      <--  {"roll_call": 1}
+                                      <--  {"roll_call": 2, "token": false}
+(challenges, see connections/handshake.py, if they have TFDIST_TOKEN; then all that follows has codes)
 hello                                 -->
-                                      <--  {"waiting": ["worker 2 (c:1)"]}  whenever somebody comes or leaves
-                                      <--  {"go": {"0": {...}, "1": {...}}} when all are there: the info of each
-                                      <--  {"error": [...]}                 if they do not fit together
-                                      <--  {"timeout": [...]}               if somebody has not come in time
+                                      <--  {"waiting": ["worker 2 (c:1)"], "more": 3}  now and then; the first of them
+                                      <--  {"go": "..."}       when all are there: the info of each, compressed
+                                      <--  {"error": [...]}    if they do not fit together
+                                      <--  {"timeout": [...]}  if somebody has not come in time
 """
 
 from __future__ import annotations
 
+import hmac
 import json
 import os
 import socket
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from tfdist.cluster.config import ClusterConfig, Task
+from tfdist.cluster.connections.compressed import unpack
 from tfdist.cluster.errors import ClusterError
+from tfdist.cluster.foreign_text import cleaned, listed
+from tfdist.cluster.variables import TOKEN
 
-VERSION = 1
+VERSION = 2
 MAX_BYTES = 64 * 1024
-HELLO_SECONDS = 5.0  # how long a new connection may send nothing while it introduces itself; then it is closed
+HELLO_SECONDS = 5.0  # how long a new connection may take to introduce itself; then it is closed
 WAIT_NOTE_SECONDS = 10.0
 WAIT_AGAIN_SECONDS = 60.0
+NAMES = 20  # of the tasks that are missing
 _SHOWN = 2000
 
 
@@ -46,9 +52,37 @@ def members(config: ClusterConfig, servers: bool) -> tuple[Task, ...]:
     return (*config.compute_tasks, *(("ps", index) for index in config.jobs.get("ps", ()) if servers))
 
 
-def banner() -> dict:
+def banner(has_secret: bool) -> dict:
     """What the chief sends first, by which a task knows that it has reached a waiting chief."""
-    return {"roll_call": VERSION}
+    return {"roll_call": VERSION, "token": has_secret}
+
+
+def secret_of(env: Mapping[str, str]) -> bytes | None:
+    """The secret by which tasks know each other, if their environment has one.
+
+    Example:
+        >>> secret_of({}) is None, secret_of({"TFDIST_TOKEN": "a"}) == secret_of({"TFDIST_TOKEN": "b"})
+        (True, False)
+    """
+    token = env.get(TOKEN, "").encode()
+    return hmac.digest(token, b"tfdist barrier", "sha256") if token else None
+
+
+def infos_of(text: object, size: int) -> dict[int, dict]:
+    """The infos of so many tasks, by rank.
+
+    Raises:
+        OSError: If it is something else; without errno.
+
+    Example:
+        >>> from tfdist.cluster.connections.compressed import pack
+        >>> infos_of(pack({0: {"a": 1}, 1: {}}), 2)
+        {0: {'a': 1}, 1: {}}
+    """
+    found = unpack(text, MAX_BYTES * size)
+    if found.keys() != set(map(str, range(size))) or not all(isinstance(info, dict) for info in found.values()):
+        raise OSError("it sends something else than what all tasks have told")
+    return {int(rank): info for rank, info in found.items()}
 
 
 def hello(config: ClusterConfig, info: dict, rank: int) -> dict:
@@ -81,16 +115,28 @@ def hello(config: ClusterConfig, info: dict, rank: int) -> dict:
 
 _TEXTS = ("task", "fingerprint", "jobs", "process", "token")
 _HELLO_TYPES = {"rank": int, "version": int, "info": dict, **dict.fromkeys(_TEXTS, str)}
+_LONGEST = {"task": 100, "fingerprint": 100, "jobs": _SHOWN + 3, "process": 300, "token": 100}
 
 
-def is_hello(message: dict) -> bool:
-    """Whether a message has all fields of a hello; otherwise something else than a task has sent it.
+def read_hello(message: dict) -> dict | None:
+    """A hello with texts that are fit to be printed; `None` if something else than a task has sent it.
+
+    Of another version only what tells it has to be there.
 
     Example:
-        >>> is_hello({"rank": 1})
-        False
+        >>> read_hello({"rank": 1})
+        >>> read_hello({"rank": 1, "task": "worker\\n1", "version": 1})["task"]
+        'worker\\\\n1'
     """
-    return all(isinstance(message.get(key), kind) for key, kind in _HELLO_TYPES.items())
+    other = type(message.get("version")) is int and message["version"] != VERSION
+    needed = dict.fromkeys(("rank", "version"), int) | {"task": str} if other else _HELLO_TYPES
+    if not all(
+        isinstance(message.get(key), kind) and not isinstance(message[key], bool) for key, kind in needed.items()
+    ):
+        return None
+    if any(len(message.get(key, "")) > most for key, most in _LONGEST.items() if not other):
+        return None
+    return {**message, **{key: cleaned(message.get(key, ""), most) for key, most in _LONGEST.items()}}
 
 
 def is_a_servers(first: bytes) -> bool:
@@ -113,20 +159,20 @@ def named(config: ClusterConfig, tasks: Iterable[Task]) -> list[str]:
     return [f"{job} {index} ({config.jobs[job][index]})" for job, index in tasks]
 
 
-def waiting(names: list[str], timeout: float) -> str:
+def waiting(names: list[str], timeout: float, more: int = 0) -> str:
     """The warning while tasks are missing.
 
     Example:
         >>> waiting(["worker 1 (b:1)"], 300.0)
         'tfdist: waiting for worker 1 (b:1) (start_timeout 300 s)'
     """
-    return f"tfdist: waiting for {', '.join(names)} (start_timeout {timeout:g} s)"
+    return f"tfdist: waiting for {listed(names, more, NAMES)} (start_timeout {timeout:g} s)"
 
 
-def missing(names: list[str], timeout: float) -> str:
+def missing(names: list[str], timeout: float, more: int = 0) -> str:
     """The error if tasks have not come."""
     return (
-        f"not all tasks came within start_timeout={timeout:g} s; missing: {', '.join(names)}; "
+        f"not all tasks came within start_timeout={timeout:g} s; missing: {listed(names, more, NAMES)}; "
         "start them, and look into their output for why they did not start"
     )
 
@@ -152,8 +198,10 @@ def disagreements(own: dict, other: dict) -> list[str]:
         ]
     keys = sorted(key for key in own["info"].keys() | other["info"].keys() if key.startswith("same."))
     return [
-        f"{key.removeprefix('same.')} is {own['info'].get(key)} on {own['task']} but {other['info'].get(key)} on "
-        f"{other['task']}; make it the same on every task"
+        cleaned(
+            f"{key.removeprefix('same.')} is {own['info'].get(key)} on {own['task']} but {other['info'].get(key)} on "
+            f"{other['task']}; make it the same on every task"
+        )
         for key in keys
         if own["info"].get(key) != other["info"].get(key)
     ]

@@ -17,15 +17,18 @@ import random
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from multiprocessing import AuthenticationError
 
 from tfdist.cluster import connections, ports, sockets
 from tfdist.cluster.connections import UnreachedError
+from tfdist.cluster.connections.compressed import unpack
 from tfdist.cluster.environments import slurm
 from tfdist.cluster.errors import ClusterError
+from tfdist.cluster.foreign_text import cleaned
 from tfdist.cluster.membership import Membership, visible_devices
 from tfdist.cluster.rendezvous import endpoints
 from tfdist.cluster.rendezvous.channels import open_channel
-from tfdist.cluster.rendezvous.registration import Registration, plain
+from tfdist.cluster.rendezvous.registration import Registration
 from tfdist.cluster.rendezvous.server import MeetingServer
 from tfdist.cluster.variables import MEETING, SERVERS, text
 
@@ -38,6 +41,8 @@ _CONNECT_SECONDS = 3.0
 # How long after its own deadline a process waits for what rank 0 has to say at the deadline of rank 0.
 _LAST_WORD_SECONDS = 5.0
 _WARN_SECONDS = 5.0
+# What rank 0 tells about each process, at most.
+_MOST_BYTES = 16 * 1024
 _STRANGER = "somebody there does not know the secret of this job"
 
 
@@ -121,13 +126,27 @@ def _attend(membership: Membership, own: Registration, timeout: float, env: Mapp
                 raise
         return server.meet(deadline - time.monotonic())
     if channel is not None:
-        told = json.loads(channel.hear(deadline - time.monotonic()))
         # Both hosts are in the network of one of these addresses.
-        hosts, meeting_ports, secret = told["hosts"], [told["port"]], bytes.fromhex(told["secret"])
+        hosts, meeting_ports, secret = _told(channel.hear(deadline - time.monotonic()))
     else:
         hosts = [slurm.address_of(host) if "SLURM_JOB_ID" in env else host]
     met_at = list(itertools.product(hosts, meeting_ports))
     return attend(own, met_at, secret, deadline - time.monotonic(), endpoints.name_of(membership, env))
+
+
+def _told(text: str) -> tuple[list[str], list[int], bytes]:
+    """What rank 0 has told through a channel: its hosts, its port, and the secret."""
+    try:
+        told = json.loads(text)
+        hosts, port, secret = told["hosts"], told["port"], bytes.fromhex(told["secret"])
+        if not isinstance(port, int) or not 0 < port < 65536 or not all(isinstance(host, str) for host in hosts):
+            raise ValueError
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise ClusterError(
+            f"Received: {cleaned(text, 200)!r} from the launcher. Expected: where rank 0 is. See what rank 0 has "
+            "printed; set TFDIST_MEETING to its host if the launcher does not pass it on"
+        ) from None
+    return hosts, [port], secret
 
 
 def _same_place(address: str) -> ports.Reservation:
@@ -152,8 +171,8 @@ def attend(own: Registration, places: Sequence[tuple[str, int]], secret: bytes, 
         job: The name that tells the job from others, for messages.
 
     Returns:
-        As `MeetingServer.meet`; with "over" in it if the others have met before, and this process is to take its former
-        place.
+        As `MeetingServer.meet`; with "over" in it if the others have met before, and this process is to take its
+        former place.
 
     Raises:
         ClusterError: If rank 0 is not found, or says that the processes do not fit together.
@@ -186,30 +205,40 @@ def _attend_at(
         connected = sockets.connect((host, port), min(_CONNECT_SECONDS, left))
     except OSError as error:
         raise UnreachedError(sockets.reason_of(error)) from None
-    own = dataclasses.replace(own, address=plain(connected.getsockname()[0]))
+    own = dataclasses.replace(own, address=sockets.plain(connected.getsockname()[0]))
     connection = connections.framed(connected)
+    last = deadline + _LAST_WORD_SECONDS
     try:
         try:
             connections.authenticate(connection, secret, first=False)
         except connections.ENDS as error:
             raise UnreachedError(f"{_STRANGER} ({error or 'hung up'})") from None
-        connection.send_bytes(own.to_json())
-        while connection.poll(max(0.0, deadline + _LAST_WORD_SECONDS - time.monotonic())):
-            message = connections.receive(connection)
+        connection.send_bytes(own.to_json(), deadline)
+        while connection.poll(max(0.0, last - time.monotonic())):
+            message = connections.receive(connection, _MOST_BYTES * own.size, last)
             if "error" in message:
-                raise ClusterError(message["error"])
-            if "addresses" in message:
-                return message
-            if "under way" in message:
-                raise UnreachedError("the others have met already; as soon as they are started again, all meet anew")
-            waiting[:] = message["waiting for"]
-            _log.info("rank 0 is there; it waits for ranks %s", ", ".join(map(str, waiting[:20])))
+                raise ClusterError(cleaned(message["error"]))
+            if "met" in message:
+                return _result(unpack(message["met"], _MOST_BYTES * own.size), own.size)
+            told = message.get("waiting for")
+            waiting[:] = [rank for rank in told if isinstance(rank, int)] if isinstance(told, list) else []
+            _log.info("rank 0 is there; it waits for ranks %s", ", ".join(map(str, waiting)))
         raise UnreachedError("it is there, but the others have not come")
+    except AuthenticationError as error:
+        raise UnreachedError(f"{_STRANGER} ({error})") from None
     except (OSError, EOFError):
         raise UnreachedError("it was there, and is gone") from None
     finally:
         # Otherwise the port of rank 0 would stay taken for a minute, in the way of a restart.
         connections.leave_without_trace(connection)
+
+
+def _result(found: dict, size: int) -> dict:
+    for name in ("addresses", "hosts", "devices"):
+        values = found.get(name)
+        if not isinstance(values, list) or len(values) != size or not all(isinstance(value, str) for value in values):
+            raise OSError("it sends something else than where all processes are")
+    return found
 
 
 def _not_met(own: Registration, problems: dict[str, str], waiting: list[int], timeout: float, job: str) -> str:
@@ -223,7 +252,8 @@ def _not_met(own: Registration, problems: dict[str, str], waiting: list[int], ti
         f"{own.name} saw it: {seen or 'nobody has told where rank 0 is'}{missing}. "
         "Expected: rank 0 at one of these places. See what rank 0 has printed, and whether this host reaches its (a "
         "firewall? TFDIST_PORTS sets the ports, TFDIST_MEETING the host of rank 0, TFDIST_INTERFACE the network); set "
-        "TFDIST_TOKEN to the same text on all processes if their home folders differ"
+        "TFDIST_TOKEN to the same text on all processes if their home folders differ. If the others have met already, "
+        "nobody listens any more: start all processes again"
     )
 
 

@@ -14,12 +14,13 @@ from typing import Any, Protocol
 from tfdist.cluster.errors import ClusterError
 from tfdist.cluster.membership import Membership
 from tfdist.cluster.rendezvous.pmi import PmiChannel, PmixChannel
+from tfdist.cluster.variables import number
 
 # Of Horovod's store.
 _PATH = "/tfdist/meeting"
 _REQUEST_SECONDS = 10.0
 _STORE_PAUSE_SECONDS = 0.2
-# Of MPI's broadcast, in bytes.
+# What MPI's broadcast carries, and the most that is read from Horovod's store, in bytes.
 _ROOM = 2048
 _BROADCAST_PAUSE_SECONDS = 0.01
 
@@ -49,7 +50,7 @@ def open_channel(membership: Membership, env: Mapping[str, str]) -> Channel:
     """
     problem = "has no means to tell it"
     if membership.channel == "horovod_store":
-        return HorovodStore(env["HOROVOD_GLOO_RENDEZVOUS_ADDR"], int(env["HOROVOD_GLOO_RENDEZVOUS_PORT"]))
+        return HorovodStore(env["HOROVOD_GLOO_RENDEZVOUS_ADDR"], number(env, "HOROVOD_GLOO_RENDEZVOUS_PORT"))
     if membership.channel is not None:
         mpi = sys.modules.get("mpi4py.MPI")
         if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
@@ -88,7 +89,7 @@ class HorovodStore:
         deadline = time.monotonic() + seconds
         while True:
             try:
-                return self._ask("GET").decode()
+                return self._ask("GET").decode(errors="replace")
             except (OSError, http.client.HTTPException) as error:  # not found, until rank 0 has told it
                 if time.monotonic() > deadline:
                     raise ClusterError(
@@ -106,7 +107,7 @@ class HorovodStore:
         try:
             connection.request(method, _PATH, body)
             answer = connection.getresponse()
-            content = answer.read()
+            content = answer.read(_ROOM)
         finally:
             connection.close()
         if answer.status != http.client.OK:
@@ -130,7 +131,7 @@ class Broadcast:
 
     def hear(self, seconds: float) -> str:
         """See `Channel`."""
-        return self._broadcast(bytes(_ROOM), seconds).decode().rstrip()
+        return self._broadcast(bytes(_ROOM), seconds).decode(errors="replace").rstrip()
 
     def _broadcast(self, text: bytes, seconds: float) -> bytes:
         buffer = bytearray(text)

@@ -19,13 +19,12 @@ from tfdist.cluster.errors import ClusterError
 from tfdist.cluster.membership import Membership
 from tfdist.cluster.ports import default_range
 from tfdist.cluster.preflight import SKIP_ADDRESS_CHECK, is_on
-from tfdist.cluster.variables import MEETING, text
+from tfdist.cluster.variables import MEETING, TOKEN, text
 
 # Rank 0 takes the first of these that is free: some may be in use, also by another job of the same user.
 _CANDIDATES = 8
 _USUAL = 20000, 32768
 _PORTS = "TFDIST_PORTS"
-_TOKEN = "TFDIST_TOKEN"
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 # Of this host's addresses: one with many containers has an address for each of their networks.
 _MOST = 16
@@ -199,7 +198,7 @@ def secret_of(membership: Membership, env: Mapping[str, str], home: Path | None 
         >>> secret_of(one, env) == secret_of(one, env), secret_of(one, env) == secret_of(other, env)
         (True, False)
     """
-    token = env.get(_TOKEN, "").encode()
+    token = env.get(TOKEN, "").encode()
     if not token and membership.shared_home:
         try:
             token = _key_in(home or Path.home())

@@ -38,11 +38,14 @@ import time
 from collections.abc import Mapping
 
 from tfdist.cluster.errors import ClusterError
+from tfdist.cluster.variables import number
 
 # Of PMI: a value is put in pieces, because mpiexec limits it to 1024 characters.
 _PIECE_KEY = "tfdist-{}"
 _PIECE = 512
 _PIECES = 4
+_LONGEST_ANSWER = 64 * 1024
+_SHOWN = 200
 # Of PMIx.
 _MEETING_KEY = b"tfdist-meeting"
 _GLOBAL, _STRING = 3, 3
@@ -65,7 +68,7 @@ class PmiChannel:
         self._descriptor = descriptor
         self._rest = b""
         self._ask("init", 30.0, pmi_version=1, pmi_subversion=1)
-        self._name = self._ask("get_my_kvsname", 30.0)["kvsname"]
+        self._name = self._ask("get_my_kvsname", 30.0, "kvsname")["kvsname"]
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str]) -> PmiChannel:
@@ -77,7 +80,7 @@ class PmiChannel:
         """
         if "PMI_FD" not in env:
             raise OSError("PMI_FD is not set")
-        descriptor = int(env["PMI_FD"])
+        descriptor = number(env, "PMI_FD")
         os.fstat(descriptor)
         return cls(descriptor)
 
@@ -95,16 +98,19 @@ class PmiChannel:
         self._ask("barrier_in", seconds)
         value = ""
         for index in range(_PIECES):
-            value += self._ask("get", 30.0, kvsname=self._name, key=_PIECE_KEY.format(index))["value"][1:]
+            value += self._ask("get", 30.0, "value", kvsname=self._name, key=_PIECE_KEY.format(index))["value"][1:]
         self._ask("finalize", 30.0)
-        return base64.urlsafe_b64decode(value + "=" * (-len(value) % 4)).decode()
+        try:
+            return base64.urlsafe_b64decode(value + "=" * (-len(value) % 4)).decode()
+        except ValueError:
+            raise ClusterError(f"mpiexec passes on {value[:_SHOWN]!r}, which is not what rank 0 has put") from None
 
-    def _ask(self, command: str, seconds: float, **values: object) -> dict[str, str]:
+    def _ask(self, command: str, seconds: float, needed: str = "", **values: object) -> dict[str, str]:
         line = " ".join([f"cmd={command}", *(f"{name}={value}" for name, value in values.items())])
         os.write(self._descriptor, line.encode() + b"\n")
         answer = dict(part.split("=", 1) for part in self._line(command, seconds).split() if "=" in part)
-        if answer.get("rc", "0") != "0":
-            raise ClusterError(f"mpiexec refuses {command}: {answer}")
+        if answer.get("rc", "0") != "0" or (needed and needed not in answer):
+            raise ClusterError(f"mpiexec refuses {command}: {str(answer)[:_SHOWN]}")
         return answer
 
     def _line(self, command: str, seconds: float) -> str:
@@ -119,8 +125,10 @@ class PmiChannel:
             if not data:
                 raise ClusterError(f"mpiexec has hung up on {command}")
             self._rest += data
+            if len(self._rest) > _LONGEST_ANSWER:
+                raise ClusterError(f"mpiexec answers {command} by more than {_LONGEST_ANSWER} bytes without an end")
         line, _, self._rest = self._rest.partition(b"\n")
-        return line.decode()
+        return line.decode(errors="replace")
 
 
 class _Process(ctypes.Structure):

@@ -10,6 +10,9 @@ import typing
 from collections.abc import Mapping
 
 from tfdist.cluster import sockets
+from tfdist.cluster.foreign_text import cleaned
+
+_LONGEST = 1000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,14 +53,23 @@ class Registration:
             >>> Registration.from_json(one.to_json()) == one
             True
         """
-        content = json.loads(text)
+        try:
+            content = json.loads(text)
+        except RecursionError:
+            content = None
         types = typing.get_type_hints(cls)
         if not isinstance(content, dict) or content.keys() != types.keys():
             raise ValueError("expected the fields of a registration")
-        if not all(isinstance(content[name], kind) for name, kind in types.items()):
+        if not all(
+            isinstance(content[name], kind) and not isinstance(content[name], bool) for name, kind in types.items()
+        ):
             raise ValueError("expected other types in a registration")
+        host = content["host"]
+        if not 0 < content["port"] < 65536 or (host is not None and cleaned(host) != host):
+            raise ValueError("expected a port from 1 to 65535 and the name of a host")
         ipaddress.ip_address(content["address"])
-        return cls(**content)
+        texts = {name: cleaned(content[name], _LONGEST) for name in ("name", "devices", "reached")}
+        return cls(**{**content, **texts})
 
     def to_json(self) -> bytes:
         """The text that is sent to rank 0."""
@@ -65,18 +77,6 @@ class Registration:
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.name}, process {self.pid})"
-
-
-def plain(place: str) -> str:
-    """An address without what a socket adds to it.
-
-    Example:
-        >>> plain("::ffff:10.0.0.1"), plain("fe80::1%eth0")
-        ('10.0.0.1', 'fe80::1')
-    """
-    host = place.partition("%")[0]
-    mapped = getattr(ipaddress.ip_address(host), "ipv4_mapped", None)
-    return str(mapped) if mapped else host
 
 
 def agreed(own: str, guests: Mapping[int, tuple[str, str]]) -> dict[int, str]:

@@ -1,12 +1,11 @@
 """The server of the rendezvous, in the process of rank 0: it waits until all ranks have come, then sends the addresses.
 
 client                                server
-(challenges, see connections.py)
+(challenges, see connections/handshake.py; then all that follows has codes)
 registration                     -->
-                                 <--  {"waiting for": [2, 3]}         now and then
-                                 <--  {"addresses": [...], ...}       when all have come
+                                 <--  {"waiting for": [2, 3]}         now and then; the first of them
+                                 <--  {"met": "..."}                  when all have come: the addresses, compressed
                                  <--  {"error": "..."}                when they cannot meet
-                                 <--  {"under way": true}             when they have met, and it was started again
 """
 
 from __future__ import annotations
@@ -18,21 +17,24 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection
 
 from tfdist.cluster import connections, sockets
+from tfdist.cluster.connections import Connection
+from tfdist.cluster.connections.compressed import pack
 from tfdist.cluster.errors import ClusterError
 from tfdist.cluster.reception import Guest, Reception
-from tfdist.cluster.rendezvous.registration import Registration, agreed, plain
+from tfdist.cluster.rendezvous.registration import Registration, agreed
 
 _log = logging.getLogger("tfdist")
 _NEWS_SECONDS = 5.0
-_FAREWELL_SECONDS = 2.0
+_FAREWELL_SECONDS = 5.0
+_LARGEST = 16 * 1024
+_REGISTRATION_SECONDS = 10.0
 _SHOWN = 20
 
 
 class MeetingServer(Reception[Registration]):
-    """Waits for the other ranks, and answers those that are started again, until the process ends.
+    """Waits for the other ranks; where one may come again, it answers until the process ends.
 
     Args:
         own: Rank 0.
@@ -49,7 +51,6 @@ class MeetingServer(Reception[Registration]):
 
     def __init__(self, own: Registration, ports: Sequence[int], secret: bytes, rejoin: bool = False):
         self._own, self._secret, self._rejoin = own, secret, rejoin
-        self._turned_away: list[str] = []
         self._result: dict | None = None
         for port in ports:
             # With SO_REUSEADDR it would take a port that another process has reserved. A port that a person has given
@@ -73,37 +74,42 @@ class MeetingServer(Reception[Registration]):
         while True:
             with self.changed:
                 left = deadline - time.monotonic()
-                self.changed.wait_for(lambda: not self.missing(), max(0.0, min(left, _NEWS_SECONDS)))
+                self.changed.wait_for(lambda: self.all_present, max(0.0, min(left, _NEWS_SECONDS)))
                 missing = self.missing()
                 if not missing:
                     self._result = self._decide()
-                    self.tell(self.present.values(), self._result)
+                    self.tell(self.present.values(), {"met": pack(self._result)})
                     break
                 if left <= 0:
                     error = self._who_is_missing(missing, timeout)
                     self.tell(self.present.values(), {"error": error})
                     break
-                self.tell(self.present.values(), {"waiting for": missing})
+                self.tell(self.present.values(), {"waiting for": missing[:_SHOWN]}, is_news=True)
             if missing != told:
                 told = missing
                 waiting = (_ranks(missing), self._own.size, self._own, left)
                 _log.warning("waiting for %s of %d processes (%s), at most %.0f s", *waiting)
-        self.wait_until_left(_FAREWELL_SECONDS)
-        if self._result is None:
+        if self._result is None or not self._rejoin:
+            self.stop_listening()
+        self.farewell(_FAREWELL_SECONDS)
+        if self._result is None or not self._rejoin:
             self.end()
+        if self._result is None:
             raise ClusterError(error)
         return self._result
 
     def introduction(self, connection: Connection) -> tuple[int, Registration] | None:
         """See `Reception`."""
-        with connections.socket_of(connection) as same:
-            reached, place = plain(same.getsockname()[0]), plain(same.getpeername()[0])
+        reached = sockets.plain(str(connection.socket.getsockname()[0]))
         try:
             connections.authenticate(connection, self._secret, first=True)
-        except AuthenticationError:
-            self._turned_away.append(f"somebody from {place}, who does not know the secret of this job")
+            deadline = time.monotonic() + _REGISTRATION_SECONDS
+            said = Registration.from_json(connection.recv_bytes(_LARGEST, deadline))
+        except AuthenticationError as error:
+            with self.changed:
+                self.turn_away(f"somebody from {connection.peer}, who does not know the secret of this job ({error})")
             return None
-        said = dataclasses.replace(Registration.from_json(connection.recv_bytes()), reached=reached)
+        said = dataclasses.replace(said, reached=reached)
         return said.rank, said
 
     def admit(self, guest: Guest[Registration]) -> None:
@@ -112,9 +118,8 @@ class MeetingServer(Reception[Registration]):
         if who.size != self._own.size or not 0 < who.rank < self._own.size:
             self._refuse(guest, f"{who} counts {who.size} processes, {self._own} counts {self._own.size}")
         elif self._result is not None:
-            # It was started again while this process was not: either it gets its former place, or it waits for the end
-            # of this process, after which all meet anew.
-            self.tell([guest], {**self._result, "over": True} if self._rejoin else {"under way": True})
+            # It was started again while this process was not: it gets its former place.
+            self.tell([guest], {"met": pack({**self._result, "over": True})})
         else:
             if who.rank in self.present:
                 before = self.present[who.rank]
@@ -122,8 +127,8 @@ class MeetingServer(Reception[Registration]):
             self.present[who.rank] = guest
 
     def _refuse(self, guest: Guest[Registration], problem: str) -> None:
-        self._turned_away.append(problem)
-        _log.warning("turned away: %s", problem)
+        if self.turn_away(problem):
+            _log.warning("turned away: %s", problem)
         remedy = "Expected: each rank once, and the same number everywhere; correct how the processes are started"
         self.tell([guest], {"error": f"Received: {problem}. {remedy}"})
 
@@ -145,7 +150,7 @@ class MeetingServer(Reception[Registration]):
 
     def _who_is_missing(self, missing: list[int], timeout: float) -> str:
         came = ", ".join(str(self.present[rank].said) for rank in sorted(self.present)[:_SHOWN])
-        refused = "".join(f"; turned away: {problem}" for problem in dict.fromkeys(self._turned_away))
+        refused = self.turned_away()
         here = f"{self._own}{', ' if came else ''}{came}"
         came_of_all = f"{self._own.size - len(missing)} of {self._own.size}"
         return (

@@ -55,6 +55,10 @@ class _GroupStore:
         """See `Store` in peers.py."""
         return self._store.decide(self._prefix + name, text)
 
+    def delete(self, name: str) -> None:
+        """See `Store` in peers.py."""
+        self._store.delete(self._prefix + name)
+
     def get(self, name: str, seconds: float, of: int | None = None) -> str | None:
         """See `Store` in peers.py."""
         return self._store.get(self._prefix + name, seconds, None if of is None else self._group[of])
@@ -209,7 +213,7 @@ def _form(
     """The job of the processes that Horovod has connected; all of them come here at the same time."""
     rank = horovod.rank()
     token = secrets.token_bytes(32)
-    server = KeyValueServer(token) if rank == 0 else None
+    server = KeyValueServer(token, horovod.size()) if rank == 0 else None
     own = {**introduction(), "group": group, "host": socket.gethostname(), "name": environment.host(os.environ)}
     everyone = horovod.allgather_object({**own, "port": server and server.port, "token": token if server else None})
     _check_same(everyone)

@@ -1,0 +1,19 @@
+"""Measures what it takes that many simulated processes meet, and prints the table."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from benchmarks.meeting import ranks
+from benchmarks.parts import Benchmark, Part
+
+BENCHMARK = Benchmark(
+    "benchmarks.meeting",
+    __doc__,
+    Path(__file__).parent,
+    {"ranks": Part("Barrier and rendezvous", ranks.measure, ranks.table_of)},
+)
+
+if __name__ == "__main__":
+    sys.exit(BENCHMARK.main())
