@@ -13,8 +13,8 @@ export PIP_USER := 0
 # Where this is set, every process that starts would compile the tests and tfdist anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-rest test-all test-matrix test-slurm conformance durations mutations lint bench docs \
-	horovod clean
+.PHONY: help demo test test-rest test-all test-matrix test-slurm conformance soak durations mutations lint bench \
+	docs horovod clean
 .DELETE_ON_ERROR:
 
 help:
@@ -24,6 +24,7 @@ help:
 	@echo "make test-matrix the tests with other versions of TensorFlow and Keras, each in its own environment"
 	@echo "make test-slurm those on a real Slurm, MPI and networks, which it installs as root on Debian"
 	@echo "make conformance Keras' own tests in the scope of the strategies, 15 minutes: what became worse or better"
+	@echo "make soak    disturb a training on two workers for an hour, and compare its end; make soak SECONDS=600 SEED=1"
 	@echo "make durations test-all but for conformance, and note in tests/durations.tsv how long everything takes"
 	@echo "make mutations make mistakes on purpose in a copy, and see that tests fail"
 	@echo "make lint    check style, formatting and what imports what"
@@ -59,6 +60,12 @@ durations: test test-rest
 # Keras' tests import what few users of TensorFlow have, jax and torch: only here.
 conformance: $(VENV)/.test $(VENV)/.conformance
 	$(RUN)python tools/conformance.py $(ARGS)
+
+# Some 200 faults in an hour. Without SEED, each time others.
+SECONDS ?= 3600
+
+soak: $(VENV)/.test
+	$(RUN)python -m tests.soak --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 mutations: $(VENV)/.test
 	$(RUN)python tools/mutation_check.py $(ARGS)

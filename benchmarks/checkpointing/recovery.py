@@ -74,7 +74,7 @@ def victim(steps: Sequence[Step], rank: int, not_before: float) -> Step | None:
     return last[rank] if together and numbers.pop() % SAVE_EVERY == _FAILS_AT else None
 
 
-def recovery(steps: Sequence[Step], failed_at: float) -> Recovery | None:
+def recovery(steps: Sequence[Step], failed_at: float, ranks: int = RANKS) -> Recovery | None:
     """The recovery from a failure at a time; None as long as not every rank has trained again in a new process.
 
     Example:
@@ -88,8 +88,8 @@ def recovery(steps: Sequence[Step], failed_at: float) -> Recovery | None:
     for step in steps:
         if step.pid not in old:
             first.setdefault(step.rank, step)
-    if len(first) < RANKS:
+    if len(first) < ranks:
         return None
-    furthest = max(step.step for step in steps if step.pid in old)
+    furthest = max((step.step for step in steps if step.pid in old), default=0)
     resumed = min(step.step for step in first.values()) - 1
     return Recovery(max(step.time for step in first.values()) - failed_at, max(furthest - resumed, 0))

@@ -134,6 +134,16 @@ class Trial:
         """Sends SIGTERM to the launcher, as a scheduler does that wants the machine back."""
         self._process.terminate()
 
+    def kill(self) -> None:
+        """Kills the launcher, which cannot end what it has started."""
+        self._process.kill()
+
+    @property
+    def code(self) -> int | None:
+        """The exit code of the launcher; None while it runs."""
+        returned = self._process.poll()
+        return None if returned is None else exit_code(returned)
+
     def wait_for(self, condition: Callable[[list[Event]], object], what: str) -> None:
         """Waits until the events meet a condition.
 

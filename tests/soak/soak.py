@@ -1,0 +1,359 @@
+"""Disturbs a training again and again, and checks after each fault that nothing hangs, is left over or is lost."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.checkpointing.recovery import recovery
+from benchmarks.checkpointing.step_log import StepReader, stop_after
+from benchmarks.faults import SAVE_EVERY
+from tests.processes import marked
+from tests.soak.plan import Strike, strikes
+from tfdist.launch.drill.comparison import compare
+from tfdist.launch.drill.faults import FAULTS
+from tfdist.launch.drill.trial import Interrupted, Trial, TrialError
+from tfdist.launch.guardian import Guardian
+from tfdist.launch.operating_system import SignalInbox
+from tfdist.supervision.events import of_kind
+from tfdist.supervision.exit_codes import PREEMPTED
+
+_PROGRAM = Path(__file__).parents[2] / "benchmarks" / "faults" / "training.py"
+_MARK = "SOAK_MARK"
+# Far more than a cold start takes on a machine that does other things as well.
+_HANG = 180.0
+_ENDED = 20.0
+_HANG_TIMEOUT = "8"
+# A process that is asked to end has saved at once, but TensorFlow may take its time to go on a busy machine.
+_GRACE = "60"
+_TICK = 0.05
+_OF_DRILL = {fault.name: fault.strike for fault in FAULTS if fault.name in ("corrupt", "truncate", "preempt")}
+# After these, somebody has to start the launcher again.
+_END_THE_LAUNCHER = {
+    "preempt": PREEMPTED,
+    "preempt-worker": PREEMPTED,
+    "preempt-chief": PREEMPTED,
+    "kill-launcher": 128 + signal.SIGKILL,
+}
+_SIGNALS = {
+    "kill-worker": (signal.SIGKILL, (-1,)),
+    "kill-chief": (signal.SIGKILL, (0,)),
+    "kill-both": (signal.SIGKILL, (0, 1)),
+    "stop-worker": (signal.SIGSTOP, (-1,)),
+    "stop-chief": (signal.SIGSTOP, (0,)),
+    "preempt-worker": (signal.SIGTERM, (-1,)),
+    "preempt-chief": (signal.SIGTERM, (0,)),
+}
+
+
+class SoakError(AssertionError):
+    """Something hangs, is left over, or is lost."""
+
+
+@dataclass
+class Report:
+    """What has happened.
+
+    Attributes:
+        faults: how many faults of each kind have struck.
+        lines: each of them, with its outcome.
+        starts: how often the launcher was started.
+        restarts: how often the launcher has restarted the processes.
+        steps: of the training.
+        redone: steps that were done again, all together.
+        most_redone: the most after one fault.
+    """
+
+    faults: collections.Counter[str] = field(default_factory=collections.Counter)
+    lines: list[str] = field(default_factory=list)
+    starts: int = 0
+    restarts: int = 0
+    steps: int = 0
+    redone: int = 0
+    most_redone: int = 0
+
+
+class SmallDisk:
+    """A disk of its own for a folder, which can be full, where this user may mount one.
+
+    Args:
+        folder: an empty one.
+
+    Attributes:
+        is_own: whether there is such a disk.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)]
+        self.is_own = shutil.which("mount") is not None and subprocess.run(mount, capture_output=True).returncode == 0
+
+    @contextlib.contextmanager
+    def filled(self) -> Iterator[None]:
+        """The disk has no room, as long as the block lasts."""
+        filler = self._folder / "filler"
+        try:
+            with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(4096))
+            yield
+        finally:
+            filler.unlink()
+
+    def close(self) -> None:
+        """Takes the disk away, with all that is on it."""
+        if self.is_own:
+            subprocess.run(["umount", "--lazy", str(self._folder)], check=True)
+
+
+class Soak:
+    """A training of two workers under `tfdist run`, as long as the `with` block lasts.
+
+    Args:
+        folder: for everything that it writes.
+        seed: of the faults.
+        guardian: ends what runs if this process is killed.
+        inbox: the signals to this process.
+        say: where to tell what is going on.
+    """
+
+    def __init__(
+        self, folder: Path, seed: int, guardian: Guardian, inbox: SignalInbox, say: Callable[[str], None]
+    ) -> None:
+        self.report = Report()
+        self._folder, self._seed, self._say = folder, seed, say
+        self._guardian, self._inbox = guardian, inbox
+        self._log = StepReader(folder)
+        self._trials: list[Trial] = []
+        # The faults that have struck since the training last went on, and the number of launchers before each.
+        self._pending: list[tuple[Strike, int]] = []
+        self._struck = 0.0
+        self._number = 0
+        # The backups of a launcher that writes them before the next step are never older than the interval.
+        self._synchronous = False
+
+    def __enter__(self) -> Soak:
+        os.environ[_MARK] = uuid.uuid4().hex
+        os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
+        (self._folder / "backups").mkdir()
+        self._disk = SmallDisk(self._folder / "backups")
+        self._start(synchronous=False)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._trial.__exit__()
+        self._disk.close()
+        del os.environ[_MARK]
+
+    def run(self, seconds: float, pause: float) -> None:
+        """Strikes until the time is over, lets the training end, and compares it with one that nobody disturbed.
+
+        Args:
+            seconds: how long there are faults.
+            pause: seconds between two faults, on average, if the training recovers sooner.
+
+        Raises:
+            SoakError: the training has not survived; the text says what is wrong.
+            Interrupted: this process got a signal.
+        """
+        end = time.monotonic() + seconds
+        self._until(lambda: self._trains, "the first steps")
+        began = time.monotonic()
+        for number, strike in enumerate(strikes(self._seed, can_fill=self._disk.is_own)):
+            if not strike.early:
+                self._recover()
+                self._wait(max(began + number * pause - time.monotonic(), 0.0))
+            if time.monotonic() > end:
+                break
+            self._wait(strike.wait)
+            self._strike(strike)
+        self._recover()
+        self._finish()
+
+    @property
+    def _trial(self) -> Trial:
+        return self._trials[-1]
+
+    def _start(self, synchronous: bool) -> None:
+        self.report.starts += 1
+        self._synchronous = synchronous
+        self._trials.append(self._new_trial(self._folder, f"logs-{self.report.starts}", synchronous, "0.05"))
+        self._trial.__enter__()
+
+    def _new_trial(self, folder: Path, logs: str, synchronous: bool, pause: str) -> Trial:
+        options = ["-n", "2", "--max-restarts", "100000", "--hang-timeout", _HANG_TIMEOUT, "--grace", _GRACE]
+        words = [str(_PROGRAM), str(folder), "--pause", pause, *(["--synchronous"] if synchronous else [])]
+        far = time.monotonic() + 10**6
+        return Trial([*options, *words], folder / logs, folder / "backups", far, self._guardian, self._inbox)
+
+    def _strike(self, strike: Strike) -> None:
+        self._number += 1
+        line = f"{self._number}. {strike} at step {self._last_step}"
+        self._struck = time.monotonic()
+        pending = (strike, self.report.starts)
+        try:
+            if strike.kind == "disk-full":
+                self._fill_disk()
+                pending = None
+            else:
+                self._do(strike.kind)
+            self.report.faults[strike.kind] += 1
+        except TrialError as error:
+            # It has ended just before.
+            line, pending = f"{line}: did not strike: {error}", None
+        if pending:
+            self._pending.append(pending)
+        self._next_synchronous = strike.synchronous
+        self.report.lines.append(line)
+        self._say(line)
+
+    def _do(self, kind: str) -> None:
+        if kind == "kill-launcher":
+            self._trial.kill()
+        elif kind == "hang-worker":
+            (self._folder / "hang-1").touch()
+        elif kind in _OF_DRILL:
+            _OF_DRILL[kind](self._trial)
+        else:
+            number, ranks = _SIGNALS[kind]
+            names = self._trial.names
+            if not names:
+                raise TrialError("no process has been started yet")
+            for rank in ranks:
+                self._trial.signal(names[rank], number)
+
+    def _fill_disk(self) -> None:
+        failed, saved = (len(of_kind(self._trial.events, kind)) for kind in ("not saved", "saved"))
+        with self._disk.filled():
+            self._until(lambda: len(of_kind(self._trial.events, "not saved")) > failed, "a backup to fail")
+            saved = len(of_kind(self._trial.events, "saved"))
+        self._until(lambda: len(of_kind(self._trial.events, "saved")) > saved, "a backup after the full disk")
+
+    def _recover(self) -> None:
+        """Waits until both workers train again in new processes, and checks what was done again."""
+        if not self._pending:
+            return
+        pending, self._pending = self._pending, []
+        kinds = [strike.kind for strike, _ in pending]
+        damaged = any(kind in ("corrupt", "truncate") for kind in kinds)
+        floor, synchronous = self._floor(damaged), self._synchronous
+        needed = max((starts + 1 for strike, starts in pending if strike.kind in _END_THE_LAUNCHER), default=0)
+        codes: list[int] = []
+        end = time.monotonic() + _HANG
+        while self.report.starts < needed or (found := recovery(self._log.read(), self._struck)) is None:
+            if (code := self._trial.code) is not None:
+                codes.append(code)
+                self._check_code(code, pending)
+                self._start_again()
+            if time.monotonic() > end:
+                raise SoakError(f"a hang: no training again within {_HANG:.0f} s after {', '.join(kinds)}")
+            self._tick()
+        before = self._furthest()
+        resumed = before - found.redone
+        self.report.redone += found.redone
+        self.report.most_redone = max(self.report.most_redone, found.redone)
+        outcome = f"again after {found.seconds:.1f} s from step {resumed}, {found.redone} redone; exit codes {codes}"
+        self.report.lines.append(f"   {outcome}")
+        self._say(f"   {outcome}")
+        if resumed < floor:
+            raise SoakError(f"lost: the training went on after step {resumed}, but step {floor} was saved")
+        most = SAVE_EVERY * (2 if damaged else 1)
+        if synchronous and found.redone > most:
+            raise SoakError(f"lost: {found.redone} steps redone, expected at most {most}")
+        if len(pending) == 1 and kinds[0].startswith("preempt") and found.redone:
+            raise SoakError(f"lost: {found.redone} steps redone after a preemption, expected none")
+        # A process that fails twice at the same step is not started again: go beyond it.
+        self._until(lambda: self._last_step > before + 1 or self._trial.code is not None, "further steps")
+
+    def _floor(self, damaged: bool) -> int:
+        """The step of the newest backup that is whole."""
+        events = itertools.chain.from_iterable(trial.events for trial in self._trials)
+        saved = sorted({event["step"] for event in of_kind(list(events), "saved")})
+        return [0, 0, *saved][-2 if damaged else -1]
+
+    def _furthest(self) -> int:
+        """How far the processes had come that there were when the last fault struck."""
+        old = {step.pid for step in self._log.steps if step.time <= self._struck}
+        return max(step.step for step in self._log.steps if step.pid in old)
+
+    def _check_code(self, code: int, pending: list[tuple[Strike, int]]) -> None:
+        """A fault on top of another may strike before fit, after which nothing is to be started again."""
+        kinds = [strike.kind for strike, _ in pending]
+        if len(kinds) == 1 and code != _END_THE_LAUNCHER.get(kinds[0]):
+            raise SoakError(f"the launcher ended with exit code {code} after {kinds[0]}")
+
+    def _start_again(self) -> None:
+        self._trial.__exit__()
+        self.report.restarts += len(of_kind(self._trial.events, "restart"))
+        self._nothing_is_left()
+        self._start(self._next_synchronous)
+
+    def _nothing_is_left(self) -> None:
+        end = time.monotonic() + _ENDED
+        while left := marked(_MARK, os.environ[_MARK]):
+            left = [pid for pid in left if pid != os.getpid()]
+            if not left:
+                return
+            if time.monotonic() > end:
+                raise SoakError(f"orphans: {list(map(_described, left))} live {_ENDED:.0f} s after their launcher")
+            self._tick()
+
+    def _finish(self) -> None:
+        self.report.steps = self._last_step + 4 * SAVE_EVERY + 3
+        stop_after(self._folder, self.report.steps)
+        self._until(lambda: self._trial.code is not None, "the end of the training")
+        if self._trial.code:
+            raise SoakError(f"exit code {self._trial.code} at the end of the training")
+        self.report.restarts += len(of_kind(self._trial.events, "restart"))
+        self._nothing_is_left()
+        self._say(f"an undisturbed run of {self.report.steps} steps")
+        folder = self._folder / "undisturbed"
+        folder.mkdir()
+        stop_after(folder, self.report.steps)
+        with self._new_trial(folder, "logs", False, "0") as trial:
+            if code := trial.wait():
+                raise SoakError(f"the undisturbed run ended with exit code {code}; see {trial.log_dir}")
+        if different := compare(folder / "backups", self._folder / "backups", _HANG):
+            raise SoakError("the end differs from that of an undisturbed run: " + "; ".join(different[:10]))
+
+    @property
+    def _last_step(self) -> int:
+        return max((step.step for step in self._log.read()), default=0)
+
+    @property
+    def _trains(self) -> bool:
+        return {step.rank for step in self._log.read()} == {0, 1}
+
+    def _until(self, condition: Callable[[], bool], what: str) -> None:
+        end = time.monotonic() + _HANG
+        while not condition():
+            if time.monotonic() > end:
+                raise SoakError(f"a hang: waited {_HANG:.0f} s in vain for {what}")
+            self._tick()
+
+    def _wait(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self._tick()
+
+    def _tick(self) -> None:
+        number = self._inbox.take_stop()
+        if number is not None:
+            raise Interrupted(number)
+        time.sleep(_TICK)
+
+
+def _described(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return f"{pid}: {Path(f'/proc/{pid}/cmdline').read_bytes().replace(bytes(1), b' ').decode()}"
+    return str(pid)
