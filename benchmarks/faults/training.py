@@ -22,11 +22,11 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 import tfdist
 from benchmarks.checkpointing.step_log import StepWriter
 from benchmarks.faults import SAVE_EVERY, STEPS_PER_EPOCH
+from tfdist.checkpoint import manifest
 
 _ROWS_PER_STEP, _FEATURES, _UNITS = 8, 8, 192
 _EPOCHS = 1_000_000
@@ -57,7 +57,7 @@ class Notes(keras.callbacks.Callback):
         time.sleep(self._pause)
         asked = self._folder / f"hang-{self._rank}"
         if asked.exists():
-            asked.unlink()
+            asked.unlink(missing_ok=True)
             threading.Event().wait()
 
     def get_state(self) -> dict[str, Any]:
@@ -70,15 +70,15 @@ class Notes(keras.callbacks.Callback):
 
 def fail_to_read_once(asked: Path) -> None:
     """Lets the first read of a backup's file fail as NFS does after a failover."""
-    read = tf.io.gfile.GFile.read
+    measure_file = manifest.measure_file
 
-    def failing(self: tf.io.gfile.GFile, *args: Any) -> Any:
-        if "checkpoint-" in str(self.name) and asked.exists():
-            asked.unlink()
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(self.name))
-        return read(self, *args)
+    def failing(path: str, *args: Any) -> Any:
+        if asked.exists():
+            asked.unlink(missing_ok=True)
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
+        return measure_file(path, *args)
 
-    tf.io.gfile.GFile.read = failing
+    manifest.measure_file = failing
 
 
 def main() -> None:
