@@ -1,4 +1,4 @@
-"""Rank 0 in a process of its own, all others as threads of two more; they come at once.
+"""Rank 0 in a process of its own, all others as threads of 16 more; they come at once.
 
 All of them are in a network namespace of their own, whose loopback interface counts their bytes and nobody else's.
 """
@@ -25,7 +25,7 @@ CASES = [(kind, size) for kind in ("barrier", "rendezvous") for size in (1000, 2
 QUICK = [(kind, 100) for kind in ("barrier", "rendezvous")]
 _ISOLATED = "TFDIST_BENCH_ISOLATED"
 _TIMEOUT = 250.0
-_CROWDS = 2
+_CROWDS = 16
 # As many keys, of such lengths, as the processes of a job tell each other.
 _INFO = {
     "same.tensorflow": "2.21.0",

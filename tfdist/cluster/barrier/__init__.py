@@ -23,6 +23,7 @@ from tfdist.cluster.variables import TOKEN
 
 _LOG = logging.getLogger("tfdist")
 _UNDER_WAY = "a TensorFlow server answers there instead of a waiting tfdist chief: a job is under way already"
+_CONNECT_SECONDS = 5.0
 _LAST_CHANCE = 0.05  # for an attempt at the deadline to see what answers
 
 
@@ -127,7 +128,7 @@ class _Task:
             self._note_at = now + messages.WAIT_AGAIN_SECONDS
 
     def _attempt(self, left: float) -> dict[int, dict]:
-        connection = self._connect(min(messages.HELLO_SECONDS, left))
+        connection = self._connect(min(_CONNECT_SECONDS, left))
         try:
             return self._talk(connection)
         except TimeoutError:

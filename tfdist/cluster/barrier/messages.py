@@ -27,7 +27,9 @@ from tfdist.cluster.variables import TOKEN
 
 VERSION = 2
 MAX_BYTES = 64 * 1024
-HELLO_SECONDS = 5.0  # how long a new connection may take to introduce itself; then it is closed
+# How long both ends of a new connection may take to introduce themselves; then it is closed. Thousands that come at
+# once need their time: with 5 s, 2000 on two cores hung up on each other for ever.
+HELLO_SECONDS = 30.0
 WAIT_NOTE_SECONDS = 10.0
 WAIT_AGAIN_SECONDS = 60.0
 NAMES = 20  # of the tasks that are missing

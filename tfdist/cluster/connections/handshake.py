@@ -19,8 +19,8 @@ from multiprocessing import AuthenticationError
 from tfdist.cluster.connections.connection import Connection, receive, send
 
 VERSION = 2
-# For all messages together: a byte now and then keeps nobody busy.
-SECONDS = 10.0
+# For all messages together: a byte now and then keeps nobody busy for ever. Thousands that come at once need time.
+SECONDS = 30.0
 _LARGEST = 1024
 # The errors by which a connection ends.
 ENDS = (OSError, EOFError, AuthenticationError)
