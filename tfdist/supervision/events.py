@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tfdist.cluster.foreign_text import cleaned
+
 FILE_NAME = "events.jsonl"
 # Names the file for the progress of the training, and for all events where there is no folder of logs. With
 # STANDARD_OUTPUT they are printed: nobody else could read a file of a pod.
@@ -178,14 +180,10 @@ def _is_event(value: Any) -> bool:
 def _printable(value: Any) -> Any:
     """The same without control characters, which could move the cursor of a terminal, or set its title."""
     if isinstance(value, str):
-        return value if value.isprintable() else "".join(map(_shown, value))
+        return "\n".join(cleaned(line, len(line)) for line in value.split("\n"))
     if isinstance(value, dict):
         return {_printable(key): _printable(one) for key, one in value.items()}
     return list(map(_printable, value)) if isinstance(value, list) else value
-
-
-def _shown(character: str) -> str:
-    return character if character.isprintable() or character == "\n" else ascii(character)[1:-1]
 
 
 def without_event(line: bytes) -> bytes:
