@@ -58,7 +58,10 @@ def _is_ours(folder: Path, forbidden: int) -> bool:
         if status.st_uid != os.geteuid():
             return False
         if status.st_mode & forbidden:
-            os.fchmod(descriptor, stat.S_IMODE(status.st_mode) & ~forbidden)
+            try:
+                os.fchmod(descriptor, stat.S_IMODE(status.st_mode) & ~forbidden)
+            except OSError:  # a file system without modes, on which everything belongs to everybody
+                return False
         return True
     finally:
         os.close(descriptor)

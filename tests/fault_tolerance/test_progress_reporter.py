@@ -25,7 +25,7 @@ def reports() -> dict[str, Any]:
 
     install()
     file = ProgressFile()
-    os.environ[VARIABLE] = file.path
+    os.environ[VARIABLE] = file.value
     writer = ProgressWriter.from_environment()
     seen: list[tuple] = []
 

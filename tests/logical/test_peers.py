@@ -162,6 +162,23 @@ def test_all_are_told_who_has_not_come(gone: bool):
     assert "chief waited " in str(failures[0]) and "for worker 2 to train, and " in str(failures[0])
 
 
+def test_one_that_comes_in_the_time_of_rank_0_is_in_time_for_all(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(peers, "_FIRST_POLL_SECONDS", 0.1)
+    monkeypatch.setattr(peers, "_POLL_SECONDS", 0.2)
+    monkeypatch.setattr(peers, "_LAST_WORDS_SECONDS", 0.5)
+    store, names = Texts(), ["chief", "worker 1", "worker 2"]
+    everyone = [Peers(names, rank, 4.0, store) for rank in range(3)]
+
+    def gather(rank: int, comes_at: float) -> list:
+        time.sleep(comes_at)
+        return everyone[rank].gather("stop", rank, "train")
+
+    with ThreadPoolExecutor(3) as pool:
+        # The time of worker 1 is over at 4.5, before worker 2 comes; that of rank 0 is not.
+        futures = [pool.submit(gather, rank, comes_at) for rank, comes_at in ((0, 2.5), (1, 0.0), (2, 5.0))]
+        assert [future.result(60) for future in futures] == [[0, 1, 2]] * 3
+
+
 def test_who_waited_for_an_exchange_that_is_over_is_not_taken_to_wait():
     """Its wait of long ago is the last that others have heard of."""
     store = Texts()

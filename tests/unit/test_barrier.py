@@ -22,6 +22,7 @@ import pytest
 
 from tfdist.cluster import ClusterConfig, ClusterError, connections, ports
 from tfdist.cluster.barrier import chief, meet, messages
+from tfdist.cluster.barrier.hosts import Hosts
 from tfdist.cluster.barrier.messages import BarrierTimeoutError, JobUnderWayError
 from tfdist.cluster.connections import Connection
 from tfdist.cluster.reception import Guest
@@ -368,6 +369,25 @@ def test_the_same_task_twice(cluster: ClusterConfig) -> None:
         assert "give each process its own task index" in str(result)
 
 
+def test_nobody_goes_while_somebody_is_in_doubt(monkeypatch: pytest.MonkeyPatch, cluster: ClusterConfig) -> None:
+    """To find out whether one belongs to the cluster may take a while: names are looked up."""
+    three = ClusterConfig({"worker": [*cluster.jobs["worker"].values()][:3]})
+    in_doubt = threading.Event()
+
+    def include(self: Hosts, address: str) -> bool:
+        in_doubt.set()
+        time.sleep(0.5)
+        return True
+
+    def last() -> dict:
+        assert in_doubt.wait(DEADLINE)
+        return _meet(three, 2)()
+
+    monkeypatch.setattr(Hosts, "include", include)
+    for result in _all([*(_meet(three, rank) for rank in (0, 1, 1)), last]):
+        assert type(result) is ClusterError and "two processes claim the same task worker 1" in str(result)
+
+
 def test_two_chiefs_on_one_machine(monkeypatch: pytest.MonkeyPatch, cluster: ClusterConfig) -> None:
     monkeypatch.setattr(chief, "_BIND_SECONDS", 0.2)
     results = _all([_meet(cluster, 0, timeout=1.0), _meet(cluster, 0, timeout=1.0)])
@@ -565,7 +585,7 @@ def test_waiting_is_logged_as_a_warning(
     assert {record.levelno for record in records} == {logging.WARNING}
     lines = [record.getMessage() for record in records]
     assert f"tfdist: waiting for worker 2 ({addresses[2]}), worker 3 ({addresses[3]}) (start_timeout 0.8 s)" in lines
-    assert f"tfdist: waiting for worker 0 ({addresses[0]}) (start_timeout 0.6 s)" in lines
+    assert f"tfdist: waiting for worker 0 ({addresses[0]}) (start_timeout 0.6 s): connection refused" in lines
     # Each process says it once: the next line would come a minute later.
     assert len(lines) <= 3
 
@@ -580,7 +600,7 @@ def test_waiting_is_logged_again(
     lines = [record.getMessage() for record in caplog.records if record.name == "tfdist"]
     places = [f"worker {index} ({place})" for index, place in enumerate(cluster.jobs["worker"].values())]
     assert lines.count(f"tfdist: waiting for {', '.join(places[1:])} (start_timeout 2.2 s)") in (2, 3, 4)
-    assert lines.count(f"tfdist: waiting for {places[0]} (start_timeout 2.2 s)") in (2, 3, 4)
+    assert lines.count(f"tfdist: waiting for {places[0]} (start_timeout 2.2 s): connection refused") in (2, 3, 4)
 
 
 def test_large_infos_arrive_and_too_large_ones_are_refused(cluster: ClusterConfig) -> None:

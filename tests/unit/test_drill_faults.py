@@ -101,10 +101,13 @@ def test_events_are_read_as_they_come(tmp_path: Path) -> None:
     stream = EventStream(tmp_path)
     assert stream.read() == []
     with (tmp_path / "events.jsonl").open("a") as file:
-        file.write('{"time": 1.0, "event": "start"}\n{"time": 1.0, "event": "sav')
+        file.write('{"time": 1.0, "name": "chief", "event": "start"}\n{"time": 1.0, "name": "chief", "event": "sav')
         file.flush()
-        assert stream.read() == [{"time": 1.0, "event": "start"}]
+        assert stream.read() == [{"time": 1.0, "name": "chief", "event": "start"}]
         assert stream.read() == []
         file.write('ed"}\n')
-    assert stream.read() == [{"time": 1.0, "event": "saved"}]
-    assert stream.events == [{"time": 1.0, "event": "start"}, {"time": 1.0, "event": "saved"}]
+    assert stream.read() == [{"time": 1.0, "name": "chief", "event": "saved"}]
+    assert stream.events == [
+        {"time": 1.0, "name": "chief", "event": "start"},
+        {"time": 1.0, "name": "chief", "event": "saved"},
+    ]

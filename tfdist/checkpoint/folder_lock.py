@@ -15,6 +15,8 @@ import time
 import warnings
 from collections.abc import Mapping
 
+from tfdist.supervision.identity import Identity
+
 _log = logging.getLogger("tfdist")
 
 _NAME = ".lock"
@@ -27,6 +29,8 @@ _OFD_SETLK = getattr(fcntl, "F_OFD_SETLK", 37)
 # `struct flock`: the whole file.
 _WHOLE_FILE = struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+# There is no room for the file; backups may still be read, and room may be made.
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class FolderInUseError(RuntimeError):
@@ -78,12 +82,15 @@ class FolderLock:
                     raise self._not_allowed(error) from None
                 owner = ""  # its maker may be about to allow it
             except OSError as error:
-                if error.errno not in _NO_LOCKS:
-                    raise
-                if waited > patience or error.errno != errno.ENOLCK:
+                if error.errno == errno.ESTALE and waited <= patience:
+                    owner = ""  # it was removed by another machine, just before it was looked at
+                elif error.errno == errno.ENOLCK and waited <= patience:
+                    owner = ""  # the service for locks may be about to start
+                elif error.errno in (*_NO_LOCKS, *_NO_ROOM):
                     self._go_without(error)
                     return
-                owner = ""  # the service for locks may be about to start
+                else:
+                    raise
             if owner is None:
                 continue
             limit = patience if not owner or _is_alive_here(owner) else elsewhere
@@ -91,7 +98,7 @@ class FolderLock:
                 raise self._in_use(owner, limit)
             if limit > patience and owner != waits_for:
                 waits_for = owner
-                _log.warning("Waiting for %s, which has the folder %s, for up to %.0f s", owner, folder, limit)
+                _log.warning("Waiting for %s, which has the folder %s, for up to %.0f s", _name(owner), folder, limit)
             time.sleep(_POLL)
 
     def _open(self) -> int | None:
@@ -112,8 +119,9 @@ class FolderLock:
                         raise
                     return None
                 self._allow(file)
-            except PermissionError:
-                if os.access(os.path.dirname(self._path), os.W_OK):
+            except OSError as error:
+                denied = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
+                if not denied or os.access(os.path.dirname(self._path), os.W_OK):
                     raise
                 return None
             if stat.S_ISREG(os.fstat(file).st_mode):
@@ -142,7 +150,9 @@ class FolderLock:
         try:
             _lock(file)
         except OSError as error:
-            owner = os.pread(file, 200, 0).decode(errors="replace").strip()
+            owner = ""
+            with contextlib.suppress(OSError):
+                owner = os.pread(file, 200, 0).decode(errors="replace").strip()
             os.close(file)
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 return owner
@@ -151,13 +161,19 @@ class FolderLock:
             is_current = os.fstat(file).st_ino == os.stat(self._path).st_ino
         except FileNotFoundError:
             is_current = False
+        except OSError:
+            os.close(file)
+            raise
         if not is_current:  # who had it has just removed it
             os.close(file)
             return None
         self._hold(file)
         with contextlib.suppress(OSError):  # a full disk
             os.ftruncate(file, 0)
-            os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+            own = Identity.of(os.getpid())
+            name = f"process {os.getpid()} on {socket.gethostname()}"
+            os.pwrite(file, f"{name}\n{own.start} {own.boot}\n".encode() if own else name.encode(), 0)
+            os.fsync(file)  # another machine is to read it, if this one dies
         return None
 
     def _hold(self, file: int) -> None:
@@ -191,8 +207,8 @@ class FolderLock:
                 "s that this process has waited."
             )
         return FolderInUseError(
-            f"Received: backup_dir {self._folder!r}, to which {owner or 'another process'} writes the backups of its "
-            "training. Expected: one training at a time in a folder. Wait for that one, end it, or pass another "
+            f"Received: backup_dir {self._folder!r}, to which {_name(owner) or 'another process'} writes the backups "
+            "of its training. Expected: one training at a time in a folder. Wait for that one, end it, or pass another "
             f"backup_dir.{hint}"
         )
 
@@ -222,10 +238,17 @@ def _close_all() -> None:
     FolderLock._held.clear()
 
 
+def _name(owner: str) -> str:
+    return owner.partition("\n")[0]
+
+
 def _is_alive_here(owner: str) -> bool:
-    """Whether the process that a lock file names is one of this machine, and there."""
-    match = re.fullmatch(r"process (\d+) on (\S+)", owner)
-    return match is not None and match[2] == socket.gethostname() and os.path.exists(f"/proc/{match[1]}")
+    """Whether the process that a lock file names is one of this machine, and there.
+
+    Its number and its host's name do not tell: in containers, both may be those of the process that takes its place.
+    """
+    match = re.fullmatch(r"process (\d+) on \S+\n(\d+) (\S+)", owner)
+    return match is not None and Identity(int(match[1]), int(match[2]), match[3]).is_alive
 
 
 # Where backups go while `tfdist drill` tries the script out.

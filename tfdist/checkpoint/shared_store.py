@@ -317,8 +317,12 @@ def packed(folder: str) -> bytes:
         OSError: If they cannot be read.
     """
     content = io.BytesIO()
-    with os_errors():
-        names = patiently(lambda: tf.io.gfile.listdir(folder))
+
+    def list_names() -> list[str]:
+        with os_errors():
+            return tf.io.gfile.listdir(folder)
+
+    names = patiently(list_names)
     with tarfile.open(fileobj=content, mode="w") as archive:
         for name in names:
             data = read_file(os.path.join(folder, name), open_file)

@@ -175,8 +175,6 @@ class Reception(Generic[Said]):
         try:
             self.consider(guest)
             connections.drain([connection], time.monotonic() + _READ_SECONDS)
-            if connection.pending:
-                return  # what it is told next would land within what was sent in part
             # It says nothing more: this ends with the connection.
             connection.poll(None if connection.known else _READ_SECONDS)
         finally:

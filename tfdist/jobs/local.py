@@ -17,6 +17,7 @@ from tfdist.jobs.local_runner import active, ensure_runner, host_of
 from tfdist.jobs.record import Record, Records
 from tfdist.jobs.request import Request, SubmitError
 from tfdist.jobs.status import CANCELLED, QUEUED, RUNNING, Progress, Status, last_progress
+from tfdist.launch.guardian import outside_of_runs
 from tfdist.launch.machine import usable_cores
 from tfdist.supervision.events import FILE_NAME, last_events
 from tfdist.supervision.events import VARIABLE as EVENT_LOG
@@ -50,7 +51,7 @@ class LocalEngine:
         command = {
             "words": run_command(request, folder),
             "folder": os.getcwd(),
-            "env": {**os.environ, **request.env, EVENT_LOG: str(folder / "logs" / FILE_NAME)},
+            "env": {**outside_of_runs(), **request.env, EVENT_LOG: str(folder / "logs" / FILE_NAME)},
             "cores": usable_cores(),
         }
         write_atomically(folder / COMMAND, json.dumps(command), mode=0o600, durable=True)

@@ -24,7 +24,7 @@ from tfdist.jobs.record import Record
 from tfdist.jobs.status import CANCELLED, FAILED, LAST_EVENTS, LOST, QUEUED, SUCCEEDED, Status, exit_in_words
 from tfdist.launch.machine import visible_gpus
 from tfdist.supervision.events import FILE_NAME, events_in
-from tfdist.supervision.exit_codes import PREEMPTED
+from tfdist.supervision.exit_codes import PREEMPTED, UNSAVED
 from tfdist.supervision.identity import Identity
 
 # Exit code of a process whose attempt another process has begun already.
@@ -95,10 +95,11 @@ def outcome(code: int | None, stop: str | None) -> Status:
     """
     if code == 0:
         return Status(SUCCEEDED)
+    unsaved = exit_in_words(UNSAVED) if code == UNSAVED else ""
     if stop == BY_USER:
-        return Status(CANCELLED)
+        return Status(CANCELLED, unsaved)
     if stop is not None:
-        return Status(FAILED, stop)
+        return Status(FAILED, f"{stop}; {unsaved}" if unsaved else stop)
     if code is None:
         return Status(LOST, _UNKNOWN)
     if code == PREEMPTED:

@@ -35,6 +35,7 @@ from tfdist.jobs.local_attempt import (
 from tfdist.jobs.record import Record, Records
 from tfdist.jobs.request import SubmitError
 from tfdist.jobs.status import FAILED, QUEUED, RUNNING
+from tfdist.launch.guardian import outside_of_runs
 from tfdist.launch.operating_system import spawn
 from tfdist.supervision.identity import host_in_file_name, this_host
 
@@ -64,6 +65,7 @@ class Runner:
             if not self._step():
                 return
             until = time.monotonic() + _LOOK
+            time.sleep(_TICK)  # in any case: what fails may change the folder as well
             while time.monotonic() < until and self._stamp() == changed and not self._has_ended():
                 time.sleep(_TICK)
 
@@ -104,7 +106,8 @@ class Runner:
             self._complaints.pop(record.id, None)
         except (OSError, SubmitError) as error:
             if self._complaints.get(record.id) != str(error):
-                print(f"{record.id}: {error}; tried again", flush=True)
+                with contextlib.suppress(OSError):  # the disk may be full
+                    print(f"{record.id}: {error}; tried again", flush=True)
             self._complaints[record.id] = str(error)
 
     def _start(self, record: Record, place: int, places: int) -> None:
@@ -125,10 +128,10 @@ class Runner:
         child = self._children.get(record.id)
         begun = beginning_of(Path(record.folder), record.details["attempt"])
         if child is not None and child.poll() is not None:
-            del self._children[record.id]
             # If our process was the second one of this attempt, the first one goes on.
             if child.returncode != BEGUN_ALREADY or begun is None or begun.process.pid == child.pid:
                 self._save_end(record, child.returncode, begun)
+            del self._children[record.id]
         elif child is None and begun is None:
             # An earlier runner was killed after it had recorded the start, and before it started the process.
             self._start(record, record.details["place"], record.details["places"])
@@ -196,7 +199,7 @@ def ensure_runner(records: Records) -> None:
         spawn(
             [sys.executable, "-m", "tfdist.jobs.local_runner", str(records.folder), str(lock.fileno())],
             log.fileno(),
-            {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            {**outside_of_runs(), "PYTHONPATH": os.pathsep.join(filter(None, paths))},
             folder="/",
             # The lock belongs to the open file, which both processes have: it is never released in between.
             pass_fds=[lock.fileno()],

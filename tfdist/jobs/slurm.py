@@ -137,6 +137,8 @@ class SlurmEngine:
         try:
             job = Path(record.folder, JOB_ID).read_text().strip()
         except OSError:
+            job = ""
+        if not job:
             own = str(Path(record.folder, _SCRIPT))
             queue = run("squeue", f"--user={getpass.getuser()}", "--noheader", "--format=%i|%o").splitlines()
             job = next((number for number, _, script in (line.partition("|") for line in queue) if script == own), "")
@@ -195,9 +197,9 @@ def run(*words: str) -> str:
     answer = attempt(*words)
     if answer.returncode != 0:
         said = (answer.stderr or answer.stdout).strip() or f"exit code {answer.returncode}"
-        raise SubmitError(
-            f"Received: from {' '.join(words[:2])}: {said}. Expected: that Slurm accepts it; see above why"
-        )
+        # Of sbatch's own: the controller may have taken the job.
+        kind = UnansweredError if "timed out" in said else SubmitError
+        raise kind(f"Received: from {' '.join(words[:2])}: {said}. Expected: that Slurm accepts it; see above why")
     return answer.stdout
 
 

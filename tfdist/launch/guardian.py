@@ -43,8 +43,7 @@ class Guardian:
                 stdin=read_end,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                # Within another run, it has not to be swept away before it has done its work.
-                env={name: value for name, value in os.environ.items() if name != _RUN},
+                env=outside_of_runs(),
                 cwd="/",
                 start_new_session=True,
             )
@@ -93,6 +92,11 @@ def remaining_groups(messages: Iterable[str]) -> dict[int, str]:
         else:
             groups.pop(int(group), None)
     return groups
+
+
+def outside_of_runs() -> dict[str, str]:
+    """This process's environment for one that does not belong to its run, and has not to be swept away with it."""
+    return {name: value for name, value in os.environ.items() if name != _RUN}
 
 
 def kill_run(run: str) -> int:

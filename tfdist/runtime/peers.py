@@ -246,7 +246,15 @@ class Peers:
             return self._collect(place, f"{topic}/{number - 1}/{_ALL}" if number > 1 else None, value, purpose)
         self._publish(f"{place}/{self.rank}", value)
         # Rank 0 waits until its own time is over for the last of the others, and then says so.
-        told = self.hear(f"{place}/{_ALL}", 0, purpose, more=_LAST_WORDS_SECONDS if len(self.names) > 2 else 0.0)
+        more = _LAST_WORDS_SECONDS if len(self.names) > 2 else 0.0
+        try:
+            told = self.hear(f"{place}/{_ALL}", 0, purpose, more=more)
+        except PeerTimeoutError:
+            last = self._last_waits.get(0)
+            if last is None or not last[1].startswith(f"{place}/"):
+                raise
+            # It came later than this process, and its own time for another one is not over.
+            told = self.hear(f"{place}/{_ALL}", 0, purpose, more=more)
         if isinstance(told, dict):
             raise (ProcessGoneError if told["gone"] else PeerTimeoutError)(told["error"])
         return [value if rank == self.rank else other for rank, other in enumerate(told)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import re
@@ -92,10 +93,12 @@ def _kill(pid: int, number: signal.Signals) -> bool:
     return True
 
 
+@functools.cache
 def this_host() -> str:
     """Names this machine, or this container, among all that share a folder, over restarts of the machine.
 
-    Two machines of the same name are told apart by the id that the system was given when it was installed.
+    It stays the same in a process, even if the machine is renamed meanwhile. Two machines of the same name are told
+    apart by the id that the system was given when it was installed.
 
     Example:
         >>> shown_host(this_host()) == socket.gethostname()

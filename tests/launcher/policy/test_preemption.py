@@ -7,6 +7,7 @@ from signal import SIGKILL, SIGTERM
 import pytest
 
 from tests.launcher.policy.simulation import FOREVER, TICK, Life, Program, SimulatedProcess
+from tfdist.supervision.progress import DONE
 
 UNAVAILABLE = "UnavailableError: gone"
 
@@ -108,7 +109,10 @@ def test_sigterm_to_a_run_that_cannot_save(simulate) -> None:
 def test_workers_that_could_not_save_are_restarted(simulate) -> None:
     def program(process: SimulatedProcess) -> Life:
         yield from process.train(10)
-        return 0 if process.restart else 74
+        if process.restart:
+            return 0
+        process.writer.report(DONE, 10)  # as a fit that is asked to stop
+        return 74
 
     run = simulate(program, "--max-restarts", "1")
     assert (run.code, run.kinds) == (0, ["start", "failure", "restart", "start", "training-again", "complete"])

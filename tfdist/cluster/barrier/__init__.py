@@ -107,7 +107,7 @@ class _Task:
         problems: dict[str, str] = {}
         try:
             return connections.keep_trying(
-                {chief: self._attempt}, self._deadline, problems, lambda: self._note([chief])
+                {chief: self._attempt}, self._deadline, problems, lambda: self._note([chief], why=problems[chief])
             )
         except UnreachedError:
             raise BarrierTimeoutError(self._why_late(chief, problems[chief])) from None
@@ -121,10 +121,10 @@ class _Task:
             "firewall is in between"
         )
 
-    def _note(self, names: list[str], more: int = 0) -> None:
+    def _note(self, names: list[str], more: int = 0, why: str = "") -> None:
         now = time.monotonic()
         if now >= self._note_at:
-            _LOG.warning(messages.waiting(names, self._timeout, more))
+            _LOG.warning(messages.waiting(names, self._timeout, more) + (f": {why}" if why else ""))
             self._note_at = now + messages.WAIT_AGAIN_SECONDS
 
     def _attempt(self, left: float) -> dict[int, dict]:
@@ -188,7 +188,7 @@ class _Task:
             )
         if self._secret is not None:
             try:
-                connections.authenticate(connection, self._secret, first=False)
+                connections.authenticate(connection, self._secret, first=False, deadline=self._deadline)
             except connections.ENDS as error:
                 raise UnreachedError(
                     f"the chief there has another {TOKEN} ({error or 'it hung up'}); set it to the same text on all "

@@ -81,8 +81,11 @@ class Chief(Reception[dict]):
             try:
                 connections.authenticate(connection, self._secret, first=True)
             except connections.ENDS:
+                stranger = f"somebody from {connection.peer} who does not know this job's TFDIST_TOKEN"
                 with self.changed:
-                    self.turn_away(f"somebody from {connection.peer} who does not know this job's TFDIST_TOKEN")
+                    is_new = self.turn_away(stranger)
+                if is_new:
+                    _LOG.warning("tfdist: turned away %s: it has to be the same on all tasks", stranger)
                 raise
         said = messages.read_hello(connections.receive(connection, messages.MAX_BYTES, deadline))
         if said is None:
@@ -111,10 +114,18 @@ class Chief(Reception[dict]):
     def consider(self, guest: Guest[dict]) -> None:
         """Decides about a task that does not fit: it ends the job, unless it may be a stranger."""
         with self.changed:
-            problems = self._doubts.pop(guest, None)
+            problems = self._doubts.get(guest)
             rival = self.present.get(guest.rank)
         if problems is None:
             return
+        try:
+            self._decide(guest, problems, rival)
+        finally:
+            with self.changed:
+                del self._doubts[guest]  # only now: until then nobody goes
+                self.changed.notify_all()
+
+    def _decide(self, guest: Guest[dict], problems: list[str], rival: Guest[dict] | None) -> None:
         clashes = not messages.disagreements(self._own, guest.said)
         is_ours = self._belongs(guest)
         rival_is_ours = rival is not None and clashes and self._belongs(rival)
@@ -129,7 +140,6 @@ class Chief(Reception[dict]):
                 self._problems += [problem for problem in problems if problem not in self._problems]
             else:
                 self._send_away(guest, problems)
-            self.changed.notify_all()
 
     def _send_away(self, stranger: Guest[dict], problems: list[str]) -> None:
         peer = stranger.connection.peer
@@ -163,7 +173,7 @@ class Chief(Reception[dict]):
             else:
                 said = {"go": pack(infos)}
             self.stop_listening()  # whoever comes now is too late, and sees it at once
-            self.tell(self.guests, said)
+            self.tell(self.present.values() if "go" in said else self.guests, said)
         self.farewell(_FAREWELL_SECONDS, to_all=bool(self._problems))
         if error:
             raise error
@@ -175,9 +185,11 @@ class Chief(Reception[dict]):
         note_at = announced + messages.WAIT_NOTE_SECONDS
         news_seconds = max(_TICK, len(self._members) / _TOLD_EACH_SECOND)
         known: list[Task] = []
-        while not self.all_present and not self._problems:
+        while not self._problems and not (self.all_present and not self._doubts):
             now = time.monotonic()
             if now >= self._deadline:
+                if self.all_present:
+                    break
                 late = self._named(self._absent(since=now - _SAME_TIMEOUT) or self._absent())
                 return messages.missing(late, self._timeout)
             if now >= note_at:

@@ -12,6 +12,7 @@ codes are made with keys from the secret and both challenges, which nobody else 
 from __future__ import annotations
 
 import hmac
+import math
 import secrets
 import time
 from multiprocessing import AuthenticationError
@@ -26,7 +27,9 @@ _LARGEST = 1024
 ENDS = (OSError, EOFError, AuthenticationError)
 
 
-def authenticate(connection: Connection, secret: bytes, first: bool, *, seal: bool = True) -> None:
+def authenticate(
+    connection: Connection, secret: bytes, first: bool, *, seal: bool = True, deadline: float = math.inf
+) -> None:
     """Lets each end of a new connection prove that it knows the secret; the server is the `first` to challenge.
 
     Args:
@@ -34,13 +37,14 @@ def authenticate(connection: Connection, secret: bytes, first: bool, *, seal: bo
         secret: What both ends know.
         first: Whether this is the server.
         seal: Whether all further messages have codes; both ends have to say the same.
+        deadline: Until when it has to be done, on `time.monotonic`'s clock, if that is earlier than `SECONDS` from now.
 
     Raises:
         multiprocessing.AuthenticationError: If the other end does not know the secret, or is of another version.
         EOFError: If it hangs up, as whoever learns that this end does not know its secret.
-        OSError: If it does not answer within `SECONDS`, or says something else.
+        OSError: If it does not answer in time, or says something else.
     """
-    deadline = time.monotonic() + SECONDS
+    deadline = min(deadline, time.monotonic() + SECONDS)
     own = {"tfdist": VERSION, "challenge": secrets.token_hex(32)}
     if first:
         send(connection, own, deadline)

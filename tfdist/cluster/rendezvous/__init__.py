@@ -12,6 +12,7 @@ import functools
 import itertools
 import json
 import logging
+import math
 import os
 import random
 import secrets
@@ -181,7 +182,7 @@ def attend(own: Registration, places: Sequence[tuple[str, int]], secret: bytes, 
     problems: dict[str, str] = {}
     waiting: list[int] = []
     attempts = {
-        f"{host}:{port}": functools.partial(_attend_at, host, port, own, secret, deadline, waiting)
+        f"{host}:{port}": functools.partial(_attend_at, host, port, own, secret, deadline, waiting, problems)
         for host, port in places
     }
     warned = False
@@ -199,7 +200,14 @@ def attend(own: Registration, places: Sequence[tuple[str, int]], secret: bytes, 
 
 
 def _attend_at(
-    host: str, port: int, own: Registration, secret: bytes, deadline: float, waiting: list[int], left: float
+    host: str,
+    port: int,
+    own: Registration,
+    secret: bytes,
+    deadline: float,
+    waiting: list[int],
+    problems: Mapping[str, str],
+    left: float,
 ) -> dict:
     try:
         connected = sockets.connect((host, port), min(_CONNECT_SECONDS, left))
@@ -210,7 +218,10 @@ def _attend_at(
     last = deadline + _LAST_WORD_SECONDS
     try:
         try:
-            connections.authenticate(connection, secret, first=False)
+            # At most of the ports where rank 0 may listen is nobody, or a service that waits for us to speak.
+            patience = _CONNECT_SECONDS if f"{host}:{port}" not in problems else math.inf
+            until = min(deadline, time.monotonic() + patience)
+            connections.authenticate(connection, secret, first=False, deadline=until)
         except connections.ENDS as error:
             raise UnreachedError(f"{_STRANGER} ({error or 'hung up'})") from None
         connection.send_bytes(own.to_json(), deadline)

@@ -162,10 +162,11 @@ def assembled(config: ClusterConfig, timeout: float) -> Iterator[Assembly]:
         ClusterError: if one does not come.
     """
     servers = "ps" in config.jobs
-    rank = tasks_of(config, servers).index((config.task_type, config.task_index))
+    tasks = tasks_of(config, servers)
+    rank, size = tasks.index((config.task_type, config.task_index)), len(tasks)
     own = Member.this_one(f"{config.task_type} {config.task_index}", str(config.address), os.environ)
     token = secrets.token_bytes(32)
-    server = KeyValueServer(token) if rank == 0 else None
+    server = KeyValueServer(token, size) if rank == 0 else None
     with ports.reserve(1) as reservation:
         info = {"member": dataclasses.asdict(own), "measuring": reservation.ports[0]}
         if server is not None:

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 # to this host; --env sends one of them on purpose.
 _PREFIXES = (
     *("TFDIST_", "TF_", "HOROVOD_", "KERAS_", "XLA_", "CUDA_", "CUDNN_", "NVIDIA_", "NCCL_", "GLOO_", "OMP_", "KMP_"),
-    *("MKL_", "GOMP_", "MALLOC_", "PYTHON", "LC_", "UCX_", "FI_"),
+    *("TFDS_", "TFHUB_", "MKL_", "GOMP_", "MALLOC_", "PYTHON", "LC_", "UCX_", "FI_"),
 )
 _NAMES = ("PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "VIRTUAL_ENV", "CONDA_PREFIX", "LANG", "TZ", "TERM")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
