@@ -39,8 +39,8 @@ _DETAILS: dict[str, dict[str, Any]] = {
 _RUNNING_DETAILS: dict[str, Any] = {"place": int, "places": int, "started": _NUMBER}
 _STATUS = {"state": str, "detail": str, "started": (*_NUMBER, _NOTHING), "ended": (*_NUMBER, _NOTHING)}
 _OPTIONAL = {
-    **{"host": str, "stop": (str, _NOTHING), "due": _NUMBER, "final": dict, "uid": (str, _NOTHING), **_STATUS},
-    **{"submission": str, "place": int, "places": int},
+    **{"host": str, "stop": (str, _NOTHING), "due": _NUMBER, "uid": (str, _NOTHING), **_STATUS},
+    **{"final": (dict, _NOTHING), "submission": str, "place": int, "places": int},
 }
 
 
@@ -281,8 +281,7 @@ def _read(path: Path) -> Record:
         raise ValueError(f"its scheduler is {content['scheduler']!r}")
     _check(details, _DETAILS[content["scheduler"]])
     _check(details, {name: types for name, types in _OPTIONAL.items() if name in details})
-    if "final" in details:
-        final = details["final"]
+    if (final := details.get("final")) is not None:
         _check(
             final, {name: types for name, types in _STATUS.items() if name in final or name == "state"}, exactly=True
         )
