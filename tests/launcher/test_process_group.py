@@ -103,7 +103,7 @@ def test_helpers_that_remain_are_killed(trial, tmp_path: Path, short_grace: None
     done = trial(f"sleep 60 & echo $! > {tmp_path}/helper; exit 3")
     assert done.seconds < 4.0
     helper = int((tmp_path / "helper").read_text())
-    wait_until(lambda: process.process_state(helper) in process._ENDED, 10, "the end of the helper")
+    wait_until(lambda: process.process_state(helper) in process._ENDED, 2, "the end of the helper")
 
 
 @pytest.mark.skipif(shutil.which("setsid") is None, reason="setsid is not installed")
