@@ -95,7 +95,7 @@ class UnderRun:
         return self._trials[-1]
 
     def start(self) -> None:
-        arguments = ["-n", "2", "--max-restarts", "20", "--hang-timeout", f"{HANG_TIMEOUT:g}", "--grace", "60"]
+        arguments = ["-n", "2", "--max-restarts", "20", "--hang-timeout", f"{HANG_TIMEOUT:g}"]
         words = [*self._options, _PROGRAM, str(self.folder), "--start-timeout", f"{START_TIMEOUT:g}"]
         logs = self.folder / f"logs-{len(self._trials)}"
         deadline = time.monotonic() + _FAR

@@ -34,8 +34,6 @@ _MARK = "SOAK_MARK"
 _HANG = 180.0
 _ENDED = 20.0
 _HANG_TIMEOUT = "8"
-# A process that is asked to end has saved at once, but TensorFlow may take its time to go on a busy machine.
-_GRACE = "60"
 _TICK = 0.05
 _OF_DRILL = {fault.name: fault.strike for fault in FAULTS if fault.name in ("corrupt", "truncate", "preempt")}
 # After these, somebody has to start the launcher again.
@@ -191,7 +189,7 @@ class Soak:
         self._trial.__enter__()
 
     def _new_trial(self, folder: Path, logs: str, synchronous: bool, pause: str) -> Trial:
-        options = ["-n", "2", "--max-restarts", "100000", "--hang-timeout", _HANG_TIMEOUT, "--grace", _GRACE]
+        options = ["-n", "2", "--max-restarts", "100000", "--hang-timeout", _HANG_TIMEOUT]
         words = [str(_PROGRAM), str(folder), "--pause", pause, *(["--synchronous"] if synchronous else [])]
         far = time.monotonic() + 10**6
         return Trial([*options, *words], folder / logs, folder / "backups", far, self._guardian, self._inbox)

@@ -152,6 +152,9 @@ class BackupAndRestore(Arranged):
 class _First(keras.callbacks.Callback):
     """The part of `BackupAndRestore` that comes before all other callbacks."""
 
+    # Keras may call `on_train_batch_end` in another thread, as it does where no callback has that method.
+    async_safe = True
+
     def __init__(self, backup: BackupAndRestore):
         super().__init__()
         self._backup = backup
@@ -163,6 +166,9 @@ class _First(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         self._backup._fit.epoch_begins(epoch)
+
+    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+        self._backup._fit.batch_ended(batch)
 
 
 # Keeps the state of a fit in the memory of all processes of an elastic job, where the user keeps none on disk.

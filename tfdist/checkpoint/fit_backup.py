@@ -30,7 +30,7 @@ from tfdist.runtime.control_signals import Agreement, Request
 from tfdist.steps import building
 from tfdist.supervision.events import EventLog
 from tfdist.supervision.exit_codes import PREEMPTED, UNSAVED
-from tfdist.supervision.progress import DONE, ProgressWriter
+from tfdist.supervision.progress import DONE, SAVED, ProgressWriter
 
 _log = logging.getLogger("tfdist")
 
@@ -94,6 +94,7 @@ class FitBackup:
         self._until_begun = contextlib.ExitStack()
         self._at_epoch_end = False
         self._epochs = 0
+        self._batches_ended = 0  # of the current epoch
 
     def _store_of(self, strategy: tf.distribute.Strategy) -> SharedStore | ElasticStore:
         members = getattr(strategy, "_members", None)
@@ -193,6 +194,7 @@ class FitBackup:
         if self._resumed is None:
             self._place = _Place(epoch, 0, self._place.total)
         self._position.epoch = epoch
+        self._batches_ended = 0
         if self._resumed is not None and self._place.steps == 0:
             self._restore_the_rest()
 
@@ -219,6 +221,10 @@ class FitBackup:
             return original(logs) if logs else self._model.get_metrics_result()
 
         object.__setattr__(self._model, "_get_metrics_result_or_logs", result_or_logs)
+
+    def batch_ended(self, batch: int) -> None:
+        """Before any other callback's `on_train_batch_end`."""
+        self._batches_ended = batch + 1
 
     def _after_step(self, steps: int) -> None:
         """After each execution of steps, with the number of steps of the epoch that are done."""
@@ -261,7 +267,9 @@ class FitBackup:
 
     def epoch_ended(self) -> None:
         """After all other callbacks' `on_epoch_end`."""
-        self._place = _Place(self._place.epoch + 1, 0, self._place.total)
+        # Keras asks for no further step once `stop_training` is set: `_after_step` has not seen the last one.
+        unseen = max(0, self._batches_ended - self._place.steps)
+        self._place = _Place(self._place.epoch + 1, 0, self._place.total + unseen)
         stop, save = self._signal.received, self._schedule.due_by_time
         if self._peers is not None:
             flags = self._peers.gather("backup-epoch-end", [stop, save], "finish the epoch")
@@ -355,6 +363,8 @@ class FitBackup:
             what = "is not saved"
         at = {"epoch": self._place.epoch, "step": self._place.total}
         self._events.write("preempted" if failure is None else "unsaved", **at)
+        if failure is None and (reporter := ProgressWriter.from_environment()) is not None:
+            reporter.report(SAVED, self._place.total)
         if self._is_chief:
             kept = self._kept and f"{self._kept[1]}, of {self._kept[0]}"
             _log.warning("%s", messages.of_preemption(self._signal.name, f"{where}, which {what}", failure, kept))

@@ -267,12 +267,13 @@ class ClusterAttempt(Attempt):
         self._released = False
 
     def _note_end(self, process: Process) -> None:
-        if process.plan.is_replaceable and process.status and self._is_dispensable(process):
+        status = self._group.status(process)
+        if process.plan.is_replaceable and status and self._is_dispensable(process):
             return
-        if process.status == PREEMPTED and process.plan.trains:
+        if status == PREEMPTED and process.plan.trains:
             self._note_preemption()
-        elif process.status and not self._stopping and not self._preempted:
-            self._note_failure(self._group.failure(process, process.status))
+        elif status and not self._stopping and not self._preempted:
+            self._note_failure(self._group.failure(process, status))
 
     def _is_dispensable(self, process: Process) -> bool:
         """Whether the training goes on without a worker that has failed, or with another one in its place."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import psutil
 
 from tfdist.supervision.exit_codes import UNSAVED
-from tfdist.supervision.progress import DONE, STARTING, Progress
+from tfdist.supervision.progress import STARTING, Progress
 
 # What TensorFlow raises in the healthy processes once a peer is gone.
 _CONSEQUENCES = ("UnavailableError", "AbortedError", "CancelledError")
@@ -204,7 +204,7 @@ class Watchdog:
             waited = now - max(self._due, self._awake_since)
             return Overdue(next(iter(seen)), waited, True) if seen and waited > self._start_timeout else None
         for name, progress in seen.items():
-            if progress is not None and progress.phase != DONE:
+            if progress is not None and not progress.has_ended:
                 waited = now - max(progress.time, self._awake_since)
                 if waited > self.limit(progress.phase):
                     return Overdue(name, waited, progress.phase == STARTING)
@@ -258,7 +258,7 @@ def suspect(overdue: Overdue, seen: Mapping[str, Progress | None], states: Mappi
     for name, progress in seen.items():
         if progress is None and overdue.starting:
             return Suspect(name, f"has not begun to train: {silence}")
-    reports = {name: progress for name, progress in seen.items() if progress is not None and progress.phase != DONE}
+    reports = {name: progress for name, progress in seen.items() if progress is not None and not progress.has_ended}
     if not reports:
         return Suspect(overdue.name, f"stands still: {silence}")
     last = min(reports, key=lambda name: (reports[name].step, reports[name].time))
@@ -269,7 +269,7 @@ def suspect(overdue: Overdue, seen: Mapping[str, Progress | None], states: Mappi
     if others and own.time + _TELLING_DIFFERENCE < min(progress.time for progress in others):
         return Suspect(last, f"stands still at step {own.step} and was the first to fall silent: {silence}")
     if not others:
-        done = [f"{name} has ended its fit at step {p.step}" for name, p in seen.items() if p and p.phase == DONE]
+        done = [f"{name} has ended its fit at step {p.step}" for name, p in seen.items() if p and p.has_ended]
         ended = f", while {' and '.join(done)}" if done else ""
         return Suspect(last, f"stands still at step {own.step}{ended}: {silence}")
     return Suspect(

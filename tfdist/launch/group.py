@@ -14,7 +14,8 @@ from tfdist.launch.guardian import Guardian
 from tfdist.launch.process import Process, StartProgram, start_afresh
 from tfdist.launch.run_plan import REPLACEMENT, ProcessPlan
 from tfdist.launch.terminal import Terminal
-from tfdist.supervision.progress import VARIABLE, Progress, ProgressFile
+from tfdist.supervision.exit_codes import PREEMPTED
+from tfdist.supervision.progress import SAVED, VARIABLE, Progress, ProgressFile
 
 _TICK = 0.02
 _TAIL_LINES = 200
@@ -118,6 +119,15 @@ class ProcessGroup:
     def progress(self) -> dict[str, Progress | None]:
         """The last report of each training process that makes reports, by name."""
         return {name: file.read() for name, file in self._progress_files.items()}
+
+    def status(self, process: Process) -> int | None:
+        """The returncode of a process. That of one which died after it had saved, since its end took long, is 77."""
+        if process.status is not None and process.status < 0:
+            file = self._progress_files.get(process.plan.name)
+            report = file.read() if file else None
+            if report is not None and report.phase == SAVED:
+                return PREEMPTED
+        return process.status
 
     def failure(self, process: Process, status: int, hang: str = "") -> Failure:
         """Describes what became of a process, with the last lines of its log."""

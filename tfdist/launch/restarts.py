@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tfdist.launch.failure import Failure, counted
 from tfdist.supervision.exit_codes import REFUSED, UNSAVED
-from tfdist.supervision.progress import DONE, Progress
+from tfdist.supervision.progress import Progress
 
 _FIRST_DELAY = 1.0
 _LONGEST_DELAY = 30.0
@@ -153,7 +153,7 @@ class RestartPolicy:
             return "not restarted: it is not one of the training processes"
         own = incident.progress.get(incident.failure.name)
         # Who was asked to stop has ended its training as well: where it could not save, it is to be done again.
-        has_ended = own is not None and own.phase == DONE and incident.failure.status != UNSAVED
+        has_ended = own is not None and own.has_ended and incident.failure.status != UNSAVED
         if has_ended and incident.failure.status > 0:
             return "not restarted: the training had ended, what failed came after it"
         if previous is not None and previous.workers == incident.workers:

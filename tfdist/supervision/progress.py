@@ -29,6 +29,8 @@ VALIDATING = "validating"
 SAVING = "saving"
 # `fit` has returned; whatever the program does now is not watched.
 DONE = "done"
+# The same, after a signal: what there is to save is saved, and the process is about to end with PREEMPTED.
+SAVED = "saved"
 
 # Number of the report, time, step, step resumed from, phase; a checksum follows.
 #
@@ -71,6 +73,11 @@ class Progress:
             [False, True]
         """
         return self.step > (self.resumed_step or 0)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its fit has returned, or is left after a signal."""
+        return self.phase in (DONE, SAVED)
 
 
 class ProgressWriter:

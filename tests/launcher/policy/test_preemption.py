@@ -7,7 +7,7 @@ from signal import SIGKILL, SIGTERM
 import pytest
 
 from tests.launcher.policy.simulation import FOREVER, TICK, Life, Program, SimulatedProcess
-from tfdist.supervision.progress import DONE
+from tfdist.supervision.progress import DONE, SAVED
 
 UNAVAILABLE = "UnavailableError: gone"
 
@@ -91,6 +91,45 @@ def test_sigterm_to_a_run_that_saves(simulate) -> None:
     assert (run.code, run.kinds) == (77, ["start", "preempted"])
     assert [name for _, name, _ in run.signals] == ["worker 0", "worker 1", "evaluator 0"]
     assert run.seconds == 1.0 + 2 * TICK
+
+
+@pytest.mark.parametrize(("saved", "code"), [((True, True), 77), ((True, False), 77), ((False, False), 143)])
+def test_a_run_that_has_saved_says_so_even_if_its_end_takes_too_long(
+    simulate, saved: tuple[bool, bool], code: int
+) -> None:
+    def save(process: SimulatedProcess) -> Life:
+        process.writer.report(DONE, 4)
+        yield 1.0
+        if saved[process.index]:
+            process.writer.report(SAVED, 4)
+        yield FOREVER  # the interpreter ends, on a busy machine
+
+    def program(process: SimulatedProcess) -> Life:
+        process.handlers[SIGTERM] = save
+        yield from process.train(1000)
+
+    run = simulate(program, signals=[(1.0, SIGTERM)])
+    assert (run.code, run.kinds) == (code, ["start", "preempted" if code == 77 else "interrupted"])
+    assert [(name, number) for _, name, number in run.signals[2:]] == [("worker 0", SIGKILL), ("worker 1", SIGKILL)]
+
+
+def test_a_crash_after_it_had_saved_is_no_failure(simulate) -> None:
+    def program(process: SimulatedProcess) -> Life:
+        yield from process.train(10)
+        process.writer.report(SAVED, 10)
+        return -11 if process.index else 77
+
+    run = simulate(program)
+    assert (run.code, run.kinds) == (77, ["start", "preempted"])
+
+
+def test_an_exit_code_of_its_own_counts_whatever_it_has_saved(simulate) -> None:
+    def program(process: SimulatedProcess) -> Life:
+        yield from process.train(10)
+        process.writer.report(SAVED, 10)
+        return 5
+
+    assert simulate(program, "--max-restarts", "0").code == 5
 
 
 def test_sigterm_to_a_run_that_cannot_save(simulate) -> None:

@@ -180,7 +180,7 @@ class ElasticAttempt(Attempt):
         self._largest = self._driver.size
 
     def _note_end(self, process: Process) -> None:
-        order, status = self._orders[process], process.status
+        order, status = self._orders[process], self._group.status(process)
         assert status is not None
         order.end(exit_code(status))
         unwanted = process in self._unwanted_until or order.is_dismissed.is_set() or order.is_over.is_set()
@@ -240,7 +240,7 @@ class ElasticAttempt(Attempt):
         self._driver.stop()
         # Who was taken off the list, or failed before the others went on, does not count.
         last = {
-            (order.host, order.slot): process.status
+            (order.host, order.slot): self._group.status(process)
             for process, order in self._orders.items()
             if self._driver.rank_of(order) >= 0
         }
