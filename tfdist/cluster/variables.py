@@ -14,7 +14,7 @@ TOKEN = "TFDIST_TOKEN"
 SERVERS = "TFDIST_PS"
 # What carries the collectives of `tfdist.MultiWorkerMirroredStrategy`; `tfdist run --transport` sets it everywhere.
 TRANSPORT_VARIABLE = "TFDIST_TRANSPORT"
-TENSORFLOW, HOROVOD = TRANSPORTS = ("tensorflow", "horovod")
+TENSORFLOW, DIRECT, HOROVOD = TRANSPORTS = ("tensorflow", "direct", "horovod")
 
 
 def text(env: Mapping[str, str], name: str) -> str:

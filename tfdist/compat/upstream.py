@@ -26,6 +26,7 @@ tries the next one.
 | losses | which functions are Keras' own | - |
 | compute_output_spec | shapes, without computing | `keras.KerasTensor` calls |
 | mirrored_strategy, collective_strategy, one_device_strategy, parameter_server_strategy | the extended classes that strategies subclass | `tf.distribute.StrategyExtended` is public, its subclasses are not |
+| cross_device_ops | sums over the processes without TensorFlow's servers | `tf.distribute.CrossDeviceOps` is public, that of several processes is not |
 | distribute_lib, distribute_utils, device_util, mirrored_run | contexts and threads of replicas | `tf.distribute.ReplicaContext` is public in parts |
 | values, DistributedValues, DistributedVariable, SyncOnReadVariable, PerReplicaSpec | what a replica has of a variable or a batch | `Strategy.experimental_local_results` reads them |
 | input_lib, input_util, data_distribute, IteratorSpec, NoneTensorSpec | distributed datasets | `tf.distribute.DistributedDataset` is public without its constructor |
@@ -67,6 +68,7 @@ from tensorflow.python.data.experimental.ops import distribute as data_distribut
 from tensorflow.python.data.ops.iterator_ops import IteratorSpec
 from tensorflow.python.distribute import collective_all_reduce_strategy as collective_strategy
 from tensorflow.python.distribute import (
+    cross_device_ops,
     device_util,
     distribute_lib,
     distribute_utils,
@@ -128,6 +130,7 @@ __all__ = [
     "context",
     "coordinator_context",
     "coordinator_values",
+    "cross_device_ops",
     "data_adapter_utils",
     "data_distribute",
     "deprecation",

@@ -12,7 +12,7 @@ import sys
 import keras
 import tensorflow as tf
 
-from tfdist.cluster import preflight
+from tfdist.cluster import preflight, sockets
 from tfdist.cluster.barrier import meet
 from tfdist.cluster.barrier.messages import named
 from tfdist.cluster.config import ClusterConfig
@@ -22,6 +22,9 @@ from tfdist.compat.upstream import context
 from tfdist.compat.upstream import framework_config as config
 from tfdist.runtime.chief_io import ChiefIO
 from tfdist.runtime.coordination_store import CoordinationStore
+from tfdist.runtime.direct.exchange import Exchange
+from tfdist.runtime.direct.mesh import connect
+from tfdist.runtime.direct.sentinel import Sentinel
 from tfdist.runtime.lost_peers import GONE, name_lost_peers, state_of
 from tfdist.runtime.peers import Peers
 
@@ -50,6 +53,22 @@ class Job:
     seed: int
     seed_is_given: bool
     warned_without_scope: bool = False
+    _exchange: Exchange | None = None
+
+    def exchange(self, seconds: float) -> Exchange:
+        """Sums over the processes that need no TensorFlow server; all processes ask for it at the same point.
+
+        Args:
+            seconds: how long connecting them may take.
+
+        Raises:
+            ExchangeError: if a process cannot be reached.
+        """
+        if self._exchange is None:
+            place = self.cluster.jobs[self.cluster.task_type][self.cluster.task_index]
+            host = sockets.split_address(place)[0]
+            self._exchange = connect(self.peers, host, seconds, Sentinel(self.peers.rank).problem)
+        return self._exchange
 
     def leave(self) -> None:
         """Ends this process' part, at the end of the program.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -14,12 +15,15 @@ from tfdist.arguments import check_seconds
 from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.discovery import discover
 from tfdist.cluster.errors import ClusterError
-from tfdist.cluster.variables import HOROVOD, chosen_transport
+from tfdist.cluster.variables import DIRECT, HOROVOD, TENSORFLOW, chosen_transport
 from tfdist.compat.upstream import collective_strategy
 from tfdist.memory.policy import MemoryPolicy
-from tfdist.runtime.job import join
+from tfdist.runtime.direct.exchange import Exchange
+from tfdist.runtime.direct.links import ExchangeError
+from tfdist.runtime.job import Job, join
 from tfdist.steps.collectives import broadcast
 from tfdist.steps.common_hooks import install
+from tfdist.strategies.direct_reduction import DirectReduction
 from tfdist.strategies.job_hooks import JobHooks
 from tfdist.strategies.job_member import JobMember, JobMemberExtended
 from tfdist.strategies.validation import check_cluster
@@ -52,6 +56,11 @@ class _MultiWorkerExtended(JobMemberExtended, collective_strategy.CollectiveAllR
     def _input_position(self) -> tuple[int, int]:
         return self._num_workers, self._id_in_cluster
 
+    def _carry_directly(self, exchange: Exchange) -> None:
+        """Lets tfdist carry the sums over the processes, in place of TensorFlow's servers."""
+        self._cross_device_ops = DirectReduction(exchange, self._cross_device_ops)
+        self._host_cross_device_ops = DirectReduction(exchange, self._host_cross_device_ops)
+
 
 class MultiWorkerMirroredStrategy(JobMember, tf.distribute.MultiWorkerMirroredStrategy):
     """Data parallelism over the processes of a cluster, equal to one process on the same global batches.
@@ -71,13 +80,16 @@ class MultiWorkerMirroredStrategy(JobMember, tf.distribute.MultiWorkerMirroredSt
             small collectives a layer and step) or `"local"` (of each replica's rows; the moving statistics are
             averaged at every step).
         memory: what models keep for their backward pass, see `tfdist.memory.MemoryPolicy`; by default everything.
+        transport: what carries the sums over the processes. `"tensorflow"`: TensorFlow's collectives. `"direct"`, for
+            CPUs: shared memory on a host and sockets between hosts, several times faster; it needs ports that the
+            system chooses. By default as `tfdist run --transport` says, or TFDIST_TRANSPORT; else `"tensorflow"`.
         start_timeout: how long to wait at the start until all processes are there, in seconds.
         peer_timeout: how long to wait for another process that has not yet come to the same call, in seconds.
 
     Raises:
         tfdist.ClusterError: if the cluster description is wrong, the processes' descriptions differ, or a process does
             not come; the message names it.
-        ValueError: for an unknown `compression` or `batch_norm`.
+        ValueError: for an unknown `compression`, `batch_norm` or `transport`, or `"direct"` with GPUs.
 
     Example (started by `tfdist run -n 2 train.py`):
         >>> import keras, numpy as np, tfdist
@@ -103,11 +115,13 @@ class MultiWorkerMirroredStrategy(JobMember, tf.distribute.MultiWorkerMirroredSt
         compression: str | None = None,
         batch_norm: str = "global",
         memory: MemoryPolicy | str | None = None,
+        transport: str | None = None,
         start_timeout: float = 300.0,
         peer_timeout: float = 1800.0,
     ):
         install()
         check_seconds(start_timeout=start_timeout, peer_timeout=peer_timeout)
+        transport = _own_transport(transport)
         self._configure_data_parallel(compression, batch_norm, memory)
         try:
             config = cluster_of(cluster, cluster_resolver, start_timeout)
@@ -125,8 +139,33 @@ class MultiWorkerMirroredStrategy(JobMember, tf.distribute.MultiWorkerMirroredSt
         tf.distribute.Strategy.__init__(self, extended)
         if self._job:
             _MultiWorkerExtended._std_server_started = True
+        if self._job and transport == DIRECT:
+            extended._carry_directly(_exchange_of(self._job, extended.worker_devices, start_timeout))
         self._begin_as_member()
         self._keras_hooks = JobHooks(self)
+
+
+def _own_transport(transport: str | None) -> str:
+    if transport is None:
+        return chosen_transport(os.environ)
+    if transport not in (TENSORFLOW, DIRECT):
+        raise ValueError(
+            f"Received: transport={transport!r}. Expected: {TENSORFLOW!r}, {DIRECT!r}, or None for that of `tfdist run "
+            "--transport`; for Horovod, tfdist.HorovodStrategy."
+        )
+    return transport
+
+
+def _exchange_of(job: Job, devices: Sequence[str], start_timeout: float) -> Exchange:
+    if any(tf.DeviceSpec.from_string(device).device_type != "CPU" for device in devices):
+        raise ValueError(
+            f"Received: transport={DIRECT!r} with {', '.join(devices)}. Expected: CPUs; GPUs exchange by NCCL, with "
+            f"transport={TENSORFLOW!r}."
+        )
+    try:
+        return job.exchange(start_timeout)
+    except ExchangeError as error:
+        raise ClusterError(str(error)) from None
 
 
 def cluster_of(cluster: ClusterConfig | None, resolver: Any, start_timeout: float) -> ClusterConfig:

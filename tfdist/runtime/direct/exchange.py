@@ -1,0 +1,242 @@
+"""Sums over the processes of a job, the same bits on all of them.
+
+What is small goes to the first process of each host, from there to the first of all, and back. What is large:
+
+host A   process 0   a0 | a1 | a2    each copies into shared memory what the others need,
+         process 1   b0 | b1 | b2    adds up one part of all (a0+b0+c0, a1+b1+c1, a2+b2+c2),
+         process 2   c0 | c1 | c2    and copies the whole sum out again
+                          |
+host B   ...         ring over sockets between the first process of each host: in H - 1 steps each of H hosts gets the
+                     sum of one part, in H - 1 more the parts of the others
+
+Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009). The order of the
+additions depends on nothing but the places of the processes.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tfdist.runtime.direct.host_memory import SEGMENT, HostMemory, bounds_of
+from tfdist.runtime.direct.links import ExchangeError, Header, Link, transfer
+from tfdist.runtime.direct.result_memory import ResultMemory
+
+# Up to here a second meeting costs more than sending everything to one process.
+_SMALL = 32 << 10
+
+
+@dataclass
+class Connections:
+    """How a process is connected to the others.
+
+    Attributes:
+        place: of this process among those of its host.
+        size: how many there are on its host.
+        memory: which these share; `None` for a single one.
+        first: to the first process of the host; `None` on that one itself.
+        members: on it, to the others of its host, in their order.
+        root: from the first process of a host to that of the first host; `None` on that one, and on all others.
+        hosts: on it, to the first processes of the other hosts, in their order.
+        host: the number of this host.
+        next: on first processes of several hosts: to that of the next host.
+        previous: and from that of the host before.
+    """
+
+    place: int = 0
+    size: int = 1
+    memory: HostMemory | None = None
+    first: Link | None = None
+    members: list[Link] = field(default_factory=list)
+    root: Link | None = None
+    hosts: list[Link] = field(default_factory=list)
+    host: int = 0
+    number_of_hosts: int = 1
+    next: Link | None = None
+    previous: Link | None = None
+
+    def all(self) -> list[Link]:
+        """All links of this process."""
+        found = [self.first, *self.members, self.root, *self.hosts, self.next, self.previous]
+        return [link for link in found if link is not None]
+
+
+class Exchange:
+    """Sums over the processes of a job; all of them make the same calls in the same order.
+
+    Args:
+        connections: how this process is connected to the others.
+
+    Example:
+        >>> Exchange(Connections()).all_reduce([np.array([1.0, 2.0])])
+        array([1., 2.])
+    """
+
+    def __init__(self, connections: Connections) -> None:
+        self._to = connections
+        self._results = ResultMemory()
+        self._lock = threading.Lock()
+        self._number = 0
+        self._failure = ""
+
+    def all_reduce(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+        """The sum over all parts of all processes.
+
+        Args:
+            parts: of this process' replicas, of one shape and dtype, which are the same on all processes.
+
+        Returns:
+            An array of that shape and dtype, which belongs to the caller.
+
+        Raises:
+            ExchangeError: if a process is gone, does not come in time, or adds up something else; from then on always.
+        """
+        with self._lock:
+            if self._failure:
+                raise ExchangeError(self._failure)
+            try:
+                return self._sum(parts)
+            except ExchangeError as error:
+                self._fail(str(error))
+                raise
+
+    def close(self) -> None:
+        """Ends all connections."""
+        for link in self._to.all():
+            link.close()
+
+    def _fail(self, text: str) -> None:
+        self._failure = text
+        # All others of this host, or of all hosts, are told the cause; they would only see that this process leaves.
+        for link in (*self._to.members, *self._to.hosts):
+            link.send_failure(text)
+        self.close()
+
+    def _sum(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+        shape, dtype = parts[0].shape, parts[0].dtype
+        own = [np.ascontiguousarray(part).reshape(-1) for part in parts]
+        result = self._results.take(own[0].size, dtype)
+        if len(own) > 1:
+            np.add(own[0], own[1], out=result)
+            for other in own[2:]:
+                np.add(result, other, out=result)
+            own = [result]
+        kind = zlib.crc32(f"{dtype.str} {shape}".encode())
+        if result.nbytes <= _SMALL:
+            self._through_the_first(own[0], result, kind)
+        else:
+            length = SEGMENT // dtype.itemsize
+            for begin in range(0, result.size, length):
+                piece = slice(begin, begin + length)
+                self._through_memory(own[0][piece], result[piece], kind)
+        return result.reshape(shape)
+
+    def _header(self, size: int, kind: int) -> Header:
+        self._number += 1
+        return Header(self._number, size, kind)
+
+    # What is small
+
+    def _through_the_first(self, own: np.ndarray, result: np.ndarray, kind: int) -> None:
+        to, header = self._to, self._header(result.nbytes, kind)
+        if result is not own:
+            np.copyto(result, own)
+        if to.first is not None:
+            _ask(to.first, result, header)
+            return
+        _collect(to.members, result, header)
+        if to.root is not None:
+            _ask(to.root, result, header)
+        else:
+            _collect(to.hosts, result, header)
+            _give(to.hosts, result, header)
+        _give(to.members, result, header)
+
+    # What is large
+
+    def _through_memory(self, own: np.ndarray, result: np.ndarray, kind: int) -> None:
+        to, header = self._to, self._header(own.nbytes, kind)
+        if to.memory is None:
+            if result is not own:
+                np.copyto(result, own)
+            self._ring(result, header)
+            return
+        bounds = bounds_of(own.size, to.size, own.itemsize)
+        mine = bounds[to.place]
+        shared = [to.memory.of(place, own.dtype)[: own.size] for place in range(to.size + 1)]
+        total = shared.pop()
+        for place, part in enumerate(bounds):
+            if place != to.place:
+                np.copyto(shared[to.place][part], own[part])
+        self._meet(header)
+        addends = [own if place == to.place else one for place, one in enumerate(shared)]
+        np.add(addends[0][mine], addends[1][mine], out=total[mine])
+        for one in addends[2:]:
+            np.add(total[mine], one[mine], out=total[mine])
+        self._meet(header, lambda: self._ring(total, header))
+        np.copyto(result, total)
+
+    def _meet(self, header: Header, in_between: Callable[[], object] | None = None) -> None:
+        """Waits for all processes of this host; meanwhile the first one does something when all have come."""
+        to = self._to
+        if to.first is not None:
+            to.first.send_header(header)
+            to.first.expect_header(header)
+            return
+        for link in to.members:
+            link.expect_header(header)
+        if in_between is not None:
+            in_between()
+        for link in to.members:
+            link.send_header(header)
+
+    def _ring(self, values: np.ndarray, header: Header) -> None:
+        """Adds up what the first processes of all hosts have."""
+        to = self._to
+        if to.next is None:
+            return
+        to.next.send_header(header)
+        to.previous.expect_header(header)
+        hosts = to.number_of_hosts
+        bounds = bounds_of(values.size, hosts, values.itemsize)
+        longest = max(part.stop - part.start for part in bounds)
+        received = self._results.take(longest, values.dtype)
+        for step in range(hosts - 1):
+            sent, part = bounds[(to.host - step) % hosts], bounds[(to.host - step - 1) % hosts]
+            incoming = received[: part.stop - part.start]
+            transfer(to.next, _bytes(values[sent]), to.previous, _bytes(incoming))
+            np.add(incoming, values[part], out=values[part])
+        for step in range(hosts - 1):
+            sent, part = bounds[(to.host + 1 - step) % hosts], bounds[(to.host - step) % hosts]
+            transfer(to.next, _bytes(values[sent]), to.previous, _bytes(values[part]))
+
+
+def _ask(link: Link, values: np.ndarray, header: Header) -> None:
+    """Sends values to the process that adds them up, and gets the sum."""
+    link.send_header(header)
+    link.send(_bytes(values))
+    link.expect_header(header)
+    link.receive(_bytes(values))
+
+
+def _collect(links: Sequence[Link], values: np.ndarray, header: Header) -> None:
+    """Adds to values what the others send."""
+    other = np.empty_like(values)
+    for link in links:
+        link.expect_header(header)
+        link.receive(_bytes(other))
+        np.add(values, other, out=values)
+
+
+def _give(links: Sequence[Link], values: np.ndarray, header: Header) -> None:
+    for link in links:
+        link.send_header(header)
+        link.send(_bytes(values))
+
+
+def _bytes(values: np.ndarray) -> memoryview:
+    return memoryview(values.view(np.uint8)) if values.size else memoryview(b"")

@@ -1,0 +1,85 @@
+"""TensorFlow's sums over replicas, carried by `tfdist.runtime.direct` in place of TensorFlow's gRPC servers.
+
+    replicas' tensors ---+
+    token.read_value() --+--> numpy_function: Exchange.all_reduce --> sum, on each replica's device
+                                         |
+                                         +--> token.assign()
+
+All processes have to add up the same values in the same order. TensorFlow may run operations that do not depend on each
+other in any order, so each sum reads a variable that the one before has written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.compat.upstream import cross_device_ops, distribute_utils, values
+from tfdist.runtime.direct.exchange import Exchange
+from tfdist.runtime.direct.links import ExchangeError
+
+# What NumPy adds up; all else goes TensorFlow's way.
+_DTYPES = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
+
+
+class DirectReduction(cross_device_ops.CollectiveAllReduce):
+    """TensorFlow's `CollectiveAllReduce` with other sums of dense tensors; rows and gathers stay as they are.
+
+    Args:
+        exchange: connects the processes.
+        original: what it stands for.
+    """
+
+    def __init__(self, exchange: Exchange, original: cross_device_ops.CollectiveAllReduce) -> None:
+        super().__init__(original._devices, original._group_size, original._options, original._collective_keys)
+        self._exchange = exchange
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._token = tf.Variable(0, dtype=tf.int64, trainable=False)
+
+    def _all_reduce(self, reduce_op: Any, value: Any, replica_id: int, options: Any) -> Any:
+        # Of one replica by itself, which several of one process could not make without waiting for each other.
+        if len(self._devices) > 1:
+            return super()._all_reduce(reduce_op, value, replica_id, options)
+
+        def of_one(one: Any) -> Any:
+            if _is_dense(one):
+                return self._sum(reduce_op, [one])[0]
+            return super(DirectReduction, self)._all_reduce(reduce_op, one, replica_id, options)
+
+        return tf.nest.map_structure(of_one, value)
+
+    def _all_reduce_per_replica_values(self, reduce_op: Any, per_replica_values: Sequence[Any], options: Any) -> list:
+        results = []
+        for value in per_replica_values:
+            if all(map(_is_dense, value.values)):
+                summed = self._sum(reduce_op, value.values)
+                results.append(distribute_utils.regroup(summed, wrap_class=values.Mirrored))
+            else:
+                results += super()._all_reduce_per_replica_values(reduce_op, [value], options)
+        return results
+
+    def _sum(self, reduce_op: Any, replicas: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        dtype = replicas[0].dtype
+        with tf.device("CPU:0"):
+            total, number = tf.numpy_function(self._add_up, [self._token.read_value(), *replicas], [dtype, tf.int64])
+            self._token.assign(number)
+        total.set_shape(replicas[0].shape)
+        results = []
+        for device in self._devices:
+            with tf.device(device):
+                mean = reduce_op == tf.distribute.ReduceOp.MEAN
+                results.append(total / self._group_size if mean else tf.identity(total))
+        return results
+
+    def _add_up(self, number: np.ndarray, *replicas: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        try:
+            return self._exchange.all_reduce([np.asarray(one) for one in replicas]), number + 1
+        except ExchangeError as error:
+            raise tf.errors.UnavailableError(None, None, f"Collective sum of the replicas: {error}") from None
+
+
+def _is_dense(value: Any) -> bool:
+    return not isinstance(value, tf.IndexedSlices) and value.dtype in _DTYPES
