@@ -1,4 +1,4 @@
-"""What a training step sends: one collective, whatever the model, its metrics and the end of its data."""
+"""What a training step sends: one sum, whatever the model, its metrics and the end of its data."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tfdist.testing import run_local
 pytestmark = pytest.mark.cluster
 
 
-def collectives() -> dict[str, list[str]]:
-    """Runs on every process: the collective operations in the traced train functions of several models."""
+def sums(transport: str) -> dict[str, list[str]]:
+    """Runs on every process: the sums over processes in the traced train functions of several models."""
     import keras
     import tensorflow as tf
     from keras import layers
@@ -29,16 +29,16 @@ def collectives() -> dict[str, list[str]]:
         (function,) = traced._list_all_concrete_functions()
         graph = function.graph.as_graph_def()
         nodes = [*graph.node, *(node for f in graph.library.function for node in f.node_def)]
-        return sorted(node.op for node in nodes if node.op.startswith("Collective"))
+        return sorted(node.op for node in nodes if node.op.startswith(("Collective", "PyFunc")))
 
-    plain = tfdist.MultiWorkerMirroredStrategy(start_timeout=60)
+    plain = tfdist.MultiWorkerMirroredStrategy(transport=transport, start_timeout=60)
     found = {
         "metrics": of_train_step(plain, lambda: mlp(metrics=["accuracy", keras.metrics.AUC()])()),
         "uneven": of_train_step(plain, mlp(), batches(*rows(81))),
         "adam, clipped": of_train_step(plain, mlp(optimizer=lambda: keras.optimizers.Adam(clipnorm=1.0))),
         "global BatchNormalization": of_train_step(plain, mlp(layers.BatchNormalization)),
     }
-    local = tfdist.MultiWorkerMirroredStrategy(batch_norm="local")
+    local = tfdist.MultiWorkerMirroredStrategy(batch_norm="local", transport=transport)
     found["local BatchNormalization"] = of_train_step(local, mlp(layers.BatchNormalization))
     return found
 
@@ -49,8 +49,8 @@ def _closure(function: object, name: str) -> object:
 
 
 @functools.cache
-def results() -> list[dict[str, list[str]]]:
-    return run_local(collectives, workers=2, timeout=150)
+def results(transport: str) -> list[dict[str, list[str]]]:
+    return run_local(sums, workers=2, timeout=150, args=(transport,))
 
 
 @pytest.mark.parametrize(
@@ -64,6 +64,7 @@ def results() -> list[dict[str, list[str]]]:
         ("local BatchNormalization", 1),
     ],
 )
-def test_number_of_collectives(model, expected):
-    for rank, found in enumerate(results()):
-        assert found[model] == ["CollectiveReduceV2"] * expected, f"rank {rank}"
+@pytest.mark.parametrize(("transport", "operation"), [("direct", "PyFunc"), ("tensorflow", "CollectiveReduceV2")])
+def test_number_of_sums(model, expected, transport, operation):
+    for rank, found in enumerate(results(transport)):
+        assert found[model] == [operation] * expected, f"rank {rank}"

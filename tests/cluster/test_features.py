@@ -19,23 +19,25 @@ pytestmark = pytest.mark.cluster
 _DEADLINE = 540
 
 
-def rows_of_table(names: list[str], devices: int, place: Path) -> Found:
+def rows_of_table(names: list[str], devices: int, transport: str, place: Path) -> Found:
     """Runs on every process."""
     import tfdist
+    from tfdist.strategies.direct_reduction import DirectReduction
 
-    strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout=60, peer_timeout=60)
+    strategy = tfdist.MultiWorkerMirroredStrategy(transport=transport, start_timeout=60, peer_timeout=60)
     assert strategy.num_replicas_in_sync == 2 * devices
+    assert isinstance(strategy.extended._cross_device_ops, DirectReduction) == (transport == "auto")
     return run_rows(strategy, names, place, turn=devices % 2)
 
 
 @functools.cache
-def results(devices: int, names: tuple[str, ...]) -> list[Found]:
+def results(devices: int, names: tuple[str, ...], transport: str = "auto") -> list[Found]:
     return run_local(
         rows_of_table,
         workers=2,
         devices_per_worker=devices,
         timeout=_DEADLINE,
-        args=(list(names), devices, reference.folder()),
+        args=(list(names), devices, transport, reference.folder()),
     )
 
 
@@ -52,6 +54,13 @@ def test_with_two_devices_each_equals_one_process(name):
     assert_compared(name, 2, EXCHANGES)
 
 
+@pytest.mark.timeout(_DEADLINE + 60)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_over_collectives_of_tensorflow_equals_one_process(name):
+    assert_compared(name, 1, EXCHANGES, "tensorflow")
+
+
 _REST = tuple(name for name in FEATURES if name not in IN_PROCESSES)
 
 
@@ -62,6 +71,6 @@ def test_the_rest_equals_one_process(name):
     assert_compared(name, 1, _REST)
 
 
-def assert_compared(name: str, devices: int, names: tuple[str, ...]) -> None:
-    for rank, found in enumerate(results(devices, names)):
+def assert_compared(name: str, devices: int, names: tuple[str, ...], transport: str = "auto") -> None:
+    for rank, found in enumerate(results(devices, names, transport)):
         gaps_of(found, name, rank)

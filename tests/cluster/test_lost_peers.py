@@ -31,12 +31,12 @@ class End(keras.callbacks.Callback):
         if batch == 5 and strategy._peers.rank == int(sys.argv[1]):
             if sys.argv[2] == "raise":
                 raise ValueError("the program's own")
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[sys.argv[2]])
 model.fit(np.ones((6400, 4)), np.ones((6400, 1)), batch_size=32, verbose=0, shuffle=False, callbacks=[End()])
 """
 
 
-def train(folder: Path, size: int, *arguments: str) -> tuple[list[str], list[tuple[int, str]]]:
+def train(folder: Path, size: int, transport: str, *arguments: str) -> tuple[list[str], list[tuple[int, str]]]:
     """The addresses, and exit code and output of each process."""
     with ports.reserve(size) as reservation:
         places = [f"127.0.0.1:{port}" for port in reservation.ports]
@@ -46,19 +46,30 @@ def train(folder: Path, size: int, *arguments: str) -> tuple[list[str], list[tup
         for index in range(size):
             config = json.dumps({"cluster": {"worker": places}, "task": {"type": "worker", "index": index}})
             env = {**os.environ, "TF_CONFIG": config, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
+            env["TFDIST_TRANSPORT"] = transport
             processes.append(forked(["train.py", *arguments], folder / f"log-{index}", folder, env, index))
-        return places, [
-            (process.wait(_DEADLINE), (folder / f"log-{index}").read_text()) for index, process in enumerate(processes)
-        ]
+        codes: dict[int, int | None] = {}
+        for index, process in enumerate(processes):
+            stopped = arguments == (str(index), "stop")
+            codes[index] = None if stopped else process.wait(_DEADLINE)
+        return places, [(codes[index], (folder / f"log-{index}").read_text()) for index in range(size)]
     finally:
         for process in processes:
             process.kill()
 
 
+def ways_to_go() -> list:
+    cases = [(0, "kill", -9), (1, "kill", -9), (2, "raise", 1)]
+    found = [
+        pytest.param(*case, way, id=f"{way}, rank {case[0]}") for way in ("direct", "tensorflow") for case in cases
+    ]
+    return daily(found, "direct, rank 0", "tensorflow, rank 1")
+
+
 @pytest.mark.timeout(_DEADLINE + 30)
-@pytest.mark.parametrize(("rank", "how", "code"), daily([(0, "kill", -9), (1, "kill", -9), (2, "raise", 1)], "0"))
-def test_who_is_gone_is_named_below_the_traceback(rank, how, code, tmp_path):
-    places, results = train(tmp_path, 3, str(rank), how)
+@pytest.mark.parametrize(("rank", "how", "code", "transport"), ways_to_go())
+def test_who_is_gone_is_named_below_the_traceback(rank, how, code, transport, tmp_path):
+    places, results = train(tmp_path, 3, transport, str(rank), how)
     assert results[rank][0] == code
     assert " is gone" not in results[rank][1]
     only = f"tfdist: worker {rank} ({places[rank]}) is gone; what it has printed, and the log of the system that"
@@ -74,8 +85,22 @@ def test_who_is_gone_is_named_below_the_traceback(rank, how, code, tmp_path):
         said.append(lines[at])
         assert "Start the job again, all of its tasks: with tfdist.callbacks.BackupAndRestore it goes on" in lines[at]
         traceback = next(number for number, line in enumerate(lines) if line.startswith("Traceback"))
-        assert any("CollectiveReduce" in line for line in lines[traceback:at])
+        operation = "CollectiveReduce" if transport == "tensorflow" else "Collective sum of the replicas: worker "
+        assert any(operation in line for line in lines[traceback:at])
     assert any(line.startswith(only) for line in said)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(_DEADLINE + 30)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_who_is_stopped_is_not_waited_for(rank, tmp_path):
+    # TensorFlow's coordination service has told the others, which wait for shared memory.
+    _, results = train(tmp_path, 3, "direct", str(rank), "stop")
+    for survivor in {0, 1, 2} - {rank}:
+        found, text = results[survivor]
+        print(text)
+        assert found == 1
+        assert "Collective sum of the replicas: Collective ops is aborted by: " in text
 
 
 def test_which_exceptions_are_about_peers():

@@ -14,7 +14,7 @@ TOKEN = "TFDIST_TOKEN"
 SERVERS = "TFDIST_PS"
 # What carries the collectives of `tfdist.MultiWorkerMirroredStrategy`; `tfdist run --transport` sets it everywhere.
 TRANSPORT_VARIABLE = "TFDIST_TRANSPORT"
-TENSORFLOW, DIRECT, HOROVOD = TRANSPORTS = ("tensorflow", "direct", "horovod")
+AUTO, TENSORFLOW, DIRECT, HOROVOD = TRANSPORTS = ("auto", "tensorflow", "direct", "horovod")
 
 
 def text(env: Mapping[str, str], name: str) -> str:
@@ -55,16 +55,16 @@ def optional_number(env: Mapping[str, str], name: str) -> int | None:
 
 
 def chosen_transport(env: Mapping[str, str]) -> str:
-    """The transport that the environment asks for; TensorFlow's own by default.
+    """The transport that the environment asks for; by default whichever fits the devices.
 
     Raises:
         ValueError: If there is no such transport.
 
     Example:
         >>> chosen_transport({}), chosen_transport({"TFDIST_TRANSPORT": "horovod"})
-        ('tensorflow', 'horovod')
+        ('auto', 'horovod')
     """
-    value = env.get(TRANSPORT_VARIABLE) or TENSORFLOW
+    value = env.get(TRANSPORT_VARIABLE) or AUTO
     if value not in TRANSPORTS:
         raise ValueError(
             f"Received: {TRANSPORT_VARIABLE}={value!r}. Expected one of {', '.join(TRANSPORTS)}; or unset it."

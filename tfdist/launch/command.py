@@ -9,7 +9,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from tfdist.cluster.variables import TENSORFLOW, TRANSPORT_VARIABLE, TRANSPORTS
+from tfdist.cluster.variables import AUTO, TRANSPORT_VARIABLE, TRANSPORTS
 from tfdist.launch.arguments import TARGET, CountOrAuto, ScriptCommand, SecondsOrAuto, Target, WorkerRange, read_env
 
 _WORKERS_HELP = (
@@ -20,7 +20,7 @@ _STAGES_HELP = "Instead of -n: a process for each of the K stages that tfdist.Pi
 _REPLICAS_HELP = "With --stages: R copies of the whole pipeline, K*R processes in all.  [default: 1]"
 _HANG_HELP = "Without progress for so long, a process counts as hung.  [default: what is unusual for it, 30 at least]"
 _PS_HELP = "Number of parameter servers; a chief is started as well, which drives the -n workers."
-_TRANSPORT_HELP = "What carries the collectives of MultiWorkerMirroredStrategy."
+_TRANSPORT_HELP = "What carries the sums of MultiWorkerMirroredStrategy; auto: direct for CPUs, else tensorflow."
 _DISCOVERY_HELP = "Elastic: prints host:slots for each host that can be used now. With --transport horovod -n MIN:MAX."
 _INTERFACE_HELP = "Elastic: the network interface that all hosts share; needed with a single host (lo)."
 _RESTARTS_HELP = "How often to start all processes again after one failed; with --ps, also a lost worker alone."
@@ -73,7 +73,7 @@ def main() -> None:
 @click.option(
     "--transport",
     type=click.Choice(TRANSPORTS),
-    default=TENSORFLOW,
+    default=AUTO,
     envvar=TRANSPORT_VARIABLE,
     show_default=True,
     help=_TRANSPORT_HELP,

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tfdist.cluster.config import ClusterConfig
-from tfdist.cluster.variables import HOROVOD, TENSORFLOW
+from tfdist.cluster.variables import AUTO as AUTO_TRANSPORT
+from tfdist.cluster.variables import HOROVOD
 from tfdist.cluster.variables import TRANSPORT_VARIABLE as TRANSPORT
 from tfdist.launch.arguments import AUTO
 from tfdist.launch.machine import Machine
@@ -133,7 +134,7 @@ class RunOptions:
     env: Mapping[str, str] = field(default_factory=dict)
     host: str = "127.0.0.1"
     stages: Stages | None = None
-    transport: str = TENSORFLOW
+    transport: str = AUTO_TRANSPORT
 
     def __post_init__(self) -> None:
         if self.workers < 1:

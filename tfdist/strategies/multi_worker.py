@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from tfdist.arguments import check_seconds
 from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.discovery import discover
 from tfdist.cluster.errors import ClusterError
-from tfdist.cluster.variables import DIRECT, HOROVOD, TENSORFLOW, chosen_transport
+from tfdist.cluster.variables import AUTO, DIRECT, HOROVOD, TENSORFLOW, chosen_transport
 from tfdist.compat.upstream import collective_strategy
 from tfdist.memory.policy import MemoryPolicy
 from tfdist.runtime.direct.exchange import Exchange
@@ -31,6 +32,7 @@ from tfdist.strategies.validation import check_cluster
 # Collectives of different strategies need different keys; other kinds of strategies, of which the processes may have
 # different numbers, have keys in another range.
 _GROUP_KEYS = itertools.count(1_000_000, 1_000)
+_log = logging.getLogger("tfdist")
 
 
 class _MultiWorkerExtended(JobMemberExtended, collective_strategy.CollectiveAllReduceExtended):
@@ -81,8 +83,9 @@ class MultiWorkerMirroredStrategy(JobMember, tf.distribute.MultiWorkerMirroredSt
             averaged at every step).
         memory: what models keep for their backward pass, see `tfdist.memory.MemoryPolicy`; by default everything.
         transport: what carries the sums over the processes. `"tensorflow"`: TensorFlow's collectives. `"direct"`, for
-            CPUs: shared memory on a host and sockets between hosts, several times faster; it needs ports that the
-            system chooses. By default as `tfdist run --transport` says, or TFDIST_TRANSPORT; else `"tensorflow"`.
+            CPUs: shared memory on a host and sockets between hosts, several times faster; each process listens at
+            another port, which the system chooses. `"auto"`: direct for CPUs, if all can connect. By default what
+            `tfdist run --transport` says, or TFDIST_TRANSPORT; else `"auto"`.
         start_timeout: how long to wait at the start until all processes are there, in seconds.
         peer_timeout: how long to wait for another process that has not yet come to the same call, in seconds.
 
@@ -101,7 +104,8 @@ class MultiWorkerMirroredStrategy(JobMember, tf.distribute.MultiWorkerMirroredSt
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> MultiWorkerMirroredStrategy:
-        if cls is MultiWorkerMirroredStrategy and chosen_transport(os.environ) == HOROVOD:
+        is_open = cls is MultiWorkerMirroredStrategy and kwargs.get("transport") is None
+        if is_open and chosen_transport(os.environ) == HOROVOD:
             # A subclass: Python goes on with its initializer. Imported only where it is asked for.
             cls = tfdist.HorovodStrategy
         return super().__new__(cls)
@@ -139,33 +143,39 @@ class MultiWorkerMirroredStrategy(JobMember, tf.distribute.MultiWorkerMirroredSt
         tf.distribute.Strategy.__init__(self, extended)
         if self._job:
             _MultiWorkerExtended._std_server_started = True
-        if self._job and transport == DIRECT:
-            extended._carry_directly(_exchange_of(self._job, extended.worker_devices, start_timeout))
+        if self._job and (exchange := _exchange_of(self._job, extended.worker_devices, transport, start_timeout)):
+            extended._carry_directly(exchange)
         self._begin_as_member()
         self._keras_hooks = JobHooks(self)
 
 
 def _own_transport(transport: str | None) -> str:
-    if transport is None:
-        return chosen_transport(os.environ)
-    if transport not in (TENSORFLOW, DIRECT):
+    expected = (AUTO, TENSORFLOW, DIRECT)
+    if transport is not None and transport not in expected:
         raise ValueError(
-            f"Received: transport={transport!r}. Expected: {TENSORFLOW!r}, {DIRECT!r}, or None for that of `tfdist run "
-            "--transport`; for Horovod, tfdist.HorovodStrategy."
+            f"Received: transport={transport!r}. Expected one of {', '.join(map(repr, expected))}, or None for that of "
+            "`tfdist run --transport`; for Horovod, use tfdist.HorovodStrategy."
         )
-    return transport
+    return transport or chosen_transport(os.environ)
 
 
-def _exchange_of(job: Job, devices: Sequence[str], start_timeout: float) -> Exchange:
-    if any(tf.DeviceSpec.from_string(device).device_type != "CPU" for device in devices):
+def _exchange_of(job: Job, devices: Sequence[str], transport: str, start_timeout: float) -> Exchange | None:
+    """What carries sums directly; `None` if TensorFlow is to do it. The same on all processes, whose devices are."""
+    has_others = any(tf.DeviceSpec.from_string(device).device_type != "CPU" for device in devices)
+    if transport == DIRECT and has_others:
         raise ValueError(
             f"Received: transport={DIRECT!r} with {', '.join(devices)}. Expected: CPUs; GPUs exchange by NCCL, with "
             f"transport={TENSORFLOW!r}."
         )
+    if transport == TENSORFLOW or has_others:
+        return None
     try:
         return job.exchange(start_timeout)
     except ExchangeError as error:
-        raise ClusterError(str(error)) from None
+        if transport == DIRECT:
+            raise ClusterError(str(error)) from None
+        _log.warning("%s. Going on with TensorFlow's collectives, which are slower.", error)
+        return None
 
 
 def cluster_of(cluster: ClusterConfig | None, resolver: Any, start_timeout: float) -> ClusterConfig:

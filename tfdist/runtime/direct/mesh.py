@@ -203,10 +203,13 @@ def _grouped(machines: Sequence[str]) -> list[list[int]]:
 
 
 def _machine() -> str:
-    """The same for processes that can open each other's files below /proc: of one user, in one kernel and container."""
+    """The same for processes that can open each other's files below /proc: of one user, in one kernel and container.
+
+    Those that have a network each are apart as on hosts of their own: who cuts the network means to part them.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        space = os.stat("/proc/self/ns/pid").st_ino
+        spaces = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("pid", "net")]
     except OSError:
         return secrets.token_hex(16)
-    return hashlib.sha256(f"{boot} {space} {os.getuid()}".encode()).hexdigest()
+    return hashlib.sha256(f"{boot} {spaces} {os.getuid()}".encode()).hexdigest()

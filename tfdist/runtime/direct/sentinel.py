@@ -7,10 +7,14 @@ which needs nobody else. (Its own calls would wait for a first process that is s
 
 from __future__ import annotations
 
+import re
+
 import tensorflow as tf
 
 # Beyond those of all strategies.
 _FIRST_GROUP_KEY = 500_000_000
+# What TensorFlow says of every error.
+_ADDED = re.compile(r"\{\{.*?\}\} |\[Op:.*?\]|The error could be from a previous operation\..*$", re.MULTILINE)
 
 
 class Sentinel:
@@ -29,7 +33,7 @@ class Sentinel:
         try:
             self._ask()
         except tf.errors.OpError as error:
-            return error.message
+            return " ".join(_ADDED.sub("", error.message).split())
         return ""
 
     def _ask(self) -> None:
