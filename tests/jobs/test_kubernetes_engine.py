@@ -16,7 +16,7 @@ from tests.jobs.conftest import Tfdist, wait_until
 from tests.jobs.kubernetes_api import KubernetesApi
 from tfdist.jobs.engine import Engine, engine_of
 from tfdist.jobs.record import Records
-from tfdist.jobs.request import Request, SubmitError
+from tfdist.jobs.request import Request, SubmitError, UnansweredError
 from tfdist.launch.arguments import Target
 
 REQUEST = Request("kubernetes", Target("script", ("train.py",)), image="registry/train:1", name="train", grace=45)
@@ -92,7 +92,7 @@ def test_the_record_is_there_before_the_job(engine: Engine, api: KubernetesApi, 
         raise KeyboardInterrupt
 
     engine._create = killed_afterwards
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match="it is kept as kubernetes-train; `tfdist status kubernetes-train`"):
         engine.submit(REQUEST)
     record = records.load("kubernetes-train")
     assert record.details["uid"] is None and str(engine.status(record)) == "queued: no pod yet"
@@ -111,13 +111,48 @@ def test_no_record_no_job(engine: Engine, api: KubernetesApi, records: Records, 
 
 def test_an_answer_that_is_lost(engine: Engine, api: KubernetesApi, records: Records) -> None:
     api.refusals["POST", "jobs"] = (504, "the server took too long")
+    with pytest.raises(
+        SubmitError, match=r"504.*Whether the job runs is not known: it is kept as kubernetes-train; `tf"
+    ):
+        engine.submit(REQUEST)
+    assert [method for method, _, _ in api.requests] == ["POST", "GET"]
+    api.refusals["GET", "jobs"] = (503, "busy")
+    with pytest.raises(SubmitError, match="Whether the job runs is not known: it is kept as kubernetes-train-2; `tfd"):
+        engine.submit(REQUEST)
+    assert [record.id for record in records.all()] == ["kubernetes-train", "kubernetes-train-2"]
+
+
+def test_a_job_that_appears_after_the_answer_was_lost(engine: Engine, api: KubernetesApi, records: Records) -> None:
+    """It is known by its label, as soon as it is there; until then its user is told what to do."""
+    create, created = engine._create, {}
+
+    def too_late(client, namespace, job, others):
+        create(client, namespace, job, others)
+        created.update(api.objects["jobs"].pop("train"))
+        raise UnansweredError("504")
+
+    engine._create = too_late
+    with pytest.raises(SubmitError, match="it is kept as kubernetes-train"):
+        engine.submit(REQUEST)
+    (record,) = records.all()
+    assert str(engine.status(record)) == (
+        "unconfirmed: Kubernetes has not answered, and has no such job in research. It may still appear: `kubectl get "
+        "job train --namespace=research --context=lab` shows it, and `tfdist cancel kubernetes-train` ends it then. If "
+        f"it does not, `rm -r {records.folder}/kubernetes-train.json {record.folder}` forgets it"
+    )
+    with pytest.raises(SubmitError, match=r"which cannot be ended now.*It is unconfirmed: Kubernetes has not answered"):
+        engine.cancel(record)
+    api.objects["jobs"]["train"] = created
+    assert str(engine.status(record)) == "queued: no pod yet"
+    del api.objects["jobs"]["train"]
+    assert engine.status(records.load(record.id)).state == "lost"
+
+
+def test_half_a_job_that_was_deleted_leaves_no_record(engine: Engine, api: KubernetesApi, records: Records) -> None:
+    api.refusals["POST", "secrets"] = (504, "the server took too long")
     with pytest.raises(SubmitError, match="504"):
         engine.submit(REQUEST)
-    assert records.all() == [] and [method for method, _, _ in api.requests] == ["POST", "GET"]
-    api.refusals["GET", "jobs"] = (503, "busy")
-    with pytest.raises(SubmitError, match="Whether the job runs is not known: it is kept as kubernetes-train; `tfdist"):
-        engine.submit(REQUEST)
-    assert [record.id for record in records.all()] == ["kubernetes-train"]
+    assert api.objects["jobs"] == {} and records.all() == []
 
 
 def test_half_a_job_that_cannot_be_taken_back_is_kept(engine: Engine, api: KubernetesApi, records: Records) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import getpass
 import json
 import os
 import shlex
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs.conftest import wait_until
+from tests.jobs.conftest import Tfdist, wait_until
 from tfdist.jobs.record import Records
 from tfdist.jobs.request import Request, SubmitError
 from tfdist.jobs.slurm import SlurmEngine, fewest_nodes, run
@@ -415,7 +416,13 @@ def test_a_submission_that_was_killed(slurm, tmp_path: Path, found: str, monkeyp
         Path(record.folder, "job-id").write_text("17\n")
         slurm(squeue="echo 'PENDING|Priority|N/A'")
     if found == "nowhere":
-        assert engine.status(record).detail.startswith("sbatch has not answered, and Slurm has no job")
+        now = engine.status(record)
+        assert now.state == "unconfirmed"
+        assert now.detail.startswith("sbatch has not answered, and Slurm has no job")
+        assert f"`squeue --user={getpass.getuser()} --name=mine` shows it" in now.detail
+        assert f"`rm -r {tmp_path}/jobs/{record.id}.json {record.folder}` forgets it" in now.detail
+        with pytest.raises(SubmitError, match=rf"{record.id}, which cannot be ended now.*It is unconfirmed: sbatch"):
+            engine.cancel(record)
         return
     assert engine.status(record).state == "queued"
     slurm(scancel="exit 0")
@@ -437,9 +444,26 @@ def test_a_record_that_cannot_be_completed_ends_the_job(slurm, tmp_path: Path, m
 
 def test_no_answer_from_sbatch(slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tfdist.jobs.slurm._SECONDS", 0.5)
-    with pytest.raises(SubmitError, match="Whether it has taken the job is not known: it is kept as slurm-unconf"):
+    with pytest.raises(SubmitError, match="Whether the job runs is not known: it is kept as slurm-unconf"):
         slurm(sbatch="exec sleep 60").submit(JOB)
     assert len(recorded(tmp_path)) == 1
+
+
+def test_ctrl_c_while_sbatch_is_asked_is_explained(slurm, run_tfdist: Tfdist, tmp_path: Path) -> None:
+    slurm(sbatch=f"touch {tmp_path}/asked; exec sleep 30", squeue="exit 0")
+    command = [sys.executable, "-m", "tfdist", "submit", "--scheduler", "slurm", "--name", "mine", "--", "/bin/true"]
+    env = {**run_tfdist.env, "PATH": os.environ["PATH"]}
+    with subprocess.Popen(command, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True) as submit:
+        try:
+            wait_until((tmp_path / "asked").exists, 30, "sbatch")
+            submit.send_signal(signal.SIGINT)
+            _, said = submit.communicate(timeout=20)
+        finally:
+            submit.kill()
+    (job,) = recorded(tmp_path)
+    assert (submit.returncode, said.count("\n")) == (1, 1)
+    assert said.startswith(f"tfdist: interrupted. Whether the job runs is not known: it is kept as {job}; `tfdist")
+    assert run_tfdist("status", PATH=env["PATH"]).startswith(f"{job}  mine  unconfirmed: sbatch has not answered, and")
 
 
 def test_what_slurm_refuses_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,6 +64,11 @@ def _errors() -> Iterator[None]:
         # Nobody reads any more. Without this, Python would try to write the rest again when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except KeyboardInterrupt as error:
+        if not error.args:
+            raise
+        print(f"tfdist: interrupted. {error}", file=sys.stderr)
+        sys.exit(1)
     except (SubmitError, OSError) as error:
         print(f"tfdist: {error}", file=sys.stderr)
         sys.exit(1)

@@ -7,9 +7,9 @@ import math
 import os
 import re
 import secrets
+import shlex
 import shutil
 import subprocess
-import time
 from pathlib import Path
 from typing import BinaryIO
 
@@ -30,6 +30,7 @@ from tfdist.jobs.status import (
     exit_in_words,
     last_progress,
 )
+from tfdist.jobs.unconfirmed import cannot_end, keep, kept_if_interrupted, unseen
 from tfdist.supervision.events import last_events
 
 _SCRIPT = "job.sh"
@@ -66,13 +67,11 @@ class SlurmEngine:
             write_atomically(path, _script(request, folder, secrets.token_hex(32)), mode=0o600)
             wanted = f"unconfirmed-{folder.name.rpartition('-')[2]}"
             record = self._records.add(request, folder, wanted, job=None, cluster=None, grace=request.grace)
-            job, _, cluster = run("sbatch", "--parsable", str(path)).strip().partition(";")
+            with kept_if_interrupted(self._records, record):
+                job, _, cluster = run("sbatch", "--parsable", str(path)).strip().partition(";")
         except UnansweredError as error:
             assert record is not None
-            raise SubmitError(
-                f"{error}. Whether it has taken the job is not known: it is kept as {record.id}; `tfdist status "
-                f"{record.id}` tells it, `tfdist cancel {record.id}` ends it"
-            ) from None
+            raise SubmitError(f"{error}. {keep(self._records, record)}") from None
         except SubmitError:
             path.unlink(missing_ok=True)
             if record is None:
@@ -93,9 +92,8 @@ class SlurmEngine:
             return record.final
         record = self._with_number(record)
         if record.details["job"] is None:
-            if time.time() - record.submitted < _SECONDS:
-                return Status(QUEUED, "sbatch has not answered yet")
-            return Status(LOST, "sbatch has not answered, and Slurm has no job of this script in its queue")
+            look = shlex.join(["squeue", f"--user={getpass.getuser()}", f"--name={record.name}"])
+            return unseen(self._records, record, "sbatch", "Slurm has no job of this script in its queue", look)
         if (found := self._in_queue(record)) is not None:
             return found
         # A job that has left the queue is not requeued any more.
@@ -121,7 +119,7 @@ class SlurmEngine:
         if before.is_over:
             return f"{record.id}: is over already, {before}"
         if record.details["job"] is None:
-            raise SubmitError(f"Received: {record.id}, whose number sbatch has not told yet. Try it again in a minute")
+            raise cannot_end(record, before)
         job = [*_cluster(record), record.details["job"]]
         self._records.update(record.id, lambda now: now.with_details(cancelled=True))
         if before.state != QUEUED and not record.details.get("cancelled"):
