@@ -194,6 +194,33 @@ def test_what_becomes_of_a_job(engine: Engine, api: KubernetesApi, records: Reco
     assert str(engine.status(records.load(record.id))) == "succeeded after 5 min"
 
 
+ESCAPES = "\x1b]0;title\x07\x1b[2J"
+
+
+def test_what_the_cluster_says_moves_no_cursor(engine: Engine, api: KubernetesApi) -> None:
+    record = engine.submit(REQUEST)
+    unschedulable = {"type": "PodScheduled", "status": "False", "message": f"no {ESCAPES} node"}
+    pod = api.add_pod("train", 0, "Pending", conditions=[unschedulable])
+    texts = [str(engine.status(record))]
+    waiting = {"name": "tfdist", "image": "x", "imageID": "", "ready": False, "restartCount": 0}
+    waiting["state"] = {"waiting": {"reason": "ImagePullBackOff", "message": f"no {ESCAPES} image"}}
+    api.objects["pods"][pod]["status"] = {"phase": "Pending", "containerStatuses": [waiting]}
+    texts.append(str(engine.status(record)))
+    # A pod that is gone when its output is asked for.
+    api.add_pod("train", 0, "Running")
+    named = api.objects["pods"].popitem()[1]
+    api.objects["pods"]["x"] = {**named, "metadata": {**named["metadata"], "name": f"pod{ESCAPES}"}}
+    with pytest.raises(SubmitError) as missing:
+        engine.progress(record)
+    api.refusals["GET", "jobs"] = (403, f"jobs {ESCAPES} forbidden")
+    with pytest.raises(SubmitError) as refused:
+        engine.status(record)
+    del api.refusals["GET", "jobs"]
+    set_status(api, failed=7, conditions=[condition("Failed", reason="PodFailurePolicy", message=f"it {ESCAPES} fell")])
+    texts += [str(missing.value), str(refused.value), str(engine.status(record))]
+    assert [(text.isprintable(), r"\x1b]0;title\x07\x1b[2J" in text) for text in texts] == [(True, True)] * 5
+
+
 def test_another_job_of_the_same_name_is_not_this_one(engine: Engine, api: KubernetesApi) -> None:
     record = engine.submit(REQUEST)
     for objects in api.objects.values():

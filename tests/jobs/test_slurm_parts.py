@@ -466,6 +466,19 @@ def test_ctrl_c_while_sbatch_is_asked_is_explained(slurm, run_tfdist: Tfdist, tm
     assert run_tfdist("status", PATH=env["PATH"]).startswith(f"{job}  mine  unconfirmed: sbatch has not answered, and")
 
 
+def test_what_slurm_says_moves_no_cursor(slurm, tmp_path: Path) -> None:
+    escapes = r"\033]0;title\007\377"
+    engine = slurm(sbatch="echo 17", squeue=f"printf 'PENDING|Held{escapes}|N/A\\n'")
+    record = engine.submit(JOB)
+    assert str(engine.status(record)) == r"queued: Held\x1b]0;title\x07\udcff"
+    slurm(squeue=f"printf 'first{escapes}\\nsecond\\n' >&2; exit 1")
+    with pytest.raises(SubmitError, match=r"Received: from squeue: first.*\nsecond. Expected") as failed:
+        engine.status(record)
+    slurm(squeue="exit 0", sacct=f"printf 'NODE{escapes}|0:0|Unknown|Unknown\\n'")
+    for text in (*str(failed.value).split("\n"), str(engine.status(record))):
+        assert text.isprintable()
+
+
 def test_what_slurm_refuses_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: invalid partition specified: x' >&2\nexit 1\n")
     (tmp_path / "sbatch").chmod(0o755)

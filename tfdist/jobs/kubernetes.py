@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO
 
+from tfdist.cluster.foreign_text import cleaned
 from tfdist.jobs.kubernetes_manifests import INSTANCE, SUBMISSION, as_label, checked_name, manifests
 from tfdist.jobs.record import Record, Records
 from tfdist.jobs.request import Request, SubmitError, UnansweredError
@@ -318,8 +319,9 @@ def answers(what: str) -> Iterator[None]:
     """Turns errors of the client into a SubmitError, or UnansweredError where the cluster may have done it.
 
     Args:
-        what: what the cluster is asked to do.
+        what: what the cluster is asked to do; it may hold names that the cluster has given.
     """
+    what = cleaned(what)
     client = load("kubernetes.client", "kubernetes")
     http = load("urllib3", "kubernetes")
     try:
@@ -330,13 +332,13 @@ def answers(what: str) -> Iterator[None]:
             said = json.loads(error.body)["message"]
         kind = UnansweredError if error.status >= 500 else SubmitError
         raise kind(
-            f"Received: {error.status} ({said}), when asked to {what}. Expected: that the cluster does it; "
+            f"Received: {error.status} ({cleaned(said)}), when asked to {what}. Expected: that the cluster does it; "
             f"{_REMEDIES.get(error.status, 'see what it says')}"
         ) from None
     except http.exceptions.HTTPError as error:
         raise UnansweredError(
-            f"Received: no answer from Kubernetes, when asked to {what} ({error}). Expected: that the cluster of the "
-            "current context is reachable; try `kubectl get jobs`"
+            f"Received: no answer from Kubernetes, when asked to {what} ({cleaned(error)}). Expected: that the cluster "
+            "of the current context is reachable; try `kubectl get jobs`"
         ) from None
 
 
@@ -372,7 +374,8 @@ def _index(pod: Any) -> str | None:
 
 
 def _why(condition: Any) -> str:
-    return ": ".join(part for part in (condition.reason, condition.message) if part)
+    """A reason and its message, which anybody with rights in the cluster may have written."""
+    return cleaned(": ".join(part for part in (condition.reason, condition.message) if part))
 
 
 def _obstacle(pods: Sequence[Any]) -> str:
@@ -380,8 +383,8 @@ def _obstacle(pods: Sequence[Any]) -> str:
     for pod in pods:
         for container in pod.status.container_statuses or ():
             if container.state and container.state.waiting and container.state.waiting.reason != "ContainerCreating":
-                return ": ".join(filter(None, (container.state.waiting.reason, container.state.waiting.message)))
+                return _why(container.state.waiting)
         for condition in pod.status.conditions or ():
             if condition.type == "PodScheduled" and condition.status == "False":
-                return condition.message or condition.reason or ""
+                return cleaned(condition.message or condition.reason or "")
     return ""

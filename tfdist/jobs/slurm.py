@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from tfdist.atomic_files import write_atomically
+from tfdist.cluster.foreign_text import cleaned
 from tfdist.jobs import slurm_states
 from tfdist.jobs.engine import show_file
 from tfdist.jobs.record import Record, Records, discard
@@ -137,7 +138,7 @@ class SlurmEngine:
         except OSError:
             job = ""
         if not job:
-            own = str(Path(record.folder, _SCRIPT))
+            own = cleaned(Path(record.folder, _SCRIPT))
             queue = run("squeue", f"--user={getpass.getuser()}", "--noheader", "--format=%i|%o").splitlines()
             job = next((number for number, _, script in (line.partition("|") for line in queue) if script == own), "")
         if not job:
@@ -202,19 +203,23 @@ def run(*words: str) -> str:
 
 
 def attempt(*words: str) -> subprocess.CompletedProcess[str]:
-    """Runs a command that may fail.
+    """Runs a command that may fail. What it says holds names and texts of others: its lines come without control
+    characters.
 
     Raises:
         SubmitError: the command is not installed, or does not answer.
     """
     _find(words[0])
+    options = {"capture_output": True, "text": True, "errors": "surrogateescape", "stdin": subprocess.DEVNULL}
     try:
-        return subprocess.run(words, capture_output=True, text=True, timeout=_SECONDS, stdin=subprocess.DEVNULL)
+        answer = subprocess.run(words, timeout=_SECONDS, **options)
     except subprocess.TimeoutExpired:
         raise UnansweredError(
             f"Received: no answer from {words[0]} within {_SECONDS} s. Expected: that Slurm's controller is reachable; "
             "`scontrol ping` shows whether it is"
         ) from None
+    texts = ("\n".join(map(cleaned, text.split("\n"))) for text in (answer.stdout, answer.stderr))
+    return subprocess.CompletedProcess(words, answer.returncode, *texts)
 
 
 def _find(command: str) -> None:
