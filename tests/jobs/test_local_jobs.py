@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs.conftest import Tfdist, wait_until
+from tests.jobs.conftest import OUTER, Tfdist, wait_until
 
 # Waits for a file, writes down when it ran, and saves on SIGTERM if it is told to.
 PROGRAM = """\
@@ -90,6 +90,19 @@ def test_one_after_the_other_in_order(run_tfdist: Tfdist, work: Path) -> None:
     assert (facts["state"], facts["program"], facts["workers"]) == ("succeeded", ["job.py", "c"], 1)
     assert facts["submitted"] < facts["started"] < facts["ended"] < time.time()
     wait_until(lambda: not run_tfdist.processes(), 10, "the end of the runner, which has nothing left to do")
+
+
+def test_a_job_knows_nothing_of_the_run_in_which_it_is_submitted(run_tfdist: Tfdist) -> None:
+    """Its process is told what it is by its own launcher, and by nobody else."""
+    program = "import json, os; json.dump(dict(os.environ), open('env.json', 'w'))"
+    (run_tfdist.folder / "job.py").write_text(program)
+    job = run_tfdist("submit", "-n", "1", "job.py", COLOUR="red", **OUTER)
+    run_tfdist.wait_for(job, "succeeded")
+    told, logs = json.loads((run_tfdist.folder / "env.json").read_text()), run_tfdist.record(job).event_log.parent
+    assert json.loads(told["TF_CONFIG"])["cluster"].keys() == {"worker"} and "outer" not in told["TF_CONFIG"]
+    names = ("TFDIST_LOG_DIR", "TFDIST_EVENT_LOG", "TFDIST_TRANSPORT", "TFDIST_RESTART", "TFDIST_REPLACEMENT", "COLOUR")
+    assert [told[name] for name in names] == [str(logs), str(logs / "events.jsonl"), "tensorflow", "0", "", "red"]
+    assert {name for name, value in OUTER.items() if told.get(name) == value} == set()
 
 
 @pytest.mark.exhaustive

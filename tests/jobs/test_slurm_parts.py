@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs.conftest import Tfdist, wait_until
+from tests.jobs.conftest import OUTER, Tfdist, wait_until
 from tfdist.jobs.record import Records
 from tfdist.jobs.request import Request, SubmitError
 from tfdist.jobs.slurm import SlurmEngine, fewest_nodes, run
@@ -387,6 +387,16 @@ def test_a_job_has_its_record_before_slurm_has_it(slurm, tmp_path: Path) -> None
     before = json.loads((tmp_path / "before").read_text())
     assert (before["folder"], before["details"]["job"]) == (record.folder, None)
     assert recorded(tmp_path) == ["slurm-17"]
+
+
+def test_a_job_knows_nothing_of_the_run_in_which_it_is_submitted(slurm, tmp_path: Path, monkeypatch) -> None:
+    """sbatch gives it the environment that it has itself: with TF_CONFIG, its tasks would look for that cluster."""
+    for name, value in OUTER.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("COLOUR", "red")
+    slurm(sbatch=f"env > {tmp_path}/env; echo 17").submit(JOB)
+    variables = dict(line.split("=", 1) for line in (tmp_path / "env").read_text().splitlines() if "=" in line)
+    assert variables["COLOUR"] == "red" and not variables.keys() & OUTER.keys()
 
 
 def test_a_job_that_slurm_refuses_leaves_nothing(slurm, tmp_path: Path) -> None:

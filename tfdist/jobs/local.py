@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 from tfdist.atomic_files import write_atomically
+from tfdist.cluster.variables import TENSORFLOW
 from tfdist.jobs.engine import show_file
 from tfdist.jobs.local_attempt import BY_USER, COMMAND, beginning_of
 from tfdist.jobs.local_runner import active, ensure_runner, host_of
 from tfdist.jobs.record import Record, Records
-from tfdist.jobs.request import Request, SubmitError
+from tfdist.jobs.request import Request, SubmitError, outside_of_jobs
 from tfdist.jobs.status import CANCELLED, QUEUED, RUNNING, Progress, Status, last_progress
-from tfdist.launch.guardian import outside_of_runs
 from tfdist.launch.machine import usable_cores
 from tfdist.supervision.events import FILE_NAME, last_events
 from tfdist.supervision.events import VARIABLE as EVENT_LOG
@@ -51,7 +51,7 @@ class LocalEngine:
         command = {
             "words": run_command(request, folder),
             "folder": os.getcwd(),
-            "env": {**outside_of_runs(), **request.env, EVENT_LOG: str(folder / "logs" / FILE_NAME)},
+            "env": {**outside_of_jobs(os.environ), **request.env, EVENT_LOG: str(folder / "logs" / FILE_NAME)},
             "cores": usable_cores(),
         }
         write_atomically(folder / COMMAND, json.dumps(command), mode=0o600, durable=True)
@@ -143,6 +143,8 @@ def run_command(request: Request, folder: Path) -> list[str]:
         ['run', '-n', '2']
     """
     options: dict[str, object] = {"-n": request.workers, "--ps": request.ps, "--grace": request.grace}
+    if request.transport != TENSORFLOW:
+        options["--transport"] = request.transport
     options["--max-restarts"] = request.max_restarts
     options["--log-dir"] = folder / "logs"
     options["--cpus-per-worker"] = request.cpus_per_worker or "auto"

@@ -18,7 +18,7 @@ from tfdist.cluster.foreign_text import cleaned
 from tfdist.jobs import slurm_states
 from tfdist.jobs.engine import show_file
 from tfdist.jobs.record import Record, Records, discard
-from tfdist.jobs.request import Request, SubmitError, UnansweredError
+from tfdist.jobs.request import Request, SubmitError, UnansweredError, outside_of_jobs
 from tfdist.jobs.slurm_script import CANCEL_SIGNAL, EXIT_CODE, JOB_ID, batch_script
 from tfdist.jobs.status import (
     CANCELLED,
@@ -211,6 +211,8 @@ def attempt(*words: str) -> subprocess.CompletedProcess[str]:
     """
     _find(words[0])
     options = {"capture_output": True, "text": True, "errors": "surrogateescape", "stdin": subprocess.DEVNULL}
+    # sbatch gives a job its own environment.
+    options["env"] = outside_of_jobs(os.environ)
     try:
         answer = subprocess.run(words, timeout=_SECONDS, **options)
     except subprocess.TimeoutExpired:

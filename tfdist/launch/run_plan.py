@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tfdist.cluster.config import ClusterConfig
-from tfdist.cluster.variables import HOROVOD, TENSORFLOW
+from tfdist.cluster.variables import HOROVOD, RUN_ID, TENSORFLOW
 from tfdist.cluster.variables import TRANSPORT_VARIABLE as TRANSPORT
 from tfdist.launch.arguments import AUTO
 from tfdist.launch.machine import Machine
@@ -25,7 +25,7 @@ Task = tuple[str, int]
 OF_CLUSTER = ("TF_CONFIG", "TFDIST_CLUSTER")
 # What the launcher itself tells every process; a value from --env would make the processes disagree.
 RESERVED = (
-    *(*OF_CLUSTER, "TFDIST_RUN_ID", "TFDIST_LOG_DIR", "TFDIST_RESTART", TRANSPORT),
+    *(*OF_CLUSTER, RUN_ID, "TFDIST_LOG_DIR", "TFDIST_RESTART", TRANSPORT),
     *(REPLACEMENT, *STAGE_VARIABLES, PROGRESS),
 )
 
@@ -265,7 +265,7 @@ def plan_run(
         own = {
             "TF_CONFIG": config,
             "TFDIST_CLUSTER": config,
-            "TFDIST_RUN_ID": run_id,
+            RUN_ID: run_id,
             "TFDIST_LOG_DIR": log_dir,
             "TFDIST_RESTART": str(restart),
             **(options.stages.environment() if options.stages else {}),
