@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.jobs.conftest import OUTER, Tfdist, wait_until
+from tfdist.supervision.identity import Identity, this_host
 
 # Waits for a file, writes down when it ran, and saves on SIGTERM if it is told to.
 PROGRAM = """\
@@ -256,6 +258,41 @@ def test_jobs_of_another_host_are_left_to_it(run_tfdist: Tfdist, work: Path) -> 
     run_tfdist.wait_for(own, "succeeded")
     wait_until(lambda: run_tfdist.runner() is None, 10, "the end of the runner")
     assert run_tfdist.record(elsewhere).details["state"] == "running"
+
+
+def test_jobs_that_were_recorded_without_their_host(run_tfdist: Tfdist, work: Path) -> None:
+    """By an older version: only a process that runs here shows that a job is this host's."""
+    here, gone, elsewhere, waiting = (submit(run_tfdist, name, TFDIST_LOCAL_JOBS="3") for name in "abcd")
+    for name in "abc":
+        started(work, name)
+    kill_runner(run_tfdist)
+    (work / "b.go").touch()
+    wait_until(lambda: (work / "order").read_text().endswith("end b\n"), 20, "the end of the second job")
+    process = Path(run_tfdist.record(elsewhere).folder, "process-1.json")
+    content = json.loads(process.read_text())
+    wait_until(lambda: not Identity(**begun(run_tfdist, gone)).is_alive, 20, "the end of its launcher")
+    process.write_text(json.dumps({**content, "process": {**content["process"], "boot": "another"}}))
+    for job in (here, gone, elsewhere, waiting):
+        record = run_tfdist.record(job)
+        details = {name: value for name, value in record.details.items() if name != "host"}
+        run_tfdist.records.save(dataclasses.replace(record, details=details))
+    lines = run_tfdist("status").splitlines()
+    assert [line.split()[2] for line in lines] == ["running", "running", "running", "queued:"]
+    told = "in the queue of an unknown host, because an older tfdist has recorded it. If no runner of that version"
+    assert [told in line for line in lines] == [False, True, True, True]
+    assert run_tfdist.record(here).details["host"] == this_host()
+    (work / "a.go").touch()
+    run_tfdist.wait_for(here, "succeeded")
+    assert "from the runner on an unknown host. If that host is gone for good, remove" in run_tfdist("cancel", gone)
+    assert run_tfdist("cancel", waiting) == f"{waiting}: cancelled"
+    (work / "c.go").touch()
+    wait_until(lambda: not run_tfdist.processes(), 20, "the end of all")
+    assert not (work / "d.started").exists()
+    assert [run_tfdist.record(job).details["state"] for job in (gone, elsewhere)] == ["running", "running"]
+
+
+def begun(run_tfdist: Tfdist, job: str) -> dict:
+    return json.loads(Path(run_tfdist.record(job).folder, "process-1.json").read_text())["process"]
 
 
 def test_after_a_power_failure_the_other_jobs_go_on(run_tfdist: Tfdist, work: Path) -> None:

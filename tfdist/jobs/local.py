@@ -14,7 +14,7 @@ from tfdist.atomic_files import write_atomically
 from tfdist.cluster.variables import TENSORFLOW
 from tfdist.jobs.engine import show_file
 from tfdist.jobs.local_attempt import BY_USER, COMMAND, beginning_of
-from tfdist.jobs.local_runner import active, ensure_runner, host_of
+from tfdist.jobs.local_runner import UNKNOWN_HOST, active, ensure_runner, host_of
 from tfdist.jobs.record import Record, Records
 from tfdist.jobs.request import Request, SubmitError, outside_of_jobs
 from tfdist.jobs.status import CANCELLED, QUEUED, RUNNING, Progress, Status, last_progress
@@ -26,6 +26,10 @@ from tfdist.supervision.identity import shown_host, this_host
 PARALLEL_JOBS = "TFDIST_LOCAL_JOBS"
 # How many seconds the runner may take to record the end of a process.
 _PATIENCE = 3.0
+_WITHOUT_HOST = (
+    ", because an older tfdist has recorded it. If no runner of that version works on it where it was submitted, "
+    "cancel it, and submit it again"
+)
 
 
 class LocalEngine:
@@ -82,7 +86,9 @@ class LocalEngine:
         elif details["state"] == QUEUED and not detail:
             detail = self._waits_for(record)
         if not _is_here(record) and details["state"] in (QUEUED, RUNNING):
-            detail = "; ".join(filter(None, (detail, f"in the queue of {shown_host(host_of(record))}")))
+            host = host_of(record)
+            unknown = _WITHOUT_HOST if host == UNKNOWN_HOST else ""
+            detail = "; ".join(filter(None, (detail, f"in the queue of {shown_host(host)}{unknown}")))
         return Status(details["state"], detail, details.get("started"), details.get("ended"))
 
     def progress(self, record: Record) -> Progress | None:
