@@ -106,7 +106,7 @@ def test_no_record_no_job(engine: Engine, api: KubernetesApi, records: Records, 
     monkeypatch.setattr("tfdist.jobs.record.write_atomically", no_space)
     with pytest.raises(OSError, match="No space left"):
         engine.submit(REQUEST)
-    assert api.requests == []
+    assert api.requests == [] and [path.name for path in records.folder.iterdir()] == [".lock"]
 
 
 def test_an_answer_that_is_lost(engine: Engine, api: KubernetesApi, records: Records) -> None:

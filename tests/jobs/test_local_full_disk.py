@@ -55,6 +55,7 @@ def test_jobs_that_end_while_the_disk_is_full(small_jobs: Path, run_tfdist: Tfdi
     fill(small_jobs / "filler")
     refused = run_tfdist.run("submit", "-n", "1", "job.py", "c")
     assert (refused.returncode, "No space left on device" in refused.stderr) == (1, True)
+    assert sum(path.is_dir() for path in small_jobs.iterdir()) == 2
     begun = json.loads(Path(run_tfdist.record(first).folder, "process-1.json").read_text())["process"]
     (work / "a.go").touch()
     wait_until(lambda: not Identity(**begun).is_alive, 20, "the end of the first job")

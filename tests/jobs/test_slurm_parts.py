@@ -452,6 +452,16 @@ def test_a_record_that_cannot_be_completed_ends_the_job(slurm, tmp_path: Path, m
     assert (tmp_path / "calls").read_text().splitlines()[-1] == "scancel 17"
 
 
+def test_no_record_no_job(slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_space(*arguments, **more):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("tfdist.jobs.record.write_atomically", no_space)
+    with pytest.raises(OSError, match="No space left"):
+        slurm(sbatch="echo 17").submit(JOB)
+    assert not (tmp_path / "calls").exists() and [path.name for path in (tmp_path / "jobs").iterdir()] == [".lock"]
+
+
 def test_no_answer_from_sbatch(slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tfdist.jobs.slurm._SECONDS", 0.5)
     with pytest.raises(SubmitError, match="Whether the job runs is not known: it is kept as slurm-unconf"):

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from tfdist.cluster.foreign_text import cleaned
 from tfdist.jobs.kubernetes_manifests import INSTANCE, SUBMISSION, as_label, checked_name, manifests
-from tfdist.jobs.record import Record, Records
+from tfdist.jobs.record import Record, Records, discard
 from tfdist.jobs.request import Request, SubmitError, UnansweredError
 from tfdist.jobs.status import (
     CANCELLED,
@@ -79,7 +79,11 @@ class KubernetesEngine:
         }
         details = {"job": name, "namespace": namespace, "context": context, "grace": request.grace, "uid": None}
         folder = self._records.make_folder(request.name)
-        record = self._records.add(request, folder, name, submission=submission, **details)
+        try:
+            record = self._records.add(request, folder, name, submission=submission, **details)
+        except (SubmitError, OSError):
+            discard(folder)
+            raise
         try:
             with kept_if_interrupted(self._records, record):
                 uid = self._create(client, namespace, labelled, [service, secret])

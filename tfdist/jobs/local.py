@@ -15,7 +15,7 @@ from tfdist.cluster.variables import TENSORFLOW
 from tfdist.jobs.engine import show_file
 from tfdist.jobs.local_attempt import BY_USER, COMMAND, beginning_of
 from tfdist.jobs.local_runner import UNKNOWN_HOST, active, ensure_runner, host_of
-from tfdist.jobs.record import Record, Records
+from tfdist.jobs.record import Record, Records, discard
 from tfdist.jobs.request import Request, SubmitError, outside_of_jobs
 from tfdist.jobs.status import CANCELLED, QUEUED, RUNNING, Progress, Status, last_progress
 from tfdist.launch.machine import usable_cores
@@ -58,17 +58,22 @@ class LocalEngine:
             "env": {**outside_of_jobs(os.environ), **request.env, EVENT_LOG: str(folder / "logs" / FILE_NAME)},
             "cores": usable_cores(),
         }
-        write_atomically(folder / COMMAND, json.dumps(command), mode=0o600, durable=True)
-        record = self._records.add(
-            request,
-            folder,
-            host=this_host(),
-            state=QUEUED,
-            attempt=1,
-            time_limit=request.time_limit,
-            grace=request.grace,
-            parallel_jobs=parallel,
-        )
+        try:
+            write_atomically(folder / COMMAND, json.dumps(command), mode=0o600, durable=True)
+            record = self._records.add(
+                request,
+                folder,
+                host=this_host(),
+                state=QUEUED,
+                attempt=1,
+                time_limit=request.time_limit,
+                grace=request.grace,
+                parallel_jobs=parallel,
+            )
+        except (SubmitError, OSError):
+            (folder / COMMAND).unlink(missing_ok=True)
+            discard(folder)
+            raise
         ensure_runner(self._records)
         return record
 

@@ -73,7 +73,7 @@ class SlurmEngine:
         except UnansweredError as error:
             assert record is not None
             raise SubmitError(f"{error}. {keep(self._records, record)}") from None
-        except SubmitError:
+        except (SubmitError, OSError):
             path.unlink(missing_ok=True)
             if record is None:
                 discard(folder)
