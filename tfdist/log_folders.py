@@ -62,6 +62,8 @@ def _is_ours(folder: Path, forbidden: int) -> bool:
                 os.fchmod(descriptor, stat.S_IMODE(status.st_mode) & ~forbidden)
             except OSError:  # a file system without modes, on which everything belongs to everybody
                 return False
+            # Some of them (CIFS, vfat with "quiet") say that they have changed it, and have not.
+            return not os.fstat(descriptor).st_mode & forbidden
         return True
     finally:
         os.close(descriptor)

@@ -85,6 +85,10 @@ def test_kubeflow_gives_no_input_to_a_pod(monkeypatch: pytest.MonkeyPatch) -> No
         ("PATH", True),
         ("PYTHONPATH", True),
         ("OMP_NUM_THREADS", True),
+        # Where tensorflow_datasets and tensorflow_hub keep what they have fetched.
+        ("TFDS_DATA_DIR", True),
+        ("TFHUB_CACHE_DIR", True),
+        ("TFOTHER", False),
         ("CUDA_VISIBLE_DEVICES", False),
         ("_HOROVOD_SECRET_KEY", False),
         ("GITHUB_TOKEN", False),

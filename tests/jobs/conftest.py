@@ -17,6 +17,13 @@ import tfdist
 from tfdist.jobs.record import VARIABLE, Record, Records
 
 SOURCE = Path(tfdist.__file__).parents[1]
+# What a process of a run, or of another job, is told; not to be taken for what a job that it submits is told.
+OUTER = {
+    **dict.fromkeys(("TF_CONFIG", "TFDIST_CLUSTER"), '{"cluster": {"worker": ["outer:1", "outer:2"]}}'),
+    **dict.fromkeys(("TFDIST_RUN_ID", "TFDIST_LOG_DIR", "TFDIST_EVENT_LOG", "TFDIST_PROGRESS"), "/outer"),
+    **dict.fromkeys(("TFDIST_RESTART", "TFDIST_REPLACEMENT", "TFDIST_STAGES", "TFDIST_REPLICAS", "TFDIST_PS"), "9"),
+    **{"TFDIST_SIZE": "9", "TFDIST_RANK": "8", "TFDIST_TRANSPORT": "horovod"},
+}
 
 
 class Tfdist:

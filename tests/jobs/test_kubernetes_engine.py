@@ -16,7 +16,7 @@ from tests.jobs.conftest import Tfdist, wait_until
 from tests.jobs.kubernetes_api import KubernetesApi
 from tfdist.jobs.engine import Engine, engine_of
 from tfdist.jobs.record import Records
-from tfdist.jobs.request import Request, SubmitError
+from tfdist.jobs.request import Request, SubmitError, UnansweredError
 from tfdist.launch.arguments import Target
 
 REQUEST = Request("kubernetes", Target("script", ("train.py",)), image="registry/train:1", name="train", grace=45)
@@ -92,7 +92,7 @@ def test_the_record_is_there_before_the_job(engine: Engine, api: KubernetesApi, 
         raise KeyboardInterrupt
 
     engine._create = killed_afterwards
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match="it is kept as kubernetes-train; `tfdist status kubernetes-train`"):
         engine.submit(REQUEST)
     record = records.load("kubernetes-train")
     assert record.details["uid"] is None and str(engine.status(record)) == "queued: no pod yet"
@@ -106,18 +106,53 @@ def test_no_record_no_job(engine: Engine, api: KubernetesApi, records: Records, 
     monkeypatch.setattr("tfdist.jobs.record.write_atomically", no_space)
     with pytest.raises(OSError, match="No space left"):
         engine.submit(REQUEST)
-    assert api.requests == []
+    assert api.requests == [] and [path.name for path in records.folder.iterdir()] == [".lock"]
 
 
 def test_an_answer_that_is_lost(engine: Engine, api: KubernetesApi, records: Records) -> None:
     api.refusals["POST", "jobs"] = (504, "the server took too long")
+    with pytest.raises(
+        SubmitError, match=r"504.*Whether the job runs is not known: it is kept as kubernetes-train; `tf"
+    ):
+        engine.submit(REQUEST)
+    assert [method for method, _, _ in api.requests] == ["POST", "GET"]
+    api.refusals["GET", "jobs"] = (503, "busy")
+    with pytest.raises(SubmitError, match="Whether the job runs is not known: it is kept as kubernetes-train-2; `tfd"):
+        engine.submit(REQUEST)
+    assert [record.id for record in records.all()] == ["kubernetes-train", "kubernetes-train-2"]
+
+
+def test_a_job_that_appears_after_the_answer_was_lost(engine: Engine, api: KubernetesApi, records: Records) -> None:
+    """It is known by its label, as soon as it is there; until then its user is told what to do."""
+    create, created = engine._create, {}
+
+    def too_late(client, namespace, job, others):
+        create(client, namespace, job, others)
+        created.update(api.objects["jobs"].pop("train"))
+        raise UnansweredError("504")
+
+    engine._create = too_late
+    with pytest.raises(SubmitError, match="it is kept as kubernetes-train"):
+        engine.submit(REQUEST)
+    (record,) = records.all()
+    assert str(engine.status(record)) == (
+        "unconfirmed: Kubernetes has not answered, and has no such job in research. It may still appear: `kubectl get "
+        "job train --namespace=research --context=lab` shows it, and `tfdist cancel kubernetes-train` ends it then. If "
+        f"it does not, `rm -r {records.folder}/kubernetes-train.json {record.folder}` forgets it"
+    )
+    with pytest.raises(SubmitError, match=r"which cannot be ended now.*It is unconfirmed: Kubernetes has not answered"):
+        engine.cancel(record)
+    api.objects["jobs"]["train"] = created
+    assert str(engine.status(record)) == "queued: no pod yet"
+    del api.objects["jobs"]["train"]
+    assert engine.status(records.load(record.id)).state == "lost"
+
+
+def test_half_a_job_that_was_deleted_leaves_no_record(engine: Engine, api: KubernetesApi, records: Records) -> None:
+    api.refusals["POST", "secrets"] = (504, "the server took too long")
     with pytest.raises(SubmitError, match="504"):
         engine.submit(REQUEST)
-    assert records.all() == [] and [method for method, _, _ in api.requests] == ["POST", "GET"]
-    api.refusals["GET", "jobs"] = (503, "busy")
-    with pytest.raises(SubmitError, match="Whether the job runs is not known: it is kept as kubernetes-train; `tfdist"):
-        engine.submit(REQUEST)
-    assert [record.id for record in records.all()] == ["kubernetes-train"]
+    assert api.objects["jobs"] == {} and records.all() == []
 
 
 def test_half_a_job_that_cannot_be_taken_back_is_kept(engine: Engine, api: KubernetesApi, records: Records) -> None:
@@ -157,6 +192,33 @@ def test_what_becomes_of_a_job(engine: Engine, api: KubernetesApi, records: Reco
     assert str(engine.status(record)).startswith("lost: the Job is not there any more")
     # But how it ended has been kept.
     assert str(engine.status(records.load(record.id))) == "succeeded after 5 min"
+
+
+ESCAPES = "\x1b]0;title\x07\x1b[2J"
+
+
+def test_what_the_cluster_says_moves_no_cursor(engine: Engine, api: KubernetesApi) -> None:
+    record = engine.submit(REQUEST)
+    unschedulable = {"type": "PodScheduled", "status": "False", "message": f"no {ESCAPES} node"}
+    pod = api.add_pod("train", 0, "Pending", conditions=[unschedulable])
+    texts = [str(engine.status(record))]
+    waiting = {"name": "tfdist", "image": "x", "imageID": "", "ready": False, "restartCount": 0}
+    waiting["state"] = {"waiting": {"reason": "ImagePullBackOff", "message": f"no {ESCAPES} image"}}
+    api.objects["pods"][pod]["status"] = {"phase": "Pending", "containerStatuses": [waiting]}
+    texts.append(str(engine.status(record)))
+    # A pod that is gone when its output is asked for.
+    api.add_pod("train", 0, "Running")
+    named = api.objects["pods"].popitem()[1]
+    api.objects["pods"]["x"] = {**named, "metadata": {**named["metadata"], "name": f"pod{ESCAPES}"}}
+    with pytest.raises(SubmitError) as missing:
+        engine.progress(record)
+    api.refusals["GET", "jobs"] = (403, f"jobs {ESCAPES} forbidden")
+    with pytest.raises(SubmitError) as refused:
+        engine.status(record)
+    del api.refusals["GET", "jobs"]
+    set_status(api, failed=7, conditions=[condition("Failed", reason="PodFailurePolicy", message=f"it {ESCAPES} fell")])
+    texts += [str(missing.value), str(refused.value), str(engine.status(record))]
+    assert [(text.isprintable(), r"\x1b]0;title\x07\x1b[2J" in text) for text in texts] == [(True, True)] * 5
 
 
 def test_another_job_of_the_same_name_is_not_this_one(engine: Engine, api: KubernetesApi) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -13,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs.conftest import Tfdist, wait_until
+from tests.jobs.conftest import OUTER, Tfdist, wait_until
+from tfdist.supervision.identity import Identity, this_host
 
 # Waits for a file, writes down when it ran, and saves on SIGTERM if it is told to.
 PROGRAM = """\
@@ -90,6 +92,19 @@ def test_one_after_the_other_in_order(run_tfdist: Tfdist, work: Path) -> None:
     assert (facts["state"], facts["program"], facts["workers"]) == ("succeeded", ["job.py", "c"], 1)
     assert facts["submitted"] < facts["started"] < facts["ended"] < time.time()
     wait_until(lambda: not run_tfdist.processes(), 10, "the end of the runner, which has nothing left to do")
+
+
+def test_a_job_knows_nothing_of_the_run_in_which_it_is_submitted(run_tfdist: Tfdist) -> None:
+    """Its process is told what it is by its own launcher, and by nobody else."""
+    program = "import json, os; json.dump(dict(os.environ), open('env.json', 'w'))"
+    (run_tfdist.folder / "job.py").write_text(program)
+    job = run_tfdist("submit", "-n", "1", "job.py", COLOUR="red", **OUTER)
+    run_tfdist.wait_for(job, "succeeded")
+    told, logs = json.loads((run_tfdist.folder / "env.json").read_text()), run_tfdist.record(job).event_log.parent
+    assert json.loads(told["TF_CONFIG"])["cluster"].keys() == {"worker"} and "outer" not in told["TF_CONFIG"]
+    names = ("TFDIST_LOG_DIR", "TFDIST_EVENT_LOG", "TFDIST_TRANSPORT", "TFDIST_RESTART", "TFDIST_REPLACEMENT", "COLOUR")
+    assert [told[name] for name in names] == [str(logs), str(logs / "events.jsonl"), "tensorflow", "0", "", "red"]
+    assert {name for name, value in OUTER.items() if told.get(name) == value} == set()
 
 
 @pytest.mark.exhaustive
@@ -243,6 +258,41 @@ def test_jobs_of_another_host_are_left_to_it(run_tfdist: Tfdist, work: Path) -> 
     run_tfdist.wait_for(own, "succeeded")
     wait_until(lambda: run_tfdist.runner() is None, 10, "the end of the runner")
     assert run_tfdist.record(elsewhere).details["state"] == "running"
+
+
+def test_jobs_that_were_recorded_without_their_host(run_tfdist: Tfdist, work: Path) -> None:
+    """By an older version: only a process that runs here shows that a job is this host's."""
+    here, gone, elsewhere, waiting = (submit(run_tfdist, name, TFDIST_LOCAL_JOBS="3") for name in "abcd")
+    for name in "abc":
+        started(work, name)
+    kill_runner(run_tfdist)
+    (work / "b.go").touch()
+    wait_until(lambda: (work / "order").read_text().endswith("end b\n"), 20, "the end of the second job")
+    process = Path(run_tfdist.record(elsewhere).folder, "process-1.json")
+    content = json.loads(process.read_text())
+    wait_until(lambda: not Identity(**begun(run_tfdist, gone)).is_alive, 20, "the end of its launcher")
+    process.write_text(json.dumps({**content, "process": {**content["process"], "boot": "another"}}))
+    for job in (here, gone, elsewhere, waiting):
+        record = run_tfdist.record(job)
+        details = {name: value for name, value in record.details.items() if name != "host"}
+        run_tfdist.records.save(dataclasses.replace(record, details=details))
+    lines = run_tfdist("status").splitlines()
+    assert [line.split()[2] for line in lines] == ["running", "running", "running", "queued:"]
+    told = "in the queue of an unknown host, because an older tfdist has recorded it. If no runner of that version"
+    assert [told in line for line in lines] == [False, True, True, True]
+    assert run_tfdist.record(here).details["host"] == this_host()
+    (work / "a.go").touch()
+    run_tfdist.wait_for(here, "succeeded")
+    assert "from the runner on an unknown host. If that host is gone for good, remove" in run_tfdist("cancel", gone)
+    assert run_tfdist("cancel", waiting) == f"{waiting}: cancelled"
+    (work / "c.go").touch()
+    wait_until(lambda: not run_tfdist.processes(), 20, "the end of all")
+    assert not (work / "d.started").exists()
+    assert [run_tfdist.record(job).details["state"] for job in (gone, elsewhere)] == ["running", "running"]
+
+
+def begun(run_tfdist: Tfdist, job: str) -> dict:
+    return json.loads(Path(run_tfdist.record(job).folder, "process-1.json").read_text())["process"]
 
 
 def test_after_a_power_failure_the_other_jobs_go_on(run_tfdist: Tfdist, work: Path) -> None:

@@ -50,6 +50,8 @@ def test_times_as_they_are_written() -> None:
         ({"name": "a b"}, ["--name 'a b'", "at most 63 letters"]),
         ({"name": "-a"}, ["a letter or a digit first"]),
         ({"env": {"TFDIST_TOKEN": "x"}}, ["--env TFDIST_TOKEN=...", "get TFDIST_TOKEN from tfdist", "leave it out"]),
+        ({"env": {"TFDIST_TRANSPORT": "x"}}, ["--env TFDIST_TRANSPORT=...", "use --transport"]),
+        ({"transport": "horovod", "ps": 1}, ["--transport horovod and --ps 1", "leave --transport out"]),
         ({"env": {"TF_CONFIG": "x"}}, ["--env TF_CONFIG=...", "leave it out"]),
         ({"env": {"A B": "x"}}, ["--env A B=...", "the name of an environment variable"]),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import getpass
 import json
 import os
 import shlex
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs.conftest import wait_until
+from tests.jobs.conftest import OUTER, Tfdist, wait_until
 from tfdist.jobs.record import Records
 from tfdist.jobs.request import Request, SubmitError
 from tfdist.jobs.slurm import SlurmEngine, fewest_nodes, run
@@ -388,6 +389,16 @@ def test_a_job_has_its_record_before_slurm_has_it(slurm, tmp_path: Path) -> None
     assert recorded(tmp_path) == ["slurm-17"]
 
 
+def test_a_job_knows_nothing_of_the_run_in_which_it_is_submitted(slurm, tmp_path: Path, monkeypatch) -> None:
+    """sbatch gives it the environment that it has itself: with TF_CONFIG, its tasks would look for that cluster."""
+    for name, value in OUTER.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("COLOUR", "red")
+    slurm(sbatch=f"env > {tmp_path}/env; echo 17").submit(JOB)
+    variables = dict(line.split("=", 1) for line in (tmp_path / "env").read_text().splitlines() if "=" in line)
+    assert variables["COLOUR"] == "red" and not variables.keys() & OUTER.keys()
+
+
 def test_a_job_that_slurm_refuses_leaves_nothing(slurm, tmp_path: Path) -> None:
     with pytest.raises(SubmitError, match="no such partition"):
         slurm(sbatch="echo no such partition >&2; exit 1").submit(JOB)
@@ -415,7 +426,13 @@ def test_a_submission_that_was_killed(slurm, tmp_path: Path, found: str, monkeyp
         Path(record.folder, "job-id").write_text("17\n")
         slurm(squeue="echo 'PENDING|Priority|N/A'")
     if found == "nowhere":
-        assert engine.status(record).detail.startswith("sbatch has not answered, and Slurm has no job")
+        now = engine.status(record)
+        assert now.state == "unconfirmed"
+        assert now.detail.startswith("sbatch has not answered, and Slurm has no job")
+        assert f"`squeue --user={getpass.getuser()} --name=mine` shows it" in now.detail
+        assert f"`rm -r {tmp_path}/jobs/{record.id}.json {record.folder}` forgets it" in now.detail
+        with pytest.raises(SubmitError, match=rf"{record.id}, which cannot be ended now.*It is unconfirmed: sbatch"):
+            engine.cancel(record)
         return
     assert engine.status(record).state == "queued"
     slurm(scancel="exit 0")
@@ -435,11 +452,51 @@ def test_a_record_that_cannot_be_completed_ends_the_job(slurm, tmp_path: Path, m
     assert (tmp_path / "calls").read_text().splitlines()[-1] == "scancel 17"
 
 
+def test_no_record_no_job(slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_space(*arguments, **more):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("tfdist.jobs.record.write_atomically", no_space)
+    with pytest.raises(OSError, match="No space left"):
+        slurm(sbatch="echo 17").submit(JOB)
+    assert not (tmp_path / "calls").exists() and [path.name for path in (tmp_path / "jobs").iterdir()] == [".lock"]
+
+
 def test_no_answer_from_sbatch(slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tfdist.jobs.slurm._SECONDS", 0.5)
-    with pytest.raises(SubmitError, match="Whether it has taken the job is not known: it is kept as slurm-unconf"):
+    with pytest.raises(SubmitError, match="Whether the job runs is not known: it is kept as slurm-unconf"):
         slurm(sbatch="exec sleep 60").submit(JOB)
     assert len(recorded(tmp_path)) == 1
+
+
+def test_ctrl_c_while_sbatch_is_asked_is_explained(slurm, run_tfdist: Tfdist, tmp_path: Path) -> None:
+    slurm(sbatch=f"touch {tmp_path}/asked; exec sleep 30", squeue="exit 0")
+    command = [sys.executable, "-m", "tfdist", "submit", "--scheduler", "slurm", "--name", "mine", "--", "/bin/true"]
+    env = {**run_tfdist.env, "PATH": os.environ["PATH"]}
+    with subprocess.Popen(command, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True) as submit:
+        try:
+            wait_until((tmp_path / "asked").exists, 30, "sbatch")
+            submit.send_signal(signal.SIGINT)
+            _, said = submit.communicate(timeout=20)
+        finally:
+            submit.kill()
+    (job,) = recorded(tmp_path)
+    assert (submit.returncode, said.count("\n")) == (1, 1)
+    assert said.startswith(f"tfdist: interrupted. Whether the job runs is not known: it is kept as {job}; `tfdist")
+    assert run_tfdist("status", PATH=env["PATH"]).startswith(f"{job}  mine  unconfirmed: sbatch has not answered, and")
+
+
+def test_what_slurm_says_moves_no_cursor(slurm, tmp_path: Path) -> None:
+    escapes = r"\033]0;title\007\377"
+    engine = slurm(sbatch="echo 17", squeue=f"printf 'PENDING|Held{escapes}|N/A\\n'")
+    record = engine.submit(JOB)
+    assert str(engine.status(record)) == r"queued: Held\x1b]0;title\x07\udcff"
+    slurm(squeue=f"printf 'first{escapes}\\nsecond\\n' >&2; exit 1")
+    with pytest.raises(SubmitError, match=r"Received: from squeue: first.*\nsecond. Expected") as failed:
+        engine.status(record)
+    slurm(squeue="exit 0", sacct=f"printf 'NODE{escapes}|0:0|Unknown|Unknown\\n'")
+    for text in (*str(failed.value).split("\n"), str(engine.status(record))):
+        assert text.isprintable()
 
 
 def test_what_slurm_refuses_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

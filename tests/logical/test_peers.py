@@ -85,7 +85,7 @@ def test_what_comes_after_the_last_look_counts():
     store = Late("tfdist/step/1/1", times=1)
     chief = Peers(NAMES, 0, 60, store)
     store.set("tfdist/step/1/1", json.dumps("told"))
-    store.set("tfdist/waits/1/1", json.dumps([0, "later/1/0", "save"]))
+    store.set("tfdist/waits/1", json.dumps([1, 0, "later/1/0", "save"]))
     assert chief.hear("step/1/1", 1, "take a step") == "told"
 
 
@@ -94,14 +94,14 @@ def test_what_is_told_is_not_waited_for():
     store = Late("tfdist/step/1/1", times=3)
     chief = Peers(NAMES, 0, 60, store)
     chief.tell("step/1/0", 1)
-    store.set("tfdist/waits/1/1", json.dumps([0, "step/1/0", "take a step"]))
+    store.set("tfdist/waits/1", json.dumps([1, 0, "step/1/0", "take a step"]))
     store.set("tfdist/step/1/1", json.dumps("told"))
     assert chief.hear("step/1/1", 1, "take a step") == "told"
 
 
 def test_what_is_not_told_ends_the_wait():
     store = Texts()
-    store.set("tfdist/waits/1/1", json.dumps([0, "later/1/0", "save"]))
+    store.set("tfdist/waits/1", json.dumps([1, 0, "later/1/0", "save"]))
     with pytest.raises(PeerTimeoutError, match=r"waits for worker 1 \(b:1\) to take a step, while .* to save\."):
         Peers(NAMES, 0, 60, store).hear("step/1/1", 1, "take a step")
 
@@ -191,3 +191,24 @@ def test_who_waited_for_an_exchange_that_is_over_is_not_taken_to_wait():
         time.sleep(0.5)
         assert not late.done()
         assert worker.gather("stop", 1, "train") == late.result() == [0, 1]
+
+
+def test_of_all_its_waits_a_process_leaves_the_last_one_behind(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(peers, "_FIRST_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(peers, "_LOOK_SECONDS", 0.01)
+    store, times = Texts(), 10
+    everyone = [Peers(NAMES, rank, 60, store) for rank in range(2)]
+
+    def exchange(own: Peers) -> list:
+        results = []
+        for number in range(times):
+            if number % 2 == own.rank:
+                time.sleep(0.1)  # the other one says that it waits
+            results.append(own.gather("stop", own.rank, "train"))
+        return results
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(exchange, everyone)) == [[[0, 1]] * times] * 2
+    assert sorted(store._texts) == [f"tfdist/stop/{times}/all", "tfdist/waits/0", "tfdist/waits/1"]
+    numbers = [json.loads(store._texts[f"tfdist/waits/{rank}"])[0] for rank in range(2)]
+    assert min(numbers) >= times // 2

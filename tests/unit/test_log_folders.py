@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -78,6 +79,49 @@ def test_in_a_folder_of_all_users_the_logs_are_ones_own(shared: Path, tmp_path: 
     assert folder == shared / "tfdist-logs" / "run" and not mode_of(folder.parent) & 0o022
     folder.parent.chmod(0o777)
     assert default_log_dir("run", str(shared), str(tmp_path)) == folder and not mode_of(folder.parent) & 0o022
+
+
+@pytest.fixture(params=["refuses", "says nothing"])
+def without_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Path:
+    """A folder on a file system without modes, such as vfat or CIFS: all folders below it are everybody's."""
+    folder = tmp_path / "without modes"
+    folder.mkdir()
+    folder.chmod(0o777)
+    mkdir, fchmod = os.mkdir, os.fchmod
+
+    def mkdir_of_all(path: str | Path, *arguments: int, **more: int) -> None:
+        mkdir(path, *arguments, **more)
+        if folder in Path(path).parents:
+            os.chmod(path, 0o777)
+
+    def fchmod_in_vain(descriptor: int, mode: int) -> None:
+        if folder not in Path(f"/proc/self/fd/{descriptor}").resolve().parents:
+            fchmod(descriptor, mode)
+        elif request.param == "refuses":
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "mkdir", mkdir_of_all)
+    monkeypatch.setattr(os, "fchmod", fchmod_in_vain)
+    return folder
+
+
+def test_where_no_modes_are_kept_the_logs_go_to_the_folder_for_temporary_files(
+    without_modes: Path, shared: Path
+) -> None:
+    folder = default_log_dir("run", str(without_modes), str(shared))
+    assert folder == shared / f"tfdist-logs-{os.geteuid()}" / "run" and mode_of(folder.parent) == 0o700
+
+
+def test_where_no_modes_are_kept_for_temporary_files_either_there_are_logs_all_the_same(without_modes: Path) -> None:
+    folders = [default_log_dir("run", str(without_modes), str(without_modes)) for _ in range(2)]
+    # Nobody can have put something into a folder with a random name.
+    assert len(set(folders)) == 2
+    for folder in folders:
+        assert folder.parent.parent == without_modes
+        assert folder.parent.name.startswith(f"tfdist-logs-{os.geteuid()}-")
+        folder.mkdir()
+        EventLog(str(folder), "worker 0").write("saved", step=1)
+        assert (folder / "events.jsonl").read_text()
 
 
 @needs_root

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+import threading
+from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from tfdist.launch.guardian import Guardian
 from tfdist.launch.run_plan import ProcessPlan
 from tfdist.launch.warm import zygote as warm
-from tfdist.launch.warm.zygote import WarmStarts, ZygoteError, start_afresh
+from tfdist.launch.warm.zygote import WarmStarts, Zygote, ZygoteError, start_afresh
 
 CLOCK = SimpleNamespace(seconds=0.0)
 COMMAND = (sys.executable, "-u", "-m", "this")
@@ -161,6 +165,40 @@ def test_imports_that_get_no_time_end_their_deference() -> None:
     assert not zygote.hurried
     train(starts, 6.0, seconds=20.0)
     assert zygote.hurried
+
+
+@pytest.mark.parametrize("can_be_killed", [True, False], ids=["stopped", "waits for a disk"])
+def test_a_worker_that_was_not_told_to_go_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_be_killed: bool
+) -> None:
+    connection, theirs = socket.socketpair()
+    zygote = object.__new__(Zygote)
+    zygote._connection = connection
+    code = "import time; time.sleep(2); open('ended', 'w')"
+    with subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path) as worker:
+
+        def forks_what_hears_nothing() -> None:
+            _, (control, output), _, _ = socket.recv_fds(theirs, 1, 2)
+            os.close(output)
+            with socket.socket(fileno=control) as answers:
+                answers.recv(2**16)
+                answers.shutdown(socket.SHUT_RD)
+                answers.sendall(b"%d\n" % worker.pid)
+
+        if not can_be_killed:
+            monkeypatch.setattr(os, "kill", lambda pid, number: None)
+            monkeypatch.setattr(warm, "_END_DEADLINE", 0.1)
+        thread = threading.Thread(target=forks_what_hears_nothing, daemon=True)
+        thread.start()
+        try:
+            with theirs, connection, pytest.raises(ZygoteError, match=r"could not fork a worker: .*Broken pipe"):
+                zygote.spawn({}, (), 1)
+            assert not (tmp_path / "ended").exists()
+            assert psutil.pid_exists(worker.pid) != can_be_killed
+        finally:
+            thread.join(10)
+            monkeypatch.undo()
+            worker.kill()
 
 
 def test_start_afresh() -> None:

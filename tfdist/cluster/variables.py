@@ -12,6 +12,8 @@ MEETING = "TFDIST_MEETING"
 TOKEN = "TFDIST_TOKEN"
 # How many of the ranks are parameter servers.
 SERVERS = "TFDIST_PS"
+# Names a run of `tfdist run`: whoever has it belongs to that run.
+RUN_ID = "TFDIST_RUN_ID"
 # What carries the collectives of `tfdist.MultiWorkerMirroredStrategy`; `tfdist run --transport` sets it everywhere.
 TRANSPORT_VARIABLE = "TFDIST_TRANSPORT"
 AUTO, TENSORFLOW, DIRECT, HOROVOD = TRANSPORTS = ("auto", "tensorflow", "direct", "horovod")

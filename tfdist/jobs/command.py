@@ -20,7 +20,7 @@ from tfdist.jobs.local_runner import ensure_runner
 from tfdist.jobs.record import Record, Records
 from tfdist.jobs.request import Request, SubmitError, seconds_of
 from tfdist.jobs.status import RUNNING, Status
-from tfdist.launch.arguments import TARGET, ScriptCommand, read_env
+from tfdist.launch.arguments import TARGET, TRANSPORT_OPTION, ScriptCommand, read_env
 
 _SHOWN = 20
 _SCHEDULER_HELP = "What runs the job."
@@ -64,6 +64,11 @@ def _errors() -> Iterator[None]:
         # Nobody reads any more. Without this, Python would try to write the rest again when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except KeyboardInterrupt as error:
+        if not error.args:
+            raise
+        print(f"tfdist: interrupted. {error}", file=sys.stderr)
+        sys.exit(1)
     except (SubmitError, OSError) as error:
         print(f"tfdist: {error}", file=sys.stderr)
         sys.exit(1)
@@ -80,6 +85,7 @@ def _records() -> Records:
 @click.option("--scheduler", type=click.Choice(SCHEDULERS), default="local", show_default=True, help=_SCHEDULER_HELP)
 @click.option("-n", "--workers", type=click.IntRange(min=1), default=2, show_default=True, help="Training processes.")
 @click.option("--ps", type=click.IntRange(min=0), default=0, show_default=True, help=_PS_HELP)
+@TRANSPORT_OPTION
 @click.option("--cpus-per-worker", type=click.IntRange(min=1), metavar="K", help="Cores of each process.")
 @click.option("--gpus-per-worker", type=click.IntRange(min=0), metavar="K", help="GPUs of each process.")
 @click.option("--image", metavar="IMAGE", help=_IMAGE_HELP)

@@ -6,14 +6,16 @@ import contextlib
 import importlib
 import json
 import secrets
+import shlex
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO
 
+from tfdist.cluster.foreign_text import cleaned
 from tfdist.jobs.kubernetes_manifests import INSTANCE, SUBMISSION, as_label, checked_name, manifests
-from tfdist.jobs.record import Record, Records
+from tfdist.jobs.record import Record, Records, discard
 from tfdist.jobs.request import Request, SubmitError, UnansweredError
 from tfdist.jobs.status import (
     CANCELLED,
@@ -26,6 +28,7 @@ from tfdist.jobs.status import (
     Status,
     last_progress,
 )
+from tfdist.jobs.unconfirmed import cannot_end, keep, kept_if_interrupted, unseen
 from tfdist.supervision.events import events_in, without_event
 
 _OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
@@ -76,9 +79,14 @@ class KubernetesEngine:
         }
         details = {"job": name, "namespace": namespace, "context": context, "grace": request.grace, "uid": None}
         folder = self._records.make_folder(request.name)
-        record = self._records.add(request, folder, name, submission=submission, **details)
         try:
-            uid = self._create(client, namespace, labelled, [service, secret])
+            record = self._records.add(request, folder, name, submission=submission, **details)
+        except (SubmitError, OSError):
+            discard(folder)
+            raise
+        try:
+            with kept_if_interrupted(self._records, record):
+                uid = self._create(client, namespace, labelled, [service, secret])
         except UnansweredError as error:
             self._take_back(client, record, error)
             raise
@@ -108,20 +116,25 @@ class KubernetesEngine:
                 self._delete(client, name, namespace)
             except SubmitError:
                 raise UnansweredError(str(error)) from None
-            raise error from None
+            # All that could have been created is gone: there is nothing to ask for.
+            raise SubmitError(str(error)) from None
         return made.metadata.uid
 
     def _take_back(self, client: Any, record: Record, error: SubmitError) -> None:
-        """Deletes a Job of which it is not known whether it was created; if that fails, too, its record stays."""
-        try:
-            if self._job(client, record) is not None:
+        """Deletes a Job that was created without an answer. Of one that is not seen, which may still be created, and of
+        one that cannot be deleted the record stays.
+
+        Raises:
+            SubmitError: it stays.
+        """
+        found = None
+        with contextlib.suppress(SubmitError), kept_if_interrupted(self._records, record):
+            found = self._job(client, record)
+            if found is not None:
                 self._delete(client, record.details["job"], record.details["namespace"])
-        except SubmitError:
-            raise SubmitError(
-                f"{error}. Whether the job runs is not known: it is kept as {record.id}; `tfdist status {record.id}` "
-                f"tells it, `tfdist cancel {record.id}` ends it"
-            ) from None
-        self._records.remove(record)
+                self._records.remove(record)
+                return
+        raise SubmitError(f"{error}. {keep(self._records, record)}") from None
 
     def status(self, record: Record) -> Status:
         """The state of the Job and its pods. The final one is recorded, because the cluster may delete the Job."""
@@ -130,12 +143,25 @@ class KubernetesEngine:
         client, _, namespace = connect(record)
         job = self._job(client, record)
         if job is None:
-            gone = "the Job is not there any more: deleted by somebody else, or by the cluster after its end"
-            return Status(CANCELLED) if record.details.get("cancelled") else Status(LOST, gone)
+            return self._without_job(record)
+        if record.details.get("uid") is None:
+            # It has appeared: if it is not there later, it is gone.
+            self._records.update(record.id, lambda now: now.with_details(uid=job.metadata.uid))
         found = status_of(job, self._pods(client, record, namespace))
         if found.is_over:
             self._records.remember(record, found)
         return found
+
+    def _without_job(self, record: Record) -> Status:
+        if record.details.get("cancelled"):
+            return Status(CANCELLED)
+        if record.details.get("uid") is None:
+            name, namespace, context = (record.details[what] for what in ("job", "namespace", "context"))
+            look = ["kubectl", "get", "job", name, f"--namespace={namespace}"]
+            look += [f"--context={context}"] if context else []
+            nowhere = f"has no such job in {namespace}"
+            return unseen(self._records, record, "Kubernetes", nowhere, shlex.join(look))
+        return Status(LOST, "the Job is not there any more: deleted by somebody else, or by the cluster after its end")
 
     def progress(self, record: Record) -> Progress | None:
         """The progress in the chief's output, which contains its event log."""
@@ -168,7 +194,7 @@ class KubernetesEngine:
                 with answers(f"read the output of {chief.metadata.name}"):
                     _copy(client, chief.metadata.name, namespace, to, follow, silent)
                 shown, cut_off = chief.metadata.uid, time.monotonic()
-            if not follow or self.status(record).is_over:
+            if not follow or self.status(self._records.load(record.id)).is_over:
                 return
             time.sleep(_WAIT)
 
@@ -176,7 +202,10 @@ class KubernetesEngine:
         """Deletes the Job, and with it its pods, which get SIGTERM."""
         client, _, namespace = connect(record)
         if self._job(client, record) is None:
-            return f"{record.id}: {self.status(record)}"
+            gone = self.status(record)
+            if not gone.is_over:
+                raise cannot_end(record, gone)
+            return f"{record.id}: {gone}"
         over = self.status(record)
         if over.is_over:
             return f"{record.id}: is over already, {over}"
@@ -294,8 +323,9 @@ def answers(what: str) -> Iterator[None]:
     """Turns errors of the client into a SubmitError, or UnansweredError where the cluster may have done it.
 
     Args:
-        what: what the cluster is asked to do.
+        what: what the cluster is asked to do; it may hold names that the cluster has given.
     """
+    what = cleaned(what)
     client = load("kubernetes.client", "kubernetes")
     http = load("urllib3", "kubernetes")
     try:
@@ -306,13 +336,13 @@ def answers(what: str) -> Iterator[None]:
             said = json.loads(error.body)["message"]
         kind = UnansweredError if error.status >= 500 else SubmitError
         raise kind(
-            f"Received: {error.status} ({said}), when asked to {what}. Expected: that the cluster does it; "
+            f"Received: {error.status} ({cleaned(said)}), when asked to {what}. Expected: that the cluster does it; "
             f"{_REMEDIES.get(error.status, 'see what it says')}"
         ) from None
     except http.exceptions.HTTPError as error:
         raise UnansweredError(
-            f"Received: no answer from Kubernetes, when asked to {what} ({error}). Expected: that the cluster of the "
-            "current context is reachable; try `kubectl get jobs`"
+            f"Received: no answer from Kubernetes, when asked to {what} ({cleaned(error)}). Expected: that the cluster "
+            "of the current context is reachable; try `kubectl get jobs`"
         ) from None
 
 
@@ -348,7 +378,8 @@ def _index(pod: Any) -> str | None:
 
 
 def _why(condition: Any) -> str:
-    return ": ".join(part for part in (condition.reason, condition.message) if part)
+    """A reason and its message, which anybody with rights in the cluster may have written."""
+    return cleaned(": ".join(part for part in (condition.reason, condition.message) if part))
 
 
 def _obstacle(pods: Sequence[Any]) -> str:
@@ -356,8 +387,8 @@ def _obstacle(pods: Sequence[Any]) -> str:
     for pod in pods:
         for container in pod.status.container_statuses or ():
             if container.state and container.state.waiting and container.state.waiting.reason != "ContainerCreating":
-                return ": ".join(filter(None, (container.state.waiting.reason, container.state.waiting.message)))
+                return _why(container.state.waiting)
         for condition in pod.status.conditions or ():
             if condition.type == "PodScheduled" and condition.status == "False":
-                return condition.message or condition.reason or ""
+                return cleaned(condition.message or condition.reason or "")
     return ""

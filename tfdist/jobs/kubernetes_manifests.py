@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from tfdist.cluster.variables import SERVERS
 from tfdist.jobs.request import Request, SubmitError
 from tfdist.launch.arguments import Target
 from tfdist.supervision.events import STANDARD_OUTPUT
@@ -148,7 +147,7 @@ def _container(request: Request, name: str) -> dict[str, Any]:
         "TFDIST_SIZE": str(request.tasks),
         # Files of a pod cannot be read from outside, so events go to its output. `tfdist logs` leaves them out.
         EVENT_LOG: STANDARD_OUTPUT,
-        **({SERVERS: str(request.ps)} if request.ps else {}),
+        **request.of_all,
     }
     chosen = {**request.runtime_defaults, **request.env}
     env: list[dict[str, Any]] = [{"name": key, "value": literal(value)} for key, value in {**chosen, **own}.items()]

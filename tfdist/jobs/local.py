@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 from tfdist.atomic_files import write_atomically
+from tfdist.cluster.variables import AUTO
 from tfdist.jobs.engine import show_file
 from tfdist.jobs.local_attempt import BY_USER, COMMAND, beginning_of
-from tfdist.jobs.local_runner import active, ensure_runner, host_of
-from tfdist.jobs.record import Record, Records
-from tfdist.jobs.request import Request, SubmitError
+from tfdist.jobs.local_runner import UNKNOWN_HOST, active, ensure_runner, host_of
+from tfdist.jobs.record import Record, Records, discard
+from tfdist.jobs.request import Request, SubmitError, outside_of_jobs
 from tfdist.jobs.status import CANCELLED, QUEUED, RUNNING, Progress, Status, last_progress
-from tfdist.launch.guardian import outside_of_runs
 from tfdist.launch.machine import usable_cores
 from tfdist.supervision.events import FILE_NAME, last_events
 from tfdist.supervision.events import VARIABLE as EVENT_LOG
@@ -26,6 +26,10 @@ from tfdist.supervision.identity import shown_host, this_host
 PARALLEL_JOBS = "TFDIST_LOCAL_JOBS"
 # How many seconds the runner may take to record the end of a process.
 _PATIENCE = 3.0
+_WITHOUT_HOST = (
+    ", because an older tfdist has recorded it. If no runner of that version works on it where it was submitted, "
+    "cancel it, and submit it again"
+)
 
 
 class LocalEngine:
@@ -51,20 +55,25 @@ class LocalEngine:
         command = {
             "words": run_command(request, folder),
             "folder": os.getcwd(),
-            "env": {**outside_of_runs(), **request.env, EVENT_LOG: str(folder / "logs" / FILE_NAME)},
+            "env": {**outside_of_jobs(os.environ), **request.env, EVENT_LOG: str(folder / "logs" / FILE_NAME)},
             "cores": usable_cores(),
         }
-        write_atomically(folder / COMMAND, json.dumps(command), mode=0o600, durable=True)
-        record = self._records.add(
-            request,
-            folder,
-            host=this_host(),
-            state=QUEUED,
-            attempt=1,
-            time_limit=request.time_limit,
-            grace=request.grace,
-            parallel_jobs=parallel,
-        )
+        try:
+            write_atomically(folder / COMMAND, json.dumps(command), mode=0o600, durable=True)
+            record = self._records.add(
+                request,
+                folder,
+                host=this_host(),
+                state=QUEUED,
+                attempt=1,
+                time_limit=request.time_limit,
+                grace=request.grace,
+                parallel_jobs=parallel,
+            )
+        except (SubmitError, OSError):
+            (folder / COMMAND).unlink(missing_ok=True)
+            discard(folder)
+            raise
         ensure_runner(self._records)
         return record
 
@@ -82,7 +91,9 @@ class LocalEngine:
         elif details["state"] == QUEUED and not detail:
             detail = self._waits_for(record)
         if not _is_here(record) and details["state"] in (QUEUED, RUNNING):
-            detail = "; ".join(filter(None, (detail, f"in the queue of {shown_host(host_of(record))}")))
+            host = host_of(record)
+            unknown = _WITHOUT_HOST if host == UNKNOWN_HOST else ""
+            detail = "; ".join(filter(None, (detail, f"in the queue of {shown_host(host)}{unknown}")))
         return Status(details["state"], detail, details.get("started"), details.get("ended"))
 
     def progress(self, record: Record) -> Progress | None:
@@ -143,6 +154,8 @@ def run_command(request: Request, folder: Path) -> list[str]:
         ['run', '-n', '2']
     """
     options: dict[str, object] = {"-n": request.workers, "--ps": request.ps, "--grace": request.grace}
+    if request.transport != AUTO:
+        options["--transport"] = request.transport
     options["--max-restarts"] = request.max_restarts
     options["--log-dir"] = folder / "logs"
     options["--cpus-per-worker"] = request.cpus_per_worker or "auto"

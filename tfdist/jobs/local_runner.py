@@ -39,6 +39,8 @@ from tfdist.launch.guardian import outside_of_runs
 from tfdist.launch.operating_system import spawn
 from tfdist.supervision.identity import host_in_file_name, this_host
 
+# In the place of a host's name.
+UNKNOWN_HOST = "an unknown host"
 _TICK = 0.1
 # At most so many seconds pass until it is noticed that a job of an earlier runner has ended.
 _LOOK = 1.0
@@ -154,8 +156,21 @@ class Runner:
 
 
 def host_of(record: Record) -> str:
-    """The host to whose queue a job belongs; that of a record which does not say it is this one."""
-    return record.details.get("host", this_host())
+    """The host to whose queue a job belongs; UNKNOWN_HOST for a record of an older version, which does not say it."""
+    return record.details.get("host", UNKNOWN_HOST)
+
+
+def _adopt(records: Records) -> None:
+    """Takes jobs that an older version has recorded without their host into this host's queue, if they run here.
+
+    Of all others nobody knows whether another host that shares the folder runs them: each would start them.
+    """
+    for record in queue_of(records, UNKNOWN_HOST):
+        if record.details["state"] == RUNNING:
+            with contextlib.suppress(OSError, SubmitError):  # it may be removed meanwhile
+                begun = beginning_of(Path(record.folder), record.details["attempt"])
+                if begun is not None and begun.process.is_alive:
+                    records.update(record.id, lambda now: now.with_details(host=this_host()))
 
 
 def queue_of(records: Records, host: str) -> list[Record]:
@@ -186,6 +201,7 @@ def ensure_runner(records: Records) -> None:
     Raises:
         OSError: the runner could not be started.
     """
+    _adopt(records)
     if not active(records):
         return
     name = f"runner-{host_in_file_name(this_host())}"

@@ -7,13 +7,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tfdist.cluster.variables import SERVERS
+from tfdist.cluster.variables import AUTO, HOROVOD, SERVERS, TOKEN, TRANSPORT_VARIABLE
 from tfdist.launch.arguments import Target
 from tfdist.launch.run_plan import RESERVED, runtime_defaults
 from tfdist.supervision.events import VARIABLE as EVENT_LOG
 
+# These variables tell a process of a job what it is.
+_OF_PROCESS = (*RESERVED, SERVERS, EVENT_LOG, "TFDIST_SIZE", "TFDIST_RANK")
 # tfdist sets these variables for each process of a job; a value from --env would contradict them.
-_OWN = (*RESERVED, SERVERS, EVENT_LOG, "TFDIST_SIZE", "TFDIST_RANK", "TFDIST_TOKEN")
+_OWN = (*_OF_PROCESS, TOKEN)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
@@ -44,6 +46,7 @@ class Request:
         target: the program.
         workers: number of training processes.
         ps: number of parameter servers; a chief is added, which drives the workers.
+        transport: what carries the sums of `tfdist.MultiWorkerMirroredStrategy`.
         cpus_per_worker: cores of each process; None for the scheduler's default.
         gpus_per_worker: GPUs of each process; None for the scheduler's default.
         image: container image, for Kubernetes.
@@ -68,6 +71,7 @@ class Request:
     target: Target
     workers: int = 2
     ps: int = 0
+    transport: str = AUTO
     cpus_per_worker: int | None = None
     gpus_per_worker: int | None = None
     image: str | None = None
@@ -104,11 +108,17 @@ class Request:
                 f"Received: --name {self.name!r}. Expected: at most 63 letters, digits, dots, hyphens and underscores, "
                 "a letter or a digit first"
             )
+        if self.ps and self.transport == HOROVOD:
+            raise SubmitError(
+                f"Received: --transport {self.transport} and --ps {self.ps}. Expected: only one of them, because "
+                "Horovod connects processes that train copies of one model: leave --transport out"
+            )
         for name in self.env:
             if name in _OWN:
+                instead = "use --transport" if name == TRANSPORT_VARIABLE else "leave it out"
                 raise SubmitError(
                     f"Received: --env {name}=... Expected: other variables, because a submitted job's processes get "
-                    f"{name} from tfdist: leave it out"
+                    f"{name} from tfdist: {instead}"
                 )
             if not _VARIABLE.fullmatch(name):
                 raise SubmitError(
@@ -122,6 +132,16 @@ class Request:
         return self.workers + (1 + self.ps if self.ps else 0)
 
     @property
+    def of_all(self) -> dict[str, str]:
+        """What all processes are told about the job, whatever its scheduler tells them.
+
+        Example:
+            >>> Request("slurm", Target("script", ("train.py",)), ps=1).of_all
+            {'TFDIST_TRANSPORT': 'auto', 'TFDIST_PS': '1'}
+        """
+        return {TRANSPORT_VARIABLE: self.transport, **({SERVERS: str(self.ps)} if self.ps else {})}
+
+    @property
     def runtime_defaults(self) -> dict[str, str]:
         """Default variables of each process, which the user's values override. Threads are set only for known cores.
 
@@ -132,6 +152,16 @@ class Request:
         cores = self.cpus_per_worker or 0
         defaults = runtime_defaults(cores, cores, ps_cluster=self.ps > 0)
         return {name: value for name, value in defaults.items() if cores or "THREADS" not in name}
+
+
+def outside_of_jobs(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment in which a job is submitted, for the job: what it tells a process of another one is left out.
+
+    Example:
+        >>> outside_of_jobs({"HOME": "/home/me", "TF_CONFIG": "{}", "TFDIST_RUN_ID": "7"})
+        {'HOME': '/home/me'}
+    """
+    return {name: value for name, value in environ.items() if name not in _OF_PROCESS}
 
 
 def default_name(target: Target) -> str:

@@ -7,17 +7,18 @@ import math
 import os
 import re
 import secrets
+import shlex
 import shutil
 import subprocess
-import time
 from pathlib import Path
 from typing import BinaryIO
 
 from tfdist.atomic_files import write_atomically
+from tfdist.cluster.foreign_text import cleaned
 from tfdist.jobs import slurm_states
 from tfdist.jobs.engine import show_file
 from tfdist.jobs.record import Record, Records, discard
-from tfdist.jobs.request import Request, SubmitError, UnansweredError
+from tfdist.jobs.request import Request, SubmitError, UnansweredError, outside_of_jobs
 from tfdist.jobs.slurm_script import CANCEL_SIGNAL, EXIT_CODE, JOB_ID, batch_script
 from tfdist.jobs.status import (
     CANCELLED,
@@ -30,6 +31,7 @@ from tfdist.jobs.status import (
     exit_in_words,
     last_progress,
 )
+from tfdist.jobs.unconfirmed import cannot_end, keep, kept_if_interrupted, unseen
 from tfdist.supervision.events import last_events
 
 _SCRIPT = "job.sh"
@@ -66,14 +68,12 @@ class SlurmEngine:
             write_atomically(path, _script(request, folder, secrets.token_hex(32)), mode=0o600)
             wanted = f"unconfirmed-{folder.name.rpartition('-')[2]}"
             record = self._records.add(request, folder, wanted, job=None, cluster=None, grace=request.grace)
-            job, _, cluster = run("sbatch", "--parsable", str(path)).strip().partition(";")
+            with kept_if_interrupted(self._records, record):
+                job, _, cluster = run("sbatch", "--parsable", str(path)).strip().partition(";")
         except UnansweredError as error:
             assert record is not None
-            raise SubmitError(
-                f"{error}. Whether it has taken the job is not known: it is kept as {record.id}; `tfdist status "
-                f"{record.id}` tells it, `tfdist cancel {record.id}` ends it"
-            ) from None
-        except SubmitError:
+            raise SubmitError(f"{error}. {keep(self._records, record)}") from None
+        except (SubmitError, OSError):
             path.unlink(missing_ok=True)
             if record is None:
                 discard(folder)
@@ -93,9 +93,8 @@ class SlurmEngine:
             return record.final
         record = self._with_number(record)
         if record.details["job"] is None:
-            if time.time() - record.submitted < _SECONDS:
-                return Status(QUEUED, "sbatch has not answered yet")
-            return Status(LOST, "sbatch has not answered, and Slurm has no job of this script in its queue")
+            look = shlex.join(["squeue", f"--user={getpass.getuser()}", f"--name={record.name}"])
+            return unseen(self._records, record, "sbatch", "Slurm has no job of this script in its queue", look)
         if (found := self._in_queue(record)) is not None:
             return found
         # A job that has left the queue is not requeued any more.
@@ -121,7 +120,7 @@ class SlurmEngine:
         if before.is_over:
             return f"{record.id}: is over already, {before}"
         if record.details["job"] is None:
-            raise SubmitError(f"Received: {record.id}, whose number sbatch has not told yet. Try it again in a minute")
+            raise cannot_end(record, before)
         job = [*_cluster(record), record.details["job"]]
         self._records.update(record.id, lambda now: now.with_details(cancelled=True))
         if before.state != QUEUED and not record.details.get("cancelled"):
@@ -139,7 +138,7 @@ class SlurmEngine:
         except OSError:
             job = ""
         if not job:
-            own = str(Path(record.folder, _SCRIPT))
+            own = cleaned(Path(record.folder, _SCRIPT))
             queue = run("squeue", f"--user={getpass.getuser()}", "--noheader", "--format=%i|%o").splitlines()
             job = next((number for number, _, script in (line.partition("|") for line in queue) if script == own), "")
         if not job:
@@ -204,19 +203,25 @@ def run(*words: str) -> str:
 
 
 def attempt(*words: str) -> subprocess.CompletedProcess[str]:
-    """Runs a command that may fail.
+    """Runs a command that may fail. What it says holds names and texts of others: its lines come without control
+    characters.
 
     Raises:
         SubmitError: the command is not installed, or does not answer.
     """
     _find(words[0])
+    options = {"capture_output": True, "text": True, "errors": "surrogateescape", "stdin": subprocess.DEVNULL}
+    # sbatch gives a job its own environment.
+    options["env"] = outside_of_jobs(os.environ)
     try:
-        return subprocess.run(words, capture_output=True, text=True, timeout=_SECONDS, stdin=subprocess.DEVNULL)
+        answer = subprocess.run(words, timeout=_SECONDS, **options)
     except subprocess.TimeoutExpired:
         raise UnansweredError(
             f"Received: no answer from {words[0]} within {_SECONDS} s. Expected: that Slurm's controller is reachable; "
             "`scontrol ping` shows whether it is"
         ) from None
+    texts = ("\n".join(map(cleaned, text.split("\n"))) for text in (answer.stdout, answer.stderr))
+    return subprocess.CompletedProcess(words, answer.returncode, *texts)
 
 
 def _find(command: str) -> None:

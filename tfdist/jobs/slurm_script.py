@@ -7,7 +7,6 @@ import signal
 import unicodedata
 from pathlib import Path
 
-from tfdist.cluster.variables import SERVERS
 from tfdist.jobs.request import Request
 from tfdist.supervision.events import FILE_NAME
 from tfdist.supervision.events import VARIABLE as EVENT_LOG
@@ -148,9 +147,8 @@ def batch_script(request: Request, folder: Path, cwd: str, token: str, nodes: in
     options += ["--requeue", "--open-mode=append", f"--signal=B:TERM@{request.grace}"]
     # Slurm reads these lines as a shell does, and expands percent signs in file names.
     options += [f"--chdir={shlex.quote(cwd)}", f"--output={shlex.quote(str(folder / 'output.log').replace('%', '%%'))}"]
-    variables = {**request.env, "TFDIST_TOKEN": token, EVENT_LOG: str(folder / "logs" / FILE_NAME)}
-    if request.ps:
-        variables[SERVERS] = str(request.ps)
+    own = {"TFDIST_TOKEN": token, EVENT_LOG: str(folder / "logs" / FILE_NAME)}
+    variables = {**request.env, **own, **request.of_all}
     # srun does not inherit the number of cores from sbatch.
     step = ["srun", "--kill-on-bad-exit=1", "--label", f"--ntasks={request.tasks}", *each, *request.target.command()]
     body = _BODY.format(

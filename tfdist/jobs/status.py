@@ -16,6 +16,8 @@ FAILED = "failed"
 CANCELLED = "cancelled"
 # The job was running or waiting, and is gone; nobody knows how it ended.
 LOST = "lost"
+# Its scheduler was asked to take it, has not answered, and does not show it.
+UNCONFIRMED = "unconfirmed"
 OVER = (SUCCEEDED, FAILED, CANCELLED, LOST)
 # The last event of a launcher is one of these.
 LAST_EVENTS = ("complete", "gave-up", "interrupted", "preempted")

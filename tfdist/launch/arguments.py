@@ -11,6 +11,8 @@ from typing import Any
 
 import click
 
+from tfdist.cluster.variables import RUN_ID, TRANSPORT_VARIABLE, TRANSPORTS
+
 AUTO = "auto"
 # Where a command finds its `Target`, in the meta of click's context.
 TARGET = "tfdist.launch.target"
@@ -164,6 +166,24 @@ class WorkerRange(click.ParamType):
         if separator and not 1 <= bounds[0] <= bounds[1]:
             self.fail(f"{value!r}: expected MIN:MAX with 1 <= MIN <= MAX, for example 1:3.", param, ctx)
         return bounds
+
+
+class _OwnChoice(click.Option):
+    """A choice that a variable of the user's makes, but not that of a launcher around this one."""
+
+    def resolve_envvar_value(self, ctx: click.Context) -> str | None:
+        return None if RUN_ID in os.environ else super().resolve_envvar_value(ctx)
+
+
+TRANSPORT_OPTION = click.option(
+    "--transport",
+    cls=_OwnChoice,
+    type=click.Choice(TRANSPORTS),
+    default=AUTO,
+    envvar=TRANSPORT_VARIABLE,
+    show_default=True,
+    help="What carries the sums of MultiWorkerMirroredStrategy. auto: direct for CPUs, else tensorflow.",
+)
 
 
 class ScriptCommand(click.Command):

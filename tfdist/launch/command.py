@@ -9,8 +9,16 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from tfdist.cluster.variables import AUTO, TRANSPORT_VARIABLE, TRANSPORTS
-from tfdist.launch.arguments import TARGET, CountOrAuto, ScriptCommand, SecondsOrAuto, Target, WorkerRange, read_env
+from tfdist.launch.arguments import (
+    TARGET,
+    TRANSPORT_OPTION,
+    CountOrAuto,
+    ScriptCommand,
+    SecondsOrAuto,
+    Target,
+    WorkerRange,
+    read_env,
+)
 
 _WORKERS_HELP = (
     "Number of training processes; MIN:MAX begins with MAX, goes on with fewer when some die.  "
@@ -20,7 +28,6 @@ _STAGES_HELP = "Instead of -n: a process for each of the K stages that tfdist.Pi
 _REPLICAS_HELP = "With --stages: R copies of the whole pipeline, K*R processes in all.  [default: 1]"
 _HANG_HELP = "Without progress for so long, a process counts as hung.  [default: what is unusual for it, 30 at least]"
 _PS_HELP = "Number of parameter servers; a chief is started as well, which drives the -n workers."
-_TRANSPORT_HELP = "What carries the sums of MultiWorkerMirroredStrategy; auto: direct for CPUs, else tensorflow."
 _DISCOVERY_HELP = "Elastic: prints host:slots for each host that can be used now. With --transport horovod -n MIN:MAX."
 _INTERFACE_HELP = "Elastic: the network interface that all hosts share; needed with a single host (lo)."
 _RESTARTS_HELP = "How often to start all processes again after one failed; with --ps, also a lost worker alone."
@@ -70,14 +77,7 @@ def main() -> None:
 @click.option("--ps", type=int, default=0, show_default=True, help=_PS_HELP)
 @click.option("--chief", is_flag=True, help='Let the first worker be the job "chief".')
 @click.option("--evaluator", is_flag=True, help="Start an evaluator, too; it may outlast the training by --grace.")
-@click.option(
-    "--transport",
-    type=click.Choice(TRANSPORTS),
-    default=AUTO,
-    envvar=TRANSPORT_VARIABLE,
-    show_default=True,
-    help=_TRANSPORT_HELP,
-)
+@TRANSPORT_OPTION
 @click.option("--host-discovery", metavar="PROGRAM", help=_DISCOVERY_HELP)
 @click.option("--interface", metavar="NAME", help=_INTERFACE_HELP)
 @click.option("--cpus-per-worker", type=CountOrAuto(1), default="auto", show_default=True, help="Cores of each one.")

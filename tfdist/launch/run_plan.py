@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tfdist.cluster.config import ClusterConfig
-from tfdist.cluster.variables import AUTO as AUTO_TRANSPORT
-from tfdist.cluster.variables import HOROVOD
+from tfdist.cluster.variables import HOROVOD, RUN_ID
 from tfdist.cluster.variables import TRANSPORT_VARIABLE as TRANSPORT
 from tfdist.launch.arguments import AUTO
 from tfdist.launch.machine import Machine
@@ -26,7 +25,7 @@ Task = tuple[str, int]
 OF_CLUSTER = ("TF_CONFIG", "TFDIST_CLUSTER")
 # What the launcher itself tells every process; a value from --env would make the processes disagree.
 RESERVED = (
-    *(*OF_CLUSTER, "TFDIST_RUN_ID", "TFDIST_LOG_DIR", "TFDIST_RESTART", TRANSPORT),
+    *(*OF_CLUSTER, RUN_ID, "TFDIST_LOG_DIR", "TFDIST_RESTART", TRANSPORT),
     *(REPLACEMENT, *STAGE_VARIABLES, PROGRESS),
 )
 
@@ -134,7 +133,7 @@ class RunOptions:
     env: Mapping[str, str] = field(default_factory=dict)
     host: str = "127.0.0.1"
     stages: Stages | None = None
-    transport: str = AUTO_TRANSPORT
+    transport: str = AUTO
 
     def __post_init__(self) -> None:
         if self.workers < 1:
@@ -266,7 +265,7 @@ def plan_run(
         own = {
             "TF_CONFIG": config,
             "TFDIST_CLUSTER": config,
-            "TFDIST_RUN_ID": run_id,
+            RUN_ID: run_id,
             "TFDIST_LOG_DIR": log_dir,
             "TFDIST_RESTART": str(restart),
             **(options.stages.environment() if options.stages else {}),

@@ -100,7 +100,7 @@ class Peers:
         self._counts: dict[str, int] = {}
         self._told: set[str] = set()
         self._told_up_to: dict[tuple[str, str], int] = {}
-        # How often each process has said that it waits, as far as this one has heard.
+        # How often each process has said that it waits, and for what it did last, as far as this one has heard.
         self._waits = [0] * len(names)
         self._last_waits: dict[int, list] = {}
 
@@ -169,21 +169,24 @@ class Peers:
                 )
             if within is None:
                 if poll == _FIRST_POLL_SECONDS:
-                    self._waits[self.rank] += 1
-                    self.tell(f"waits/{self.rank}/{self._waits[self.rank]}", [rank, key, purpose])
+                    self._say_that_it_waits(rank, key, purpose)
                 self._check_other_waits(rank, key, purpose)
             poll = _POLL_SECONDS
             _log.warning("%s is waiting for %s to %s", self.names[self.rank], self.names[rank], purpose)
 
+    def _say_that_it_waits(self, rank: int, key: str, purpose: str) -> None:
+        """In place of what it has said last: others ask for its last wait only, and for that at any time."""
+        self._waits[self.rank] += 1
+        name = f"tfdist/waits/{self.rank}"
+        self._store.delete(name)
+        self._store.set(name, json.dumps([self._waits[self.rank], rank, key, purpose]))
+
     def _check_other_waits(self, rank: int, key: str, purpose: str) -> None:
         """Ends what would last for ever: the process that this one waits for waits for something that comes later."""
-        last = None
-        while (
-            text := self._store.get(f"tfdist/waits/{rank}/{self._waits[rank] + 1}", _LOOK_SECONDS, rank)
-        ) is not None:
-            self._waits[rank] += 1
-            last = json.loads(text)
-        self._last_waits[rank] = last = last or self._last_waits.get(rank)
+        text = self._store.get(f"tfdist/waits/{rank}", _LOOK_SECONDS, rank)
+        if text is not None:  # else it has not waited, or is about to say that it waits again
+            self._waits[rank], *self._last_waits[rank] = json.loads(text)
+        last = self._last_waits.get(rank)
         if last is None or last[0] != self.rank or self._has_told(last[1]):
             return
         if self._store.get(f"tfdist/{key}", 0.0, rank) is not None:

@@ -20,6 +20,7 @@ import enum
 import json
 import math
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -198,7 +199,7 @@ class Zygote:
         except OSError as error:
             # It does not begin without our "go", so that nobody runs besides the one that is started instead.
             if pid:
-                ForkedProcess(pid).wait()
+                _end(pid)
             raise ZygoteError(f"the zygote could not fork a worker: {error}") from error
         return ForkedProcess(pid)
 
@@ -209,6 +210,13 @@ class Zygote:
         # It cannot be waited for while it waits for a disk that does not answer (state D).
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_DEADLINE)
+
+
+def _end(pid: int) -> None:
+    """Kills a worker that has not begun. One that waits for a disk (state D) ends later, and never begins either."""
+    with contextlib.suppress(ProcessLookupError, psutil.TimeoutExpired, psutil.NoSuchProcess):
+        os.kill(pid, signal.SIGKILL)
+        psutil.Process(pid).wait(_END_DEADLINE)
 
 
 def can_fork(command: Sequence[str]) -> bool:
