@@ -30,7 +30,7 @@ def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["submit", "-n", "0", "t.py"], ["0 is not in the range x>=1"]),
         (["submit", "--ps", "-1", "t.py"], ["-1 is not in the range x>=0"]),
         (["submit", "--scheduler", "pbs", "t.py"], ["'pbs' is not one of 'local', 'slurm', 'kubernetes'"]),
-        (["submit", "--transport", "mpi", "t.py"], ["'mpi' is not one of 'tensorflow', 'horovod'"]),
+        (["submit", "--transport", "mpi", "t.py"], ["'mpi' is not one of 'auto', 'tensorflow', 'direct', 'horovod'"]),
         (["submit", "--env", "A", "t.py"], ["'A': expected KEY=VALUE"]),
         (["submit", "--volume", "a:b", "t.py"], ["'a:b': expected CLAIM:/PATH", "--volume backups:/backups"]),
         (["logs"], ["Missing argument 'JOB'"]),
@@ -49,12 +49,12 @@ def test_usage_errors(arguments: list[str], words: list[str], jobs: Path) -> Non
 @pytest.mark.parametrize(
     ("options", "env", "chosen"),
     [
-        ([], {}, "tensorflow"),
+        ([], {}, "auto"),
         (["--transport", "horovod"], {}, "horovod"),
         ([], {"TFDIST_TRANSPORT": "horovod"}, "horovod"),
         (["--transport", "tensorflow"], {"TFDIST_TRANSPORT": "horovod"}, "tensorflow"),
         # Then it is that of a launcher around this command.
-        ([], {"TFDIST_TRANSPORT": "horovod", "TFDIST_RUN_ID": "7"}, "tensorflow"),
+        ([], {"TFDIST_TRANSPORT": "horovod", "TFDIST_RUN_ID": "7"}, "auto"),
     ],
 )
 def test_the_transport_is_that_of_tfdist_run(
@@ -70,7 +70,7 @@ def test_the_transport_is_that_of_tfdist_run(
         "slurm": "export TFDIST_TRANSPORT={}\n",
         "kubernetes": "- name: TFDIST_TRANSPORT\n          value: {}\n",
     }[scheduler]
-    named = scheduler != "local" or chosen != "tensorflow"
+    named = scheduler != "local" or chosen != "auto"
     assert result.stdout.count(written.format(chosen)) == named
     assert result.stdout.count("--transport ") + result.stdout.count("TFDIST_TRANSPORT") == named
 

@@ -103,7 +103,7 @@ def test_a_job_knows_nothing_of_the_run_in_which_it_is_submitted(run_tfdist: Tfd
     told, logs = json.loads((run_tfdist.folder / "env.json").read_text()), run_tfdist.record(job).event_log.parent
     assert json.loads(told["TF_CONFIG"])["cluster"].keys() == {"worker"} and "outer" not in told["TF_CONFIG"]
     names = ("TFDIST_LOG_DIR", "TFDIST_EVENT_LOG", "TFDIST_TRANSPORT", "TFDIST_RESTART", "TFDIST_REPLACEMENT", "COLOUR")
-    assert [told[name] for name in names] == [str(logs), str(logs / "events.jsonl"), "tensorflow", "0", "", "red"]
+    assert [told[name] for name in names] == [str(logs), str(logs / "events.jsonl"), "auto", "0", "", "red"]
     assert {name for name, value in OUTER.items() if told.get(name) == value} == set()
 
 

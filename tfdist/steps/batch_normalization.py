@@ -1,9 +1,9 @@
 """Batch statistics of the global batch for `keras.layers.BatchNormalization`, in one collective a layer and direction.
 
 Keras' own `synchronized=True` sends three, ignores masks, and computes `E[x^2] - E[x]^2`, which cancels for data far
-from zero. Here every replica writes the count, mean and sum of squared differences of its rows into a row of its own;
-all rows are exchanged at once, and combined as in Chan, Golub and LeVeque, "Algorithms for computing the sample
-variance" (1983).
+from zero. Here every replica computes the mean and the squared differences from it of its own rows; only what has to be
+added up over the replicas is a difference of squares, in float64: as in Chan, Golub and LeVeque, "Algorithms for
+computing the sample variance" (1983), with three numbers a channel, however many replicas there are.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tfdist.compat.upstream import ControlFlowFuncGraph, FuncGraph
 from tfdist.steps.collectives import all_reduce
-from tfdist.steps.keras_step import current_step, global_replica, local_replica
+from tfdist.steps.keras_step import current_step, local_replica
 
 
 def global_moments(layer: keras.layers.BatchNormalization) -> Callable[..., tuple[tf.Tensor, tf.Tensor]]:
@@ -97,19 +97,17 @@ def _kept(values: tf.Tensor, keep: tf.Tensor | None) -> tf.Tensor:
 
 def _combined(count: tf.Tensor, mean: tf.Tensor, squares: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """Mean and variance of the rows of all replicas, and how many there are, for each channel."""
-    own = tf.stack([tf.fill(mean.shape, count), mean, squares])
+    # Squared means are far larger than variances where data are far from zero: in float32 their difference is lost.
+    wide = tf.cast(tf.stack([tf.fill(mean.shape, count), mean, squares]), tf.float64)
     has_rows = current_step().counts
     if has_rows is not None:
-        own = tf.where(has_rows, own, tf.zeros_like(own))
-    before, after = global_replica(), tf.distribute.get_replica_context().num_replicas_in_sync - global_replica() - 1
-    # Of shape (3, replicas, channels), with zeros for the others.
-    counts, means, squares = tf.unstack(
-        all_reduce(tf.pad(own[:, None], [[0, 0], [before, after], [0, 0]]), differentiable=False)
-    )
-    total = tf.reduce_sum(counts, 0)
-    global_mean = tf.math.divide_no_nan(tf.reduce_sum(counts * means, 0), total)
-    squares = tf.reduce_sum(squares + counts * tf.square(means - global_mean), 0)
-    return global_mean, tf.math.divide_no_nan(squares, total), total
+        wide = tf.where(has_rows, wide, tf.zeros_like(wide))
+    count, wide_mean, wide_squares = tf.unstack(wide)
+    own = tf.stack([count, count * wide_mean, wide_squares + count * tf.square(wide_mean)])
+    total, sums, squares = tf.unstack(all_reduce(own, differentiable=False))
+    global_mean = tf.math.divide_no_nan(sums, total)
+    variance = tf.maximum(tf.math.divide_no_nan(squares, total) - tf.square(global_mean), 0)
+    return tuple(tf.cast(value, mean.dtype) for value in (global_mean, variance, total))
 
 
 @tf.custom_gradient

@@ -162,7 +162,11 @@ class DataParallelExtended:
         """Gives each replica its rows of a batch that every process holds whole."""
         workers, worker = self._input_position()
         replicas = len(self.worker_devices)
-        batch = tf.nest.map_structure(lambda x: x if x is None or tf.is_tensor(x) else tf.convert_to_tensor(x), batch)
+        # On the host: the first GPU may have no room for the rows of all.
+        with tf.device("CPU:0"):
+            batch = tf.nest.map_structure(
+                lambda x: x if x is None or tf.is_tensor(x) else tf.convert_to_tensor(x), batch
+            )
         parts = [share_of(batch, workers * replicas, k * workers + worker) for k in range(replicas)]
         return distribute_utils.regroup(parts, always_wrap=True)
 

@@ -43,12 +43,12 @@ class _MultiWorkerExtended(JobMemberExtended, collective_strategy.CollectiveAllR
 
     def _initialize_local_devices(self, cluster_resolver: Any, worker_device: str) -> tuple[tuple[str, ...], str]:
         devices, kind = super()._initialize_local_devices(cluster_resolver, worker_device)
-        if kind == "CPU":
-            # Upstream assumes one CPU device, and ignores further logical ones.
+        if kind in ("CPU", "GPU"):
+            # Upstream assumes one CPU device, and as many GPUs as the resolver counts: neither knows logical devices.
             own = tf.DeviceSpec.from_string(worker_device)
-            specs = [tf.DeviceSpec.from_string(d.name) for d in tf.config.list_logical_devices("CPU")]
+            specs = [tf.DeviceSpec.from_string(d.name) for d in tf.config.list_logical_devices(kind)]
             count = sum(not worker_device or (s.job, s.task) == (own.job, own.task) for s in specs)
-            devices = tuple(f"{worker_device}/device:CPU:{i}" for i in range(count))
+            devices = tuple(f"{worker_device}/device:{kind}:{i}" for i in range(count))
         return devices, kind
 
     def _get_variable_creator_initial_value(self, replica_id: int, device: str, primary_var: Any, **kwargs: Any) -> Any:
@@ -74,7 +74,7 @@ class MultiWorkerMirroredStrategy(JobMember, tf.distribute.MultiWorkerMirroredSt
 
     Args:
         cluster_resolver: as in `tf.distribute.MultiWorkerMirroredStrategy`; `cluster` is the shorter way.
-        communication_options: as in `tf.distribute.MultiWorkerMirroredStrategy`.
+        communication_options: as in `tf.distribute.MultiWorkerMirroredStrategy`; by default NCCL for GPUs.
         cluster: the cluster and this process' place in it; by default what `tfdist.discover()` finds.
         compression: `None`, or `"bf16"` to cast gradients to bfloat16 for the all-reduce: half the bytes, and a
             relative error of up to 2**-8 in each partial sum.
@@ -138,7 +138,7 @@ class MultiWorkerMirroredStrategy(JobMember, tf.distribute.MultiWorkerMirroredSt
         extended = _MultiWorkerExtended(
             self,
             cluster_resolver=cluster_resolver or resolver_of(config),
-            communication_options=communication_options or tf.distribute.experimental.CommunicationOptions(),
+            communication_options=communication_options or _options_for_devices(),
         )
         tf.distribute.Strategy.__init__(self, extended)
         if self._job:
@@ -147,6 +147,13 @@ class MultiWorkerMirroredStrategy(JobMember, tf.distribute.MultiWorkerMirroredSt
             extended._carry_directly(exchange)
         self._begin_as_member()
         self._keras_hooks = JobHooks(self)
+
+
+def _options_for_devices() -> tf.distribute.experimental.CommunicationOptions:
+    """NCCL for GPUs: asked for nothing, TensorFlow takes gRPC (tensorflow issue 50178)."""
+    kinds = tf.distribute.experimental.CommunicationImplementation
+    has_gpus = bool(tf.config.get_visible_devices("GPU"))
+    return tf.distribute.experimental.CommunicationOptions(implementation=kinds.NCCL if has_gpus else kinds.AUTO)
 
 
 def _own_transport(transport: str | None) -> str:
@@ -206,6 +213,6 @@ def resolver_of(config: ClusterConfig) -> tf.distribute.cluster_resolver.Cluster
         tf.train.ClusterSpec(jobs),
         task_type=config.task_type,
         task_id=config.task_index,
-        num_accelerators={"GPU": len(tf.config.list_physical_devices("GPU"))},
+        num_accelerators={"GPU": len(tf.config.get_visible_devices("GPU"))},
         rpc_layer="grpc",
     )
