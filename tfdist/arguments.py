@@ -20,6 +20,20 @@ def check_count(name: str, value: Any) -> None:
         raise ValueError(f"Received: {name}={value!r}. Expected: a whole number, at least 1.")
 
 
+def check_bucket_bytes(value: Any) -> None:
+    """Refuses what is no number of bytes.
+
+    Example:
+        >>> check_bucket_bytes(0)
+        Traceback (most recent call last):
+        ValueError: Received: bucket_bytes=0. Expected: a positive whole number of bytes, or None for all at once.
+    """
+    if value is not None and (isinstance(value, bool) or not isinstance(value, Integral) or value < 1):
+        raise ValueError(
+            f"Received: bucket_bytes={value!r}. Expected: a positive whole number of bytes, or None for all at once."
+        )
+
+
 def check_seconds(**values: Any) -> None:
     """Refuses what is no positive number of seconds.
 

@@ -1,7 +1,14 @@
-"""One all-reduce a step: gradients, and the state that a step updates, packed into one flat vector.
+"""The sums of a step: gradients, and the state that it updates, packed into few flat vectors.
 
-A collective between machines costs about a millisecond whatever its size, so everything that replicas have to agree
-on in a step travels together: gradients, and the moving statistics that the forward pass has updated locally.
+A sum over machines takes about a millisecond whatever its size, so what replicas have to agree on travels together:
+gradients, and the moving statistics that the forward pass has updated locally. Of large models, what the end of
+back-propagation still computes need not hold back the rest:
+
+time        ----------------------------------------------------->
+computes    gradients of layer 3 | of layer 2 | of layer 1 |
+sends                            | layer 3, state | layers 2, 1 |
+
+Li et al., "PyTorch distributed: experiences on accelerating data parallel training" (2020).
 """
 
 from __future__ import annotations
@@ -16,6 +23,10 @@ from tfdist.steps.collectives import all_reduce
 # Bytes to which TensorFlow aligns tensors (EIGEN_MAX_ALIGN_BYTES with AVX-512; a multiple of it with less).
 ALIGNMENT = 64
 
+# As PyTorch's. The first bucket of several is small: sending begins early.
+BUCKET_BYTES = 25 << 20
+_FIRST_BYTES = 1 << 20
+
 WIRE_DTYPES = {None: None, "bf16": tf.bfloat16}
 
 
@@ -27,11 +38,11 @@ class Wire:
         dtype: dtype to which wider floating dense tensors are cast for the sum, e.g. `tf.bfloat16`: half the bytes;
             every addition then rounds to 8 significant bits (relative error up to 2**-8 of the partial sum).
         bucket_bytes: how many bytes travel together, at most, a single tensor aside; `None` for all. Each bucket is
-            sent as soon as what is in it is there.
+            sent as soon as what is in it is there, and the one before.
     """
 
     dtype: tf.DType | None = None
-    bucket_bytes: int | None = None
+    bucket_bytes: int | None = BUCKET_BYTES
 
 
 AS_THEY_ARE = Wire()
@@ -73,16 +84,22 @@ def all_reduce_sum(
 
 
 def _buckets(indices: list[int], values: Sequence[tf.Tensor], most: int | None) -> Iterator[list[int]]:
-    """Groups of neighbours: backpropagation reaches variables one layer after the other."""
+    """Groups of neighbours, from the last one: that is the order in which back-propagation reaches variables.
+
+    All replicas send them in this order, so one that has to wait for the first layer must not come first.
+    """
+    sizes = {i: (values[i].shape.num_elements() or 0) * values[i].dtype.size for i in indices}
+    if most is None or sum(sizes.values()) <= most:
+        yield indices
+        return
     bucket: list[int] = []
-    filled = 0
-    for i in indices:
-        size = (values[i].shape.num_elements() or 0) * values[i].dtype.size
-        if bucket and most is not None and filled + size > most:
+    filled, limit = 0, min(most, _FIRST_BYTES)
+    for i in reversed(indices):
+        if bucket and filled + sizes[i] > limit:
             yield bucket
-            bucket, filled = [], 0
+            bucket, filled, limit = [], 0, most
         bucket.append(i)
-        filled += size
+        filled += sizes[i]
     yield bucket
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.arguments import check_bucket_bytes
 from tfdist.compat.upstream import DistributedValues, SyncOnReadVariable, distribute_utils, mirrored_run
 from tfdist.inspection import global_seeds
 from tfdist.inspection.batch_sharding import GlobalBatch, cut_rows, static_rows
@@ -42,7 +43,9 @@ class DataParallel:
 
     is_chief = True
 
-    def _configure_data_parallel(self, compression: str | None, batch_norm: str, memory: Any) -> None:
+    def _configure_data_parallel(
+        self, compression: str | None, bucket_bytes: int | None, batch_norm: str, memory: Any
+    ) -> None:
         if compression not in WIRE_DTYPES:
             raise ValueError(
                 f"Unknown compression. Received: compression={compression!r}. "
@@ -53,7 +56,8 @@ class DataParallel:
                 f"Unknown batch_norm. Received: batch_norm={batch_norm!r}. Expected 'global' (statistics of the global "
                 "batch, as one process computes them) or 'local' (of each replica's rows; no collectives)."
             )
-        self._wire = Wire(WIRE_DTYPES[compression])
+        check_bucket_bytes(bucket_bytes)
+        self._wire = Wire(WIRE_DTYPES[compression], bucket_bytes)
         self._global_batch_norm = batch_norm == "global"
         self._memory = policy_of(memory)
         self._keras_step: KerasStep | None = None

@@ -16,6 +16,7 @@ from tfdist.compat.upstream import mirrored_strategy
 from tfdist.memory.policy import MemoryPolicy
 from tfdist.runtime.input_meter import InputMeter
 from tfdist.steps.common_hooks import install
+from tfdist.steps.gradients import BUCKET_BYTES
 from tfdist.strategies.data_parallel import DataParallel, DataParallelExtended
 from tfdist.strategies.keras_hooks import DataParallelHooks
 from tfdist.strategies.validation import existing_device
@@ -44,6 +45,8 @@ class MirroredStrategy(DataParallel, tf.distribute.MirroredStrategy):
         cross_device_ops: as in `tf.distribute.MirroredStrategy`.
         compression: `None`, or `"bf16"` to cast gradients to bfloat16 for the all-reduce: half the bytes, and a
             relative error of up to 2**-8 in each partial sum.
+        bucket_bytes: how many bytes of gradients are sent together, at most; those of the last layers are on their way
+            while the others are still computed. `None` sends all at once.
         batch_norm: `"global"` (BatchNormalization uses the statistics of the global batch, as one process does; two
             small collectives a layer and step) or `"local"` (of each replica's rows; the moving statistics are
             averaged at every step).
@@ -67,12 +70,13 @@ class MirroredStrategy(DataParallel, tf.distribute.MirroredStrategy):
         cross_device_ops: Any = None,
         *,
         compression: str | None = None,
+        bucket_bytes: int | None = BUCKET_BYTES,
         batch_norm: str = "global",
         memory: MemoryPolicy | str | None = None,
     ):
         install()
         _warn_in_cluster()
-        self._configure_data_parallel(compression, batch_norm, memory)
+        self._configure_data_parallel(compression, bucket_bytes, batch_norm, memory)
         self._collective_key_base = next(_GROUP_KEYS)
         devices = None if devices is None else _existing_devices(devices)
         # tf.distribute.MirroredStrategy.__init__ names its extended class; this does the rest of what it does.

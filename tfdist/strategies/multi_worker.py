@@ -24,6 +24,7 @@ from tfdist.runtime.direct.links import ExchangeError
 from tfdist.runtime.job import Job, join
 from tfdist.steps.collectives import broadcast
 from tfdist.steps.common_hooks import install
+from tfdist.steps.gradients import BUCKET_BYTES
 from tfdist.strategies.direct_reduction import DirectReduction
 from tfdist.strategies.job_hooks import JobHooks
 from tfdist.strategies.job_member import JobMember, JobMemberExtended
@@ -78,6 +79,8 @@ class MultiWorkerMirroredStrategy(JobMember, tf.distribute.MultiWorkerMirroredSt
         cluster: the cluster and this process' place in it; by default what `tfdist.discover()` finds.
         compression: `None`, or `"bf16"` to cast gradients to bfloat16 for the all-reduce: half the bytes, and a
             relative error of up to 2**-8 in each partial sum.
+        bucket_bytes: how many bytes of gradients are sent together, at most; those of the last layers are on their way
+            while the others are still computed. `None` sends all at once.
         batch_norm: `"global"` (BatchNormalization uses the statistics of the global batch, as one process does; two
             small collectives a layer and step) or `"local"` (of each replica's rows; the moving statistics are
             averaged at every step).
@@ -117,6 +120,7 @@ class MultiWorkerMirroredStrategy(JobMember, tf.distribute.MultiWorkerMirroredSt
         *,
         cluster: ClusterConfig | None = None,
         compression: str | None = None,
+        bucket_bytes: int | None = BUCKET_BYTES,
         batch_norm: str = "global",
         memory: MemoryPolicy | str | None = None,
         transport: str | None = None,
@@ -126,7 +130,7 @@ class MultiWorkerMirroredStrategy(JobMember, tf.distribute.MultiWorkerMirroredSt
         install()
         check_seconds(start_timeout=start_timeout, peer_timeout=peer_timeout)
         transport = _own_transport(transport)
-        self._configure_data_parallel(compression, batch_norm, memory)
+        self._configure_data_parallel(compression, bucket_bytes, batch_norm, memory)
         try:
             config = cluster_of(cluster, cluster_resolver, start_timeout)
             self._job = join(config, start_timeout, peer_timeout) if config.num_workers > 1 else None

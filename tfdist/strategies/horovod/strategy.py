@@ -15,7 +15,7 @@ from tfdist.inspection import random_state, replica_values
 from tfdist.memory.policy import MemoryPolicy
 from tfdist.runtime.elastic import Members, is_elastic
 from tfdist.steps.common_hooks import install
-from tfdist.steps.gradients import Wire
+from tfdist.steps.gradients import BUCKET_BYTES, Wire
 from tfdist.strategies.horovod.extended import HorovodExtended
 from tfdist.strategies.horovod.job import is_connected_by_launcher, join, own_device, rejoin
 from tfdist.strategies.horovod.keras_hooks import HorovodHooks
@@ -37,8 +37,7 @@ class HorovodStrategy(MultiWorkerMirroredStrategy):
         communication_options: as in `MultiWorkerMirroredStrategy`; Horovod needs none.
         compression: `None`, or `"fp16"` to cast gradients to float16 for the all-reduce: half the bytes, a relative
             error of up to 2**-11 in each addend and partial sum, and infinity above 65504.
-        bucket_bytes: `None` to send all gradients of a step at once, or how many bytes to send together, at most: the
-            first bucket is on its way while the others are still computed.
+        bucket_bytes: as in `MultiWorkerMirroredStrategy`.
         process_set: ranks that train together, this one among them; every process names the group it belongs to.
             `None` for all, or for those of this process' first `HorovodStrategy`.
         cluster: as in `MultiWorkerMirroredStrategy`.
@@ -73,7 +72,7 @@ class HorovodStrategy(MultiWorkerMirroredStrategy):
         communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
         *,
         compression: str | None = None,
-        bucket_bytes: int | None = None,
+        bucket_bytes: int | None = BUCKET_BYTES,
         process_set: Sequence[int] | None = None,
         cluster: ClusterConfig | None = None,
         batch_norm: str = "global",
@@ -83,12 +82,12 @@ class HorovodStrategy(MultiWorkerMirroredStrategy):
     ):
         install()
         limits = {"start_timeout": start_timeout, "peer_timeout": peer_timeout}
-        check_arguments(compression, bucket_bytes, process_set, **limits)
+        check_arguments(compression, process_set, **limits)
         if process_set is not None and is_elastic(os.environ):
             raise ValueError(
                 f"Received: process_set={list(process_set)} in an elastic job. Expected: None; ranks change there."
             )
-        self._configure_data_parallel(None, batch_norm, memory)
+        self._configure_data_parallel(None, bucket_bytes, batch_norm, memory)
         self._wire = Wire(COMPRESSIONS[compression], bucket_bytes)
         try:
             # Horovod draws the port of its server from the program's own generator, and on rank 0 only.

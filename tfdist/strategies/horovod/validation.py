@@ -15,7 +15,6 @@ COMPRESSIONS = {None: None, "fp16": tf.float16}
 
 def check_arguments(
     compression: str | None,
-    bucket_bytes: int | None,
     process_set: Sequence[int] | None,
     **seconds: float,
 ) -> None:
@@ -23,7 +22,6 @@ def check_arguments(
 
     Args:
         compression: see `HorovodStrategy`.
-        bucket_bytes: see `HorovodStrategy`.
         process_set: see `HorovodStrategy`; which ranks there are is not known yet.
         **seconds: limits of time, by name.
 
@@ -31,19 +29,14 @@ def check_arguments(
         ValueError: for what cannot be used.
 
     Example:
-        >>> check_arguments(None, 0, None)
+        >>> check_arguments(None, [0, 0])
         Traceback (most recent call last):
-        ValueError: Received: bucket_bytes=0. Expected: a positive whole number of bytes, or None for all at once.
+        ValueError: Received: process_set=[0, 0], in which 0 stands 2 times. Expected: the ranks of the group as a ...
     """
     if compression not in COMPRESSIONS:
         raise ValueError(
             f"Received: compression={compression!r}. Expected: None or 'fp16', which casts gradients to float16; "
             "Horovod has no sums of bfloat16."
-        )
-    if bucket_bytes is not None and not (_is_whole(bucket_bytes) and bucket_bytes >= 1):
-        raise ValueError(
-            f"Received: bucket_bytes={bucket_bytes!r}. Expected: a positive whole number of bytes, or None for all at "
-            "once."
         )
     if process_set is not None:
         _check_ranks(process_set)
