@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from tfdist.cluster import sockets
 from tfdist.cluster.connections import ENDS, Connection, Listener, authenticate, framed, leave_without_trace
+from tfdist.launch.check.answers import Answer
 
 _CONNECT_SECONDS = 5.0
 _ANSWER_SECONDS = 30.0
@@ -22,6 +23,7 @@ _PINGS = 20
 # Blocks grow until one takes long enough to be measured.
 _SMALLEST, _LARGEST = 64 << 10, 4 << 20
 _LONG_SECONDS = 0.05
+_LONGEST = 300  # of a problem that another process tells
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +39,13 @@ class Link:
     latency: float | None = None
     bandwidth: float | None = None
     problem: str | None = None
+
+    @classmethod
+    def read(cls, answer: Answer) -> Link:
+        """What another process has measured."""
+        if "problem" in answer:
+            return cls(problem=answer.text("problem", _LONGEST))
+        return cls(answer.real("latency"), answer.real("bandwidth"))
 
 
 class EchoServer:
