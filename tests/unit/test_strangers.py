@@ -412,6 +412,18 @@ def test_another_token_is_told_in_words(
         assert "turned away: somebody from 127.0.0.1 who does not know this job's TFDIST_TOKEN" in failure
 
 
+@pytest.mark.parametrize("env", [TOKEN, {}], ids=["token", "no token"])
+def test_who_says_nothing_is_counted_apart(
+    monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor, cluster: ClusterConfig, kept: list, env: dict
+) -> None:
+    monkeypatch.setattr(listener, "_SPARE_STRANGERS", 0)
+    first = _start(pool, cluster, 0, 1.0, env=env)
+    kept += [_connect(_port(cluster)) for _ in range(5)]  # more than tasks: the oldest two are dropped
+    failure = str(first.exception(DEADLINE))
+    said = "; turned away: 2 connections that did not introduce themselves (2 of them cut off to let others in)"
+    assert failure.endswith(said)
+
+
 def test_at_a_barrier_with_a_token_nobody_in_between_can_alter_anything(
     pool: ThreadPoolExecutor, cluster: ClusterConfig
 ) -> None:

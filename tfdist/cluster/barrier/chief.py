@@ -12,6 +12,7 @@ import logging
 import math
 import socket
 import time
+from multiprocessing import AuthenticationError
 
 import tfdist.cluster.barrier.messages as messages
 from tfdist.cluster import connections, sockets
@@ -80,7 +81,7 @@ class Chief(Reception[dict]):
         if self._secret is not None:
             try:
                 connections.authenticate(connection, self._secret, first=True)
-            except connections.ENDS:
+            except AuthenticationError:
                 stranger = f"somebody from {connection.peer} who does not know this job's TFDIST_TOKEN"
                 with self.changed:
                     is_new = self.turn_away(stranger)

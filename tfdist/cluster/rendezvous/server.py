@@ -108,7 +108,7 @@ class MeetingServer(Reception[Registration]):
         except AuthenticationError as error:
             with self.changed:
                 self.turn_away(f"somebody from {connection.peer}, who does not know the secret of this job ({error})")
-            return None
+            raise
         said = dataclasses.replace(said, reached=reached)
         return said.rank, said
 
