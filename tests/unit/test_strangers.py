@@ -346,6 +346,32 @@ def test_strangers_are_counted_where_tasks_do_not_come(
 
 
 @pytest.mark.usefixtures("elsewhere")
+def test_everybody_is_told_of_a_task_with_another_cluster(
+    monkeypatch: pytest.MonkeyPatch,
+    pool: ThreadPoolExecutor,
+    cluster: ClusterConfig,
+    kept: list,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A wrong address in TF_CONFIG looks to the chief as a stranger does."""
+    monkeypatch.setattr(messages, "WAIT_NOTE_SECONDS", 1.0)
+    first, impatient = _start(pool, cluster, 0, 3.0), _start(pool, cluster, 1, 2.0)
+    time.sleep(0.2)
+    kept.append(_lie(cluster, rank=2, fingerprint="wrong", jobs="\x1b[2J").socket)
+    said = f"; turned away: somebody from {ELSEWHERE}, which is no host of this cluster (worker 0 and worker 2 have "
+    for one in (first, impatient):
+        failure = one.exception(DEADLINE)
+        assert isinstance(failure, BarrierTimeoutError) and said in str(failure) and str(failure).isprintable()
+    notes = [record.getMessage() for record in caplog.records if "waiting for worker" in record.getMessage()]
+    assert len(notes) == 2 and all(said in note for note in notes)
+
+    first, other = _start(pool, cluster, 0, 1.5), _start(pool, cluster, 1, 3.0)
+    kept.append(_lie(cluster, rank=2, fingerprint="wrong").socket)
+    assert str(other.exception(DEADLINE)) == str(first.exception(DEADLINE))
+    assert said in str(other.exception(DEADLINE))
+
+
+@pytest.mark.usefixtures("elsewhere")
 @pytest.mark.parametrize("comes_first", [True, False])
 def test_a_stranger_with_the_name_of_a_task(
     monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor, cluster: ClusterConfig, comes_first: bool

@@ -99,6 +99,7 @@ class _Task:
         self._own = messages.hello(config, info, members.index((config.task_type, config.task_index)))
         self._waiting_for: list[str] = []
         self._more = 0
+        self._turned_away = ""
         self._note_at = time.monotonic() + messages.WAIT_NOTE_SECONDS
 
     def run(self) -> dict[int, dict]:
@@ -107,14 +108,17 @@ class _Task:
         problems: dict[str, str] = {}
         try:
             return connections.keep_trying(
-                {chief: self._attempt}, self._deadline, problems, lambda: self._note([chief], why=problems[chief])
+                {chief: self._attempt},
+                self._deadline,
+                problems,
+                lambda: self._note([chief], why=f": {problems[chief]}"),
             )
         except UnreachedError:
             raise BarrierTimeoutError(self._why_late(chief, problems[chief])) from None
 
     def _why_late(self, chief: str, reason: str) -> str:
         if self._waiting_for:
-            return messages.missing(self._waiting_for, self._timeout, self._more)
+            return messages.missing(self._waiting_for, self._timeout, self._more) + self._turned_away
         return (
             f"{self._own['task']} could not reach the chief, {chief}, within start_timeout={self._timeout:g} s: "
             f"{reason}; start it, look into its output for why it did not start, and check the address and that no "
@@ -124,7 +128,7 @@ class _Task:
     def _note(self, names: list[str], more: int = 0, why: str = "") -> None:
         now = time.monotonic()
         if now >= self._note_at:
-            _LOG.warning(messages.waiting(names, self._timeout, more) + (f": {why}" if why else ""))
+            _LOG.warning(messages.waiting(names, self._timeout, more) + why)
             self._note_at = now + messages.WAIT_AGAIN_SECONDS
 
     def _attempt(self, left: float) -> dict[int, dict]:
@@ -164,6 +168,7 @@ class _Task:
             self._waiting_for = _texts(said.get("waiting"))
             more = said.get("more")
             self._more = more if isinstance(more, int) else 0
+            self._turned_away = cleaned(said.get("turned away", ""))
 
     def _check_greeting(self, connection: Connection) -> None:
         """Makes sure that a chief which waits is at the other end, and that it is the right one."""
@@ -205,7 +210,7 @@ class _Task:
                 until = time.monotonic() + messages.HELLO_SECONDS
                 return connections.receive(connection, self._largest, until)
             if self._waiting_for:
-                self._note(self._waiting_for, self._more)
+                self._note(self._waiting_for, self._more, self._turned_away)
 
 
 def _texts(found: object) -> list[str]:

@@ -170,7 +170,7 @@ class Chief(Reception[dict]):
                 self.changed.wait_for(lambda: len(self.guests) >= len(self._members) - 1, left)
                 said, error = {"error": self._problems}, ClusterError(self._problems)
             elif late:
-                said, error = {"timeout": [late]}, BarrierTimeoutError(late + self.turned_away())
+                said, error = {"timeout": [late]}, BarrierTimeoutError(late)
             else:
                 said = {"go": pack(infos)}
             self.stop_listening()  # whoever comes now is too late, and sees it at once
@@ -185,21 +185,22 @@ class Chief(Reception[dict]):
         announced = time.monotonic()
         note_at = announced + messages.WAIT_NOTE_SECONDS
         news_seconds = max(_TICK, len(self._members) / _TOLD_EACH_SECOND)
-        known: list[Task] = []
+        known: tuple[list[Task], int] = [], 0
         while not self._problems and not (self.all_present and not self._doubts):
             now = time.monotonic()
             if now >= self._deadline:
                 if self.all_present:
                     break
                 late = self._named(self._absent(since=now - _SAME_TIMEOUT) or self._absent())
-                return messages.missing(late, self._timeout)
+                return messages.missing(late, self._timeout) + self.turned_away()
             if now >= note_at:
-                _LOG.warning(messages.waiting(self._named(self._absent()), self._timeout))
+                _LOG.warning(messages.waiting(self._named(self._absent()), self._timeout) + self.turned_away())
                 note_at = now + messages.WAIT_AGAIN_SECONDS
-            if now - announced >= news_seconds and (absent := self._absent()) != known:
+            seen = self._absent(), len(self._turned_away)  # not how many there were: that may change all the time
+            if now - announced >= news_seconds and seen != known:
                 # So that each task can name the missing ones itself.
-                self.tell(self.present.values(), self._news(absent), is_news=True)
-                known, announced = absent, now
+                self.tell(self.present.values(), self._news(self._absent()), is_news=True)
+                known, announced = seen, now
             self.changed.wait(min(_TICK, self._deadline - now))
         return ""
 
@@ -211,4 +212,4 @@ class Chief(Reception[dict]):
 
     def _news(self, absent: list[Task]) -> dict:
         shown = self._named(absent[: messages.NAMES])
-        return {"waiting": shown, "more": len(absent) - len(shown)}
+        return {"waiting": shown, "more": len(absent) - len(shown), "turned away": self.turned_away()}

@@ -4,7 +4,8 @@ task                                       chief
                                       <--  {"roll_call": 2, "token": false}
 (challenges, see connections/handshake.py, if they have TFDIST_TOKEN; then all that follows has codes)
 hello                                 -->
-                                      <--  {"waiting": ["worker 2 (c:1)"], "more": 3}  now and then; the first of them
+                                      <--  {"waiting": ["worker 2 (c:1)"], "more": 3, "turned away": "..."}
+                                           now and then: the first of those that are missing, and who was sent away
                                       <--  {"go": "..."}       when all are there: the info of each, compressed
                                       <--  {"error": [...]}    if they do not fit together
                                       <--  {"timeout": [...]}  if somebody has not come in time
