@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 
 import tfdist.cluster.barrier.messages as messages
-from tfdist.cluster import connections, sockets
+from tfdist.cluster import connections, discovery, sockets
 from tfdist.cluster.barrier.chief import Chief
 from tfdist.cluster.barrier.messages import BarrierTimeoutError, JobUnderWayError, members
 from tfdist.cluster.config import ClusterConfig, Task
@@ -38,7 +38,8 @@ def meet(
     """Waits until every compute task is there, and exchanges a small dictionary among them.
 
     They meet at the chief's own address, before TensorFlow's server takes it; it is free again on return. With
-    TFDIST_TOKEN, which is then the same on all tasks, nobody takes part who does not know it.
+    TFDIST_TOKEN, which is then the same on all tasks, or else the secret by which they have met at the rendezvous,
+    nobody takes part who does not know it.
 
     Args:
         config: The cluster as this process sees it.
@@ -71,7 +72,7 @@ def meet(
         )
     if len(present) == 1:
         return {0: info}
-    secret = messages.secret_of(os.environ if env is None else env)
+    secret = messages.secret_of(os.environ if env is None else env, discovery.secret_of(config))
     if config.is_chief:
         return Chief(config, present, info, timeout, secret).run()
     return _Task(config, present, info, timeout, rejoin, secret).run()
@@ -189,15 +190,15 @@ class _Task:
             here, there = ("has", "has none") if self._secret is not None else ("has no", "has one")
             raise UnreachedError(
                 f"{self._own['task']} {here} {TOKEN}, and the chief {there}; set it to the same text on all tasks, or "
-                "on none"
+                "on none (where it is not set, a secret of the rendezvous takes its place)"
             )
         if self._secret is not None:
             try:
                 connections.authenticate(connection, self._secret, first=False, deadline=self._deadline)
             except connections.ENDS as error:
                 raise UnreachedError(
-                    f"the chief there has another {TOKEN} ({error or 'it hung up'}); set it to the same text on all "
-                    "tasks"
+                    f"the chief there has another {TOKEN}, or secret of the rendezvous ({error or 'it hung up'}); set "
+                    f"{TOKEN} to the same text on all tasks"
                 ) from None
 
     def _next(self, connection: Connection) -> dict:

@@ -1,8 +1,8 @@
 """The chief's part of the barrier: it listens at its own address, and lets everybody go when all are there.
 
-Strangers can reach that address. With TFDIST_TOKEN only those who know it are heard. Without it, nothing but its
-address tells a task from a stranger, so what somebody says can end the job only if it comes from a host of the cluster.
-Anybody else is told what is wrong, counted and sent away, and the chief goes on waiting.
+Strangers can reach that address. With TFDIST_TOKEN, or a secret of the rendezvous, only those who know it are heard.
+Without, nothing but its address tells a task from a stranger, so what somebody says can end the job only if it comes
+from a host of the cluster. Anybody else is told what is wrong, counted and sent away, and the chief goes on waiting.
 """
 
 from __future__ import annotations
@@ -82,7 +82,10 @@ class Chief(Reception[dict]):
             try:
                 connections.authenticate(connection, self._secret, first=True)
             except AuthenticationError:
-                stranger = f"somebody from {connection.peer} who does not know this job's TFDIST_TOKEN"
+                stranger = (
+                    f"somebody from {connection.peer} who does not know this job's TFDIST_TOKEN, or the secret of its "
+                    "rendezvous"
+                )
                 with self.changed:
                     is_new = self.turn_away(stranger)
                 if is_new:

@@ -2,7 +2,7 @@
 
 task                                       chief
                                       <--  {"roll_call": 2, "token": false}
-(challenges, see connections/handshake.py, if they have TFDIST_TOKEN; then all that follows has codes)
+(challenges, see connections/handshake.py, if they have a secret; then all that follows has codes)
 hello                                 -->
                                       <--  {"waiting": ["worker 2 (c:1)"], "more": 3, "turned away": "..."}
                                            now and then: the first of those that are missing, and who was sent away
@@ -60,15 +60,19 @@ def banner(has_secret: bool) -> dict:
     return {"roll_call": VERSION, "token": has_secret}
 
 
-def secret_of(env: Mapping[str, str]) -> bytes | None:
-    """The secret by which tasks know each other, if their environment has one.
+def secret_of(env: Mapping[str, str], met: bytes | None = None) -> bytes | None:
+    """The secret by which tasks know each other, if they have one.
+
+    Args:
+        env: The environment variables; their token comes first.
+        met: The secret of the rendezvous.
 
     Example:
         >>> secret_of({}) is None, secret_of({"TFDIST_TOKEN": "a"}) == secret_of({"TFDIST_TOKEN": "b"})
         (True, False)
     """
-    token = env.get(TOKEN, "").encode()
-    return hmac.digest(token, b"tfdist barrier", "sha256") if token else None
+    secret = env.get(TOKEN, "").encode() or met
+    return hmac.digest(secret, b"tfdist barrier", "sha256") if secret else None
 
 
 def infos_of(text: object, size: int) -> dict[int, dict]:
