@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import resource
@@ -461,6 +462,111 @@ def test_at_a_barrier_with_a_token_nobody_in_between_can_alter_anything(
     assert isinstance(second.exception(DEADLINE), BarrierTimeoutError)
     assert isinstance(first.exception(DEADLINE), BarrierTimeoutError)
     between.close()
+
+
+# --- Other versions ---------------------------------------------------------------------------------------------------
+
+OTHER = {"tfdist": 3, "challenge": "0" * 64}
+SAID = "it uses another version of tfdist (received version 3 of the handshake, expected 2); install the same one on "
+
+
+def _as_client_of_another_version(port: int) -> None:
+    with connections.framed(_connect(port)) as stranger:
+        hear = functools.partial(connections.receive, stranger, 1000, time.monotonic() + 10.0)
+        while "challenge" not in hear():
+            pass  # the barrier's greeting
+        connections.send(stranger, OTHER)
+        with pytest.raises(connections.ENDS):
+            hear()
+
+
+@contextlib.contextmanager
+def _as_server_of_another_version(*said: dict) -> Iterator[tuple[int, list[dict]]]:
+    """A port where somebody greets so, and what was answered."""
+    heard: list[dict] = []
+
+    def serve(connection: connections.Connection) -> None:
+        for one in said:
+            connections.send(connection, one)
+        heard.append(connections.receive(connection, 10_000, time.monotonic() + 10.0))
+
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        server = connections.Listener(bound, serve, "test")
+        yield server.port, heard
+        server.end()
+
+
+def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "another version" in record.getMessage()]
+
+
+def test_a_task_that_says_it_is_of_another_version_ends_no_job(
+    pool: ThreadPoolExecutor, cluster: ClusterConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = _start(pool, cluster, 0, env=TOKEN)
+    for _ in range(3):
+        _as_client_of_another_version(_port(cluster))
+    said = f"tfdist: turned away somebody from 127.0.0.1: {SAID}every machine"
+    assert _warnings(caplog) == [said], "at once, and once"
+    others = [_start(pool, cluster, rank, env=TOKEN) for rank in (1, 2)]
+    assert all(len(one.result(DEADLINE)) == 3 for one in (first, *others))
+
+
+def test_a_rank_that_says_it_is_of_another_version_ends_no_meeting(
+    pool: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    meeting = _rank_0(2)
+    for _ in range(3):
+        _as_client_of_another_version(meeting.port)
+    assert len(_warnings(caplog)) == 1
+    assert _warnings(caplog)[0].startswith(f"turned away: somebody from 127.0.0.1: {SAID}")
+    assert f"; turned away: somebody from 127.0.0.1: {SAID}" in str(pool.submit(meeting.meet, 0.1).exception(DEADLINE))
+
+
+def test_a_registration_of_another_version_is_refused_at_once(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    meeting = _rank_0(2)
+    monkeypatch.setattr(Registration, "to_json", lambda self: b'{"rank": 1, "mood": "good"}')
+    failure = _attend(pool, 1, 2, meeting.port).exception(DEADLINE)
+    assert "knows the secret of this job, but sends something else than this version of tfdist does" in str(failure)
+    assert "Expected: the same version of tfdist on every machine" in str(failure)
+    assert len([record for record in caplog.records if "turned away" in record.getMessage()]) == 1
+    meeting.end()
+
+
+def test_what_a_task_says_to_a_chief_that_says_it_is_of_another_version(
+    pool: ThreadPoolExecutor, cluster: ClusterConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    with _as_server_of_another_version(messages.banner(has_secret=True), OTHER) as (port, heard):
+        places = [f"127.0.0.1:{port}", *list(cluster.jobs["worker"].values())[1:]]
+        failure = _start(pool, ClusterConfig({"worker": places}), 1, 1.5, env=TOKEN).exception(DEADLINE)
+    assert isinstance(failure, BarrierTimeoutError) and SAID in str(failure)
+    assert len(heard) > 1 and all(one["tfdist"] == 2 for one in heard)
+    assert len(_warnings(caplog)) == 1 and SAID in _warnings(caplog)[0]
+
+
+def test_what_a_rank_says_to_a_rank_0_that_says_it_is_of_another_version(
+    pool: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    with _as_server_of_another_version(OTHER) as (port, heard):
+        failure = _attend(pool, 1, 2, port, 1.0).exception(DEADLINE)
+    assert SAID in str(failure) and "TFDIST_JOB" not in str(failure)
+    assert len(heard) > 1 and all(one["tfdist"] == 2 for one in heard)
+    assert len(_warnings(caplog)) == 1
+
+
+def test_without_a_token_another_version_of_the_barrier_ends_a_task_at_once(
+    pool: ThreadPoolExecutor, cluster: ClusterConfig
+) -> None:
+    with _as_server_of_another_version({"roll_call": 3, "token": False}) as (port, heard):
+        places = [f"127.0.0.1:{port}", *list(cluster.jobs["worker"].values())[1:]]
+        failure = _start(pool, ClusterConfig({"worker": places}), 1).exception(DEADLINE)
+    assert type(failure) is ClusterError
+    assert str(failure).startswith(
+        "worker 1 and the chief use different versions of tfdist (version 2 and 3 of the bar"
+    )
+    assert [(one["rank"], one["version"]) for one in heard] == [(1, 2)], "the chief learns it as well"
 
 
 def test_texts_of_whoever_is_in_the_place_of_the_chief_are_cleaned(cluster: ClusterConfig) -> None:

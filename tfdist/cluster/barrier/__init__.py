@@ -101,6 +101,7 @@ class _Task:
         self._waiting_for: list[str] = []
         self._more = 0
         self._turned_away = ""
+        self._warned = False
         self._note_at = time.monotonic() + messages.WAIT_NOTE_SECONDS
 
     def run(self) -> dict[int, dict]:
@@ -156,8 +157,12 @@ class _Task:
             raise UnreachedError(sockets.reason_of(error).lower()) from error
 
     def _talk(self, connection: Connection) -> dict[int, dict]:
-        self._check_greeting(connection)
+        version = self._check_greeting(connection)
         connections.send(connection, self._own, self._deadline)
+        # Anybody can greet; where there is a secret, the chief of another version proves that it is one.
+        if version != messages.VERSION and self._secret is None:
+            connection.poll(min(_CONNECT_SECONDS, self._deadline - time.monotonic()))  # until it has read who this is
+            raise ClusterError(messages.other_version(self._own["task"], "the chief", messages.VERSION, version))
         while True:
             said = self._next(connection)
             if "go" in said:
@@ -171,8 +176,8 @@ class _Task:
             self._more = more if isinstance(more, int) else 0
             self._turned_away = cleaned(said.get("turned away", ""))
 
-    def _check_greeting(self, connection: Connection) -> None:
-        """Makes sure that a chief which waits is at the other end, and that it is the right one."""
+    def _check_greeting(self, connection: Connection) -> int:
+        """Makes sure that a chief which waits is at the other end, and that it is the right one; its version."""
         left = self._deadline - time.monotonic()
         until = time.monotonic() + max(min(left, messages.HELLO_SECONDS), _LAST_CHANCE)
         greeting = {}
@@ -184,7 +189,8 @@ class _Task:
         except (OSError, EOFError) as error:
             if getattr(error, "errno", None) is not None:
                 raise
-        if "roll_call" not in greeting:
+        version = greeting.get("roll_call")
+        if type(version) is not int:
             raise UnreachedError("something else than a waiting tfdist chief answers there")
         if bool(greeting.get("token")) != (self._secret is not None):
             here, there = ("has", "has none") if self._secret is not None else ("has no", "has one")
@@ -195,11 +201,17 @@ class _Task:
         if self._secret is not None:
             try:
                 connections.authenticate(connection, self._secret, first=False, deadline=self._deadline)
+            except connections.OtherVersionError as error:
+                if not self._warned:
+                    self._warned = True
+                    _LOG.warning("tfdist: %s cannot talk to the chief yet: %s", self._own["task"], error)
+                raise UnreachedError(str(error)) from None
             except connections.ENDS as error:
                 raise UnreachedError(
                     f"the chief there has another {TOKEN}, or secret of the rendezvous ({error or 'it hung up'}); set "
                     f"{TOKEN} to the same text on all tasks"
                 ) from None
+        return version
 
     def _next(self, connection: Connection) -> dict:
         """The chief's next message."""

@@ -81,15 +81,12 @@ class Chief(Reception[dict]):
         if self._secret is not None:
             try:
                 connections.authenticate(connection, self._secret, first=True)
+            except connections.OtherVersionError as error:
+                self._warn_of(f"somebody from {connection.peer}: {error}")
+                raise
             except AuthenticationError:
-                stranger = (
-                    f"somebody from {connection.peer} who does not know this job's TFDIST_TOKEN, or the secret of its "
-                    "rendezvous"
-                )
-                with self.changed:
-                    is_new = self.turn_away(stranger)
-                if is_new:
-                    _LOG.warning("tfdist: turned away %s: it has to be the same on all tasks", stranger)
+                unknown = "who does not know this job's TFDIST_TOKEN, or the secret of its rendezvous"
+                self._warn_of(f"somebody from {connection.peer} {unknown}", ": it has to be the same on all tasks")
                 raise
         said = messages.read_hello(connections.receive(connection, messages.MAX_BYTES, deadline))
         if said is None:
@@ -144,6 +141,12 @@ class Chief(Reception[dict]):
                 self._problems += [problem for problem in problems if problem not in self._problems]
             else:
                 self._send_away(guest, problems)
+
+    def _warn_of(self, stranger: str, remedy: str = "") -> None:
+        with self.changed:
+            is_new = self.turn_away(stranger)
+        if is_new:
+            _LOG.warning("tfdist: turned away %s%s", stranger, remedy)
 
     def _send_away(self, stranger: Guest[dict], problems: list[str]) -> None:
         peer = stranger.connection.peer

@@ -184,6 +184,19 @@ def missing(names: list[str], timeout: float, more: int = 0) -> str:
     )
 
 
+def other_version(own: str, other: str, expected: int, received: int) -> str:
+    """The error if two tasks do not understand each other.
+
+    Example:
+        >>> other_version("worker 0", "worker 1", 2, 3).partition(";")[0]
+        'worker 0 and worker 1 use different versions of tfdist (version 2 and 3 of the barrier)'
+    """
+    return (
+        f"{own} and {other} use different versions of tfdist (version {expected} and {received} of the barrier); "
+        "install the same one on every machine"
+    )
+
+
 def disagreements(own: dict, other: dict) -> list[str]:
     """Why two tasks, by their hellos, cannot train together; the rank is checked elsewhere.
 
@@ -193,10 +206,7 @@ def disagreements(own: dict, other: dict) -> list[str]:
         ['keras is 3.1 on worker 0 but 3.2 on worker 1; make it the same on every task']
     """
     if own["version"] != other["version"]:
-        return [
-            f"{own['task']} and {other['task']} use different versions of tfdist "
-            f"(version {own['version']} and {other['version']} of the barrier); install the same one on every machine"
-        ]
+        return [other_version(own["task"], other["task"], own["version"], other["version"])]
     if own["fingerprint"] != other["fingerprint"]:
         return [
             f"{own['task']} and {other['task']} have different cluster descriptions; "

@@ -224,6 +224,10 @@ def _attend_at(
             patience = _CONNECT_SECONDS if f"{host}:{port}" not in problems else math.inf
             until = min(deadline, time.monotonic() + patience)
             connections.authenticate(connection, secret, first=False, deadline=until)
+        except connections.OtherVersionError as error:
+            if problems.get(f"{host}:{port}") != str(error):
+                _log.warning("rank %d cannot talk to rank 0 at %s:%d yet: %s", own.rank, host, port, error)
+            raise UnreachedError(str(error)) from None
         except connections.ENDS as error:
             raise UnreachedError(f"{_STRANGER} ({error or 'hung up'})") from None
         connection.send_bytes(own.to_json(), deadline)
