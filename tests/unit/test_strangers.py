@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from tfdist.cluster import ClusterConfig, ClusterError, connections, ports
-from tfdist.cluster.barrier import chief, meet, messages
+from tfdist.cluster.barrier import chief, hosts, meet, messages
 from tfdist.cluster.barrier.hosts import Hosts
 from tfdist.cluster.barrier.messages import BarrierTimeoutError
 from tfdist.cluster.connections import handshake, listener
@@ -403,6 +403,54 @@ def test_a_task_of_the_job_still_ends_it_at_once(
         for one in others:
             failure = one.exception(DEADLINE)
             assert type(failure) is ClusterError and "worker 0" in str(failure) and str(failure).isprintable()
+
+
+@pytest.fixture
+def no_name_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """No lookup of a name ends before the test; the address of whoever comes has to be looked up."""
+    ended, include = threading.Event(), Hosts.include
+
+    def look_up(host: str) -> set[str]:
+        ended.wait(4 * DEADLINE)
+        return set()
+
+    monkeypatch.setattr(hosts, "_addresses", look_up)
+    monkeypatch.setattr(Hosts, "include", lambda self, address: include(self, "198.51.100.9"))
+    yield ended
+    ended.set()
+    for thread in _lookups():
+        thread.join(DEADLINE)
+
+
+def _lookups() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "tfdist-hosts"]
+
+
+@pytest.mark.usefixtures("no_name_server")
+@pytest.mark.parametrize(("timeout", "patience"), [(0.7, 2 * DEADLINE), (DEADLINE, 0.3)], ids=["deadline", "names"])
+def test_names_that_are_never_found_hold_nobody(
+    monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor, cluster: ClusterConfig, timeout: float, patience: float
+) -> None:
+    monkeypatch.setattr(hosts, "_SECONDS", patience)
+    first = _start(pool, cluster, 0, timeout, info={"same.keras": "3"})
+    with _lie(cluster, version=99) as stranger:
+        told = connections.receive(stranger, 10_000, time.monotonic() + DEADLINE)
+        assert "different versions" in told["error"][0]
+    if patience > timeout:
+        assert isinstance(first.exception(DEADLINE), BarrierTimeoutError)
+    else:
+        others = [_start(pool, cluster, rank, info={"same.keras": "3"}) for rank in (1, 2)]
+        assert all(len(one.result(DEADLINE)) == 3 for one in (first, *others))
+    assert 1 <= len(_lookups()) <= 16 and all(thread.daemon for thread in _lookups()), "no end of a program waits"
+
+
+def test_as_few_threads_as_there_may_be_look_names_up(no_name_server: threading.Event) -> None:
+    many = Hosts(ClusterConfig({"worker": [f"node-{number}:1" for number in range(100)]}), time.monotonic() + 0.2)
+    assert not many.include("198.51.100.9") and len(_lookups()) == 16
+    no_name_server.set()
+    for thread in _lookups():
+        thread.join(DEADLINE)
+    assert len(many._unknown) == 100 - 16, "none is looked up after the deadline"
 
 
 # --- With a token -----------------------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ class Chief(Reception[dict]):
         self._deadline = time.monotonic() + timeout
         self._own = messages.hello(config, info, rank=0)
         self._problems: list[str] = []
-        self._hosts = Hosts(config)
+        self._hosts = Hosts(config, self._deadline)
         self._doubts: dict[Guest[dict], list[str]] = {}
         until = min(self._deadline, time.monotonic() + _BIND_SECONDS)
         while True:
