@@ -178,6 +178,31 @@ def test_the_soft_limit_is_raised_for_many_ranks(pool: ThreadPoolExecutor) -> No
         assert size == 150 and 150 < soft < 1000
 
 
+# With so many open files, and no /proc; it prints for how many more there is room, and the limit.
+NO_PROC = """
+import resource, sys
+from pathlib import Path
+from tfdist.cluster.connections import open_files
+open_files._OPEN = Path(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 200))
+kept = []
+try:
+    for _ in range(int(sys.argv[2])):
+        kept.append(open("/dev/null"))
+except OSError:
+    pass
+print(open_files.make_room(20) >= 20, open_files.make_room(500) < 170, resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+
+
+@pytest.mark.parametrize("there", ["/no/such/folder", "/dev/null"])
+@pytest.mark.parametrize("kept", [0, 50, 100])
+def test_open_files_are_counted_without_proc(there: str, kept: int) -> None:
+    command = [sys.executable, "-c", NO_PROC, there, str(kept)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=False)
+    assert (done.stdout, done.stderr) == ("True True (200, 200)\n", "")
+
+
 def test_too_low_a_hard_limit_is_told_in_words() -> None:
     with _with_few_files(1024, 1024, 2000) as process:
         told = process.communicate(timeout=DEADLINE)[1]
