@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tfdist.cluster import ClusterError, barrier, connections, discover, discovery, ports, sockets
+from tfdist.cluster import ClusterError, barrier, connections, discover, discovery, ports, rendezvous, sockets
 from tfdist.cluster.barrier import messages
 from tfdist.cluster.connections import Connection
 from tfdist.cluster.membership import Membership, own_share, roles, visible_devices
@@ -419,6 +419,24 @@ def test_a_channel_that_carries_nothing_ends_the_meeting(monkeypatch):
     with pytest.raises(ClusterError, match=r"^rank 1 did not come$"):
         meet(Membership(0, 2, "MPICH", "job", channel="pmi"), 20.0, {})
     assert set(threading.enumerate()) <= before
+
+
+@pytest.mark.parametrize("silent_one", [False, True])
+def test_a_rank_0_that_is_busy_is_found_after_the_other_ports(monkeypatch, pool, port, silent_one):
+    """At first each port gets a moment; one at which somebody listens gets more when its turn comes again."""
+    monkeypatch.setattr(rendezvous, "_CONNECT_SECONDS", 0.2)
+    introduction = server.MeetingServer.introduction
+
+    def busy(self, connection: Connection):
+        time.sleep(0.8)
+        return introduction(self, connection)
+
+    monkeypatch.setattr(server.MeetingServer, "introduction", busy)
+    first = serve(pool, 2, port)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        others = [("127.0.0.1", silent.getsockname()[1])] if silent_one else []
+        second = pool.submit(attend, registration(1, 2), [("127.0.0.1", port), *others], SECRET, 8.0)
+        assert second.result(10.0) == first.result(10.0)
 
 
 @pytest.mark.parametrize(

@@ -119,18 +119,23 @@ def test_those_who_come_at_once_all_get_in(pool: ThreadPoolExecutor) -> None:
             assert all(one.result(DEADLINE) == expected for one in results)
 
 
-@pytest.mark.parametrize("message", [b"\0\0\1\0" + b" " * 250, b"\0"])
+@pytest.mark.parametrize(
+    ("message", "pause"),
+    # For three seconds; the barrier ends later. The length of the second one is never complete.
+    [(b"\0\0\1\0" + b" " * 56, 0.05), (b"\0\0\1", 1.0)],
+    ids=["message", "length"],
+)
 def test_a_byte_now_and_then_keeps_no_thread(
-    monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor, cluster: ClusterConfig, message: bytes
+    monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor, cluster: ClusterConfig, message: bytes, pause: float
 ) -> None:
     monkeypatch.setattr(messages, "HELLO_SECONDS", 0.4)
     monkeypatch.setattr(handshake, "SECONDS", 0.4)
     first, meeting = _start(pool, cluster, 0, 4.0), _rank_0(2)
     for port in (_port(cluster), meeting.port):
         with _connect(port) as slow, pytest.raises(ConnectionError):
-            for byte in (message * 60)[:60]:  # for three seconds; the barrier ends later
+            for byte in message:
                 slow.sendall(bytes([byte]))
-                time.sleep(0.05)
+                time.sleep(pause)
     meeting.end()
     assert isinstance(first.exception(DEADLINE), BarrierTimeoutError)
 
