@@ -146,6 +146,47 @@ def test_a_blocked_process():
     assert "blocked" in output
 
 
+def test_what_another_host_tells_is_cleaned():
+    plant = (
+        'from tfdist.launch.check import assembly\nassembly.host_name = lambda env: "mine\\33]0;x\\7" + "y" * 1000\n'
+    )
+    (code, output), _ = run([0, 1], 2, "--no-tensorflow", plant=plant)
+    assert code == 0 and last_line(output) == "ready"
+    assert "mine\\x1b]0;x\\x07yyy" in output and "\33" not in output and "y" * 200 not in output
+
+
+_OF_A_NUMBER = """
+from tfdist.launch import machine
+from tfdist.launch.check import assembly
+assembly.versions = lambda: {**machine.versions(), "tensorflow": 7}
+"""
+_OF_A_TEXT = """
+from tfdist.launch.check import check
+class Link(check.Link):
+    def __init__(self, *args):
+        super().__init__("fast", 1.0)
+check.measure = lambda places, token: [Link() for _ in places]
+"""
+
+
+@pytest.mark.parametrize(
+    ("plant", "said"),
+    [
+        (
+            _OF_A_NUMBER,
+            "Received: 7 as tensorflow, in the introduction member versions of worker 1. Expected: a text; install",
+        ),
+        (
+            _OF_A_TEXT,
+            "Received: 'fast' as latency, in the links 0 of worker 1. Expected: a number with a point; install",
+        ),
+    ],
+)
+def test_an_answer_of_another_kind_is_refused(plant: str, said: str):
+    (code, output), _ = run([0, 1], 2, "--no-tensorflow", "--timeout", "10", plant=plant)
+    assert code == 1 and last_line(output).startswith(f"tfdist: not ready: {said}") and "Traceback" not in output
+
+
 def test_a_port_that_is_taken():
     with ports.reserve(2) as reservation:
         addresses = [f"127.0.0.1:{port}" for port in reservation.ports]

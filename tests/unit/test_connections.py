@@ -10,7 +10,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+import tracemalloc
+from collections.abc import Callable, Iterator
 from multiprocessing import AuthenticationError
 
 import pytest
@@ -26,6 +27,7 @@ from tfdist.cluster.connections import (
     receive,
     send,
 )
+from tfdist.launch.check import network
 
 # The best that somebody can do who does not know the secret, whatever order the other end asks for.
 GUESSED = [json.dumps({"tfdist": 2, "challenge": "0" * 64, "proof": "1" * 64}).encode()] * 2
@@ -201,3 +203,60 @@ def _pair() -> tuple[Connection, Connection]:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         one = framed(socket.create_connection(listening.getsockname()))
         return one, framed(listening.accept()[0])
+
+
+def _sealed_pair() -> tuple[Connection, Connection]:
+    one, other = _pair()
+    one.seal(b"there", b"back")
+    other.seal(b"back", b"there")
+    return one, other
+
+
+@pytest.mark.parametrize("pair", [_pair, _sealed_pair])
+def test_messages_arrive_whole_however_they_are_cut(pair: Callable[[], tuple[Connection, Connection]]) -> None:
+    one, other = pair()
+    one.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 200_000)
+    sent = [os.urandom(size) for size in (0, 1, 3, 0, *[70] * 200, 100_000, 4_000_000, 0, *[70] * 100)]
+    with one, other:
+        for message in sent:
+            one.post(message)
+        assert one.pending
+        rest = threading.Thread(target=one.send_bytes, args=(b"last",))
+        rest.start()
+        for number, message in enumerate(sent):
+            if number % 3 == 0:
+                assert other.first(2) == other.first(4)[:2]
+            assert other.recv_bytes() == message
+        assert other.recv_bytes() == b"last"
+        rest.join(10.0)
+        assert not one.pending
+
+
+@pytest.mark.parametrize(
+    ("pair", "read", "copies"),
+    [(_pair, "recv_bytes", 2), (_sealed_pair, "recv_bytes", 2), (_pair, "skip_bytes", 0)],
+)
+def test_a_large_message_is_copied_once(
+    pair: Callable[[], tuple[Connection, Connection]], read: str, copies: int
+) -> None:
+    """As it comes, and put together. `tfdist check` measures a network, not copies."""
+    one, other = pair()
+    data = bytes(20_000_000)
+    with one, other:
+        sender = threading.Thread(target=one.send_bytes, args=(data,))
+        tracemalloc.start()
+        try:
+            sender.start()
+            getattr(other, read)()
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        sender.join(10.0)
+    assert peak < (copies + 0.2) * len(data)
+
+
+def test_a_block_that_is_faster_than_a_ping_has_no_absurd_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "_seconds", lambda connection, message: 1e-3)
+    one, other = _pair()
+    with one, other:
+        assert network._bandwidth(one, latency=2e-3) == network._LARGEST / 0.5e-3

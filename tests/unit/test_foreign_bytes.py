@@ -26,6 +26,9 @@ from tfdist.cluster.key_value import KeyValueClient, KeyValueServer
 from tfdist.cluster.rendezvous import endpoints
 from tfdist.cluster.rendezvous.pmi import PmiChannel
 from tfdist.cluster.rendezvous.registration import Registration
+from tfdist.launch.check.answers import Answer
+from tfdist.launch.check.assembly import Assembly, Member
+from tfdist.launch.check.check import _read_links, links_table, members_table
 
 SETTINGS = settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
@@ -287,3 +290,46 @@ def test_a_key_that_is_none(tmp_path: Path) -> None:
     from tfdist.cluster.membership import Membership
 
     assert len(endpoints.secret_of(Membership(0, 2, "test", "job", shared_home=True), {}, tmp_path)) == 32
+
+
+# --- The check --------------------------------------------------------------------------------------------------------
+
+HOSTS_TOLD = _fields(["host", "cores", "gpus", "versions", "public"]) | st.fixed_dictionaries(
+    {
+        "host": st.text(max_size=400),
+        "cores": st.integers(-1, 9),
+        "gpus": st.integers(0, 9),
+        "versions": st.dictionaries(st.sampled_from(["keras", "python"]), st.text(max_size=9) | SCALARS, max_size=2),
+        "public": st.lists(st.text(), max_size=2),
+    }
+)
+LINKS_TOLD = st.dictionaries(
+    st.sampled_from(["0", "1", "2", "x"]),
+    JSON
+    | st.fixed_dictionaries({"latency": st.floats() | SCALARS, "bandwidth": st.floats() | SCALARS})
+    | st.fixed_dictionaries({"problem": SCALARS}),
+    max_size=2,
+)
+
+
+@SETTINGS
+@given(HOSTS_TOLD | JSON, LINKS_TOLD | JSON)
+def test_whatever_a_process_tells_the_check(host: object, links: object) -> None:
+    try:
+        members = [Member.read(Answer(host, "worker 1", "introduction"), "worker 1", "a:1")] * 2
+        tables = [members_table(members)]
+        tables.append(links_table(members, [_read_links(Answer(links, "worker 1", "links"), 2), {}]))
+    except ClusterError as error:
+        assert "worker 1. Expected: " in str(error) and str(error).isprintable()
+    else:
+        assert all(line.isprintable() for table in tables for line in table.splitlines())
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{", "[" * 100_000, '{"a": "' + "x" * 10**6 + '"}'])
+def test_a_text_that_is_no_answer(text: str) -> None:
+    member = Member("worker 0", "a:1", "node-1", 1, 0, {})
+    with KeyValueServer(b"secret", 1) as store:
+        store.set("links of 0", text)
+        with pytest.raises(ClusterError, match=r"as the links of worker 0\. Expected: a JSON object") as caught:
+            Assembly(0, [member], [1], b"", store, 1.0).receive("links", 0)
+    assert len(str(caught.value)) < 400

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import socket
@@ -14,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from tfdist.cluster import ClusterError, connections, discover, ports, sockets
+from tfdist.cluster import ClusterError, barrier, connections, discover, discovery, ports, rendezvous, sockets
+from tfdist.cluster.barrier import messages
 from tfdist.cluster.connections import Connection
 from tfdist.cluster.membership import Membership, own_share, roles, visible_devices
 from tfdist.cluster.rendezvous import attend, endpoints, meet, server
@@ -99,7 +101,9 @@ def test_another_secret(pool, port):
     with pytest.raises(ClusterError, match="does not know the secret of this job") as caught:
         come(pool, 1, 2, port, timeout=0.5, secret=b"of another").result()
     assert "for this process the job has no name: TFDIST_JOB and TFDIST_TOKEN have to be the same" in str(caught.value)
-    with pytest.raises(ClusterError, match=r"turned away: somebody from 127\.0\.0\.1, who does not know the secret"):
+    told = r"who does not know the secret of this job \(it has another secret\)"
+    words = rf"turned away: somebody from 127\.0\.0\.1, {told} \(\d+ times\)\. Expected: rank 1"
+    with pytest.raises(ClusterError, match=words):
         first.result()
 
 
@@ -415,6 +419,52 @@ def test_a_channel_that_carries_nothing_ends_the_meeting(monkeypatch):
     with pytest.raises(ClusterError, match=r"^rank 1 did not come$"):
         meet(Membership(0, 2, "MPICH", "job", channel="pmi"), 20.0, {})
     assert set(threading.enumerate()) <= before
+
+
+@pytest.mark.parametrize("silent_one", [False, True])
+def test_a_rank_0_that_is_busy_is_found_after_the_other_ports(monkeypatch, pool, port, silent_one):
+    """At first each port gets a moment; one at which somebody listens gets more when its turn comes again."""
+    monkeypatch.setattr(rendezvous, "_CONNECT_SECONDS", 0.2)
+    introduction = server.MeetingServer.introduction
+
+    def busy(self, connection: Connection):
+        time.sleep(0.8)
+        return introduction(self, connection)
+
+    monkeypatch.setattr(server.MeetingServer, "introduction", busy)
+    first = serve(pool, 2, port)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        others = [("127.0.0.1", silent.getsockname()[1])] if silent_one else []
+        second = pool.submit(attend, registration(1, 2), [("127.0.0.1", port), *others], SECRET, 8.0)
+        assert second.result(10.0) == first.result(10.0)
+
+
+@pytest.mark.parametrize(
+    ("env", "shared_home", "is_secret"),
+    [({}, False, False), ({"TFDIST_TOKEN": "given"}, False, True), ({}, True, True)],
+    ids=["name of the job", "token", "key at home"],
+)
+def test_the_secret_of_the_rendezvous_protects_the_barrier(
+    monkeypatch, tmp_path, pool, port, env, shared_home, is_secret
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    env = {"TFDIST_MEETING": f"127.0.0.1:{port}", **env}
+    members = [Membership(rank, 2, "test", f"job {port}", shared_home=shared_home) for rank in range(2)]
+    met = [pool.submit(discovery._complete, member, 20.0, env) for member in members]
+    first, second = (one.result(30.0) for one in met)
+    assert (discovery.secret_of(first) is not None) == is_secret
+    chief = pool.submit(barrier.meet, first, 10.0, env={})
+    at = functools.partial(sockets.connect, sockets.split_address(first.chief_address))
+    with connections.framed(connections.keep_trying({"": at}, time.monotonic() + 5.0, {})) as stranger:
+        assert connections.receive(stranger)["token"] == is_secret
+        connections.send(stranger, messages.hello(second, {"same.keras": "2"}, 1))
+        # Without a secret, whoever comes from a host of the cluster can end the job.
+        said = connections.receive(stranger)
+        assert ("challenge" if is_secret else "error") in said
+    if is_secret:
+        assert barrier.meet(second, 20.0, env={}) == chief.result(30.0) == {0: {}, 1: {}}
+    else:
+        assert isinstance(chief.exception(30.0), ClusterError)
 
 
 def test_shares_of_devices():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import resource
@@ -17,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from tfdist.cluster import ClusterConfig, ClusterError, connections, ports
-from tfdist.cluster.barrier import chief, meet, messages
+from tfdist.cluster.barrier import chief, hosts, meet, messages
 from tfdist.cluster.barrier.hosts import Hosts
 from tfdist.cluster.barrier.messages import BarrierTimeoutError
 from tfdist.cluster.connections import handshake, listener
@@ -118,18 +119,23 @@ def test_those_who_come_at_once_all_get_in(pool: ThreadPoolExecutor) -> None:
             assert all(one.result(DEADLINE) == expected for one in results)
 
 
-@pytest.mark.parametrize("message", [b"\0\0\1\0" + b" " * 250, b"\0"])
+@pytest.mark.parametrize(
+    ("message", "pause"),
+    # For three seconds; the barrier ends later. The length of the second one is never complete.
+    [(b"\0\0\1\0" + b" " * 56, 0.05), (b"\0\0\1", 1.0)],
+    ids=["message", "length"],
+)
 def test_a_byte_now_and_then_keeps_no_thread(
-    monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor, cluster: ClusterConfig, message: bytes
+    monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor, cluster: ClusterConfig, message: bytes, pause: float
 ) -> None:
     monkeypatch.setattr(messages, "HELLO_SECONDS", 0.4)
     monkeypatch.setattr(handshake, "SECONDS", 0.4)
     first, meeting = _start(pool, cluster, 0, 4.0), _rank_0(2)
     for port in (_port(cluster), meeting.port):
         with _connect(port) as slow, pytest.raises(ConnectionError):
-            for byte in (message * 60)[:60]:  # for three seconds; the barrier ends later
+            for byte in message:
                 slow.sendall(bytes([byte]))
-                time.sleep(0.05)
+                time.sleep(pause)
     meeting.end()
     assert isinstance(first.exception(DEADLINE), BarrierTimeoutError)
 
@@ -175,6 +181,31 @@ def test_the_soft_limit_is_raised_for_many_ranks(pool: ThreadPoolExecutor) -> No
         assert all(len(one.result(DEADLINE)["addresses"]) == 150 for one in others)
         size, soft = map(int, process.stdout.readline().split())
         assert size == 150 and 150 < soft < 1000
+
+
+# With so many open files, and no /proc; it prints for how many more there is room, and the limit.
+NO_PROC = """
+import resource, sys
+from pathlib import Path
+from tfdist.cluster.connections import open_files
+open_files._OPEN = Path(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 200))
+kept = []
+try:
+    for _ in range(int(sys.argv[2])):
+        kept.append(open("/dev/null"))
+except OSError:
+    pass
+print(open_files.make_room(20) >= 20, open_files.make_room(500) < 170, resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+
+
+@pytest.mark.parametrize("there", ["/no/such/folder", "/dev/null"])
+@pytest.mark.parametrize("kept", [0, 50, 100])
+def test_open_files_are_counted_without_proc(there: str, kept: int) -> None:
+    command = [sys.executable, "-c", NO_PROC, there, str(kept)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=False)
+    assert (done.stdout, done.stderr) == ("True True (200, 200)\n", "")
 
 
 def test_too_low_a_hard_limit_is_told_in_words() -> None:
@@ -346,6 +377,32 @@ def test_strangers_are_counted_where_tasks_do_not_come(
 
 
 @pytest.mark.usefixtures("elsewhere")
+def test_everybody_is_told_of_a_task_with_another_cluster(
+    monkeypatch: pytest.MonkeyPatch,
+    pool: ThreadPoolExecutor,
+    cluster: ClusterConfig,
+    kept: list,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A wrong address in TF_CONFIG looks to the chief as a stranger does."""
+    monkeypatch.setattr(messages, "WAIT_NOTE_SECONDS", 1.0)
+    first, impatient = _start(pool, cluster, 0, 3.0), _start(pool, cluster, 1, 2.0)
+    time.sleep(0.2)
+    kept.append(_lie(cluster, rank=2, fingerprint="wrong", jobs="\x1b[2J").socket)
+    said = f"; turned away: somebody from {ELSEWHERE}, which is no host of this cluster (worker 0 and worker 2 have "
+    for one in (first, impatient):
+        failure = one.exception(DEADLINE)
+        assert isinstance(failure, BarrierTimeoutError) and said in str(failure) and str(failure).isprintable()
+    notes = [record.getMessage() for record in caplog.records if "waiting for worker" in record.getMessage()]
+    assert len(notes) == 2 and all(said in note for note in notes)
+
+    first, other = _start(pool, cluster, 0, 1.5), _start(pool, cluster, 1, 3.0)
+    kept.append(_lie(cluster, rank=2, fingerprint="wrong").socket)
+    assert str(other.exception(DEADLINE)) == str(first.exception(DEADLINE))
+    assert said in str(other.exception(DEADLINE))
+
+
+@pytest.mark.usefixtures("elsewhere")
 @pytest.mark.parametrize("comes_first", [True, False])
 def test_a_stranger_with_the_name_of_a_task(
     monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor, cluster: ClusterConfig, comes_first: bool
@@ -376,6 +433,54 @@ def test_a_task_of_the_job_still_ends_it_at_once(
         for one in others:
             failure = one.exception(DEADLINE)
             assert type(failure) is ClusterError and "worker 0" in str(failure) and str(failure).isprintable()
+
+
+@pytest.fixture
+def no_name_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """No lookup of a name ends before the test; the address of whoever comes has to be looked up."""
+    ended, include = threading.Event(), Hosts.include
+
+    def look_up(host: str) -> set[str]:
+        ended.wait(4 * DEADLINE)
+        return set()
+
+    monkeypatch.setattr(hosts, "_addresses", look_up)
+    monkeypatch.setattr(Hosts, "include", lambda self, address: include(self, "198.51.100.9"))
+    yield ended
+    ended.set()
+    for thread in _lookups():
+        thread.join(DEADLINE)
+
+
+def _lookups() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "tfdist-hosts"]
+
+
+@pytest.mark.usefixtures("no_name_server")
+@pytest.mark.parametrize(("timeout", "patience"), [(0.7, 2 * DEADLINE), (DEADLINE, 0.3)], ids=["deadline", "names"])
+def test_names_that_are_never_found_hold_nobody(
+    monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor, cluster: ClusterConfig, timeout: float, patience: float
+) -> None:
+    monkeypatch.setattr(hosts, "_SECONDS", patience)
+    first = _start(pool, cluster, 0, timeout, info={"same.keras": "3"})
+    with _lie(cluster, version=99) as stranger:
+        told = connections.receive(stranger, 10_000, time.monotonic() + DEADLINE)
+        assert "different versions" in told["error"][0]
+    if patience > timeout:
+        assert isinstance(first.exception(DEADLINE), BarrierTimeoutError)
+    else:
+        others = [_start(pool, cluster, rank, info={"same.keras": "3"}) for rank in (1, 2)]
+        assert all(len(one.result(DEADLINE)) == 3 for one in (first, *others))
+    assert 1 <= len(_lookups()) <= 16 and all(thread.daemon for thread in _lookups()), "no end of a program waits"
+
+
+def test_as_few_threads_as_there_may_be_look_names_up(no_name_server: threading.Event) -> None:
+    many = Hosts(ClusterConfig({"worker": [f"node-{number}:1" for number in range(100)]}), time.monotonic() + 0.2)
+    assert not many.include("198.51.100.9") and len(_lookups()) == 16
+    no_name_server.set()
+    for thread in _lookups():
+        thread.join(DEADLINE)
+    assert len(many._unknown) == 100 - 16, "none is looked up after the deadline"
 
 
 # --- With a token -----------------------------------------------------------------------------------------------------
@@ -412,6 +517,18 @@ def test_another_token_is_told_in_words(
         assert "turned away: somebody from 127.0.0.1 who does not know this job's TFDIST_TOKEN" in failure
 
 
+@pytest.mark.parametrize("env", [TOKEN, {}], ids=["token", "no token"])
+def test_who_says_nothing_is_counted_apart(
+    monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor, cluster: ClusterConfig, kept: list, env: dict
+) -> None:
+    monkeypatch.setattr(listener, "_SPARE_STRANGERS", 0)
+    first = _start(pool, cluster, 0, 1.0, env=env)
+    kept += [_connect(_port(cluster)) for _ in range(5)]  # more than tasks: the oldest two are dropped
+    failure = str(first.exception(DEADLINE))
+    said = "; turned away: 2 connections that did not introduce themselves (2 of them cut off to let others in)"
+    assert failure.endswith(said)
+
+
 def test_at_a_barrier_with_a_token_nobody_in_between_can_alter_anything(
     pool: ThreadPoolExecutor, cluster: ClusterConfig
 ) -> None:
@@ -423,6 +540,111 @@ def test_at_a_barrier_with_a_token_nobody_in_between_can_alter_anything(
     assert isinstance(second.exception(DEADLINE), BarrierTimeoutError)
     assert isinstance(first.exception(DEADLINE), BarrierTimeoutError)
     between.close()
+
+
+# --- Other versions ---------------------------------------------------------------------------------------------------
+
+OTHER = {"tfdist": 3, "challenge": "0" * 64}
+SAID = "it uses another version of tfdist (received version 3 of the handshake, expected 2); install the same one on "
+
+
+def _as_client_of_another_version(port: int) -> None:
+    with connections.framed(_connect(port)) as stranger:
+        hear = functools.partial(connections.receive, stranger, 1000, time.monotonic() + 10.0)
+        while "challenge" not in hear():
+            pass  # the barrier's greeting
+        connections.send(stranger, OTHER)
+        with pytest.raises(connections.ENDS):
+            hear()
+
+
+@contextlib.contextmanager
+def _as_server_of_another_version(*said: dict) -> Iterator[tuple[int, list[dict]]]:
+    """A port where somebody greets so, and what was answered."""
+    heard: list[dict] = []
+
+    def serve(connection: connections.Connection) -> None:
+        for one in said:
+            connections.send(connection, one)
+        heard.append(connections.receive(connection, 10_000, time.monotonic() + 10.0))
+
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        server = connections.Listener(bound, serve, "test")
+        yield server.port, heard
+        server.end()
+
+
+def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "another version" in record.getMessage()]
+
+
+def test_a_task_that_says_it_is_of_another_version_ends_no_job(
+    pool: ThreadPoolExecutor, cluster: ClusterConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = _start(pool, cluster, 0, env=TOKEN)
+    for _ in range(3):
+        _as_client_of_another_version(_port(cluster))
+    said = f"tfdist: turned away somebody from 127.0.0.1: {SAID}every machine"
+    assert _warnings(caplog) == [said], "at once, and once"
+    others = [_start(pool, cluster, rank, env=TOKEN) for rank in (1, 2)]
+    assert all(len(one.result(DEADLINE)) == 3 for one in (first, *others))
+
+
+def test_a_rank_that_says_it_is_of_another_version_ends_no_meeting(
+    pool: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    meeting = _rank_0(2)
+    for _ in range(3):
+        _as_client_of_another_version(meeting.port)
+    assert len(_warnings(caplog)) == 1
+    assert _warnings(caplog)[0].startswith(f"turned away: somebody from 127.0.0.1: {SAID}")
+    assert f"; turned away: somebody from 127.0.0.1: {SAID}" in str(pool.submit(meeting.meet, 0.1).exception(DEADLINE))
+
+
+def test_a_registration_of_another_version_is_refused_at_once(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    meeting = _rank_0(2)
+    monkeypatch.setattr(Registration, "to_json", lambda self: b'{"rank": 1, "mood": "good"}')
+    failure = _attend(pool, 1, 2, meeting.port).exception(DEADLINE)
+    assert "knows the secret of this job, but sends something else than this version of tfdist does" in str(failure)
+    assert "Expected: the same version of tfdist on every machine" in str(failure)
+    assert len([record for record in caplog.records if "turned away" in record.getMessage()]) == 1
+    meeting.end()
+
+
+def test_what_a_task_says_to_a_chief_that_says_it_is_of_another_version(
+    pool: ThreadPoolExecutor, cluster: ClusterConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    with _as_server_of_another_version(messages.banner(has_secret=True), OTHER) as (port, heard):
+        places = [f"127.0.0.1:{port}", *list(cluster.jobs["worker"].values())[1:]]
+        failure = _start(pool, ClusterConfig({"worker": places}), 1, 1.5, env=TOKEN).exception(DEADLINE)
+    assert isinstance(failure, BarrierTimeoutError) and SAID in str(failure)
+    assert len(heard) > 1 and all(one["tfdist"] == 2 for one in heard)
+    assert len(_warnings(caplog)) == 1 and SAID in _warnings(caplog)[0]
+
+
+def test_what_a_rank_says_to_a_rank_0_that_says_it_is_of_another_version(
+    pool: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    with _as_server_of_another_version(OTHER) as (port, heard):
+        failure = _attend(pool, 1, 2, port, 1.0).exception(DEADLINE)
+    assert SAID in str(failure) and "TFDIST_JOB" not in str(failure)
+    assert len(heard) > 1 and all(one["tfdist"] == 2 for one in heard)
+    assert len(_warnings(caplog)) == 1
+
+
+def test_without_a_token_another_version_of_the_barrier_ends_a_task_at_once(
+    pool: ThreadPoolExecutor, cluster: ClusterConfig
+) -> None:
+    with _as_server_of_another_version({"roll_call": 3, "token": False}) as (port, heard):
+        places = [f"127.0.0.1:{port}", *list(cluster.jobs["worker"].values())[1:]]
+        failure = _start(pool, ClusterConfig({"worker": places}), 1).exception(DEADLINE)
+    assert type(failure) is ClusterError
+    assert str(failure).startswith(
+        "worker 1 and the chief use different versions of tfdist (version 2 and 3 of the bar"
+    )
+    assert [(one["rank"], one["version"]) for one in heard] == [(1, 2)], "the chief learns it as well"
 
 
 def test_texts_of_whoever_is_in_the_place_of_the_chief_are_cleaned(cluster: ClusterConfig) -> None:

@@ -19,6 +19,8 @@ _log = logging.getLogger("tfdist")
 _RAY = "RAY_"
 # The cluster of a process that has met the others.
 _met: dict[Membership, ClusterConfig] = {}
+# By what the processes of a cluster have known each other when they met; not in the description, which is printed.
+_secrets: dict[str, bytes] = {}
 
 
 def discover(env: Mapping[str, str] | None = None, timeout: float = 300.0) -> ClusterConfig:
@@ -70,6 +72,15 @@ def find(env: Mapping[str, str] | None = None) -> ClusterConfig | Membership:
     if isinstance(found, Membership) and found.size == 1:
         return ClusterConfig.single_process(found.source)
     return found
+
+
+def secret_of(config: ClusterConfig) -> bytes | None:
+    """The secret by which the processes of a cluster have met, if they have, and nobody else can know it.
+
+    Example:
+        >>> secret_of(ClusterConfig({"worker": ["a:1", "b:1"]}))
+    """
+    return _secrets.get(config.fingerprint())
 
 
 def contradictions(found: Membership, env: Mapping[str, str]) -> list[str]:
@@ -151,5 +162,7 @@ def _complete(found: Membership, timeout: float, env: Mapping[str, str]) -> Clus
     sharing = [rank for rank, devices in enumerate(seen) if devices == seen[found.rank]]
     config = ClusterConfig(jobs, *tasks[found.rank], source=found.source)
     config = dataclasses.replace(config, local_rank=sharing.index(found.rank), local_size=len(sharing))
+    if result["secret"] is not None:
+        _secrets[config.fingerprint()] = result["secret"]
     _log.info("met %d processes on %d hosts: %s", found.size, len(set(result["hosts"])), config)
     return config

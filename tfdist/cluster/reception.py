@@ -56,6 +56,7 @@ class Reception(Generic[Said]):
         self.left_at: dict[int, float] = {}
         self._size = size
         self._turned_away: dict[str, int] = {}
+        self._unheard = 0
         room = make_room(size)
         if room < size:
             bound.close()
@@ -121,8 +122,9 @@ class Reception(Generic[Said]):
         """Who was turned away, for a message: empty, or "; turned away: ..."."""
         with self.changed:
             problems = [f"{one} ({count} times)" if count > 1 else one for one, count in self._turned_away.items()]
-        if self._listener.dropped:
-            problems.append(f"{self._listener.dropped} connections that said nothing")
+        if self._unheard:
+            dropped = f" ({self._listener.dropped} of them cut off to let others in)" if self._listener.dropped else ""
+            problems.append(f"{self._unheard} connections that did not introduce themselves{dropped}")
         return "".join(f"; turned away: {problem}" for problem in problems)
 
     def farewell(self, seconds: float, to_all: bool = False) -> None:
@@ -156,7 +158,12 @@ class Reception(Generic[Said]):
         self._listener.end()
 
     def _receive(self, connection: Connection) -> None:
-        introduction = self.introduction(connection)
+        try:
+            introduction = self.introduction(connection)
+        except (OSError, EOFError):
+            with self.changed:
+                self._unheard += 1
+            raise
         if introduction is None:
             with self.changed:
                 self.turn_away(f"somebody from {connection.peer} who is no task of this job")

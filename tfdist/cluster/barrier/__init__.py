@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 
 import tfdist.cluster.barrier.messages as messages
-from tfdist.cluster import connections, sockets
+from tfdist.cluster import connections, discovery, sockets
 from tfdist.cluster.barrier.chief import Chief
 from tfdist.cluster.barrier.messages import BarrierTimeoutError, JobUnderWayError, members
 from tfdist.cluster.config import ClusterConfig, Task
@@ -38,7 +38,8 @@ def meet(
     """Waits until every compute task is there, and exchanges a small dictionary among them.
 
     They meet at the chief's own address, before TensorFlow's server takes it; it is free again on return. With
-    TFDIST_TOKEN, which is then the same on all tasks, nobody takes part who does not know it.
+    TFDIST_TOKEN, which is then the same on all tasks, or else the secret by which they have met at the rendezvous,
+    nobody takes part who does not know it.
 
     Args:
         config: The cluster as this process sees it.
@@ -71,7 +72,7 @@ def meet(
         )
     if len(present) == 1:
         return {0: info}
-    secret = messages.secret_of(os.environ if env is None else env)
+    secret = messages.secret_of(os.environ if env is None else env, discovery.secret_of(config))
     if config.is_chief:
         return Chief(config, present, info, timeout, secret).run()
     return _Task(config, present, info, timeout, rejoin, secret).run()
@@ -99,6 +100,8 @@ class _Task:
         self._own = messages.hello(config, info, members.index((config.task_type, config.task_index)))
         self._waiting_for: list[str] = []
         self._more = 0
+        self._turned_away = ""
+        self._warned = False
         self._note_at = time.monotonic() + messages.WAIT_NOTE_SECONDS
 
     def run(self) -> dict[int, dict]:
@@ -107,14 +110,17 @@ class _Task:
         problems: dict[str, str] = {}
         try:
             return connections.keep_trying(
-                {chief: self._attempt}, self._deadline, problems, lambda: self._note([chief], why=problems[chief])
+                {chief: self._attempt},
+                self._deadline,
+                problems,
+                lambda: self._note([chief], why=f": {problems[chief]}"),
             )
         except UnreachedError:
             raise BarrierTimeoutError(self._why_late(chief, problems[chief])) from None
 
     def _why_late(self, chief: str, reason: str) -> str:
         if self._waiting_for:
-            return messages.missing(self._waiting_for, self._timeout, self._more)
+            return messages.missing(self._waiting_for, self._timeout, self._more) + self._turned_away
         return (
             f"{self._own['task']} could not reach the chief, {chief}, within start_timeout={self._timeout:g} s: "
             f"{reason}; start it, look into its output for why it did not start, and check the address and that no "
@@ -124,7 +130,7 @@ class _Task:
     def _note(self, names: list[str], more: int = 0, why: str = "") -> None:
         now = time.monotonic()
         if now >= self._note_at:
-            _LOG.warning(messages.waiting(names, self._timeout, more) + (f": {why}" if why else ""))
+            _LOG.warning(messages.waiting(names, self._timeout, more) + why)
             self._note_at = now + messages.WAIT_AGAIN_SECONDS
 
     def _attempt(self, left: float) -> dict[int, dict]:
@@ -151,8 +157,12 @@ class _Task:
             raise UnreachedError(sockets.reason_of(error).lower()) from error
 
     def _talk(self, connection: Connection) -> dict[int, dict]:
-        self._check_greeting(connection)
+        version = self._check_greeting(connection)
         connections.send(connection, self._own, self._deadline)
+        # Anybody can greet; where there is a secret, the chief of another version proves that it is one.
+        if version != messages.VERSION and self._secret is None:
+            connection.poll(min(_CONNECT_SECONDS, self._deadline - time.monotonic()))  # until it has read who this is
+            raise ClusterError(messages.other_version(self._own["task"], "the chief", messages.VERSION, version))
         while True:
             said = self._next(connection)
             if "go" in said:
@@ -164,9 +174,10 @@ class _Task:
             self._waiting_for = _texts(said.get("waiting"))
             more = said.get("more")
             self._more = more if isinstance(more, int) else 0
+            self._turned_away = cleaned(said.get("turned away", ""))
 
-    def _check_greeting(self, connection: Connection) -> None:
-        """Makes sure that a chief which waits is at the other end, and that it is the right one."""
+    def _check_greeting(self, connection: Connection) -> int:
+        """Makes sure that a chief which waits is at the other end, and that it is the right one; its version."""
         left = self._deadline - time.monotonic()
         until = time.monotonic() + max(min(left, messages.HELLO_SECONDS), _LAST_CHANCE)
         greeting = {}
@@ -178,22 +189,29 @@ class _Task:
         except (OSError, EOFError) as error:
             if getattr(error, "errno", None) is not None:
                 raise
-        if "roll_call" not in greeting:
+        version = greeting.get("roll_call")
+        if type(version) is not int:
             raise UnreachedError("something else than a waiting tfdist chief answers there")
         if bool(greeting.get("token")) != (self._secret is not None):
             here, there = ("has", "has none") if self._secret is not None else ("has no", "has one")
             raise UnreachedError(
                 f"{self._own['task']} {here} {TOKEN}, and the chief {there}; set it to the same text on all tasks, or "
-                "on none"
+                "on none (where it is not set, a secret of the rendezvous takes its place)"
             )
         if self._secret is not None:
             try:
                 connections.authenticate(connection, self._secret, first=False, deadline=self._deadline)
+            except connections.OtherVersionError as error:
+                if not self._warned:
+                    self._warned = True
+                    _LOG.warning("tfdist: %s cannot talk to the chief yet: %s", self._own["task"], error)
+                raise UnreachedError(str(error)) from None
             except connections.ENDS as error:
                 raise UnreachedError(
-                    f"the chief there has another {TOKEN} ({error or 'it hung up'}); set it to the same text on all "
-                    "tasks"
+                    f"the chief there has another {TOKEN}, or secret of the rendezvous ({error or 'it hung up'}); set "
+                    f"{TOKEN} to the same text on all tasks"
                 ) from None
+        return version
 
     def _next(self, connection: Connection) -> dict:
         """The chief's next message."""
@@ -205,7 +223,7 @@ class _Task:
                 until = time.monotonic() + messages.HELLO_SECONDS
                 return connections.receive(connection, self._largest, until)
             if self._waiting_for:
-                self._note(self._waiting_for, self._more)
+                self._note(self._waiting_for, self._more, self._turned_away)
 
 
 def _texts(found: object) -> list[str]:

@@ -1,8 +1,8 @@
 """The chief's part of the barrier: it listens at its own address, and lets everybody go when all are there.
 
-Strangers can reach that address. With TFDIST_TOKEN only those who know it are heard. Without it, nothing but its
-address tells a task from a stranger, so what somebody says can end the job only if it comes from a host of the cluster.
-Anybody else is told what is wrong, counted and sent away, and the chief goes on waiting.
+Strangers can reach that address. With TFDIST_TOKEN, or a secret of the rendezvous, only those who know it are heard.
+Without, nothing but its address tells a task from a stranger, so what somebody says can end the job only if it comes
+from a host of the cluster. Anybody else is told what is wrong, counted and sent away, and the chief goes on waiting.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import math
 import socket
 import time
+from multiprocessing import AuthenticationError
 
 import tfdist.cluster.barrier.messages as messages
 from tfdist.cluster import connections, sockets
@@ -50,7 +51,7 @@ class Chief(Reception[dict]):
         self._deadline = time.monotonic() + timeout
         self._own = messages.hello(config, info, rank=0)
         self._problems: list[str] = []
-        self._hosts = Hosts(config)
+        self._hosts = Hosts(config, self._deadline)
         self._doubts: dict[Guest[dict], list[str]] = {}
         until = min(self._deadline, time.monotonic() + _BIND_SECONDS)
         while True:
@@ -80,12 +81,12 @@ class Chief(Reception[dict]):
         if self._secret is not None:
             try:
                 connections.authenticate(connection, self._secret, first=True)
-            except connections.ENDS:
-                stranger = f"somebody from {connection.peer} who does not know this job's TFDIST_TOKEN"
-                with self.changed:
-                    is_new = self.turn_away(stranger)
-                if is_new:
-                    _LOG.warning("tfdist: turned away %s: it has to be the same on all tasks", stranger)
+            except connections.OtherVersionError as error:
+                self._warn_of(f"somebody from {connection.peer}: {error}")
+                raise
+            except AuthenticationError:
+                unknown = "who does not know this job's TFDIST_TOKEN, or the secret of its rendezvous"
+                self._warn_of(f"somebody from {connection.peer} {unknown}", ": it has to be the same on all tasks")
                 raise
         said = messages.read_hello(connections.receive(connection, messages.MAX_BYTES, deadline))
         if said is None:
@@ -141,6 +142,12 @@ class Chief(Reception[dict]):
             else:
                 self._send_away(guest, problems)
 
+    def _warn_of(self, stranger: str, remedy: str = "") -> None:
+        with self.changed:
+            is_new = self.turn_away(stranger)
+        if is_new:
+            _LOG.warning("tfdist: turned away %s%s", stranger, remedy)
+
     def _send_away(self, stranger: Guest[dict], problems: list[str]) -> None:
         peer = stranger.connection.peer
         if self.turn_away(f"somebody from {peer}, which is no host of this cluster ({problems[0]})"):
@@ -169,7 +176,7 @@ class Chief(Reception[dict]):
                 self.changed.wait_for(lambda: len(self.guests) >= len(self._members) - 1, left)
                 said, error = {"error": self._problems}, ClusterError(self._problems)
             elif late:
-                said, error = {"timeout": [late]}, BarrierTimeoutError(late + self.turned_away())
+                said, error = {"timeout": [late]}, BarrierTimeoutError(late)
             else:
                 said = {"go": pack(infos)}
             self.stop_listening()  # whoever comes now is too late, and sees it at once
@@ -184,21 +191,22 @@ class Chief(Reception[dict]):
         announced = time.monotonic()
         note_at = announced + messages.WAIT_NOTE_SECONDS
         news_seconds = max(_TICK, len(self._members) / _TOLD_EACH_SECOND)
-        known: list[Task] = []
+        known: tuple[list[Task], int] = [], 0
         while not self._problems and not (self.all_present and not self._doubts):
             now = time.monotonic()
             if now >= self._deadline:
                 if self.all_present:
                     break
                 late = self._named(self._absent(since=now - _SAME_TIMEOUT) or self._absent())
-                return messages.missing(late, self._timeout)
+                return messages.missing(late, self._timeout) + self.turned_away()
             if now >= note_at:
-                _LOG.warning(messages.waiting(self._named(self._absent()), self._timeout))
+                _LOG.warning(messages.waiting(self._named(self._absent()), self._timeout) + self.turned_away())
                 note_at = now + messages.WAIT_AGAIN_SECONDS
-            if now - announced >= news_seconds and (absent := self._absent()) != known:
+            seen = self._absent(), len(self._turned_away)  # not how many there were: that may change all the time
+            if now - announced >= news_seconds and seen != known:
                 # So that each task can name the missing ones itself.
-                self.tell(self.present.values(), self._news(absent), is_news=True)
-                known, announced = absent, now
+                self.tell(self.present.values(), self._news(self._absent()), is_news=True)
+                known, announced = seen, now
             self.changed.wait(min(_TICK, self._deadline - now))
         return ""
 
@@ -210,4 +218,4 @@ class Chief(Reception[dict]):
 
     def _news(self, absent: list[Task]) -> dict:
         shown = self._named(absent[: messages.NAMES])
-        return {"waiting": shown, "more": len(absent) - len(shown)}
+        return {"waiting": shown, "more": len(absent) - len(shown), "turned away": self.turned_away()}

@@ -2,9 +2,10 @@
 
 task                                       chief
                                       <--  {"roll_call": 2, "token": false}
-(challenges, see connections/handshake.py, if they have TFDIST_TOKEN; then all that follows has codes)
+(challenges, see connections/handshake.py, if they have a secret; then all that follows has codes)
 hello                                 -->
-                                      <--  {"waiting": ["worker 2 (c:1)"], "more": 3}  now and then; the first of them
+                                      <--  {"waiting": ["worker 2 (c:1)"], "more": 3, "turned away": "..."}
+                                           now and then: the first of those that are missing, and who was sent away
                                       <--  {"go": "..."}       when all are there: the info of each, compressed
                                       <--  {"error": [...]}    if they do not fit together
                                       <--  {"timeout": [...]}  if somebody has not come in time
@@ -59,15 +60,19 @@ def banner(has_secret: bool) -> dict:
     return {"roll_call": VERSION, "token": has_secret}
 
 
-def secret_of(env: Mapping[str, str]) -> bytes | None:
-    """The secret by which tasks know each other, if their environment has one.
+def secret_of(env: Mapping[str, str], met: bytes | None = None) -> bytes | None:
+    """The secret by which tasks know each other, if they have one.
+
+    Args:
+        env: The environment variables; their token comes first.
+        met: The secret of the rendezvous.
 
     Example:
         >>> secret_of({}) is None, secret_of({"TFDIST_TOKEN": "a"}) == secret_of({"TFDIST_TOKEN": "b"})
         (True, False)
     """
-    token = env.get(TOKEN, "").encode()
-    return hmac.digest(token, b"tfdist barrier", "sha256") if token else None
+    secret = env.get(TOKEN, "").encode() or met
+    return hmac.digest(secret, b"tfdist barrier", "sha256") if secret else None
 
 
 def infos_of(text: object, size: int) -> dict[int, dict]:
@@ -179,6 +184,19 @@ def missing(names: list[str], timeout: float, more: int = 0) -> str:
     )
 
 
+def other_version(own: str, other: str, expected: int, received: int) -> str:
+    """The error if two tasks do not understand each other.
+
+    Example:
+        >>> other_version("worker 0", "worker 1", 2, 3).partition(";")[0]
+        'worker 0 and worker 1 use different versions of tfdist (version 2 and 3 of the barrier)'
+    """
+    return (
+        f"{own} and {other} use different versions of tfdist (version {expected} and {received} of the barrier); "
+        "install the same one on every machine"
+    )
+
+
 def disagreements(own: dict, other: dict) -> list[str]:
     """Why two tasks, by their hellos, cannot train together; the rank is checked elsewhere.
 
@@ -188,10 +206,7 @@ def disagreements(own: dict, other: dict) -> list[str]:
         ['keras is 3.1 on worker 0 but 3.2 on worker 1; make it the same on every task']
     """
     if own["version"] != other["version"]:
-        return [
-            f"{own['task']} and {other['task']} use different versions of tfdist "
-            f"(version {own['version']} and {other['version']} of the barrier); install the same one on every machine"
-        ]
+        return [other_version(own["task"], other["task"], own["version"], other["version"])]
     if own["fingerprint"] != other["fingerprint"]:
         return [
             f"{own['task']} and {other['task']} have different cluster descriptions; "

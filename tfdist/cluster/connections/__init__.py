@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from tfdist.cluster.connections.attempts import UnreachedError, keep_trying
 from tfdist.cluster.connections.connection import Connection, drain, framed, leave_without_trace, receive, send
-from tfdist.cluster.connections.handshake import ENDS, authenticate
+from tfdist.cluster.connections.handshake import ENDS, OtherVersionError, authenticate
 from tfdist.cluster.connections.listener import Listener
 
 __all__ = [
     "ENDS",
     "Connection",
     "Listener",
+    "OtherVersionError",
     "UnreachedError",
     "authenticate",
     "drain",

@@ -23,6 +23,7 @@ _HEADER = 4
 _CODE = 32
 _LARGEST = 2**31 - 1
 _CHUNK = 1 << 20
+_PIECES = 64  # the system takes 1024 at once
 
 
 class Connection:
@@ -46,8 +47,10 @@ class Connection:
         self.known = False
         self.peer = sockets.plain(str(connected.getpeername()[0]))
         self.socket = connected
-        self._received = bytearray()
-        self._unsent = bytearray()
+        # Both in pieces: a message is copied once where it is read, and not at all where it is sent.
+        self._received: list[bytes] = []
+        self._count = 0  # of the bytes in it
+        self._unsent: list[memoryview] = []
         self._sending = threading.Lock()
         self._keys: tuple[bytes, bytes] | None = None
         self._counts = [0, 0]
@@ -74,9 +77,9 @@ class Connection:
             OSError: If the connection is broken.
         """
         with self._sending:
-            if self._keys:
-                data = self._code(0, data) + data
-            self._unsent += len(data).to_bytes(_HEADER, "big") + data
+            code = self._code(0, data) if self._keys else b""
+            before = (len(code) + len(data)).to_bytes(_HEADER, "big") + code
+            self._unsent += [memoryview(piece) for piece in (before, data) if piece]
         self.flush()
 
     def flush(self) -> bool:
@@ -88,9 +91,11 @@ class Connection:
         with self._sending:
             with contextlib.suppress(BlockingIOError):
                 while self._unsent:
-                    with memoryview(self._unsent) as unsent:
-                        sent = self.socket.send(unsent[:_CHUNK])
-                    del self._unsent[:sent]
+                    sent = self.socket.sendmsg(self._unsent[:_PIECES])
+                    while self._unsent and sent >= len(self._unsent[0]):
+                        sent -= len(self._unsent.pop(0))
+                    if sent:
+                        self._unsent[0] = self._unsent[0][sent:]
             return not self._unsent
 
     @property
@@ -112,18 +117,39 @@ class Connection:
             OSError: If the connection breaks, or the message is too large; that has no errno.
         """
         length = int.from_bytes(self.first(_HEADER, deadline), "big")
-        most = (_LARGEST if largest is None else largest) + (_CODE if self._keys else 0)
+        coded = _CODE if self._keys else 0
+        most = (_LARGEST if largest is None else largest) + coded
         if length > most:
             raise OSError(f"bad message length: it announces {length} bytes, expected {most} at most")
-        self.first(_HEADER + length, deadline)
-        data = bytes(self._received[_HEADER : _HEADER + length])
-        self._received.clear()
-        if not self._keys:
-            return data
-        code, data = data[:_CODE], data[_CODE:]
-        if not hmac.compare_digest(code, self._code(1, data)):
+        start = _HEADER + min(coded, length)
+        code = self.first(start, deadline)[_HEADER:]
+        self._fill(_HEADER + length, deadline)
+        begin, *rest = self._received
+        data = b"".join((begin[start:], *rest))
+        self._received, self._count = [], 0
+        if self._keys and not hmac.compare_digest(code, self._code(1, data)):
             raise AuthenticationError("somebody in between has altered, repeated or left out a message")
         return data
+
+    def skip_bytes(self) -> None:
+        """Reads a message without keeping it, on a connection that is not sealed: it has no code that could be checked.
+
+        Raises:
+            EOFError: If the connection has ended.
+            OSError: If it breaks.
+        """
+        left = int.from_bytes(self.first(_HEADER), "big")
+        self._received, self._count = [], 0
+        into = memoryview(bytearray(min(left, _CHUNK)))
+        while left:
+            try:
+                got = self.socket.recv_into(into[:left])
+            except BlockingIOError:
+                self._wait(select.POLLIN, None)
+                continue
+            if not got:
+                raise EOFError
+            left -= got
 
     def first(self, count: int, deadline: float | None = None) -> bytes:
         """The first bytes of the next message and its length, which stay there to be read.
@@ -133,18 +159,9 @@ class Connection:
             TimeoutError: If they are not there in time.
             OSError: If the connection breaks.
         """
-        while len(self._received) < count:
-            try:
-                more = self.socket.recv(min(count - len(self._received), _CHUNK))
-            except BlockingIOError:
-                self._wait(select.POLLIN, deadline)
-                continue
-            if not more:
-                raise EOFError
-            self._received += more
-            if deadline is not None and len(self._received) < count and time.monotonic() > deadline:
-                raise TimeoutError("timed out")
-        return bytes(self._received[:count])
+        self._fill(count, deadline)
+        self._received = [b"".join(self._received)]
+        return self._received[0][:count]
 
     def poll(self, seconds: float | None = 0.0) -> bool:
         """Waits until there is something to read, or the connection ends; for ever with `None`."""
@@ -170,6 +187,20 @@ class Connection:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def _fill(self, count: int, deadline: float | None) -> None:
+        while self._count < count:
+            try:
+                more = self.socket.recv(min(count - self._count, _CHUNK))
+            except BlockingIOError:
+                self._wait(select.POLLIN, deadline)
+                continue
+            if not more:
+                raise EOFError
+            self._received.append(more)
+            self._count += len(more)
+            if deadline is not None and self._count < count and time.monotonic() > deadline:
+                raise TimeoutError("timed out")
+
     def _wait(self, event: int, deadline: float | None) -> None:
         left = None if deadline is None else deadline - time.monotonic()
         poller = select.poll()  # not `select.select`, which knows no descriptor above 1023
@@ -183,7 +214,9 @@ class Connection:
     def _code(self, receives: int, data: bytes) -> bytes:
         number = self._counts[receives]
         self._counts[receives] += 1
-        return hmac.digest(self._keys[receives], number.to_bytes(8, "big") + data, "sha256")
+        code = hmac.new(self._keys[receives], number.to_bytes(8, "big"), "sha256")
+        code.update(data)
+        return code.digest()
 
 
 def framed(connected: socket.socket) -> Connection:

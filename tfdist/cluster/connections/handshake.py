@@ -7,6 +7,8 @@ server                                         client
 
 The secret is never sent. Somebody in between can pass these messages on, but not what follows in an altered form: its
 codes are made with keys from the secret and both challenges, which nobody else knows.
+
+Of another version only "tfdist" is read, by which each end can say so at once. Nobody has proved it: it ends no job.
 """
 
 from __future__ import annotations
@@ -27,6 +29,10 @@ _LARGEST = 1024
 ENDS = (OSError, EOFError, AuthenticationError)
 
 
+class OtherVersionError(AuthenticationError):
+    """The other end says that it is of another version: whoever it is, its proofs cannot be checked."""
+
+
 def authenticate(
     connection: Connection, secret: bytes, first: bool, *, seal: bool = True, deadline: float = math.inf
 ) -> None:
@@ -40,7 +46,8 @@ def authenticate(
         deadline: Until when it has to be done, on `time.monotonic`'s clock, if that is earlier than `SECONDS` from now.
 
     Raises:
-        multiprocessing.AuthenticationError: If the other end does not know the secret, or is of another version.
+        OtherVersionError: If the other end is of another version; it is told so, too.
+        multiprocessing.AuthenticationError: If the other end does not know the secret.
         EOFError: If it hangs up, as whoever learns that this end does not know its secret.
         OSError: If it does not answer in time, or says something else.
     """
@@ -53,7 +60,12 @@ def authenticate(
         _check(said, _code(secret, "client", challenges, seal))
         send(connection, {"proof": _code(secret, "server", challenges, seal).hex()}, deadline)
     else:
-        challenges = _text(_hear(connection, deadline), "challenge"), own["challenge"]
+        try:
+            said = _hear(connection, deadline)
+        except OtherVersionError:
+            send(connection, own, deadline)
+            raise
+        challenges = _text(said, "challenge"), own["challenge"]
         send(connection, {**own, "proof": _code(secret, "client", challenges, seal).hex()}, deadline)
         _check(receive(connection, _LARGEST, deadline), _code(secret, "server", challenges, seal))
     if seal:
@@ -65,10 +77,10 @@ def authenticate(
 def _hear(connection: Connection, deadline: float) -> dict:
     said = receive(connection, _LARGEST, deadline)
     version = said.get("tfdist")
-    if isinstance(version, int) and version != VERSION:
-        raise AuthenticationError(
-            f"it uses another version of tfdist (version {version} of the handshake, expected {VERSION}); install the "
-            "same one on every machine"
+    if type(version) is int and version != VERSION:
+        raise OtherVersionError(
+            f"it uses another version of tfdist (received version {version} of the handshake, expected {VERSION}); "
+            "install the same one on every machine"
         )
     return said
 

@@ -26,13 +26,25 @@ def make_room(count: int) -> int:
         True
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = len(os.listdir(_OPEN)) + _SPARE
+    used = _in_use(soft) + _SPARE
     if soft != resource.RLIM_INFINITY and soft < used + count:
         wanted = used + count if hard == resource.RLIM_INFINITY else min(used + count, hard)
         with contextlib.suppress(OSError, ValueError):  # a sandbox may forbid it
             resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return count if soft == resource.RLIM_INFINITY else soft - used
+
+
+def _in_use(soft: int) -> int:
+    with contextlib.suppress(OSError):
+        return len(os.listdir(_OPEN))
+    # Another system, or a container that hides /proc: the lowest number that is free, below which all are taken.
+    try:
+        lowest = os.open(os.devnull, os.O_RDONLY)
+    except OSError:
+        return soft
+    os.close(lowest)
+    return lowest
 
 
 def hard_limit() -> int:

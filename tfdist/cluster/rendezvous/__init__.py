@@ -31,7 +31,7 @@ from tfdist.cluster.rendezvous import endpoints
 from tfdist.cluster.rendezvous.channels import open_channel
 from tfdist.cluster.rendezvous.registration import Registration
 from tfdist.cluster.rendezvous.server import MeetingServer
-from tfdist.cluster.variables import MEETING, SERVERS, text
+from tfdist.cluster.variables import MEETING, SERVERS, TOKEN, text
 
 _log = logging.getLogger("tfdist")
 # Held until the process ends: TensorFlow's server takes it over only when a strategy is made.
@@ -47,7 +47,7 @@ _MOST_BYTES = 16 * 1024
 _STRANGER = "somebody there does not know the secret of this job"
 
 
-def meet(membership: Membership, timeout: float, env: Mapping[str, str] | None = None) -> dict[str, list[str]]:
+def meet(membership: Membership, timeout: float, env: Mapping[str, str] | None = None) -> dict:
     """Waits until all processes of a job have come, and returns where they are.
 
     This process' port stays reserved until it ends.
@@ -59,7 +59,7 @@ def meet(membership: Membership, timeout: float, env: Mapping[str, str] | None =
 
     Returns:
         "addresses": `host:port` of each rank; "hosts": name and address of its host; "devices": equal for two ranks
-        of a host that see the same GPUs.
+        of a host that see the same GPUs. "secret": by which they have known each other; `None` if others can know it.
 
     Raises:
         ClusterError: If not all come, or they do not fit together; the message names who is missing.
@@ -94,20 +94,21 @@ def meet(membership: Membership, timeout: float, env: Mapping[str, str] | None =
         reservation.close()
         raise
     _held.append(reservation)
-    return {name: result[name] for name in ("addresses", "hosts", "devices")}
+    return {name: result[name] for name in ("addresses", "hosts", "devices", "secret")}
 
 
 def _attend(membership: Membership, own: Registration, timeout: float, env: Mapping[str, str]) -> dict:
     deadline = time.monotonic() + timeout
     host, port = endpoints.meeting_place(membership, env)
     secret = endpoints.secret_of(membership, env)
+    is_known = not (env.get(TOKEN) or membership.shared_home)
     meeting_ports = [port] if port else endpoints.meeting_ports(membership, env)
     channel = None
     if host is None and membership.size > 1:
         try:
             channel = open_channel(membership, env)
             # Only this job's processes can read its channel, so the secret and the ports may be chosen at random.
-            secret = secrets.token_bytes(32)
+            secret, is_known = secrets.token_bytes(32), False
             meeting_ports = random.SystemRandom().sample(range(*endpoints.port_range(env)), _TRIED_PORTS)
         except ClusterError:
             if not membership.on_one_host:
@@ -125,14 +126,15 @@ def _attend(membership: Membership, own: Registration, timeout: float, env: Mapp
             except BaseException:
                 server.end()
                 raise
-        return server.meet(deadline - time.monotonic())
+        return {**server.meet(deadline - time.monotonic()), "secret": None if is_known else secret}
     if channel is not None:
         # Both hosts are in the network of one of these addresses.
         hosts, meeting_ports, secret = _told(channel.hear(deadline - time.monotonic()))
     else:
         hosts = [slurm.address_of(host) if "SLURM_JOB_ID" in env else host]
     met_at = list(itertools.product(hosts, meeting_ports))
-    return attend(own, met_at, secret, deadline - time.monotonic(), endpoints.name_of(membership, env))
+    met = attend(own, met_at, secret, deadline - time.monotonic(), endpoints.name_of(membership, env))
+    return {**met, "secret": None if is_known else secret}
 
 
 def _told(text: str) -> tuple[list[str], list[int], bytes]:
@@ -222,6 +224,10 @@ def _attend_at(
             patience = _CONNECT_SECONDS if f"{host}:{port}" not in problems else math.inf
             until = min(deadline, time.monotonic() + patience)
             connections.authenticate(connection, secret, first=False, deadline=until)
+        except connections.OtherVersionError as error:
+            if problems.get(f"{host}:{port}") != str(error):
+                _log.warning("rank %d cannot talk to rank 0 at %s:%d yet: %s", own.rank, host, port, error)
+            raise UnreachedError(str(error)) from None
         except connections.ENDS as error:
             raise UnreachedError(f"{_STRANGER} ({error or 'hung up'})") from None
         connection.send_bytes(own.to_json(), deadline)

@@ -22,6 +22,7 @@ from tfdist.cluster import connections, sockets
 from tfdist.cluster.connections import Connection
 from tfdist.cluster.connections.compressed import pack
 from tfdist.cluster.errors import ClusterError
+from tfdist.cluster.foreign_text import cleaned
 from tfdist.cluster.reception import Guest, Reception
 from tfdist.cluster.rendezvous.registration import Registration, agreed
 
@@ -104,11 +105,26 @@ class MeetingServer(Reception[Registration]):
         try:
             connections.authenticate(connection, self._secret, first=True)
             deadline = time.monotonic() + _REGISTRATION_SECONDS
-            said = Registration.from_json(connection.recv_bytes(_LARGEST, deadline))
+            registration = connection.recv_bytes(_LARGEST, deadline)
+        except connections.OtherVersionError as error:
+            self._warn_of(f"somebody from {connection.peer}: {error}")
+            raise
         except AuthenticationError as error:
             with self.changed:
                 self.turn_away(f"somebody from {connection.peer}, who does not know the secret of this job ({error})")
-            return None
+            raise
+        try:
+            said = Registration.from_json(registration)
+        except ValueError as error:
+            problem = (
+                f"somebody from {connection.peer} knows the secret of this job, but sends something else than this "
+                f"version of tfdist does ({cleaned(error, 200)})"
+            )
+            self._warn_of(problem)
+            remedy = "Expected: the same version of tfdist on every machine; install it"
+            connections.send(connection, {"error": f"Received: {problem}. {remedy}"}, deadline)
+            connection.poll(max(0.0, deadline - time.monotonic()))  # until it has read that
+            raise
         said = dataclasses.replace(said, reached=reached)
         return said.rank, said
 
@@ -127,10 +143,15 @@ class MeetingServer(Reception[Registration]):
             self.present[who.rank] = guest
 
     def _refuse(self, guest: Guest[Registration], problem: str) -> None:
-        if self.turn_away(problem):
-            _log.warning("turned away: %s", problem)
+        self._warn_of(problem)
         remedy = "Expected: each rank once, and the same number everywhere; correct how the processes are started"
         self.tell([guest], {"error": f"Received: {problem}. {remedy}"})
+
+    def _warn_of(self, problem: str) -> None:
+        with self.changed:
+            is_new = self.turn_away(problem)
+        if is_new:
+            _log.warning("turned away: %s", problem)
 
     def _decide(self) -> dict:
         others = [self.present[rank].said for rank in range(1, self._own.size)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,11 +16,14 @@ from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.errors import ClusterError
 from tfdist.cluster.key_value import KeyValueClient, KeyValueServer
 from tfdist.cluster.rendezvous.endpoints import host_name
+from tfdist.launch.check.answers import Answer
 from tfdist.launch.machine import public_addresses, usable_cores, versions, visible_gpus
 
 # With other versions of these, processes cannot train together, or would not compute the same.
 COMPARED = ("tfdist", "tensorflow", "keras", "python")
 _LAST_WORDS_SECONDS = 5.0
+# Of a name, or a list, that another process tells; of cores; of a text that it leaves for the others.
+_LONGEST, _MOST, _LARGEST = 100, 10**6, 10**6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +53,16 @@ class Member:
         """This process."""
         found = (len(usable_cores()), len(visible_gpus(env)), versions(), public_addresses())
         return cls(task, address, host_name(env), *found)
+
+    @classmethod
+    def read(cls, answer: Answer, task: str, address: str) -> Member:
+        """What another process tells of itself."""
+        told = answer.part("versions")
+        versions = {name: told.text(name, _LONGEST) for name in COMPARED if name in told}
+        cores, gpus = (answer.whole(name, 0, _MOST) for name in ("cores", "gpus"))
+        return cls(
+            task, address, answer.text("host", _LONGEST), cores, gpus, versions, answer.texts("public", _LONGEST)
+        )
 
 
 def exposed(hosts: Mapping[str, Sequence[str]]) -> list[str]:
@@ -108,19 +122,19 @@ class Assembly:
     store: KeyValueServer | KeyValueClient
     timeout: float
 
-    def publish(self, topic: str, text: str) -> None:
-        """Leaves a text of this process for the others.
+    def publish(self, topic: str, found: dict) -> None:
+        """Leaves something for the others, JSON values.
 
         Raises:
             ClusterError: if rank 0, which keeps them, is gone.
         """
         try:
-            self.store.set(f"{topic} of {self.rank}", text)
+            self.store.set(f"{topic} of {self.rank}", json.dumps(found))
         except ConnectionError:
             raise self._gone(0, "answer") from None
 
-    def receive(self, topic: str, rank: int, more: float = 0.0) -> str:
-        """The text of another process.
+    def receive(self, topic: str, rank: int, more: float = 0.0) -> Answer:
+        """What another process has left.
 
         Args:
             topic: what it is about.
@@ -128,7 +142,7 @@ class Assembly:
             more: how much longer than `timeout` it may take, in seconds.
 
         Raises:
-            ClusterError: if there is none in time, or the process is gone.
+            ClusterError: if there is none in time, or the process is gone, or it is too long or no JSON object.
         """
         try:
             text = self.store.get(f"{topic} of {rank}", self.timeout + more, rank)
@@ -136,10 +150,10 @@ class Assembly:
             text = None
         if text is None:
             raise self._gone(rank, topic, more)
-        return text
+        return Answer.parsed(text, self.members[rank].task, topic, _LARGEST)
 
-    def receive_all(self, topic: str, more: float = 0.0) -> list[str]:
-        """The text of each process, for rank 0."""
+    def receive_all(self, topic: str, more: float = 0.0) -> list[Answer]:
+        """What each process has left, for rank 0."""
         return [self.receive(topic, rank, more) for rank in range(len(self.members))]
 
     def _gone(self, rank: int, topic: str, more: float = 0.0) -> ClusterError:
@@ -165,20 +179,23 @@ def assembled(config: ClusterConfig, timeout: float) -> Iterator[Assembly]:
     tasks = tasks_of(config, servers)
     rank, size = tasks.index((config.task_type, config.task_index)), len(tasks)
     own = Member.this_one(f"{config.task_type} {config.task_index}", str(config.address), os.environ)
-    token = secrets.token_bytes(32)
+    token = secrets.token_hex(32).encode()
     server = KeyValueServer(token, size) if rank == 0 else None
     with ports.reserve(1) as reservation:
         info = {"member": dataclasses.asdict(own), "measuring": reservation.ports[0]}
         if server is not None:
-            info |= {"store": server.port, "token": token.hex()}
+            info |= {"store": server.port, "token": token.decode()}
         met = meet(config, timeout, info, servers=servers)
-        everyone = [met[other] for other in range(len(met))]
-        members = [Member(**one["member"]) for one in everyone]
-        token = bytes.fromhex(everyone[0]["token"])
-        place = sockets.split_address(members[0].address)[0], everyone[0]["store"]
+        # Task and address are those of the cluster, which is the same for all.
+        named = [(f"{job} {index}", config.jobs[job][index]) for job, index in tasks]
+        answers = [Answer(met[other], task, "introduction") for other, (task, _) in enumerate(named)]
+        members = [Member.read(one.part("member"), *who) for one, who in zip(answers, named, strict=True)]
+        measuring = [one.whole("measuring", 1, 65535) for one in answers]
+        token = answers[0].text("token", 2 * len(token)).encode()
+        place = sockets.split_address(members[0].address)[0], answers[0].whole("store", 1, 65535)
         store = server or KeyValueClient(place, token, rank, timeout)
         try:
-            yield Assembly(rank, members, [one["measuring"] for one in everyone], token, store, timeout)
+            yield Assembly(rank, members, measuring, token, store, timeout)
             if server is not None:
                 server.wait_until_left(_LAST_WORDS_SECONDS)
         finally:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.discovery import discover, find
 from tfdist.cluster.errors import ClusterError
 from tfdist.cluster.rendezvous.endpoints import host_name
+from tfdist.launch.check.answers import Answer
 from tfdist.launch.check.assembly import COMPARED, Assembly, Member, assembled, differing_versions, exposed
 from tfdist.launch.check.network import EchoServer, Link, measure, partners
 from tfdist.launch.machine import public_addresses
@@ -32,6 +32,7 @@ _STANDARD_ERROR = 2
 _BYTES = 4 << 20
 # A table of all pairs that still fits on a screen.
 _MATRIX = 8
+_LONGEST = 5000  # of what TensorFlow says in another process
 _UNITS = ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"))
 
 
@@ -73,19 +74,19 @@ def _check(config: ClusterConfig, assembly: Assembly, with_tensorflow: bool) -> 
     """The exit code, which rank 0 tells all processes: 0 if they are ready to train."""
     echo = EchoServer(assembly.token, assembly.measuring[assembly.rank])
     links = _links(assembly)
-    assembly.publish("links", json.dumps({other: dataclasses.asdict(link) for other, link in links.items()}))
+    assembly.publish("links", {str(other): dataclasses.asdict(link) for other, link in links.items()})
     problems: list[str] = []
     if assembly.rank == 0:
         print(members_table(assembly.members))
-        found = [_read_links(text) for text in assembly.receive_all("links")]
+        found = [_read_links(answer, len(assembly.members)) for answer in assembly.receive_all("links")]
         print(links_table(assembly.members, found), flush=True)
         problems = differing_versions(assembly.members) + _blocked(assembly.members, found)
         # TensorFlow would wait in vain for those that it cannot reach.
-        assembly.publish("go", json.dumps(with_tensorflow and not problems))
-    go = json.loads(assembly.receive("go", 0))
+        assembly.publish("decision", {"go": with_tensorflow and not problems})
+    go = assembly.receive("decision", 0).truth("go")
     echo.close()  # all have measured
     if go:
-        assembly.publish("sum", _sum(config, assembly))
+        assembly.publish("sum", _sum(config))
         if assembly.rank == 0:
             problems += _wrong_sums(assembly)
     if assembly.rank == 0:
@@ -94,8 +95,8 @@ def _check(config: ClusterConfig, assembly: Assembly, with_tensorflow: bool) -> 
         for problem in problems[1:]:
             print(f"also: {problem}")
         print(f"not ready: {problems[0]}" if problems else "ready", flush=True)
-        assembly.publish("code", str(int(bool(problems))))
-    return int(assembly.receive("code", 0, more=2 * _SUM_SECONDS if go else 0.0))
+        assembly.publish("result", {"ready": not problems})
+    return int(not assembly.receive("result", 0, more=2 * _SUM_SECONDS if go else 0.0).truth("ready"))
 
 
 def _wants_output(env: Mapping[str, str]) -> bool:
@@ -112,10 +113,10 @@ def _wants_output(env: Mapping[str, str]) -> bool:
 
 def _links(assembly: Assembly) -> dict[int, Link]:
     """Measures the network to the other processes, once all of them listen."""
-    assembly.publish("listening", "yes")
+    assembly.publish("listening", {})
     if assembly.rank == 0:
         assembly.receive_all("listening")
-        assembly.publish("start", "yes")
+        assembly.publish("start", {})
     assembly.receive("start", 0)
     links: dict[int, Link] = {}
     chosen = _chosen([member.host for member in assembly.members])
@@ -141,8 +142,8 @@ def _chosen(hosts: Sequence[str]) -> list[int]:
     return sorted({host: rank for rank, host in reversed(list(enumerate(hosts)))}.values())[:_MEASURED]
 
 
-def _read_links(text: str) -> dict[int, Link]:
-    return {int(other): Link(**link) for other, link in json.loads(text).items()}
+def _read_links(answer: Answer, size: int) -> dict[int, Link]:
+    return {int(other): Link.read(answer.part(other)) for other in answer.names(set(map(str, range(size))))}
 
 
 def _blocked(members: Sequence[Member], found: Sequence[dict[int, Link]]) -> list[str]:
@@ -160,8 +161,8 @@ def _blocked(members: Sequence[Member], found: Sequence[dict[int, Link]]) -> lis
     return problems
 
 
-def _sum(config: ClusterConfig, assembly: Assembly) -> str:
-    """What TensorFlow's all-reduce returns here, or why it does not, as JSON."""
+def _sum(config: ClusterConfig) -> dict:
+    """What TensorFlow's all-reduce returns here, or why it does not."""
     found: list[dict] = []
     started = threading.Event()
 
@@ -195,23 +196,22 @@ def _sum(config: ClusterConfig, assembly: Assembly) -> str:
         else f"TensorFlow was still starting after {_SUM_SECONDS:g} s (a slow file system? few cores?). Start the "
         "check once more, or leave the sum out by --no-tensorflow"
     )
-    return json.dumps(found[0] if found else {"problem": unfinished})
+    return found[0] if found else {"problem": unfinished}
 
 
 def _wrong_sums(assembly: Assembly) -> list[str]:
     expected = len(assembly.members) * (len(assembly.members) + 1) / 2
     problems, slowest = [], 0.0
-    for rank, text in enumerate(assembly.receive_all("sum", more=_SUM_SECONDS)):
-        found = json.loads(text)
+    for member, found in zip(assembly.members, assembly.receive_all("sum", more=_SUM_SECONDS), strict=True):
         if "problem" in found:
-            problems.append(f"TensorFlow's all-reduce failed in {assembly.members[rank].task}: {found['problem']}")
-        elif found["value"] != expected:
+            problems.append(f"TensorFlow's all-reduce failed in {member.task}: {found.text('problem', _LONGEST)}")
+        elif (value := found.real("value")) != expected:
             problems.append(
-                f"TensorFlow's all-reduce gave {found['value']:g} in {assembly.members[rank].task}. Expected: "
+                f"TensorFlow's all-reduce gave {value:g} in {member.task}. Expected: "
                 f"{expected:g}, the sum of 1 to {len(assembly.members)}"
             )
         else:
-            slowest = max(slowest, found["seconds"])
+            slowest = max(slowest, found.real("seconds"))
     if not problems:
         print(f"TensorFlow's all-reduce: the right sum everywhere; {slowest * 1e3:.1f} ms for 4 MiB", flush=True)
     return problems
