@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import pytest
 
@@ -20,16 +21,19 @@ def sums(transport: str) -> dict[str, list[str]]:
     import tfdist
     from tests.features.table import batches, mlp, rows
 
-    def of_train_step(strategy: tf.distribute.Strategy, build: object, data: object = None) -> list[str]:
+    def traced_step(strategy: tf.distribute.Strategy, build: object, data: object = None) -> object:
         with strategy.scope():
             model = build()
         model.make_train_function()
         traced = _closure(model.train_function, "multi_step_on_iterator")
         model.fit(batches(*rows()) if data is None else data, verbose=0, epochs=1)
         (function,) = traced._list_all_concrete_functions()
-        graph = function.graph.as_graph_def()
+        return function.graph.as_graph_def()
+
+    def of_train_step(*arguments: object) -> list[str]:
+        graph = traced_step(*arguments)
         nodes = [*graph.node, *(node for f in graph.library.function for node in f.node_def)]
-        return sorted(node.op for node in nodes if node.op.startswith(("Collective", "PyFunc")))
+        return sorted(node.op for node in nodes if _is_sum(node))
 
     plain = tfdist.MultiWorkerMirroredStrategy(transport=transport, start_timeout=60)
     found = {
@@ -40,6 +44,35 @@ def sums(transport: str) -> dict[str, list[str]]:
     }
     local = tfdist.MultiWorkerMirroredStrategy(batch_norm="local", transport=transport)
     found["local BatchNormalization"] = of_train_step(local, mlp(layers.BatchNormalization))
+    small = tfdist.MultiWorkerMirroredStrategy(bucket_bytes=15_000, transport=transport)
+    with small.scope():
+        deep = keras.Sequential([keras.Input((8,)), *(layers.Dense(60, name=f"dense{i}") for i in range(4))])
+        deep.compile("sgd", "mse")
+    data = tf.data.Dataset.from_tensors((tf.zeros([8, 8]), tf.zeros([8, 60])))
+    graph = traced_step(small, lambda: deep, data)
+    (step,) = [f.node_def for f in graph.library.function if any(map(_is_sum, f.node_def))]
+    gradients = {f"dense{i}": f"gradient_tape/sequential.*/dense{i}.*/MatMul" for i in range(4)}
+    found["buckets"] = [
+        " ".join(layer for layer, name in gradients.items() if any(re.match(name, node) for node in before))
+        for before in sorted((_before(node, step) for node in step if _is_sum(node)), key=len)
+    ]
+    return found
+
+
+def _is_sum(node: object) -> bool:
+    return node.op.startswith(("Collective", "PyFunc"))
+
+
+def _before(last: object, nodes: list) -> set[str]:
+    """The names of all that a node waits for."""
+    by_name = {node.name: node for node in nodes}
+    found: set[str] = set()
+    left = [last.name]
+    while left:
+        names = {one.lstrip("^").split(":")[0] for one in by_name[left.pop()].input} - found
+        names &= by_name.keys()
+        found |= names
+        left += names
     return found
 
 
@@ -68,3 +101,10 @@ def results(transport: str) -> list[dict[str, list[str]]]:
 def test_number_of_sums(model, expected, transport, operation):
     for rank, found in enumerate(results(transport)):
         assert found[model] == [operation] * expected, f"rank {rank}"
+
+
+@pytest.mark.parametrize("transport", ["direct", "tensorflow"])
+def test_the_first_bucket_is_sent_before_the_last_gradient_exists(transport):
+    for found in results(transport):
+        layers = "dense0 dense1 dense2 dense3".split()
+        assert found["buckets"] == [" ".join(layers[-n:]) for n in (1, 2, 3, 4)]

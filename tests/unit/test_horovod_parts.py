@@ -194,5 +194,7 @@ class TestBuild:
 
 
 def test_an_unknown_transport():
-    with pytest.raises(ValueError, match=r"Received: TFDIST_TRANSPORT='mpi'\. Expected one of auto, tensorflow, direct, horovod"):
+    with pytest.raises(
+        ValueError, match=r"Received: TFDIST_TRANSPORT='mpi'\. Expected one of auto, tensorflow, direct, horovod"
+    ):
         chosen_transport({"TFDIST_TRANSPORT": "mpi"})
