@@ -106,5 +106,5 @@ def test_number_of_sums(model, expected, transport, operation):
 @pytest.mark.parametrize("transport", ["direct", "tensorflow"])
 def test_the_first_bucket_is_sent_before_the_last_gradient_exists(transport):
     for found in results(transport):
-        layers = "dense0 dense1 dense2 dense3".split()
+        layers = ["dense0", "dense1", "dense2", "dense3"]
         assert found["buckets"] == [" ".join(layers[-n:]) for n in (1, 2, 3, 4)]

@@ -183,7 +183,7 @@ class TestData:
 
     def test_unknown_values(self, rank):
         found = data_results()[rank]
-        assert_error(found["compression"], "ValueError", "compression='fp8'", "Expected one of [None, 'bf16']")
+        assert_error(found["compression"], "ValueError", "compression='fp8'", "Expected one of [None, 'bf16', 'fp16']")
         assert_error(found["batch_norm"], "ValueError", "batch_norm='sync'", "Expected 'global'", "or 'local'")
 
 

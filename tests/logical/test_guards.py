@@ -199,7 +199,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("arguments", "words"),
         [
-            ({"compression": "fp8"}, ["Received: compression='fp8'", "Expected one of [None, 'bf16']"]),
+            ({"compression": "fp8"}, ["Received: compression='fp8'", "Expected one of [None, 'bf16', 'fp16']"]),
             ({"batch_norm": "sync"}, ["Received: batch_norm='sync'", "Expected 'global'", "'local'"]),
         ],
     )
@@ -272,9 +272,10 @@ class TestOptions:
             seen = train_and_observe(strategy, build, rows(96), batch_size=BATCH, epochs=1, **arguments)
         return {name.split(" (")[0]: value for name, value in seen.items()}
 
-    def test_bf16_is_within_its_bound_and_not_exact(self, mirrored):
+    @pytest.mark.parametrize(("compression", "precision"), [("bf16", 2.0**-8), ("fp16", 2.0**-11)])
+    def test_rounding_is_within_its_bound_and_not_exact(self, mirrored, compression, precision):
         """One step of plain SGD: the update is the gradient, rounded once a cast and once an addition."""
-        narrow = tfdist.MirroredStrategy(DEVICES, compression="bf16")
+        narrow = tfdist.MirroredStrategy(DEVICES, compression=compression)
         x, y = rows(BATCH)
 
         def update(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
@@ -289,7 +290,7 @@ class TestOptions:
         gaps = [np.abs(a - b) for a, b in zip(exact, rounded, strict=True)]
         assert max(gap.max() for gap in gaps) > 1e-6, "nothing was rounded"
         # Parts of opposite signs cancel: the bound is relative to the parts, which are no larger than the largest.
-        bound = 3 * 2.0**-8 * max(np.abs(a).max() for a in exact)
+        bound = 3 * precision * max(np.abs(a).max() for a in exact)
         assert max(gap.max() for gap in gaps) <= bound
 
     @pytest.mark.exhaustive

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tfdist.runtime.direct import mesh
 from tfdist.runtime.direct.exchange import Exchange
@@ -113,6 +114,22 @@ def test_dtypes(job, dtype: str) -> None:
         for one in found:
             assert one.dtype == dtype
             np.testing.assert_array_equal(one, np.full(length, 6, dtype))
+
+
+@pytest.mark.parametrize("machines", ["aa", "ab", "aab", "abc", "aabbc"])
+@pytest.mark.parametrize("narrow", [tf.bfloat16.as_numpy_dtype, np.float16])
+def test_rounding_between_hosts(job, machines: str, narrow: type) -> None:
+    size, precision = len(machines), {np.float16: 2.0**-11}.get(narrow, 2.0**-8)
+    given = [np.random.default_rng(rank).standard_normal(70_001).astype("f") for rank in range(size)]
+    found = on_all(job(machines), lambda rank, one: one.all_reduce([given[rank]], np.dtype(narrow)))
+    expected = np.sum(given, 0, dtype="d")
+    most = precision * np.sum(np.abs(given), 0) * size
+    assert np.all(np.abs(found[0] - expected) <= most)
+    is_exact = np.max(np.abs(found[0] - expected)) < 1e-5
+    assert is_exact == (len(set(machines)) == 1)
+    for one in found:
+        assert one.dtype == "float32"
+        np.testing.assert_array_equal(one, found[0])
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (0, 3), (4, 5, 6), (100, 700)])

@@ -80,7 +80,7 @@ EVIDENCE = {
         f"{MISTAKES}::test_shards_of_the_users_own",
     ],
     "`activity_regularizer`": ["activity_regularizer"],
-    '`compression="bf16"`': [f"{GUARDS}::test_bf16_is_within_its_bound_and_not_exact"],
+    '`compression="bf16"`, `"fp16"`': [f"{GUARDS}::test_rounding_is_within_its_bound_and_not_exact"],
     '`batch_norm="local"`': [f"{GUARDS}::test_local_batch_norm"],
     '`mode="sync"`': [
         f"{EQUALITY}::test_synchronous",

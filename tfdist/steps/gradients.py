@@ -27,7 +27,7 @@ ALIGNMENT = 64
 BUCKET_BYTES = 25 << 20
 _FIRST_BYTES = 1 << 20
 
-WIRE_DTYPES = {None: None, "bf16": tf.bfloat16}
+WIRE_DTYPES = {None: None, "bf16": tf.bfloat16, "fp16": tf.float16}
 
 
 @dataclasses.dataclass(frozen=True)

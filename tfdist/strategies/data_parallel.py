@@ -48,8 +48,8 @@ class DataParallel:
     ) -> None:
         if compression not in WIRE_DTYPES:
             raise ValueError(
-                f"Unknown compression. Received: compression={compression!r}. "
-                f"Expected one of {list(WIRE_DTYPES)}: None sends gradients as they are, 'bf16' casts them to bfloat16."
+                f"Unknown compression. Received: compression={compression!r}. Expected one of {list(WIRE_DTYPES)}: "
+                "None sends gradients as they are, 'bf16' casts them to bfloat16, 'fp16' to float16."
             )
         if batch_norm not in BATCH_NORM_MODES:
             raise ValueError(

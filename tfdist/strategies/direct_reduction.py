@@ -11,6 +11,7 @@ other in any order, so each sum reads a variable that the one before has written
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,8 +22,10 @@ from tfdist.compat.upstream import cross_device_ops, distribute_utils, values
 from tfdist.runtime.direct.exchange import Exchange
 from tfdist.runtime.direct.links import ExchangeError
 
-# What NumPy adds up; all else goes TensorFlow's way.
-_DTYPES = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
+# What NumPy adds up, and what it does slowly: that is added up as float32, and rounded where it leaves the host. All
+# else goes TensorFlow's way.
+_ADDED = (tf.float32, tf.float64, tf.int32, tf.int64)
+_NARROW = (tf.bfloat16, tf.float16)
 
 
 class DirectReduction(cross_device_ops.CollectiveAllReduce):
@@ -63,9 +66,13 @@ class DirectReduction(cross_device_ops.CollectiveAllReduce):
 
     def _sum(self, reduce_op: Any, replicas: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         dtype = replicas[0].dtype
+        is_narrow = dtype in _NARROW
         with tf.device("CPU:0"):
-            total, number = tf.numpy_function(self._add_up, [self._token.read_value(), *replicas], [dtype, tf.int64])
+            parts = [tf.cast(part, tf.float32) for part in replicas] if is_narrow else list(replicas)
+            add_up = functools.partial(self._add_up, dtype.as_numpy_dtype if is_narrow else None)
+            total, number = tf.numpy_function(add_up, [self._token.read_value(), *parts], [parts[0].dtype, tf.int64])
             self._token.assign(number)
+            total = tf.cast(total, dtype)
         total.set_shape(replicas[0].shape)
         results = []
         for device in self._devices:
@@ -74,12 +81,13 @@ class DirectReduction(cross_device_ops.CollectiveAllReduce):
                 results.append(total / self._group_size if mean else tf.identity(total))
         return results
 
-    def _add_up(self, number: np.ndarray, *replicas: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _add_up(self, narrow: type | None, number: np.ndarray, *parts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        dtype = None if narrow is None else np.dtype(narrow)
         try:
-            return self._exchange.all_reduce([np.asarray(one) for one in replicas]), number + 1
+            return self._exchange.all_reduce([np.asarray(part) for part in parts], dtype), number + 1
         except ExchangeError as error:
             raise tf.errors.UnavailableError(None, None, f"Collective sum of the replicas: {error}") from None
 
 
 def _is_dense(value: Any) -> bool:
-    return not isinstance(value, tf.IndexedSlices) and value.dtype in _DTYPES
+    return not isinstance(value, tf.IndexedSlices) and value.dtype in (*_ADDED, *_NARROW)

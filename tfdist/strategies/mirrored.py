@@ -44,7 +44,7 @@ class MirroredStrategy(DataParallel, tf.distribute.MirroredStrategy):
         devices: device strings such as `["GPU:0", "GPU:1"]`; by default all GPUs, or all logical CPUs without GPUs.
         cross_device_ops: as in `tf.distribute.MirroredStrategy`.
         compression: `None`, or `"bf16"` to cast gradients to bfloat16 for the all-reduce: half the bytes, and a
-            relative error of up to 2**-8 in each partial sum.
+            relative error of up to 2**-8 in each partial sum. `"fp16"`: float16, 2**-11, and infinity above 65504.
         bucket_bytes: how many bytes of gradients are sent together, at most; those of the last layers are on their way
             while the others are still computed. `None` sends all at once.
         batch_norm: `"global"` (BatchNormalization uses the statistics of the global batch, as one process does; two

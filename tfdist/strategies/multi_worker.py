@@ -78,7 +78,7 @@ class MultiWorkerMirroredStrategy(JobMember, tf.distribute.MultiWorkerMirroredSt
         communication_options: as in `tf.distribute.MultiWorkerMirroredStrategy`; by default NCCL for GPUs.
         cluster: the cluster and this process' place in it; by default what `tfdist.discover()` finds.
         compression: `None`, or `"bf16"` to cast gradients to bfloat16 for the all-reduce: half the bytes, and a
-            relative error of up to 2**-8 in each partial sum.
+            relative error of up to 2**-8 in each partial sum. `"fp16"`: float16, 2**-11, and infinity above 65504.
         bucket_bytes: how many bytes of gradients are sent together, at most; those of the last layers are on their way
             while the others are still computed. `None` sends all at once.
         batch_norm: `"global"` (BatchNormalization uses the statistics of the global batch, as one process does; two

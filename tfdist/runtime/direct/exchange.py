@@ -83,11 +83,12 @@ class Exchange:
         self._number = 0
         self._failure = ""
 
-    def all_reduce(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+    def all_reduce(self, parts: Sequence[np.ndarray], narrow: np.dtype | None = None) -> np.ndarray:
         """The sum over all parts of all processes.
 
         Args:
             parts: of this process' replicas, of one shape and dtype, which are the same on all processes.
+            narrow: to which large arrays are rounded whenever they go to another host; `None` sends them as they are.
 
         Returns:
             An array of that shape and dtype, which belongs to the caller.
@@ -99,7 +100,7 @@ class Exchange:
             if self._failure:
                 raise ExchangeError(self._failure)
             try:
-                return self._sum(parts)
+                return self._sum(parts, narrow)
             except ExchangeError as error:
                 self._fail(str(error))
                 raise
@@ -116,7 +117,7 @@ class Exchange:
             link.send_failure(text)
         self.close()
 
-    def _sum(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+    def _sum(self, parts: Sequence[np.ndarray], narrow: np.dtype | None) -> np.ndarray:
         shape, dtype = parts[0].shape, parts[0].dtype
         own = [np.ascontiguousarray(part).reshape(-1) for part in parts]
         result = self._results.take(own[0].size, dtype)
@@ -132,7 +133,7 @@ class Exchange:
             length = SEGMENT // dtype.itemsize
             for begin in range(0, result.size, length):
                 piece = slice(begin, begin + length)
-                self._through_memory(own[0][piece], result[piece], kind)
+                self._through_memory(own[0][piece], result[piece], kind, narrow)
         return result.reshape(shape)
 
     def _header(self, size: int, kind: int) -> Header:
@@ -158,12 +159,12 @@ class Exchange:
 
     # What is large
 
-    def _through_memory(self, own: np.ndarray, result: np.ndarray, kind: int) -> None:
+    def _through_memory(self, own: np.ndarray, result: np.ndarray, kind: int, narrow: np.dtype | None) -> None:
         to, header = self._to, self._header(own.nbytes, kind)
         if to.memory is None:
             if result is not own:
                 np.copyto(result, own)
-            self._ring(result, header)
+            self._ring(result, header, narrow)
             return
         bounds = bounds_of(own.size, to.size, own.itemsize)
         mine = bounds[to.place]
@@ -177,7 +178,7 @@ class Exchange:
         np.add(addends[0][mine], addends[1][mine], out=total[mine])
         for one in addends[2:]:
             np.add(total[mine], one[mine], out=total[mine])
-        self._meet(header, lambda: self._ring(total, header))
+        self._meet(header, lambda: self._ring(total, header, narrow))
         np.copyto(result, total)
 
     def _meet(self, header: Header, in_between: Callable[[], object] | None = None) -> None:
@@ -194,7 +195,7 @@ class Exchange:
         for link in to.members:
             link.send_header(header)
 
-    def _ring(self, values: np.ndarray, header: Header) -> None:
+    def _ring(self, values: np.ndarray, header: Header, narrow: np.dtype | None) -> None:
         """Adds up what the first processes of all hosts have."""
         to = self._to
         if to.next is None:
@@ -204,15 +205,26 @@ class Exchange:
         hosts = to.number_of_hosts
         bounds = bounds_of(values.size, hosts, values.itemsize)
         longest = max(part.stop - part.start for part in bounds)
-        received = self._results.take(longest, values.dtype)
+        received = self._results.take(longest, narrow or values.dtype)
         for step in range(hosts - 1):
             sent, part = bounds[(to.host - step) % hosts], bounds[(to.host - step - 1) % hosts]
             incoming = received[: part.stop - part.start]
-            transfer(to.next, _bytes(values[sent]), to.previous, _bytes(incoming))
-            np.add(incoming, values[part], out=values[part])
+            transfer(to.next, _bytes(_rounded(values[sent], narrow)), to.previous, _bytes(incoming))
+            np.add(incoming, values[part], out=values[part], dtype=values.dtype)
+        # Its own part is rounded here as it is on all other hosts: all have the same bits.
+        own = values[bounds[(to.host + 1) % hosts]]
+        outgoing = _rounded(own, narrow)
+        own[:] = outgoing
         for step in range(hosts - 1):
-            sent, part = bounds[(to.host + 1 - step) % hosts], bounds[(to.host - step) % hosts]
-            transfer(to.next, _bytes(values[sent]), to.previous, _bytes(values[part]))
+            part = bounds[(to.host - step) % hosts]
+            incoming = received[: part.stop - part.start] if narrow else values[part]
+            transfer(to.next, _bytes(outgoing), to.previous, _bytes(incoming))
+            outgoing = incoming.copy() if narrow else incoming
+            values[part] = incoming
+
+
+def _rounded(values: np.ndarray, narrow: np.dtype | None) -> np.ndarray:
+    return values if narrow is None else values.astype(narrow)
 
 
 def _ask(link: Link, values: np.ndarray, header: Header) -> None:
