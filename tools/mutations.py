@@ -66,6 +66,28 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        name="sums in shared memory",
+        effect="each process adds up its own numbers only",
+        file="tfdist/runtime/direct/exchange.py",
+        old="np.add(addends[0][mine], addends[1][mine], out=total[mine])",
+        new="np.add(own[mine], own[mine], out=total[mine])",
+        tests=(
+            "tests/unit/test_direct_exchange.py::test_sums[aa]",
+            "tests/cluster/test_direct.py::test_equals_one_process[as it is]",
+        ),
+    ),
+    Mutation(
+        name="order of buckets",
+        effect="the first bucket waits for the last gradient",
+        file="tfdist/steps/gradients.py",
+        old="for i in reversed(indices):",
+        new="for i in indices:",
+        tests=(
+            "tests/unit/test_buckets.py::test_buckets_begin_with_the_last",
+            "tests/cluster/test_communication.py::test_the_first_bucket_is_sent_before_the_last_gradient_exists",
+        ),
+    ),
+    Mutation(
         name="seeds of replicas",
         effect="Dropout draws the same masks on every process",
         file="tfdist/steps/step_overrides.py",
