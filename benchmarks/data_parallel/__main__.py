@@ -86,7 +86,6 @@ def _name(this: Trial) -> str:
     parts = [workload.model, this.peer, f"{workload.processes} process{'es' if workload.processes > 1 else ''}"]
     parts += [f"steps_per_execution={workload.steps_per_execution}"] if workload.steps_per_execution > 1 else []
     parts += [workload.transport] if workload.transport != "tensorflow" else []
-    parts += [f"bucket_bytes={workload.bucket_bytes}"] if workload.bucket_bytes else []
     return " ".join([*parts, *([workload.compression] if workload.compression else [])])
 
 

@@ -17,9 +17,7 @@ def main(text: str, path: str) -> None:
     workload = Workload.from_json(text)
     strategy = None
     if workload.processes > 1:
-        options = {name: getattr(workload, name) for name in ("compression", "bucket_bytes")}
-        # Under --transport horovod it is a HorovodStrategy, which has more options.
-        strategy = tfdist.MultiWorkerMirroredStrategy(**{name: v for name, v in options.items() if v is not None})
+        strategy = tfdist.MultiWorkerMirroredStrategy(compression=workload.compression)
         if strategy.num_replicas_in_sync != workload.processes:
             raise SystemExit(
                 f"{strategy.num_replicas_in_sync} replicas; expected {workload.processes}. Start by `tfdist run`."

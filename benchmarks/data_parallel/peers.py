@@ -32,14 +32,10 @@ PEERS = {
 
 # What tfdist is measured with besides its defaults: title of the line and settings of its trials.
 VARIANTS: dict[str, tuple[str, dict]] = {
-    "bf16": ('tfdist, compression="bf16"', {"compression": "bf16"}),
     "spe10": ("tfdist, steps_per_execution=10", {"steps_per_execution": 10}),
+    "tensorflow": ("tfdist, --transport tensorflow", {"transport": "tensorflow"}),
+    "bf16": ('the same, compression="bf16"', {"transport": "tensorflow", "compression": "bf16"}),
     "horovod": ("tfdist, --transport horovod", {"transport": "horovod"}),
-    "horovod-fp16": ("tfdist, HorovodStrategy(compression='fp16')", {"transport": "horovod", "compression": "fp16"}),
-    "horovod-buckets": (
-        "tfdist, HorovodStrategy(bucket_bytes=2**21)",
-        {"transport": "horovod", "bucket_bytes": 2**21},
-    ),
 }
 
 

@@ -22,7 +22,6 @@ class Workload:
         steps_per_execution: steps that Keras runs in one call.
         transport: option of `tfdist run`.
         compression: option of the strategy.
-        bucket_bytes: option of `tfdist.HorovodStrategy`.
 
     Raises:
         ValueError: if the model is not known, a number is too low, or a window would begin or end inside of a call.
@@ -35,9 +34,8 @@ class Workload:
     windows: int = 5
     steps: int = 40
     steps_per_execution: int = 1
-    transport: str = "tensorflow"
+    transport: str = "auto"
     compression: str | None = None
-    bucket_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if self.model not in MODELS:
@@ -54,8 +52,7 @@ class Workload:
 
     def in_one_process(self) -> Workload:
         """The same training where nothing is communicated."""
-        alone = {"transport": "tensorflow", "compression": None, "bucket_bytes": None}
-        return dataclasses.replace(self, processes=1, **alone)
+        return dataclasses.replace(self, processes=1, transport="auto", compression=None)
 
     @property
     def is_default(self) -> bool:
