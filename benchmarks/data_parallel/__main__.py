@@ -85,7 +85,7 @@ def _name(this: Trial) -> str:
     workload = this.workload
     parts = [workload.model, this.peer, f"{workload.processes} process{'es' if workload.processes > 1 else ''}"]
     parts += [f"steps_per_execution={workload.steps_per_execution}"] if workload.steps_per_execution > 1 else []
-    parts += [workload.transport] if workload.transport != "tensorflow" else []
+    parts += [workload.transport] if workload.transport != "auto" else []
     return " ".join([*parts, *([workload.compression] if workload.compression else [])])
 
 
