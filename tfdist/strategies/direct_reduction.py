@@ -39,8 +39,7 @@ class DirectReduction(cross_device_ops.CollectiveAllReduce):
     def __init__(self, exchange: Exchange, original: cross_device_ops.CollectiveAllReduce) -> None:
         super().__init__(original._devices, original._group_size, original._options, original._collective_keys)
         self._exchange = exchange
-        with tf.init_scope(), tf.device("CPU:0"):
-            self._token = tf.Variable(0, dtype=tf.int64, trainable=False)
+        self._token = _token_of(exchange)
 
     def _all_reduce(self, reduce_op: Any, value: Any, replica_id: int, options: Any) -> Any:
         # Of one replica by itself, which several of one process could not make without waiting for each other.
@@ -87,6 +86,13 @@ class DirectReduction(cross_device_ops.CollectiveAllReduce):
             return self._exchange.all_reduce([np.asarray(part) for part in parts], dtype), number + 1
         except ExchangeError as error:
             raise tf.errors.UnavailableError(None, None, f"Collective sum of the replicas: {error}") from None
+
+
+@functools.cache
+def _token_of(exchange: Exchange) -> tf.Variable:
+    """One for all that use an exchange: sums of devices and of hosts may be in the same graph."""
+    with tf.init_scope(), tf.device("CPU:0"):
+        return tf.Variable(0, dtype=tf.int64, trainable=False)
 
 
 def _is_dense(value: Any) -> bool:
