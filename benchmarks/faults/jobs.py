@@ -21,6 +21,7 @@ from tfdist.launch.failure import exit_code
 from tfdist.launch.guardian import Guardian
 from tfdist.launch.operating_system import SignalInbox, spawn
 from tfdist.supervision.events import of_kind
+from tfdist.supervision.exit_codes import REFUSED
 
 ROOT = Path(__file__).parents[2]
 _PROGRAM = str(Path(__file__).with_name("training.py"))
@@ -66,6 +67,9 @@ class Job(Protocol):
     def code(self) -> int | None:
         """The exit code once all has ended."""
 
+    def refuses(self) -> bool:
+        """Whether it has said that it would fail again; then nobody starts it again."""
+
     def close(self) -> None:
         """Ends all of it."""
 
@@ -109,7 +113,7 @@ class UnderRun:
         self.trial.terminate()
 
     def tend(self) -> None:
-        if self.trial.code not in (None, 0):
+        if self.trial.code not in (None, 0, REFUSED):
             self._ended.append(time.monotonic())
             self.trial.__exit__()
             time.sleep(_PAUSE)
@@ -127,6 +131,9 @@ class UnderRun:
 
     def code(self) -> int | None:
         return self.trial.code
+
+    def refuses(self) -> bool:
+        return self.trial.code == REFUSED
 
     def close(self) -> None:
         self.trial.__exit__()
@@ -189,7 +196,7 @@ class Plain:
 
     def tend(self) -> None:
         for rank, process in enumerate(self._processes):
-            if process.poll() in (None, 0):
+            if process.poll() in (None, 0, REFUSED):
                 continue
             if rank not in self._due:
                 self._ended.append((time.monotonic(), process.pid, rank))
@@ -214,6 +221,9 @@ class Plain:
     def code(self) -> int | None:
         codes = [process.poll() for process in self._processes]
         return None if None in codes else exit_code(max(codes, key=abs))
+
+    def refuses(self) -> bool:
+        return any(process.poll() == REFUSED for process in self._processes)
 
     def close(self) -> None:
         for process in self._processes:

@@ -20,6 +20,7 @@ from tfdist.launch.drill.comparison import compare
 from tfdist.launch.drill.trial import Interrupted, TrialError
 from tfdist.launch.guardian import Guardian
 from tfdist.launch.operating_system import SignalInbox
+from tfdist.supervision.exit_codes import REFUSED
 
 _STEPS = 16 * SAVE_EVERY
 # Two backups, and half of the steps to the next one.
@@ -27,6 +28,7 @@ _STRIKE_AT = 3 * SAVE_EVERY + SAVE_EVERY // 2
 _TICK = 0.02
 _END = 120.0
 NEVER = "not within {:.0f} s"
+REFUSAL = f"refused (exit code {REFUSED})"
 
 
 class Machine:
@@ -90,13 +92,15 @@ class Machine:
 
             def again(struck: float = struck, found: list = found) -> bool:
                 found.append(recovery(job.log.read(), struck, job.ranks))
-                return found[-1] is not None
+                return found[-1] is not None or job.refuses()
 
             try:
                 self._until(again, self._deadline, job)
             finally:
                 detected = job.detected(struck)
                 record["detected"].append(None if detected is None else round(detected - struck, 2))
+            if found[-1] is None:
+                raise TrialError(REFUSAL)
             record["again"].append(round(found[-1].seconds, 2))
             record["redone"].append(found[-1].redone)
             strike_at = _step(job) // SAVE_EVERY * SAVE_EVERY + 2 * SAVE_EVERY + SAVE_EVERY // 2
