@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import keras
@@ -13,8 +14,13 @@ import tensorflow as tf
 import tfdist
 from tfdist.checkpoint.store import CheckpointStore
 
-ROWS = tf.data.Dataset.from_tensor_slices((np.ones((10, 3), "f"), np.ones((10, 1), "f"))).batch(2)
-OF_UNKNOWN_SIZE = ROWS.filter(lambda x, y: True)
+
+def rows() -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices((np.ones((10, 3), "f"), np.ones((10, 1), "f"))).batch(2)
+
+
+def of_unknown_size() -> tf.data.Dataset:
+    return rows().filter(lambda x, y: True)
 
 
 class Stop(keras.callbacks.Callback):
@@ -36,15 +42,15 @@ class Stop(keras.callbacks.Callback):
 @pytest.mark.parametrize(
     ("data", "execution", "stop", "expected"),
     [
-        (ROWS, 1, [], 15),
-        (ROWS, 1, [Stop(batch=0)], 1),
-        (ROWS, 1, [Stop(batch=2)], 3),
-        (ROWS, 1, [Stop(batch=4)], 5),
-        (ROWS, 2, [Stop(batch=3)], 4),
-        (ROWS, 1, [Stop(epoch=1)], 10),
-        (OF_UNKNOWN_SIZE, 1, [], 15),
-        (OF_UNKNOWN_SIZE, 1, [Stop(batch=2)], 3),
-        (OF_UNKNOWN_SIZE, 1, [Stop(epoch=1)], 10),
+        (rows, 1, [], 15),
+        (rows, 1, [Stop(batch=0)], 1),
+        (rows, 1, [Stop(batch=2)], 3),
+        (rows, 1, [Stop(batch=4)], 5),
+        (rows, 2, [Stop(batch=3)], 4),
+        (rows, 1, [Stop(epoch=1)], 10),
+        (of_unknown_size, 1, [], 15),
+        (of_unknown_size, 1, [Stop(batch=2)], 3),
+        (of_unknown_size, 1, [Stop(epoch=1)], 10),
     ],
     ids=[
         "all",
@@ -59,12 +65,16 @@ class Stop(keras.callbacks.Callback):
     ],
 )
 def test_every_step_is_counted_once(
-    data: tf.data.Dataset, execution: int, stop: list[keras.callbacks.Callback], expected: int, tmp_path: Path
+    data: Callable[[], tf.data.Dataset],
+    execution: int,
+    stop: list[keras.callbacks.Callback],
+    expected: int,
+    tmp_path: Path,
 ) -> None:
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse", steps_per_execution=execution)
     backup = tfdist.callbacks.BackupAndRestore(tmp_path / "backup", delete_checkpoint=False)
-    model.fit(data, epochs=3, callbacks=[backup, *stop], verbose=0)
+    model.fit(data(), epochs=3, callbacks=[backup, *stop], verbose=0)
     newest = CheckpointStore(os.fspath(tmp_path / "backup")).newest()
     assert newest.meta["done"]
     assert newest.meta["total"] == expected
