@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.runtime.direct import mesh
+from tfdist.runtime.direct import host_memory, mesh
 from tfdist.runtime.direct.exchange import Exchange
 from tfdist.runtime.direct.host_memory import SEGMENT, bounds_of
 from tfdist.runtime.direct.links import ExchangeError
@@ -105,6 +105,18 @@ def test_sums(job, machines: str) -> None:
         np.testing.assert_allclose(found[0], np.sum(given, 0, dtype="d"), rtol=1e-5, atol=1e-5)
         for other in found[1:]:
             np.testing.assert_array_equal(found[0], other)  # bit by bit
+
+
+@pytest.mark.parametrize("who", ["first", "other"])
+def test_without_shared_memory(job, monkeypatch: pytest.MonkeyPatch, who: str) -> None:
+    def fail(*args: Any) -> None:
+        raise OSError(27, "File too large")
+
+    monkeypatch.setattr(*((host_memory.os, "ftruncate") if who == "first" else (host_memory.os, "readlink")), fail)
+    exchanges = job("aab")
+    assert [exchange._to.number_of_hosts for exchange in exchanges] == [3, 3, 3]
+    for one in on_all(exchanges, lambda rank, exchange: exchange.all_reduce([np.full(50_000, rank + 1.0)])):
+        np.testing.assert_array_equal(one, 6.0)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int32", "int64"])

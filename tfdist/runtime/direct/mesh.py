@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import secrets
@@ -122,22 +123,21 @@ class _Meeting:
         rank = self._peers.rank
         ranks = next(ranks for ranks in hosts if rank in ranks)
         if len(ranks) > 1 and rank == ranks[0]:
-            self._memory = HostMemory(len(ranks))
+            # There may be none: `ulimit -f` limits it as it does files.
+            with contextlib.suppress(OSError):
+                self._memory = HostMemory(len(ranks))
         paths = self._peers.gather("exchange memory", self._memory.path if self._memory else None, _PURPOSE)
-        sees = True
-        if rank != ranks[0]:
-            try:
-                self._memory = HostMemory(len(ranks), paths[ranks[0]])
-            except OSError:
-                sees = False
-        all_see = self._peers.gather("exchange memory seen", sees, _PURPOSE)
+        path = paths[ranks[0]]
+        if rank != ranks[0] and path is not None:
+            with contextlib.suppress(OSError):
+                self._memory = HostMemory(len(ranks), path)
+        all_see = self._peers.gather("exchange memory seen", self._memory is not None, _PURPOSE)
         if not all(all_see[one] for one in ranks):
             self._memory = None
-        shared = [ranks if all(all_see[one] for one in ranks) else [[one] for one in ranks] for ranks in hosts]
-        flat: list[list[int]] = []
-        for one in shared:
-            flat += [one] if isinstance(one[0], int) else one
-        return flat
+        found: list[list[int]] = []
+        for ranks in hosts:
+            found += [ranks] if all(all_see[one] for one in ranks) else [[one] for one in ranks]
+        return found
 
     def _call(self, rank: int, role: str) -> Link:
         """Connects to another process."""

@@ -29,7 +29,7 @@ def check_arguments(
         ValueError: for what cannot be used.
 
     Example:
-        >>> check_arguments(None, [0, 0])
+        >>> check_arguments(None, [0, 0])  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ValueError: Received: process_set=[0, 0], in which 0 stands 2 times. Expected: the ranks of the group as a ...
     """
