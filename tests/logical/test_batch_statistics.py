@@ -120,3 +120,17 @@ def test_what_layers_add_to_the_loss_before_replicas_exchange_something(mirrored
 
     x = np.random.default_rng(0).normal(size=(25, 8)).astype("float32")
     assert max(assert_transparent(mirrored, build, (x, x), batch_size=8, epochs=2).values()) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mean", "tolerance"), [("float32", 1e3, 1e-4), ("float64", 1e3, 1e-12), ("float64", 1e8, 1e-7)]
+)
+def test_data_far_from_zero(mirrored, dtype, mean, tolerance):
+    x = np.random.default_rng(1).standard_normal((24, 3)).astype(dtype) + np.asarray(mean, dtype)
+    with mirrored.scope():
+        layer = keras.layers.BatchNormalization(momentum=0.0, dtype=dtype)
+        model = keras.Sequential([keras.Input((3,), dtype=dtype), layer])
+        model.compile(keras.optimizers.SGD(0.0), "mse")
+    # Not arrays: Keras would make them float32.
+    model.fit(tf.data.Dataset.from_tensors((x, np.zeros_like(x))), shuffle=False, verbose=0)
+    np.testing.assert_allclose(layer.moving_variance, np.var(x, 0, dtype="float64"), rtol=tolerance)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import tfdist
+from tfdist.arguments import check_bucket_bytes
 from tfdist.strategies.horovod.validation import check_arguments
 
 
@@ -38,7 +39,8 @@ def test_wrong_arguments(arguments, text):
 
 
 def test_what_numpy_counts_with_is_a_number():
-    check_arguments("fp16", np.int64(4), np.arange(2), start_timeout=np.float32(0.5))
+    check_arguments("fp16", np.arange(2), start_timeout=np.float32(0.5))
+    check_bucket_bytes(np.int64(4))
 
 
 @pytest.mark.parametrize(("ranks", "missing"), [([0, 1], "1"), ([1, 3], "1, 3")])

@@ -6,6 +6,7 @@ import re
 import socket
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,11 +15,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.runtime.direct import host_memory, mesh
+from tfdist.runtime.direct import mesh
 from tfdist.runtime.direct.exchange import Exchange
 from tfdist.runtime.direct.host_memory import SEGMENT, bounds_of
 from tfdist.runtime.direct.links import ExchangeError
 from tfdist.runtime.direct.result_memory import ResultMemory
+from tfdist.supervision import anonymous_memory
 
 SECONDS = 20.0
 
@@ -107,12 +109,59 @@ def test_sums(job, machines: str) -> None:
             np.testing.assert_array_equal(found[0], other)  # bit by bit
 
 
+def test_replicas_of_other_shapes_are_refused_on_all(job) -> None:
+    def call(rank: int, exchange: Exchange) -> np.ndarray:
+        return exchange.all_reduce([np.ones(3), np.ones(1 if rank else 3)])
+
+    found = on_all(job("aa"), call)
+    assert all(isinstance(error, ExchangeError) for error in found), found
+    assert "Expected: the same of each" in str(found[1])
+
+
+@pytest.mark.parametrize("length", [4, 40_000])
+def test_what_else_goes_wrong_is_told_to_the_others(job, monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+    exchanges = job("aab")
+
+    def fail(*args: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(exchanges[0], "_header", fail)
+
+    def call(rank: int, exchange: Exchange) -> Any:
+        try:
+            return exchange.all_reduce([np.ones(length)])
+        except MemoryError as error:
+            return error
+
+    first, *others = on_all(exchanges, call)
+    assert isinstance(first, MemoryError)
+    assert [str(error) for error in others] == ["MemoryError", "MemoryError"] or length > 4
+    assert all(isinstance(error, ExchangeError) for error in others)
+    again = on_all(exchanges[:1], call)
+    assert str(again) == "[ExchangeError('MemoryError')]"
+
+
+def test_infinities_are_no_warnings(job) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = on_all(job("ab"), lambda rank, one: one.all_reduce([np.full(9000, 1e5, "f")], np.dtype("float16")))
+    assert all(np.all(np.isinf(one)) for one in found)
+
+
+def test_nobody_can_join_later(job) -> None:
+    exchanges = job("aab")
+    for exchange in exchanges:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", exchange._meeting._listener.port), 1.0)
+    on_all(exchanges, lambda rank, exchange: exchange.all_reduce([np.ones(3)]))
+
+
 @pytest.mark.parametrize("who", ["first", "other"])
 def test_without_shared_memory(job, monkeypatch: pytest.MonkeyPatch, who: str) -> None:
     def fail(*args: Any) -> None:
         raise OSError(27, "File too large")
 
-    monkeypatch.setattr(*((host_memory.os, "ftruncate") if who == "first" else (host_memory.os, "readlink")), fail)
+    monkeypatch.setattr(anonymous_memory, "make" if who == "first" else "attach", fail)
     exchanges = job("aab")
     assert [exchange._to.number_of_hosts for exchange in exchanges] == [3, 3, 3]
     for one in on_all(exchanges, lambda rank, exchange: exchange.all_reduce([np.full(50_000, rank + 1.0)])):

@@ -18,11 +18,13 @@ from tfdist.cluster.barrier.messages import named
 from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.errors import ClusterError
 from tfdist.cluster.membership import own_share
+from tfdist.cluster.variables import chosen_transport
 from tfdist.compat.upstream import context
 from tfdist.compat.upstream import framework_config as config
 from tfdist.runtime.chief_io import ChiefIO
 from tfdist.runtime.coordination_store import CoordinationStore
 from tfdist.runtime.direct.exchange import Exchange
+from tfdist.runtime.direct.links import ExchangeError
 from tfdist.runtime.direct.mesh import connect
 from tfdist.runtime.direct.sentinel import Sentinel
 from tfdist.runtime.lost_peers import GONE, name_lost_peers, state_of
@@ -54,6 +56,7 @@ class Job:
     seed_is_given: bool
     warned_without_scope: bool = False
     _exchange: Exchange | None = None
+    _no_exchange: str = ""
 
     def exchange(self, seconds: float) -> Exchange:
         """Sums over the processes that need no TensorFlow server; all processes ask for it at the same point.
@@ -64,10 +67,16 @@ class Job:
         Raises:
             ExchangeError: if a process cannot be reached.
         """
+        if self._no_exchange:
+            raise ExchangeError(self._no_exchange)
         if self._exchange is None:
             place = self.cluster.jobs[self.cluster.task_type][self.cluster.task_index]
             host = sockets.split_address(place)[0]
-            self._exchange = connect(self.peers, host, seconds, Sentinel(self.peers.rank).problem)
+            try:
+                self._exchange = connect(self.peers, host, seconds, Sentinel(self.peers.rank).problem)
+            except ExchangeError as error:
+                self._no_exchange = str(error)
+                raise
         return self._exchange
 
     def leave(self) -> None:
@@ -162,6 +171,7 @@ def introduction() -> dict:
     return {
         "same.tensorflow": tf.__version__,
         "same.keras": keras.__version__,
+        "same.transport": chosen_transport(os.environ),
         "same.use of deterministic operations": config.is_op_determinism_enabled(),
         "seed": random.SystemRandom().randrange(2**31) if seed is None else seed,
         "seed is given": seed is not None,

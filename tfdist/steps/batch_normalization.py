@@ -1,9 +1,10 @@
 """Batch statistics of the global batch for `keras.layers.BatchNormalization`, in one collective a layer and direction.
 
 Keras' own `synchronized=True` sends three, ignores masks, and computes `E[x^2] - E[x]^2`, which cancels for data far
-from zero. Here every replica computes the mean and the squared differences from it of its own rows; only what has to be
-added up over the replicas is a difference of squares, in float64: as in Chan, Golub and LeVeque, "Algorithms for
-computing the sample variance" (1983), with three numbers a channel, however many replicas there are.
+from zero. Here every replica computes mean and squared differences of its own rows, and three numbers a channel are
+added up in float64, however many replicas there are: there, the difference of squares is exact enough for float32. For
+float64 the means are added up first, and then the squared differences from the global mean, as in Chan, Golub and
+LeVeque, "Algorithms for computing the sample variance" (1983).
 """
 
 from __future__ import annotations
@@ -97,12 +98,17 @@ def _kept(values: tf.Tensor, keep: tf.Tensor | None) -> tf.Tensor:
 
 def _combined(count: tf.Tensor, mean: tf.Tensor, squares: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """Mean and variance of the rows of all replicas, and how many there are, for each channel."""
-    # Squared means are far larger than variances where data are far from zero: in float32 their difference is lost.
+    # Squared means are far larger than variances where data are far from zero: their difference would be lost.
     wide = tf.cast(tf.stack([tf.fill(mean.shape, count), mean, squares]), tf.float64)
     has_rows = current_step().counts
     if has_rows is not None:
         wide = tf.where(has_rows, wide, tf.zeros_like(wide))
     count, wide_mean, wide_squares = tf.unstack(wide)
+    if mean.dtype == tf.float64:
+        total, sums = tf.unstack(all_reduce(tf.stack([count, count * wide_mean]), differentiable=False))
+        global_mean = tf.math.divide_no_nan(sums, total)
+        squares = all_reduce(wide_squares + count * tf.square(wide_mean - global_mean), differentiable=False)
+        return global_mean, tf.math.divide_no_nan(squares, total), total
     own = tf.stack([count, count * wide_mean, wide_squares + count * tf.square(wide_mean)])
     total, sums, squares = tf.unstack(all_reduce(own, differentiable=False))
     global_mean = tf.math.divide_no_nan(sums, total)

@@ -42,7 +42,7 @@ class DirectReduction(cross_device_ops.CollectiveAllReduce):
         self._token = _token_of(exchange)
 
     def _all_reduce(self, reduce_op: Any, value: Any, replica_id: int, options: Any) -> Any:
-        # Of one replica by itself, which several of one process could not make without waiting for each other.
+        # Called for one replica at a time: with several in a process, the first one would wait for the second.
         if len(self._devices) > 1:
             return super()._all_reduce(reduce_op, value, replica_id, options)
 

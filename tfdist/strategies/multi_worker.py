@@ -87,8 +87,8 @@ class MultiWorkerMirroredStrategy(JobMember, tf.distribute.MultiWorkerMirroredSt
         memory: what models keep for their backward pass, see `tfdist.memory.MemoryPolicy`; by default everything.
         transport: what carries the sums over the processes. `"tensorflow"`: TensorFlow's collectives. `"direct"`, for
             CPUs: shared memory on a host and sockets between hosts, several times faster; each process listens at
-            another port, which the system chooses. `"auto"`: direct for CPUs, if all can connect. By default what
-            `tfdist run --transport` says, or TFDIST_TRANSPORT; else `"auto"`.
+            another port, which the system chooses. `"auto"`: direct for CPUs, if all can connect, and there are no
+            `communication_options`. By default what `tfdist run --transport` says, or TFDIST_TRANSPORT; else `"auto"`.
         start_timeout: how long to wait at the start until all processes are there, in seconds.
         peer_timeout: how long to wait for another process that has not yet come to the same call, in seconds.
 
@@ -107,8 +107,8 @@ class MultiWorkerMirroredStrategy(JobMember, tf.distribute.MultiWorkerMirroredSt
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> MultiWorkerMirroredStrategy:
-        is_open = cls is MultiWorkerMirroredStrategy and kwargs.get("transport") is None
-        if is_open and chosen_transport(os.environ) == HOROVOD:
+        chooses_none = cls is MultiWorkerMirroredStrategy and kwargs.get("transport") is None
+        if chooses_none and chosen_transport(os.environ) == HOROVOD:
             # A subclass: Python goes on with its initializer. Imported only where it is asked for.
             cls = tfdist.HorovodStrategy
         return super().__new__(cls)
@@ -129,7 +129,7 @@ class MultiWorkerMirroredStrategy(JobMember, tf.distribute.MultiWorkerMirroredSt
     ):
         install()
         check_seconds(start_timeout=start_timeout, peer_timeout=peer_timeout)
-        transport = _own_transport(transport)
+        transport = _own_transport(transport, communication_options)
         self._configure_data_parallel(compression, bucket_bytes, batch_norm, memory)
         try:
             config = cluster_of(cluster, cluster_resolver, start_timeout)
@@ -160,14 +160,16 @@ def _options_for_devices() -> tf.distribute.experimental.CommunicationOptions:
     return tf.distribute.experimental.CommunicationOptions(implementation=kinds.NCCL if has_gpus else kinds.AUTO)
 
 
-def _own_transport(transport: str | None) -> str:
+def _own_transport(transport: str | None, communication_options: Any) -> str:
     expected = (AUTO, TENSORFLOW, DIRECT)
     if transport is not None and transport not in expected:
         raise ValueError(
             f"Received: transport={transport!r}. Expected one of {', '.join(map(repr, expected))}, or None for that of "
             "`tfdist run --transport`; for Horovod, use tfdist.HorovodStrategy."
         )
-    return transport or chosen_transport(os.environ)
+    chosen = transport or chosen_transport(os.environ)
+    # Options are TensorFlow's: who gives some wants it.
+    return TENSORFLOW if chosen == AUTO and communication_options is not None else chosen
 
 
 def _exchange_of(job: Job, devices: Sequence[str], transport: str, start_timeout: float) -> Exchange | None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import functools
 import mmap
 import os
-import secrets
 import struct
 import threading
 import time
 import zlib
 from dataclasses import dataclass
+
+from tfdist.supervision import anonymous_memory
 
 # Names the memory in the environment of a process that the launcher watches; empty or missing: nobody watches. It may
 # outlive the launcher, whose process id, a part of this, may then be another program's: the memory is used only if it
@@ -103,13 +104,8 @@ class ProgressWriter:
         self._unclaimed_resumption: int | None = None
         # A background thread that saves may report, too.
         self._lock = threading.Lock()
-        path, _, name = value.rpartition(":")
-        # Looked at before it is opened: to open a pipe or a device can have effects, and wait.
-        _check_name(path, name)
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptor = anonymous_memory.attach(value)
         try:
-            # And afterwards: the launcher may have ended in between.
-            _check_name(f"/proc/self/fd/{descriptor}", name)
             self._memory = mmap.mmap(descriptor, _SIZE)
         finally:
             os.close(descriptor)
@@ -171,11 +167,8 @@ class ProgressFile:
     """
 
     def __init__(self) -> None:
-        name = f"tfdist-progress-{secrets.token_hex(8)}"
-        self._descriptor = os.memfd_create(name)
-        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
-        self.value = f"{self.path}:{name}"
-        os.ftruncate(self._descriptor, _SIZE)
+        self._descriptor, self.value = anonymous_memory.make("progress", _SIZE)
+        self.path = self.value.rpartition(":")[0]
         self._memory = mmap.mmap(self._descriptor, _SIZE)
 
     def read(self) -> Progress | None:
@@ -212,11 +205,6 @@ def _open(value: str) -> ProgressWriter | None:
         return ProgressWriter(value) if value else None
     except (OSError, ValueError):
         return None  # the launcher that set the variable is gone, or is on another machine
-
-
-def _check_name(path: str, name: str) -> None:
-    if not name or os.readlink(path) != f"/memfd:{name} (deleted)":
-        raise ValueError(f"Received: {path}, which is not {name}. Expected: the memory of a launcher that still runs")
 
 
 def _record(slot: bytes) -> tuple | None:

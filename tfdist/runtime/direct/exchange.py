@@ -100,9 +100,12 @@ class Exchange:
             if self._failure:
                 raise ExchangeError(self._failure)
             try:
-                return self._sum(parts, narrow)
-            except ExchangeError as error:
-                self._fail(str(error))
+                # Infinities are no news: a loss scale that is too large makes them.
+                with np.errstate(all="ignore"):
+                    return self._sum(parts, narrow)
+            except BaseException as error:
+                # Whatever it is: the others would wait, or add up what does not belong together.
+                self._fail(str(error) or type(error).__name__)
                 raise
 
     def close(self) -> None:
@@ -119,6 +122,9 @@ class Exchange:
 
     def _sum(self, parts: Sequence[np.ndarray], narrow: np.dtype | None) -> np.ndarray:
         shape, dtype = parts[0].shape, parts[0].dtype
+        if any(part.shape != shape or part.dtype != dtype for part in parts):
+            found = ", ".join(f"{part.dtype} {part.shape}" for part in parts)
+            raise ExchangeError(f"Received: values of this process' replicas, {found}. Expected: the same of each")
         own = [np.ascontiguousarray(part).reshape(-1) for part in parts]
         result = self._results.take(own[0].size, dtype)
         if len(own) > 1:
@@ -126,7 +132,7 @@ class Exchange:
             for other in own[2:]:
                 np.add(result, other, out=result)
             own = [result]
-        kind = zlib.crc32(f"{dtype.str} {shape}".encode())
+        kind = zlib.crc32(f"{dtype.str} {shape} {narrow}".encode())
         if result.nbytes <= _SMALL:
             self._through_the_first(own[0], result, kind)
         else:
@@ -144,8 +150,7 @@ class Exchange:
 
     def _through_the_first(self, own: np.ndarray, result: np.ndarray, kind: int) -> None:
         to, header = self._to, self._header(result.nbytes, kind)
-        if result is not own:
-            np.copyto(result, own)
+        np.copyto(result, own)
         if to.first is not None:
             _ask(to.first, result, header)
             return
@@ -162,8 +167,7 @@ class Exchange:
     def _through_memory(self, own: np.ndarray, result: np.ndarray, kind: int, narrow: np.dtype | None) -> None:
         to, header = self._to, self._header(own.nbytes, kind)
         if to.memory is None:
-            if result is not own:
-                np.copyto(result, own)
+            np.copyto(result, own)
             self._ring(result, header, narrow)
             return
         bounds = bounds_of(own.size, to.size, own.itemsize)
@@ -229,8 +233,7 @@ def _rounded(values: np.ndarray, narrow: np.dtype | None) -> np.ndarray:
 
 def _ask(link: Link, values: np.ndarray, header: Header) -> None:
     """Sends values to the process that adds them up, and gets the sum."""
-    link.send_header(header)
-    link.send(_bytes(values))
+    link.send_header(header, values.tobytes())
     link.expect_header(header)
     link.receive(_bytes(values))
 
@@ -246,8 +249,7 @@ def _collect(links: Sequence[Link], values: np.ndarray, header: Header) -> None:
 
 def _give(links: Sequence[Link], values: np.ndarray, header: Header) -> None:
     for link in links:
-        link.send_header(header)
-        link.send(_bytes(values))
+        link.send_header(header, values.tobytes())
 
 
 def _bytes(values: np.ndarray) -> memoryview:

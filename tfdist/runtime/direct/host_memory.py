@@ -1,12 +1,13 @@
-"""Memory that all processes of a job on one host see. It has no name in a file system: nothing is left of it."""
+"""Memory that all processes of a job on one host see."""
 
 from __future__ import annotations
 
 import mmap
 import os
-import secrets
 
 import numpy as np
+
+from tfdist.supervision import anonymous_memory
 
 # So many bytes of each process are exchanged at a time. With less there are more meetings, with more less is in caches.
 SEGMENT = 4 << 20
@@ -16,43 +17,41 @@ _ALIGNMENT = 64
 class HostMemory:
     """A segment for each process of a host, and one for the sum.
 
-    Memory is taken from the system as it is first written to.
+    The system provides memory as it is first written to, and takes it back when all processes have ended.
 
     Args:
         processes: how many there are.
-        path: of the memory of the first process, for the others; `None` makes it.
+        place: of the memory that the first process has made, for the others; `None` makes it.
 
     Attributes:
-        path: where the other processes of this host find it, as long as this process lives.
+        place: by which the other processes of this host find it, until `hide`.
 
     Raises:
-        OSError: if there is no such memory: the other process is in another container, or has ended.
+        OSError: if there can be none, or the other process is in another container, or has ended.
+        ValueError: if something else is at that place.
     """
 
-    def __init__(self, processes: int, path: str | None = None) -> None:
+    def __init__(self, processes: int, place: str | None = None) -> None:
         size = (processes + 1) * SEGMENT
-        if path is None:
-            name = f"tfdist-exchange-{secrets.token_hex(16)}"
-            self._descriptor = os.memfd_create(name)
-            os.ftruncate(self._descriptor, size)
-            self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}:{name}"
+        if place is None:
+            self._descriptor, self.place = anonymous_memory.make("exchange", size)
         else:
-            self.path = path
-            file, _, name = path.rpartition(":")
-            # The number of the process, or of the file, may be another's by now.
-            if os.readlink(file) != f"/memfd:{name} (deleted)":
-                raise FileNotFoundError(f"{file} is not {name}")
-            self._descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC)
-        self._memory = mmap.mmap(self._descriptor, size)
+            self._descriptor, self.place = anonymous_memory.attach(place), place
+        try:
+            self._memory = mmap.mmap(self._descriptor, size)
+        except BaseException:
+            self.hide()
+            raise
 
     def of(self, process: int, dtype: np.dtype) -> np.ndarray:
         """The segment of a process; that of the sum is the last one."""
-        begin = process * SEGMENT
-        return np.frombuffer(self._memory, dtype, SEGMENT // dtype.itemsize, begin)
+        return np.frombuffer(self._memory, dtype, SEGMENT // dtype.itemsize, process * SEGMENT)
 
-    def close(self) -> None:
-        """Gives it back, once no array uses it any more."""
-        os.close(self._descriptor)
+    def hide(self) -> None:
+        """Lets no further process find it. A second call does nothing."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
 
 def bounds_of(length: int, parts: int, itemsize: int) -> list[slice]:

@@ -76,9 +76,9 @@ class Link:
         """
         transfer(None, memoryview(b""), self, memoryview(into))
 
-    def send_header(self, header: Header) -> None:
-        """Says what this process exchanges; `expect_header` is the other end."""
-        self.send(_HEADER.pack(True, *header))
+    def send_header(self, header: Header, data: bytes = b"") -> None:
+        """Says what this process exchanges, and sends some of it; `expect_header` is the other end."""
+        self.send(_HEADER.pack(True, *header) + data)
 
     def expect_header(self, own: Header) -> None:
         """Hears what the other process exchanges.
@@ -96,9 +96,9 @@ class Link:
         theirs = Header(*numbers)
         if theirs != own:
             raise ExchangeError(
-                f"Received: exchange {theirs.number} of {self.name}, {theirs.size} bytes. Expected: as here, exchange "
-                f"{own.number}, {own.size} bytes of the same dtype and shape. Every process has to make the same calls "
-                "in the same order: look for code that only one rank runs"
+                f"Received: exchange {theirs.number} of {self.name}, {theirs.size} bytes. Expected: what others have, "
+                f"exchange {own.number}, {own.size} bytes, of the same dtype and shape. Every process has to make the "
+                "same calls in the same order: look for code that only one rank runs"
             )
 
     def send_failure(self, text: str) -> None:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import hmac
 import os
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing import AuthenticationError
 from pathlib import Path
 
 from tfdist.cluster import sockets
 from tfdist.cluster.connections.attempts import UnreachedError, keep_trying
 from tfdist.cluster.connections.connection import Connection, framed, receive, send
-from tfdist.cluster.connections.handshake import authenticate
+from tfdist.cluster.connections.handshake import ENDS, authenticate
 from tfdist.cluster.connections.listener import Listener
+from tfdist.cluster.variables import TOKEN, text
 from tfdist.runtime.direct.exchange import Connections, Exchange
 from tfdist.runtime.direct.host_memory import HostMemory
 from tfdist.runtime.direct.links import ExchangeError, Link
@@ -26,6 +27,8 @@ from tfdist.runtime.peers import Peers
 _LARGEST_HELLO = 200
 _MEMBER, _HOST, _RING = "member", "host", "ring"
 _PURPOSE = "connect to the others"
+# All listen before anybody connects: a port that is not let through is not waited for.
+_SECONDS = 30.0
 
 
 def connect(peers: Peers, host: str, seconds: float, lost: Callable[[], str] = str) -> Exchange:
@@ -40,14 +43,15 @@ def connect(peers: Peers, host: str, seconds: float, lost: Callable[[], str] = s
     Raises:
         ExchangeError: on all processes, if one of them cannot be reached; the text says which.
     """
-    meeting = _Meeting(peers, host, seconds, lost)
+    meeting = _Meeting(peers, host, min(seconds, _SECONDS), lost)
     try:
         connections, problem = meeting.connections(), None
     except ExchangeError as error:
         connections, problem = None, [isinstance(error, _NotCalledError), str(error)]
-    if problems := [found for found in peers.gather("exchange done", problem, _PURPOSE) if found]:
-        meeting.close()
-        # Who was not called, waits for one that could not connect, perhaps to another.
+    problems = [found for found in peers.gather("exchange done", problem, _PURPOSE) if found]
+    meeting.end(keep_links=not problems)
+    if problems:
+        # A process that waits in vain to be called is only the consequence of one that cannot call.
         raise ExchangeError(min(problems)[1])
     return _Connected(connections, meeting)
 
@@ -63,30 +67,40 @@ class _Connected(Exchange):
 
     def close(self) -> None:
         super().close()
-        self._meeting.close()
+        self._meeting.end()
 
 
 class _Meeting:
     def __init__(self, peers: Peers, host: str, seconds: float, lost: Callable[[], str]) -> None:
-        self._peers, self._deadline = peers, time.monotonic() + seconds
+        self._peers = peers
         self._names, self._lost = peers.names, lost
         self._links: dict[tuple[int, str], Link] = {}
         self._arrived = threading.Condition()
         self._over = threading.Event()
         self._memory: HostMemory | None = None
         # Before anybody can connect.
-        secret = secrets.token_hex(32) if peers.rank == 0 else None
-        self._secret = bytes.fromhex(peers.gather("exchange secret", secret, _PURPOSE)[0])
+        drawn = secrets.token_hex(32) if peers.rank == 0 else None
+        shared = peers.gather("exchange secret", drawn, _PURPOSE)[0]
+        # Who has reached TensorFlow's servers knows what they were told, but not the job's own secret.
+        self._secret = hmac.digest(text(os.environ, TOKEN).encode(), shared.encode(), "sha256")
+        own = {"host": host, "machine": _machine()}
+        self._listener: Listener | None = None
         try:
-            bound = sockets.bind_host(host, 0)
-        except OSError:
-            # The others reach this host by an address that is not its own: behind a translation of addresses.
-            bound = sockets.bind_everywhere(0, reuse=False)
-        self._listener = Listener(bound, self._serve, "tfdist-exchange", guests=len(self._names))
-        own = {"host": host, "port": self._listener.port, "machine": _machine()}
+            # A host's own name may mean an address that the others cannot reach.
+            alone = sockets.is_loopback(host)
+            bound = sockets.bind_host(host, 0) if alone else sockets.bind_everywhere(0, reuse=False)
+            self._listener = Listener(bound, self._serve, "tfdist-exchange", guests=len(self._names))
+            own["port"] = self._listener.port
+        except OSError as error:
+            own["problem"] = f"{self._names[peers.rank]} cannot listen at any port: {sockets.reason_of(error)}"
         self._told = peers.gather("exchange", own, _PURPOSE)
+        # All are here now.
+        self._deadline = time.monotonic() + seconds
 
     def connections(self) -> Connections:
+        for one in self._told:
+            if "problem" in one:
+                raise ExchangeError(one["problem"])
         hosts = self._share_memory(_grouped([one["machine"] for one in self._told]))
         rank = self._peers.rank
         number = next(i for i, ranks in enumerate(hosts) if rank in ranks)
@@ -114,9 +128,12 @@ class _Meeting:
                 found.hosts = [self._wait_for(head, _HOST) for head in heads[1:]]
         return found
 
-    def close(self) -> None:
-        self._over.set()
-        self._listener.close()
+    def end(self, keep_links: bool = False) -> None:
+        """Listens no longer; without links, ends what has connected to this process."""
+        if not keep_links:
+            self._over.set()
+        if self._listener is not None:
+            self._listener.close()
 
     def _share_memory(self, hosts: list[list[int]]) -> list[list[int]]:
         """The processes of each host; those that cannot see each other's memory are as on hosts of their own."""
@@ -126,12 +143,14 @@ class _Meeting:
             # There may be none: `ulimit -f` limits it as it does files.
             with contextlib.suppress(OSError):
                 self._memory = HostMemory(len(ranks))
-        paths = self._peers.gather("exchange memory", self._memory.path if self._memory else None, _PURPOSE)
-        path = paths[ranks[0]]
-        if rank != ranks[0] and path is not None:
-            with contextlib.suppress(OSError):
-                self._memory = HostMemory(len(ranks), path)
+        places = self._peers.gather("exchange memory", self._memory.place if self._memory else None, _PURPOSE)
+        place = places[ranks[0]]
+        if rank != ranks[0] and place is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._memory = HostMemory(len(ranks), place)
         all_see = self._peers.gather("exchange memory seen", self._memory is not None, _PURPOSE)
+        if self._memory is not None:
+            self._memory.hide()
         if not all(all_see[one] for one in ranks):
             self._memory = None
         found: list[list[int]] = []
@@ -150,7 +169,7 @@ class _Meeting:
             try:
                 authenticate(connection, self._secret, first=False, seal=False, deadline=self._deadline)
                 send(connection, {"rank": self._peers.rank, "role": role}, self._deadline)
-            except (EOFError, AuthenticationError) as error:
+            except ENDS as error:
                 connection.close()
                 raise UnreachedError(sockets.reason_of(error)) from None
             return connection
@@ -166,8 +185,9 @@ class _Meeting:
         return self._link(connection.socket, rank)
 
     def _serve(self, connection: Connection) -> None:
-        authenticate(connection, self._secret, first=True, seal=False, deadline=self._deadline)
-        hello = receive(connection, _LARGEST_HELLO, self._deadline)
+        deadline = time.monotonic() + _SECONDS
+        authenticate(connection, self._secret, first=True, seal=False, deadline=deadline)
+        hello = receive(connection, _LARGEST_HELLO, deadline)
         rank, role = hello.get("rank"), hello.get("role")
         if not isinstance(rank, int) or not 0 <= rank < len(self._names) or role not in (_MEMBER, _HOST, _RING):
             raise ValueError(f"Received: {hello}. Expected: a rank and a role.")

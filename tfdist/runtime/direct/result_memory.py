@@ -7,12 +7,10 @@ import sys
 import numpy as np
 
 _ALIGNMENT = 64
-# Of one size: TensorFlow gives memory back a little after it has used it. And how many sizes.
+# How many arrays of one size, which TensorFlow gives back a little after it has used them; and how many sizes.
 _KEPT, _SIZES = 4, 32
 # Smaller results come from memory that was freed a moment ago.
 _SMALLEST = 1 << 16
-# References to memory that nobody uses: the list's, the loop's, and the argument of `getrefcount`.
-_OWN_REFERENCES = 3
 
 
 class ResultMemory:
@@ -31,6 +29,8 @@ class ResultMemory:
 
     def __init__(self) -> None:
         self._kept: dict[int, list[np.ndarray]] = {}
+        # How Python counts differs by its version.
+        (self._references_of_nobody,) = _references([np.empty(1)])
 
     def take(self, length: int, dtype: np.dtype) -> np.ndarray:
         """An array of one dimension, with any content, that is not in use."""
@@ -40,14 +40,18 @@ class ResultMemory:
         if size not in self._kept and len(self._kept) == _SIZES:
             del self._kept[next(iter(self._kept))]
         kept = self._kept.setdefault(size, [])
-        for memory in kept:
+        for memory, references in zip(kept, _references(kept), strict=True):
             # Whoever uses a part of it, TensorFlow among them, has a reference to the whole.
-            if sys.getrefcount(memory) == _OWN_REFERENCES:
+            if references <= self._references_of_nobody:
                 return _aligned(memory, size, dtype)
         memory = _new(size)
         if len(kept) < _KEPT:
             kept.append(memory)
         return _aligned(memory, size, dtype)
+
+
+def _references(arrays: list[np.ndarray]) -> list[int]:
+    return [sys.getrefcount(array) for array in arrays]
 
 
 def _new(size: int) -> np.ndarray:
