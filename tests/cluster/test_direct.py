@@ -52,7 +52,7 @@ def results(name: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "name", daily([name for name in CASES if name != "one process"], "as it is", "two devices each")
+    "name", daily([name for name in CASES if name != "one process"], "as it is")
 )
 def test_equals_one_process(name: str) -> None:
     (expected,) = results("one process")
