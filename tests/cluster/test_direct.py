@@ -51,9 +51,7 @@ def results(name: str) -> list[dict[str, Any]]:
     return run_local(train, workers=workers, devices_per_worker=devices, timeout=120, args=(options, steps))
 
 
-@pytest.mark.parametrize(
-    "name", daily([name for name in CASES if name != "one process"], "as it is")
-)
+@pytest.mark.parametrize("name", daily([name for name in CASES if name != "one process"], "as it is"))
 def test_equals_one_process(name: str) -> None:
     (expected,) = results("one process")
     found = results(name)
