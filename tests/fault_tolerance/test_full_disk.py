@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests import small_disks
 from tests.fault_tolerance.job import Job
 from tests.fault_tolerance.trials import KILLED, Case, Trials, at, differences
 from tfdist.checkpoint.store import CheckpointStore
@@ -37,10 +37,8 @@ def test_files_that_are_too_large(trials: Trials, asynchronous: bool) -> None:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A folder with room for the first backups of a job, but not for all."""
-    (tmp_path / "backup").mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(tmp_path / "backup")], check=True)
-    yield tmp_path
-    subprocess.run(["umount", "--lazy", str(tmp_path / "backup")], check=True)
+    with small_disks.small_disk(tmp_path / "backup", "400k"):
+        yield tmp_path
 
 
 @pytest.mark.mount
@@ -51,9 +49,7 @@ def test_full_disk(trials: Trials, small_disk: Path) -> None:
     store = CheckpointStore(str(small_disk / "backup"), writer=False)
     good = store.newest()
     filler = small_disk / "backup" / "filler"
-    with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
-        while True:
-            file.write(b"x" * 4096)
+    small_disks.fill(filler)
     second = trials.jobs.run(JOB, small_disk)
     assert second.code == 0, second.log
     assert WARNING in second.log and "No space left on device" in second.log

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import re
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import small_disks
 from tests.fault_tolerance.forked_jobs import ForkedJobs
 from tests.fault_tolerance.job import Job
 from tests.fault_tolerance.test_preemption import sigterm
@@ -95,10 +95,8 @@ def test_all_workers_end_with_the_same_code(jobs: ForkedJobs, tmp_path: Path, ra
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A folder with room for the first backups of a job, but not for all."""
-    (tmp_path / "backup").mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(tmp_path / "backup")], check=True)
-    yield tmp_path
-    subprocess.run(["umount", "--lazy", str(tmp_path / "backup")], check=True)
+    with small_disks.small_disk(tmp_path / "backup", "400k"):
+        yield tmp_path
 
 
 @pytest.mark.mount
@@ -107,9 +105,7 @@ def test_a_full_disk(trials: Trials, small_disk: Path) -> None:
     first = trials.jobs.run(JOB.with_(kill=at(8)), small_disk)
     assert first.code == -signal.SIGKILL, first.log
     filler = small_disk / "backup" / "filler"
-    with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
-        while True:
-            file.write(b"x" * 4096)
+    small_disks.fill(filler)
     second = trials.jobs.run(JOB.with_(kill=sigterm(3)), small_disk)
     assert second.code == UNSAVED, second.log
     assert re.search(r"which is not saved\. .*No space left on device.* goes on from the last backup", second.log)

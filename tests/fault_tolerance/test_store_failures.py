@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import resource
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests import small_disks
 from tests.fault_tolerance.numbered import write_numbers
 from tfdist.checkpoint.store import CheckpointStore
 
@@ -71,10 +71,8 @@ def test_manifest_that_cannot_be_written_leaves_the_previous_checkpoint(
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "disk"
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], check=True)
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    with small_disks.small_disk(folder, "4m"):
+        yield folder
 
 
 @pytest.mark.mount

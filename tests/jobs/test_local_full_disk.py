@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import small_disks
 from tests.jobs.conftest import Tfdist, wait_until
 from tfdist.jobs.local_runner import Runner
 from tfdist.jobs.record import Records
@@ -33,16 +34,8 @@ while not Path(sys.argv[1] + ".go").exists():
 def small_jobs(tmp_path: Path) -> Iterator[Path]:
     """The folder of the jobs, on a disk with room for some of them."""
     folder = tmp_path / "jobs"
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], check=True)
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-def fill(filler: Path) -> None:
-    with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
-        while True:
-            file.write(b"x" * 4096)
+    with small_disks.small_disk(folder, "1m"):
+        yield folder
 
 
 @pytest.mark.mount
@@ -52,7 +45,7 @@ def test_jobs_that_end_while_the_disk_is_full(small_jobs: Path, run_tfdist: Tfdi
     first, second = (run_tfdist("submit", "-n", "1", "job.py", name) for name in "ab")
     wait_until((work / "order").exists, 20, "the first job")
     runner = run_tfdist.runner()
-    fill(small_jobs / "filler")
+    small_disks.fill(small_jobs / "filler")
     refused = run_tfdist.run("submit", "-n", "1", "job.py", "c")
     assert (refused.returncode, "No space left on device" in refused.stderr) == (1, True)
     assert sum(path.is_dir() for path in small_jobs.iterdir()) == 2
