@@ -181,12 +181,13 @@ def test_executor_runs_the_stages_where_they_belong():
     from tensorflow.python.eager import context
 
     _, plan, step = traced(4)
-    context.enable_run_metadata()
+    # `disable_run_metadata` would go on collecting graphs, in the tests after this one as well.
+    context.enable_graph_collection()
     try:
         step(*map(tf.constant, DATA))
         metadata = context.export_run_metadata()
     finally:
-        context.disable_run_metadata()
+        context.disable_graph_collection()
     nodes = [node for graph in metadata.partition_graphs for node in graph.node]
     assert calls_of_stages(nodes) == expected_calls(plan)
     losses = [node.device for node in nodes if "pipeline_loss" in node.attr["f"].func.name]

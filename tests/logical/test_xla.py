@@ -43,10 +43,13 @@ def train(strategy: Any, layers: Any, **options: Any) -> tuple:
 def clusters(strategy: Any, **options: Any) -> int:
     """What TensorFlow gives to XLA in a step."""
     model = compiled(strategy, convolutions, **options)
-    context.enable_run_metadata()
-    model.fit(X[:16], Y[:16], batch_size=16, verbose=0)
-    functions = context.export_run_metadata().function_graphs
-    context.disable_run_metadata()
+    # `disable_run_metadata` would go on collecting graphs, in the tests after this one as well.
+    context.enable_graph_collection()
+    try:
+        model.fit(X[:16], Y[:16], batch_size=16, verbose=0)
+        functions = context.export_run_metadata().function_graphs
+    finally:
+        context.disable_graph_collection()
     return sum(node.op == "_XlaRun" for f in functions for graph in f.partition_graphs for node in graph.node)
 
 
