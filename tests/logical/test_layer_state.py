@@ -130,8 +130,8 @@ def copies(model: keras.Model) -> list[np.ndarray]:
     [
         pytest.param(moving_mean, {}, id="none"),
         pytest.param(mean_in_two_steps, {}, id="two writes", marks=pytest.mark.exhaustive),
-        pytest.param(of_other_axes, {}, id="of other axes"),
-        pytest.param(moving_mean, {"aggregation": "mean"}, id="mean"),
+        pytest.param(of_other_axes, {}, id="of other axes", marks=pytest.mark.exhaustive),
+        pytest.param(moving_mean, {"aggregation": "mean"}, id="mean", marks=pytest.mark.exhaustive),
         pytest.param(running_total, {"aggregation": "sum"}, id="added to a sum"),
         pytest.param(total_of_batch, {"aggregation": "sum"}, id="assigned to a sum", marks=pytest.mark.exhaustive),
     ],
