@@ -9,7 +9,17 @@ __version__ = "0.1.0"
 
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
-    submodules=["callbacks", "cluster", "layers", "memory", "optimizers", "planning", "strategies", "testing"],
+    submodules=[
+        "callbacks",
+        "cluster",
+        "compression",
+        "layers",
+        "memory",
+        "optimizers",
+        "planning",
+        "strategies",
+        "testing",
+    ],
     submod_attrs={
         "cluster": ["ClusterConfig", "ClusterError", "discover"],
         "optimizers": ["ShardedOptimizer"],

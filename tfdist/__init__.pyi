@@ -1,5 +1,6 @@
 from tfdist import callbacks as callbacks
 from tfdist import cluster as cluster
+from tfdist import compression as compression
 from tfdist import layers as layers
 from tfdist import memory as memory
 from tfdist import optimizers as optimizers

@@ -24,6 +24,7 @@ class Job:
         seed: of `keras.utils.set_random_seed`; `None` sets none.
         fits: how often to call `fit`.
         strategy: `None`, "mirrored" or "workers".
+        compression: of the strategy: `None`, or a name of `training.py`.
         backup: arguments of `BackupAndRestore`; `None` leaves it out.
         kill: how the process ends itself, see `kills.py`.
         leave_out: what is not restored, see `omissions.py`.
@@ -40,6 +41,7 @@ class Job:
     seed: int | None = 1
     fits: int = 1
     strategy: str | None = None
+    compression: str | None = None
     backup: dict[str, Any] | None = None
     kill: dict[str, Any] | None = None
     leave_out: str | None = None

@@ -68,6 +68,13 @@ def _smooth(job: Job) -> keras.Model:
     return _compiled(layers, job, keras.optimizers.SGD(0.05, momentum=0.9))
 
 
+def _matrices(job: Job) -> keras.Model:
+    """Its kernel is worth compressing, and as `_smooth`, all numbers of replicas train it alike."""
+    hidden = [keras.layers.Dense(40, "tanh"), keras.layers.Dense(40, "tanh")]
+    layers = [keras.Input((5,)), keras.layers.Rescaling(0.1), *hidden, keras.layers.Dense(1)]
+    return _compiled(layers, job, keras.optimizers.SGD(0.05, momentum=0.9))
+
+
 class Adversaries(keras.Model):
     """Two networks with an optimizer each, trained by steps of their own, as a GAN is."""
 
@@ -207,6 +214,7 @@ MODELS: dict[str, Callable[[Job], keras.Model]] = {
     "light, replicated": lambda job: _light(job, log_rows=False),
     "replicated": lambda job: _compiled(_layers(log_rows=False), job),
     "smooth": _smooth,
+    "matrices": _matrices,
     "without Dropout": lambda job: _compiled(_layers(dropout=0, log_rows=False), job),
     "large": lambda job: _compiled(_layers(width=300_000, dropout=0, log_rows=False), job),
     "compiled by XLA": lambda job: _compiled(_layers(log_rows=False), job, jit_compile=True),

@@ -48,6 +48,7 @@ def _callback(name: str) -> Callable[[Checkpoint], Checkpoint]:
 OMISSIONS: dict[str, Callable[[Checkpoint], Checkpoint]] = {
     "seeds": _without(lambda name, path: "seed" in path),
     "optimizer": _without(lambda name, path: name.startswith("optimizer/")),
+    "rests": _without(lambda name, path: name.startswith("compression/")),
     "learning rate": _without(lambda name, path: "learning_rate" in path),
     "iterations": _without(lambda name, path: "iteration" in path),
     "BatchNormalization": _without(lambda name, path: "moving_variance" in path),

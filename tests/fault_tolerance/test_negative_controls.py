@@ -17,6 +17,7 @@ KILL = at(18)
 IN_THE_FIFTH_EPOCH = {**KILL, "number": 23}
 AT_A_BOUNDARY = {"when": "writing", "stage": "tensors", "number": 3}
 BY_STEPS = {"save_freq": 4, "asynchronous": False}
+COMPRESSED = {"model": "matrices", "strategy": "mirrored", "compression": "PowerSGD"}
 ALL = {"callbacks": CALLBACKS, "validation": "arrays", "epochs": 7}
 
 
@@ -35,6 +36,7 @@ def without(name: str, *expected: str, kill: dict[str, Any] = KILL, **options: A
             without("iterations", "weights", "optimizer"),
             without("BatchNormalization", "weights", "history", validation="arrays"),
             without("metrics", "history"),
+            without("rests", "weights", "compression", **COMPRESSED),
             without("EarlyStopping", "early", **ALL),
             without("ReduceLROnPlateau", "plateau", "optimizer", kill=IN_THE_FIFTH_EPOCH, **ALL),
             without("ModelCheckpoint", "best", **ALL),

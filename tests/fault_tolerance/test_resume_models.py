@@ -28,11 +28,13 @@ CASES = [
     resumed("built by its first batch", "built late", callbacks=("csv",)),
     resumed("compiled by XLA", "compiled by XLA"),
     resumed("two devices", "replicated", strategy="mirrored", callbacks=CALLBACKS, validation="arrays", epochs=7),
+    resumed("compressed by PowerSGD", "matrices", strategy="mirrored", compression="PowerSGD"),
+    resumed("compressed by TopK", "matrices", strategy="mirrored", compression="TopK"),
     resumed("two devices, a dataset", "replicated", strategy="mirrored", data="shuffle"),
 ]
 
 
-@pytest.mark.parametrize("case", daily(CASES, "two devices, a dataset"), ids=str)
+@pytest.mark.parametrize("case", daily(CASES, "two devices, a dataset", "compressed by PowerSGD"), ids=str)
 def test_kill(case: Case, trials: Trials) -> None:
     outcome = trials.outcome(case)
     assert outcome.codes == [KILLED, 0]
@@ -46,4 +48,8 @@ def test_the_references_have_the_state_that_they_are_for(trials: Trials) -> None
     assert any(float(value) > 2.0**15 for value in scale)
     assert any("accum" in name for name in by_name["accumulated gradients"])
     assert any("average" in name for name in by_name["moving average of weights"])
+    for method, kinds in {"PowerSGD": ("rest", "factor"), "TopK": ("rest", "velocity")}.items():
+        kept = {name: value for name, value in by_name[f"compressed by {method}"].items() if "compression/" in name}
+        assert {name.split("/")[2] for name in kept} == set(kinds)
+        assert all(value.any() for value in kept.values())
     assert any(name.startswith("fit 1: optimizer/1/") for name in by_name["two optimizers in a step of its own"])

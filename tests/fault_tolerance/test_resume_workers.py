@@ -27,6 +27,7 @@ KILL = {"when": "on_train_batch_begin", "number": 9}
 SIGTERM = {**KILL, "signal_number": int(signal.SIGTERM)}
 ARRAYS = Job(model="replicated", strategy="workers", backup={"save_freq": 4})
 DATASET = ARRAYS.with_(data="shuffle", validation="shuffle")
+COMPRESSED = ARRAYS.light.with_(model="matrices", compression="PowerSGD")
 LIGHT = ARRAYS.light.with_(model="light, replicated")
 
 
@@ -96,6 +97,7 @@ def assert_same(expected: list[Ended], received: list[Ended]) -> None:
             pytest.param(LIGHT, (0,), KILL, id="the chief"),
             pytest.param(DATASET, (0, 1), KILL, id="all, a dataset"),
             pytest.param(DATASET, (1,), {"when": "on_test_batch_begin", "number": 10}, id="in validation"),
+            pytest.param(COMPRESSED, (1,), KILL, id="with compression"),
             pytest.param(LIGHT, (0,), {"when": "writing", "stage": "tensors", "number": 4}, id="while writing"),
         ],
         "the chief",
@@ -163,6 +165,32 @@ def test_another_number_of_workers(cluster: Cluster, before: int, after: int) ->
             if re.match(r"fit 1: (history|weights|optimizer)/", name):
                 received = run.result[name]
                 np.testing.assert_allclose(received, expected, atol=1e-5, rtol=0, err_msg=name)
+
+
+@pytest.mark.exhaustive
+def test_another_number_of_workers_with_compression(cluster: Cluster) -> None:
+    """PowerSGD is linear: what optimizers get depends on the sum of the rests, not on who has them."""
+    reference = cluster.jobs.run_workers([COMPRESSED.reference] * 2, cluster.folder / "reference")[0]
+    cluster.run(COMPRESSED, workers=3, kill={2: KILL})
+    ended = cluster.complete(COMPRESSED)
+    assert "rests of compressed gradients" not in ended[0].log
+    for name, expected in reference.result.items():
+        if re.match(r"fit 1: (history|weights|optimizer)/", name):
+            np.testing.assert_allclose(ended[0].result[name], expected, atol=1e-5, rtol=0, err_msg=name)
+    rests = [name for name in reference.result if name.startswith("fit 1: compression/") and "/rest" in name]
+    assert rests
+    for name in rests:
+        received = sum(run.result[name] for run in ended)
+        assert np.abs(received).max() > 1e-4
+
+
+@pytest.mark.exhaustive
+def test_another_compression(cluster: Cluster) -> None:
+    """Rests that have no place are left out, with a warning; what is not compressed is all there."""
+    cluster.run(COMPRESSED, kill={1: KILL})
+    ended = cluster.complete(COMPRESSED.with_(compression="TopK"))
+    assert "The backup has rests of compressed gradients (4 arrays) that this fit cannot take over" in ended[0].log
+    assert ended[0].result["fit 1: epochs"] == [0, 1, 2, 3]
 
 
 @pytest.mark.exhaustive

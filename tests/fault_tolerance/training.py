@@ -23,7 +23,8 @@ from tests.fault_tolerance.job import Job
 from tests.fault_tolerance.kills import Kill, while_writing
 from tests.fault_tolerance.models import MODELS, rows_of
 from tests.fault_tolerance.own_callbacks import Forgetful, Keeper, Thing
-from tfdist.inspection import model_parts
+from tfdist.compat.hooks import hooks_of
+from tfdist.inspection import model_parts, replica_values
 from tfdist.steps import common_hooks
 
 
@@ -71,7 +72,7 @@ def train(request: dict[str, Any]) -> None:
         HOOKS[job.hook]()
     if job.kill and job.kill["when"] == "writing":
         while_writing(job.kill["stage"], job.kill["number"])
-    strategy = _strategy(job.strategy)
+    strategy = _strategy(job.strategy, COMPRESSIONS[job.compression])
     with strategy.scope():
         model = MODELS[job.model](job)
     seen: dict[str, Any] = {}
@@ -88,14 +89,21 @@ def train(request: dict[str, Any]) -> None:
         os.replace(partial, result)
 
 
-def _strategy(name: str | None) -> tf.distribute.Strategy:
+COMPRESSIONS: dict[str | None, Any] = {
+    None: None,
+    "PowerSGD": tfdist.compression.PowerSGD(rank=2),
+    "TopK": tfdist.compression.TopK(0.05, momentum_correction=True),
+}
+
+
+def _strategy(name: str | None, compression: Any) -> tf.distribute.Strategy:
     if name is None:
         return tf.distribute.get_strategy()
     if name == "workers":
-        return tfdist.MultiWorkerMirroredStrategy(peer_timeout=30)
+        return tfdist.MultiWorkerMirroredStrategy(peer_timeout=30, compression=compression)
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
-    return tfdist.MirroredStrategy(["CPU:0", "CPU:1"])
+    return tfdist.MirroredStrategy(["CPU:0", "CPU:1"], compression=compression)
 
 
 def _fit(job: Job, model: keras.Model, number: int) -> dict[str, Any]:
@@ -121,6 +129,11 @@ def _fit(job: Job, model: keras.Model, number: int) -> dict[str, Any]:
     return _observe(model, history, observer, callbacks, job)
 
 
+def _kept_by_compression(model: keras.Model) -> dict[str, Any]:
+    compressor = hooks_of(model.distribute_strategy).compressor
+    return {} if compressor is None else compressor.variables_of(model.optimizer)
+
+
 def _observe(model: keras.Model, history: Any, observer: Observer, callbacks: dict[str, Any], job: Job) -> dict:
     seen: dict[str, Any] = {f"weights/{v.path}/{i}": np.asarray(v) for i, v in enumerate(model.variables)}
     if not model.optimizer.built:  # it was, if it was restored; a train_step with optimizers of its own never uses it
@@ -128,6 +141,9 @@ def _observe(model: keras.Model, history: Any, observer: Observer, callbacks: di
     for k, optimizer in enumerate(model_parts.optimizers_of(model)):
         for part in (optimizer, *model_parts.parts_of(optimizer)):
             seen |= {f"optimizer/{k}/{part.name}/{i}/{v.name}": np.asarray(v) for i, v in enumerate(part.variables)}
+    for name, variable in _kept_by_compression(model).items():
+        parts = replica_values.parts_of_variable(variable)
+        seen |= {f"compression/{name}/{i}": part.numpy() for i, part in enumerate(parts)}
     seen |= {f"seed/{i}": np.asarray(g.state) for i, g in enumerate(model_parts.seed_generators_of(model))}
     seen |= {f"history/{name}": np.asarray(values, "float64") for name, values in history.history.items()}
     seen["epochs"] = list(history.epoch)

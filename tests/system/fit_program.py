@@ -30,8 +30,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--rank", type=int, help="of PowerSGD; by default gradients are sent as they are")
     options = parser.parse_args()
-    strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout=60)
+    compression = tfdist.compression.PowerSGD(options.rank) if options.rank else None
+    strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout=60, compression=compression)
     keras.utils.set_random_seed(1)
     rank = strategy._peers.rank if strategy._peers else 0
     random = np.random.default_rng(0)

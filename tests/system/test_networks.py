@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -119,6 +120,33 @@ def test_training_in_a_slow_network_equals_one_process(own_hosts, jobs, one_proc
     for host in own_hosts:
         (waited,) = re.findall(r"overlimits (\d+)", host.run("tc", "-s", "qdisc", "show", "dev", "eth0"))
         assert int(waited) > 20
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+def test_what_compression_leaves_on_the_wire(own_hosts, jobs):
+    """Counted by the interfaces: with all headers, the meeting and the heartbeats."""
+
+    def sent(*options: str) -> int:
+        before = _sent_by(own_hosts)
+        started = start_on_all(jobs, own_hosts, (*FIT, *options))
+        assert [job.end(180) for job in started] == [0, 0, 0], [job.output for job in started]
+        return _sent_by(own_hosts) - before
+
+    short, steps = 10, 110
+    whole = sent(f"--steps={steps}") - sent(f"--steps={short}")
+    little = sent("--rank=4", f"--steps={steps}") - sent("--rank=4", f"--steps={short}")
+    # In a ring of three, each sends two thirds of the gradients of 271,873 weights, twice.
+    assert whole == pytest.approx((steps - short) * 3 * 4 / 3 * 4 * 271_873, rel=0.05)
+    # The factors of kernels of 16 x 512 and 512 x 512, and what is sent as it is, go to the first host and back.
+    numbers = 4 * (16 + 512) + 4 * (512 + 512) + 512 + 512 + 512 + 1
+    assert little == pytest.approx((steps - short) * 2 * 2 * 4 * numbers, rel=0.25)
+    assert little < whole / 20
+
+
+def _sent_by(hosts: Hosts) -> int:
+    shown = [json.loads(host.run("ip", "-s", "-j", "link", "show", "dev", "eth0"))[0] for host in hosts]
+    return sum(link["stats64"]["tx"]["bytes"] for link in shown)
 
 
 @pytest.mark.slow

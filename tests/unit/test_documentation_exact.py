@@ -80,6 +80,12 @@ EVIDENCE = {
         f"{MISTAKES}::test_shards_of_the_users_own",
     ],
     "`activity_regularizer`": ["activity_regularizer"],
+    "`compression=PowerSGD(rank)`, `TopK(fraction)`": [
+        "tests/logical/test_compression.py::test_power_sgd_is_that_of_the_whole_gradient",
+        "tests/logical/test_compression.py::test_top_k_equals_by_hand",
+        "tests/logical/test_compression.py::test_nothing_is_lost",
+        "tests/cluster/test_compression.py::test_equals_by_hand",
+    ],
     '`compression="bf16"`, `"fp16"`': [f"{GUARDS}::test_rounding_is_within_its_bound_and_not_exact"],
     '`batch_norm="local"`': [f"{GUARDS}::test_local_batch_norm"],
     '`mode="sync"`': [

@@ -134,6 +134,7 @@ class FitBackup:
         try:
             check_meta(meta, f"{self._store.directory}/{checkpoint.name}")
             self._state.make_global_seed_generator(meta["variables"])
+            lost = self._state.make_compression(meta["variables"])
             self._state.check(meta["variables"], checkpoint.tensors, with_metrics=meta["steps"] > 0)
             self._check_identity(meta)
             self._entries = callback_state.matching(self._others, self._settings, meta["callbacks"])
@@ -158,6 +159,7 @@ class FitBackup:
         )
         if self._is_chief:
             messages.of_other_callbacks(self._others, self._entries, meta["callbacks"])
+            messages.of_compression(lost)
             messages.of_resumption(meta, f"{self._store.directory}/{checkpoint.name}", over, self._epochs)
 
     def _check_identity(self, meta: dict) -> None:

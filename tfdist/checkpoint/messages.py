@@ -54,6 +54,19 @@ def of_other_callbacks(
         _warn(f"The backup is of a fit with other callbacks. {begin}{left}All else goes on as it was saved.")
 
 
+def of_compression(lost: Sequence[str]) -> None:
+    """Says that gradients which were not sent yet are lost.
+
+    Args:
+        lost: the names of what the backup has of them, and this fit cannot take over.
+    """
+    if lost:
+        _warn(
+            f"The backup has rests of compressed gradients ({len(lost)} arrays) that this fit cannot take over: its "
+            "compression is another one, or it has one replica. They are left out; all else goes on as it was saved."
+        )
+
+
 def of_seed(saved: int | None, now: int | None) -> None:
     """Warns if the user has set another seed than that of the saved fit, whose random states come back."""
     if saved is not None and now is not None and saved != now:

@@ -1,7 +1,7 @@
 """The state of a model in training as tensors, which are taken quickly, written later and put back exactly.
 
-Weights, seeds, optimizer and metrics. Variables that every replica keeps by itself (metrics in the middle of an epoch)
-are saved replica by replica: their sum, put back in parts, would round differently.
+Weights, seeds, optimizer, metrics, and what compression has not sent yet. Variables that every replica keeps by itself
+(metrics in the middle of an epoch) are saved replica by replica: their sum, put back in parts, would round differently.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.compat.hooks import hooks_of
 from tfdist.compat.upstream import global_seed_generator
 from tfdist.inspection import random_state
 from tfdist.inspection.global_seeds import is_used
@@ -21,6 +22,7 @@ from tfdist.inspection.model_parts import metrics_of, optimizers_of, parts_of, s
 from tfdist.inspection.replica_values import combine, gather, is_kept_per_replica, parts_of_variable, scatter
 
 _PER_REPLICA = "replicas"
+_COMPRESSION = "compression"
 # All other seed generators belong to a layer, and their states to the model's variables.
 _GLOBAL_SEED = "seeds/0"
 
@@ -38,6 +40,7 @@ class TrainingState:
 
     def __init__(self, model: keras.Model):
         self._model = model
+        self._lost: set[str] = set()  # what a backup has of compression, and this has no place for
 
     @functools.cached_property
     def _variables(self) -> dict[str, Any]:
@@ -61,13 +64,26 @@ class TrainingState:
             variables.update({f"{group}/{i}": variable for i, variable in enumerate(own)})
         return variables
 
-    @functools.cached_property
-    def description(self) -> dict[str, list]:
-        """Path, shape and dtype of every variable; those of a backup have to be the same."""
-        description = {
-            name: [v.path, list(v.shape), keras.backend.standardize_dtype(v.dtype)]
-            for name, v in self._variables.items()
+    @property
+    def _of_compression(self) -> dict[str, Any]:
+        """What compression keeps, by name; it is made in the first step."""
+        compressor = hooks_of(self._model.distribute_strategy).compressor
+        if compressor is None:
+            return {}
+        return {
+            f"{_COMPRESSION}/{i}/{name}": variable
+            for i, optimizer in enumerate(optimizers_of(self._model))
+            for name, variable in compressor.variables_of(optimizer).items()
         }
+
+    @property
+    def description(self) -> dict[str, list]:
+        """Path, shape and dtype of every variable; but for those of compression, a backup's have to be the same."""
+        return self._fixed_description | _described(self._of_compression)
+
+    @functools.cached_property
+    def _fixed_description(self) -> dict[str, list]:
+        description = _described(self._variables)
         # Other optimizers may have variables of the same shapes, with another meaning.
         optimizers = [part for optimizer in optimizers_of(self._model) for part in [optimizer, *parts_of(optimizer)]]
         return description | {f"optimizer class/{i}": ["", [], type(o).__name__] for i, o in enumerate(optimizers)}
@@ -87,6 +103,27 @@ class TrainingState:
             with self._model.distribute_strategy.scope():
                 global_seed_generator().is_used = True
 
+    def make_compression(self, saved: Mapping[str, list]) -> list[str]:
+        """Makes what compression had kept when `saved` was described, where this strategy compresses in that way.
+
+        Returns:
+            The names of what has no place here, and is lost.
+        """
+        names = [name for name in saved if name.startswith(f"{_COMPRESSION}/")]
+        strategy, optimizers = self._model.distribute_strategy, optimizers_of(self._model)
+        compressor = hooks_of(strategy).compressor
+        if compressor is not None and strategy.num_replicas_in_sync > 1 and self._variables:  # it builds optimizers
+            for optimizer in optimizers:
+                compressor.reset(optimizer)
+            with strategy.scope():
+                for name in names:
+                    number, _, rest = name.removeprefix(f"{_COMPRESSION}/").partition("/")
+                    if number.isdecimal() and int(number) < len(optimizers):
+                        compressor.make(optimizers[int(number)], rest, saved[name][1])
+        made = _described(self._of_compression)
+        self._lost = {name for name in names if name not in made or made[name][1:] != list(saved[name][1:])}
+        return sorted(self._lost)
+
     def check(self, saved: Mapping[str, list], tensors: Collection[str], with_metrics: bool) -> None:
         """Raises StateMismatchError if the model has other variables than those that were described, and have values.
 
@@ -95,8 +132,11 @@ class TrainingState:
             tensors: the names of what it has values of.
             with_metrics: as of the `snapshot`.
         """
-        for name in dict.fromkeys([*self.description, *saved]):
-            received, expected = self.description.get(name), saved.get(name)
+        description = self._fixed_description
+        for name in dict.fromkeys([*description, *saved]):
+            if name.startswith(f"{_COMPRESSION}/"):
+                continue
+            received, expected = description.get(name), saved.get(name)
             # Paths count a process' layers (dense, dense_1, ...) and may differ where nothing else does.
             if received is None or expected is None or received[1:] != list(expected[1:]):
                 raise StateMismatchError(
@@ -108,7 +148,7 @@ class TrainingState:
             is_needed = with_metrics or not name.startswith("metrics/")
             if is_needed and name not in tensors and f"{_PER_REPLICA}/{name}" not in tensors:
                 raise StateMismatchError(
-                    f"Received: a backup without a value of {name}, {_words(self.description[name])}. Expected: one of "
+                    f"Received: a backup without a value of {name}, {_words(description[name])}. Expected: one of "
                     "every variable. Use another backup, or pass another backup_dir to begin anew."
                 )
 
@@ -122,7 +162,7 @@ class TrainingState:
         """
         tensors: dict[str, tf.Tensor] = {}
         per_replica: dict[str, Any] = {}
-        for name, variable in self._variables.items():
+        for name, variable in (self._variables | self._of_compression).items():
             if name.startswith("metrics/") and not with_metrics:
                 continue
             if is_kept_per_replica(variable):
@@ -137,9 +177,9 @@ class TrainingState:
 
     def load(self, tensors: Mapping[str, np.ndarray]) -> None:
         """Puts a snapshot back. It may be of another number of replicas, or without any strategy."""
-        for name, variable in self._variables.items():
+        for name, variable in (self._variables | self._of_compression).items():
             whole, replicas = tensors.get(name), tensors.get(f"{_PER_REPLICA}/{name}")
-            if whole is None and replicas is None:
+            if name in self._lost or (whole is None and replicas is None):
                 continue
             if is_kept_per_replica(variable):
                 values = whole[np.newaxis] if replicas is None else replicas
@@ -147,6 +187,10 @@ class TrainingState:
                 continue
             for part in parts_of_variable(variable):
                 part.assign(tf.constant(combine(variable, replicas) if whole is None else whole, dtype=part.dtype))
+
+
+def _described(variables: Mapping[str, Any]) -> dict[str, list]:
+    return {name: [v.path, list(v.shape), keras.backend.standardize_dtype(v.dtype)] for name, v in variables.items()}
 
 
 def _words(description: list | None) -> str:

@@ -28,6 +28,9 @@ class KerasHooks:
     streams_weights = False
     """Whether weights are on the host, and the device sees those of one block at a time."""
 
+    compressor: Any = None
+    """What of its gradients a strategy has not sent yet, a `tfdist.compression.compressor.Compressor`, or `None`."""
+
     # The trainer.
 
     def make_epoch_iterator(self, iterator: Any, arguments: Mapping[str, Any], make: Callable[..., None]) -> None:

@@ -97,7 +97,8 @@ def run(ctx: click.Context, **options: Any) -> None:
 
     SCRIPT is a Python file, -m MODULE, or -- COMMAND for any other program; all that follows it is passed to it.
     The output of the first process is shown, that of all goes to the logs. The exit code is 0 when all processes
-    succeed, otherwise that of the first one that failed.
+    succeed, otherwise that of the first one that failed. 77: stopped, and saved; start it again. 74: stopped, and could
+    not save. 78: it would fail again.
 
     TensorFlow listens on all addresses of this machine, whatever --host says, and asks nobody for a password. Where
     others can reach it, use a firewall, or a network of its own: unshare --net --map-root-user sh -c 'ip link set lo

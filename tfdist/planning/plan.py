@@ -14,6 +14,7 @@ from rich.table import Table
 
 from tfdist.plain_text import plain_text
 from tfdist.planning.calibration import this_machine
+from tfdist.planning.compression import advice
 from tfdist.planning.hardware import Hardware, hardware_of
 from tfdist.planning.pipelines import pipelines
 from tfdist.planning.prediction import PROGRAM, Prediction, offloaded, parameter_servers, replicated
@@ -99,12 +100,14 @@ class Plan:
         hardware: what it would run on.
         rows: from simple to complicated; the first one is one device.
         recommendation: which row to take, and why.
+        compression: whether sending less would pay; empty if nothing is sent.
     """
 
     profile: ModelProfile
     hardware: Hardware
     rows: Sequence[Prediction]
     recommendation: Recommendation
+    compression: str = ""
 
     @property
     def shown(self) -> list[Prediction]:
@@ -159,7 +162,12 @@ class Plan:
             notes.append(_paying(most, max(row.devices for row in self.rows)))
         title = f"A step of '{self.profile.name}' on {self.profile.rows} rows, predicted for {self.hardware.name}"
         return "\n\n".join(
-            [title, plain_text(table), *(["\n".join(notes)] if notes else []), self.recommendation.reason]
+            [
+                title,
+                plain_text(table),
+                *(["\n".join(notes)] if notes else []),
+                " ".join(filter(None, [self.recommendation.reason, self.compression])),
+            ]
         )
 
 
@@ -217,7 +225,7 @@ def plan_for(
         dataclasses.replace(row, start=row.start.replace(PROGRAM, program))
         for row in candidates(profile, hardware, wanted)
     ]
-    return Plan(profile, hardware, rows, recommend(rows))
+    return Plan(profile, hardware, rows, recommend(rows), advice(profile, hardware, rows))
 
 
 def numbers_of(devices: int | Sequence[int]) -> list[int]:

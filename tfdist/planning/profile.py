@@ -107,6 +107,7 @@ class ModelProfile:
         layers: calls of layers in their order; empty if the model is no graph of layers and cannot be cut.
         normalizations: how many layers exchange batch statistics.
         notes: what is uncertain about these numbers.
+        shapes: of the trained variables.
     """
 
     name: str
@@ -118,6 +119,7 @@ class ModelProfile:
     layers: Sequence[LayerProfile] = ()
     normalizations: int = 0
     notes: Sequence[str] = ()
+    shapes: Sequence[tuple[int, ...]] = ()
 
     def at(self, rows: float) -> Sample:
         """A step for another number of rows: all numbers are linear in them, with a constant part."""
@@ -194,6 +196,7 @@ def _profile(model: keras.Model, batch: Any) -> ModelProfile:
         layers,
         sum(isinstance(layer, keras.layers.BatchNormalization) for layer in model._flatten_layers()),
         notes,
+        [tuple(variable.shape) for variable in model.trainable_variables],
     )
 
 

@@ -20,7 +20,7 @@ _REPETITIONS = 3
 Sum = tuple[tuple[int, ...], tf.DType] | None
 
 
-def all_reduce(value: tf.Tensor | tf.IndexedSlices, differentiable: bool = True) -> Any:
+def all_reduce(value: tf.Tensor | tf.IndexedSlices, differentiable: bool = True, noted: bool = True) -> Any:
     """The sum over all replicas; in a Keras step its shape is noted on the step.
 
     Args:
@@ -28,9 +28,11 @@ def all_reduce(value: tf.Tensor | tf.IndexedSlices, differentiable: bool = True)
         differentiable: whether a dense tensor's gradient of the sum is the sum of gradients. Where nobody asks for
             one, or it is given in another way, tracing takes less time without: for each such sum TensorFlow looks for
             variables in all that the sum is made of, which is the whole step of every other replica of this process.
+        noted: whether its shape is noted: a branch that most steps do not take is not what a step costs.
     """
     is_known = isinstance(value, tf.Tensor) and value.shape.is_fully_defined()
-    _note((tuple(value.shape), value.dtype) if is_known else None)
+    if noted:
+        _note((tuple(value.shape), value.dtype) if is_known else None)
     context = tf.distribute.get_replica_context()
     if not differentiable:
         value = tf.stop_gradient(value)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -39,10 +40,12 @@ class Wire:
             every addition then rounds to 8 significant bits (relative error up to 2**-8 of the partial sum).
         bucket_bytes: how many bytes travel together, at most, a single tensor aside; `None` for all. Each bucket is
             sent as soon as what is in it is there, and the one before.
+        compressor: what compresses the gradients of Keras' steps, a `tfdist.compression.compressor.Compressor`.
     """
 
     dtype: tf.DType | None = None
     bucket_bytes: int | None = BUCKET_BYTES
+    compressor: Any = None
 
 
 AS_THEY_ARE = Wire()
@@ -64,13 +67,9 @@ def all_reduce_sum(
         A list of the sums, in the dtypes and shapes of `values`.
     """
     results: list = [None] * len(values)
-    groups: dict[tf.DType, list[int]] = {}
-    for i, value in enumerate(values):
-        if not isinstance(value, tf.IndexedSlices):
-            groups.setdefault(value.dtype, []).append(i)
-    for indices in (bucket for group in groups.values() for bucket in _buckets(group, values, wire.bucket_bytes)):
+    for indices in buckets(values, wire.bucket_bytes):
         dtype = values[indices[0]].dtype
-        packed = _weighted(weight, pack([values[i] for i in indices]))
+        packed = weighted(weight, pack([values[i] for i in indices]))
         narrow = wire.dtype is not None and dtype.is_floating and wire.dtype.size < dtype.size
         summed = all_reduce(tf.cast(packed, wire.dtype) if narrow else packed, differentiable=False)
         parts = unpack(tf.cast(summed, dtype) if narrow else summed, [values[i] for i in indices])
@@ -78,9 +77,19 @@ def all_reduce_sum(
             results[i] = part
     for i, value in enumerate(values):
         if isinstance(value, tf.IndexedSlices):
-            rows = _weighted(weight, value.values)
+            rows = weighted(weight, value.values)
             results[i] = all_reduce(tf.IndexedSlices(rows, value.indices, value.dense_shape))
     return results
+
+
+def buckets(values: Sequence[tf.Tensor | tf.IndexedSlices], most: int | None) -> Iterator[list[int]]:
+    """The positions of dense tensors that travel together: of one dtype, and at most so many bytes."""
+    groups: dict[tf.DType, list[int]] = {}
+    for i, value in enumerate(values):
+        if not isinstance(value, tf.IndexedSlices):
+            groups.setdefault(value.dtype, []).append(i)
+    for group in groups.values():
+        yield from _buckets(group, values, most)
 
 
 def _buckets(indices: list[int], values: Sequence[tf.Tensor], most: int | None) -> Iterator[list[int]]:
@@ -103,7 +112,8 @@ def _buckets(indices: list[int], values: Sequence[tf.Tensor], most: int | None) 
     yield bucket
 
 
-def _weighted(weight: tf.Tensor | None, value: tf.Tensor) -> tf.Tensor:
+def weighted(weight: tf.Tensor | None, value: tf.Tensor) -> tf.Tensor:
+    """The value times the weight; `None` is 1."""
     if weight is None or tf.get_static_value(weight) == 1.0:
         return value
     # Most batches need no pass over it.

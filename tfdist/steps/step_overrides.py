@@ -97,6 +97,7 @@ def seed_of_replica(seed: tf.Tensor) -> tf.Tensor:
 
 def _shadow_optimizer(stack: contextlib.ExitStack, step: KerasStep, optimizer: Any, wire: Wire) -> None:
     original_scale, original_apply = optimizer.scale_loss, optimizer.apply
+    settings = None if wire.compressor is None else stack.enter_context(wire.compressor.prepared(optimizer))
 
     def scale_loss(loss: tf.Tensor) -> tf.Tensor:
         # As many rows as one process has, on average: loss scaling sees gradients of the same size. The weight itself
@@ -107,7 +108,8 @@ def _shadow_optimizer(stack: contextlib.ExitStack, step: KerasStep, optimizer: A
     def apply(grads: Any, trainable_variables: Any = None) -> None:
         variables = optimizer._trainable_variables if trainable_variables is None else list(trainable_variables)
         scaled = (id(optimizer), local_replica()) in step.scaled_losses
-        original_apply(_global_gradients(step, list(grads), variables, scaled, wire), trainable_variables)
+        reduced = _global_gradients(step, list(grads), variables, scaled, wire, optimizer, settings)
+        original_apply(reduced, trainable_variables)
         step.states[local_replica()].skip()
 
     stack.enter_context(shadowed(optimizer, scale_loss=scale_loss, apply=apply))
@@ -115,7 +117,9 @@ def _shadow_optimizer(stack: contextlib.ExitStack, step: KerasStep, optimizer: A
         stack.enter_context(shadowed(part, _all_reduce_sum_gradients=list))
 
 
-def _global_gradients(step: KerasStep, grads: list, variables: list, scaled: bool, wire: Wire) -> list:
+def _global_gradients(
+    step: KerasStep, grads: list, variables: list, scaled: bool, wire: Wire, optimizer: Any, settings: Any
+) -> list:
     """Gradients of the global batch's loss, on every replica; averages the state that the step has updated, too.
 
     Args:
@@ -124,6 +128,8 @@ def _global_gradients(step: KerasStep, grads: list, variables: list, scaled: boo
         variables: what they are gradients of.
         scaled: whether the loss was divided by the number of replicas before.
         wire: as in `all_reduce_sum`.
+        optimizer: which applies them.
+        settings: what the compressor takes from it.
     """
     for variable in variables:
         if getattr(variable, "overwrite_with_gradient", False):
@@ -144,7 +150,12 @@ def _global_gradients(step: KerasStep, grads: list, variables: list, scaled: boo
     agreement = _agreement_of(step.model)
     if agreement is not None:
         state_values.append(agreement.read())
-    if wire.dtype is None:
+    if wire.compressor is not None:
+        weights = [variables[i] for i in present]
+        sums = wire.compressor.all_reduce_sum(
+            optimizer, values, weights, state_values, weight, wire.bucket_bytes, settings
+        )
+    elif wire.dtype is None:
         sums = all_reduce_sum([*values, *state_values], wire, weight=weight)
     else:
         # The state is kept from step to step: it must not be rounded to the wire's dtype.

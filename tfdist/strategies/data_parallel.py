@@ -8,13 +8,15 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist.arguments import check_bucket_bytes
 from tfdist.compat.upstream import DistributedValues, SyncOnReadVariable, distribute_utils, mirrored_run
+from tfdist.compression import PowerSGD, TopK
+from tfdist.compression.compressor import Compressor
 from tfdist.inspection import global_seeds
 from tfdist.inspection.batch_sharding import GlobalBatch, cut_rows, static_rows
 from tfdist.inspection.model_parts import metrics_of
@@ -44,20 +46,15 @@ class DataParallel:
     is_chief = True
 
     def _configure_data_parallel(
-        self, compression: str | None, bucket_bytes: int | None, batch_norm: str, memory: Any
+        self, compression: Any, bucket_bytes: int | None, batch_norm: str, memory: Any, dtypes: Any = WIRE_DTYPES
     ) -> None:
-        if compression not in WIRE_DTYPES:
-            raise ValueError(
-                f"Unknown compression. Received: compression={compression!r}. Expected one of {list(WIRE_DTYPES)}: "
-                "None sends gradients as they are, 'bf16' casts them to bfloat16, 'fp16' to float16."
-            )
+        check_bucket_bytes(bucket_bytes)
+        self._wire = wire_of(compression, bucket_bytes, dtypes)
         if batch_norm not in BATCH_NORM_MODES:
             raise ValueError(
                 f"Unknown batch_norm. Received: batch_norm={batch_norm!r}. Expected 'global' (statistics of the global "
                 "batch, as one process computes them) or 'local' (of each replica's rows; no collectives)."
             )
-        check_bucket_bytes(bucket_bytes)
-        self._wire = Wire(WIRE_DTYPES[compression], bucket_bytes)
         self._global_batch_norm = batch_norm == "global"
         self._memory = policy_of(memory)
         self._keras_step: KerasStep | None = None
@@ -116,6 +113,28 @@ class DataParallel:
         if isinstance(value, tf.Tensor) and getattr(value, "_tfdist_reduced", False):
             return value
         return super().reduce(reduce_op, value, axis)
+
+
+def wire_of(compression: Any, bucket_bytes: int | None, dtypes: Mapping[str | None, tf.DType | None]) -> Wire:
+    """How gradients travel, from the arguments of a strategy.
+
+    Args:
+        compression: one of `dtypes`, or a method of `tfdist.compression`.
+        bucket_bytes: as in `Wire`.
+        dtypes: what can be added up, by the name of the compression.
+
+    Raises:
+        ValueError: for another `compression` or `bucket_bytes`.
+    """
+    check_bucket_bytes(bucket_bytes)
+    if isinstance(compression, (PowerSGD, TopK)):
+        return Wire(None, bucket_bytes, Compressor(compression))
+    if compression not in dtypes:
+        raise ValueError(
+            f"Received: compression={compression!r}. Expected: one of {list(dtypes)}, of which None sends gradients as "
+            "they are and the others cast them, or a method such as tfdist.compression.PowerSGD(rank=4)."
+        )
+    return Wire(dtypes[compression], bucket_bytes)
 
 
 class DataParallelExtended:

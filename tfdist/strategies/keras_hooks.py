@@ -72,6 +72,10 @@ class DataParallelHooks(StrategyHooks):
 
     is_data_parallel = True
 
+    def __init__(self, strategy: Any):
+        super().__init__(strategy)
+        self.compressor = strategy._wire.compressor
+
     def make_epoch_iterator(self, iterator: Any, arguments: Mapping[str, Any], make: Callable[..., None]) -> None:
         with self._strategy._keras_input(iterator):
             make(**arguments)

@@ -13,6 +13,7 @@ from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.discovery import find
 from tfdist.cluster.errors import ClusterError
 from tfdist.compat.upstream import mirrored_strategy
+from tfdist.compression import PowerSGD, TopK
 from tfdist.memory.policy import MemoryPolicy
 from tfdist.runtime.input_meter import InputMeter
 from tfdist.steps.common_hooks import install
@@ -45,6 +46,7 @@ class MirroredStrategy(DataParallel, tf.distribute.MirroredStrategy):
         cross_device_ops: as in `tf.distribute.MirroredStrategy`.
         compression: `None`, or `"bf16"` to cast gradients to bfloat16 for the all-reduce: half the bytes, and a
             relative error of up to 2**-8 in each partial sum. `"fp16"`: float16, 2**-11, and infinity above 65504.
+            For slow networks, a method of `tfdist.compression`: `PowerSGD(rank=4)` or `TopK(0.01)`.
         bucket_bytes: how many bytes of gradients are sent together, at most; those of the last layers are on their way
             while the others are still computed. `None` sends all at once.
         batch_norm: `"global"` (BatchNormalization uses the statistics of the global batch, as one process does; two
@@ -69,7 +71,7 @@ class MirroredStrategy(DataParallel, tf.distribute.MirroredStrategy):
         devices: Sequence[str] | None = None,
         cross_device_ops: Any = None,
         *,
-        compression: str | None = None,
+        compression: str | PowerSGD | TopK | None = None,
         bucket_bytes: int | None = BUCKET_BYTES,
         batch_norm: str = "global",
         memory: MemoryPolicy | str | None = None,

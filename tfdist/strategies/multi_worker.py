@@ -18,6 +18,7 @@ from tfdist.cluster.discovery import discover
 from tfdist.cluster.errors import ClusterError
 from tfdist.cluster.variables import AUTO, DIRECT, HOROVOD, TENSORFLOW, chosen_transport
 from tfdist.compat.upstream import collective_strategy
+from tfdist.compression import PowerSGD, TopK
 from tfdist.memory.policy import MemoryPolicy
 from tfdist.runtime.direct.exchange import Exchange
 from tfdist.runtime.direct.links import ExchangeError
@@ -79,6 +80,7 @@ class MultiWorkerMirroredStrategy(JobMember, tf.distribute.MultiWorkerMirroredSt
         cluster: the cluster and this process' place in it; by default what `tfdist.discover()` finds.
         compression: `None`, or `"bf16"` to cast gradients to bfloat16 for the all-reduce: half the bytes, and a
             relative error of up to 2**-8 in each partial sum. `"fp16"`: float16, 2**-11, and infinity above 65504.
+            For slow networks, a method of `tfdist.compression`: `PowerSGD(rank=4)` or `TopK(0.01)`.
         bucket_bytes: how many bytes of gradients are sent together, at most; those of the last layers are on their way
             while the others are still computed. `None` sends all at once.
         batch_norm: `"global"` (BatchNormalization uses the statistics of the global batch, as one process does; two
@@ -119,7 +121,7 @@ class MultiWorkerMirroredStrategy(JobMember, tf.distribute.MultiWorkerMirroredSt
         communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
         *,
         cluster: ClusterConfig | None = None,
-        compression: str | None = None,
+        compression: str | PowerSGD | TopK | None = None,
         bucket_bytes: int | None = BUCKET_BYTES,
         batch_norm: str = "global",
         memory: MemoryPolicy | str | None = None,

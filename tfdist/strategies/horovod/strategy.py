@@ -11,16 +11,17 @@ import tensorflow as tf
 
 from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.errors import ClusterError
+from tfdist.compression import PowerSGD, TopK
 from tfdist.inspection import random_state, replica_values
 from tfdist.memory.policy import MemoryPolicy
 from tfdist.runtime.elastic import Members, is_elastic
 from tfdist.steps.common_hooks import install
-from tfdist.steps.gradients import BUCKET_BYTES, Wire
+from tfdist.steps.gradients import BUCKET_BYTES
 from tfdist.strategies.horovod.extended import HorovodExtended
 from tfdist.strategies.horovod.job import is_connected_by_launcher, join, own_device, rejoin
 from tfdist.strategies.horovod.keras_hooks import HorovodHooks
 from tfdist.strategies.horovod.memory_folders import memory_folder
-from tfdist.strategies.horovod.validation import COMPRESSIONS, check_arguments
+from tfdist.strategies.horovod.validation import NARROW, check_arguments
 from tfdist.strategies.multi_worker import MultiWorkerMirroredStrategy, cluster_of, resolver_of
 
 
@@ -36,7 +37,8 @@ class HorovodStrategy(MultiWorkerMirroredStrategy):
         cluster_resolver: as in `MultiWorkerMirroredStrategy`.
         communication_options: as in `MultiWorkerMirroredStrategy`; Horovod needs none.
         compression: `None`, or `"fp16"` to cast gradients to float16 for the all-reduce: half the bytes, a relative
-            error of up to 2**-11 in each addend and partial sum, and infinity above 65504.
+            error of up to 2**-11 in each addend and partial sum, and infinity above 65504; or a method of
+            `tfdist.compression`.
         bucket_bytes: as in `MultiWorkerMirroredStrategy`.
         process_set: ranks that train together, this one among them; every process names the group it belongs to.
             `None` for all, or for those of this process' first `HorovodStrategy`.
@@ -71,7 +73,7 @@ class HorovodStrategy(MultiWorkerMirroredStrategy):
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
         communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
         *,
-        compression: str | None = None,
+        compression: str | PowerSGD | TopK | None = None,
         bucket_bytes: int | None = BUCKET_BYTES,
         process_set: Sequence[int] | None = None,
         cluster: ClusterConfig | None = None,
@@ -87,8 +89,7 @@ class HorovodStrategy(MultiWorkerMirroredStrategy):
             raise ValueError(
                 f"Received: process_set={list(process_set)} in an elastic job. Expected: None; ranks change there."
             )
-        self._configure_data_parallel(None, bucket_bytes, batch_norm, memory)
-        self._wire = Wire(COMPRESSIONS[compression], bucket_bytes)
+        self._configure_data_parallel(compression, bucket_bytes, batch_norm, memory, NARROW)
         try:
             # Horovod draws the port of its server from the program's own generator, and on rank 0 only.
             with random_state.kept():

@@ -1,0 +1,1 @@
+"""What does compression of gradients cost in accuracy?"""

@@ -1,0 +1,1 @@
+"""How fast is data-parallel training over slow networks?"""

@@ -1,0 +1,40 @@
+"""Times, and bytes that leave the namespace, of windows of steps in the middle of a training."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.network.links import sent_bytes
+
+
+class Windows:
+    """Sees the end of each step.
+
+    Args:
+        settings: with "warmup", "windows" and "steps" of a window.
+        is_alone: whether there is no link.
+    """
+
+    def __init__(self, settings: dict[str, Any], is_alone: bool) -> None:
+        self._warmup, self._steps = settings["warmup"], settings["steps"]
+        self.total = self._warmup + settings["windows"] * self._steps
+        self._is_alone = is_alone
+        self._marks: list[tuple[float, int]] = []
+
+    def ended(self, done: int) -> None:
+        """Called when so many steps are done."""
+        if done >= self._warmup and (done - self._warmup) % self._steps == 0:
+            self._marks.append((time.perf_counter(), 0 if self._is_alone else sent_bytes()))
+
+    def write(self, path: str, loss: float) -> None:
+        """Writes milliseconds and bytes of a step, by window."""
+        pairs = list(zip(self._marks, self._marks[1:], strict=False))
+        found = {
+            "ms": [1000 * (after[0] - before[0]) / self._steps for before, after in pairs],
+            "bytes": [(after[1] - before[1]) / self._steps for before, after in pairs],
+            "loss": loss,
+        }
+        Path(path).write_text(json.dumps(found))

@@ -1,0 +1,294 @@
+"""PowerSGD and TopK: equal to the same written down by hand, and what is not sent yet is never lost."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdist
+from tests.compressed_by_hand import Largest, Low, assert_close, by_hand, data, distance, network, trained
+from tests.tiers import daily
+from tfdist.compression import PowerSGD, TopK
+from tfdist.inspection.replica_values import parts_of_variable
+
+pytestmark = pytest.mark.usefixtures("four_devices")
+
+SGD = functools.partial(keras.optimizers.SGD, 0.05)
+MOMENTUM = functools.partial(keras.optimizers.SGD, 0.05, momentum=0.9)
+NESTEROV = functools.partial(keras.optimizers.SGD, 0.05, momentum=0.9, nesterov=True)
+RANK = PowerSGD(rank=2)
+
+
+def mirrored(method: Any, replicas: int = 2, **options: Any) -> tfdist.MirroredStrategy:
+    devices = [f"CPU:{i}" for i in range(replicas)]
+    return tfdist.MirroredStrategy(devices, compression=method, **options)
+
+
+def kept(strategy: tfdist.MirroredStrategy, model: keras.Model) -> dict[str, list[np.ndarray]]:
+    """What each replica keeps."""
+    variables = strategy._wire.compressor.variables_of(model.optimizer)
+    return {name: [part.numpy() for part in parts_of_variable(v)] for name, v in variables.items()}
+
+
+@functools.cache
+def low_rank(optimizer: Any = MOMENTUM) -> keras.Model:
+    return by_hand(Low(RANK), optimizer)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "options"),
+    daily(
+        [
+            pytest.param(2, {}, id="two"),
+            pytest.param(3, {"bucket_bytes": 9000}, id="three, in buckets"),
+            pytest.param(4, {"bucket_bytes": 1}, id="four, one by one"),
+        ],
+        "three, in buckets",
+    ),
+)
+def test_power_sgd_is_that_of_the_whole_gradient(replicas, options):
+    """It depends on the sum of all gradients only: whatever the number of replicas, and with statistics of all rows."""
+    strategy = mirrored(RANK, replicas, **options)
+    model = trained(strategy, MOMENTUM)
+    assert_close(model, low_rank())
+    assert set(kept(strategy, model)) == {"0/rest", "0/factor", "4/rest", "4/factor"}
+
+
+@pytest.mark.exhaustive
+def test_power_sgd_differs_from_none():
+    plain = trained(mirrored(None), MOMENTUM)
+    assert distance(low_rank(), plain) > 0.01
+
+
+@pytest.mark.parametrize(
+    ("method", "optimizer", "by_hand_with"),
+    daily(
+        [
+            pytest.param(TopK(0.05), MOMENTUM, (MOMENTUM, Largest), id="feedback"),
+            pytest.param(TopK(0.05, momentum_correction=True), MOMENTUM, (SGD, Largest, 0.9), id="momentum correction"),
+            pytest.param(TopK(0.05, momentum_correction=True), NESTEROV, (SGD, Largest, 0.9, True), id="Nesterov's"),
+        ],
+        "Nesterov's",
+    ),
+)
+def test_top_k_equals_by_hand(method, optimizer, by_hand_with):
+    plain, kind, *arguments = by_hand_with
+    expected = by_hand(kind(method, *arguments), plain, replicas=2, normalized=False)
+    received = trained(mirrored(method), optimizer, normalized=False)
+    assert_close(received, expected)
+    assert distance(trained(mirrored(None), optimizer, normalized=False), expected) > 0.01
+
+
+@pytest.mark.exhaustive
+def test_everything_is_none():
+    assert_close(trained(mirrored(TopK(1.0), 3), MOMENTUM), trained(mirrored(None, 3), MOMENTUM))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "method", [PowerSGD(2, start_step=1000), TopK(0.01, momentum_correction=True, start_step=1000)]
+)
+def test_before_the_start_step_all_is_sent(method):
+    assert_close(trained(mirrored(method), NESTEROV), trained(mirrored(None), NESTEROV))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("method", [PowerSGD(2, start_step=8), TopK(0.02, start_step=8)], ids=str)
+def test_it_begins_at_the_start_step(method):
+    def after(epochs: int, compression: Any) -> keras.Model:
+        strategy = mirrored(compression)
+        with strategy.scope():
+            model = network(MOMENTUM)
+        model.fit(*data(), batch_size=16, epochs=epochs, shuffle=False, verbose=0)
+        return model
+
+    assert_close(after(2, method), after(2, None), 1e-6)
+    assert distance(after(3, method), after(3, None)) > 1e-3
+
+
+class Forgetting(keras.callbacks.Callback):
+    """Sets what a method keeps to zero after each step: a negative control."""
+
+    def __init__(self, strategy: Any, kind: str) -> None:
+        super().__init__()
+        self.strategy, self.kind = strategy, kind
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        for name, variable in self.strategy._wire.compressor.variables_of(self.model.optimizer).items():
+            if name.endswith(self.kind):
+                for part in parts_of_variable(variable):
+                    assert np.any(part.numpy())
+                    part.assign(tf.zeros_like(part))
+
+
+SIZE, STEPS = 32, 300
+
+
+def descended(method: Any, forgotten: str | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The sum of all updates, that of all gradients, which are always the same, and that of the rests."""
+    random = np.random.default_rng(0)
+    x, y = random.normal(size=(2, 64, SIZE)).astype("float32")
+    strategy = mirrored(method)
+    with strategy.scope():
+        dense = keras.layers.Dense(SIZE, use_bias=False, kernel_initializer="zeros")
+        model = keras.Sequential([keras.Input((SIZE,)), dense])
+        model.compile(keras.optimizers.SGD(1.0), lambda y, p: tf.reduce_mean(y * p, -1))
+    callbacks = [Forgetting(strategy, forgotten)] if forgotten else []
+    batches = tf.data.Dataset.from_tensors((x, y)).repeat(STEPS)
+    model.fit(batches, verbose=0, callbacks=callbacks)
+    rest = np.sum(kept(strategy, model)["0/rest"], 0).reshape(SIZE, SIZE)
+    return -model.get_weights()[0], STEPS * x.T @ y / (64 * SIZE), rest
+
+
+@pytest.mark.parametrize("method", [PowerSGD(rank=1), TopK(0.02)], ids=str)
+def test_nothing_is_lost(method):
+    """All updates together are all gradients but for the last rests; without feedback, one part is never applied."""
+
+    def missing(updates: np.ndarray, gradients: np.ndarray) -> float:
+        return np.linalg.norm(updates - gradients) / np.linalg.norm(gradients)
+
+    updates, gradients, rest = descended(method)
+    assert missing(updates + rest, gradients) < 1e-4
+    assert 0 < missing(updates, gradients) < 0.25
+    updates, gradients, _ = descended(method, "rest")
+    assert missing(updates, gradients) > 0.5
+
+
+def test_what_is_sent():
+    """Bytes, by the shapes of the sums: those of the formula, but for the alignment of what is packed."""
+    model = trained(strategy := mirrored(PowerSGD(rank=2), bucket_bytes=None), MOMENTUM)
+    batch_norm, left, right = strategy._sums_of_step[model][0], *strategy._sums_of_step[model][-2:]
+    assert batch_norm == ((3, 64), tf.float64)
+    numbers = [int(np.prod(shape)) for shape, _ in (left, right)]
+    expected = sum(PowerSGD(rank=2).numbers(tuple(w.shape)) for w in model.trainable_weights)
+    moving = 2 * 64
+    assert sum(numbers) == pytest.approx(expected + moving, abs=15 * 12)
+    whole = sum(int(np.prod(w.shape)) for w in model.trainable_weights)
+    assert sum(numbers) < whole / 5
+
+    model = trained(strategy := mirrored(TopK(0.01), bucket_bytes=None), MOMENTUM)
+    rows, plain = strategy._sums_of_step[model][-2:]
+    assert rows == ((2, 20 + 31), tf.int64) and plain[1] == tf.float32
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("method", [PowerSGD(2), TopK(0.05, momentum_correction=True)], ids=str)
+def test_a_loss_scale_changes_nothing(method):
+    """Rests are of gradients without the scale: it may grow. All factors are powers of two."""
+
+    def scaled(initial: float, growth: int) -> Any:
+        return lambda: keras.optimizers.LossScaleOptimizer(MOMENTUM(), initial, dynamic_growth_steps=growth)
+
+    weights = [trained(mirrored(method), one).get_weights() for one in (MOMENTUM, scaled(4.0, 1000), scaled(2.0, 3))]
+    for other in weights[1:]:
+        for received, expected in zip(other, weights[0], strict=True):
+            np.testing.assert_array_equal(received, expected)
+
+
+@pytest.mark.parametrize("method", [PowerSGD(2), TopK(0.05, momentum_correction=True)], ids=str)
+def test_an_overflow_leaves_the_rests_alone(method):
+    strategy = mirrored(method)
+    with strategy.scope():
+        model = network(lambda: keras.optimizers.LossScaleOptimizer(MOMENTUM(), 2.0))
+    x, y = data()
+    model.fit(x, y, batch_size=16, epochs=1, shuffle=False, verbose=0)
+    before, weights = kept(strategy, model), [v.numpy() for v in model.trainable_variables]
+    # One replica's rows only.
+    y[0] = np.inf
+    model.fit(x[:16], y[:16], batch_size=16, epochs=1, shuffle=False, verbose=0)
+    assert float(model.optimizer.dynamic_scale) == 1.0
+    for name, parts in kept(strategy, model).items():
+        np.testing.assert_array_equal(parts, before[name], err_msg=name)
+        assert np.any(parts)
+    for v, expected in zip(model.trainable_variables, weights, strict=True):
+        np.testing.assert_array_equal(v.numpy(), expected)
+
+
+@pytest.mark.exhaustive
+def test_what_is_no_number_is_seen_by_all():
+    """Without a loss scale, the weights become what they become without compression."""
+    for method in (PowerSGD(2), TopK(0.05)):
+        with mirrored(method).scope():
+            model = network(SGD, normalized=False)
+        x, y = data()
+        x[3] = np.nan
+        model.fit(x, y, batch_size=16, epochs=1, shuffle=False, verbose=0)
+        assert np.isnan(model.get_weights()[0]).any()
+
+
+@pytest.mark.exhaustive
+def test_embeddings_are_sent_as_they_are():
+    random = np.random.default_rng(2)
+    words, targets = random.integers(0, 300, (32, 4)), random.normal(size=(32, 8))
+    weights = []
+    for method in (None, PowerSGD(rank=1)):
+        with (strategy := mirrored(method)).scope():
+            keras.utils.set_random_seed(1)
+            layers = [keras.Input((4,), dtype="int32"), keras.layers.Embedding(300, 16), keras.layers.Flatten()]
+            model = keras.Sequential([*layers, keras.layers.Dense(64, "tanh"), keras.layers.Dense(8)])
+            model.compile(keras.optimizers.SGD(1.0), "mse")
+        model.fit(words, targets, batch_size=32, shuffle=False, verbose=0)
+        weights.append(model.get_weights())
+    assert set(kept(strategy, model)) == {"1/rest", "1/factor", "3/rest", "3/factor"}
+    np.testing.assert_allclose(weights[1][0], weights[0][0], atol=1e-7)
+    assert np.abs(weights[1][1] - weights[0][1]).max() > 1e-3
+
+
+@pytest.mark.exhaustive
+def test_clipping():
+    """The optimizer clips the sum, as without compression; a local norm limits what can become a rest."""
+    clipped = functools.partial(keras.optimizers.SGD, 0.05, global_clipnorm=0.01)
+    assert_close(trained(mirrored(RANK), clipped), by_hand(Low(RANK), clipped))
+    strategy = mirrored(PowerSGD(rank=2, local_clipnorm=1e-3))
+    model = trained(strategy, SGD)
+    steps = 16
+    rests = [np.linalg.norm(part) for name, parts in kept(strategy, model).items() if "rest" in name for part in parts]
+    assert 0 < max(rests) < steps * 1e-3 / np.sqrt(2)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: PowerSGD(rank=0), "Received: rank=0. Expected: a whole number, at least 1."),
+        (lambda: PowerSGD(rank=True), "Received: rank=True."),
+        (lambda: PowerSGD(start_step=-1), "Received: start_step=-1. Expected: a number of steps, 0 or more."),
+        (lambda: TopK(fraction=0), "Received: fraction=0. Expected: a share of the elements"),
+        (lambda: TopK(fraction=2), "Received: fraction=2."),
+        (lambda: TopK(local_clipnorm=0), "Received: local_clipnorm=0. Expected: a positive number, or None."),
+        (lambda: mirrored("PowerSGD"), "Received: compression='PowerSGD'. Expected: one of"),
+        (lambda: mirrored(PowerSGD), "Received: compression=<class"),
+    ],
+)
+def test_mistakes(make, text):
+    with pytest.raises(ValueError, match="^" + text.replace("(", r"\(")):
+        make()
+
+
+@pytest.mark.parametrize("optimizer", [SGD, keras.optimizers.Adam])
+def test_momentum_correction_needs_a_momentum(optimizer):
+    with pytest.raises(ValueError, match=r"Expected: keras\.optimizers\.SGD with a momentum"):
+        trained(mirrored(TopK(0.05, momentum_correction=True)), optimizer)
+
+
+@pytest.mark.parametrize("options", [{"run_eagerly": True}, {"jit_compile": True}, {"steps_per_execution": 2}])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("method", [RANK, TopK(0.05)], ids=str)
+def test_ways_to_run_a_step(method, options):
+    assert_close(trained(mirrored(method), MOMENTUM, **options), trained(mirrored(method), MOMENTUM))
+
+
+@pytest.mark.exhaustive
+def test_two_fits_go_on_with_the_rests():
+    strategy = mirrored(RANK)
+    model = trained(strategy, MOMENTUM)
+    before = kept(strategy, model)
+    model.fit(*data(), batch_size=16, epochs=1, shuffle=False, verbose=0)
+    twice = kept(strategy, model)
+    assert before.keys() == twice.keys()
+    for name in before:
+        assert np.abs(np.subtract(before[name], twice[name])).max() > 0

@@ -1,0 +1,186 @@
+"""TopK: the largest elements of each gradient, with their positions.
+
+v = v + gradient                 what is not sent yet, of each weight on each replica
+largest |v|                      sent: positions and values of all replicas go to all; there they are 0 now
+sum of what was received         what the optimizer gets
+
+With momentum correction, v = v + u, where u = momentum * u + gradient: an element that was not sent for some steps then
+has the velocity that it would have had. Where an element is sent, u is 0 as well, so that old gradients do not push on.
+
+Lin et al., "Deep gradient compression: reducing the communication bandwidth for distributed training" (2018, arXiv
+1712.01887).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tfdist.compression.compressor import Slot, check_method, sum_of
+from tfdist.steps.collectives import all_reduce
+from tfdist.steps.keras_step import global_replica
+
+# Smaller weights are sent as they are: biases, scales.
+_SMALLEST = 1024
+
+
+class _Momentum(NamedTuple):
+    factor: float
+    is_nesterov: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class TopK:
+    """Sends the largest elements of the gradient of each large weight.
+
+    With N replicas, each sends `fraction` of its elements as positions and values, 8 bytes each, and receives those of
+    all others. Weights with fewer than 1,024 elements and gradients of embeddings (`tf.IndexedSlices`) are sent as
+    they are. What is left out of a step is added to the gradient of the next.
+
+    The relative error of a step, in the squared norm, is at most `1 - fraction`; the sum over steps is exact up to the
+    last rest.
+
+    Args:
+        fraction: how many of a weight's elements each replica sends in a step, in (0, 1].
+        momentum_correction: takes the momentum of `keras.optimizers.SGD` before elements are left out, as the paper
+            does, not after. The velocity does not have the learning rate in it, unlike Keras'.
+        start_step: until this step of the optimizer, gradients are sent as they are; a hundred or so help where
+            training begins with a high learning rate.
+        local_clipnorm: as in `PowerSGD`.
+
+    Raises:
+        ValueError: for a `fraction` out of (0, 1]; and in the first step with `momentum_correction`, for an optimizer
+            that is no `SGD` with momentum.
+
+    References:
+        Lin et al., "Deep gradient compression: reducing the communication bandwidth for distributed training" (2018,
+        arXiv 1712.01887).
+
+    Example:
+        >>> import tfdist
+        >>> strategy = tfdist.MirroredStrategy(["CPU:0"], compression=tfdist.compression.TopK(0.01))
+    """
+
+    fraction: float = 0.01
+    momentum_correction: bool = False
+    start_step: int = 0
+    local_clipnorm: float | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.fraction, bool) or not isinstance(self.fraction, Real) or not 0 < self.fraction <= 1:
+            raise ValueError(
+                f"Received: fraction={self.fraction!r}. Expected: a share of the elements, more than 0 and at most 1, "
+                "such as 0.01."
+            )
+        check_method(self.start_step, self.local_clipnorm)
+
+    def slots(self, shape: tuple[int, ...]) -> dict[str, Slot] | None:
+        """As in `Method`."""
+        size = math.prod(shape)
+        if size < _SMALLEST:
+            return None
+        return {"rest": Slot((size,))} | ({"velocity": Slot((size,))} if self.momentum_correction else {})
+
+    def count(self, size: int) -> int:
+        """How many of a weight's elements are sent.
+
+        Example:
+            >>> TopK(0.01).count(5000)
+            50
+        """
+        return max(1, round(self.fraction * size))
+
+    def prepare(self, optimizer: Any) -> tuple[_Momentum | None, dict[str, Any]]:
+        """As in `Method`: the momentum, which the optimizer leaves to this."""
+        if not self.momentum_correction:
+            return None, {}
+        if not isinstance(optimizer, keras.optimizers.SGD) or not optimizer.momentum:
+            momentum = getattr(optimizer, "momentum", None)
+            raise ValueError(
+                f"Received: TopK(momentum_correction=True) with {type(optimizer).__name__}(momentum={momentum!r}). "
+                "Expected: keras.optimizers.SGD with a momentum. With any other optimizer use "
+                "TopK(momentum_correction=False)."
+            )
+        return _Momentum(optimizer.momentum, optimizer.nesterov), {"momentum": 0.0, "nesterov": False}
+
+    def whole(self, gradient: tf.Tensor, kept: Mapping[str, tf.Variable], settings: _Momentum | None) -> tf.Tensor:
+        """As in `Method`."""
+        if settings is None:
+            return gradient
+        velocity, step = _accelerated(tf.reshape(gradient, [-1]), kept, settings)
+        kept["velocity"].assign(velocity)
+        return tf.reshape(step, gradient.shape)
+
+    def sums(
+        self,
+        gradients: Sequence[tf.Tensor],
+        kept: Sequence[Mapping[str, tf.Variable]],
+        others: Sequence[tf.Tensor],
+        settings: _Momentum | None,
+    ) -> list[tf.Tensor]:
+        """As in `Method`."""
+        rests, velocities = [], []
+        for gradient, of in zip(gradients, kept, strict=True):
+            step = tf.reshape(gradient, [-1])
+            if settings is not None:
+                velocity, step = _accelerated(step, of, settings)
+                velocities.append(velocity)
+            rests.append(of["rest"].read_value() + step)
+        counts = [self.count(rest.shape[0]) for rest in rests]
+        positions = [
+            tf.math.top_k(tf.abs(rest), count, sorted=False).indices for rest, count in zip(rests, counts, strict=True)
+        ]
+        # Floats of 64 bits are sent as 32; what that leaves out is part of the rest.
+        values = [tf.cast(tf.gather(rest, where), tf.float32) for rest, where in zip(rests, positions, strict=True)]
+        # What is largest is not known where something is no number: then nothing that is sent is one.
+        is_good = tf.reduce_all([tf.reduce_all(tf.math.is_finite(rest)) for rest in rests])
+        sent = tf.where(is_good, tf.concat(values, 0), float("nan"))
+        rows = _rows_of_all(tf.concat(positions, 0), sent)
+        is_finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(received)) for _, received in rows])
+
+        def keep() -> tf.Tensor:
+            for i, (of, where, value) in enumerate(zip(kept, positions, values, strict=True)):
+                where = where[:, tf.newaxis]
+                of["rest"].assign(tf.tensor_scatter_nd_sub(rests[i], where, tf.cast(value, rests[i].dtype)))
+                if settings is not None:
+                    zeros = tf.zeros_like(value, velocities[i].dtype)
+                    of["velocity"].assign(tf.tensor_scatter_nd_update(velocities[i], where, zeros))
+            return tf.constant(True)
+
+        tf.cond(is_finite, keep, lambda: tf.constant(False))
+        results = [tf.zeros_like(rest) for rest in rests]
+        # One replica after another, each with positions that differ: additions have the same order everywhere.
+        for where_of_all, received in rows:
+            parts = zip(tf.split(where_of_all, counts), tf.split(received, counts), strict=True)
+            results = [
+                tf.tensor_scatter_nd_add(result, where[:, tf.newaxis], tf.cast(value, result.dtype))
+                for result, (where, value) in zip(results, parts, strict=True)
+            ]
+        shaped = [tf.reshape(result, gradient.shape) for result, gradient in zip(results, gradients, strict=True)]
+        return [*shaped, *(sum_of(others) if others else [])]
+
+
+def _accelerated(
+    gradient: tf.Tensor, kept: Mapping[str, tf.Variable], settings: _Momentum
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """The velocity after a gradient, and the step that SGD makes."""
+    velocity = settings.factor * kept["velocity"].read_value() + gradient
+    return velocity, gradient + settings.factor * velocity if settings.is_nesterov else velocity
+
+
+def _rows_of_all(positions: tf.Tensor, values: tf.Tensor) -> list[tuple[tf.Tensor, tf.Tensor]]:
+    """Positions (int32) and values (float32) of each replica, by rank.
+
+    Every transport has sums of int64, which are exact: each replica adds its row, as whole numbers, to rows of zeros.
+    """
+    replicas = tf.distribute.get_replica_context().num_replicas_in_sync
+    own = tf.bitcast(tf.stack([positions, tf.bitcast(values, tf.int32)], axis=1), tf.int64)
+    rows = tf.pad(own[tf.newaxis], [[global_replica(), replicas - 1 - global_replica()], [0, 0]])
+    summed = tf.bitcast(all_reduce(rows, differentiable=False), tf.int32)
+    return [(row[:, 0], tf.bitcast(row[:, 1], tf.float32)) for row in tf.unstack(summed, replicas)]
