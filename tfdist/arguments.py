@@ -7,6 +7,9 @@ import os
 from numbers import Integral, Real
 from typing import Any
 
+# Of `bucket_bytes`: whatever suits the network.
+AUTO = "auto"
+
 
 def check_count(name: str, value: Any) -> None:
     """Refuses what is no whole number of at least 1.
@@ -24,13 +27,14 @@ def check_bucket_bytes(value: Any) -> None:
     """Refuses what is no number of bytes.
 
     Example:
-        >>> check_bucket_bytes(0)
+        >>> check_bucket_bytes(0)  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        ValueError: Received: bucket_bytes=0. Expected: a positive whole number of bytes, or None for all at once.
+        ValueError: Received: bucket_bytes=0. Expected: a positive whole number of bytes, 'auto', or None for all ...
     """
-    if value is not None and (isinstance(value, bool) or not isinstance(value, Integral) or value < 1):
+    if value not in (None, AUTO) and (isinstance(value, bool) or not isinstance(value, Integral) or value < 1):
         raise ValueError(
-            f"Received: bucket_bytes={value!r}. Expected: a positive whole number of bytes, or None for all at once."
+            f"Received: bucket_bytes={value!r}. Expected: a positive whole number of bytes, 'auto', or None for all at "
+            "once."
         )
 
 

@@ -47,6 +47,7 @@ def main() -> None:
     progress = Progress(options.folder / f"trains-{rank}", step=5)
     history = model.fit(x, y, batch_size=32, verbose=0, callbacks=[progress]).history
     found = {"loss": history["loss"], "replicas": strategy.num_replicas_in_sync}
+    np.save(options.folder / f"bucket-{rank}.npy", strategy._wire.bucket_bytes)
     weights = {f"weight {number}": weight for number, weight in enumerate(model.get_weights())}
     np.savez(options.folder / f"rank-{rank}.npz", **found, **weights)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.arguments import check_bucket_bytes
+from tfdist.arguments import AUTO, check_bucket_bytes
 from tfdist.compat.upstream import DistributedValues, SyncOnReadVariable, distribute_utils, mirrored_run
 from tfdist.compression import PowerSGD, TopK
 from tfdist.compression.compressor import Compressor
@@ -22,7 +22,7 @@ from tfdist.inspection.batch_sharding import GlobalBatch, cut_rows, static_rows
 from tfdist.inspection.model_parts import metrics_of
 from tfdist.memory.policy import policy_of
 from tfdist.steps import collectives, local_values, step_logs
-from tfdist.steps.gradients import WIRE_DTYPES, Wire
+from tfdist.steps.gradients import BUCKET_BYTES, WIRE_DTYPES, Wire
 from tfdist.steps.keras_step import KerasStep, current_step, local_replica, predicting_model, recognise
 from tfdist.steps.layer_state import ReplicaState
 from tfdist.steps.step_logs import MetricTotals
@@ -46,9 +46,8 @@ class DataParallel:
     is_chief = True
 
     def _configure_data_parallel(
-        self, compression: Any, bucket_bytes: int | None, batch_norm: str, memory: Any, dtypes: Any = WIRE_DTYPES
+        self, compression: Any, bucket_bytes: Any, batch_norm: str, memory: Any, dtypes: Any = WIRE_DTYPES
     ) -> None:
-        check_bucket_bytes(bucket_bytes)
         self._wire = wire_of(compression, bucket_bytes, dtypes)
         if batch_norm not in BATCH_NORM_MODES:
             raise ValueError(
@@ -115,18 +114,20 @@ class DataParallel:
         return super().reduce(reduce_op, value, axis)
 
 
-def wire_of(compression: Any, bucket_bytes: int | None, dtypes: Mapping[str | None, tf.DType | None]) -> Wire:
+def wire_of(compression: Any, bucket_bytes: int | str | None, dtypes: Mapping[str | None, tf.DType | None]) -> Wire:
     """How gradients travel, from the arguments of a strategy.
 
     Args:
         compression: one of `dtypes`, or a method of `tfdist.compression`.
-        bucket_bytes: as in `Wire`.
+        bucket_bytes: as in `Wire`, or "auto".
         dtypes: what can be added up, by the name of the compression.
 
     Raises:
         ValueError: for another `compression` or `bucket_bytes`.
     """
     check_bucket_bytes(bucket_bytes)
+    if bucket_bytes == AUTO:
+        bucket_bytes = BUCKET_BYTES
     if isinstance(compression, (PowerSGD, TopK)):
         return Wire(None, bucket_bytes, Compressor(compression))
     if compression not in dtypes:

@@ -17,7 +17,6 @@ from tfdist.compression import PowerSGD, TopK
 from tfdist.memory.policy import MemoryPolicy
 from tfdist.runtime.input_meter import InputMeter
 from tfdist.steps.common_hooks import install
-from tfdist.steps.gradients import BUCKET_BYTES
 from tfdist.strategies.data_parallel import DataParallel, DataParallelExtended
 from tfdist.strategies.keras_hooks import DataParallelHooks
 from tfdist.strategies.validation import existing_device
@@ -48,7 +47,7 @@ class MirroredStrategy(DataParallel, tf.distribute.MirroredStrategy):
             relative error of up to 2**-8 in each partial sum. `"fp16"`: float16, 2**-11, and infinity above 65504.
             For slow networks, a method of `tfdist.compression`: `PowerSGD(rank=4)` or `TopK(0.01)`.
         bucket_bytes: how many bytes of gradients are sent together, at most; those of the last layers are on their way
-            while the others are still computed. `None` sends all at once.
+            while the others are still computed. `"auto"`: 25 MB. `None` sends all at once.
         batch_norm: `"global"` (BatchNormalization uses the statistics of the global batch, as one process does; two
             small collectives a layer and step) or `"local"` (of each replica's rows; the moving statistics are
             averaged at every step).
@@ -72,7 +71,7 @@ class MirroredStrategy(DataParallel, tf.distribute.MirroredStrategy):
         cross_device_ops: Any = None,
         *,
         compression: str | PowerSGD | TopK | None = None,
-        bucket_bytes: int | None = BUCKET_BYTES,
+        bucket_bytes: int | str | None = "auto",
         batch_norm: str = "global",
         memory: MemoryPolicy | str | None = None,
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import logging
@@ -20,12 +21,12 @@ from tfdist.cluster.variables import AUTO, DIRECT, HOROVOD, TENSORFLOW, chosen_t
 from tfdist.compat.upstream import collective_strategy
 from tfdist.compression import PowerSGD, TopK
 from tfdist.memory.policy import MemoryPolicy
+from tfdist.runtime.direct.bucket_size import measured_bucket_bytes
 from tfdist.runtime.direct.exchange import Exchange
 from tfdist.runtime.direct.links import ExchangeError
 from tfdist.runtime.job import Job, join
 from tfdist.steps.collectives import broadcast
 from tfdist.steps.common_hooks import install
-from tfdist.steps.gradients import BUCKET_BYTES
 from tfdist.strategies.direct_reduction import DirectReduction
 from tfdist.strategies.job_hooks import JobHooks
 from tfdist.strategies.job_member import JobMember, JobMemberExtended
@@ -82,7 +83,8 @@ class MultiWorkerMirroredStrategy(JobMember, tf.distribute.MultiWorkerMirroredSt
             relative error of up to 2**-8 in each partial sum. `"fp16"`: float16, 2**-11, and infinity above 65504.
             For slow networks, a method of `tfdist.compression`: `PowerSGD(rank=4)` or `TopK(0.01)`.
         bucket_bytes: how many bytes of gradients are sent together, at most; those of the last layers are on their way
-            while the others are still computed. `None` sends all at once.
+            while the others are still computed. `None` sends all at once. `"auto"`: 25 MB, or between hosts, by
+            `transport="direct"`, from 1 to 25 MB, as measured at the start.
         batch_norm: `"global"` (BatchNormalization uses the statistics of the global batch, as one process does; two
             small collectives a layer and step) or `"local"` (of each replica's rows; the moving statistics are
             averaged at every step).
@@ -122,7 +124,7 @@ class MultiWorkerMirroredStrategy(JobMember, tf.distribute.MultiWorkerMirroredSt
         *,
         cluster: ClusterConfig | None = None,
         compression: str | PowerSGD | TopK | None = None,
-        bucket_bytes: int | None = BUCKET_BYTES,
+        bucket_bytes: int | str | None = "auto",
         batch_norm: str = "global",
         memory: MemoryPolicy | str | None = None,
         transport: str | None = None,
@@ -151,6 +153,9 @@ class MultiWorkerMirroredStrategy(JobMember, tf.distribute.MultiWorkerMirroredSt
             _MultiWorkerExtended._std_server_started = True
         if self._job and (exchange := _exchange_of(self._job, extended.worker_devices, transport, start_timeout)):
             extended._carry_directly(exchange)
+            if bucket_bytes == "auto" and exchange.number_of_hosts > 1 and self._wire.compressor is None:
+                # What a method compresses is never much: its buckets need not be smaller.
+                self._wire = dataclasses.replace(self._wire, bucket_bytes=measured_bucket_bytes(exchange))
         self._begin_as_member()
         self._keras_hooks = JobHooks(self)
 

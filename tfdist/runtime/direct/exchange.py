@@ -83,6 +83,11 @@ class Exchange:
         self._number = 0
         self._failure = ""
 
+    @property
+    def number_of_hosts(self) -> int:
+        """How many hosts its processes are on."""
+        return self._to.number_of_hosts
+
     def all_reduce(self, parts: Sequence[np.ndarray], narrow: np.dtype | None = None) -> np.ndarray:
         """The sum over all parts of all processes.
 

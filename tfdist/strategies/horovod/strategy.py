@@ -16,7 +16,6 @@ from tfdist.inspection import random_state, replica_values
 from tfdist.memory.policy import MemoryPolicy
 from tfdist.runtime.elastic import Members, is_elastic
 from tfdist.steps.common_hooks import install
-from tfdist.steps.gradients import BUCKET_BYTES
 from tfdist.strategies.horovod.extended import HorovodExtended
 from tfdist.strategies.horovod.job import is_connected_by_launcher, join, own_device, rejoin
 from tfdist.strategies.horovod.keras_hooks import HorovodHooks
@@ -74,7 +73,7 @@ class HorovodStrategy(MultiWorkerMirroredStrategy):
         communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
         *,
         compression: str | PowerSGD | TopK | None = None,
-        bucket_bytes: int | None = BUCKET_BYTES,
+        bucket_bytes: int | str | None = "auto",
         process_set: Sequence[int] | None = None,
         cluster: ClusterConfig | None = None,
         batch_norm: str = "global",
