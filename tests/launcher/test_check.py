@@ -102,8 +102,9 @@ def test_all_is_well():
     assert [row[:3] for row in rows] == [["0", "worker", "0"], ["1", "worker", "1"]]
     assert sum("B/s" in line for line in lines) == 2
     assert "TensorFlow's all-reduce: the right sum everywhere" in output
+    assert "tfdist's own transport: the right sum everywhere" in output
     assert "ready" not in other
-    assert len(lines) == 10 and lines[-1] == "tfdist: rank 0 of 2, from TFDIST_RANK", output
+    assert len(lines) == 11 and lines[-1] == "tfdist: rank 0 of 2, from TFDIST_RANK", output
     assert other.splitlines() == ["tfdist: rank 1 of 2, from TFDIST_RANK"]
 
 

@@ -17,6 +17,7 @@ from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.discovery import discover, find
 from tfdist.cluster.errors import ClusterError
 from tfdist.cluster.rendezvous.endpoints import host_name
+from tfdist.cluster.variables import DIRECT, TENSORFLOW
 from tfdist.launch.check.answers import Answer
 from tfdist.launch.check.assembly import COMPARED, Assembly, Member, assembled, differing_versions, exposed
 from tfdist.launch.check.network import EchoServer, Link, measure, partners
@@ -30,6 +31,7 @@ _SUM = "tfdist-check-sum"
 _SUM_SECONDS = 180.0
 _STANDARD_ERROR = 2
 _BYTES = 4 << 20
+_CARRIERS = {TENSORFLOW: "TensorFlow's all-reduce", DIRECT: "tfdist's own transport"}
 # A table of all pairs that still fits on a screen.
 _MATRIX = 8
 _LONGEST = 5000  # of what TensorFlow says in another process
@@ -171,8 +173,7 @@ def _sum(config: ClusterConfig) -> dict:
             import tensorflow  # noqa: F401 - takes long on a slow file system, which is not the sum's fault
 
             started.set()
-            value, seconds = all_reduce(config, _SUM_SECONDS)
-            found.append({"value": value, "seconds": seconds})
+            found.append(all_reduce(config, _SUM_SECONDS))
         except Exception as error:  # whatever it is, rank 0 prints it
             found.append({"problem": f"{type(error).__name__}: {error}"})
 
@@ -201,19 +202,23 @@ def _sum(config: ClusterConfig) -> dict:
 
 def _wrong_sums(assembly: Assembly) -> list[str]:
     expected = len(assembly.members) * (len(assembly.members) + 1) / 2
-    problems, slowest = [], 0.0
+    problems: list[str] = []
+    slowest: dict[str, float] = {}
     for member, found in zip(assembly.members, assembly.receive_all("sum", more=_SUM_SECONDS), strict=True):
         if "problem" in found:
             problems.append(f"TensorFlow's all-reduce failed in {member.task}: {found.text('problem', _LONGEST)}")
-        elif (value := found.real("value")) != expected:
-            problems.append(
-                f"TensorFlow's all-reduce gave {value:g} in {member.task}. Expected: "
-                f"{expected:g}, the sum of 1 to {len(assembly.members)}"
-            )
-        else:
-            slowest = max(slowest, found.real("seconds"))
+            continue
+        for transport in found.names(set(_CARRIERS)):
+            one, carrier = found.part(transport), _CARRIERS[transport]
+            if (value := one.real("value")) != expected:
+                problems.append(
+                    f"{carrier} gave {value:g} in {member.task}. Expected: "
+                    f"{expected:g}, the sum of 1 to {len(assembly.members)}"
+                )
+            slowest[carrier] = max(slowest.get(carrier, 0.0), one.real("seconds"))
     if not problems:
-        print(f"TensorFlow's all-reduce: the right sum everywhere; {slowest * 1e3:.1f} ms for 4 MiB", flush=True)
+        for carrier, seconds in slowest.items():
+            print(f"{carrier}: the right sum everywhere; {seconds * 1e3:.1f} ms for 4 MiB", flush=True)
     return problems
 
 
@@ -245,17 +250,25 @@ def held_back() -> Iterator[BinaryIO]:
             os.close(kept)
 
 
-def all_reduce(cluster: ClusterConfig, timeout: float) -> tuple[float, float]:
-    """The sum of 1, 2, ... over the ranks, and how long one of 4 MiB takes, in seconds.
+def all_reduce(cluster: ClusterConfig, timeout: float) -> dict[str, dict[str, float]]:
+    """By transport, the sum of 1, 2, ... over the ranks, and how many seconds one of 4 MiB takes.
 
     Raises:
         ClusterError: if the processes do not get together.
     """
     import tensorflow as tf
 
+    # GPUs exchange by NCCL, which is TensorFlow's.
+    transports = (TENSORFLOW,) if tf.config.get_visible_devices("GPU") else (TENSORFLOW, DIRECT)
+    return {transport: _timed_sum(cluster, timeout, transport) for transport in transports}
+
+
+def _timed_sum(cluster: ClusterConfig, timeout: float, transport: str) -> dict[str, float]:
+    import tensorflow as tf
+
     from tfdist.strategies.multi_worker import MultiWorkerMirroredStrategy
 
-    strategy = MultiWorkerMirroredStrategy(cluster=cluster, start_timeout=timeout)
+    strategy = MultiWorkerMirroredStrategy(cluster=cluster, start_timeout=timeout, transport=transport)
 
     def summed(value: tf.Tensor) -> tf.Tensor:
         # tf.identity copies it to the replica's device, where the gradients of a training step are, too.
@@ -275,7 +288,7 @@ def all_reduce(cluster: ClusterConfig, timeout: float) -> tuple[float, float]:
     started = time.perf_counter()
     first(block)
     seconds = time.perf_counter() - started
-    return first(tf.constant([(cluster.rank + 1.0) / own])), seconds
+    return {"value": first(tf.constant([(cluster.rank + 1.0) / own])), "seconds": seconds}
 
 
 def members_table(members: Sequence[Member]) -> str:
