@@ -4,7 +4,7 @@ A bucket that takes long on the wire makes what comes after it wait, and the net
 costs as much latency as a large one. So each should take some hundredths of a second, and several latencies:
 
 seconds of a sum     = latency + bytes / rate       measured with little, and with a megabyte
-bytes of a bucket    = rate * max(0.02 s, 4 latencies), from 1 to 25 MB
+bytes of a bucket    = rate * max(0.02 s, 20 latencies), from 1 to 25 MB
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from tfdist.runtime.direct.exchange import Exchange
 
 _SECONDS = 0.02
-_LATENCIES = 4
+_LATENCIES = 20
 _LEAST, _MOST = 1 << 20, 25 << 20
 _LITTLE, _MUCH = 1 << 10, 1 << 20
 # The first sums fill TCP's windows.
@@ -30,7 +30,7 @@ def bucket_bytes_of(latency: float, rate: float) -> int:
         >>> [round(bucket_bytes_of(1e-4, rate) / 2**20, 1) for rate in (2.5e7, 1.25e8, 1.25e9)]
         [1.0, 2.4, 23.8]
         >>> round(bucket_bytes_of(0.02, 2.5e7) / 2**20, 1)
-        1.9
+        9.5
     """
     return int(min(max(_LEAST, rate * max(_SECONDS, _LATENCIES * latency)), _MOST))
 

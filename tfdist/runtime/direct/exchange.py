@@ -43,6 +43,7 @@ class Connections:
         root: from the first process of a host to that of the first host; `None` on that one, and on all others.
         hosts: on it, to the first processes of the other hosts, in their order.
         host: the number of this host.
+        is_shared: whether any host has several processes, so that large arrays go through memory, piece by piece.
         next: on first processes of several hosts: to that of the next host.
         previous: and from that of the host before.
     """
@@ -55,6 +56,7 @@ class Connections:
     root: Link | None = None
     hosts: list[Link] = field(default_factory=list)
     host: int = 0
+    is_shared: bool = True
     number_of_hosts: int = 1
     next: Link | None = None
     previous: Link | None = None
@@ -141,7 +143,8 @@ class Exchange:
         if result.nbytes <= _SMALL:
             self._through_the_first(own[0], result, kind)
         else:
-            length = SEGMENT // dtype.itemsize
+            # Every piece costs the latencies of a ring.
+            length = SEGMENT // dtype.itemsize if self._to.is_shared else result.size
             for begin in range(0, result.size, length):
                 piece = slice(begin, begin + length)
                 self._through_memory(own[0][piece], result[piece], kind, narrow)

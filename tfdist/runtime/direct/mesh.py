@@ -110,6 +110,7 @@ class _Meeting:
             size=len(ranks),
             memory=self._memory,
             host=number,
+            is_shared=any(len(ranks) > 1 for ranks in hosts),
             number_of_hosts=len(hosts),
         )
         if rank != ranks[0]:
