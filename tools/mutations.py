@@ -91,8 +91,8 @@ MUTATIONS = (
         name="rests of gradients",
         effect="what PowerSGD leaves out of a step is lost",
         file="tfdist/compression/power_sgd.py",
-        old='of["rest"].assign(matrix - tf.matmul(left, of_matrix, transpose_b=True))',
-        new='of["rest"].assign(tf.zeros_like(matrix))',
+        old='"rest": matrix - tf.matmul(left, of_matrix, transpose_b=True),',
+        new='"rest": tf.zeros_like(matrix),',
         tests=(
             "tests/logical/test_compression.py::test_power_sgd_is_that_of_the_whole_gradient",
             "tests/logical/test_compression.py::test_nothing_is_lost",
@@ -102,8 +102,8 @@ MUTATIONS = (
         name="velocity of what is sent",
         effect="TopK's momentum goes on pushing elements that were sent",
         file="tfdist/compression/top_k.py",
-        old='of["velocity"].assign(tf.tensor_scatter_nd_update(velocities[i], where, zeros))',
-        new='of["velocity"].assign(velocities[i])',
+        old='one["velocity"] = tf.tensor_scatter_nd_update(velocities[i], where, zeros)',
+        new='one["velocity"] = velocities[i]',
         tests=("tests/logical/test_compression.py::test_top_k_equals_by_hand",),
     ),
     Mutation(

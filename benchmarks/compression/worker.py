@@ -47,16 +47,9 @@ def main(text: str, path: str) -> None:
 
 
 def _sent(strategy: Any, model: Any) -> int:
-    """Bytes of a replica's contribution to the sums of a step; gradients of embeddings are in none of them."""
-    import tensorflow as tf
-
+    """Bytes of the sums of a step, which is what each of two processes would send; embeddings' gradients aside."""
     sums = [one for one in strategy._sums_of_step[model] if one is not None]
-    total = 0
-    for shape, dtype in sums:
-        # Rows of all replicas, of which each has one.
-        is_of_rows = len(shape) == 2 and dtype == tf.int64
-        total += math.prod(shape) * dtype.size // (strategy.num_replicas_in_sync if is_of_rows else 1)
-    return total
+    return sum(math.prod(shape) * dtype.size for shape, dtype in sums)
 
 
 def _images() -> tuple[list, list]:

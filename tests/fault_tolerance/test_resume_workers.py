@@ -189,7 +189,8 @@ def test_another_compression(cluster: Cluster) -> None:
     """Rests that have no place are left out, with a warning; what is not compressed is all there."""
     cluster.run(COMPRESSED, kill={1: KILL})
     ended = cluster.complete(COMPRESSED.with_(compression="TopK"))
-    assert "The backup has rests of compressed gradients (4 arrays) that this fit cannot take over" in ended[0].log
+    told = "The backup has rests of compressed gradients (4 arrays) that this fit cannot take over: its compression is"
+    assert f"{told} TopK(" in ended[0].log
     assert ended[0].result["fit 1: epochs"] == [0, 1, 2, 3]
 
 

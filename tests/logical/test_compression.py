@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -14,6 +15,7 @@ import tfdist
 from tests.compressed_by_hand import Largest, Low, assert_close, by_hand, data, distance, network, trained
 from tests.tiers import daily
 from tfdist.compression import PowerSGD, TopK
+from tfdist.compression.power_sgd import orthonormal
 from tfdist.inspection.replica_values import parts_of_variable
 
 pytestmark = pytest.mark.usefixtures("four_devices")
@@ -190,7 +192,15 @@ def test_a_loss_scale_changes_nothing(method):
             np.testing.assert_array_equal(received, expected)
 
 
-@pytest.mark.parametrize("method", [PowerSGD(2), TopK(0.05, momentum_correction=True)], ids=str)
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(PowerSGD(2), marks=pytest.mark.exhaustive),
+        TopK(0.05, momentum_correction=True),
+        pytest.param(TopK(0.05, momentum_correction=True, start_step=1000), marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
 def test_an_overflow_leaves_the_rests_alone(method):
     strategy = mirrored(method)
     with strategy.scope():
@@ -204,9 +214,39 @@ def test_an_overflow_leaves_the_rests_alone(method):
     assert float(model.optimizer.dynamic_scale) == 1.0
     for name, parts in kept(strategy, model).items():
         np.testing.assert_array_equal(parts, before[name], err_msg=name)
-        assert np.any(parts)
+        assert np.any(parts) or ("rest" in name and method.start_step)
     for v, expected in zip(model.trainable_variables, weights, strict=True):
         np.testing.assert_array_equal(v.numpy(), expected)
+
+
+class Overflowing(keras.layers.Layer):
+    """Adds a weight whose gradient is infinite; all others are finite."""
+
+    def build(self, input_shape: Any) -> None:
+        self.offset = self.add_weight(shape=(input_shape[-1],), initializer="zeros")
+
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        @tf.custom_gradient
+        def offset(value: tf.Tensor) -> Any:
+            return tf.identity(value), lambda upstream: upstream * float("inf")
+
+        return x + offset(tf.convert_to_tensor(self.offset))
+
+
+@pytest.mark.parametrize("method", [PowerSGD(2), TopK(0.05, momentum_correction=True)], ids=str)
+def test_an_overflow_of_another_gradient_leaves_them_alone_as_well(method):
+    """Such a step is left out as a whole: what was sent of other buckets must not be taken for applied."""
+    strategy = mirrored(method, bucket_bytes=1)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((32,)), keras.layers.Dense(64), Overflowing()])
+        model.compile(keras.optimizers.LossScaleOptimizer(MOMENTUM(), 2.0), "mse")
+    x, _ = data()
+    model.fit(x[:32], np.ones((32, 64)), batch_size=16, shuffle=False, verbose=0)
+    kernel = kept(strategy, model)
+    assert {name for name, parts in kernel.items() if np.any(parts)} <= {"0/factor"}
+    factor = method.slots((32, 64)).get("factor")
+    if factor is not None:
+        np.testing.assert_allclose(kernel["0/factor"][0], factor.initial, atol=1e-7)
 
 
 @pytest.mark.exhaustive
@@ -260,7 +300,8 @@ def test_clipping():
         (lambda: TopK(fraction=0), "Received: fraction=0. Expected: a share of the elements"),
         (lambda: TopK(fraction=2), "Received: fraction=2."),
         (lambda: TopK(local_clipnorm=0), "Received: local_clipnorm=0. Expected: a positive number, or None."),
-        (lambda: mirrored("PowerSGD"), "Received: compression='PowerSGD'. Expected: one of"),
+        (lambda: mirrored("PowerSGD"), "Received: compression='PowerSGD'. Expected one of"),
+        (lambda: mirrored([]), r"Received: compression=\[\]. Expected one of"),
         (lambda: mirrored(PowerSGD), "Received: compression=<class"),
     ],
 )
@@ -269,10 +310,58 @@ def test_mistakes(make, text):
         make()
 
 
-@pytest.mark.parametrize("optimizer", [SGD, keras.optimizers.Adam])
-def test_momentum_correction_needs_a_momentum(optimizer):
-    with pytest.raises(ValueError, match=r"Expected: keras\.optimizers\.SGD with a momentum"):
+@pytest.mark.parametrize(
+    ("optimizer", "text"),
+    [
+        (SGD, r"Expected: keras\.optimizers\.SGD with a momentum"),
+        (keras.optimizers.Adam, r"with Adam\(momentum=None\)\. Expected: keras\.optimizers\.SGD with a momentum"),
+        (lambda: tfdist.ShardedOptimizer(MOMENTUM()), r"with ShardedOptimizer\(momentum=None\)"),
+        (
+            functools.partial(MOMENTUM, global_clipnorm=1.0),
+            r"with SGD\(global_clipnorm=1\.0\)\. Expected: ",
+        ),
+        (functools.partial(MOMENTUM, gradient_accumulation_steps=2), r"with SGD\(gradient_accumulation_steps=2\)"),
+    ],
+)
+def test_momentum_correction_needs_a_plain_momentum(optimizer, text):
+    with pytest.raises(ValueError, match=text):
         trained(mirrored(TopK(0.05, momentum_correction=True)), optimizer)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("method", [RANK, PowerSGD(2, start_step=2)], ids=str)
+def test_accumulated_gradients(method):
+    """Each is compressed; the steps before `start_step` are those of the optimizer."""
+    accumulating = functools.partial(MOMENTUM, gradient_accumulation_steps=4)
+    assert_close(trained(mirrored(method), accumulating), trained(mirrored(method, 3), accumulating))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("method", [RANK, TopK(0.05)], ids=str)
+@pytest.mark.parametrize("dtype", ["float64", "float16"])
+def test_dtypes_of_weights(method, dtype):
+    keras.config.set_dtype_policy(dtype)
+    try:
+        strategy = mirrored(dataclasses.replace(method, local_clipnorm=1.0))
+        model = trained(strategy, SGD, normalized=False)
+    finally:
+        keras.config.set_dtype_policy("float32")
+    kinds = {part.dtype.name for parts in kept(strategy, model).values() for part in parts}
+    assert kinds == {"float64" if dtype == "float64" else "float32"}
+    assert all(np.isfinite(weight).all() for weight in model.get_weights())
+    assert all(np.any(part) for parts in kept(strategy, model).values() for part in parts)
+
+
+@pytest.mark.parametrize("columns", [8, 32, 64])
+def test_columns_that_depend_on_each_other(columns):
+    """As of a gradient of fewer rows than the rank: the columns' span is kept, and nothing is no number."""
+    random = np.random.default_rng(3)
+    thin = (random.normal(size=(4096, 8)) @ random.normal(size=(8, columns))).astype("float32")
+    zeros = np.zeros((50, columns), "float32")
+    found, of_zeros = (matrix.numpy() for matrix in orthonormal([tf.constant(thin), tf.constant(zeros)]))
+    assert np.isfinite(found).all() and not of_zeros.any()
+    assert np.linalg.norm(thin - found @ (found.T @ thin)) < 1e-4 * np.linalg.norm(thin)
+    assert np.linalg.norm(found, 2) < 1 + 1e-3
 
 
 @pytest.mark.parametrize("options", [{"run_eagerly": True}, {"jit_compile": True}, {"steps_per_execution": 2}])

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.runtime.direct import bucket_size
 from tfdist.steps import gradients
 from tfdist.steps.gradients import BUCKET_BYTES, Wire, all_reduce_sum
 
@@ -68,29 +67,6 @@ def test_a_weight_is_that_of_each_bucket(sent: list[int]) -> None:
     # Half of a replica's rows.
     (half,) = all_reduce_sum([tf.ones([1000])], Wire(None, 10), weight=tf.constant(0.5))
     np.testing.assert_array_equal(half, 1.5)
-
-
-class Network:
-    """Stands for an `Exchange`: all that other processes add is what this one has."""
-
-    def __init__(self, latency: float, rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._latency, self._rate, self._now = latency, rate, 0.0
-        monkeypatch.setattr(bucket_size.time, "perf_counter", lambda: self._now)
-
-    def all_reduce(self, parts: list[np.ndarray]) -> np.ndarray:
-        self._now += self._latency + parts[0].nbytes / self._rate
-        return 3 * parts[0]
-
-
-@pytest.mark.parametrize(
-    ("latency", "rate", "megabytes"),
-    [(1e-4, 1.25e9, 23.8), (1e-4, 1.25e8, 2.4), (1e-4, 2.5e7, 1.0), (0.02, 2.5e7, 9.5), (0.5, 1e9, 25.0)],
-)
-def test_a_bucket_suits_the_network(
-    latency: float, rate: float, megabytes: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = bucket_size.measured_bucket_bytes(Network(latency, rate, monkeypatch))
-    assert found / MEGABYTE == pytest.approx(megabytes, abs=0.1)
 
 
 def test_usual_models_have_one() -> None:

@@ -134,7 +134,7 @@ class FitBackup:
         try:
             check_meta(meta, f"{self._store.directory}/{checkpoint.name}")
             self._state.make_global_seed_generator(meta["variables"])
-            lost = self._state.make_compression(meta["variables"])
+            lost = self._state.make_compression(meta["variables"], checkpoint.tensors)
             self._state.check(meta["variables"], checkpoint.tensors, with_metrics=meta["steps"] > 0)
             self._check_identity(meta)
             self._entries = callback_state.matching(self._others, self._settings, meta["callbacks"])
@@ -159,7 +159,7 @@ class FitBackup:
         )
         if self._is_chief:
             messages.of_other_callbacks(self._others, self._entries, meta["callbacks"])
-            messages.of_compression(lost)
+            messages.of_compression(lost, model.distribute_strategy)
             messages.of_resumption(meta, f"{self._store.directory}/{checkpoint.name}", over, self._epochs)
 
     def _check_identity(self, meta: dict) -> None:
@@ -300,7 +300,7 @@ class FitBackup:
         began = time.monotonic()
         place = dataclasses.replace(self._place)
         self._schedule.saved(place.total)
-        tensors: dict[str, Any] = self._state.snapshot(with_metrics=mid_epoch)
+        tensors: dict[str, Any] = self._state.snapshot(with_metrics=mid_epoch, is_kept=self._writes)
         if not self._writes or self._writer.is_busy:
             return
         entries = callback_state.capture(self._others, self._settings, tensors, self._state.parts)

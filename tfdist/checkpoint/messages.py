@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tfdist.compat.hooks import hooks_of
 from tfdist.supervision.exit_codes import PREEMPTED, UNSAVED
 
 _log = logging.getLogger("tfdist")
@@ -54,17 +55,25 @@ def of_other_callbacks(
         _warn(f"The backup is of a fit with other callbacks. {begin}{left}All else goes on as it was saved.")
 
 
-def of_compression(lost: Sequence[str]) -> None:
+def of_compression(lost: Sequence[str], strategy: Any) -> None:
     """Says that gradients which were not sent yet are lost.
 
     Args:
         lost: the names of what the backup has of them, and this fit cannot take over.
+        strategy: of this fit.
     """
-    if lost:
-        _warn(
-            f"The backup has rests of compressed gradients ({len(lost)} arrays) that this fit cannot take over: its "
-            "compression is another one, or it has one replica. They are left out; all else goes on as it was saved."
-        )
+    if not lost:
+        return
+    if strategy.num_replicas_in_sync == 1:
+        why = "it has one replica, which sends nothing"
+    elif (compressor := hooks_of(strategy).compressor) is None:
+        why = "its strategy has no compression, or one without rests"
+    else:
+        why = f"its compression is {compressor.method}"
+    _warn(
+        f"The backup has rests of compressed gradients ({len(lost)} arrays) that this fit cannot take over: {why}. "
+        "They are left out; all else goes on as it was saved."
+    )
 
 
 def of_seed(saved: int | None, now: int | None) -> None:

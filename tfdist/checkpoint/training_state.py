@@ -67,8 +67,9 @@ class TrainingState:
     @property
     def _of_compression(self) -> dict[str, Any]:
         """What compression keeps, by name; it is made in the first step."""
-        compressor = hooks_of(self._model.distribute_strategy).compressor
-        if compressor is None:
+        strategy = self._model.distribute_strategy
+        compressor = hooks_of(strategy).compressor
+        if compressor is None or strategy.num_replicas_in_sync == 1:
             return {}
         return {
             f"{_COMPRESSION}/{i}/{name}": variable
@@ -103,11 +104,15 @@ class TrainingState:
             with self._model.distribute_strategy.scope():
                 global_seed_generator().is_used = True
 
-    def make_compression(self, saved: Mapping[str, list]) -> list[str]:
+    def make_compression(self, saved: Mapping[str, list], tensors: Collection[str]) -> list[str]:
         """Makes what compression had kept when `saved` was described, where this strategy compresses in that way.
 
+        Args:
+            saved: the description in the backup.
+            tensors: the names of what it has values of.
+
         Returns:
-            The names of what has no place here, and is lost.
+            The names of what is lost: it has no place here, or no value.
         """
         names = [name for name in saved if name.startswith(f"{_COMPRESSION}/")]
         strategy, optimizers = self._model.distribute_strategy, optimizers_of(self._model)
@@ -121,7 +126,12 @@ class TrainingState:
                     if number.isdecimal() and int(number) < len(optimizers):
                         compressor.make(optimizers[int(number)], rest, saved[name][1])
         made = _described(self._of_compression)
-        self._lost = {name for name in names if name not in made or made[name][1:] != list(saved[name][1:])}
+        self._lost = {
+            name
+            for name in names
+            if made.get(name, [None])[1:] != list(saved[name][1:])
+            or not {name, f"{_PER_REPLICA}/{name}"}.intersection(tensors)
+        }
         return sorted(self._lost)
 
     def check(self, saved: Mapping[str, list], tensors: Collection[str], with_metrics: bool) -> None:
@@ -152,17 +162,18 @@ class TrainingState:
                     "every variable. Use another backup, or pass another backup_dir to begin anew."
                 )
 
-    def snapshot(self, with_metrics: bool) -> dict[str, tf.Tensor]:
+    def snapshot(self, with_metrics: bool, is_kept: bool = True) -> dict[str, tf.Tensor]:
         """Current values of all variables, as tensors that later training steps do not change.
 
-        With several workers and `with_metrics` this is a collective: all workers call it at the same step.
+        With several workers, and `with_metrics` or compression, this is a collective: all call it at the same step.
 
         Args:
             with_metrics: whether metrics are in the middle of an epoch, so that their values are needed.
+            is_kept: whether this process needs what compression keeps on all replicas, as much as all their weights.
         """
         tensors: dict[str, tf.Tensor] = {}
         per_replica: dict[str, Any] = {}
-        for name, variable in (self._variables | self._of_compression).items():
+        for name, variable in self._variables.items():
             if name.startswith("metrics/") and not with_metrics:
                 continue
             if is_kept_per_replica(variable):
@@ -173,6 +184,14 @@ class TrainingState:
         if per_replica:
             values = gather(self._model.distribute_strategy, list(per_replica.values()))
             tensors.update(zip(per_replica, values, strict=True))
+        for name, variable in self._of_compression.items():
+            if not is_kept_per_replica(variable):
+                tensors[name] = parts_of_variable(variable)[0].read_value()
+                continue
+            # One after another: nobody but who writes has to have room for all.
+            (value,) = gather(self._model.distribute_strategy, [variable])
+            if is_kept:
+                tensors[f"{_PER_REPLICA}/{name}"] = value
         return tensors
 
     def load(self, tensors: Mapping[str, np.ndarray]) -> None:

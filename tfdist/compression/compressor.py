@@ -19,10 +19,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import re
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import keras
 import numpy as np
@@ -33,6 +34,9 @@ from tfdist.steps.collectives import all_reduce
 from tfdist.steps.gradients import all_reduce_sum, buckets, pack, scale, unpack, weighted
 from tfdist.steps.keras_step import local_replica, shadowed
 
+# As `_make` names them: the number of a weight, and what is kept for it.
+_NAME = re.compile(r"(0|[1-9][0-9]{0,5})/([a-z]+)")
+
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
@@ -40,13 +44,34 @@ class Slot:
 
     Attributes:
         shape: of the variable.
-        initial: what it is at first; `None` for zeros.
-        is_shared: whether it is the same on all replicas. Others are kept per replica, and add up.
+        initial: its first value; `None` for zeros.
+        is_shared: whether all replicas have the same value. If not, each has its own, and their sum is what counts.
     """
 
     shape: tuple[int, ...]
     initial: np.ndarray | None = None
     is_shared: bool = False
+
+
+# What is kept for one weight on this replica, and what is to be kept next.
+Kept = Mapping[str, tf.Variable]
+Next = dict[str, tf.Tensor]
+
+
+class Sums(NamedTuple):
+    """What a method makes of the gradients of a bucket.
+
+    Attributes:
+        gradients: sums over all replicas, after compression.
+        others: sums of what is sent as it is.
+        is_finite: a boolean scalar, the same on all replicas: whether all that was sent is finite.
+        following: by gradient, what is to be kept if all buckets are finite.
+    """
+
+    gradients: list[tf.Tensor]
+    others: list[tf.Tensor]
+    is_finite: tf.Tensor
+    following: list[Next]
 
 
 class Method(Protocol):
@@ -65,19 +90,19 @@ class Method(Protocol):
         """What is kept for a weight of this shape; `None` if it is not worth compressing."""
 
     def prepare(self, optimizer: Any) -> tuple[Any, dict[str, Any]]:
-        """Settings that it takes from the optimizer, and attributes that it has instead for what is compressed."""
+        """What the method has to know of an optimizer, and attributes of it to replace where it updates such weights.
 
-    def whole(self, gradient: tf.Tensor, kept: Mapping[str, tf.Variable], settings: Any) -> tf.Tensor:
-        """What stands for a gradient as long as everything is sent."""
+        Raises:
+            ValueError: if the method and the optimizer do not go together.
+        """
+
+    def whole(self, gradient: tf.Tensor, kept: Kept, settings: Any) -> tuple[tf.Tensor, Next]:
+        """What stands for a gradient before `start_step`, and what is to be kept."""
 
     def sums(
-        self,
-        gradients: Sequence[tf.Tensor],
-        kept: Sequence[Mapping[str, tf.Variable]],
-        others: Sequence[tf.Tensor],
-        settings: Any,
-    ) -> list[tf.Tensor]:
-        """Sums over all replicas of compressed gradients, then of the others as they are."""
+        self, gradients: Sequence[tf.Tensor], kept: Sequence[Kept], others: Sequence[tf.Tensor], settings: Any
+    ) -> Sums:
+        """Sums over all replicas of compressed gradients, and of others as they are."""
 
 
 class Compressor:
@@ -108,18 +133,15 @@ class Compressor:
 
         To be called in the strategy's scope, with an optimizer that is built.
         """
-        number, _, kind = name.partition("/")
-        weights = optimizer._trainable_variables
-        if not number.isdecimal() or int(number) >= len(weights):
+        parts, weights = _NAME.fullmatch(name), optimizer._trainable_variables
+        if parts is None or int(parts[1]) >= len(weights) or name in self._kept.get(optimizer, {}):
             return
-        slot = (self.method.slots(tuple(weights[int(number)].shape)) or {}).get(kind)
-        is_new = name not in self._kept.get(optimizer, {})
-        if is_new and slot is not None and slot.shape == tuple(shape):
-            self._make(optimizer, {name: (weights[int(number)], slot)})
+        weight = weights[int(parts[1])]
+        slot = (self.method.slots(tuple(weight.shape)) or {}).get(parts[2])
+        if slot is not None and slot.shape == tuple(shape):
+            self._make(optimizer, {name: (weight, slot)})
 
-    def _slots(
-        self, optimizer: Any, weights: Sequence[Any], gradients: Sequence[Any]
-    ) -> list[dict[str, tf.Variable] | None]:
+    def _slots(self, optimizer: Any, weights: Sequence[Any], gradients: Sequence[Any]) -> list[Kept | None]:
         """For each gradient what is kept for it on this replica, or `None` if it is sent as it is.
 
         Called on every replica. The first time, all of them meet here to make the variables.
@@ -167,16 +189,17 @@ class Compressor:
         """As long as the block runs, an optimizer leaves to the method what that does for compressed weights.
 
         Yields:
-            The method's settings.
+            What the method has to know of the optimizer.
         """
         # A loss scale changes neither the momentum nor who applies it.
-        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        inner = optimizer.inner_optimizer if is_scaled else optimizer
         settings, attributes = self.method.prepare(inner)
         original = inner.update_step
 
         def update_step(gradient: Any, variable: Any, learning_rate: Any) -> None:
-            number = inner._get_variable_index(variable)
-            is_compressed = any(name.startswith(f"{number}/") for name in self._kept.get(optimizer, {}))
+            numbers = {int(name.partition("/")[0]) for name in self._kept.get(optimizer, {})}
+            is_compressed = inner._get_variable_index(variable) in numbers
             before = {name: getattr(inner, name) for name in attributes}
             for name, value in attributes.items() if is_compressed else ():
                 setattr(inner, name, value)
@@ -214,65 +237,88 @@ class Compressor:
             The sums of the gradients, then of the others.
         """
         values = [*gradients, *others]
+        dtypes = [value.dtype for value in values]
         kept = [*self._slots(optimizer, weights, gradients), *[None] * len(others)]
         chosen = [i for i, one in enumerate(kept) if one is not None]
         # Rests are of gradients without the loss' scale, which may be another one in the next step.
         loss_scale = getattr(optimizer, "dynamic_scale", None)
-        loss_scale = None if loss_scale is None else _part(loss_scale).read_value()
-        factor = share if loss_scale is None else share / loss_scale
+        loss_scale = 1.0 if loss_scale is None else _part(loss_scale).read_value()
         for i in chosen:
-            values[i] = scale(values[i], factor)
-        if self.method.local_clipnorm is not None:
+            values[i] = scale(tf.cast(values[i], computed(dtypes[i])), share / loss_scale)
+        if self.method.local_clipnorm is not None and chosen:
             clipped = _clipped([values[i] for i in chosen], self.method.local_clipnorm)
             for i, one in zip(chosen, clipped, strict=True):
                 values[i] = one
         results: list = [None] * len(values)
+        finite: list[tf.Tensor] = []
+        following: list[tuple[Kept, Next]] = []
         for bucket in buckets(values, bucket_bytes):
             compressed = [i for i in bucket if i in chosen]
             plain = [i for i in bucket if i not in chosen]
             packed = [weighted(share, pack([values[i] for i in plain]))] if plain else []
             if compressed:
                 of_bucket = [values[i] for i in compressed], [kept[i] for i in compressed]
-                sums, packed = self._sums(optimizer, *of_bucket, packed, settings)
+                found = self._sums(optimizer, *of_bucket, packed, settings)
+                finite.append(found.is_finite)
+                following += zip(of_bucket[1], found.following, strict=True)
+                for i, total in zip(compressed, found.gradients, strict=True):
+                    results[i] = tf.cast(total * tf.cast(loss_scale, total.dtype), dtypes[i])
+                packed = found.others
             else:
-                sums, packed = [], sum_of(packed)
+                packed = sum_of(packed)
+            finite += [_all_finite(one) for one in packed]
             parts = unpack(*packed, [values[i] for i in plain]) if plain else []
-            for i, total in zip([*compressed, *plain], [*sums, *parts], strict=True):
+            for i, total in zip(plain, parts, strict=True):
                 results[i] = total
-        if loss_scale is not None:
-            for i in chosen:
-                results[i] = results[i] * tf.cast(loss_scale, results[i].dtype)
         rows = [i for i, value in enumerate(values) if isinstance(value, tf.IndexedSlices)]
         for i, total in zip(rows, all_reduce_sum([values[i] for i in rows], weight=share), strict=True):
             results[i] = total
+            finite.append(_all_finite(total.values))
+        if following:
+            _keep(following, tf.reduce_all(finite))
         return results
 
     def _sums(
         self,
         optimizer: Any,
         gradients: Sequence[tf.Tensor],
-        kept: Sequence[Mapping[str, tf.Variable]],
+        kept: Sequence[Kept],
         others: Sequence[tf.Tensor],
         settings: Any,
-    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        method, dtype = self.method, gradients[0].dtype
-        gradients = [tf.cast(value, computed(dtype)) for value in gradients]
-        others = [tf.cast(value, computed(dtype)) for value in others]
+    ) -> Sums:
+        method = self.method
 
-        def whole() -> list[tf.Tensor]:
-            sent = [method.whole(gradient, of, settings) for gradient, of in zip(gradients, kept, strict=True)]
-            return sum_of([*sent, *others], noted=False)
+        def whole() -> Sums:
+            of_each = [method.whole(gradient, of, settings) for gradient, of in zip(gradients, kept, strict=True)]
+            totals = sum_of([*(sent for sent, _ in of_each), *others], noted=False)
+            is_finite = tf.reduce_all([_all_finite(total) for total in totals])
+            following = [
+                {kind: found.get(kind, variable.read_value()) for kind, variable in of.items()}
+                for (_, found), of in zip(of_each, kept, strict=True)
+            ]
+            return Sums(totals[: len(gradients)], totals[len(gradients) :], is_finite, following)
 
-        def compressed() -> list[tf.Tensor]:
+        def compressed() -> Sums:
             return method.sums(gradients, kept, others, settings)
 
-        if method.start_step:
-            step = _part(optimizer.iterations).read_value()
-            sums = tf.cond(step < method.start_step, whole, compressed)
-        else:
-            sums = compressed()
-        sums = [tf.cast(total, dtype) for total in sums]
-        return sums[: len(gradients)], sums[len(gradients) :]
+        if not method.start_step:
+            return compressed()
+        step = optimizer.iterations
+        # With `gradient_accumulation_steps` it is computed, not a variable.
+        step = _part(step).read_value() if isinstance(step, keras.Variable) else step
+        return tf.cond(step < method.start_step, whole, compressed)
+
+
+def _keep(following: Sequence[tuple[Kept, Next]], is_finite: tf.Tensor) -> None:
+    """Assigns what is to be kept. After an overflow, of which the optimizer learns, all replicas keep what they had."""
+
+    def assign() -> tf.Tensor:
+        for kept, values in following:
+            for kind, variable in kept.items():
+                variable.assign(values[kind])
+        return tf.constant(True)
+
+    tf.cond(is_finite, assign, lambda: tf.constant(False))
 
 
 def sum_of(values: Sequence[tf.Tensor], noted: bool = True) -> list[tf.Tensor]:
@@ -285,22 +331,28 @@ def computed(dtype: tf.DType) -> tf.DType:
     return dtype if dtype.size >= 4 else tf.float32
 
 
-def _clipped(gradients: Sequence[Any], norm: float) -> list[Any]:
-    """This replica's weighted gradients, clipped together to `norm / sqrt(replicas)`.
-
-    Each replica has a part of the global gradient, and independent parts of N replicas have a norm that is smaller by
-    sqrt(N). What is clipped is lost: it does not come back as a rest. Lin et al., section 3.3.
-    """
-    replicas = tf.distribute.get_replica_context().num_replicas_in_sync
-    return tf.clip_by_global_norm(gradients, norm / math.sqrt(replicas))[0]
-
-
 def check_method(start_step: Any, local_clipnorm: Any) -> None:
     """Raises ValueError for what no method can use."""
     if isinstance(start_step, bool) or not isinstance(start_step, Integral) or start_step < 0:
         raise ValueError(f"Received: start_step={start_step!r}. Expected: a number of steps, 0 or more.")
     if local_clipnorm is not None and not (isinstance(local_clipnorm, Real) and local_clipnorm > 0):
         raise ValueError(f"Received: local_clipnorm={local_clipnorm!r}. Expected: a positive number, or None.")
+
+
+def _all_finite(value: tf.Tensor) -> tf.Tensor:
+    return tf.reduce_all(tf.math.is_finite(value)) if value.dtype.is_floating else tf.constant(True)
+
+
+def _clipped(gradients: Sequence[tf.Tensor], norm: float) -> list[tf.Tensor]:
+    """This replica's weighted gradients, clipped together to `norm / sqrt(replicas)`.
+
+    Each replica has a part of the global gradient, and independent parts of N replicas have a norm that is smaller by
+    sqrt(N). What is clipped is lost: it does not come back as a rest. Lin et al., section 3.3.
+    """
+    replicas = tf.distribute.get_replica_context().num_replicas_in_sync
+    squares = [tf.cast(tf.reduce_sum(tf.square(gradient)), tf.float32) for gradient in gradients]
+    factor = tf.minimum(1.0, norm / math.sqrt(replicas) / tf.sqrt(tf.add_n(squares)))
+    return [gradient * tf.cast(factor, gradient.dtype) for gradient in gradients]
 
 
 def _part(variable: Any) -> tf.Variable:

@@ -18,17 +18,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfdist.arguments import check_count
-from tfdist.compression.compressor import Slot, check_method, sum_of
+from tfdist.compression.compressor import Kept, Next, Slot, Sums, check_method, sum_of
 
 # A matrix is sent as it is if its factors have more than so much of its size.
 _MOST = 0.5
+# Larger than float64's rounding errors of products of unit vectors, which could make them negative.
+_RIDGE = 1e-12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,12 +41,12 @@ class PowerSGD:
     axes, so that n + m is smallest. Biases, small weights and gradients of embeddings (`tf.IndexedSlices`) are sent as
     they are. What is left out of a step is added to the gradient of the next.
 
-    The relative error of a step, in the Frobenius norm, is at least the share of the gradient's singular values beyond
-    the first `rank`, and near it while gradients change slowly; the sum over steps is exact up to the last rest.
+    What a step leaves out of a gradient is, in the Frobenius norm, at least all singular values beyond the first
+    `rank`, and little more while gradients change slowly. All steps together leave out the last rest only.
 
     Args:
         rank: number of columns of the two matrices, at least 1. Memory: a copy of each large weight on each replica.
-        start_step: until this step of the optimizer, gradients are sent as they are; a hundred or so help where
+        start_step: before this step of the optimizer, gradients are sent as they are; a hundred or so help where
             training begins with a high learning rate.
         local_clipnorm: clips the gradients of each replica, all together, to this norm divided by the square root of
             the number of replicas before they are compressed; `None` for no clipping. The optimizer's own `clipnorm`,
@@ -94,17 +96,13 @@ class PowerSGD:
         """As in `Method`: nothing depends on the optimizer."""
         return None, {}
 
-    def whole(self, gradient: tf.Tensor, kept: Mapping[str, tf.Variable], settings: None) -> tf.Tensor:
+    def whole(self, gradient: tf.Tensor, kept: Kept, settings: None) -> tuple[tf.Tensor, Next]:
         """As in `Method`."""
-        return gradient
+        return gradient, {}
 
     def sums(
-        self,
-        gradients: Sequence[tf.Tensor],
-        kept: Sequence[Mapping[str, tf.Variable]],
-        others: Sequence[tf.Tensor],
-        settings: None,
-    ) -> list[tf.Tensor]:
+        self, gradients: Sequence[tf.Tensor], kept: Sequence[Kept], others: Sequence[tf.Tensor], settings: None
+    ) -> Sums:
         """As in `Method`."""
         matrices = [
             tf.reshape(gradient, of["rest"].shape) + of["rest"].read_value()
@@ -116,22 +114,19 @@ class PowerSGD:
         lefts = orthonormal(summed[: len(matrices)])
         own = [tf.matmul(matrix, left, transpose_a=True) for matrix, left in zip(matrices, lefts, strict=True)]
         rights = sum_of(own)
-        # All replicas see the same sums: after an overflow, of which the optimizer is told, all keep what they have.
-        is_finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(right)) for right in rights])
-
-        def keep() -> tf.Tensor:
-            parts = zip(kept, matrices, lefts, own, rights, factors, strict=True)
-            for of, matrix, left, of_matrix, right, factor in parts:
-                of["rest"].assign(matrix - tf.matmul(left, of_matrix, transpose_b=True))
-                of["factor"].assign(_unit_columns(right, factor))
-            return tf.constant(True)
-
-        tf.cond(is_finite, keep, lambda: tf.constant(False))
-        results = [
+        totals = [
             tf.reshape(tf.matmul(left, right, transpose_b=True), gradient.shape)
             for left, right, gradient in zip(lefts, rights, gradients, strict=True)
         ]
-        return [*results, *summed[len(matrices) :]]
+        following = [
+            {
+                "rest": matrix - tf.matmul(left, of_matrix, transpose_b=True),
+                "factor": _unit_columns(right, factor),
+            }
+            for matrix, left, of_matrix, right, factor in zip(matrices, lefts, own, rights, factors, strict=True)
+        ]
+        is_finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(right)) for right in rights])
+        return Sums(totals, summed[len(matrices) :], is_finite, following)
 
     def _pays(self, matrix: tuple[int, int]) -> bool:
         n, m = matrix
@@ -152,21 +147,18 @@ def matrix_of(shape: Sequence[int]) -> tuple[int, int]:
 def orthonormal(matrices: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Matrices with orthonormal columns that span what the columns of the given ones span, by Cholesky decomposition.
 
-    Columns that depend on those before them become shorter, down to 0. What they leave out of the product becomes part
-    of the rest, and nothing is divided by 0.
+    The matrices are thin: float64 costs little, and has room for columns that depend on each other but for float32's
+    rounding. A column of zeros stays one. Nothing is divided by 0.
     """
-    dtype = matrices[0].dtype
-    limits = np.finfo(dtype.as_numpy_dtype)
-    units = [matrix / tf.maximum(tf.norm(matrix, axis=0), limits.tiny) for matrix in matrices]
+    wide = [tf.cast(matrix, tf.float64) for matrix in matrices]
+    units = [tf.math.divide_no_nan(matrix, tf.norm(matrix, axis=0)) for matrix in wide]
     products = tf.stack([tf.matmul(unit, unit, transpose_a=True) for unit in units])
     rank = units[0].shape[1]
-    # More than the rounding errors of the products.
-    ridge = 10 * limits.eps
-    triangles = tf.linalg.cholesky(products + ridge * tf.eye(rank, dtype=dtype))
-    inverses = tf.linalg.triangular_solve(triangles, tf.eye(rank, batch_shape=[len(units)], dtype=dtype))
+    triangles = tf.linalg.cholesky(products + _RIDGE * tf.eye(rank, dtype=tf.float64))
+    inverses = tf.linalg.triangular_solve(triangles, tf.eye(rank, batch_shape=[len(units)], dtype=tf.float64))
     return [
-        tf.matmul(unit, inverse, transpose_b=True)
-        for unit, inverse in zip(units, tf.unstack(inverses, len(units)), strict=True)
+        tf.cast(tf.matmul(unit, inverse, transpose_b=True), matrix.dtype)
+        for matrix, unit, inverse in zip(matrices, units, tf.unstack(inverses, len(units)), strict=True)
     ]
 
 

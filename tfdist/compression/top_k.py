@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from tfdist.compression.compressor import Slot, check_method, sum_of
+from tfdist.compression.compressor import Kept, Next, Slot, Sums, check_method, sum_of
 from tfdist.steps.collectives import all_reduce
 from tfdist.steps.keras_step import global_replica
 
@@ -39,24 +39,24 @@ class _Momentum(NamedTuple):
 class TopK:
     """Sends the largest elements of the gradient of each large weight.
 
-    With N replicas, each sends `fraction` of its elements as positions and values, 8 bytes each, and receives those of
-    all others. Weights with fewer than 1,024 elements and gradients of embeddings (`tf.IndexedSlices`) are sent as
-    they are. What is left out of a step is added to the gradient of the next.
+    Each of N replicas receives `fraction` of the elements of every other one, as positions and values of 8 bytes
+    together. What a replica sends grows with N: `16 (N - 1) fraction` bytes an element, where the whole gradient needs
+    `8 (N - 1) / N`. So it suits few replicas. Weights with fewer than 1,024 elements and gradients of embeddings
+    (`tf.IndexedSlices`) are sent as they are. What is left out of a step is added to the gradient of the next.
 
-    The relative error of a step, in the squared norm, is at most `1 - fraction`; the sum over steps is exact up to the
-    last rest.
+    What a step leaves out of a gradient is, in the squared norm, at most the share `1 - fraction` of it. All steps
+    together leave out the last rest only.
 
     Args:
         fraction: how many of a weight's elements each replica sends in a step, in (0, 1].
         momentum_correction: takes the momentum of `keras.optimizers.SGD` before elements are left out, as the paper
             does, not after. The velocity does not have the learning rate in it, unlike Keras'.
-        start_step: until this step of the optimizer, gradients are sent as they are; a hundred or so help where
-            training begins with a high learning rate.
+        start_step: as in `PowerSGD`.
         local_clipnorm: as in `PowerSGD`.
 
     Raises:
         ValueError: for a `fraction` out of (0, 1]; and in the first step with `momentum_correction`, for an optimizer
-            that is no `SGD` with momentum.
+            that is no `SGD` with momentum, clips, or accumulates gradients.
 
     References:
         Lin et al., "Deep gradient compression: reducing the communication bandwidth for distributed training" (2018,
@@ -100,30 +100,36 @@ class TopK:
         """As in `Method`: the momentum, which the optimizer leaves to this."""
         if not self.momentum_correction:
             return None, {}
-        if not isinstance(optimizer, keras.optimizers.SGD) or not optimizer.momentum:
+        if type(optimizer) is not keras.optimizers.SGD or not optimizer.momentum:
             momentum = getattr(optimizer, "momentum", None)
             raise ValueError(
                 f"Received: TopK(momentum_correction=True) with {type(optimizer).__name__}(momentum={momentum!r}). "
                 "Expected: keras.optimizers.SGD with a momentum. With any other optimizer use "
                 "TopK(momentum_correction=False)."
             )
+        for name in ("gradient_accumulation_steps", "clipnorm", "global_clipnorm", "clipvalue"):
+            if getattr(optimizer, name) is not None:
+                raise ValueError(
+                    f"Received: TopK(momentum_correction=True) with SGD({name}={getattr(optimizer, name)!r}). "
+                    "Expected: an optimizer without it, which would act on the velocity and not on the gradient. To "
+                    "clip gradients, use TopK(local_clipnorm=...)."
+                )
         return _Momentum(optimizer.momentum, optimizer.nesterov), {"momentum": 0.0, "nesterov": False}
 
-    def whole(self, gradient: tf.Tensor, kept: Mapping[str, tf.Variable], settings: _Momentum | None) -> tf.Tensor:
+    def whole(self, gradient: tf.Tensor, kept: Kept, settings: _Momentum | None) -> tuple[tf.Tensor, Next]:
         """As in `Method`."""
         if settings is None:
-            return gradient
+            return gradient, {}
         velocity, step = _accelerated(tf.reshape(gradient, [-1]), kept, settings)
-        kept["velocity"].assign(velocity)
-        return tf.reshape(step, gradient.shape)
+        return tf.reshape(step, gradient.shape), {"velocity": velocity}
 
     def sums(
         self,
         gradients: Sequence[tf.Tensor],
-        kept: Sequence[Mapping[str, tf.Variable]],
+        kept: Sequence[Kept],
         others: Sequence[tf.Tensor],
         settings: _Momentum | None,
-    ) -> list[tf.Tensor]:
+    ) -> Sums:
         """As in `Method`."""
         rests, velocities = [], []
         for gradient, of in zip(gradients, kept, strict=True):
@@ -143,17 +149,14 @@ class TopK:
         sent = tf.where(is_good, tf.concat(values, 0), float("nan"))
         rows = _rows_of_all(tf.concat(positions, 0), sent)
         is_finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(received)) for _, received in rows])
-
-        def keep() -> tf.Tensor:
-            for i, (of, where, value) in enumerate(zip(kept, positions, values, strict=True)):
-                where = where[:, tf.newaxis]
-                of["rest"].assign(tf.tensor_scatter_nd_sub(rests[i], where, tf.cast(value, rests[i].dtype)))
-                if settings is not None:
-                    zeros = tf.zeros_like(value, velocities[i].dtype)
-                    of["velocity"].assign(tf.tensor_scatter_nd_update(velocities[i], where, zeros))
-            return tf.constant(True)
-
-        tf.cond(is_finite, keep, lambda: tf.constant(False))
+        following: list[Next] = []
+        for i, (where, value) in enumerate(zip(positions, values, strict=True)):
+            where = where[:, tf.newaxis]
+            one = {"rest": tf.tensor_scatter_nd_sub(rests[i], where, tf.cast(value, rests[i].dtype))}
+            if settings is not None:
+                zeros = tf.zeros_like(value, velocities[i].dtype)
+                one["velocity"] = tf.tensor_scatter_nd_update(velocities[i], where, zeros)
+            following.append(one)
         results = [tf.zeros_like(rest) for rest in rests]
         # One replica after another, each with positions that differ: additions have the same order everywhere.
         for where_of_all, received in rows:
@@ -163,12 +166,10 @@ class TopK:
                 for result, (where, value) in zip(results, parts, strict=True)
             ]
         shaped = [tf.reshape(result, gradient.shape) for result, gradient in zip(results, gradients, strict=True)]
-        return [*shaped, *(sum_of(others) if others else [])]
+        return Sums(shaped, sum_of(others) if others else [], is_finite, following)
 
 
-def _accelerated(
-    gradient: tf.Tensor, kept: Mapping[str, tf.Variable], settings: _Momentum
-) -> tuple[tf.Tensor, tf.Tensor]:
+def _accelerated(gradient: tf.Tensor, kept: Kept, settings: _Momentum) -> tuple[tf.Tensor, tf.Tensor]:
     """The velocity after a gradient, and the step that SGD makes."""
     velocity = settings.factor * kept["velocity"].read_value() + gradient
     return velocity, gradient + settings.factor * velocity if settings.is_nesterov else velocity

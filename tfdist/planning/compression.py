@@ -45,7 +45,8 @@ def compressed(profile: ModelProfile, hardware: Hardware, row: Prediction) -> tu
     """Seconds of a step, and bytes that a device sends in it, if PowerSGD compresses the gradients of a row."""
     device = hardware.device(row.devices)
     link = hardware.link(row.devices, row.strategy == "HorovodStrategy")
-    size = _BYTES * sum(_METHOD.numbers(shape) for shape in profile.shapes)
+    numbers = sum(_METHOD.numbers(shape) - math.prod(shape) for shape in profile.shapes)
+    size = profile.trainable + _BYTES * numbers
     large = [shape for shape in profile.shapes if _METHOD.numbers(shape) < math.prod(shape)]
     elements = sum(map(math.prod, large))
     seconds = _PASSES * _BYTES * elements / device.bandwidth + _OPERATIONS * len(large) * device.operation

@@ -107,7 +107,7 @@ class ModelProfile:
         layers: calls of layers in their order; empty if the model is no graph of layers and cannot be cut.
         normalizations: how many layers exchange batch statistics.
         notes: what is uncertain about these numbers.
-        shapes: of the trained variables.
+        shapes: of the trained variables whose gradients are dense: not of embeddings.
     """
 
     name: str
@@ -177,6 +177,12 @@ def _profile(model: keras.Model, batch: Any) -> ModelProfile:
             estimated = estimate(model, with_rows(batch, count))
         samples.append(_sample(count, estimated))
     device = estimated.devices[0]
+    embeddings = {
+        id(variable)
+        for layer in model._flatten_layers()
+        if isinstance(layer, keras.layers.Embedding)
+        for variable in layer.trainable_variables
+    }
     layers = layers_of(model)
     notes = []
     if any(op.type in _LOOPS for op in estimated.traced.graph.get_operations()):
@@ -196,7 +202,7 @@ def _profile(model: keras.Model, batch: Any) -> ModelProfile:
         layers,
         sum(isinstance(layer, keras.layers.BatchNormalization) for layer in model._flatten_layers()),
         notes,
-        [tuple(variable.shape) for variable in model.trainable_variables],
+        [tuple(v.shape) for v in model.trainable_variables if id(v) not in embeddings],
     )
 
 

@@ -130,9 +130,9 @@ def wire_of(compression: Any, bucket_bytes: int | str | None, dtypes: Mapping[st
         bucket_bytes = BUCKET_BYTES
     if isinstance(compression, (PowerSGD, TopK)):
         return Wire(None, bucket_bytes, Compressor(compression))
-    if compression not in dtypes:
+    if not (compression is None or isinstance(compression, str)) or compression not in dtypes:
         raise ValueError(
-            f"Received: compression={compression!r}. Expected: one of {list(dtypes)}, of which None sends gradients as "
+            f"Received: compression={compression!r}. Expected one of {list(dtypes)}, of which None sends gradients as "
             "they are and the others cast them, or a method such as tfdist.compression.PowerSGD(rank=4)."
         )
     return Wire(dtypes[compression], bucket_bytes)

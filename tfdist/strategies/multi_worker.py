@@ -21,7 +21,6 @@ from tfdist.cluster.variables import AUTO, DIRECT, HOROVOD, TENSORFLOW, chosen_t
 from tfdist.compat.upstream import collective_strategy
 from tfdist.compression import PowerSGD, TopK
 from tfdist.memory.policy import MemoryPolicy
-from tfdist.runtime.direct.bucket_size import measured_bucket_bytes
 from tfdist.runtime.direct.exchange import Exchange
 from tfdist.runtime.direct.links import ExchangeError
 from tfdist.runtime.job import Job, join
@@ -35,6 +34,9 @@ from tfdist.strategies.validation import check_cluster
 # Collectives of different strategies need different keys; other kinds of strategies, of which the processes may have
 # different numbers, have keys in another range.
 _GROUP_KEYS = itertools.count(1_000_000, 1_000)
+# Small enough for a network to begin early, large enough for latencies of a tenth of a second in all. It is never
+# measured: the order of additions depends on it, and a job that goes on has to have the same.
+_BETWEEN_HOSTS = 4 << 20
 _log = logging.getLogger("tfdist")
 
 
@@ -83,8 +85,8 @@ class MultiWorkerMirroredStrategy(JobMember, tf.distribute.MultiWorkerMirroredSt
             relative error of up to 2**-8 in each partial sum. `"fp16"`: float16, 2**-11, and infinity above 65504.
             For slow networks, a method of `tfdist.compression`: `PowerSGD(rank=4)` or `TopK(0.01)`.
         bucket_bytes: how many bytes of gradients are sent together, at most; those of the last layers are on their way
-            while the others are still computed. `None` sends all at once. `"auto"`: 25 MB, or between hosts, by
-            `transport="direct"`, from 1 to 25 MB, as measured at the start.
+            while the others are still computed. `None` sends all at once. `"auto"`: 25 MB, or 4 MB between
+            hosts by `transport="direct"`.
         batch_norm: `"global"` (BatchNormalization uses the statistics of the global batch, as one process does; two
             small collectives a layer and step) or `"local"` (of each replica's rows; the moving statistics are
             averaged at every step).
@@ -155,7 +157,7 @@ class MultiWorkerMirroredStrategy(JobMember, tf.distribute.MultiWorkerMirroredSt
             extended._carry_directly(exchange)
             if bucket_bytes == "auto" and exchange.number_of_hosts > 1 and self._wire.compressor is None:
                 # What a method compresses is never much: its buckets need not be smaller.
-                self._wire = dataclasses.replace(self._wire, bucket_bytes=measured_bucket_bytes(exchange))
+                self._wire = dataclasses.replace(self._wire, bucket_bytes=_BETWEEN_HOSTS)
         self._begin_as_member()
         self._keras_hooks = JobHooks(self)
 
