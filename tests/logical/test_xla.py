@@ -76,6 +76,7 @@ def test_a_recurrent_model(mirrored):
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("memory", daily(["none", "recompute"], "none"))
 def test_stages(memory):
     strategy = tfdist.PipelineStrategy(["CPU:0", "CPU:1"], num_microbatches=4, memory=memory)

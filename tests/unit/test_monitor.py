@@ -108,6 +108,7 @@ FIELDS = [
 KINDS = ["start", "progress", "saved", "failure", "restart", "complete", "gave-up", "replacement", "loss", "resumed"]
 
 
+@pytest.mark.exhaustive
 @hypothesis.settings(max_examples=60, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 @hypothesis.given(
     st.lists(
