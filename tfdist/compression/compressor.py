@@ -266,14 +266,14 @@ class Compressor:
                 packed = found.others
             else:
                 packed = sum_of(packed)
-            finite += [_all_finite(one) for one in packed]
+            finite += [all_finite(one) for one in packed]
             parts = unpack(*packed, [values[i] for i in plain]) if plain else []
             for i, total in zip(plain, parts, strict=True):
                 results[i] = total
         rows = [i for i, value in enumerate(values) if isinstance(value, tf.IndexedSlices)]
         for i, total in zip(rows, all_reduce_sum([values[i] for i in rows], weight=share), strict=True):
             results[i] = total
-            finite.append(_all_finite(total.values))
+            finite.append(all_finite(total.values))
         if following:
             _keep(following, tf.reduce_all(finite))
         return results
@@ -291,7 +291,7 @@ class Compressor:
         def whole() -> Sums:
             of_each = [method.whole(gradient, of, settings) for gradient, of in zip(gradients, kept, strict=True)]
             totals = sum_of([*(sent for sent, _ in of_each), *others], noted=False)
-            is_finite = tf.reduce_all([_all_finite(total) for total in totals])
+            is_finite = tf.reduce_all([all_finite(total) for total in totals])
             following = [
                 {kind: found.get(kind, variable.read_value()) for kind, variable in of.items()}
                 for (_, found), of in zip(of_each, kept, strict=True)
@@ -339,7 +339,8 @@ def check_method(start_step: Any, local_clipnorm: Any) -> None:
         raise ValueError(f"Received: local_clipnorm={local_clipnorm!r}. Expected: a positive number, or None.")
 
 
-def _all_finite(value: tf.Tensor) -> tf.Tensor:
+def all_finite(value: tf.Tensor) -> tf.Tensor:
+    """Whether all elements are finite, a boolean scalar."""
     return tf.reduce_all(tf.math.is_finite(value)) if value.dtype.is_floating else tf.constant(True)
 
 

@@ -25,7 +25,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.arguments import check_count
-from tfdist.compression.compressor import Kept, Next, Slot, Sums, check_method, sum_of
+from tfdist.compression.compressor import Kept, Next, Slot, Sums, all_finite, check_method, sum_of
 
 # A matrix is sent as it is if its factors have more than so much of its size.
 _MOST = 0.5
@@ -125,7 +125,7 @@ class PowerSGD:
             }
             for matrix, left, of_matrix, right, factor in zip(matrices, lefts, own, rights, factors, strict=True)
         ]
-        is_finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(right)) for right in rights])
+        is_finite = tf.reduce_all([all_finite(right) for right in rights])
         return Sums(totals, summed[len(matrices) :], is_finite, following)
 
     def _pays(self, matrix: tuple[int, int]) -> bool:

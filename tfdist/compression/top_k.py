@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfdist.compression.compressor import Kept, Next, Slot, Sums, check_method, sum_of
+from tfdist.compression.compressor import Kept, Next, Slot, Sums, all_finite, check_method, sum_of
 from tfdist.steps.collectives import all_reduce
 from tfdist.steps.keras_step import global_replica
 
@@ -145,10 +145,10 @@ class TopK:
         # Floats of 64 bits are sent as 32; what that leaves out is part of the rest.
         values = [tf.cast(tf.gather(rest, where), tf.float32) for rest, where in zip(rests, positions, strict=True)]
         # What is largest is not known where something is no number: then nothing that is sent is one.
-        is_good = tf.reduce_all([tf.reduce_all(tf.math.is_finite(rest)) for rest in rests])
+        is_good = tf.reduce_all([all_finite(rest) for rest in rests])
         sent = tf.where(is_good, tf.concat(values, 0), float("nan"))
         rows = _rows_of_all(tf.concat(positions, 0), sent)
-        is_finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(received)) for _, received in rows])
+        is_finite = tf.reduce_all([all_finite(received) for _, received in rows])
         following: list[Next] = []
         for i, (where, value) in enumerate(zip(positions, values, strict=True)):
             where = where[:, tf.newaxis]
