@@ -97,7 +97,10 @@ def results(transport: str) -> list[dict[str, list[str]]]:
         ("local BatchNormalization", 1),
     ],
 )
-@pytest.mark.parametrize(("transport", "operation"), [("direct", "PyFunc"), ("tensorflow", "CollectiveReduceV2")])
+@pytest.mark.parametrize(
+    ("transport", "operation"),
+    [("direct", "PyFunc"), pytest.param("tensorflow", "CollectiveReduceV2", marks=pytest.mark.exhaustive)],
+)
 def test_number_of_sums(model, expected, transport, operation):
     for rank, found in enumerate(results(transport)):
         assert found[model] == [operation] * expected, f"rank {rank}"

@@ -21,7 +21,7 @@ needs_jax = pytest.mark.skipif(
     ("name", "strategy", "options"),
     [
         pytest.param("lambda_callback_test.py", "Mirrored", [], marks=pytest.mark.exhaustive),
-        ("reduce_lr_on_plateau_test.py", "MultiWorker", []),
+        pytest.param("reduce_lr_on_plateau_test.py", "MultiWorker", [], marks=pytest.mark.exhaustive),
         pytest.param("optimizer_distribute_test.py", "Mirrored", [], marks=pytest.mark.exhaustive),
         pytest.param("trainer_test.py", "Mirrored", ["-k", "nested_inputs or fit_flow_jit"], marks=needs_jax),
     ],

@@ -35,7 +35,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", daily(CASES, "killed in each"), ids=str)
+@pytest.mark.parametrize("case", daily(CASES, "killed in the second fit"), ids=str)
 def test_rows(case: Case, trials: Trials) -> None:
     outcome = trials.outcome(case)
     assert outcome.codes == [KILLED if job.kill else 0 for job in case.jobs]

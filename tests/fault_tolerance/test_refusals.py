@@ -68,7 +68,8 @@ OBSTACLES = [
 SAME_AGAIN = ("generator", "from_generator", "py_function")
 
 
-@pytest.mark.parametrize(("case", "reason"), daily(OBSTACLES, "PyDataset that changes"))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("case", "reason"), OBSTACLES)
 def test_resumes_at_ends_of_epochs_and_says_so(case: Case, reason: str, trials: Trials) -> None:
     outcome = trials.outcome(case)
     assert outcome.codes == [KILLED, 0]

@@ -34,7 +34,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", daily(CASES, "two devices, a dataset", "compressed by PowerSGD"), ids=str)
+@pytest.mark.parametrize("case", daily(CASES, "two devices, a dataset"), ids=str)
 def test_kill(case: Case, trials: Trials) -> None:
     outcome = trials.outcome(case)
     assert outcome.codes == [KILLED, 0]

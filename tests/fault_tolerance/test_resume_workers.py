@@ -228,16 +228,14 @@ def without_files(runs: list[Ended]) -> list[Ended]:
 EACH = LIGHT.with_(hook="a backup of each rank")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "job",
-    daily(
-        [
-            pytest.param(EACH, id="a folder for each rank"),
-            pytest.param(LIGHT.with_(hook="a disk of each rank"), id="a disk for each rank"),
-            pytest.param(DATASET.with_(hook="a disk of each rank"), id="a disk for each rank, a dataset"),
-        ],
-        "a folder for each rank",
-    ),
+    [
+        pytest.param(EACH, id="a folder for each rank"),
+        pytest.param(LIGHT.with_(hook="a disk of each rank"), id="a disk for each rank"),
+        pytest.param(DATASET.with_(hook="a disk of each rank"), id="a disk for each rank, a dataset"),
+    ],
 )
 def test_folders_that_are_not_shared(cluster: Cluster, references: References, job: Job) -> None:
     """The chief reads its own, and gives the others what is in it."""

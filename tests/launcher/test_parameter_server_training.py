@@ -104,7 +104,8 @@ def undisturbed_run(warm_launch, mode: str) -> dict:
     return _undisturbed[mode]
 
 
-@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mode", ["async", "sync"])
 def test_lost_processes_cost_nothing(warm_launch, mode) -> None:
     undisturbed = undisturbed_run(warm_launch, mode)
     assert undisturbed["iterations"] == 144

@@ -58,7 +58,10 @@ def gaps(strategy, masked: bool, rows: int = 16) -> dict[str, float]:
 
 
 # With a mask, Keras adds 1e-7 to the number of positions. Of 17 rows the last batch has one, and one replica has none.
-@pytest.mark.parametrize(("masked", "rows", "tolerance"), [(False, 16, 1e-12), (True, 16, 1e-7), (False, 17, 1e-12)])
+@pytest.mark.parametrize(
+    ("masked", "rows", "tolerance"),
+    [pytest.param(False, 16, 1e-12, marks=pytest.mark.exhaustive), (True, 16, 1e-7), (False, 17, 1e-12)],
+)
 def test_penalty_of_the_slope(mirrored, masked, rows, tolerance):
     of_weights = [gap for name, gap in gaps(mirrored, masked, rows).items() if name.startswith("weight")]
     assert len(of_weights) == 8
@@ -108,7 +111,7 @@ class Gathers(layers.Layer):
         return x
 
 
-@pytest.mark.parametrize("exchange", [layers.BatchNormalization, Gathers])
+@pytest.mark.parametrize("exchange", [layers.BatchNormalization, pytest.param(Gathers, marks=pytest.mark.exhaustive)])
 def test_what_layers_add_to_the_loss_before_replicas_exchange_something(mirrored, exchange):
     """Replicas take turns there, in the middle of a forward pass, and share the layers."""
 

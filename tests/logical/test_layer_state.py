@@ -155,7 +155,9 @@ def test_a_weight_that_is_assigned_what_is_no_mean(mirrored):
     np.testing.assert_array_equal(*copies(model))
 
 
-@pytest.mark.parametrize("state", [{}, {"aggregation": "mean"}], ids=["none", "mean"])
+@pytest.mark.parametrize(
+    "state", [{}, pytest.param({"aggregation": "mean"}, marks=pytest.mark.exhaustive)], ids=["none", "mean"]
+)
 def test_equals_one_process_eagerly(mirrored, state):
     build = building((8,), moving_mean, **state)
 
@@ -167,6 +169,7 @@ def test_equals_one_process_eagerly(mirrored, state):
     assert_transparent(mirrored, eager, rows(12), batch_size=4, epochs=1)
 
 
+@pytest.mark.exhaustive
 def test_whole_numbers_eagerly(mirrored):
     build = building((), positives, dtype="int32")
 
@@ -185,6 +188,7 @@ def test_negative_control(mirrored, monkeypatch):
         assert_transparent(mirrored, building((8,), moving_mean), rows(12), batch_size=4, epochs=1)
 
 
+@pytest.mark.exhaustive
 def test_the_first_replicas_value(mirrored):
     model, messages = warned(mirrored, building((12, 8), queue, aggregation="only_first_replica"))
     first, second = copies(model)
@@ -194,7 +198,11 @@ def test_the_first_replicas_value(mirrored):
 
 
 @pytest.mark.parametrize(
-    ("shape", "update"), [((12, 8), queue), ((8,), running_total), ((8,), largest), ((8,), variance)]
+    ("shape", "update"),
+    [
+        ((12, 8), queue),
+        *(pytest.param((8,), update, marks=pytest.mark.exhaustive) for update in (running_total, largest, variance)),
+    ],
 )
 def test_what_cannot_equal_one_process_is_warned_of_once(mirrored, shape, update):
     model, (message,) = warned(mirrored, building(shape, update))
@@ -209,6 +217,7 @@ def test_what_is_read_in_the_same_step_is_warned_of(mirrored):
     assert "but in the same step each replica has read its own" in message
 
 
+@pytest.mark.exhaustive
 def test_numbers_that_are_whole_stay_so(mirrored):
     data = batches(*rows(23), 8)
     model, (message,) = warned(mirrored, building((), last_rows, dtype="int32"), data)
@@ -225,7 +234,7 @@ def test_rows_of_all_replicas(mirrored):
 
 
 @pytest.mark.parametrize("trainable", [False, True])
-@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("eager", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_a_variable_of_tensorflow(mirrored, trainable, eager):
     class Plain(keras.Model):
         def __init__(self) -> None:
@@ -301,6 +310,7 @@ def test_a_weight_that_is_assigned_in_a_branch(mirrored):
         np.testing.assert_allclose(copy, rows(24)[0][:8].mean(0), atol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_what_was_read_before_the_average(mirrored):
     class Early(Keeping):
         def __init__(self) -> None:
@@ -323,7 +333,7 @@ def test_what_was_read_before_the_average(mirrored):
     np.testing.assert_array_equal(*(part.numpy() for part in model.copied.value.values))
 
 
-@pytest.mark.parametrize("aggregation", ["none", "sum"])
+@pytest.mark.parametrize("aggregation", [pytest.param("none", marks=pytest.mark.exhaustive), "sum"])
 def test_what_is_only_read_in_a_function(mirrored, aggregation):
     def reading(kept: keras.Variable, x: Any) -> None:
         tf.function(lambda y: tf.reduce_sum(y * kept.value))(x)
@@ -404,6 +414,7 @@ def test_a_mean_that_is_computed_on_another_replicas_device(mirrored):
         np.testing.assert_allclose(copy, rows(24)[0][16:].mean(0), atol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_what_one_replica_assigns_eagerly(mirrored):
     """Replicas meet, although one has nothing to say; what it had before then counts as much, in both fits."""
 
@@ -437,6 +448,7 @@ def test_a_sum_over_the_number_of_rows_is_a_mean(mirrored):
         assert_transparent(mirrored, building((8,), centre), rows(21), batch_size=4)
 
 
+@pytest.mark.exhaustive
 def test_a_table_beside_a_constraint_is_not_sent_again(mirrored):
     """The gradients of a table are rows of it; weights with constraints are assigned by the optimizer."""
 

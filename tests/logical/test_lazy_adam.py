@@ -142,6 +142,7 @@ def test_loss_scale_optimizer():
     np.testing.assert_allclose(state(model)[0], state(plain)[0], rtol=0, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_config(tmp_path):
     optimizer = LazyAdam(0.05, beta_1=0.8, beta_2=0.99, epsilon=1e-5, amsgrad=True, clipnorm=1.0, name="lazy")
     copy = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(optimizer))
@@ -156,6 +157,7 @@ def test_config(tmp_path):
     np.testing.assert_array_equal(state(loaded)[0], state(model)[0])
 
 
+@pytest.mark.exhaustive
 def test_replicas(mirrored):
     with mirrored.scope():
         model = embedding_model(3, LazyAdam(0.05))

@@ -81,7 +81,8 @@ def chosen_for(share: float) -> memory.Choice:
     return memory.choose(compiled(), ROWS, policy(share))
 
 
-@pytest.mark.parametrize("shares", [(1.0, 0.6), pytest.param((1.0, 0.8, 0.6, 0.4), marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("shares", [(1.0, 0.6), (1.0, 0.8, 0.6, 0.4)])
 def test_more_blocks_are_run_again_for_less_memory(shares):
     counts, added = [], []
     for share in shares:

@@ -65,6 +65,7 @@ def test_gradients_of_weights_are_told_apart():
     assert WIDTH * WIDTH * 4 <= max(gradients) <= sum(w.nbytes for w in model.get_weights())
 
 
+@pytest.mark.exhaustive
 def test_a_policy_is_looked_at_and_left_alone():
     model = MODELS["unet"]()
     model.compile("adam", "sparse_categorical_crossentropy")
@@ -95,6 +96,7 @@ def test_replicas_have_their_part_of_the_batch(mirrored):
         assert device.step == pytest.approx(one.step, rel=0.2)
 
 
+@pytest.mark.exhaustive
 def test_sharded_slots(mirrored):
     with mirrored.scope():
         whole, parts = stack(), stack(optimizer=tfdist.ShardedOptimizer(keras.optimizers.Adam()))

@@ -89,6 +89,7 @@ def test_cotangents_of_a_micro_batch_are_dropped(monkeypatch):
     assert_noticed("plain", 16, "weight 0")
 
 
+@pytest.mark.exhaustive
 def test_cotangents_of_connections_that_skip_stages_are_dropped(monkeypatch):
     """Only the first gradient of a value that several stages use."""
     original = PipelineRun._backward
@@ -131,6 +132,7 @@ def test_state_of_stand_in_rows_that_counts(monkeypatch):
     assert_noticed("BatchNormalization", 19, "predict 0", stateful=True)
 
 
+@pytest.mark.exhaustive
 def test_whole_batches_differ_from_micro_batches():
     """Statistics of a micro-batch are not those of the batch: what a reference of whole batches would say."""
     assert_noticed("BatchNormalization", 16, "weight 0", "predict 0")

@@ -79,6 +79,7 @@ def test_losses_that_do_not(mirrored, loss):
     assert warned(mirrored, loss) == []
 
 
+@pytest.mark.exhaustive
 def test_a_loss_that_is_not_hashable(mirrored):
     class Own(keras.losses.Loss):
         def call(self, y_true: Any, y_pred: Any) -> Any:
@@ -95,6 +96,7 @@ def test_nothing_is_said_in_one_process():
     assert warned(tf.distribute.get_strategy(), "dice") == []
 
 
+@pytest.mark.exhaustive
 def test_one_loss_for_two_outputs(mirrored):
     loss = keras.losses.Dice()
     with mirrored.scope():

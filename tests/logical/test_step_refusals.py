@@ -9,7 +9,6 @@ import tensorflow as tf
 
 import tfdist
 from tests.features.table import rows
-from tests.tiers import daily
 from tfdist.testing import assert_transparent
 
 
@@ -43,6 +42,7 @@ def test_an_optimizer_that_is_no_attribute_of_the_model(mirrored):
         model.fit(*rows(16), verbose=0)
 
 
+@pytest.mark.exhaustive
 def test_a_layer_that_mixes_the_trainer_in(mirrored):
     """As Keras' own tests have it: a layer, not a `keras.Model`, that can fit."""
     trainer = next(parent for parent in keras.Model.__mro__ if "train_step" in vars(parent))
@@ -136,6 +136,7 @@ def test_own_statistics_in_a_loop(mirrored, kind):
         np.testing.assert_array_equal(*(part.numpy() for part in variable.value.values))
 
 
-@pytest.mark.parametrize("kind", daily(["unrolled", "function"], "function"))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["unrolled", "function"])
 def test_statistics_of_the_global_batch_without_a_loop(mirrored, kind):
     assert_transparent(mirrored, lambda: normalizing(kind, steps_per_execution=2), sequences(), batch_size=8)

@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 
 from tests.logical.embedding_models import _graphs
-from tests.parameter_server.sections import found, part
-from tests.tiers import daily
+from tests.parameter_server.sections import found, run_sections
 from tfdist.testing import run_local
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(210)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(210)]
 
 _DEADLINE = 180
 _SOURCE = Path(__file__).parents[2]
@@ -51,18 +50,7 @@ def used_tables(graph: Any, rows: int) -> set[str]:
     }
 
 
-# Sections of `make test`.
-DAILY = (
-    "async sharded SGD",
-    "sync plain LazyAdam",
-    "async plain Adam",
-    "sync sharded Adam",
-    "async equal Adagrad",
-    "sync equal Adam",
-)
-
-
-def embeddings(is_daily: bool) -> dict[str, Any]:
+def embeddings() -> dict[str, Any]:
     """In the chief: what the workers' functions do with tables, and sharded tables."""
     import keras
     import numpy as np
@@ -137,18 +125,13 @@ def embeddings(is_daily: bool) -> dict[str, Any]:
     sections["plain equal"] = lambda: gaps(
         asynchronous, lambda: embedding_model(plain, optimizers["Adagrad"]), ids, targets
     )
-    return part(sections, DAILY, is_daily)
+    return run_sections(sections)
 
 
 @functools.cache
-def _results(is_daily: bool) -> dict[str, Any]:
-    (outcome,) = run_local(embeddings, workers=2, ps=2, timeout=_DEADLINE, args=(is_daily,))
+def results() -> dict[str, Any]:
+    (outcome,) = run_local(embeddings, workers=2, ps=2, timeout=_DEADLINE)
     return outcome
-
-
-def result(name: str) -> Any:
-    """What a section has found, in the part of the program that it belongs to."""
-    return found(_results(name in DAILY), name)
 
 
 def of_all(*kinds: str, last: tuple[str, ...]) -> list[str]:
@@ -156,24 +139,24 @@ def of_all(*kinds: str, last: tuple[str, ...]) -> list[str]:
     return [f"{mode} {kind} {name}" for mode in ("async", "sync") for kind in kinds for name in last]
 
 
-@pytest.mark.parametrize("name", daily(of_all("plain", "sharded", last=("SGD", "Adagrad", "LazyAdam")), *DAILY[:2]))
+@pytest.mark.parametrize("name", of_all("plain", "sharded", last=("SGD", "Adagrad", "LazyAdam")))
 def test_no_function_has_a_tensor_of_the_tables_size(name):
-    outcome = result(name)
+    outcome = found(results(), name)
     assert min(outcome["graphs"]) >= 1
     assert outcome["train"] == outcome["test"] == outcome["predict"] == []
 
 
-@pytest.mark.parametrize("name", daily(of_all("plain", "sharded", last=("Adam",)), *DAILY[2:4]))
+@pytest.mark.parametrize("name", of_all("plain", "sharded", last=("Adam",)))
 def test_adam_of_keras_changes_every_row(name):
     """What finds no such tensor above would find one here."""
-    outcome = result(name)
+    outcome = found(results(), name)
     assert "ReadVariableOp" in outcome["train"] and "Mul" in outcome["train"]
     assert outcome["test"] == outcome["predict"] == []
 
 
-@pytest.mark.parametrize("name", daily(of_all("equal", last=("SGD", "Adagrad", "Adam")), *DAILY[4:]))
+@pytest.mark.parametrize("name", of_all("equal", last=("SGD", "Adagrad", "Adam")))
 def test_a_sharded_table_is_that_of_keras(name):
-    outcome = result(name)
+    outcome = found(results(), name)
     assert outcome["gap"] <= 1e-6
     assert outcome["places"] == [f"/job:ps/replica:0/task:{index}/device:CPU:0" for index in range(2)]
 
@@ -242,7 +225,6 @@ def megabytes() -> dict[str, float]:
 
 
 @pytest.mark.netns
-@pytest.mark.exhaustive
 # Adam changes every row, but where it is.
 @pytest.mark.parametrize("name", ["SGD", "Adagrad", "Adam"])
 def test_bytes_of_a_step_do_not_grow_with_the_table(name):
@@ -253,7 +235,6 @@ def test_bytes_of_a_step_do_not_grow_with_the_table(name):
 
 
 @pytest.mark.netns
-@pytest.mark.exhaustive
 def test_what_reads_the_table_is_seen():
     """The counter above would count it."""
     assert megabytes()["whole 100000"] > 6.0

@@ -170,6 +170,7 @@ def results_of_mode(mode: str, backup_workers: int) -> dict[str, Any]:
     return found(outcome, "training")
 
 
+@pytest.mark.exhaustive
 def test_backup_workers_change_no_result():
     outcome = results_of_mode("sync", 1)
     assert outcome["shards"] == 1

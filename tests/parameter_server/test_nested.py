@@ -11,7 +11,7 @@ import pytest
 from tests.parameter_server.sections import found, run_sections
 from tfdist.testing import run_local
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(240)]
 
 NESTED = (
     "evaluate",

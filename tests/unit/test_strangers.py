@@ -122,7 +122,7 @@ def test_those_who_come_at_once_all_get_in(pool: ThreadPoolExecutor) -> None:
 @pytest.mark.parametrize(
     ("message", "pause"),
     # For three seconds; the barrier ends later. The length of the second one is never complete.
-    [(b"\0\0\1\0" + b" " * 56, 0.05), (b"\0\0\1", 1.0)],
+    [(b"\0\0\1\0" + b" " * 56, 0.05), pytest.param(b"\0\0\1", 1.0, marks=pytest.mark.exhaustive)],
     ids=["message", "length"],
 )
 def test_a_byte_now_and_then_keeps_no_thread(
@@ -376,6 +376,7 @@ def test_strangers_are_counted_where_tasks_do_not_come(
     assert "others (2" in str(failure) and len(str(failure)) < 6000
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("elsewhere")
 def test_everybody_is_told_of_a_task_with_another_cluster(
     monkeypatch: pytest.MonkeyPatch,
