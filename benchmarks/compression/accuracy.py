@@ -14,9 +14,9 @@ METHODS = (
     "'bf16'",
     "PowerSGD(8, start_step=100)",
     "PowerSGD(2, start_step=100)",
-    "TopK(0.008, start_step=100)",
-    "TopK(0.0025, start_step=100)",
-    "TopK(0.0025, momentum_correction=True, start_step=100)",
+    "TopK(0.016, start_step=100)",
+    "TopK(0.005, start_step=100)",
+    "TopK(0.005, momentum_correction=True, start_step=100)",
 )
 
 

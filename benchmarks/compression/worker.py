@@ -47,9 +47,12 @@ def main(text: str, path: str) -> None:
 
 
 def _sent(strategy: Any, model: Any) -> int:
-    """Bytes of the sums of a step, which is what each of two processes would send; embeddings' gradients aside."""
-    sums = [one for one in strategy._sums_of_step[model] if one is not None]
-    return sum(math.prod(shape) * dtype.size for shape, dtype in sums)
+    """Bytes that a replica adds up or gives to the others in a step, embeddings' gradients aside.
+
+    It is what each of two processes would send.
+    """
+    exchanged = [one for one in strategy._sums_of_step[model] if one is not None]
+    return sum(math.prod(shape) * dtype.size for shape, dtype in exchanged)
 
 
 def _images() -> tuple[list, list]:

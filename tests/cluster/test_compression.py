@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.compressed_by_hand import TOP_K, assert_both, data, network, sgd, trained_both
+from tests.compressed_by_hand import TOP_K, assert_both, data, network, sgd, trained, trained_both
 from tfdist.testing import run_local
 
 pytestmark = pytest.mark.cluster
@@ -30,6 +30,28 @@ def train(options: dict[str, Any]) -> dict[str, list[np.ndarray]]:
 )
 def test_equals_by_hand(options: dict[str, Any]) -> None:
     assert_both(run_local(train, workers=2, timeout=180, args=(options,)))
+
+
+def begun() -> list[list[np.ndarray]]:
+    """Runs on every process: in a branch of the step, over both transports, and from the first step on."""
+    import tfdist
+
+    found = []
+    for transport, start_step in [("direct", 3), ("tensorflow", 3), ("direct", 0)]:
+        method = tfdist.compression.TopK(0.05, start_step=start_step)
+        options = {"compression": method, "transport": transport, "start_timeout": 60}
+        found.append(trained(tfdist.MultiWorkerMirroredStrategy(**options), sgd(0.9)).get_weights())
+    return found
+
+
+@pytest.mark.exhaustive
+def test_top_k_that_begins_later() -> None:
+    (direct, tensorflow, at_once), others = run_local(begun, workers=2, timeout=180)
+    for received, expected in zip(direct, others[0], strict=True):
+        np.testing.assert_array_equal(received, expected)
+    for received, expected in zip(direct, tensorflow, strict=True):
+        np.testing.assert_allclose(received, expected, atol=1e-6)
+    assert max(np.abs(a - b).max() for a, b in zip(direct, at_once, strict=True)) > 1e-3
 
 
 def loop() -> tuple[list[np.ndarray], list[str]]:

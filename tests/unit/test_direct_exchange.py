@@ -109,6 +109,28 @@ def test_sums(job, machines: str) -> None:
             np.testing.assert_array_equal(found[0], other)  # bit by bit
 
 
+@pytest.mark.parametrize("machines", [*MACHINES, "a", "abcab"])
+def test_rows(job, machines: str) -> None:
+    exchanges = job(machines)
+    for length in [0, 1, 17, 8192, 40_001, SEGMENT // 4 + 5]:
+        given = [np.random.default_rng([rank, length]).standard_normal(length) for rank in range(len(machines))]
+        for found in on_all(exchanges, lambda rank, exchange, given=given: exchange.all_gather(given[rank])):
+            np.testing.assert_array_equal(found, given)  # bit by bit
+        # Memory that both use is not taken too early.
+        (found, *_) = on_all(exchanges, lambda rank, exchange, given=given: exchange.all_reduce([given[rank]]))
+        np.testing.assert_allclose(found, np.sum(given, 0), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int8", "int64", "float16", "float32", "complex128"])
+def test_rows_of_any_dtype(job, dtype: str) -> None:
+    exchanges = job("aab")
+    for shape in [(), (3, 2), (300, 70)]:
+        for found in on_all(exchanges, lambda rank, one, shape=shape: one.all_gather(np.full(shape, rank, dtype))):
+            assert (found.dtype, found.shape) == (dtype, (3, *shape))
+            for rank, row in enumerate(found):
+                np.testing.assert_array_equal(row, np.full(shape, rank, dtype))
+
+
 def test_replicas_of_other_shapes_are_refused_on_all(job) -> None:
     def call(rank: int, exchange: Exchange) -> np.ndarray:
         return exchange.all_reduce([np.ones(3), np.ones(1 if rank else 3)])
@@ -235,13 +257,14 @@ def test_many_in_a_row(job) -> None:
     assert on_all(exchanges, call) == [expected] * 4
 
 
+@pytest.mark.parametrize("call", [lambda one, x: one.all_reduce([x]), Exchange.all_gather], ids=["sum", "rows"])
 @pytest.mark.parametrize(("machines", "who"), [("aa", 0), ("aa", 1), ("aab", 1), ("aab", 2), ("abc", 2), ("aabb", 3)])
 @pytest.mark.parametrize("length", [4, 40_000])
-def test_who_has_gone_is_missed(job, machines: str, who: int, length: int) -> None:
+def test_who_has_gone_is_missed(job, call: Callable, machines: str, who: int, length: int) -> None:
     exchanges = job(machines)
     exchanges[who].close()
     left = [rank for rank in range(len(machines)) if rank != who]
-    found = on_all([exchanges[rank] for rank in left], lambda _, exchange: exchange.all_reduce([np.ones(length)]))
+    found = on_all([exchanges[rank] for rank in left], lambda _, exchange: call(exchange, np.ones(length)))
     assert all(isinstance(error, ExchangeError) and " is gone: " in str(error) for error in found), found
     # At least one knows who it is, and nobody waits again.
     assert any(f"worker {who} is gone" in str(error) for error in found)

@@ -18,7 +18,8 @@ from tfdist.inspection.model_parts import optimizers_of, parts_of
 from tfdist.inspection.replica_values import parts_of_variable
 from tfdist.optimizers.flat_bucket import in_buckets
 from tfdist.optimizers.flat_slots import FlatSlots
-from tfdist.optimizers.flat_step import AVERAGE, FlatStep, all_gather
+from tfdist.optimizers.flat_step import AVERAGE, FlatStep
+from tfdist.steps.collectives import all_gather
 from tfdist.steps.keras_step import global_replica, local_replica, shadowed
 
 # They update each element by itself, and keep nothing but slots with a constant initial value.

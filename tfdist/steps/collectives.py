@@ -1,23 +1,31 @@
-"""The sums over replicas in a training step, how long they take by themselves, and broadcasts from the chief."""
+"""What replicas exchange in a training step, how long it takes by itself, and broadcasts from the chief."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat.upstream import CheckpointInitialValue
+from tfdist.compat.upstream import CheckpointInitialValue, distribute_utils
 from tfdist.runtime.peers import Peers
 from tfdist.steps.keras_step import KerasStep, current_step, global_replica, local_replica
 
 _REPETITIONS = 3
 
+
+class Gathered(NamedTuple):
+    """Shape and dtype of a matrix of each replica that all replicas get."""
+
+    shape: tuple[int, ...]
+    dtype: tf.DType
+
+
 # Shape and dtype of a sum; `None` for one that is no dense tensor of a known shape.
-Sum = tuple[tuple[int, ...], tf.DType] | None
+Exchanged = tuple[tuple[int, ...], tf.DType] | Gathered | None
 
 
 def all_reduce(value: tf.Tensor | tf.IndexedSlices, differentiable: bool = True, noted: bool = True) -> Any:
@@ -47,29 +55,83 @@ def _reduced(strategy: Any, value: Any) -> Any:
     return strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, [(value, destinations)])[0]
 
 
-def note_other() -> None:
-    """Notes that replicas exchange something that is no sum."""
-    _note(None)
+def all_gather(shards: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Stacks the shards of all replicas, with one collective for each.
+
+    Args:
+        shards: matrices of this replica, with the same shapes on all of them.
+
+    Returns:
+        For each matrix those of all replicas, one below the other, in the order of the replicas.
+    """
+    if tf.distribute.get_strategy().num_replicas_in_sync == 1:
+        return list(shards)
+    context = tf.distribute.get_replica_context()
+    extended = context.strategy.extended
+    # Strategies of several processes may have a way of their own.
+    gather = getattr(extended, "_gather_of_rows", lambda: None)()
+    if gather is not None:
+        return [_with_rows(gather(shard), shard, context) for shard in _noted(shards)]
+    if not extended._use_merge_call():
+        # Compiled by XLA, or in a branch of tf.cond: there only an all-reduce works. Each replica pads its shard with
+        # zeros to the whole, and the sum of all of them is the stack of the shards.
+        return [_by_all_reduce(context, shard) for shard in shards]
+    shards = _noted(shards)
+    if len(extended.worker_devices) == context.num_replicas_in_sync:
+        return list(context.merge_call(_copy_to_all_devices, args=tuple(shards)))
+    if tf.executing_eagerly():
+        return [context.all_gather(shard, axis=0) for shard in shards]
+    # As the strategy does for an all-reduce. Its public all_gather sends the shapes around, too, and transposes.
+    launcher = extended._cross_device_ops._launchers[local_replica()]
+    return [_with_rows(launcher._all_gather(shard, None), shard, context) for shard in shards]
 
 
-def _note(one: Sum) -> None:
+def _noted(shards: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
+    for shard in shards:
+        _note(Gathered(tuple(shard.shape), shard.dtype))
+    return shards
+
+
+def _with_rows(whole: tf.Tensor, shard: tf.Tensor, context: Any) -> tf.Tensor:
+    return tf.ensure_shape(whole, [shard.shape[0] * context.num_replicas_in_sync, *shard.shape[1:]])
+
+
+def _by_all_reduce(context: Any, shard: tf.Tensor) -> tf.Tensor:
+    before, rows = global_replica() * shard.shape[0], shard.shape[0]
+    after = (context.num_replicas_in_sync - 1) * rows - before
+    return all_reduce(tf.pad(shard, [[before, after], [0, 0]]))
+
+
+def _copy_to_all_devices(strategy: tf.distribute.Strategy, *shards: Any) -> tuple:
+    """Gathers shards of devices of one process: each device concatenates copies of all of them."""
+    gathered = []
+    for shard in shards:
+        parts, whole = strategy.experimental_local_results(shard), []
+        for device in strategy.extended.worker_devices:
+            with tf.device(device):
+                whole.append(tf.concat(parts, 0))
+        gathered.append(distribute_utils.regroup(tuple(whole), always_wrap=True))
+    return tuple(gathered)
+
+
+def _note(one: Exchanged) -> None:
     step = current_step()
     if step is not None and local_replica() == 0:
         step.sums.append(one)
 
 
 def keep(step: KerasStep, strategy: Any) -> None:
-    """Keeps the shapes of a traced step's sums on the strategy, for `ExchangeTimer`."""
+    """Keeps the shapes of what a traced step exchanges on the strategy, for `ExchangeTimer`."""
     if step.kind == "train" and step.sums:
         strategy._sums_of_step[step.model] = tuple(step.sums)
 
 
 class ExchangeTimer:
-    """Times the sums of a training step, without the step. All processes have to make the same calls.
+    """Times what a training step exchanges, without the step. All processes have to make the same calls.
 
     Args:
         strategy: a tfdist strategy for data parallelism.
-        sums: what a step adds up, one after another.
+        exchanged: what a step adds up or gathers, one after another.
 
     Example:
         >>> import tensorflow as tf, tfdist
@@ -78,8 +140,8 @@ class ExchangeTimer:
         True
     """
 
-    def __init__(self, strategy: Any, sums: Sequence[Sum]) -> None:
-        self._exchange = _function(strategy, [one for one in sums if one is not None])
+    def __init__(self, strategy: Any, exchanged: Sequence[Exchanged]) -> None:
+        self._exchange = _function(strategy, [one for one in exchanged if one is not None])
         self._is_fresh = True
 
     def seconds(self) -> float:
@@ -98,12 +160,14 @@ def _timed(exchange: Callable[[], tf.Tensor]) -> float:
     return time.perf_counter() - began
 
 
-def _function(strategy: Any, sums: Sequence[tuple[tuple[int, ...], tf.DType]]) -> Callable[[], tf.Tensor]:
+def _function(strategy: Any, exchanged: Sequence[Any]) -> Callable[[], tf.Tensor]:
     def on_replica() -> tf.Tensor:
         done: list[tf.Tensor] = []
-        for shape, dtype in sums:
+        for one in exchanged:
+            shape, dtype = one
             with tf.control_dependencies(done[-1:]):
-                done.append(all_reduce(tf.zeros(shape, dtype)))
+                zeros = tf.zeros(shape, dtype)
+                done += all_gather([zeros]) if isinstance(one, Gathered) else [all_reduce(zeros)]
         with tf.control_dependencies(done):
             return tf.constant(len(done))
 

@@ -12,7 +12,7 @@ other in any order, so each sum reads a variable that the one before has written
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ _NARROW = (tf.bfloat16, tf.float16)
 
 
 class DirectReduction(cross_device_ops.CollectiveAllReduce):
-    """TensorFlow's `CollectiveAllReduce` with other sums of dense tensors; rows and gathers stay as they are.
+    """TensorFlow's `CollectiveAllReduce` with other sums of dense tensors; its own rows and gathers stay as they are.
 
     Args:
         exchange: connects the processes.
@@ -63,15 +63,27 @@ class DirectReduction(cross_device_ops.CollectiveAllReduce):
                 results += super()._all_reduce_per_replica_values(reduce_op, [value], options)
         return results
 
+    def gather_rows(self, rows: tf.Tensor) -> tf.Tensor:
+        """The rows of all processes, one below the other, by rank; each process has one replica.
+
+        Args:
+            rows: a matrix of this process, of a shape and dtype that are the same on all.
+        """
+        with tf.device("CPU:0"):
+            gathered = self._call("gather of the replicas' rows", self._exchange.all_gather, rows.dtype, [rows])
+        with tf.device(self._devices[0]):
+            return tf.reshape(gathered, [rows.shape[0] * self._group_size, *rows.shape[1:]])
+
     def _sum(self, reduce_op: Any, replicas: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         dtype = replicas[0].dtype
         is_narrow = dtype in _NARROW
+
+        def add_up(*parts: np.ndarray) -> np.ndarray:
+            return self._exchange.all_reduce(parts, np.dtype(dtype.as_numpy_dtype) if is_narrow else None)
+
         with tf.device("CPU:0"):
             parts = [tf.cast(part, tf.float32) for part in replicas] if is_narrow else list(replicas)
-            add_up = functools.partial(self._add_up, dtype.as_numpy_dtype if is_narrow else None)
-            total, number = tf.numpy_function(add_up, [self._token.read_value(), *parts], [parts[0].dtype, tf.int64])
-            self._token.assign(number)
-            total = tf.cast(total, dtype)
+            total = tf.cast(self._call("sum of the replicas", add_up, parts[0].dtype, parts), dtype)
         total.set_shape(replicas[0].shape)
         results = []
         for device in self._devices:
@@ -80,12 +92,18 @@ class DirectReduction(cross_device_ops.CollectiveAllReduce):
                 results.append(total / self._group_size if mean else tf.identity(total))
         return results
 
-    def _add_up(self, narrow: type | None, number: np.ndarray, *parts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        dtype = None if narrow is None else np.dtype(narrow)
-        try:
-            return self._exchange.all_reduce([np.asarray(part) for part in parts], dtype), number + 1
-        except ExchangeError as error:
-            raise tf.errors.UnavailableError(None, None, f"Collective sum of the replicas: {error}") from None
+    def _call(
+        self, what: str, function: Callable[..., np.ndarray], dtype: tf.DType, arguments: Sequence[tf.Tensor]
+    ) -> tf.Tensor:
+        def in_turn(number: np.ndarray, *given: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            try:
+                return function(*map(np.asarray, given)), number + 1
+            except ExchangeError as error:
+                raise tf.errors.UnavailableError(None, None, f"Collective {what}: {error}") from None
+
+        result, number = tf.numpy_function(in_turn, [self._token.read_value(), *arguments], [dtype, tf.int64])
+        self._token.assign(number)
+        return result
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -74,3 +74,10 @@ class JobMemberExtended(DataParallelExtended):
             rows, glance = rows_of_arrays(iterator), glance_at_arrays(iterator)
             strategy._peers.check_same_dataset(getattr(distributed, "source", dataset), manual, rows, glance)
         return distributed
+
+    def _gather_of_rows(self) -> Callable[[tf.Tensor], tf.Tensor] | None:
+        """What makes of a replica's matrix, in its context, those of all replicas, one below the other, by rank.
+
+        The matrices have the same shape. `None` where this is left to TensorFlow.
+        """
+        return None

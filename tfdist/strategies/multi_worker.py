@@ -7,7 +7,7 @@ import functools
 import itertools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -62,6 +62,11 @@ class _MultiWorkerExtended(JobMemberExtended, collective_strategy.CollectiveAllR
 
     def _input_position(self) -> tuple[int, int]:
         return self._num_workers, self._id_in_cluster
+
+    def _gather_of_rows(self) -> Callable[[tf.Tensor], tf.Tensor] | None:
+        # Of several replicas in a process, the first one would wait for the second.
+        is_direct = isinstance(self._cross_device_ops, DirectReduction) and len(self.worker_devices) == 1
+        return self._cross_device_ops.gather_rows if is_direct else None
 
     def _carry_directly(self, exchange: Exchange) -> None:
         """Lets tfdist carry the sums over the processes, in place of TensorFlow's servers."""

@@ -11,13 +11,16 @@ host B   ...         ring over sockets between the first process of each host: i
 
 Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009). The order of the
 additions depends on nothing but the places of the processes.
+
+What each process has for all others (`all_gather`) only goes around the second time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -46,6 +49,7 @@ class Connections:
         is_shared: whether any host has several processes, so that large arrays go through memory, piece by piece.
         next: on first processes of several hosts: to that of the next host.
         previous: and from that of the host before.
+        ranks: of the processes of each host.
     """
 
     place: int = 0
@@ -60,6 +64,7 @@ class Connections:
     number_of_hosts: int = 1
     next: Link | None = None
     previous: Link | None = None
+    ranks: Sequence[Sequence[int]] = ((0,),)
 
     def all(self) -> list[Link]:
         """All links of this process."""
@@ -103,13 +108,34 @@ class Exchange:
         Raises:
             ExchangeError: if a process is gone, does not come in time, or adds up something else; from then on always.
         """
+        # Infinities are no news: a loss scale that is too large makes them.
+        with self._alone(), np.errstate(all="ignore"):
+            return self._sum(parts, narrow)
+
+    def all_gather(self, values: np.ndarray) -> np.ndarray:
+        """What each process has, by rank.
+
+        Args:
+            values: of this process; shape and dtype are the same on all processes.
+
+        Returns:
+            An array of the same dtype with one more dimension, the first: a row for each process. It belongs to the
+            caller.
+
+        Raises:
+            ExchangeError: as in `all_reduce`.
+        """
+        with self._alone():
+            return self._rows(values)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One call after another, and none after one that failed."""
         with self._lock:
             if self._failure:
                 raise ExchangeError(self._failure)
             try:
-                # Infinities are no news: a loss scale that is too large makes them.
-                with np.errstate(all="ignore"):
-                    return self._sum(parts, narrow)
+                yield
             except BaseException as error:
                 # Whatever it is: the others would wait, or add up what does not belong together.
                 self._fail(str(error) or type(error).__name__)
@@ -149,6 +175,52 @@ class Exchange:
                 piece = slice(begin, begin + length)
                 self._through_memory(own[0][piece], result[piece], kind, narrow)
         return result.reshape(shape)
+
+    def _rows(self, values: np.ndarray) -> np.ndarray:
+        to, size = self._to, sum(map(len, self._to.ranks))
+        own = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+        result = self._results.take(size * own.size, own.dtype)
+        rows = result.reshape(size, own.size)
+        kind = zlib.crc32(f"rows {values.dtype.str} {values.shape}".encode())
+        order = [rank for ranks in to.ranks for rank in ranks]
+        if result.nbytes <= _SMALL:
+            mine = np.zeros_like(rows)
+            mine[order.index(to.ranks[to.host][to.place])] = own
+            self._through_the_first(mine.reshape(-1), result, kind)
+            rows = rows[np.argsort(order)]
+        else:
+            # The rows of all processes have to find room where the sum of a piece does.
+            length = SEGMENT // size if to.is_shared else own.size
+            for begin in range(0, own.size, length):
+                piece = slice(begin, begin + length)
+                rows[order, piece] = self._rows_of_piece(own[piece], size, kind)
+        return rows.view(values.dtype).reshape(size, *values.shape)
+
+    def _rows_of_piece(self, own: np.ndarray, size: int, kind: int) -> np.ndarray:
+        """Rows of bytes, host by host."""
+        to, header = self._to, self._header(own.nbytes, kind)
+        memory = to.memory.of(to.size, own.dtype) if to.memory else self._results.take(size * own.size, own.dtype)
+        rows = memory[: size * own.size].reshape(size, own.size)
+        ends = np.cumsum([len(ranks) for ranks in to.ranks])
+        of_host = [slice(end - len(ranks), end) for end, ranks in zip(ends, to.ranks, strict=True)]
+
+        def collect() -> None:
+            # Nobody reads what is there any more: all have come to this piece.
+            for place, row in enumerate(rows[of_host[to.host]]):
+                np.copyto(row, to.memory.of(place, own.dtype)[: own.size] if to.memory else own)
+            if to.next is not None:
+                to.next.send_header(header)
+                to.previous.expect_header(header)
+                self._pass_on(
+                    rows.reshape(-1), [slice(o.start * own.size, o.stop * own.size) for o in of_host], to.host
+                )
+
+        if to.memory is None:
+            collect()
+        else:
+            np.copyto(to.memory.of(to.place, own.dtype)[: own.size], own)
+            self._meet(header, collect)
+        return rows
 
     def _header(self, size: int, kind: int) -> Header:
         self._number += 1
@@ -223,16 +295,21 @@ class Exchange:
             incoming = received[: part.stop - part.start]
             transfer(to.next, _bytes(_rounded(values[sent], narrow)), to.previous, _bytes(incoming))
             np.add(incoming, values[part], out=values[part], dtype=values.dtype)
+        self._pass_on(values, bounds, (to.host + 1) % hosts, narrow)
+
+    def _pass_on(self, values: np.ndarray, bounds: Sequence[slice], own: int, narrow: np.dtype | None = None) -> None:
+        """Gives all hosts the part of each; this one has part `own`."""
+        to = self._to
         # Its own part is rounded here as it is on all other hosts: all have the same bits.
-        own = values[bounds[(to.host + 1) % hosts]]
-        outgoing = _rounded(own, narrow)
-        own[:] = outgoing
-        for step in range(hosts - 1):
-            part = bounds[(to.host - step) % hosts]
-            incoming = received[: part.stop - part.start] if narrow else values[part]
+        outgoing = _rounded(values[bounds[own]], narrow)
+        values[bounds[own]] = outgoing
+        for step in range(1, to.number_of_hosts):
+            part = bounds[(own - step) % to.number_of_hosts]
+            incoming = np.empty(part.stop - part.start, narrow) if narrow else values[part]
             transfer(to.next, _bytes(outgoing), to.previous, _bytes(incoming))
-            outgoing = incoming.copy() if narrow else incoming
-            values[part] = incoming
+            if narrow:
+                values[part] = incoming
+            outgoing = incoming
 
 
 def _rounded(values: np.ndarray, narrow: np.dtype | None) -> np.ndarray:

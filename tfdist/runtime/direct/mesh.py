@@ -112,6 +112,7 @@ class _Meeting:
             host=number,
             is_shared=any(len(ranks) > 1 for ranks in hosts),
             number_of_hosts=len(hosts),
+            ranks=hosts,
         )
         if rank != ranks[0]:
             found.first = self._call(ranks[0], _MEMBER)

@@ -144,6 +144,9 @@ class HorovodExtended(JobMemberExtended, _OwnInput):
         gathered = self._collectives.all_gather(tf.transpose(value, order))
         return tf.transpose(gathered, [order.index(i) for i in range(len(order))])
 
+    def _gather_of_rows(self) -> Callable[[tf.Tensor], tf.Tensor] | None:
+        return self._collectives and self._collectives.all_gather
+
     def _all_reduce(self, reduce_op: Any, value: Any) -> Any:
         if self._collectives is None:
             return value
