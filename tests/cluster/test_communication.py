@@ -106,7 +106,7 @@ def test_number_of_sums(model, expected, transport, operation):
         assert found[model] == [operation] * expected, f"rank {rank}"
 
 
-@pytest.mark.parametrize("transport", ["direct", "tensorflow"])
+@pytest.mark.parametrize("transport", ["direct", pytest.param("tensorflow", marks=pytest.mark.exhaustive)])
 def test_the_first_bucket_is_sent_before_the_last_gradient_exists(transport):
     for found in results(transport):
         layers = ["dense0", "dense1", "dense2", "dense3"]

@@ -22,7 +22,7 @@ from tests.cluster.writes import Writes
 from tests.features.table import mlp, rows
 from tfdist.testing import run_local
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.exhaustive]
 DEADLINE = 240
 
 
@@ -250,19 +250,17 @@ def saving(strategy: Any, folder: Path) -> dict[str, Any]:
 
 
 @functools.cache
-def results(of_make_test: bool) -> list[dict[str, Any]]:
-    """What the two parts of the checks find on each rank."""
+def results() -> list[dict[str, Any]]:
+    """What the checks find on each rank."""
 
     def run(folder: str) -> dict[str, Any]:
         import tfdist
 
         strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout=60, peer_timeout=60)
-        if of_make_test:
-            seen = {"local_bytes": attempt("local_bytes", local_bytes, strategy)}
-            return {**seen, "files": attempt("files", files, strategy, Path(folder) / "files")}
-        seen = {f.__name__: attempt(f.__name__, f, strategy) for f in (equal, loss_scaling, collectives)}
+        seen = {f.__name__: attempt(f.__name__, f, strategy) for f in (equal, loss_scaling, collectives, local_bytes)}
         return seen | {
-            f.__name__: attempt(f.__name__, f, strategy, Path(folder) / f.__name__) for f in (checkpoints, saving)
+            f.__name__: attempt(f.__name__, f, strategy, Path(folder) / f.__name__)
+            for f in (files, checkpoints, saving)
         }
 
     with tempfile.TemporaryDirectory(prefix="tfdist-sharded-") as folder:
@@ -271,47 +269,43 @@ def results(of_make_test: bool) -> list[dict[str, Any]]:
 
 @pytest.mark.timeout(DEADLINE + 30)
 class TestTwoProcesses:
-    @pytest.mark.exhaustive
     @pytest.mark.parametrize("name", ["Adam", "clipped", "EMA", "accumulation"])
     def test_equals_the_optimizer_inside(self, rank, name):
-        found = found_on(results(False), rank, "equal")
+        found = found_on(results(), rank, "equal")
         assert found[name] < 1e-6
         assert found[f"slots of {name}"] < 1e-6
 
-    @pytest.mark.exhaustive
     def test_loss_scaling(self, rank):
-        assert found_on(results(False), rank, "loss_scaling") < 1e-6
+        assert found_on(results(), rank, "loss_scaling") < 1e-6
 
     def test_bytes(self, rank):
-        sharded, whole = found_on(results(True), rank, "local_bytes")
+        sharded, whole = found_on(results(), rank, "local_bytes")
         assert sharded < 0.6 * whole
 
-    @pytest.mark.exhaustive
     def test_one_collective_more(self, rank):
-        assert [kind for kind, _ in found_on(results(False), rank, "collectives")] == [
+        assert [kind for kind, _ in found_on(results(), rank, "collectives")] == [
             "CollectiveGatherV2",
             "CollectiveReduceV2",
         ]
 
     def test_files(self, rank):
-        found = found_on(results(True), rank, "files")
+        found = found_on(results(), rank, "files")
         assert found["slots alone"] == 0
         assert max(found["on together"], found["on alone"]) < 1e-6
         assert found["collected"] == [8, 16]
 
     def test_slots_are_not_read_without_the_others(self):
-        kind, text = found_on(results(True), 0, "files")["alone in the middle"]
+        kind, text = found_on(results(), 0, "files")["alone in the middle"]
         assert kind == "RuntimeError"
         assert "Expected: `model.optimizer.collect()` on every process" in text
 
     def test_backup_and_restore(self, rank):
-        found = found_on(results(True), rank, "files")
+        found = found_on(results(), rank, "files")
         assert found["interrupted"] == "InterruptedError"
         assert found["resumed"] < 1e-6
 
-    @pytest.mark.exhaustive
     def test_checkpoints_in_the_middle_of_a_fit(self, rank):
-        found = found_on(results(False), rank, "checkpoints")
+        found = found_on(results(), rank, "checkpoints")
         assert found["files"]["split"] == found["files"]["whole"]
         names = [f"epoch-{n}.keras" for n in (1, 2, 3)] + [f"weights-{n}.weights.h5" for n in (1, 2, 3)]
         names += [f"step-{n}-{m}.keras" for n in (1, 2, 3) for m in (2, 4, 6)] + ["best.keras", "scaled.keras"]
@@ -322,21 +316,18 @@ class TestTwoProcesses:
         assert found["slots change by"] > 1e-3
         assert found["training"] == 0
 
-    @pytest.mark.exhaustive
     def test_the_chief_alone_writes_checkpoints(self):
-        chief, other = (found_on(results(False), rank, "checkpoints") for rank in (0, 1))
+        chief, other = (found_on(results(), rank, "checkpoints") for rank in (0, 1))
         assert {Path(path).name for path in chief["written"]} == {*chief["files"]["split"]}
         assert other["written"] == []
 
-    @pytest.mark.exhaustive
     def test_saving_on_all_processes(self, rank):
-        found = found_on(results(False), rank, "saving")
+        found = found_on(results(), rank, "saving")
         assert max(found[name] for name in ("all.keras", "all.weights.h5", "all.h5", f"of-rank-{rank}.keras")) < 1e-6
         assert found["all.h5 loaded"] == 0
 
-    @pytest.mark.exhaustive
     def test_saving_on_the_chief_alone(self):
-        found = found_on(results(False), 0, "saving")
+        found = found_on(results(), 0, "saving")
         assert found["alone after fit"] < 1e-6
         assert found["seconds alone"] < 10
         assert found["without the optimizer"] == ["export", "without.h5"]

@@ -38,6 +38,7 @@ def test_that_it_is_noticed(case: Case, trials: Trials) -> None:
 LOST = interrupted("what cannot be saved", JOB.with_(callbacks=("forgetful",)), at(9))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [LOST], ids=str)
 def test_what_cannot_be_saved_is_named_once(case: Case, trials: Trials) -> None:

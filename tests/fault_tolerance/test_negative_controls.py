@@ -50,10 +50,8 @@ def without(name: str, *expected: str, kill: dict[str, Any] = KILL, **options: A
         *(
             "seeds",
             "optimizer",
-            "learning rate",
             "iterations",
             "metrics",
-            "EarlyStopping",
             "ModelCheckpoint",
             "History",
         ),

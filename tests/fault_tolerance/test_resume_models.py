@@ -6,9 +6,8 @@ import pytest
 
 from tests.fault_tolerance.job import CALLBACKS, Job
 from tests.fault_tolerance.trials import KILLED, Case, Trials, at, interrupted
-from tests.tiers import daily
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
 KILL = at(9)
 
@@ -34,14 +33,13 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", daily(CASES, "two devices, a dataset"), ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_kill(case: Case, trials: Trials) -> None:
     outcome = trials.outcome(case)
     assert outcome.codes == [KILLED, 0]
     assert outcome.differences == []
 
 
-@pytest.mark.exhaustive
 def test_the_references_have_the_state_that_they_are_for(trials: Trials) -> None:
     by_name = {case.name: trials.outcome(case).reference.result for case in CASES}
     scale = [v for name, v in by_name["dynamic loss scale"].items() if "scale" in name and "optimizer" in name]

@@ -131,6 +131,7 @@ def test_two_processes_equal_one(warm_launch, options) -> None:
         assert slots == {task}, path
 
 
+@pytest.mark.exhaustive
 def test_a_lost_stage_costs_nothing(warm_launch) -> None:
     options = ("--max-restarts", "1")
     undisturbed = told(stages(warm_launch, RESUMED, 2, "leave", "alone", options=options))

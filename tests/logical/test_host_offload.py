@@ -96,7 +96,6 @@ OPTIMIZERS = {
         )
     ),
 }
-DAILY = ("loss scale, clipnorm and all that",)
 
 
 def constrained() -> keras.Model:
@@ -110,9 +109,8 @@ def constrained() -> keras.Model:
 
 
 @pytest.mark.filterwarnings("ignore:Received")
-@pytest.mark.parametrize(
-    "optimizer", [pytest.param(name, marks=() if name in DAILY else pytest.mark.exhaustive) for name in OPTIMIZERS]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_optimizers_losses_and_constraints(strategy, optimizer):
     x, y = data("dense", 30)
     found = []

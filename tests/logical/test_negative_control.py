@@ -171,6 +171,7 @@ def test_stock_strategy_is_right_where_all_batches_divide():
     assert stock_results()["numpy arrays"] == "equal"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", STOCK_DIFFERS)
 def test_stock_strategy_differs(name):
     assert "MirroredStrategy with 2 replicas does not equal one process" in stock_results()[name]

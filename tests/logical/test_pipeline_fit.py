@@ -58,10 +58,10 @@ CASES = {
         (X, Y, WEIGHTS),
         {"batch_size": 8, "validation_data": (X[:11], Y[:11])},
     ),
-    "PyDataset, metrics": (many_metrics, Rows, {}),
 }
 # They come to the same steps by other ways.
 REST = {
+    "PyDataset, metrics": (many_metrics, Rows, {}),
     "class_weight": (mlp(), (X, Y), {"class_weight": {0: 1.0, 1: 2.0, 2: 0.5}}),
     "validation_split, shuffled": (mlp(), (X, Y), {"validation_split": 0.3, "shuffle": True}),
     "generator": (mlp(), generator, {"steps_per_epoch": 3}),

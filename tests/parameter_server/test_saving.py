@@ -9,20 +9,15 @@ from typing import Any
 
 import pytest
 
-from tests.parameter_server.sections import found, part
-from tests.tiers import daily
+from tests.parameter_server.sections import found, largest, run_sections
 from tfdist.testing import run_local
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(210)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(210)]
 
 _DEADLINE = 180
 
 
-# Sections of `make test`.
-DAILY = ("whole model", "backup of tfdist")
-
-
-def saving(place: Path, is_daily: bool) -> dict[str, Any]:
+def saving(place: Path) -> dict[str, Any]:
     """In the chief: what is saved, loaded and gone on with."""
     import keras
     import numpy as np
@@ -30,7 +25,6 @@ def saving(place: Path, is_daily: bool) -> dict[str, Any]:
     import tfdist
     from tests.cluster.attempt import error_of
     from tests.parameter_server.models import BATCH, click_model, clicks, dense_model, make_optimizer, rows
-    from tests.parameter_server.sections import largest
 
     strategy = tfdist.ParameterServerStrategy(max_inflight=1, start_timeout=120)
     x, y = clicks()
@@ -136,34 +130,28 @@ def saving(place: Path, is_daily: bool) -> dict[str, Any]:
             "loss": abs(history["loss"][-1] - expected["loss"][-1]),
         }
 
-    return part(
+    return run_sections(
         {
-            "whole model": whole_model,
+            # First: the message has the name that Keras gives to an optimizer.
             "outside of the scope": outside_of_the_scope,
+            "whole model": whole_model,
             "weights file": weights_file,
             "checkpoints": checkpoints,
             "backup of keras": lambda: backup("keras"),
             "backup of tfdist": lambda: backup("tfdist"),
-        },
-        DAILY,
-        is_daily,
+        }
     )
 
 
 @functools.cache
-def _results(is_daily: bool) -> dict[str, Any]:
+def results() -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="tfdist-saving-") as folder:
-        (outcome,) = run_local(saving, workers=2, ps=2, timeout=_DEADLINE, args=(Path(folder), is_daily))
+        (outcome,) = run_local(saving, workers=2, ps=2, timeout=_DEADLINE, args=(Path(folder),))
     return outcome
 
 
-def result(name: str) -> Any:
-    """What a section has found, in the part of the program that it belongs to."""
-    return found(_results(name in DAILY), name)
-
-
 def test_a_saved_model_is_the_same_with_and_without_the_strategy():
-    outcome = result("whole model")
+    outcome = found(results(), "whole model")
     assert outcome["predictions"] == [0.0, 0.0]
     assert outcome["optimizer"] == [0.0, 0.0]
     assert outcome["weights afterwards"] == [0.0, 0.0]
@@ -172,21 +160,18 @@ def test_a_saved_model_is_the_same_with_and_without_the_strategy():
     assert outcome["jobs"] == ["/job:ps/"]
 
 
-@pytest.mark.exhaustive
 def test_an_optimizer_that_was_loaded_outside_of_the_scope_is_refused():
-    ((kind, message),) = result("outside of the scope")
+    ((kind, message),) = found(results(), "outside of the scope")
     assert kind == "ValueError"
     assert message.startswith("Received: optimizer 'adam', created outside of this strategy's scope.")
 
 
-@pytest.mark.exhaustive
 def test_weights_file():
-    assert result("weights file") == 0.0
+    assert found(results(), "weights file") == 0.0
 
 
-@pytest.mark.exhaustive
 def test_checkpoints_of_epochs_and_of_batches():
-    outcome = result("checkpoints")
+    outcome = found(results(), "checkpoints")
     batches = [
         f"batch-{e}-{b}.weights.h5" for e, b in ((1, 5), (1, 10), (1, 15), (1, 20), (2, 4), (2, 9), (2, 14), (2, 19))
     ]
@@ -195,9 +180,9 @@ def test_checkpoints_of_epochs_and_of_batches():
     assert outcome["losses"] == 42
 
 
-@pytest.mark.parametrize("kind", daily(["keras", "tfdist"], "tfdist"))
+@pytest.mark.parametrize("kind", ["keras", "tfdist"])
 def test_a_backup_is_gone_on_with(kind):
-    outcome = result(f"backup of {kind}")
+    outcome = found(results(), f"backup of {kind}")
     assert outcome["stopped"]
     # Keras' callback starts with the third epoch, that of tfdist gives the history of all of them.
     assert outcome["epochs"] == (2 if kind == "keras" else 4)

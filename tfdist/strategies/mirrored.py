@@ -19,7 +19,7 @@ from tfdist.runtime.input_meter import InputMeter
 from tfdist.steps.common_hooks import install
 from tfdist.strategies.data_parallel import DataParallel, DataParallelExtended
 from tfdist.strategies.keras_hooks import DataParallelHooks
-from tfdist.strategies.validation import existing_device
+from tfdist.strategies.validation import existing_device, own_devices
 
 # Collectives of different strategies need different keys; stock strategies begin at 0.
 _GROUP_KEYS = itertools.count(1_000, 1_000)
@@ -79,7 +79,8 @@ class MirroredStrategy(DataParallel, tf.distribute.MirroredStrategy):
         _warn_in_cluster()
         self._configure_data_parallel(compression, bucket_bytes, batch_norm, memory)
         self._collective_key_base = next(_GROUP_KEYS)
-        devices = None if devices is None else _existing_devices(devices)
+        # By itself TensorFlow takes those of all tasks of a cluster that is connected.
+        devices = own_devices() if devices is None else _existing_devices(devices)
         # tf.distribute.MirroredStrategy.__init__ names its extended class; this does the rest of what it does.
         extended = _MirroredExtended(self, devices=devices, cross_device_ops=cross_device_ops)
         tf.distribute.Strategy.__init__(self, extended)

@@ -17,6 +17,20 @@ def known_devices() -> list[str]:
     return [device.name for device in tf.config.list_logical_devices() if device.device_type in ("CPU", "GPU", "TPU")]
 
 
+def own_devices() -> list[str]:
+    """Names of the GPUs of this task; without any, of its CPU devices.
+
+    Example:
+        >>> own_devices()[0]
+        '/device:CPU:0'
+    """
+    # TensorFlow lists those of this task first.
+    known = [tf.DeviceSpec.from_string(name) for name in known_devices()]
+    own = [spec for spec in known if (spec.job, spec.task) == (known[0].job, known[0].task)]
+    gpus, cpus = ([spec.to_string() for spec in own if spec.device_type == kind] for kind in ("GPU", "CPU"))
+    return gpus or cpus
+
+
 def find_device(device: Any) -> str | None:
     """The name of a device as TensorFlow lists it; `None` if there is none.
 

@@ -23,7 +23,7 @@ from tfdist.cluster.errors import ClusterError
 from tfdist.inspection.model_parts import optimizers_of, parts_of
 from tfdist.runtime.servers import connect, serve
 from tfdist.steps.keras_step import shadowed
-from tfdist.strategies.validation import check_cluster, existing_device
+from tfdist.strategies.validation import check_cluster, existing_device, own_devices
 
 _DEVICE = (str, tf.config.LogicalDevice)
 
@@ -79,8 +79,7 @@ def pipeline_devices(
     elif found:
         flat = found
     else:
-        local = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
-        flat = [device.name for device in local]
+        flat = own_devices()
     if replicas < 1 or len(flat) % replicas or not flat:
         raise ValueError(
             f"Received: {len(flat)} devices for replicas={replicas}. Expected: a multiple of the number of "
