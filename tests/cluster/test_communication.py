@@ -42,6 +42,14 @@ def sums(transport: str) -> dict[str, list[str]]:
         "adam, clipped": of_train_step(plain, mlp(optimizer=lambda: keras.optimizers.Adam(clipnorm=1.0))),
         "global BatchNormalization": of_train_step(plain, mlp(layers.BatchNormalization)),
     }
+
+    def embedding() -> keras.Model:
+        model = keras.Sequential([keras.Input((3,), dtype="int32"), layers.Embedding(9, 2), layers.Flatten()])
+        model.compile("adam", "mse")
+        return model
+
+    ids = tf.data.Dataset.from_tensors((tf.zeros([8, 3], tf.int32), tf.zeros([8, 6])))
+    found["embedding"] = of_train_step(plain, embedding, ids)
     local = tfdist.MultiWorkerMirroredStrategy(batch_norm="local", transport=transport)
     found["local BatchNormalization"] = of_train_step(local, mlp(layers.BatchNormalization))
     small = tfdist.MultiWorkerMirroredStrategy(bucket_bytes=15_000, transport=transport)
@@ -104,6 +112,18 @@ def results(transport: str) -> list[dict[str, list[str]]]:
 def test_number_of_sums(model, expected, transport, operation):
     for rank, found in enumerate(results(transport)):
         assert found[model] == [operation] * expected, f"rank {rank}"
+
+
+def test_slices_travel_as_sums_do():
+    """The gradient of a table, of which each process has other rows."""
+    for found in results("direct"):
+        assert found["embedding"] == ["PyFunc"]
+
+
+@pytest.mark.exhaustive
+def test_slices_over_collectives_of_tensorflow():
+    for found in results("tensorflow"):
+        assert "CollectiveGatherV2" in found["embedding"]
 
 
 @pytest.mark.parametrize("transport", ["direct", pytest.param("tensorflow", marks=pytest.mark.exhaustive)])

@@ -131,6 +131,17 @@ def test_rows_of_any_dtype(job, dtype: str) -> None:
                 np.testing.assert_array_equal(row, np.full(shape, rank, dtype))
 
 
+@pytest.mark.parametrize("machines", ["aa", "ab", "aba"])
+@pytest.mark.parametrize("counts", [(0, 0, 0), (3, 0, 7), (5, 5, 5), (40_000, 2, 1)])
+def test_rows_of_other_numbers(job, machines: str, counts: tuple[int, ...]) -> None:
+    random = np.random.default_rng(1)
+    given = [(random.standard_normal((n, 3)).astype("f"), random.integers(0, 9, n)) for n in counts[: len(machines)]]
+    for found in on_all(job(machines), lambda rank, exchange: exchange.gather_rows(given[rank])):
+        for received, parts in zip(found, zip(*given, strict=True), strict=True):
+            assert received.dtype == parts[0].dtype
+            np.testing.assert_array_equal(received, np.concatenate(parts))
+
+
 def test_replicas_of_other_shapes_are_refused_on_all(job) -> None:
     def call(rank: int, exchange: Exchange) -> np.ndarray:
         return exchange.all_reduce([np.ones(3), np.ones(1 if rank else 3)])

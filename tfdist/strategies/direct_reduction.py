@@ -29,7 +29,7 @@ _NARROW = (tf.bfloat16, tf.float16)
 
 
 class DirectReduction(cross_device_ops.CollectiveAllReduce):
-    """TensorFlow's `CollectiveAllReduce` with other sums of dense tensors; its own rows and gathers stay as they are.
+    """TensorFlow's `CollectiveAllReduce` with other sums of tensors, and of slices where each process has one replica.
 
     Args:
         exchange: connects the processes.
@@ -49,6 +49,8 @@ class DirectReduction(cross_device_ops.CollectiveAllReduce):
         def of_one(one: Any) -> Any:
             if _is_dense(one):
                 return self._sum(reduce_op, [one])[0]
+            if _are_added_slices(reduce_op, one):
+                return self._slices(one)
             return super(DirectReduction, self)._all_reduce(reduce_op, one, replica_id, options)
 
         return tf.nest.map_structure(of_one, value)
@@ -59,6 +61,8 @@ class DirectReduction(cross_device_ops.CollectiveAllReduce):
             if all(map(_is_dense, value.values)):
                 summed = self._sum(reduce_op, value.values)
                 results.append(distribute_utils.regroup(summed, wrap_class=values.Mirrored))
+            elif len(self._devices) == 1 and _are_added_slices(reduce_op, value.values[0]):
+                results.append(distribute_utils.regroup((self._slices(value.values[0]),), wrap_class=values.Mirrored))
             else:
                 results += super()._all_reduce_per_replica_values(reduce_op, [value], options)
         return results
@@ -70,9 +74,24 @@ class DirectReduction(cross_device_ops.CollectiveAllReduce):
             rows: a matrix of this process, of a shape and dtype that are the same on all.
         """
         with tf.device("CPU:0"):
-            gathered = self._call("gather of the replicas' rows", self._exchange.all_gather, rows.dtype, [rows])
+            (gathered,) = self._call("gather of the replicas' rows", self._exchange.all_gather, [rows.dtype], [rows])
         with tf.device(self._devices[0]):
             return tf.reshape(gathered, [rows.shape[0] * self._group_size, *rows.shape[1:]])
+
+    def _slices(self, slices: tf.IndexedSlices) -> tf.IndexedSlices:
+        """The slices of all processes: who applies them adds up those of one row."""
+        parts = [slices.values, slices.indices]
+
+        def gather(*tables: np.ndarray) -> list[np.ndarray]:
+            return self._exchange.gather_rows(tables)
+
+        with tf.device("CPU:0"):
+            gathered = self._call("gather of the replicas' slices", gather, [part.dtype for part in parts], parts)
+        with tf.device(self._devices[0]):
+            rows, indices = (
+                tf.ensure_shape(x, [None, *part.shape[1:]]) for x, part in zip(gathered, parts, strict=True)
+            )
+            return tf.IndexedSlices(rows, indices, slices.dense_shape)
 
     def _sum(self, reduce_op: Any, replicas: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         dtype = replicas[0].dtype
@@ -83,7 +102,8 @@ class DirectReduction(cross_device_ops.CollectiveAllReduce):
 
         with tf.device("CPU:0"):
             parts = [tf.cast(part, tf.float32) for part in replicas] if is_narrow else list(replicas)
-            total = tf.cast(self._call("sum of the replicas", add_up, parts[0].dtype, parts), dtype)
+            (total,) = self._call("sum of the replicas", add_up, [parts[0].dtype], parts)
+            total = tf.cast(total, dtype)
         total.set_shape(replicas[0].shape)
         results = []
         for device in self._devices:
@@ -93,17 +113,18 @@ class DirectReduction(cross_device_ops.CollectiveAllReduce):
         return results
 
     def _call(
-        self, what: str, function: Callable[..., np.ndarray], dtype: tf.DType, arguments: Sequence[tf.Tensor]
-    ) -> tf.Tensor:
-        def in_turn(number: np.ndarray, *given: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        self, what: str, function: Callable[..., Any], dtypes: Sequence[tf.DType], arguments: Sequence[tf.Tensor]
+    ) -> list[tf.Tensor]:
+        def in_turn(number: np.ndarray, *given: np.ndarray) -> list[np.ndarray]:
             try:
-                return function(*map(np.asarray, given)), number + 1
+                found = function(*map(np.asarray, given))
+                return [*(found if isinstance(found, list) else [found]), number + 1]
             except ExchangeError as error:
                 raise tf.errors.UnavailableError(None, None, f"Collective {what}: {error}") from None
 
-        result, number = tf.numpy_function(in_turn, [self._token.read_value(), *arguments], [dtype, tf.int64])
+        *results, number = tf.numpy_function(in_turn, [self._token.read_value(), *arguments], [*dtypes, tf.int64])
         self._token.assign(number)
-        return result
+        return results
 
 
 @functools.cache
@@ -111,6 +132,10 @@ def _token_of(exchange: Exchange) -> tf.Variable:
     """One for all that use an exchange: sums of devices and of hosts may be in the same graph."""
     with tf.init_scope(), tf.device("CPU:0"):
         return tf.Variable(0, dtype=tf.int64, trainable=False)
+
+
+def _are_added_slices(reduce_op: Any, value: Any) -> bool:
+    return isinstance(value, tf.IndexedSlices) and reduce_op == tf.distribute.ReduceOp.SUM
 
 
 def _is_dense(value: Any) -> bool:

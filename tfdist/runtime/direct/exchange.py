@@ -128,6 +128,27 @@ class Exchange:
         with self._alone():
             return self._rows(values)
 
+    def gather_rows(self, tables: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """The rows that each process has, one below the other, by rank.
+
+        Args:
+            tables: of this process, with equally many rows; how many may differ between processes, and nothing else.
+
+        Returns:
+            For each table one with the rows of all processes.
+
+        Raises:
+            ExchangeError: as in `all_reduce`.
+        """
+        counts = self.all_gather(np.array(len(tables[0])))
+        found = []
+        for table in tables:
+            padded = np.zeros((counts.max(), *table.shape[1:]), table.dtype)
+            padded[: len(table)] = table
+            rows = self.all_gather(padded)
+            found.append(np.concatenate([of_one[:count] for of_one, count in zip(rows, counts, strict=True)]))
+        return found
+
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """One call after another, and none after one that failed."""
