@@ -16,6 +16,7 @@ from tests.compressed_by_hand import Largest, Low, assert_close, by_hand, data, 
 from tests.tiers import daily
 from tfdist.compression import PowerSGD, TopK
 from tfdist.compression.power_sgd import orthonormal
+from tfdist.compression.top_k import largest
 from tfdist.inspection.replica_values import parts_of_variable
 
 pytestmark = pytest.mark.usefixtures("four_devices")
@@ -159,6 +160,28 @@ def test_nothing_is_lost(method):
     assert 0 < missing(updates, gradients) < 0.25
     updates, gradients, _ = descended(method, "rest")
     assert missing(updates, gradients) > 0.5
+
+
+@pytest.mark.parametrize("size", [3000, 100_000])
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda random, n: random.standard_normal(n), id="normal"),
+        pytest.param(lambda random, n: random.integers(0, 4, n), id="many are equal"),
+        pytest.param(lambda random, n: np.zeros(n), id="zeros"),
+        # The sample has none of them.
+        pytest.param(lambda random, n: np.arange(n) % 61 != 0, id="misses"),
+        pytest.param(lambda random, n: np.where(np.arange(n) % 61, 1, 9), id="has the largest"),
+        pytest.param(lambda random, n: np.where(np.arange(n) == 7, np.inf, 1), id="infinite"),
+    ],
+)
+def test_the_largest(make, size):
+    values = np.abs(make(np.random.default_rng(0), size)).astype("float32")
+    for count in (1, size // 100, size // 3, size):
+        found = tf.function(largest)(tf.constant(values), count).numpy()
+        expected = np.argsort(-values, kind="stable")[:count]
+        assert found.dtype == np.int32
+        np.testing.assert_array_equal(np.sort(found), np.sort(expected))
 
 
 def test_what_is_sent():
