@@ -13,7 +13,7 @@ export PIP_USER := 0
 # Where this is set, every process that starts would compile the tests and tfdist anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-rest test-all test-matrix test-slurm conformance soak durations mutations lint bench \
+.PHONY: help demo test test-rest test-all test-matrix test-slurm test-gpu conformance soak durations mutations lint bench \
 	docs horovod clean
 .DELETE_ON_ERROR:
 
@@ -23,6 +23,7 @@ help:
 	@echo "make test-all also those that are left out of it for their time, 45 minutes more"
 	@echo "make test-matrix the tests with other versions of TensorFlow and Keras, each in its own environment"
 	@echo "make test-slurm those on a real Slurm, MPI and networks, which it installs as root on Debian"
+	@echo "make test-gpu those on a GPU, cut into two logical ones; ARGS=--stand-in tries them on CPU devices"
 	@echo "make conformance Keras' own tests in the scope of the strategies, 15 minutes: what became worse or better"
 	@echo "make soak    disturb a training on two workers for an hour, and compare its end; make soak SECONDS=600 SEED=1"
 	@echo "make durations test-all but for conformance, and note in tests/durations.tsv how long everything takes"
@@ -40,8 +41,8 @@ demo: $(VENV)/.examples
 # So many files run at a time, on two cores: tests that wait leave them idle. With more cores: make test WORKERS=6.
 WORKERS ?= 3
 REPORTS := build/reports
-# Given a Python: its tests but those on real clusters. Files are handed out in the order of tests/conftest.py.
-pytest = "$(1)" -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --ignore=tests/system tests
+# Given a Python: its tests but those on real clusters and GPUs. Files are handed out in the order of tests/conftest.py.
+pytest = "$(1)" -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --ignore=tests/system --ignore=tests/gpu tests
 
 test: $(VENV)/.test
 	$(call pytest,$(RUN)python) --junitxml=$(REPORTS)/test.xml $(ARGS)
@@ -96,6 +97,10 @@ $(VENV)-matrix/%/.tested: $(VENV)-matrix/%/.test .FORCE
 test-slurm: $(VENV)/.test
 	sh tools/install_clusters.sh $(VENV)/mpich $(RUN)python
 	$(RUN)python -m pytest tests/system --junitxml=$(REPORTS)/system.xml $(ARGS)
+
+# In one process: the GPU is cut once.
+test-gpu: $(VENV)/.test
+	$(RUN)python -m pytest tests/gpu --junitxml=$(REPORTS)/gpu.xml $(ARGS)
 
 lint: $(VENV)/.test
 	$(RUN)ruff check .

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -25,6 +26,8 @@ _KEEPS_BATCHES = (
     "_OptionsDataset",
     "_CacheDataset",
 )
+# What comes after the rows of arrays were taken.
+_KEEPS_ELEMENTS = ("_PrefetchDataset", "_OptionsDataset", "_SkipDataset")
 
 
 def note(model: keras.Model, epoch_iterator: Any) -> None:
@@ -42,6 +45,35 @@ def rows_of_arrays(epoch_iterator: Any) -> int | None:
     """The number of rows, if Keras makes the dataset from arrays; it cannot be read from that dataset."""
     adapter = getattr(epoch_iterator, "data_adapter", None)
     return adapter._num_samples if isinstance(adapter, ArrayDataAdapter) else None
+
+
+class ArraySource(NamedTuple):
+    """What Keras makes the batches of arrays from.
+
+    Attributes:
+        indices: a dataset of the numbers of the rows of each batch, int64 vectors.
+        arrays: a dataset of the arrays as tensors, the same ones without an end.
+        take: returns the rows with these numbers, from an element of `indices` and one of `arrays`.
+    """
+
+    indices: tf.data.Dataset
+    arrays: tf.data.Dataset
+    take: Callable[[tf.Tensor, Any], Any]
+
+
+def array_source(dataset: tf.data.Dataset) -> ArraySource | None:
+    """The source of a dataset that Keras has made from arrays, also after `skip`; `None` for any other dataset."""
+    skipped = []
+    while type(dataset).__name__ in _KEEPS_ELEMENTS:
+        skipped += [dataset._count] if hasattr(dataset, "_count") else []
+        dataset = dataset._input_dataset
+    take = getattr(getattr(dataset, "_map_func", None), "_func", None)
+    if getattr(take, "__module__", None) != ArrayDataAdapter.__module__:
+        return None
+    indices, arrays = dataset._input_dataset._datasets
+    for count in skipped:
+        indices = indices.skip(count)
+    return ArraySource(indices, arrays, take)
 
 
 def glance_at_arrays(epoch_iterator: Any) -> list[float]:

@@ -16,6 +16,7 @@ import tensorflow as tf
 from tfdist.compat.upstream import data_distribute as distribute
 from tfdist.compat.upstream import input_lib
 from tfdist.inspection.batch_sharding import GlobalBatch, count_rows, rows_of_piece, take_share
+from tfdist.inspection.epoch_iterators import ArraySource, array_source
 from tfdist.runtime.input_meter import after
 
 # Nothing here needs AutoGraph, which takes a second to find that out.
@@ -45,6 +46,9 @@ def rows_of_worker(
         A dataset with `replicas` elements for each element of `dataset`. Local replica `k` of worker `w` gets piece
         `k * num_workers + w`: the order in which Keras' `predict` puts the replicas' results together.
     """
+    source = array_source(dataset)
+    if source is not None:
+        return _rows_of_arrays(source, dataset.options(), num_workers, worker, replicas, count, manual)
     is_tuple = isinstance(dataset.element_spec, tuple)
 
     def cut(components: tuple, replica: int) -> Any:
@@ -65,6 +69,20 @@ def rows_of_worker(
         return first
 
     return dataset.flat_map(one_element_per_replica)
+
+
+def _rows_of_arrays(source: ArraySource, options: tf.data.Options, *arguments: Any) -> tf.data.Dataset:
+    """As `rows_of_worker`, but rows of others are never taken: a batch takes no longer with more workers."""
+
+    @_as_it_is
+    def take(numbers: Any, arrays: Any) -> Any:
+        if isinstance(numbers, GlobalBatch):
+            return numbers._replace(data=source.take(numbers.data, arrays))
+        return source.take(numbers, arrays)
+
+    numbers = rows_of_worker(source.indices, *arguments)
+    rows = tf.data.Dataset.zip((numbers, source.arrays)).map(take, num_parallel_calls=tf.data.AUTOTUNE)
+    return rows.with_options(options).prefetch(tf.data.AUTOTUNE)
 
 
 class GlobalBatchIterator(input_lib.DistributedIterator):

@@ -1,0 +1,93 @@
+"""Arrays as data: each worker takes its own rows only, and they are those of the whole batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdist.compat.upstream import ArrayDataAdapter
+from tfdist.inspection.batch_sharding import GlobalBatch
+from tfdist.inspection.epoch_iterators import array_source
+from tfdist.strategies import global_batches
+from tfdist.strategies.global_batches import rows_of_worker
+
+ROWS = 37
+
+
+def dataset(shuffle: Any = False, batch_size: int = 8, data: Any = None) -> tf.data.Dataset:
+    """What Keras makes of arrays; the same order each time."""
+    x = np.arange(ROWS * 3.0).reshape(ROWS, 3)
+    tf.random.set_seed(3)
+    return ArrayDataAdapter(
+        data or {"a": x, "b": x[:, 0]}, x[:, 1], batch_size=batch_size, shuffle=shuffle
+    ).get_tf_dataset()
+
+
+def elements(of: tf.data.Dataset) -> list[Any]:
+    return [tf.nest.map_structure(lambda leaf: np.array(leaf), one) for one in of]
+
+
+@pytest.mark.parametrize("shuffle", [False, True, "batch"])
+@pytest.mark.parametrize(("workers", "replicas"), [(2, 1), (3, 1), (9, 1), (2, 2), (1, 4)])
+@pytest.mark.parametrize("count", [False, True])
+def test_they_are_the_rows_of_whole_batches(monkeypatch, shuffle, workers, replicas, count):
+    def of_all() -> list[list[Any]]:
+        return [elements(rows_of_worker(dataset(shuffle), workers, one, replicas, count)) for one in range(workers)]
+
+    found = of_all()
+    monkeypatch.setattr(global_batches, "array_source", lambda data: None)
+    expected = of_all()
+    assert len(found[0]) == len(expected[0]) == -(-ROWS // 8) * replicas
+    tf.nest.map_structure(np.testing.assert_array_equal, found, expected)
+
+
+def test_the_rows_of_others_are_not_taken(monkeypatch):
+    """How many each call takes: two of eight, and of the last five one, for worker 1 of four."""
+    taken = []
+
+    def watched(data: tf.data.Dataset) -> Any:
+        source = array_source(data)
+
+        def take(numbers: tf.Tensor, arrays: Any) -> Any:
+            with tf.control_dependencies([tf.py_function(lambda n: taken.append(int(n)), [tf.size(numbers)], [])]):
+                return source.take(tf.identity(numbers), arrays)
+
+        return source._replace(take=take) if source else None
+
+    monkeypatch.setattr(global_batches, "array_source", watched)
+    found = elements(rows_of_worker(dataset(), 4, 1, 1, count=True))
+    assert taken == [2, 2, 2, 2, 1]
+    assert isinstance(found[0], GlobalBatch)
+    assert [(int(one.rows), int(one.global_rows)) for one in found] == [(2, 8)] * 4 + [(1, 5)]
+    np.testing.assert_array_equal(found[0].data[1], [7, 10])
+
+
+@pytest.mark.parametrize("skipped", [0, 1, 3])
+def test_after_some_steps_that_were_done_before(skipped):
+    found = elements(rows_of_worker(dataset().skip(skipped), 2, 0, 1))
+    whole = elements(dataset())[skipped:]
+    assert len(found) == len(whole)
+    for received, expected in zip(found, whole, strict=True):
+        half = -(-len(expected[1]) // 2)
+        np.testing.assert_array_equal(received[1], expected[1][:half])
+
+
+def test_sparse_arrays():
+    sparse = tf.sparse.from_dense(np.eye(ROWS, 5, dtype="float32"))
+    (found, *_) = elements(rows_of_worker(dataset(data=sparse), 2, 1, 1).map(lambda x, y: (tf.sparse.to_dense(x), y)))
+    np.testing.assert_array_equal(found[0], np.eye(ROWS, 5)[4:8])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: tf.data.Dataset.range(9).batch(2),
+        lambda: tf.data.Dataset.zip((tf.data.Dataset.range(9), tf.data.Dataset.from_tensors(0).repeat())).map(max),
+        lambda: dataset().take(2),
+    ],
+)
+def test_other_datasets_are_cut(other):
+    assert array_source(other()) is None
