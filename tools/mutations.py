@@ -107,6 +107,22 @@ MUTATIONS = (
         tests=("tests/logical/test_compression.py::test_top_k_equals_by_hand",),
     ),
     Mutation(
+        name="threshold of the sample",
+        effect="TopK leaves out the largest elements that a sample did not have",
+        file="tfdist/compression/top_k.py",
+        old="candidates = tf.where(values >= enough)[:, 0]",
+        new="candidates = tf.where(values <= enough)[:, 0]",
+        tests=("tests/logical/test_compression.py::test_the_largest",),
+    ),
+    Mutation(
+        name="rows of other hosts",
+        effect="what is gathered between hosts stands at other places",
+        file="tfdist/runtime/direct/exchange.py",
+        old="rows[order, piece] =",
+        new="rows[:, piece] =",
+        tests=("tests/unit/test_direct_exchange.py::test_rows",),
+    ),
+    Mutation(
         name="seeds of replicas",
         effect="Dropout draws the same masks on every process",
         file="tfdist/steps/step_overrides.py",
@@ -172,7 +188,6 @@ MUTATIONS = (
         tests=(
             "tests/logical/test_sharded_optimizer.py::test_buckets",
             "tests/logical/test_sharded_optimizer.py::test_equals_the_optimizer_inside",
-            "tests/cluster/test_sharded_optimizer.py",
         ),
     ),
     Mutation(

@@ -115,7 +115,7 @@ def test_number_of_sums(model, expected, transport, operation):
 
 
 def test_slices_travel_as_sums_do():
-    """The gradient of a table, of which each process has other rows."""
+    """The gradient of a table: which operation; whether it is right, the feature table tells."""
     for found in results("direct"):
         assert found["embedding"] == ["PyFunc"]
 

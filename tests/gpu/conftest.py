@@ -23,10 +23,16 @@ def gpus(request: pytest.FixtureRequest) -> list[str]:
     physical = tf.config.list_physical_devices("CPU" if is_stand_in else "GPU")
     if not physical:
         pytest.skip("TensorFlow sees no GPU on this machine")
-    # A stand-in leaves CPU:0 to be the host.
+    # The third one stands in for the host.
     sizes = [None] * 3 if is_stand_in else [_MEMORY] * 2
     devices = [tf.config.LogicalDeviceConfiguration(memory_limit=size) for size in sizes]
     tf.config.set_logical_device_configuration(physical[0], devices)
     # TF32 keeps ten bits of a product: another sum order would then differ by more than the tests allow.
     tf.config.experimental.enable_tensor_float_32_execution(False)
-    return ["CPU:1", "CPU:2"] if is_stand_in else ["GPU:0", "GPU:1"]
+    return ["CPU:0", "CPU:1"] if is_stand_in else ["GPU:0", "GPU:1"]
+
+
+@pytest.fixture
+def host(gpus: list[str]) -> str:
+    """The device that takes what leaves a GPU."""
+    return "CPU:2" if gpus[0] == "CPU:0" else "CPU:0"

@@ -14,7 +14,7 @@ import tensorflow as tf
 import tfdist
 from tests.compressed_by_hand import Largest, Low, assert_close, by_hand, data, distance, network, trained
 from tests.tiers import daily
-from tfdist.compression import PowerSGD, TopK
+from tfdist.compression import PowerSGD, TopK, top_k
 from tfdist.compression.power_sgd import orthonormal
 from tfdist.compression.top_k import largest
 from tfdist.inspection.replica_values import parts_of_variable
@@ -392,6 +392,48 @@ def test_columns_that_depend_on_each_other(columns):
 @pytest.mark.parametrize("method", [RANK, TopK(0.05)], ids=str)
 def test_ways_to_run_a_step(method, options):
     assert_close(trained(mirrored(method), MOMENTUM, **options), trained(mirrored(method), MOMENTUM))
+
+
+@pytest.mark.parametrize(
+    ("start_step", "options"),
+    [(0, {}), *daily([(2, {}), (0, {"run_eagerly": True}), (0, {"jit_compile": True}), (2, {"jit_compile": True})])],
+)
+def test_a_sample_changes_no_step(monkeypatch, start_step, options):
+    """A kernel of 64 x 128 elements is large enough for one."""
+
+    def fit() -> list[np.ndarray]:
+        with mirrored(TopK(0.01, start_step=start_step)).scope():
+            keras.utils.set_random_seed(3)
+            dense = [keras.layers.Dense(64, "tanh"), keras.layers.Dense(128, "tanh"), keras.layers.Dense(2)]
+            model = keras.Sequential([keras.Input((32,)), *dense])
+            model.compile(keras.optimizers.SGD(0.05), "mse", **options)
+        model.fit(*data(), batch_size=16, epochs=2, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    kernel = tf.TensorSpec([64 * 128])
+    traced = tf.function(lambda values: largest(values, TopK(0.01).count(64 * 128))).get_concrete_function(kernel)
+    assert "Where" in {operation.type for operation in traced.graph.get_operations()}
+    found = fit()
+    monkeypatch.setattr(top_k, "largest", lambda values, count: tf.math.top_k(values, count, sorted=False).indices)
+    for received, expected in zip(found, fit(), strict=True):
+        np.testing.assert_allclose(received, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "method", [TopK(0.05), *daily([RANK, TopK(0.05, start_step=3), PowerSGD(2, start_step=3)])], ids=str
+)
+def test_a_constraint_sends_nothing_again(method):
+    """What was compressed is the same on all replicas, also where it was made in a branch of the step."""
+
+    def sent(**options: Any) -> list:
+        with (strategy := mirrored(method)).scope():
+            dense = [keras.layers.Dense(64), keras.layers.Dense(48, **options), keras.layers.Dense(2)]
+            model = keras.Sequential([keras.Input((32,)), *dense])
+            model.compile(keras.optimizers.SGD(0.05), "mse")
+        model.fit(*data(), batch_size=16, verbose=0)
+        return strategy._sums_of_step[model]
+
+    assert sent(kernel_constraint="max_norm") == sent()
 
 
 @pytest.mark.exhaustive

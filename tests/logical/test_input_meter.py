@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist.runtime.training_meter import Lap, TrainingMeter
-from tfdist.steps.collectives import ExchangeTimer
+from tfdist.steps.collectives import ExchangeTimer, Gathered
 
 ROWS, BATCH = 50, 16  # batches of 16, 16, 16 and 2 rows
 
@@ -106,6 +106,19 @@ def test_the_sums_of_a_step(mirrored: tf.distribute.Strategy) -> None:
     train(normalized)
     # The layer's statistics, then the gradients. Moving statistics of the global batch are the same everywhere.
     assert [shape for shape, _ in mirrored._sums_of_step[normalized]] == [(3, 4), (4, 16)]
+
+
+def test_what_a_step_gathers(mirrored: tf.distribute.Strategy) -> None:
+    import tfdist
+
+    with mirrored.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, kernel_constraint="max_norm")])
+        model.compile(tfdist.ShardedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    train(model)
+    exchanged = mirrored._sums_of_step[model]
+    # The gradients' sum, and the new weights: not once more because of a constraint.
+    assert [isinstance(one, Gathered) for one in exchanged] == [False, True]
+    assert ExchangeTimer(mirrored, exchanged).seconds() > 0
 
 
 def test_a_single_replica_adds_up_nothing() -> None:

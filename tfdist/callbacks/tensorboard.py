@@ -50,12 +50,12 @@ class TensorBoard(keras.callbacks.TensorBoard):
     - `epoch_seconds`: the time that both are for: that of the training steps, without validation and without the first
       execution of the fit, which traces;
     - `epoch_data_wait`: the share of that time in which the process that waited longest waited for data;
-    - `epoch_communication`: how long the sums of a step over the replicas take by themselves, measured then with all
+    - `epoch_communication`: how long what the replicas exchange in a step takes by itself, measured then with all
       processes, over the time of a step. What a step hides behind its computation is in it, too.
 
     What cannot be measured is not written: rows and waiting without a tfdist strategy for data parallelism, with
     `run_eagerly`, or with datasets that the program distributes itself (rows of arrays are known in any case);
-    communication also with sparse gradients, with `ShardedOptimizer`, and in elastic jobs.
+    communication also with sparse gradients, and in elastic jobs.
 
     Where `profile_batch` asks for a profile, every process profiles those steps, and TensorBoard shows them as hosts of
     one run. The chief's profile has what its host and its GPUs do, that of another process its GPUs alone: TensorFlow
@@ -337,7 +337,7 @@ class TensorBoard(keras.callbacks.TensorBoard):
         return rows - (self._steps_of_epoch - lap.steps) * size
 
     def _sums(self, epoch: int) -> Any:
-        """The sums of a step over the replicas, if they are to be measured after this epoch, and can be."""
+        """What the replicas exchange in a step, if it is to be measured after this epoch, and can be."""
         strategy = self.model.distribute_strategy
         if not self._is_everywhere or not self.communication_freq or (epoch + 1) % self.communication_freq:
             return None

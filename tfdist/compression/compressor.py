@@ -33,6 +33,7 @@ from tfdist.inspection.replica_values import parts_of_variable
 from tfdist.steps.collectives import all_reduce
 from tfdist.steps.gradients import all_reduce_sum, buckets, pack, scale, unpack, weighted
 from tfdist.steps.keras_step import local_replica, shadowed
+from tfdist.steps.local_values import agreed
 
 # As `_make` names them: the number of a weight, and what is kept for it.
 _NAME = re.compile(r"(0|[1-9][0-9]{0,5})/([a-z]+)")
@@ -274,6 +275,8 @@ class Compressor:
         for i, total in zip(rows, all_reduce_sum([values[i] for i in rows], weight=share), strict=True):
             results[i] = total
             finite.append(all_finite(total.values))
+        # What was made in a branch of the step does not look like it.
+        agreed([one for one in results if isinstance(one, tf.Tensor)])
         if following:
             _keep(following, tf.reduce_all(finite))
         return results

@@ -29,7 +29,8 @@ from tfdist.steps.collectives import all_gather
 _SMALLEST = 1024
 
 
-# Of so many values one is in the sample; it is to let through a third more than are wanted, and some.
+# One value of so many is in the sample. Its threshold should let through a third more than are wanted, and some to
+# spare.
 _EVERY, _MARGIN, _SPARE = 61, 1.3, 30
 
 
@@ -173,7 +174,8 @@ class TopK:
 def largest(values: tf.Tensor, count: int) -> tf.Tensor:
     """Positions of the largest values, in any order; of equal values the first.
 
-    TensorFlow's `top_k` looks for a place among the best so far for every value. Most are less than what a sample says.
+    TensorFlow's `top_k` compares every value with the best so far; a threshold from a sample leaves most of them out
+    first.
 
     Args:
         values: a vector of known length, not negative.
@@ -187,7 +189,7 @@ def largest(values: tf.Tensor, count: int) -> tf.Tensor:
         [1, 2]
     """
     size = values.shape[0]
-    # The number of columns of a matrix is seldom a multiple of it: the sample has values of all columns.
+    # A prime: if it divided the number of columns of a matrix, the sample would have values of few columns.
     sample = values[::_EVERY]
     kept = math.ceil(_MARGIN * count / _EVERY) + _SPARE
     if kept * _EVERY > size // 2:

@@ -68,9 +68,11 @@ def array_source(dataset: tf.data.Dataset) -> ArraySource | None:
         skipped += [dataset._count] if hasattr(dataset, "_count") else []
         dataset = dataset._input_dataset
     take = getattr(getattr(dataset, "_map_func", None), "_func", None)
-    if getattr(take, "__module__", None) != ArrayDataAdapter.__module__:
+    # Numbers and arrays, side by side. The numbers are made by functions of the same module.
+    sources = getattr(getattr(dataset, "_input_dataset", None), "_datasets", ())
+    if getattr(take, "__module__", None) != ArrayDataAdapter.__module__ or len(sources) != 2:
         return None
-    indices, arrays = dataset._input_dataset._datasets
+    indices, arrays = sources
     for count in skipped:
         indices = indices.skip(count)
     return ArraySource(indices, arrays, take)

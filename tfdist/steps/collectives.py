@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -10,9 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat.upstream import CheckpointInitialValue, distribute_utils
+from tfdist.compat.upstream import CheckpointInitialValue, ControlFlowFuncGraph, distribute_utils
 from tfdist.runtime.peers import Peers
 from tfdist.steps.keras_step import KerasStep, current_step, global_replica, local_replica
+from tfdist.steps.local_values import agreed
 
 _REPETITIONS = 3
 
@@ -68,38 +70,36 @@ def all_gather(shards: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         return list(shards)
     context = tf.distribute.get_replica_context()
     extended = context.strategy.extended
+    is_branch = isinstance(tf.compat.v1.get_default_graph(), ControlFlowFuncGraph)
     # Strategies of several processes may have a way of their own.
     gather = getattr(extended, "_gather_of_rows", lambda: None)()
-    if gather is not None:
-        return [_with_rows(gather(shard), shard, context) for shard in _noted(shards)]
-    if not extended._use_merge_call():
-        # Compiled by XLA, or in a branch of tf.cond: there only an all-reduce works. Each replica pads its shard with
-        # zeros to the whole, and the sum of all of them is the stack of the shards.
+    if gather is None and not extended._use_merge_call() and not is_branch:
+        # Compiled by XLA: there only an all-reduce works. Each replica pads its shard with zeros to the whole, and the
+        # sum of all of them is the stack of the shards.
         return [_by_all_reduce(context, shard) for shard in shards]
-    shards = _noted(shards)
-    if len(extended.worker_devices) == context.num_replicas_in_sync:
-        return list(context.merge_call(_copy_to_all_devices, args=tuple(shards)))
-    if tf.executing_eagerly():
-        return [context.all_gather(shard, axis=0) for shard in shards]
-    # As the strategy does for an all-reduce. Its public all_gather sends the shapes around, too, and transposes.
-    launcher = extended._cross_device_ops._launchers[local_replica()]
-    return [_with_rows(launcher._all_gather(shard, None), shard, context) for shard in shards]
-
-
-def _noted(shards: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
     for shard in shards:
         _note(Gathered(tuple(shard.shape), shard.dtype))
-    return shards
+    if gather is None and not is_branch and len(extended.worker_devices) == context.num_replicas_in_sync:
+        stacked = list(context.merge_call(_copy_to_all_devices, args=tuple(shards)))
+    elif gather is None and tf.executing_eagerly():
+        stacked = [context.all_gather(shard, axis=0) for shard in shards]
+    else:
+        # As the strategy does for an all-reduce. Its public all_gather sends the shapes around, too, and transposes.
+        gather = gather or functools.partial(_launched, extended)
+        rows = context.num_replicas_in_sync
+        stacked = [tf.ensure_shape(gather(one), [rows * one.shape[0], *one.shape[1:]]) for one in shards]
+    agreed(stacked)
+    return stacked
 
 
-def _with_rows(whole: tf.Tensor, shard: tf.Tensor, context: Any) -> tf.Tensor:
-    return tf.ensure_shape(whole, [shard.shape[0] * context.num_replicas_in_sync, *shard.shape[1:]])
+def _launched(extended: Any, shard: tf.Tensor) -> tf.Tensor:
+    return extended._get_cross_device_ops(shard)._launchers[local_replica()]._all_gather(shard, None)
 
 
 def _by_all_reduce(context: Any, shard: tf.Tensor) -> tf.Tensor:
     before, rows = global_replica() * shard.shape[0], shard.shape[0]
     after = (context.num_replicas_in_sync - 1) * rows - before
-    return all_reduce(tf.pad(shard, [[before, after], [0, 0]]))
+    return all_reduce(tf.pad(shard, [[before, after], [0, 0]]), differentiable=False)
 
 
 def _copy_to_all_devices(strategy: tf.distribute.Strategy, *shards: Any) -> tuple:

@@ -39,7 +39,7 @@ class KerasStep:
         function: what Keras wants to be run on every replica.
         on_batch: whether the data came from `*_on_batch`, not from a distributed dataset.
         scaled_losses: (id of an optimizer, local replica) for each `scale_loss` that was called.
-        sums: what the replicas add up, in this order: see `tfdist.steps.collectives`.
+        sums: what the replicas add up or gather, in this order: see `tfdist.steps.collectives`.
         states: by local replica, what it has written of its layers' state: `tfdist.steps.layer_state`.
         global_seeds: what `keras.random` functions draw from that are given no seed, for the replicas' threads.
     """

@@ -58,7 +58,7 @@ class DataParallel:
         self._memory = policy_of(memory)
         self._keras_step: KerasStep | None = None
         self._metric_totals = MetricTotals()
-        # By model: what a training step adds up over the replicas. Weak: no model has to live longer for it.
+        # By model: what a training step adds up or gathers. Weak: no model has to live longer for it.
         self._sums_of_step: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         self._keras_asks_for_data = False
         self._epoch_iterator: Any = None

@@ -1,12 +1,12 @@
-"""TensorFlow's sums over replicas, carried by `tfdist.runtime.direct` in place of TensorFlow's gRPC servers.
+"""TensorFlow's sums over replicas, and gathers of rows, carried by `tfdist.runtime.direct` in place of TensorFlow's gRPC servers.
 
     replicas' tensors ---+
     token.read_value() --+--> numpy_function: Exchange.all_reduce --> sum, on each replica's device
                                          |
                                          +--> token.assign()
 
-All processes have to add up the same values in the same order. TensorFlow may run operations that do not depend on each
-other in any order, so each sum reads a variable that the one before has written.
+All processes have to exchange the same values in the same order. TensorFlow may run operations that do not depend on each
+other in any order, so each of them reads a variable that the one before has written.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NARROW = (tf.bfloat16, tf.float16)
 
 
 class DirectReduction(cross_device_ops.CollectiveAllReduce):
-    """TensorFlow's `CollectiveAllReduce` with other sums of tensors, and of slices where each process has one replica.
+    """TensorFlow's `CollectiveAllReduce` with other sums; it gathers slices, too, where each process has one replica.
 
     Args:
         exchange: connects the processes.
@@ -61,8 +61,6 @@ class DirectReduction(cross_device_ops.CollectiveAllReduce):
             if all(map(_is_dense, value.values)):
                 summed = self._sum(reduce_op, value.values)
                 results.append(distribute_utils.regroup(summed, wrap_class=values.Mirrored))
-            elif len(self._devices) == 1 and _are_added_slices(reduce_op, value.values[0]):
-                results.append(distribute_utils.regroup((self._slices(value.values[0]),), wrap_class=values.Mirrored))
             else:
                 results += super()._all_reduce_per_replica_values(reduce_op, [value], options)
         return results
@@ -89,7 +87,8 @@ class DirectReduction(cross_device_ops.CollectiveAllReduce):
             gathered = self._call("gather of the replicas' slices", gather, [part.dtype for part in parts], parts)
         with tf.device(self._devices[0]):
             rows, indices = (
-                tf.ensure_shape(x, [None, *part.shape[1:]]) for x, part in zip(gathered, parts, strict=True)
+                tf.ensure_shape(x, tf.TensorShape([None]).concatenate(part.shape[1:]))
+                for x, part in zip(gathered, parts, strict=True)
             )
             return tf.IndexedSlices(rows, indices, slices.dense_shape)
 

@@ -76,8 +76,8 @@ class JobMemberExtended(DataParallelExtended):
         return distributed
 
     def _gather_of_rows(self) -> Callable[[tf.Tensor], tf.Tensor] | None:
-        """What makes of a replica's matrix, in its context, those of all replicas, one below the other, by rank.
+        """A function that stacks the matrices of all replicas, of one shape, by rank; `None` where TensorFlow does it.
 
-        The matrices have the same shape. `None` where this is left to TensorFlow.
+        It is called in a replica's context.
         """
         return None

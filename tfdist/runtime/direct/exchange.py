@@ -1,4 +1,4 @@
-"""Sums over the processes of a job, the same bits on all of them.
+"""Sums and gathers over the processes of a job, the same bits on all of them.
 
 What is small goes to the first process of each host, from there to the first of all, and back. What is large:
 
@@ -12,7 +12,7 @@ host B   ...         ring over sockets between the first process of each host: i
 Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009). The order of the
 additions depends on nothing but the places of the processes.
 
-What each process has for all others (`all_gather`) only goes around the second time.
+`all_gather` has the second half of this only: nothing is added up.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Connections:
 
 
 class Exchange:
-    """Sums over the processes of a job; all of them make the same calls in the same order.
+    """Sums and gathers over the processes of a job; all of them make the same calls in the same order.
 
     Args:
         connections: how this process is connected to the others.
@@ -140,14 +140,9 @@ class Exchange:
         Raises:
             ExchangeError: as in `all_reduce`.
         """
-        counts = self.all_gather(np.array(len(tables[0])))
-        found = []
-        for table in tables:
-            padded = np.zeros((counts.max(), *table.shape[1:]), table.dtype)
-            padded[: len(table)] = table
-            rows = self.all_gather(padded)
-            found.append(np.concatenate([of_one[:count] for of_one, count in zip(rows, counts, strict=True)]))
-        return found
+        with self._alone():
+            counts = self._rows(np.array(len(tables[0])))
+            return [self._table(table, counts) for table in tables]
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -197,30 +192,40 @@ class Exchange:
                 self._through_memory(own[0][piece], result[piece], kind, narrow)
         return result.reshape(shape)
 
-    def _rows(self, values: np.ndarray) -> np.ndarray:
+    def _table(self, own: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        if len(set(counts.tolist())) == 1:
+            rows = self._rows(own, np.empty)
+            return rows.reshape(counts.sum(), *own.shape[1:])
+        padded = np.zeros((counts.max(), *own.shape[1:]), own.dtype)
+        padded[: len(own)] = own
+        rows = self._rows(padded, np.empty)
+        return np.concatenate([of_one[:count] for of_one, count in zip(rows, counts, strict=True)])
+
+    def _rows(self, values: np.ndarray, new: Callable[[int, np.dtype], np.ndarray] | None = None) -> np.ndarray:
+        """What each process has, by rank; in memory of `new`, where sizes change too often to be kept for."""
+        new = new or self._results.take
         to, size = self._to, sum(map(len, self._to.ranks))
         own = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-        result = self._results.take(size * own.size, own.dtype)
+        result = new(size * own.size, own.dtype)
         rows = result.reshape(size, own.size)
         kind = zlib.crc32(f"rows {values.dtype.str} {values.shape}".encode())
-        order = [rank for ranks in to.ranks for rank in ranks]
         if result.nbytes <= _SMALL:
             mine = np.zeros_like(rows)
-            mine[order.index(to.ranks[to.host][to.place])] = own
+            mine[to.ranks[to.host][to.place]] = own
             self._through_the_first(mine.reshape(-1), result, kind)
-            rows = rows[np.argsort(order)]
         else:
             # The rows of all processes have to find room where the sum of a piece does.
             length = SEGMENT // size if to.is_shared else own.size
+            order = [rank for ranks in to.ranks for rank in ranks]
             for begin in range(0, own.size, length):
                 piece = slice(begin, begin + length)
-                rows[order, piece] = self._rows_of_piece(own[piece], size, kind)
+                rows[order, piece] = self._rows_of_piece(own[piece], size, kind, new)
         return rows.view(values.dtype).reshape(size, *values.shape)
 
-    def _rows_of_piece(self, own: np.ndarray, size: int, kind: int) -> np.ndarray:
+    def _rows_of_piece(self, own: np.ndarray, size: int, kind: int, new: Callable) -> np.ndarray:
         """Rows of bytes, host by host."""
         to, header = self._to, self._header(own.nbytes, kind)
-        memory = to.memory.of(to.size, own.dtype) if to.memory else self._results.take(size * own.size, own.dtype)
+        memory = to.memory.of(to.size, own.dtype) if to.memory else new(size * own.size, own.dtype)
         rows = memory[: size * own.size].reshape(size, own.size)
         ends = np.cumsum([len(ranks) for ranks in to.ranks])
         of_host = [slice(end - len(ranks), end) for end, ranks in zip(ends, to.ranks, strict=True)]
@@ -323,7 +328,8 @@ class Exchange:
         to = self._to
         # Its own part is rounded here as it is on all other hosts: all have the same bits.
         outgoing = _rounded(values[bounds[own]], narrow)
-        values[bounds[own]] = outgoing
+        if narrow:
+            values[bounds[own]] = outgoing
         for step in range(1, to.number_of_hosts):
             part = bounds[(own - step) % to.number_of_hosts]
             incoming = np.empty(part.stop - part.start, narrow) if narrow else values[part]
