@@ -25,7 +25,8 @@ def main(text: str, path: str) -> None:
     settings = json.loads(text)
     quick = settings["quick"]
     devices = _devices(settings.get("halves", False), quick)
-    keras.config.set_dtype_policy("mixed_float16")
+    # CPUs, on which a little of it is tried, are slow with float16.
+    keras.config.set_dtype_policy("float32" if quick else "mixed_float16")
     keras.utils.set_random_seed(1)
     strategy = _strategy(settings, devices)
     with strategy.scope() if strategy else contextlib.nullcontext():
@@ -69,18 +70,19 @@ def _devices(halves: bool, quick: bool) -> list[str]:
     elif not gpus:
         cpu = tf.config.list_physical_devices("CPU")[0]
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 3)
-    kind, first = ("GPU", 0) if gpus else ("CPU", 1)
-    return [f"{kind}:{first + i}" for i in range(2 if halves else 1)]
+    return [f"{'GPU' if gpus else 'CPU'}:{i}" for i in range(2 if halves else 1)]
 
 
 def _strategy(settings: dict[str, Any], devices: list[str]) -> Any:
     import tfdist
 
     memory = {"memory": settings["memory"]} if "memory" in settings else {}
+    # The third CPU device stands in for the host.
+    host = "CPU:0" if devices[0].startswith("GPU") else "CPU:2"
     makers = {
         "Mirrored": lambda: tfdist.MirroredStrategy(devices, **memory),
         "Pipeline": lambda: tfdist.PipelineStrategy(devices, num_microbatches=4),
-        "HostOffload": lambda: tfdist.HostOffloadStrategy(device=devices[0], host="CPU:0"),
+        "HostOffload": lambda: tfdist.HostOffloadStrategy(device=devices[0], host=host),
     }
     return makers[settings["strategy"]]() if "strategy" in settings else None
 
@@ -105,14 +107,14 @@ def _transformer(quick: bool) -> Any:
     import keras
     from keras import layers
 
-    length, width, blocks = (32, 64, 2) if quick else (_LENGTH, 768, 12)
-    x = layers.Embedding(_WORDS, width)(inputs := keras.Input((length,), dtype="int32"))
+    length, width, blocks, words = (32, 64, 4, 100) if quick else (_LENGTH, 768, 12, _WORDS)
+    x = layers.Embedding(words, width)(inputs := keras.Input((length,), dtype="int32"))
     for _ in range(blocks):
         y = layers.LayerNormalization()(x)
         x = x + layers.MultiHeadAttention(width // 64, 64)(y, y, use_causal_mask=True)
         y = layers.LayerNormalization()(x)
         x = x + layers.Dense(width)(layers.Dense(4 * width, activation="gelu")(y))
-    return keras.Model(inputs, layers.Dense(_WORDS, dtype="float32")(layers.LayerNormalization()(x)))
+    return keras.Model(inputs, layers.Dense(words, dtype="float32")(layers.LayerNormalization()(x)))
 
 
 def _data(model: Any, batch: int) -> Any:
@@ -121,7 +123,7 @@ def _data(model: Any, batch: int) -> Any:
 
     shape = [batch, *model.input_shape[1:]]
     if model.inputs[0].dtype == "int32":
-        x = tf.random.uniform(shape, 0, _WORDS, tf.int32)
+        x = tf.random.uniform(shape, 0, model.output_shape[-1], tf.int32)
         return tf.data.Dataset.from_tensors((x, tf.roll(x, -1, 1)))
     return tf.data.Dataset.from_tensors((tf.random.uniform(shape), tf.random.uniform([batch], 0, 1000, tf.int32)))
 

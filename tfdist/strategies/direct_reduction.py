@@ -1,12 +1,12 @@
-"""TensorFlow's sums over replicas, and gathers of rows, carried by `tfdist.runtime.direct` in place of TensorFlow's gRPC servers.
+"""TensorFlow's sums and gathers of replicas, carried by `tfdist.runtime.direct` in place of its gRPC servers.
 
     replicas' tensors ---+
     token.read_value() --+--> numpy_function: Exchange.all_reduce --> sum, on each replica's device
                                          |
                                          +--> token.assign()
 
-All processes have to exchange the same values in the same order. TensorFlow may run operations that do not depend on each
-other in any order, so each of them reads a variable that the one before has written.
+All processes have to exchange the same values in the same order. TensorFlow may run operations that do not depend on
+each other in any order, so each of these reads a variable that the one before has written.
 """
 
 from __future__ import annotations
