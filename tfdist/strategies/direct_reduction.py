@@ -26,6 +26,7 @@ from tfdist.runtime.direct.links import ExchangeError
 # else goes TensorFlow's way.
 _ADDED = (tf.float32, tf.float64, tf.int32, tf.int64)
 _NARROW = (tf.bfloat16, tf.float16)
+_SUM, _GATHER = "Collective sum of the replicas: %s", "Collective gather of the replicas: %s"
 
 
 class DirectReduction(cross_device_ops.CollectiveAllReduce):
@@ -72,7 +73,7 @@ class DirectReduction(cross_device_ops.CollectiveAllReduce):
             rows: a matrix of this process, of a shape and dtype that are the same on all.
         """
         with tf.device("CPU:0"):
-            (gathered,) = self._call("gather of the replicas' rows", self._exchange.all_gather, [rows.dtype], [rows])
+            (gathered,) = self._call(_GATHER, self._exchange.all_gather, [rows.dtype], [rows])
         with tf.device(self._devices[0]):
             return tf.reshape(gathered, [rows.shape[0] * self._group_size, *rows.shape[1:]])
 
@@ -84,7 +85,7 @@ class DirectReduction(cross_device_ops.CollectiveAllReduce):
             return self._exchange.gather_rows(tables)
 
         with tf.device("CPU:0"):
-            gathered = self._call("gather of the replicas' slices", gather, [part.dtype for part in parts], parts)
+            gathered = self._call(_GATHER, gather, [part.dtype for part in parts], parts)
         with tf.device(self._devices[0]):
             rows, indices = (
                 tf.ensure_shape(x, tf.TensorShape([None]).concatenate(part.shape[1:]))
@@ -101,7 +102,7 @@ class DirectReduction(cross_device_ops.CollectiveAllReduce):
 
         with tf.device("CPU:0"):
             parts = [tf.cast(part, tf.float32) for part in replicas] if is_narrow else list(replicas)
-            (total,) = self._call("sum of the replicas", add_up, [parts[0].dtype], parts)
+            (total,) = self._call(_SUM, add_up, [parts[0].dtype], parts)
             total = tf.cast(total, dtype)
         total.set_shape(replicas[0].shape)
         results = []
@@ -112,14 +113,14 @@ class DirectReduction(cross_device_ops.CollectiveAllReduce):
         return results
 
     def _call(
-        self, what: str, function: Callable[..., Any], dtypes: Sequence[tf.DType], arguments: Sequence[tf.Tensor]
+        self, failure: str, function: Callable[..., Any], dtypes: Sequence[tf.DType], arguments: Sequence[tf.Tensor]
     ) -> list[tf.Tensor]:
         def in_turn(number: np.ndarray, *given: np.ndarray) -> list[np.ndarray]:
             try:
                 found = function(*map(np.asarray, given))
                 return [*(found if isinstance(found, list) else [found]), number + 1]
             except ExchangeError as error:
-                raise tf.errors.UnavailableError(None, None, f"Collective {what}: {error}") from None
+                raise tf.errors.UnavailableError(None, None, failure % error) from None
 
         *results, number = tf.numpy_function(in_turn, [self._token.read_value(), *arguments], [*dtypes, tf.int64])
         self._token.assign(number)
