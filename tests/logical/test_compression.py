@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from typing import Any
 
 import keras
@@ -434,6 +435,26 @@ def test_a_constraint_sends_nothing_again(method):
         return strategy._sums_of_step[model]
 
     assert sent(kernel_constraint="max_norm") == sent()
+
+
+@pytest.mark.parametrize(("compression", "clipnorm", "is_told"), [(TopK(0.05), None, True), ("bf16", 1.0, False)])
+def test_a_loop_of_ones_own_is_told(compression, clipnorm, is_told):
+    strategy = tfdist.MirroredStrategy(["CPU:0", "CPU:1"], compression=compression)
+    with strategy.scope():
+        model = network(lambda: keras.optimizers.SGD(0.05, clipnorm=clipnorm), normalized=False)
+
+    @tf.function
+    def step(x: tf.Tensor) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(x, training=True))
+        model.optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            strategy.run(step, (tf.ones((4, 32)),))
+    told = [str(one.message) for one in found if "strategy.run. It sends gradients as they are" in str(one.message)]
+    assert len(told) == is_told
 
 
 @pytest.mark.exhaustive

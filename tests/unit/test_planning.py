@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 
@@ -367,6 +368,13 @@ class TestCompression:
     @pytest.mark.parametrize("link", [Link(0.0, 1e12), Link(1.0, 1e9)])
     def test_over_a_fast_or_a_very_far_one_it_does_not(self, link):
         assert self.said(link).startswith("Compression would not pay: with compression=")
+
+    def test_where_one_device_is_faster_it_does_not(self):
+        each = dataclasses.replace(profile(weights=1e8, flops=1e9), shapes=self.SHAPES)
+        card = dataclasses.replace(CARD, bandwidth=1e11)
+        text = plan_for(each, hardware(devices={1: card}, per_host=1, between=Link(0.0, 1e8)), 2).compression
+        assert text.startswith("Compression would not pay: with compression=")
+        assert re.search(r"instead of [\d.e+]+ ms\. Without, one device takes [\d.]+ ms\.$", text)
 
     def test_without_a_network_nothing_is_said(self):
         each = dataclasses.replace(profile(), shapes=self.SHAPES)

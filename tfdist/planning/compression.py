@@ -32,13 +32,19 @@ def advice(profile: ModelProfile, hardware: Hardware, rows: Sequence[Prediction]
         return ""
     row = min(several, key=lambda row: row.seconds)
     seconds, sent = compressed(profile, hardware, row)
-    pays = seconds * _ABOUT < row.seconds
+    # One device may be faster than several that exchange little.
+    best = min((one for one in rows if one.fits and one.devices == 1), key=lambda one: one.seconds, default=row)
+    pays = seconds * _ABOUT < min(row.seconds, best.seconds)
     which = f"with compression=tfdist.compression.PowerSGD(rank={_METHOD.rank}), {row.name} on {row.devices}"
     text = (
         f"Compression would{'' if pays else ' not'} pay: {which} would send {sent / 1e6:.3g} MB instead of "
         f"{row.sent / 1e6:.3g} MB, and take {1e3 * seconds:.3g} ms instead of {1e3 * row.seconds:.3g} ms."
     )
-    return f"{text} It is another training than that of one process." if pays else text
+    if pays:
+        return f"{text} It is another training than that of one process."
+    return (
+        text if seconds * _ABOUT >= row.seconds else f"{text} Without, {best.name} takes {1e3 * best.seconds:.3g} ms."
+    )
 
 
 def compressed(profile: ModelProfile, hardware: Hardware, row: Prediction) -> tuple[float, float]:

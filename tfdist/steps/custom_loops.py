@@ -8,6 +8,7 @@ replica instead of the global one, and layers with a seed would draw the same nu
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,7 +42,18 @@ def apply_gradients(optimizer: Any, gradients: Any, variables: Any, apply: Calla
         apply: what Keras does.
     """
     strategy = None if are_summed() else strategy_of_custom_loop()
-    if strategy is None or not _depends_on_whole_gradient(optimizer):
+    if strategy is None:
+        return apply(gradients, variables)
+    is_summed_here = _depends_on_whole_gradient(optimizer)
+    if strategy._wire.compressor is not None or (strategy._wire.dtype is not None and not is_summed_here):
+        # By default Python shows it once.
+        warnings.warn(
+            "Received: compression=... of the strategy, and a training loop around strategy.run. It sends gradients as "
+            "they are. Expected: model.fit or model.train_on_batch, with a train_step of your own if you need one; or "
+            "no compression.",
+            stacklevel=2,
+        )
+    if not is_summed_here:
         return apply(gradients, variables)
     gradients = _global_gradients(strategy, list(gradients))
     _of_thread.summed = True
