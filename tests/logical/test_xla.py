@@ -77,7 +77,7 @@ def test_a_recurrent_model(mirrored):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("memory", daily(["none", "recompute"], "none"))
+@pytest.mark.parametrize("memory", ["none", "recompute"])
 def test_stages(memory):
     strategy = tfdist.PipelineStrategy(["CPU:0", "CPU:1"], num_microbatches=4, memory=memory)
     assert_equal(
