@@ -8,13 +8,15 @@ from pathlib import Path
 from benchmarks.gpu import training
 from benchmarks.parts import Benchmark, Part
 
+_MODELS = {"resnet": "ResNet-50, 224 x 224, mixed_float16", "transformer": "Transformer, 512 tokens, mixed_float16"}
 BENCHMARK = Benchmark(
     "benchmarks.gpu",
     __doc__,
     Path(__file__).parent,
     {
-        "resnet": Part("ResNet-50, images of 224 x 224, mixed_float16", training.of("resnet"), training.table),
-        "transformer": Part("Transformer, 512 tokens a row, mixed_float16", training.of("transformer"), training.table),
+        f"{model}-{group}".lower(): Part(f"{title}: {group}", training.of(model, group), training.table)
+        for model, title in _MODELS.items()
+        for group in training.GROUPS
     },
 )
 

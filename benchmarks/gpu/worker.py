@@ -1,4 +1,4 @@
-"""A process that trains one model in one way, and writes how fast it was."""
+"""A process that trains one model in one way, and tells how fast it is."""
 
 from __future__ import annotations
 
@@ -6,54 +6,68 @@ import contextlib
 import json
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
+from benchmarks.answering import answer_all
+
 # Rows of a batch, and what a row counts.
-_BATCH = {"resnet": 128, "transformer": 32}
+_BATCH = {"resnet": 128, "transformer": 16}
 _LENGTH, _WORDS = 512, 32_000
-_WINDOWS = 4
+# Of a window.
+_SECONDS = 0.8
 
 
-def main(text: str, path: str) -> None:
-    """Measures windows of steps."""
-    import keras
-    import tensorflow as tf
+class Trainer:
+    """Answers the benchmark's requests.
 
-    from benchmarks.windows import FitWindows
+    Args:
+        settings: of the variant.
+    """
 
-    settings = json.loads(text)
-    quick = settings["quick"]
-    devices = _devices(settings.get("halves", False), quick)
-    # CPUs, on which a little of it is tried, are slow with float16.
-    keras.config.set_dtype_policy("float32" if quick else "mixed_float16")
-    keras.utils.set_random_seed(1)
-    strategy = _strategy(settings, devices)
-    with strategy.scope() if strategy else contextlib.nullcontext():
-        model = {"resnet": _resnet, "transformer": _transformer}[settings["model"]](quick)
-        model.compile(
-            "sgd",
-            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            jit_compile=settings.get("jit_compile", False),
-        )
-    batch = 8 if quick else _BATCH[settings["model"]]
-    data = _data(model, batch).repeat().prefetch(2)
-    windows = FitWindows(model, data, [os.getpid()], steps=2 if quick else None, settle=_settle)
-    # The first one is not counted: libraries choose their kernels.
-    for _ in range(2 if quick else 1 + _WINDOWS):
-        windows.run()
-    milliseconds = windows.record["samples_ms"][1:]
-    tokens = settings["model"] == "transformer"
-    counted = batch * (model.input_shape[1] if tokens else 1)
-    gpus = tf.config.list_physical_devices("GPU")
-    peaks = [tf.config.experimental.get_memory_info(device)["peak"] for device in devices if device.startswith("GPU")]
-    found = {
-        "rates": [1e3 * counted / one for one in milliseconds],
-        "unit": "tokens" if tokens else "images",
-        "device": tf.config.experimental.get_device_details(gpus[0])["device_name"] if gpus else "the CPU",
-        "peak": sum(peaks) if peaks else None,
-    }
-    Path(path).write_text(json.dumps(found))
+    def __init__(self, settings: dict[str, Any]):
+        self._settings = settings
+
+    def prepare(self) -> dict[str, Any]:
+        """Builds the model and trains it a little; returns the unit of its rate, and the device's name."""
+        import keras
+        import tensorflow as tf
+
+        from benchmarks.windows import FitWindows
+
+        settings, quick = self._settings, self._settings["quick"]
+        self._devices = _devices(settings.get("halves", False), quick)
+        # CPUs, on which a little of it is tried, are slow with float16.
+        keras.config.set_dtype_policy("float32" if quick else "mixed_float16")
+        keras.utils.set_random_seed(1)
+        strategy = _strategy(settings, self._devices)
+        with strategy.scope() if strategy else contextlib.nullcontext():
+            model = {"resnet": _resnet, "transformer": _transformer}[settings["model"]](quick)
+            model.compile(
+                "sgd",
+                keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+                jit_compile=settings.get("jit_compile", False),
+            )
+        batch = 8 if quick else _BATCH[settings["model"]]
+        data = _data(model, batch).repeat().prefetch(2)
+        steps = 2 if quick else None
+        self._windows = FitWindows(model, data, [os.getpid()], _SECONDS, steps, settle=_settle)
+        has_tokens = settings["model"] == "transformer"
+        self._counted = batch * (model.input_shape[1] if has_tokens else 1)
+        gpus = tf.config.list_physical_devices("GPU")
+        device = tf.config.experimental.get_device_details(gpus[0])["device_name"] if gpus else "the CPU"
+        return {"unit": "tokens" if has_tokens else "images", "device": device}
+
+    def rate(self) -> float:
+        """Images, or tokens, a second in one window."""
+        self._windows.run()
+        return 1e3 * self._counted / self._windows.record["samples_ms"][-1]
+
+    def peak(self) -> int | None:
+        """Bytes on the GPU at most, if there is one."""
+        import tensorflow as tf
+
+        gpus = [device for device in self._devices if device.startswith("GPU")]
+        return sum(tf.config.experimental.get_memory_info(gpu)["peak"] for gpu in gpus) if gpus else None
 
 
 def _devices(halves: bool, quick: bool) -> list[str]:
@@ -129,4 +143,4 @@ def _data(model: Any, batch: int) -> Any:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    answer_all(sys.argv[2], Trainer(json.loads(sys.argv[1])))

@@ -6,9 +6,7 @@ import contextlib
 import gc
 import math
 import time
-import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Client
 from typing import Any
 
 import tensorflow as tf
@@ -44,16 +42,6 @@ class Chief:
         self._models: dict[Trial, tuple[Any, int]] = {}
         self._pids: dict[str, list[int]] = {}
         self._ports: list[int] = []
-
-    def answer_all(self, address: str) -> None:
-        """Answers requests until the benchmark closes the connection."""
-        with Client(address, "AF_UNIX") as connection, contextlib.suppress(EOFError):
-            while True:
-                name, arguments = connection.recv()
-                try:
-                    connection.send((getattr(self, name)(**arguments), None))
-                except Exception:
-                    connection.send((None, traceback.format_exc()))
 
     def meet(self, pids: dict[str, list[int]], ports: list[int]) -> None:
         """Learns about the other processes: their ids by job, and the ports at which they listen."""

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
-import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, Listener
-from pathlib import Path
-from typing import Any
 
-from benchmarks.data_parallel.processes import Command, Running, TrialError, running
+from benchmarks.asking import Answering, answering
+from benchmarks.data_parallel.processes import Command
 from benchmarks.data_parallel.trial import make_environ
 from tfdist.cluster.ports import reserve
 
-_TICK = 0.2
 _THREADS = {
     # What `tfdist run` gives to processes that serve, and the tutorial of TensorFlow's strategy to all.
     "TF_NUM_INTEROP_THREADS": "4",
@@ -40,52 +36,18 @@ class Setting:
     pythons: Mapping[str, str]
 
 
-@dataclass
-class Cluster:
-    """Processes that have started, and a connection to the one that trains."""
-
-    processes: Running
-    connection: Connection
-    deadline: float
-
-    def ask(self, name: str, **arguments: Any) -> Any:
-        """The result of a method of the chief (see `chief.Chief`).
-
-        Raises:
-            TrialError: if it fails, a process ends, or there is no answer in time.
-        """
-        end = time.monotonic() + self.deadline
-        try:
-            self.connection.send((name, arguments))
-            while not self.connection.poll(_TICK):
-                self.processes.check()
-                if time.monotonic() > end:
-                    raise self.processes.error(f"no answer after {self.deadline:g} s; give more time by --deadline.")
-            result, error = self.connection.recv()
-        except (EOFError, OSError):
-            raise self.processes.error("the process that trains has ended; expected an answer. See its log:") from None
-        if error:
-            raise TrialError(error)
-        return result
-
-
 @contextlib.contextmanager
-def started(peer: str, workers: int, setting: Setting) -> Iterator[Cluster]:
-    """Starts a peer's processes, and ends them at the end of the `with` block.
+def started(peer: str, workers: int, setting: Setting) -> Iterator[Answering]:
+    """Starts a peer's processes, and ends them at the end of the `with` block. The chief answers (`chief.Chief`).
 
     Raises:
         TrialError: if they do not start.
     """
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tfdist-bench-")))
         ports = stack.enter_context(reserve(workers + 2)).ports if workers else []
-        address = str(folder / "requests")
-        listener = stack.enter_context(Listener(address, "AF_UNIX"))
-        commands = make_commands(peer, workers, setting, ports, address)
-        processes = stack.enter_context(running(commands, folder))
-        connection = stack.enter_context(_accept(listener, processes, setting.deadline))
-        cluster = Cluster(processes, connection, setting.deadline)
-        pids = processes.pids
+        commands = functools.partial(make_commands, peer, workers, setting, ports)
+        cluster = stack.enter_context(answering(commands, setting.deadline))
+        pids = cluster.processes.pids
         by_job = {"worker": pids[1 : 1 + workers], "ps": pids[1 + workers :]} if workers else {}
         cluster.ask("meet", pids=by_job, ports=list(ports))
         yield cluster
@@ -114,14 +76,3 @@ def make_commands(peer: str, workers: int, setting: Setting, ports: Sequence[int
         for index in range(len(jobs[job]))
         for config in [{"cluster": cluster, "task": {"type": job, "index": index}}]
     )
-
-
-def _accept(listener: Listener, processes: Running, deadline: float) -> Connection:
-    end = time.monotonic() + deadline
-    # The listener has no time limit of its own; its socket has.
-    listener._listener._socket.settimeout(_TICK)
-    while time.monotonic() < end:
-        with contextlib.suppress(TimeoutError):
-            return listener.accept()
-        processes.check()
-    raise processes.error(f"not ready after {deadline:g} s; give more time by --deadline.")

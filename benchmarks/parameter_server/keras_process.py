@@ -7,6 +7,7 @@ import sys
 import keras
 
 import tfdist
+from benchmarks.answering import answer_all
 from benchmarks.parameter_server.chief import Chief
 from benchmarks.parameter_server.trials import Trial
 
@@ -22,7 +23,7 @@ def main(address: str) -> None:
             strategy._mode, strategy._worker_input = trial.mode, trial.worker_input
             strategy._max_inflight = trial.max_inflight or default
 
-    Chief(keras, strategy, lambda make: make(), configure).answer_all(address)
+    answer_all(address, Chief(keras, strategy, lambda make: make(), configure))
 
 
 if __name__ == "__main__":

@@ -6,8 +6,9 @@ import contextlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
+from benchmarks.asking import Answering
 from benchmarks.data_parallel.processes import TrialError
-from benchmarks.parameter_server.clusters import Cluster, Setting, started
+from benchmarks.parameter_server.clusters import Setting, started
 from benchmarks.parameter_server.trials import Trial, by_case
 
 Samples = dict[Trial, list[dict]]
@@ -45,11 +46,11 @@ def _measure_case(
     trials: Sequence[Trial],
     repeats: int,
     seconds: float,
-    clusters: Mapping[tuple, Cluster],
+    clusters: Mapping[tuple, Answering],
     samples: Samples,
     errors: dict[Trial, str],
 ) -> None:
-    def attempt(trial: Trial, action: Callable[[Cluster], None]) -> None:
+    def attempt(trial: Trial, action: Callable[[Answering], None]) -> None:
         if trial in errors:
             return
         try:
@@ -63,7 +64,7 @@ def _measure_case(
     for number in range(repeats):
         for trial in trials:
 
-            def sample(cluster: Cluster, trial: Trial = trial) -> None:
+            def sample(cluster: Answering, trial: Trial = trial) -> None:
                 samples.setdefault(trial, []).append(cluster.ask("measure", trial=trial.to_dict()))
 
             attempt(trial, sample)

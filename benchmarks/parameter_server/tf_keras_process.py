@@ -6,6 +6,7 @@ import sys
 
 import tensorflow as tf
 
+from benchmarks.answering import answer_all
 from benchmarks.parameter_server.chief import Chief
 
 
@@ -22,7 +23,7 @@ def main(address: str) -> None:
     def data_of(make):
         return tf_keras.utils.experimental.DatasetCreator(lambda context: make())
 
-    Chief(tf_keras, strategy, data_of, lambda trial: None).answer_all(address)
+    answer_all(address, Chief(tf_keras, strategy, data_of, lambda trial: None))
 
 
 if __name__ == "__main__":

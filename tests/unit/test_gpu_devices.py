@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import tensorflow as tf
 
 from tfdist.cluster.config import ClusterConfig
+from tfdist.runtime import job
 from tfdist.strategies import multi_worker
 from tfdist.strategies.multi_worker import _exchange_of, _MultiWorkerExtended, _options_for_devices, resolver_of
 
@@ -32,21 +36,54 @@ def test_devices_are_those_that_the_process_sees(one_of_eight: None) -> None:
     assert devices == ("/job:worker/task:1/device:GPU:0", "/job:worker/task:1/device:GPU:1")
 
 
-def test_gpus_exchange_by_nccl(one_of_eight: None) -> None:
-    assert _options_for_devices().implementation == tf.distribute.experimental.CommunicationImplementation.NCCL
+def test_gpus_exchange_by_nccl_unless_they_share_one(one_of_eight: None) -> None:
+    kinds = tf.distribute.experimental.CommunicationImplementation
+    assert _options_for_devices(shares_gpus=False).implementation == kinds.NCCL
+    assert _options_for_devices(shares_gpus=True).implementation == kinds.AUTO
 
 
 def test_cpus_do_not() -> None:
-    assert _options_for_devices().implementation == tf.distribute.experimental.CommunicationImplementation.AUTO
+    kinds = tf.distribute.experimental.CommunicationImplementation
+    assert _options_for_devices(shares_gpus=False).implementation == kinds.AUTO
 
 
-def test_gpus_have_no_direct_transport() -> None:
+class _Job:
+    """A job whose processes can connect."""
+
+    def __init__(self, shares_gpus: bool) -> None:
+        self.shares_gpus = shares_gpus
+
+    def exchange(self, seconds: float) -> str:
+        return "an exchange"
+
+
+def test_only_gpus_that_are_shared_have_a_direct_transport() -> None:
     devices = ["/job:worker/task:1/device:GPU:0"]
-    assert _exchange_of(None, devices, "auto", 1.0) is None
+    assert _exchange_of(_Job(shares_gpus=False), devices, "auto", 1.0) is None
     with pytest.raises(
         ValueError, match=r"Received: transport='direct' with .*GPU:0\. Expected: CPUs; GPUs exchange by"
     ):
-        _exchange_of(None, devices, "direct", 1.0)
+        _exchange_of(_Job(shares_gpus=False), devices, "direct", 1.0)
+    assert _exchange_of(_Job(shares_gpus=True), devices, "auto", 1.0) == "an exchange"
+    assert _exchange_of(_Job(shares_gpus=True), devices, "tensorflow", 1.0) is None
+
+
+def test_each_logical_device_names_its_gpu(one_of_eight: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    listing = "\n".join(f"GPU {i}: NVIDIA H100 (UUID: GPU-{i}{i})" for i in range(8))
+    command = tmp_path / "nvidia-smi"
+    command.write_text(f"#!/bin/sh\necho '{listing}'\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    halves = [tf.config.LogicalDeviceConfiguration(memory_limit=1024)] * 2
+    monkeypatch.setattr(job.tf.config, "get_logical_device_configuration", lambda device: halves)
+    assert job.own_gpus() == ["GPU-33", "GPU-33"]
+    # CUDA calls the fourth of these GPU 3.
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6,5,GPU-4")
+    assert job.own_gpus() == ["GPU-44", "GPU-44"]
+    # Of unknown ones, those of a process are told apart, and none is another process'.
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    assert len(set(job.own_gpus())) == 1 and str(os.getpid()) in job.own_gpus()[0]
 
 
 def test_unknown_transport() -> None:

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tfdist.launch.machine import Machine, parse_nvidia_smi, parse_visible_devices, visible_gpus
+from tfdist.cluster.gpus import parse_nvidia_smi, parse_visible_devices, visible_gpus
+from tfdist.launch.machine import Machine
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from tfdist.atomic_files import sync
+from tfdist.cluster.gpus import visible_gpus
 from tfdist.jobs.record import Record
 from tfdist.jobs.status import CANCELLED, FAILED, LAST_EVENTS, LOST, QUEUED, SUCCEEDED, Status, exit_in_words
-from tfdist.launch.machine import visible_gpus
 from tfdist.supervision.events import FILE_NAME, events_in
 from tfdist.supervision.exit_codes import PREEMPTED, UNSAVED
 from tfdist.supervision.identity import Identity

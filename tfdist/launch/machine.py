@@ -5,16 +5,12 @@ from __future__ import annotations
 import ipaddress
 import os
 import platform
-import re
-import shutil
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 
-_NVIDIA_SMI_DEADLINE = 20.0
-_GPU_LINE = re.compile(r"^GPU (\d+):")
-_MIG_LINE = re.compile(r"^\s+MIG .*\(UUID: (MIG-[^)]+)\)")
+from tfdist.cluster.gpus import visible_gpus
+
 _PACKAGES = ("tensorflow", "keras", "numpy")
 
 
@@ -46,51 +42,6 @@ def usable_cores() -> tuple[int, ...]:
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
-
-
-def visible_gpus(env: Mapping[str, str]) -> tuple[str, ...]:
-    """The GPUs that CUDA would show to a process with this environment.
-
-    `CUDA_VISIBLE_DEVICES` decides where it is set; otherwise `nvidia-smi -L` is asked, and a machine without that
-    command has none.
-    """
-    listed = env.get("CUDA_VISIBLE_DEVICES")
-    if listed is not None:
-        return parse_visible_devices(listed)
-    command = shutil.which("nvidia-smi", path=env.get("PATH"))
-    if command is None:
-        return ()
-    try:
-        answer = subprocess.run([command, "-L"], capture_output=True, text=True, timeout=_NVIDIA_SMI_DEADLINE)
-    except (OSError, subprocess.TimeoutExpired):
-        return ()
-    return parse_nvidia_smi(answer.stdout) if answer.returncode == 0 else ()
-
-
-def parse_visible_devices(text: str) -> tuple[str, ...]:
-    """Splits `CUDA_VISIBLE_DEVICES`. As in CUDA, an invalid entry such as -1 hides itself and all that follow.
-
-    Example:
-        >>> parse_visible_devices("1,3")
-        ('1', '3')
-    """
-    gpus = []
-    for entry in (part.strip() for part in text.split(",")):
-        if not entry or entry.startswith("-"):
-            break
-        gpus.append(entry)
-    return tuple(gpus)
-
-
-def parse_nvidia_smi(listing: str) -> tuple[str, ...]:
-    """Reads `nvidia-smi -L`: one name per GPU, or per MIG slice of a GPU that is partitioned."""
-    groups: list[list[str]] = []
-    for line in listing.splitlines():
-        if match := _GPU_LINE.match(line):
-            groups.append([match.group(1)])
-        elif groups and (match := _MIG_LINE.match(line)):
-            groups[-1].append(match.group(1))
-    return tuple(name for gpu, *slices in groups for name in (slices or [gpu]))
 
 
 def public_addresses() -> tuple[str, ...]:

@@ -7,12 +7,13 @@ import ctypes
 import dataclasses
 import os
 import random
+import socket
 import sys
 
 import keras
 import tensorflow as tf
 
-from tfdist.cluster import preflight, sockets
+from tfdist.cluster import gpus, preflight, sockets
 from tfdist.cluster.barrier import meet
 from tfdist.cluster.barrier.messages import named
 from tfdist.cluster.config import ClusterConfig
@@ -46,6 +47,7 @@ class Job:
         chief_io: who writes which file.
         seed: the chief's global seed; every process uses it.
         seed_is_given: whether the chief's program has set it; otherwise each job has another one.
+        shares_gpus: whether two of its devices, of this process or others, are the same GPU.
         warned_without_scope: whether the program was told that a model does not belong to a strategy.
     """
 
@@ -54,6 +56,7 @@ class Job:
     chief_io: ChiefIO
     seed: int
     seed_is_given: bool
+    shares_gpus: bool = False
     warned_without_scope: bool = False
     _exchange: Exchange | None = None
     _no_exchange: str = ""
@@ -116,7 +119,8 @@ def join(cluster: ClusterConfig, start_timeout: float, peer_timeout: float) -> J
     if _joined is None:
         preflight.require(cluster)
         use_own_gpus(cluster)
-        chief = meet(cluster, timeout=start_timeout, info={**introduction(), **_own_devices()})[0]
+        everyone = meet(cluster, timeout=start_timeout, info={**introduction(), **_own_devices()})
+        chief = everyone[0]
         keep_freed_pages()
         tasks = cluster.compute_tasks
         places = [cluster.jobs[job][index] for job, index in tasks]
@@ -128,6 +132,7 @@ def join(cluster: ClusterConfig, start_timeout: float, peer_timeout: float) -> J
             is_gone=lambda rank: state_of(places[rank], _ANSWER_SECONDS) == GONE,
         )
         _joined = Job(cluster, peers, ChiefIO(peers), chief["seed"], chief["seed is given"])
+        _joined.shares_gpus = gpus.are_shared([one["GPUs"] for one in everyone.values()])
         atexit.register(_joined.leave)
         name_lost_peers(cluster)
     elif type(_joined) is not Job or _joined.cluster != cluster:
@@ -141,10 +146,10 @@ def join(cluster: ClusterConfig, start_timeout: float, peer_timeout: float) -> J
 
 def use_own_gpus(cluster: ClusterConfig) -> None:
     """Leaves the GPUs to the other processes of this host that are theirs, before TensorFlow takes memory on all."""
-    gpus = tf.config.list_physical_devices("GPU")
-    if cluster.local_size in (None, 1) or tf.config.get_visible_devices("GPU") != gpus:
+    seen = tf.config.list_physical_devices("GPU")
+    if cluster.local_size in (None, 1) or tf.config.get_visible_devices("GPU") != seen:
         return  # the program has chosen
-    tf.config.set_visible_devices(own_share(gpus, cluster.local_rank, cluster.local_size), "GPU")
+    tf.config.set_visible_devices(own_share(seen, cluster.local_rank, cluster.local_size), "GPU")
 
 
 def enter(job: Job) -> None:
@@ -162,7 +167,21 @@ def _own_devices() -> dict:
     """What this process trains on: collectives of processes with other numbers of devices would wait for ever."""
     kind = "GPU" if tf.config.get_visible_devices("GPU") else "CPU"
     parts = [tf.config.get_logical_device_configuration(d) for d in tf.config.get_visible_devices(kind)]
-    return {f"same.number of {kind} devices to train on": sum(len(part) if part else 1 for part in parts)}
+    number = sum(len(part) if part else 1 for part in parts)
+    return {f"same.number of {kind} devices to train on": number, "GPUs": own_gpus()}
+
+
+def own_gpus() -> list[str]:
+    """The unique name of the GPU of each logical GPU that this process sees."""
+    visible = tf.config.get_visible_devices("GPU")
+    names = dict(enumerate(gpus.unique_names(os.environ) if visible else ()))
+    found = []
+    for device in visible:
+        number = int(device.name.rpartition(":")[2])
+        # Without nvidia-smi, it is taken for no other process'.
+        name = names.get(number) or f"{socket.gethostname()} {os.getpid()} {number}"
+        found += [name] * len(tf.config.get_logical_device_configuration(device) or [None])
+    return found
 
 
 def introduction() -> dict:

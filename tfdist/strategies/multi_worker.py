@@ -14,6 +14,7 @@ import tensorflow as tf
 
 import tfdist
 from tfdist.arguments import check_seconds
+from tfdist.cluster import gpus
 from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.discovery import discover
 from tfdist.cluster.errors import ClusterError
@@ -23,7 +24,7 @@ from tfdist.compression import PowerSGD, TopK
 from tfdist.memory.policy import MemoryPolicy
 from tfdist.runtime.direct.exchange import Exchange
 from tfdist.runtime.direct.links import ExchangeError
-from tfdist.runtime.job import Job, join
+from tfdist.runtime.job import Job, join, own_gpus
 from tfdist.steps.collectives import broadcast
 from tfdist.steps.common_hooks import install
 from tfdist.strategies.direct_reduction import DirectReduction
@@ -37,6 +38,10 @@ _GROUP_KEYS = itertools.count(1_000_000, 1_000)
 # Small enough for a network to begin early, large enough for latencies of a tenth of a second in all. It is never
 # measured: the order of additions depends on it, and a job that goes on has to have the same.
 _BETWEEN_HOSTS = 4 << 20
+_SHARED = (
+    "Several replicas share a GPU: they take turns on it, and exchange gradients through the host's memory, as NCCL "
+    "refuses to connect them. One replica for each GPU is faster; `tfdist run` starts as many if -n is left out."
+)
 _log = logging.getLogger("tfdist")
 
 
@@ -149,11 +154,14 @@ class MultiWorkerMirroredStrategy(JobMember, tf.distribute.MultiWorkerMirroredSt
             # Its text is for who has started the job; where in tfdist it was found out only hides it.
             raise error.with_traceback(None) from None
         self._collective_key_base = next(_GROUP_KEYS)
+        shares_gpus = self._job.shares_gpus if self._job else gpus.are_shared([own_gpus()])
+        if shares_gpus and config.is_chief:
+            _log.warning(_SHARED)
         # The upstream initializer names its extended class; this does the rest of what it does.
         extended = _MultiWorkerExtended(
             self,
             cluster_resolver=cluster_resolver or resolver_of(config),
-            communication_options=communication_options or _options_for_devices(),
+            communication_options=communication_options or _options_for_devices(shares_gpus),
         )
         tf.distribute.Strategy.__init__(self, extended)
         if self._job:
@@ -167,11 +175,11 @@ class MultiWorkerMirroredStrategy(JobMember, tf.distribute.MultiWorkerMirroredSt
         self._keras_hooks = JobHooks(self)
 
 
-def _options_for_devices() -> tf.distribute.experimental.CommunicationOptions:
-    """NCCL for GPUs: asked for nothing, TensorFlow takes gRPC (tensorflow issue 50178)."""
+def _options_for_devices(shares_gpus: bool) -> tf.distribute.experimental.CommunicationOptions:
+    """NCCL for GPUs: asked for nothing, TensorFlow takes gRPC (tensorflow issue 50178). It refuses to share a GPU."""
     kinds = tf.distribute.experimental.CommunicationImplementation
-    has_gpus = bool(tf.config.get_visible_devices("GPU"))
-    return tf.distribute.experimental.CommunicationOptions(implementation=kinds.NCCL if has_gpus else kinds.AUTO)
+    uses_nccl = bool(tf.config.get_visible_devices("GPU")) and not shares_gpus
+    return tf.distribute.experimental.CommunicationOptions(implementation=kinds.NCCL if uses_nccl else kinds.AUTO)
 
 
 def _own_transport(transport: str | None, communication_options: Any) -> str:
@@ -188,13 +196,15 @@ def _own_transport(transport: str | None, communication_options: Any) -> str:
 
 def _exchange_of(job: Job, devices: Sequence[str], transport: str, start_timeout: float) -> Exchange | None:
     """What carries sums directly; `None` if TensorFlow is to do it. The same on all processes, whose devices are."""
-    has_others = any(tf.DeviceSpec.from_string(device).device_type != "CPU" for device in devices)
-    if transport == DIRECT and has_others:
+    are_cpus = all(tf.DeviceSpec.from_string(device).device_type == "CPU" for device in devices)
+    # Where NCCL refuses, sums go through the host's memory in any case.
+    is_possible = are_cpus or job.shares_gpus
+    if transport == DIRECT and not is_possible:
         raise ValueError(
             f"Received: transport={DIRECT!r} with {', '.join(devices)}. Expected: CPUs; GPUs exchange by NCCL, with "
             f"transport={TENSORFLOW!r}."
         )
-    if transport == TENSORFLOW or has_others:
+    if transport == TENSORFLOW or not is_possible:
         return None
     try:
         return job.exchange(start_timeout)

@@ -14,10 +14,11 @@ from tfdist.cluster.barrier import meet
 from tfdist.cluster.barrier.messages import members as tasks_of
 from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.errors import ClusterError
+from tfdist.cluster.gpus import visible_gpus
 from tfdist.cluster.key_value import KeyValueClient, KeyValueServer
 from tfdist.cluster.rendezvous.endpoints import host_name
 from tfdist.launch.check.answers import Answer
-from tfdist.launch.machine import public_addresses, usable_cores, versions, visible_gpus
+from tfdist.launch.machine import public_addresses, usable_cores, versions
 
 # With other versions of these, processes cannot train together, or would not compute the same.
 COMPARED = ("tfdist", "tensorflow", "keras", "python")

@@ -1,0 +1,93 @@
+"""The GPUs that CUDA shows to a process, found without TensorFlow, and whether processes share one."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+
+_NVIDIA_SMI_DEADLINE = 20.0
+_GPU_LINE = re.compile(r"^GPU (\d+):.*\(UUID: (GPU-[^)]+)\)")
+_MIG_LINE = re.compile(r"^\s+MIG .*\(UUID: (MIG-[^)]+)\)")
+
+
+def visible_gpus(env: Mapping[str, str]) -> tuple[str, ...]:
+    """What `CUDA_VISIBLE_DEVICES` calls the GPUs that CUDA would show to a process with this environment.
+
+    `CUDA_VISIBLE_DEVICES` decides where it is set; otherwise `nvidia-smi -L` is asked, and a machine without that
+    command has none.
+    """
+    listed = env.get("CUDA_VISIBLE_DEVICES")
+    return parse_nvidia_smi(_nvidia_smi(env)) if listed is None else parse_visible_devices(listed)
+
+
+def unique_names(env: Mapping[str, str]) -> tuple[str, ...]:
+    """The GPUs of `visible_gpus` by names that no other GPU has; "" for one that `nvidia-smi -L` does not list.
+
+    Numbers are not enough: where Slurm or a container hides the others, each process calls its own GPU 0.
+    """
+    unique = parse_unique_names(_nvidia_smi(env))
+    # CUDA allows the beginning of a unique name.
+    return tuple(next((u for name, u in unique if gpu == name or u.startswith(gpu)), "") for gpu in visible_gpus(env))
+
+
+def _nvidia_smi(env: Mapping[str, str]) -> str:
+    command = shutil.which("nvidia-smi", path=env.get("PATH"))
+    if command is None:
+        return ""
+    try:
+        answer = subprocess.run([command, "-L"], capture_output=True, text=True, timeout=_NVIDIA_SMI_DEADLINE)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return answer.stdout if answer.returncode == 0 else ""
+
+
+def parse_visible_devices(text: str) -> tuple[str, ...]:
+    """Splits `CUDA_VISIBLE_DEVICES`. As in CUDA, an invalid entry such as -1 hides itself and all that follow.
+
+    Example:
+        >>> parse_visible_devices("1,3")
+        ('1', '3')
+    """
+    gpus = []
+    for entry in (part.strip() for part in text.split(",")):
+        if not entry or entry.startswith("-"):
+            break
+        gpus.append(entry)
+    return tuple(gpus)
+
+
+def parse_nvidia_smi(listing: str) -> tuple[str, ...]:
+    """Reads `nvidia-smi -L`: one name per GPU, or per MIG slice of a GPU that is partitioned."""
+    return tuple(name for name, _ in parse_unique_names(listing))
+
+
+def parse_unique_names(listing: str) -> tuple[tuple[str, str], ...]:
+    """Reads `nvidia-smi -L`: for each GPU, or MIG slice, what CUDA_VISIBLE_DEVICES calls it and its unique name.
+
+    Example:
+        >>> parse_unique_names("GPU 0: NVIDIA L4 (UUID: GPU-1b)\\nGPU 1: NVIDIA L4 (UUID: GPU-7c)")
+        (('0', 'GPU-1b'), ('1', 'GPU-7c'))
+    """
+    groups: list[list[tuple[str, str]]] = []
+    for line in listing.splitlines():
+        if match := _GPU_LINE.match(line):
+            groups.append([match.groups()])
+        elif groups and (match := _MIG_LINE.match(line)):
+            groups[-1].append((match.group(1), match.group(1)))
+    return tuple(name for gpu, *slices in groups for name in (slices or [gpu]))
+
+
+def are_shared(of_processes: Sequence[Sequence[str]]) -> bool:
+    """Whether two devices are the same GPU.
+
+    Args:
+        of_processes: for each process the unique name of the GPU of each of its devices.
+
+    Example:
+        >>> are_shared([["GPU-1b", "GPU-7c"], ["GPU-f0"]]), are_shared([["GPU-1b"], ["GPU-1b"]])
+        (False, True)
+    """
+    names = [name for names in of_processes for name in names]
+    return len(set(names)) < len(names)
