@@ -47,6 +47,7 @@ class Benchmark:
         folder: of the package.
         parts: by name.
         samples: how often everything is measured, unless the command line says so.
+        pins: whether the processes are pinned to two cores.
     """
 
     package: str
@@ -54,6 +55,7 @@ class Benchmark:
     folder: Path
     parts: Mapping[str, Part]
     samples: int = 3
+    pins: bool = True
 
     @property
     def results(self) -> Path:
@@ -76,7 +78,7 @@ class Benchmark:
                     "theirs, too. End them, or measure anyway by --busy-anyway."
                 )
                 return 2
-            facts = {**machine.describe(options.cores), "busy_before": busy}
+            facts = {**machine.describe(options.cores if self.pins else ()), "busy_before": busy}
             began = time.monotonic()
             try:
                 records = self.parts[part].measure(children, options.samples, options.quick)

@@ -64,8 +64,9 @@ def machine_line(machine: Mapping, workload_text: str) -> str:
     """One paragraph: what was measured and on what."""
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     cores = ", ".join(str(core) for core in machine["worker_cores"])
+    workers = f" (workers on {cores})" if cores else ""
     return (
-        f"{machine['cpu']}, {machine['usable_cores']} cores (workers on {cores}); {versions}. {workload_text} "
+        f"{machine['cpu']}, {machine['usable_cores']} cores{workers}; {versions}. {workload_text} "
         f"Load before: {machine['load_before']:.1f}."
     )
 

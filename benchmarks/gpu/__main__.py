@@ -18,6 +18,7 @@ BENCHMARK = Benchmark(
         for model, title in _MODELS.items()
         for group in training.GROUPS
     },
+    pins=False,
 )
 
 if __name__ == "__main__":

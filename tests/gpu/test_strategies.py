@@ -19,7 +19,8 @@ from tfdist.compression import TopK
 from tfdist.memory import MemoryPolicy
 from tfdist.testing import assert_transparent
 
-# Of weights after some steps in float32: a GPU adds up in any order.
+# Of weights after some steps in float32: a GPU adds up in any order. Where memory policies keep XLA from compiling,
+# what they are compared with is not compiled either: for Dropout, XLA draws other random numbers from the same seed.
 _TOLERANCE = 1e-4
 
 
@@ -58,15 +59,15 @@ def test_a_pipeline_equals_one_process(gpus: list[str]) -> None:
 @pytest.mark.parametrize("name", ["dense", "resnet"])
 def test_a_memory_policy_changes_nothing(gpus: list[str], host: str, name: str, mode: str) -> None:
     with tf.device(gpus[0]):
-        expected = train(name, None, None)
-        found = train(name, None, MemoryPolicy(mode, host=host, min_bytes=0))
+        expected = train(name, None, None, jit_compile=False)
+        found = train(name, None, MemoryPolicy(mode, host=host, min_bytes=0), jit_compile=False)
     assert mode in found.modes
     assert largest_gap(found, expected) < _TOLERANCE
 
 
 def test_weights_on_the_host(gpus: list[str], host: str) -> None:
     with tf.device(gpus[0]):
-        expected = train("dense", None, None)
+        expected = train("dense", None, None, jit_compile=False)
     found = train("dense", tfdist.HostOffloadStrategy(device=gpus[0], host=host), None)
     assert largest_gap(found, expected) < _TOLERANCE
 

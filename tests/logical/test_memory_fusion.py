@@ -12,7 +12,7 @@ from keras import layers
 
 import tfdist
 from tfdist import memory
-from tfdist.memory import recompute
+from tfdist.memory import block_plan, recompute
 
 WIDTH, BATCH = 64, 64
 
@@ -91,6 +91,8 @@ def test_batches_of_other_sizes_differ_in_the_last_bits():
 
 def test_it_is_keeping_apart_that_does_it(monkeypatch):
     monkeypatch.setattr(recompute, "keep_apart", lambda *arguments: None)
+    # Blocks that begin with a normalisation, which TensorFlow could merge with what is before it.
+    monkeypatch.setattr(block_plan, "automatic_cuts", lambda graph: (5, 9))
     # Which operations TensorFlow merges depends on the processor.
-    pairs = [(dense, "softplus"), (normalised, "softplus"), (normalised, "swish")]
+    pairs = [(normalised, "softplus"), (normalised, "swish")]
     assert any(gap(weights(*pair, "recompute"), plain_weights(*pair)) > 0.0 for pair in pairs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import re
 import weakref
 from pathlib import Path
@@ -18,7 +19,7 @@ from tests.logical.memory_models import CLASSES, MODELS, data, dense, transforme
 from tests.logical.test_memory_transparency import assert_equal, plain, train
 from tfdist.layer_graph.graph import flatten
 from tfdist.memory import MemoryPolicy, apply, remove
-from tfdist.memory.segmentation import automatic_cuts
+from tfdist.memory.segmentation import automatic_cuts, stream_cuts
 
 GUIDE = Path(__file__).parents[2] / "docs" / "memory.md"
 
@@ -43,6 +44,18 @@ def test_automatic_blocks_leave_calls_of_a_layer_with_statistics_together():
     x = layers.Dense(9)(layers.Dense(9)(layers.Dense(9)(x)))
     graph = flatten(keras.Model(inputs, x))
     assert min(automatic_cuts(graph)) >= 6
+
+
+def test_attention_is_taken_for_what_it_keeps_not_for_what_it_returns():
+    """Its scores are many times its output: each of these layers is a block, and each goes to the device by itself."""
+    x = inputs = keras.Input((64, 8))
+    for _ in range(4):
+        x = keras.layers.Add()([x, keras.layers.MultiHeadAttention(2, 4)(x, x)])
+    graph = flatten(keras.Model(inputs, x))
+    of_attention = [position for position, call in enumerate(graph.calls) if "attention" in call.name]
+    for cuts in (automatic_cuts(graph), stream_cuts(graph)):
+        bounds = (0, *cuts, len(graph.calls))
+        assert [sum(a <= p < b for p in of_attention) for a, b in itertools.pairwise(bounds)] == [1] * 4
 
 
 def test_named_layers_and_classes():

@@ -7,7 +7,7 @@ import pytest
 
 tf = pytest.importorskip("tensorflow")
 
-from tfdist.inspection.batch_sharding import count_rows, cut_rows, is_batched, share, static_rows, take_share  # noqa: E402
+from tfdist.inspection.batch_sharding import count_rows, is_batched, rows_if, share, static_rows, take_share  # noqa: E402
 from tfdist.strategies.global_batches import rows_of_worker, share_of  # noqa: E402
 
 
@@ -69,8 +69,9 @@ def test_no_rows_at_all():
 def test_ragged_and_sparse_rows():
     ragged = tf.RaggedTensor.from_row_lengths(tf.range(10), [1, 2, 3, 4])
     sparse = tf.sparse.from_dense([[1, 0, 2], [0, 0, 0], [3, 0, 0]])
-    assert cut_rows(ragged, 1, 2).to_list() == [[1, 2], [3, 4, 5]]
-    assert tf.sparse.to_dense(cut_rows(sparse, 1, 2)).numpy().tolist() == [[0, 0, 0], [3, 0, 0]]
+    assert rows_if(True, ragged).to_list() == ragged.to_list() and rows_if(False, ragged).to_list() == []
+    assert tf.sparse.to_dense(rows_if(True, sparse)).numpy().tolist() == [[1, 0, 2], [0, 0, 0], [3, 0, 0]]
+    assert tf.sparse.to_dense(rows_if(False, sparse)).shape == (0, 3)
     assert (int(count_rows(ragged)), int(count_rows(sparse))) == (4, 3)
     (first, one), (second, two) = (take_share(ragged, 3, piece) for piece in (0, 2))
     assert (first.to_list(), int(one)) == ([[0], [1, 2]], 2)

@@ -104,9 +104,13 @@ def take_share(batch: Any, pieces: int, piece: int) -> tuple[Any, Any]:
         return tf.nest.map_structure(cut, batch), share(total, pieces, piece)[1]
 
 
-def cut_rows(batch: Any, begin: Any, size: Any) -> Any:
-    """`batch[begin : begin + size]` for every component of a (nested) batch that has rows."""
-    return tf.nest.map_structure(lambda leaf: _cut(leaf, begin, size) if is_batched(leaf) else leaf, batch)
+def rows_if(wanted: Any, batch: Any) -> Any:
+    """All rows of a (nested) batch, or none of them unless `wanted`, a bool scalar."""
+
+    def cut(leaf: Any) -> Any:
+        return _cut(leaf, 0, tf.where(wanted, _rows(leaf), 0)) if is_batched(leaf) else leaf
+
+    return tf.nest.map_structure(cut, batch)
 
 
 def rows_of_piece(batch: Any, pieces: int, piece: int) -> Any:

@@ -29,6 +29,8 @@ FLOPS_PER_BYTE = 10
 _COPIES_IN_TRAINING = 4
 _BYTES_OF_STRING = 16
 _WARM_UPS, _RUNS = 2, 5
+# Operations whose results are there all the time.
+NOT_COMPUTED = frozenset({"ReadVariableOp", "Const", "VarHandleOp", "Placeholder"})
 
 
 def costs_of(graph: LayerGraph, rows: int) -> list[Cost]:
@@ -73,6 +75,45 @@ def costs_of(graph: LayerGraph, rows: int) -> list[Cost]:
             frozen_bytes = float(sum(_variable_bytes(v) for v in new if not v.trainable))
             costs.append(Cost(flops, parameter_bytes, output_bytes, 0.0, frozen_bytes))
     return costs
+
+
+def kept_bytes(graph: LayerGraph, rows: int) -> list[float]:
+    """Counts what each call makes that its backward pass reads, and what it returns, without running any.
+
+    For simple layers that is what they return. An attention layer returns a hundredth of the scores that it keeps.
+
+    Args:
+        graph: the calls.
+        rows: size of a batch.
+
+    Raises:
+        ValueError: as for `costs_of`.
+
+    Example:
+        >>> import keras
+        >>> from tfdist.layer_graph.graph import flatten
+        >>> inputs = keras.Input((64, 8))
+        >>> model = keras.Model(inputs, keras.layers.MultiHeadAttention(2, 4)(inputs, inputs))
+        >>> costs_of(flatten(model), rows=1)[0].output_bytes, kept_bytes(flatten(model), rows=1)
+        (2048.0, [76800.0])
+    """
+    _check_rows(rows)
+    scratch = tf.__internal__.FuncGraph("tfdist_kept")
+    found = []
+    with scratch.as_default(), keras.StatelessScope():
+        values = {key: _placeholder(*graph.shapes[key], rows) for key in graph.inputs}
+        for call in graph.calls:
+            before = len(scratch.get_operations())
+            _run(call, values, graph)
+            forward = {op.name: op for op in scratch.get_operations()[before:] if op.type not in NOT_COMPUTED}
+            read = [op.outputs[0] for op in scratch.get_operations()[before:] if op.type == "ReadVariableOp"]
+            outputs, inputs = ([values[key] for key in keys] for keys in (call.outputs, call.inputs.values()))
+            before = len(scratch.get_operations())
+            tf.gradients(*([x for x in xs if _is_floating(x)] for xs in (outputs, [*inputs, *read])))
+            backward = scratch.get_operations()[before:]
+            reads = [x for op in backward for x in op.inputs if x.op.name in forward and _is_floating(x)]
+            found.append(float(sum(map(_tensor_bytes, {id(x): x for x in [*outputs, *reads]}.values()))))
+    return found
 
 
 def measured_costs(graph: LayerGraph, rows: int) -> list[Cost]:
@@ -277,6 +318,10 @@ def _sample(shape: Sequence[int | None], dtype: str, rows: int) -> tf.Tensor:
 def _filled(shape: Sequence[int | None], rows: int) -> list[int]:
     """A shape without unknown dimensions; the first is the batch."""
     return [(_OPEN_DIMENSION if i else rows) if size is None else size for i, size in enumerate(shape)]
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, tf.Tensor) and value.dtype.is_floating
 
 
 def _tensor_bytes(tensor: Any) -> int:

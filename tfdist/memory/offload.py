@@ -23,6 +23,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.layer_graph.costs import NOT_COMPUTED
 from tfdist.layer_graph.pure_call import PureResult
 from tfdist.memory.block_call import BlockCall, watch
 from tfdist.memory.op_recorder import record_operations
@@ -30,8 +31,6 @@ from tfdist.memory.order import Keeping, gated, released_together, waiting_for
 from tfdist.memory.recompute import Recomputed
 
 _NOT_COPIED = frozenset({tf.resource, tf.variant, tf.string})
-# Operations whose results are there all the time, so that sending them saves nothing.
-_LEFT = frozenset({"ReadVariableOp", "Const", "VarHandleOp", "Placeholder"})
 
 
 def is_data(tensor: tf.Tensor) -> bool:
@@ -145,7 +144,7 @@ class Swapped(BlockCall):
 
 def _is_kept(tensor: tf.Tensor) -> bool:
     """Whether it is the result of a computation, which is kept for the backward pass."""
-    return is_data(tensor) and tensor.op.type not in _LEFT
+    return is_data(tensor) and tensor.op.type not in NOT_COMPUTED
 
 
 class Fetched(Recomputed):

@@ -13,7 +13,7 @@ from typing import Any
 import keras
 
 from tfdist.layer_graph.chunk import uncuttable
-from tfdist.layer_graph.costs import costs_of, crossing
+from tfdist.layer_graph.costs import costs_of, crossing, kept_bytes
 from tfdist.layer_graph.graph import LayerGraph
 from tfdist.layer_graph.partition import balance
 
@@ -128,7 +128,7 @@ def automatic_cuts(graph: LayerGraph) -> tuple[int, ...]:
         >>> automatic_cuts(flatten(keras.Sequential(layers)._functional))
         (3, 6)
     """
-    made = [cost.output_bytes for cost in costs_of(graph, _ROWS)]
+    made = kept_bytes(graph, _ROWS)
     sent = [_ROWS * bytes_of_a_row for bytes_of_a_row in crossing(graph)]
     forbidden = uncuttable(graph)
     best, least = (), float(sum(made))
@@ -202,7 +202,8 @@ def stream_cuts(graph: LayerGraph) -> tuple[int, ...]:
         >>> stream_cuts(flatten(keras.Sequential(layers)._functional))
         (1, 2, 3)
     """
-    needs = [cost.parameter_bytes + cost.output_bytes for cost in costs_of(graph, _ROWS)]
+    parameters = [cost.parameter_bytes for cost in costs_of(graph, _ROWS)]
+    needs = [sum(both) for both in zip(parameters, kept_bytes(graph, _ROWS), strict=True)]
     total = [0.0, *itertools.accumulate(needs)]
     forbidden = uncuttable(graph)
     bounds = [place for place in range(len(needs) + 1) if place not in forbidden]

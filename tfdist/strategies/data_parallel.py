@@ -18,7 +18,7 @@ from tfdist.compat.upstream import DistributedValues, SyncOnReadVariable, distri
 from tfdist.compression import PowerSGD, TopK
 from tfdist.compression.compressor import Compressor
 from tfdist.inspection import global_seeds
-from tfdist.inspection.batch_sharding import GlobalBatch, cut_rows, static_rows
+from tfdist.inspection.batch_sharding import GlobalBatch, rows_if, static_rows
 from tfdist.inspection.model_parts import metrics_of
 from tfdist.memory.policy import policy_of
 from tfdist.steps import collectives, local_values, step_logs
@@ -100,7 +100,7 @@ class DataParallel:
             previous, self._keras_step = self._keras_step, step
             stack.callback(setattr, self, "_keras_step", previous)
             stack.enter_context(_other_random_numbers(self.extended._input_position()[1]))
-            stack.enter_context(xla.marked(step.model or predicting_model(fn)))
+            stack.enter_context(xla.marked(step.model or predicting_model(fn), batch))
             outputs = super().run(replica_step, batch, None, options)
         if step.kind == "predict":
             return outputs
@@ -162,7 +162,14 @@ class DataParallelExtended:
         in_replica = isinstance(thread, mirrored_run._MirroredReplicaThread) and not tf.executing_eagerly()
         if in_replica and thread.graph is not tf.compat.v1.get_default_graph():
             return False
-        return super()._use_merge_call()
+        # Upstream does without it where XLA compiles for GPUs, and emits collectives: one replica needs neither.
+        return self._container_strategy().num_replicas_in_sync == 1 or super()._use_merge_call()
+
+    def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        # Upstream has a collective of one, which XLA does not compile everywhere.
+        if self._container_strategy().num_replicas_in_sync == 1:
+            return value
+        return super()._replica_ctx_all_reduce(reduce_op, value, options)
 
     def _create_variable(self, next_creator: Callable, **kwargs: Any) -> Any:
         variable = super()._create_variable(next_creator, **kwargs)
@@ -211,9 +218,11 @@ def _plain(args: tuple) -> tuple:
 def _predict_on_replica(data: Any, rows: Any, global_rows: Any) -> Any:
     step = current_step()
     global_seeds.share(step.global_seeds)
+    outputs = step.function(data)
     if rows is not None and (static_rows(data) or 0) <= 1:
-        data = cut_rows(data, 0, rows)
-    return step.function(data)
+        # Not before: layers may fail without rows, as cuDNN's do.
+        outputs = rows_if(rows > 0, outputs)
+    return outputs
 
 
 @tf.autograph.experimental.do_not_convert

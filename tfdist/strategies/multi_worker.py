@@ -102,9 +102,10 @@ class MultiWorkerMirroredStrategy(JobMember, tf.distribute.MultiWorkerMirroredSt
             averaged at every step).
         memory: what models keep for their backward pass, see `tfdist.memory.MemoryPolicy`; by default everything.
         transport: what carries the sums over the processes. `"tensorflow"`: TensorFlow's collectives. `"direct"`, for
-            CPUs: shared memory on a host and sockets between hosts, several times faster; each process listens at
-            another port, which the system chooses. `"auto"`: direct for CPUs, if all can connect, and there are no
-            `communication_options`. By default what `tfdist run --transport` says, or TFDIST_TRANSPORT; else `"auto"`.
+            CPUs and GPUs that processes share: shared memory on a host and sockets between hosts, several times faster
+            on CPUs; each process listens at another port, which the system chooses. `"auto"`: direct where it can be,
+            if all can connect, and there are no `communication_options`. By default what `tfdist run --transport` says,
+            or TFDIST_TRANSPORT; else `"auto"`.
         start_timeout: how long to wait at the start until all processes are there, in seconds.
         peer_timeout: how long to wait for another process that has not yet come to the same call, in seconds.
 

@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat.upstream import model_supports_jit
+from tfdist.compat.upstream import DistributedValues, model_supports_jit
 
 
 def automatic(model: keras.Model) -> bool:
@@ -32,8 +32,13 @@ def not_as_a_whole(model: keras.Model) -> Iterator[None]:
         model._jit_compile = before
 
 
-def marked(model: keras.Model) -> Any:
-    """A context in which traced operations are marked for XLA, if the model was compiled with `jit_compile`."""
-    if not model.jit_compile or tf.executing_eagerly():
+def marked(model: keras.Model, batch: Any = None) -> Any:
+    """A context in which traced operations are marked for XLA, if the model was compiled with `jit_compile`.
+
+    Not for ragged batches: XLA compiles a cluster for each number of values, and mistakes one for another.
+    """
+    of_replicas = [leaf.values if isinstance(leaf, DistributedValues) else [leaf] for leaf in tf.nest.flatten(batch)]
+    is_ragged = any(isinstance(leaf, tf.RaggedTensor) for leaves in of_replicas for leaf in leaves)
+    if not model.jit_compile or is_ragged or tf.executing_eagerly():
         return contextlib.nullcontext()
     return tf.xla.experimental.jit_scope()

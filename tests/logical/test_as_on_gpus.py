@@ -1,0 +1,77 @@
+"""What happens on GPUs only, on CPU devices: Keras compiles by itself, and libraries refuse to compute without rows."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from unittest import mock
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow.python.distribute import mirrored_run, mirrored_strategy
+
+import tfdist
+from tests.features.table import FEATURES, batches, rows
+from tests.tiers import daily
+
+# Where compiling, or what TensorFlow does without where it compiles for GPUs, could make a difference.
+ROWS = (
+    "last batch of one row (81 rows)",
+    "BatchNormalization",
+    "gradient_accumulation_steps",
+    "steps_per_execution, uneven",
+    "mixed_float16",
+    "Embedding and Adam (sparse gradients)",
+    "masked sequences, a loss per time step",
+    "BatchNormalization in a custom train_step, uneven",
+    "ragged input",
+    "train_on_batch, test_on_batch, predict_on_batch",
+)
+
+
+@contextlib.contextmanager
+def with_gpus() -> Iterator[None]:
+    """Lets `jit_compile="auto"` find a GPU, and tf.distribute take CPU devices for GPUs where it compiles."""
+    original = tf.config.list_physical_devices
+
+    def devices(kind: str | None = None) -> list:
+        gpu = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
+        return [*([] if kind == "GPU" else original(kind)), *([] if kind == "CPU" else [gpu])]
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(tf.config, "list_physical_devices", devices))
+        for module in (mirrored_run, mirrored_strategy):
+            stack.enter_context(mock.patch.object(module, "_is_gpu_device", lambda device: True))
+        yield
+
+
+@pytest.mark.parametrize("name", daily(ROWS, "mixed_float16", "ragged input"))
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_features_that_keras_compiles(name: str, replicas: int) -> None:
+    with with_gpus():
+        strategy = tfdist.MirroredStrategy(["CPU:0", "CPU:1"][:replicas])
+        assert FEATURES[name](strategy), "nothing was compared"
+
+
+@keras.saving.register_keras_serializable(package="tfdist_tests")
+class WithRows(keras.layers.Layer):
+    """Fails without rows, as cuDNN's recurrent layers do."""
+
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        with tf.control_dependencies([tf.debugging.assert_positive(tf.shape(x)[0], "a batch without rows")]):
+            return tf.identity(x)
+
+
+@pytest.mark.parametrize("as_dataset", [False, True])
+def test_a_layer_that_fails_without_rows(mirrored, as_dataset: bool) -> None:
+    x, y = rows(33)
+    with mirrored.scope():
+        model = keras.Sequential([keras.Input((8,)), WithRows(), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    data = (batches(x, y),) if as_dataset else (x, y)
+    model.fit(*data, batch_size=None if as_dataset else 16, verbose=0)
+    model.evaluate(*data, batch_size=None if as_dataset else 16, verbose=0)
+    found = model.predict(data[0], batch_size=None if as_dataset else 16, verbose=0)
+    np.testing.assert_allclose(found, model(x).numpy(), atol=1e-6)
