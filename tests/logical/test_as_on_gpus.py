@@ -16,6 +16,8 @@ import tfdist
 from tests.features.table import FEATURES, batches, rows
 from tests.tiers import daily
 
+# For ever: a cluster of one replica needed a sum, which needed that cluster.
+WAITED = "a train_step without call, layers built in it (as in Keras' VAE and DCGAN examples)"
 # Where compiling, or what TensorFlow does without where it compiles for GPUs, could make a difference.
 ROWS = (
     "last batch of one row (81 rows)",
@@ -28,6 +30,7 @@ ROWS = (
     "BatchNormalization in a custom train_step, uneven",
     "ragged input",
     "train_on_batch, test_on_batch, predict_on_batch",
+    WAITED,
 )
 
 
@@ -47,12 +50,16 @@ def with_gpus() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("name", daily(ROWS, "mixed_float16", "ragged input"))
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_features_that_keras_compiles(name: str, replicas: int) -> None:
+@pytest.mark.parametrize("name", daily(ROWS, "mixed_float16"))
+def test_one_replica_that_keras_compiles(name: str) -> None:
     with with_gpus():
-        strategy = tfdist.MirroredStrategy(["CPU:0", "CPU:1"][:replicas])
-        assert FEATURES[name](strategy), "nothing was compared"
+        assert FEATURES[name](tfdist.MirroredStrategy(["CPU:0"])), "nothing was compared"
+
+
+@pytest.mark.parametrize("name", daily(ROWS, "ragged input", WAITED))
+def test_two_replicas_that_keras_compiles(name: str) -> None:
+    with with_gpus():
+        assert FEATURES[name](tfdist.MirroredStrategy(["CPU:0", "CPU:1"])), "nothing was compared"
 
 
 @keras.saving.register_keras_serializable(package="tfdist_tests")

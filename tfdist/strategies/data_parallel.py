@@ -146,7 +146,11 @@ class DataParallelExtended:
 
     def _batch_reduce_to(self, reduce_op: Any, pairs: Any, options: Any) -> Any:
         pairs = [(value, self._place(destinations)) for value, destinations in pairs]
-        return _agreed(super()._batch_reduce_to(reduce_op, pairs, options))
+        results = super()._batch_reduce_to(reduce_op, pairs, options)
+        step = self._container_strategy()._keras_step
+        if len(self.worker_devices) > 1 and step is not None and xla.is_wanted(step.model):
+            results = [_needs_all_parts(result, value) for result, (value, _) in zip(results, pairs, strict=True)]
+        return _agreed(results)
 
     def _gather_to_implementation(self, value: Any, destinations: Any, axis: int, options: Any) -> Any:
         return _agreed(super()._gather_to_implementation(value, self._place(destinations), axis, options))
@@ -202,11 +206,30 @@ class DataParallelExtended:
         return distribute_utils.regroup(parts, always_wrap=True)
 
 
+def _needs_all_parts(result: Any, parts: Any) -> Any:
+    """Lets TensorFlow see that a sum is there when the parts of all replicas are, which a collective does not tell.
+
+    Otherwise XLA may put what one replica's part is made of, and what another replica's sum flows into, into one
+    cluster: that would wait for the sum, and the sum for the cluster.
+    """
+    tensors = [x for x in tf.nest.flatten(_values(parts), expand_composites=True) if tf.is_tensor(x)]
+    summed = []
+    for one in _values(result):
+        with tf.device(one.device), tf.control_dependencies(tensors):
+            summed.append(tf.nest.map_structure(tf.identity, one, expand_composites=True))
+    if not isinstance(result, DistributedValues):
+        return summed[0]
+    return distribute_utils.regroup(tuple(summed), wrap_class=type(result), always_wrap=True)
+
+
+def _values(value: Any) -> list:
+    return list(value.values) if isinstance(value, DistributedValues) else [value]
+
+
 def _agreed(result: Any) -> Any:
     """Marks what replicas have reduced or gathered as global."""
     for one in tf.nest.flatten(result):
-        values = list(one.values) if isinstance(one, DistributedValues) else [one]
-        local_values.agreed(tf.nest.flatten(values, expand_composites=True))
+        local_values.agreed(tf.nest.flatten(_values(one), expand_composites=True))
     return result
 
 

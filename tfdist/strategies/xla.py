@@ -39,6 +39,9 @@ def marked(model: keras.Model, batch: Any = None) -> Any:
     """
     of_replicas = [leaf.values if isinstance(leaf, DistributedValues) else [leaf] for leaf in tf.nest.flatten(batch)]
     is_ragged = any(isinstance(leaf, tf.RaggedTensor) for leaves in of_replicas for leaf in leaves)
-    if not model.jit_compile or is_ragged or tf.executing_eagerly():
-        return contextlib.nullcontext()
-    return tf.xla.experimental.jit_scope()
+    return tf.xla.experimental.jit_scope() if is_wanted(model) and not is_ragged else contextlib.nullcontext()
+
+
+def is_wanted(model: keras.Model | None) -> bool:
+    """Whether a step of a model is traced that was compiled with `jit_compile`."""
+    return model is not None and model.jit_compile and not tf.executing_eagerly()
