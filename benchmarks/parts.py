@@ -47,7 +47,7 @@ class Benchmark:
         folder: of the package.
         parts: by name.
         samples: how often everything is measured, unless the command line says so.
-        pins: whether the processes are pinned to two cores.
+        pins: whether its processes are pinned to the two cores, so that the record names them.
     """
 
     package: str

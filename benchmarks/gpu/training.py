@@ -55,9 +55,11 @@ def of(model: str, group: str) -> Callable[[Children, int, bool], list[dict]]:
 
 
 def _command(settings: str, address: str) -> tuple[Command, ...]:
-    # Unlike other benchmarks it hides no GPU, and takes no cores away from the process that feeds one.
+    # Unlike other benchmarks it hides no GPU, and takes no cores away from the process that feeds one. As several
+    # processes use the GPU, none may take all of its memory.
+    environ = {**os.environ, "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
     words = (sys.executable, "-m", f"{__package__}.worker", settings, address)
-    return (Command(words, os.environ, tuple(os.sched_getaffinity(0))),)
+    return (Command(words, environ, tuple(os.sched_getaffinity(0))),)
 
 
 def _measure(processes: Mapping[str, Answering], windows: int) -> list[dict]:

@@ -31,6 +31,7 @@ ROWS = (
     "ragged input",
     "train_on_batch, test_on_batch, predict_on_batch",
     WAITED,
+    "state that layers and a train_step keep (centre, counts, momentum encoder, memory bank)",
 )
 
 

@@ -17,6 +17,7 @@ from keras import layers
 import tfdist
 from tests.logical.memory_models import CLASSES, MODELS, data, dense, transformer, written
 from tests.logical.test_memory_transparency import assert_equal, plain, train
+from tfdist.layer_graph.costs import kept_bytes
 from tfdist.layer_graph.graph import flatten
 from tfdist.memory import MemoryPolicy, apply, remove
 from tfdist.memory.segmentation import automatic_cuts, stream_cuts
@@ -56,6 +57,19 @@ def test_attention_is_taken_for_what_it_keeps_not_for_what_it_returns():
     for cuts in (automatic_cuts(graph), stream_cuts(graph)):
         bounds = (0, *cuts, len(graph.calls))
         assert [sum(a <= p < b for p in of_attention) for a, b in itertools.pairwise(bounds)] == [1] * 4
+
+
+def test_what_tells_no_size_or_gradient_is_not_counted():
+    """As what cuDNN keeps of a recurrent layer, and operations that training never differentiates."""
+
+    def unsized(x):
+        return tf.ensure_shape(x * tf.py_function(lambda y: y + 1, [x], tf.float32), x.shape)
+
+    x = inputs = keras.Input((6, 6, 2))
+    x = layers.Lambda(lambda x: tf.image.resize(x, (4, 4), method="area"))(x)
+    x = layers.Lambda(unsized, output_shape=(4, 4, 2))(x)
+    counted = kept_bytes(flatten(keras.Model(inputs, layers.Flatten()(x))), rows=1)
+    assert counted[0] == 4 * 4 * 2 * 4 and all(counted)
 
 
 def test_named_layers_and_classes():

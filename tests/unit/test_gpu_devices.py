@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import tensorflow as tf
 
+from tfdist.cluster import gpus
 from tfdist.cluster.config import ClusterConfig
 from tfdist.runtime import job
 from tfdist.strategies import multi_worker
@@ -61,7 +62,7 @@ def test_only_gpus_that_are_shared_have_a_direct_transport() -> None:
     devices = ["/job:worker/task:1/device:GPU:0"]
     assert _exchange_of(_Job(shares_gpus=False), devices, "auto", 1.0) is None
     with pytest.raises(
-        ValueError, match=r"Received: transport='direct' with .*GPU:0\. Expected: CPUs; GPUs exchange by"
+        ValueError, match=r"Received: transport='direct' with .*GPU:0\. Expected: CPUs, or GPUs that processes"
     ):
         _exchange_of(_Job(shares_gpus=False), devices, "direct", 1.0)
     assert _exchange_of(_Job(shares_gpus=True), devices, "auto", 1.0) == "an exchange"
@@ -84,6 +85,19 @@ def test_each_logical_device_names_its_gpu(one_of_eight: None, monkeypatch: pyte
     # Of unknown ones, those of a process are told apart, and none is another process'.
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
     assert len(set(job.own_gpus())) == 1 and str(os.getpid()) in job.own_gpus()[0]
+
+
+def test_slices_have_the_name_of_their_gpu() -> None:
+    """NCCL connects no two slices of a GPU."""
+    listing = (
+        "GPU 0: NVIDIA H200 (UUID: GPU-aa)\n"
+        "  MIG 3g.71gb     Device  0: (UUID: MIG-11)\n"
+        "  MIG 3g.71gb     Device  1: (UUID: MIG-22)\n"
+        "GPU 1: NVIDIA H200 (UUID: GPU-bb)\n"
+    )
+    names = ["0", "1", "MIG-22", "MIG-2", "GPU-b", "2", "GPU-c"]
+    found = [gpus.parse_unique_name(listing, name) for name in names]
+    assert found == ["GPU-aa", "GPU-bb", "GPU-aa", "GPU-aa", "GPU-bb", "", ""]
 
 
 def test_unknown_transport() -> None:

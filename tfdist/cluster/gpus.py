@@ -25,11 +25,12 @@ def visible_gpus(env: Mapping[str, str]) -> tuple[str, ...]:
 def unique_names(env: Mapping[str, str]) -> tuple[str, ...]:
     """The GPUs of `visible_gpus` by names that no other GPU has; "" for one that `nvidia-smi -L` does not list.
 
-    Numbers are not enough: where Slurm or a container hides the others, each process calls its own GPU 0.
+    Numbers are not enough: where Slurm or a container hides the others, each process calls its own GPU 0. A MIG slice
+    has the name of its GPU.
     """
-    unique = parse_unique_names(_nvidia_smi(env))
-    # CUDA allows the beginning of a unique name.
-    return tuple(next((u for name, u in unique if gpu == name or u.startswith(gpu)), "") for gpu in visible_gpus(env))
+    listing, listed = _nvidia_smi(env), env.get("CUDA_VISIBLE_DEVICES")
+    visible = parse_nvidia_smi(listing) if listed is None else parse_visible_devices(listed)
+    return tuple(parse_unique_name(listing, name) for name in visible)
 
 
 def _nvidia_smi(env: Mapping[str, str]) -> str:
@@ -60,23 +61,36 @@ def parse_visible_devices(text: str) -> tuple[str, ...]:
 
 def parse_nvidia_smi(listing: str) -> tuple[str, ...]:
     """Reads `nvidia-smi -L`: one name per GPU, or per MIG slice of a GPU that is partitioned."""
-    return tuple(name for name, _ in parse_unique_names(listing))
+    return tuple(name for number, _, slices in _parsed(listing) for name in (slices or [number]))
 
 
-def parse_unique_names(listing: str) -> tuple[tuple[str, str], ...]:
-    """Reads `nvidia-smi -L`: for each GPU, or MIG slice, what CUDA_VISIBLE_DEVICES calls it and its unique name.
+def parse_unique_name(listing: str, name: str) -> str:
+    """The unique name of a GPU, or of that of a MIG slice, in `nvidia-smi -L`; "" if it is not there.
+
+    Args:
+        listing: what the command prints.
+        name: what CUDA_VISIBLE_DEVICES has: a number, or a unique name or its beginning.
 
     Example:
-        >>> parse_unique_names("GPU 0: NVIDIA L4 (UUID: GPU-1b)\\nGPU 1: NVIDIA L4 (UUID: GPU-7c)")
-        (('0', 'GPU-1b'), ('1', 'GPU-7c'))
+        >>> listing = "GPU 0: NVIDIA L4 (UUID: GPU-1b)\\nGPU 1: NVIDIA L4 (UUID: GPU-7c)"
+        >>> parse_unique_name(listing, "1"), parse_unique_name(listing, "GPU-1")
+        ('GPU-7c', 'GPU-1b')
     """
-    groups: list[list[tuple[str, str]]] = []
+    for number, unique, slices in _parsed(listing):
+        if name == number or any(known.startswith(name) for known in (unique, *slices)):
+            return unique
+    return ""
+
+
+def _parsed(listing: str) -> list[tuple[str, str, list[str]]]:
+    """Number, unique name, and MIG slices of each GPU."""
+    found: list[tuple[str, str, list[str]]] = []
     for line in listing.splitlines():
         if match := _GPU_LINE.match(line):
-            groups.append([match.groups()])
-        elif groups and (match := _MIG_LINE.match(line)):
-            groups[-1].append((match.group(1), match.group(1)))
-    return tuple(name for gpu, *slices in groups for name in (slices or [gpu]))
+            found.append((match.group(1), match.group(2), []))
+        elif found and (match := _MIG_LINE.match(line)):
+            found[-1][2].append(match.group(1))
+    return found
 
 
 def are_shared(of_processes: Sequence[Sequence[str]]) -> bool:

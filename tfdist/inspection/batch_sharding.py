@@ -108,7 +108,8 @@ def rows_if(wanted: Any, batch: Any) -> Any:
     """All rows of a (nested) batch, or none of them unless `wanted`, a bool scalar."""
 
     def cut(leaf: Any) -> Any:
-        return _cut(leaf, 0, tf.where(wanted, _rows(leaf), 0)) if is_batched(leaf) else leaf
+        has_rows = tf.is_tensor(leaf) and bool(leaf.shape.rank)
+        return _cut(leaf, 0, tf.where(wanted, _rows(leaf), 0)) if has_rows else leaf
 
     return tf.nest.map_structure(cut, batch)
 

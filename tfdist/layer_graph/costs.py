@@ -80,7 +80,8 @@ def costs_of(graph: LayerGraph, rows: int) -> list[Cost]:
 def kept_bytes(graph: LayerGraph, rows: int) -> list[float]:
     """Counts what each call makes that its backward pass reads, and what it returns, without running any.
 
-    For simple layers that is what they return. An attention layer returns a hundredth of the scores that it keeps.
+    For simple layers that is what they return. An attention layer returns a small part of the scores that it keeps.
+    Layers are called as in a prediction: masks of Dropout are not counted.
 
     Args:
         graph: the calls.
@@ -105,15 +106,29 @@ def kept_bytes(graph: LayerGraph, rows: int) -> list[float]:
         for call in graph.calls:
             before = len(scratch.get_operations())
             _run(call, values, graph)
-            forward = {op.name: op for op in scratch.get_operations()[before:] if op.type not in NOT_COMPUTED}
-            read = [op.outputs[0] for op in scratch.get_operations()[before:] if op.type == "ReadVariableOp"]
-            outputs, inputs = ([values[key] for key in keys] for keys in (call.outputs, call.inputs.values()))
-            before = len(scratch.get_operations())
-            tf.gradients(*([x for x in xs if _is_floating(x)] for xs in (outputs, [*inputs, *read])))
-            backward = scratch.get_operations()[before:]
-            reads = [x for op in backward for x in op.inputs if x.op.name in forward and _is_floating(x)]
-            found.append(float(sum(map(_tensor_bytes, {id(x): x for x in [*outputs, *reads]}.values()))))
+            made = scratch.get_operations()[before:]
+            computed = {op.name for op in made if op.type not in NOT_COMPUTED}
+            variables = [op.outputs[0] for op in made if op.type == "ReadVariableOp"]
+            outputs = [values[key] for key in call.outputs]
+            sources = list(filter(_is_counted, [*(values[key] for key in call.inputs.values()), *variables]))
+            reads = _read_backward(list(filter(_is_counted, outputs)), sources)
+            kept = [*outputs, *(x for x in reads if x.op.name in computed and _is_counted(x))]
+            found.append(float(sum(map(_tensor_bytes, {id(x): x for x in kept}.values()))))
     return found
+
+
+def _read_backward(outputs: list[tf.Tensor], sources: list[tf.Tensor]) -> list[tf.Tensor]:
+    """What operations read that compute the gradients of a call; nothing if there are none."""
+    if not outputs:
+        return []
+    graph = outputs[0].graph
+    before = len(graph.get_operations())
+    try:
+        # One source may have been made of another: what is before it belongs to another call.
+        tf.gradients(outputs, sources, stop_gradients=sources)
+    except LookupError:  # an operation has no gradient; training does not ask for one of the model's inputs
+        return []
+    return [x for op in graph.get_operations()[before:] for x in op.inputs]
 
 
 def measured_costs(graph: LayerGraph, rows: int) -> list[Cost]:
@@ -320,8 +335,9 @@ def _filled(shape: Sequence[int | None], rows: int) -> list[int]:
     return [(_OPEN_DIMENSION if i else rows) if size is None else size for i, size in enumerate(shape)]
 
 
-def _is_floating(value: Any) -> bool:
-    return isinstance(value, tf.Tensor) and value.dtype.is_floating
+def _is_counted(value: Any) -> bool:
+    """Whether it has a gradient and a size; what cuDNN keeps for itself tells none."""
+    return isinstance(value, tf.Tensor) and value.dtype.is_floating and value.shape.rank is not None
 
 
 def _tensor_bytes(tensor: Any) -> int:

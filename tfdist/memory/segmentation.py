@@ -202,8 +202,8 @@ def stream_cuts(graph: LayerGraph) -> tuple[int, ...]:
         >>> stream_cuts(flatten(keras.Sequential(layers)._functional))
         (1, 2, 3)
     """
-    parameters = [cost.parameter_bytes for cost in costs_of(graph, _ROWS)]
-    needs = [sum(both) for both in zip(parameters, kept_bytes(graph, _ROWS), strict=True)]
+    counted = zip(costs_of(graph, _ROWS), kept_bytes(graph, _ROWS), strict=True)
+    needs = [cost.parameter_bytes + kept for cost, kept in counted]
     total = [0.0, *itertools.accumulate(needs)]
     forbidden = uncuttable(graph)
     bounds = [place for place in range(len(needs) + 1) if place not in forbidden]

@@ -131,8 +131,8 @@ def join(cluster: ClusterConfig, start_timeout: float, peer_timeout: float) -> J
             CoordinationStore(),
             is_gone=lambda rank: state_of(places[rank], _ANSWER_SECONDS) == GONE,
         )
-        _joined = Job(cluster, peers, ChiefIO(peers), chief["seed"], chief["seed is given"])
-        _joined.shares_gpus = gpus.are_shared([one["GPUs"] for one in everyone.values()])
+        shares_gpus = gpus.are_shared([one["GPUs"] for one in everyone.values()])
+        _joined = Job(cluster, peers, ChiefIO(peers), chief["seed"], chief["seed is given"], shares_gpus)
         atexit.register(_joined.leave)
         name_lost_peers(cluster)
     elif type(_joined) is not Job or _joined.cluster != cluster:
@@ -178,7 +178,7 @@ def own_gpus() -> list[str]:
     found = []
     for device in visible:
         number = int(device.name.rpartition(":")[2])
-        # Without nvidia-smi, it is taken for no other process'.
+        # Without nvidia-smi, no other process is taken to have it.
         name = names.get(number) or f"{socket.gethostname()} {os.getpid()} {number}"
         found += [name] * len(tf.config.get_logical_device_configuration(device) or [None])
     return found

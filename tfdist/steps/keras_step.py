@@ -41,6 +41,8 @@ class KerasStep:
         scaled_losses: (id of an optimizer, local replica) for each `scale_loss` that was called.
         sums: what the replicas add up or gather, in this order: see `tfdist.steps.collectives`.
         states: by local replica, what it has written of its layers' state: `tfdist.steps.layer_state`.
+        is_compiled: whether XLA compiles what the replicas compute between their exchanges.
+        exchanged: what came of the last exchange, on all replicas of this process.
         global_seeds: what `keras.random` functions draw from that are given no seed, for the replicas' threads.
     """
 
@@ -51,6 +53,8 @@ class KerasStep:
     scaled_losses: set[tuple[int, int]] = dataclasses.field(default_factory=set)
     sums: list[Any] = dataclasses.field(default_factory=list)
     states: dict[int, Any] = dataclasses.field(default_factory=dict)
+    is_compiled: bool = False
+    exchanged: list[tf.Tensor] = dataclasses.field(default_factory=list)
     global_seeds: keras.random.SeedGenerator | None = None
     _shares: dict[int, tuple[tf.Tensor, tf.Tensor, bool]] = dataclasses.field(default_factory=dict)
 

@@ -100,7 +100,8 @@ class DataParallel:
             previous, self._keras_step = self._keras_step, step
             stack.callback(setattr, self, "_keras_step", previous)
             stack.enter_context(_other_random_numbers(self.extended._input_position()[1]))
-            stack.enter_context(xla.marked(step.model or predicting_model(fn), batch))
+            step.is_compiled = xla.compiles(step.model or predicting_model(fn), batch)
+            stack.enter_context(xla.marked(step.is_compiled))
             outputs = super().run(replica_step, batch, None, options)
         if step.kind == "predict":
             return outputs
@@ -141,19 +142,42 @@ def wire_of(compression: Any, bucket_bytes: int | str | None, dtypes: Mapping[st
 class DataParallelExtended:
     """Mixin for subclasses of `tf.distribute.StrategyExtended`."""
 
-    def _reduce_to(self, *args: Any) -> Any:
-        return _agreed(super()._reduce_to(*args))
+    def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
+        result = super()._reduce_to(reduce_op, value, destinations, options)
+        return self._exchanged(value, result)
 
     def _batch_reduce_to(self, reduce_op: Any, pairs: Any, options: Any) -> Any:
         pairs = [(value, self._place(destinations)) for value, destinations in pairs]
         results = super()._batch_reduce_to(reduce_op, pairs, options)
-        step = self._container_strategy()._keras_step
-        if len(self.worker_devices) > 1 and step is not None and xla.is_wanted(step.model):
-            results = [_needs_all_parts(result, value) for result, (value, _) in zip(results, pairs, strict=True)]
-        return _agreed(results)
+        return self._exchanged([value for value, _ in pairs], results)
 
     def _gather_to_implementation(self, value: Any, destinations: Any, axis: int, options: Any) -> Any:
-        return _agreed(super()._gather_to_implementation(value, self._place(destinations), axis, options))
+        result = super()._gather_to_implementation(value, self._place(destinations), axis, options)
+        return self._exchanged(value, result)
+
+    def _exchanged(self, parts: Any, results: Any) -> Any:
+        """Lets TensorFlow see what a collective does not tell: a result needs the parts of all replicas.
+
+        Otherwise XLA may put what one replica's part is made of, and what another replica's result flows into, into one
+        cluster: that would wait for the result, and the result for the cluster. The same goes for the exchange before:
+        each device has them in order.
+
+        Args:
+            parts: of each replica of this process, a (nested) value.
+            results: what has become of them.
+
+        Returns:
+            The results, marked as global.
+        """
+        step = self._container_strategy()._keras_step
+        if step is not None and step.is_compiled and len(self.worker_devices) > 1:
+            # Those of a branch are not seen outside of it.
+            graph = tf.compat.v1.get_default_graph()
+            needed = [x for x in (*_tensors(parts), *step.exchanged) if x.graph is graph]
+            results = tf.nest.map_structure(lambda result: _waiting_for(needed, result), results)
+            step.exchanged = _tensors(results)
+        local_values.agreed(_tensors(results))
+        return results
 
     def _place(self, destinations: Any) -> Any:
         # What a replica exchanges goes where it is. TensorFlow asks the tensor, and those of a batch know no device.
@@ -206,31 +230,24 @@ class DataParallelExtended:
         return distribute_utils.regroup(parts, always_wrap=True)
 
 
-def _needs_all_parts(result: Any, parts: Any) -> Any:
-    """Lets TensorFlow see that a sum is there when the parts of all replicas are, which a collective does not tell.
-
-    Otherwise XLA may put what one replica's part is made of, and what another replica's sum flows into, into one
-    cluster: that would wait for the sum, and the sum for the cluster.
-    """
-    tensors = [x for x in tf.nest.flatten(_values(parts), expand_composites=True) if tf.is_tensor(x)]
-    summed = []
+def _waiting_for(needed: list[tf.Tensor], result: Any) -> Any:
+    copies = []
     for one in _values(result):
-        with tf.device(one.device), tf.control_dependencies(tensors):
-            summed.append(tf.nest.map_structure(tf.identity, one, expand_composites=True))
+        with tf.device(one.device), tf.control_dependencies(needed):
+            copies.append(tf.nest.map_structure(tf.identity, one, expand_composites=True))
     if not isinstance(result, DistributedValues):
-        return summed[0]
-    return distribute_utils.regroup(tuple(summed), wrap_class=type(result), always_wrap=True)
+        return copies[0]
+    return distribute_utils.regroup(tuple(copies), wrap_class=type(result), always_wrap=True)
 
 
 def _values(value: Any) -> list:
     return list(value.values) if isinstance(value, DistributedValues) else [value]
 
 
-def _agreed(result: Any) -> Any:
-    """Marks what replicas have reduced or gathered as global."""
-    for one in tf.nest.flatten(result):
-        local_values.agreed(tf.nest.flatten(_values(one), expand_composites=True))
-    return result
+def _tensors(nested: Any) -> list[tf.Tensor]:
+    """All tensors of all replicas."""
+    values = [_values(one) for one in tf.nest.flatten(nested)]
+    return [x for x in tf.nest.flatten(values, expand_composites=True) if tf.is_tensor(x)]
 
 
 def _plain(args: tuple) -> tuple:

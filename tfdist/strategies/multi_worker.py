@@ -14,7 +14,6 @@ import tensorflow as tf
 
 import tfdist
 from tfdist.arguments import check_seconds
-from tfdist.cluster import gpus
 from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.discovery import discover
 from tfdist.cluster.errors import ClusterError
@@ -24,7 +23,7 @@ from tfdist.compression import PowerSGD, TopK
 from tfdist.memory.policy import MemoryPolicy
 from tfdist.runtime.direct.exchange import Exchange
 from tfdist.runtime.direct.links import ExchangeError
-from tfdist.runtime.job import Job, join, own_gpus
+from tfdist.runtime.job import Job, join
 from tfdist.steps.collectives import broadcast
 from tfdist.steps.common_hooks import install
 from tfdist.strategies.direct_reduction import DirectReduction
@@ -39,8 +38,8 @@ _GROUP_KEYS = itertools.count(1_000_000, 1_000)
 # measured: the order of additions depends on it, and a job that goes on has to have the same.
 _BETWEEN_HOSTS = 4 << 20
 _SHARED = (
-    "Several replicas share a GPU: they take turns on it, and exchange gradients through the host's memory, as NCCL "
-    "refuses to connect them. One replica for each GPU is faster; `tfdist run` starts as many if -n is left out."
+    "Processes share a GPU, or have slices of one: they exchange gradients through the host's memory, as NCCL does not "
+    "connect them. Without slices, one process for each GPU is faster; `tfdist run` starts as many if -n is left out."
 )
 _log = logging.getLogger("tfdist")
 
@@ -112,7 +111,8 @@ class MultiWorkerMirroredStrategy(JobMember, tf.distribute.MultiWorkerMirroredSt
     Raises:
         tfdist.ClusterError: if the cluster description is wrong, the processes' descriptions differ, or a process does
             not come; the message names it.
-        ValueError: for an unknown `compression`, `batch_norm` or `transport`, or `"direct"` with GPUs.
+        ValueError: for an unknown `compression`, `batch_norm` or `transport`, or `"direct"` with GPUs that no other
+            process has.
 
     Example (started by `tfdist run -n 2 train.py`):
         >>> import keras, numpy as np, tfdist
@@ -155,8 +155,8 @@ class MultiWorkerMirroredStrategy(JobMember, tf.distribute.MultiWorkerMirroredSt
             # Its text is for who has started the job; where in tfdist it was found out only hides it.
             raise error.with_traceback(None) from None
         self._collective_key_base = next(_GROUP_KEYS)
-        shares_gpus = self._job.shares_gpus if self._job else gpus.are_shared([own_gpus()])
-        if shares_gpus and config.is_chief:
+        shares_gpus = self._job.shares_gpus if self._job else _cuts_a_gpu()
+        if self._job and shares_gpus and config.is_chief and communication_options is None:
             _log.warning(_SHARED)
         # The upstream initializer names its extended class; this does the rest of what it does.
         extended = _MultiWorkerExtended(
@@ -176,8 +176,14 @@ class MultiWorkerMirroredStrategy(JobMember, tf.distribute.MultiWorkerMirroredSt
         self._keras_hooks = JobHooks(self)
 
 
+def _cuts_a_gpu() -> bool:
+    """Whether this process has several logical devices of a GPU."""
+    parts = map(tf.config.get_logical_device_configuration, tf.config.get_visible_devices("GPU"))
+    return any(len(part or []) > 1 for part in parts)
+
+
 def _options_for_devices(shares_gpus: bool) -> tf.distribute.experimental.CommunicationOptions:
-    """NCCL for GPUs: asked for nothing, TensorFlow takes gRPC (tensorflow issue 50178). It refuses to share a GPU."""
+    """NCCL for GPUs: asked for nothing, TensorFlow takes gRPC (tensorflow issue 50178). NCCL refuses to share a GPU."""
     kinds = tf.distribute.experimental.CommunicationImplementation
     uses_nccl = bool(tf.config.get_visible_devices("GPU")) and not shares_gpus
     return tf.distribute.experimental.CommunicationOptions(implementation=kinds.NCCL if uses_nccl else kinds.AUTO)
@@ -202,8 +208,8 @@ def _exchange_of(job: Job, devices: Sequence[str], transport: str, start_timeout
     is_possible = are_cpus or job.shares_gpus
     if transport == DIRECT and not is_possible:
         raise ValueError(
-            f"Received: transport={DIRECT!r} with {', '.join(devices)}. Expected: CPUs; GPUs exchange by NCCL, with "
-            f"transport={TENSORFLOW!r}."
+            f"Received: transport={DIRECT!r} with {', '.join(devices)}. Expected: CPUs, or GPUs that processes "
+            f"share; others exchange by NCCL, with transport={TENSORFLOW!r}."
         )
     if transport == TENSORFLOW or not is_possible:
         return None

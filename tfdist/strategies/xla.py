@@ -32,16 +32,16 @@ def not_as_a_whole(model: keras.Model) -> Iterator[None]:
         model._jit_compile = before
 
 
-def marked(model: keras.Model, batch: Any = None) -> Any:
-    """A context in which traced operations are marked for XLA, if the model was compiled with `jit_compile`.
+def compiles(model: keras.Model, batch: Any = None) -> bool:
+    """Whether a step of a model is traced that was compiled with `jit_compile`, and XLA can compile it for this batch.
 
-    Not for ragged batches: XLA compiles a cluster for each number of values, and mistakes one for another.
+    Not a ragged one: XLA compiles a cluster for each number of values, and takes that of another number.
     """
     of_replicas = [leaf.values if isinstance(leaf, DistributedValues) else [leaf] for leaf in tf.nest.flatten(batch)]
     is_ragged = any(isinstance(leaf, tf.RaggedTensor) for leaves in of_replicas for leaf in leaves)
-    return tf.xla.experimental.jit_scope() if is_wanted(model) and not is_ragged else contextlib.nullcontext()
+    return bool(model.jit_compile) and not is_ragged and not tf.executing_eagerly()
 
 
-def is_wanted(model: keras.Model | None) -> bool:
-    """Whether a step of a model is traced that was compiled with `jit_compile`."""
-    return model is not None and model.jit_compile and not tf.executing_eagerly()
+def marked(is_compiled: bool) -> Any:
+    """A context in which traced operations are marked for XLA, if it is to compile them."""
+    return tf.xla.experimental.jit_scope() if is_compiled else contextlib.nullcontext()

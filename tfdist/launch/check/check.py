@@ -263,9 +263,11 @@ def all_reduce(cluster: ClusterConfig, timeout: float) -> dict[str, dict]:
     """
     import tensorflow as tf
 
+    from tfdist.runtime.job import joined
+
     found: dict[str, dict] = {TENSORFLOW: _timed_sum(cluster, timeout, TENSORFLOW)}
-    # GPUs exchange by NCCL, which is TensorFlow's.
-    if not tf.config.get_visible_devices("GPU"):
+    # GPUs exchange by NCCL, which is TensorFlow's, unless they are shared.
+    if not tf.config.get_visible_devices("GPU") or joined().shares_gpus:
         try:
             found[DIRECT] = _timed_sum(cluster, _DIRECT_SECONDS, DIRECT)
         except Exception as error:  # whatever it is, the other one's sum is told as well

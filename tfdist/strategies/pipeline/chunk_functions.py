@@ -194,7 +194,7 @@ class _Trace:
 
     def _forward_graph(self, suffix: str) -> func_graph.FuncGraph:
         def run(*flat: tf.Tensor) -> list[tf.Tensor]:
-            with xla.marked(self.functions.model):
+            with xla.marked(xla.compiles(self.functions.model)):
                 return self._run(list(flat))
 
         specs = [*self._variables, *pack(self.specs)[0]]
@@ -235,7 +235,7 @@ class _Trace:
             # One graph computes the forward pass again and then the gradients. Its arguments are the gradients of the
             # outputs, and those arguments of the forward function that it uses: all of them.
             backward = source
-            with backward.as_default(), xla.marked(self.functions.model):
+            with backward.as_default(), xla.marked(xla.compiles(self.functions.model)):
                 given = [tf.compat.v1.placeholder(y.dtype, y.shape) for y in ys]
                 gradients = gradients_util._GradientsHelper(ys, xs, grad_ys=given)
                 self._set_gradients(backward, gradients, count)
@@ -246,7 +246,7 @@ class _Trace:
         # forward function, and what was computed (the residuals), which the forward function has to return for it.
         with source.as_default():
             backward = func_graph.FuncGraph(f"{self._name}_backward")
-        with backward.as_default(), xla.marked(self.functions.model):
+        with backward.as_default(), xla.marked(xla.compiles(self.functions.model)):
             given = [tf.compat.v1.placeholder(y.dtype, y.shape) for y in ys]
             gradients = gradients_util._GradientsHelper(ys, xs, grad_ys=given, src_graph=source)
             self._set_gradients(backward, gradients, count)
