@@ -171,9 +171,9 @@ class DataParallelExtended:
         """
         step = self._container_strategy()._keras_step
         if step is not None and step.is_compiled and len(self.worker_devices) > 1:
-            # Those of a branch are not seen outside of it.
+            # Those of a branch are not seen outside of it; constants may be in no graph.
             graph = tf.compat.v1.get_default_graph()
-            needed = [x for x in (*_tensors(parts), *step.exchanged) if x.graph is graph]
+            needed = [x for x in (*_tensors(parts), *step.exchanged) if getattr(x, "graph", None) is graph]
             results = tf.nest.map_structure(lambda result: _waiting_for(needed, result), results)
             step.exchanged = _tensors(results)
         local_values.agreed(_tensors(results))
