@@ -43,6 +43,8 @@ def of(problem: str) -> Callable[[Children, int, bool], list[dict]]:
 def table(records: Sequence[Mapping]) -> str:
     """Each method beside none, whose accuracy differs between seeds, too."""
     plain = records[0]
+    # Gradients whose shapes are not known while tracing are not counted.
+    is_counted = plain["sent"] > 0
     header = ["compression", "sent a step, kB", "of all", "accuracy, %", "difference, points"]
     rows = []
     for record in records:
@@ -50,8 +52,8 @@ def table(records: Sequence[Mapping]) -> str:
         rows.append(
             [
                 f"`{record['method']}`",
-                f"{record['sent'] / 1e3:,.0f}",
-                f"1/{plain['sent'] / record['sent']:.0f}",
+                f"{record['sent'] / 1e3:,.0f}" if is_counted else "",
+                f"1/{plain['sent'] / record['sent']:.0f}" if is_counted else "",
                 markdown.spread(record["accuracies"]),
                 f"{difference:+.2f}" if record is not plain else "",
             ]

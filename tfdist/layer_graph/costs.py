@@ -81,7 +81,6 @@ def kept_bytes(graph: LayerGraph, rows: int) -> list[float]:
     """Counts what each call makes that its backward pass reads, and what it returns, without running any.
 
     For simple layers that is what they return. An attention layer returns a small part of the scores that it keeps.
-    Layers are called as in a prediction: masks of Dropout are not counted.
 
     Args:
         graph: the calls.
@@ -105,7 +104,7 @@ def kept_bytes(graph: LayerGraph, rows: int) -> list[float]:
         values = {key: _placeholder(*graph.shapes[key], rows) for key in graph.inputs}
         for call in graph.calls:
             before = len(scratch.get_operations())
-            _run(call, values, graph)
+            _run(call, values, graph, training=True)
             made = scratch.get_operations()[before:]
             computed = {op.name for op in made if op.type not in NOT_COMPUTED}
             variables = [op.outputs[0] for op in made if op.type == "ReadVariableOp"]
@@ -279,9 +278,9 @@ def _estimated_flops(call: Call, values: Mapping[int, Any]) -> float:
     return 2.0 * matrices * steps
 
 
-def _run(call: Call, values: dict[int, Any], graph: LayerGraph) -> None:
+def _run(call: Call, values: dict[int, Any], graph: LayerGraph, training: bool = False) -> None:
     try:
-        call.run(values, training=False)
+        call.run(values, training=training)
     except Exception as error:
         opened = [shape for shape, _ in (graph.shapes[key] for key in graph.inputs) if None in shape[1:]]
         if not opened:

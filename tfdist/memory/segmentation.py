@@ -21,6 +21,8 @@ _SHOWN = 5
 # With more blocks hardly less is kept: by then it is mostly the inputs of the blocks.
 _MOST = 64
 _ROWS = 16
+# More blocks have to keep this much less: each end of a block keeps TensorFlow from merging operations.
+_WORTH = 0.99
 # A block may need this many times what the largest layer needs, so that small layers can join a large one.
 _SLACK = 1.5
 
@@ -138,7 +140,7 @@ def automatic_cuts(graph: LayerGraph) -> tuple[int, ...]:
         except ValueError:  # there are no more places
             break
         kept = sum(sent[cut] for cut in cuts) + _largest(made, cuts)
-        if kept < least:
+        if kept < _WORTH * least:
             best, least = cuts, kept
     return best
 
