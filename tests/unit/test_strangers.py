@@ -466,10 +466,12 @@ def test_names_that_are_never_found_hold_nobody(
     first = _start(pool, cluster, 0, timeout, info={"same.keras": "3"})
     with _lie(cluster, version=99) as stranger:
         told = connections.receive(stranger, 10_000, time.monotonic() + DEADLINE)
-        assert "different versions" in told["error"][0]
     if patience > timeout:
+        # The search for names and the barrier end at the same moment: either may be told first.
+        assert "different versions" in told["error"][0] if "error" in told else "not all tasks" in told["timeout"][0]
         assert isinstance(first.exception(DEADLINE), BarrierTimeoutError)
     else:
+        assert "different versions" in told["error"][0]
         others = [_start(pool, cluster, rank, info={"same.keras": "3"}) for rank in (1, 2)]
         assert all(len(one.result(DEADLINE)) == 3 for one in (first, *others))
     assert 1 <= len(_lookups()) <= 16 and all(thread.daemon for thread in _lookups()), "no end of a program waits"
