@@ -15,8 +15,8 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tfdist.launch.local import fork_server
-from tfdist.launch.warm.zygote import ForkedProcess
+from tfdist.launcher.local import fork_server
+from tfdist.launcher.warm.zygote import ForkedProcess
 from tfdist.testing import preload
 
 # Everything that a server has forked has the server's environment in /proc, and so this; TFDIST_... it would not have.

@@ -11,13 +11,13 @@ import signal
 import socket
 import sys
 
-from tfdist.launch import process
-from tfdist.launch.operating_system import die_with_parent
-from tfdist.launch.run_plan import ProcessPlan
-from tfdist.launch.warm import zygote as warm_starts
-from tfdist.launch.warm import zygote_program
-from tfdist.launch.warm.preloaded import changed_for_import, first_path, run_as_main, shared_part
-from tfdist.launch.warm.zygote import ForkedProcess, Zygote, can_fork
+from tfdist.launcher import process
+from tfdist.launcher.operating_system import die_with_parent
+from tfdist.launcher.run_plan import ProcessPlan
+from tfdist.launcher.warm import zygote as warm_starts
+from tfdist.launcher.warm import zygote_program
+from tfdist.launcher.warm.preloaded import changed_for_import, first_path, run_as_main, shared_part
+from tfdist.launcher.warm.zygote import ForkedProcess, Zygote, can_fork
 
 
 class HeldZygote(Zygote):
@@ -60,7 +60,7 @@ def main(out: str, err: str, arguments: list[str]) -> None:
         return zygote.spawn(plan.env, plan.cpus, output, plan.command[2:])
 
     process.start_afresh = warm_starts.start_afresh = start
-    from tfdist.launch.command import main as tfdist
+    from tfdist.launcher.command import main as tfdist
 
     tfdist(arguments, prog_name="python -m tfdist")
 

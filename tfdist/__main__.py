@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tfdist.launch.command import main
+from tfdist.launcher.command import main
 
 if __name__ == "__main__":
     main(prog_name="python -m tfdist")

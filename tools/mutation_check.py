@@ -30,7 +30,7 @@ import psutil
 _ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(_ROOT))
 
-from tfdist.launch.operating_system import adopting_orphans  # noqa: E402
+from tfdist.launcher.operating_system import adopting_orphans  # noqa: E402
 from tools.mutations import MUTATIONS, Mutation  # noqa: E402
 
 FOUND, MISSED = "found", "NOT FOUND"

@@ -144,7 +144,7 @@ MUTATIONS = (
     Mutation(
         name="limit of restarts",
         effect="a run is restarted once more often than --max-restarts says",
-        file="tfdist/launch/restarts.py",
+        file="tfdist/launcher/restarts.py",
         old="if self.used >= self.limit:\n            return f",
         new="if self.used > self.limit:\n            return f",
         tests=(

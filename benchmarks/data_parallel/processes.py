@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tfdist.launch.guardian import Guardian
-from tfdist.launch.terminal import last_lines
+from tfdist.launcher.guardian import Guardian
+from tfdist.launcher.terminal import last_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 _TICK = 0.05

@@ -14,9 +14,9 @@ from benchmarks.data_parallel.table import fill, machine_line
 from benchmarks.faults.measure import Machine
 from benchmarks.faults.rows import ROWS
 from benchmarks.faults.table import table
-from tfdist.launch.drill.trial import Interrupted
-from tfdist.launch.guardian import Guardian
-from tfdist.launch.operating_system import SignalInbox
+from tfdist.launcher.drill.trial import Interrupted
+from tfdist.launcher.guardian import Guardian
+from tfdist.launcher.operating_system import SignalInbox
 
 _FOLDER = Path(__file__).parent
 _RESULTS = _FOLDER / "results.json"

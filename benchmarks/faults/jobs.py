@@ -16,10 +16,10 @@ from typing import Any, Protocol
 from benchmarks.checkpointing.step_log import StepReader
 from tfdist.checkpoint.folder_lock import VARIABLE
 from tfdist.cluster.ports import reserve
-from tfdist.launch.drill.trial import Trial
-from tfdist.launch.failure import exit_code
-from tfdist.launch.guardian import Guardian
-from tfdist.launch.operating_system import SignalInbox, spawn
+from tfdist.launcher.drill.trial import Trial
+from tfdist.launcher.failure import exit_code
+from tfdist.launcher.guardian import Guardian
+from tfdist.launcher.operating_system import SignalInbox, spawn
 from tfdist.supervision.events import of_kind
 from tfdist.supervision.exit_codes import REFUSED
 

@@ -16,10 +16,10 @@ from benchmarks.faults import SAVE_EVERY
 from benchmarks.faults.jobs import Job, Plain, UnderRun
 from benchmarks.faults.rows import PLAIN, RUN, Row
 from tests.system.hosts import Hosts
-from tfdist.launch.drill.comparison import compare
-from tfdist.launch.drill.trial import Interrupted, TrialError
-from tfdist.launch.guardian import Guardian
-from tfdist.launch.operating_system import SignalInbox
+from tfdist.launcher.drill.comparison import compare
+from tfdist.launcher.drill.trial import Interrupted, TrialError
+from tfdist.launcher.guardian import Guardian
+from tfdist.launcher.operating_system import SignalInbox
 from tfdist.supervision.exit_codes import REFUSED
 
 _STEPS = 16 * SAVE_EVERY

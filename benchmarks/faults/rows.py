@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.faults.jobs import Job, Plain
 from tfdist.checkpoint.manifest import FORMAT, MANIFEST_NAME
-from tfdist.launch.drill.faults import flip_bit, newest_checkpoint, truncate
+from tfdist.launcher.drill.faults import flip_bit, newest_checkpoint, truncate
 
 RUN, PLAIN = "tfdist run", "without it"
 Wait = Callable[[Callable[[], object]], None]

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist.checkpoint.store import CheckpointStore
-from tfdist.launch.drill.comparison import compare
+from tfdist.launcher.drill.comparison import compare
 
 TIMEOUT = 120.0
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tfdist.launch.horovod.options import DiscoveryError, hosts_of
-from tfdist.launch.horovod.remote import over_there, travels
-from tfdist.launch.process import start_unpinned
-from tfdist.launch.run_plan import ProcessPlan
+from tfdist.launcher.horovod.options import DiscoveryError, hosts_of
+from tfdist.launcher.horovod.remote import over_there, travels
+from tfdist.launcher.process import start_unpinned
+from tfdist.launcher.run_plan import ProcessPlan
 
 # Writes down its command line, and runs the command without this host's variables, as sshd does.
 SSH = """\

@@ -12,8 +12,8 @@ from click.testing import CliRunner
 from tfdist.jobs.record import Records
 from tfdist.jobs.request import Request
 from tfdist.jobs.status import SUCCEEDED
-from tfdist.launch.arguments import Target
-from tfdist.launch.command import main
+from tfdist.launcher.arguments import Target
+from tfdist.launcher.command import main
 
 
 @pytest.fixture(autouse=True)
@@ -133,7 +133,7 @@ def test_options_after_the_script_are_the_scripts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("statement", "loaded"),
     [
-        ("import tfdist.launch.command", []),
+        ("import tfdist.launcher.command", []),
         ("import tfdist.jobs.command", ["tfdist.jobs"]),
         ("import tfdist.jobs.local, tfdist.jobs.slurm", ["tfdist.jobs"]),
         ("import tfdist.jobs.kubernetes", ["tfdist.jobs"]),

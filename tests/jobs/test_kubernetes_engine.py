@@ -17,7 +17,7 @@ from tests.jobs.kubernetes_api import KubernetesApi
 from tfdist.jobs.engine import Engine, engine_of
 from tfdist.jobs.record import Records
 from tfdist.jobs.request import Request, SubmitError, UnansweredError
-from tfdist.launch.arguments import Target
+from tfdist.launcher.arguments import Target
 
 REQUEST = Request("kubernetes", Target("script", ("train.py",)), image="registry/train:1", name="train", grace=45)
 PROGRESS = {"time": time.time(), "name": "chief", "event": "progress", "epoch": 2, "epochs": 3, "step": 4, "steps": 8}

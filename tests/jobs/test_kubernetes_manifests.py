@@ -14,7 +14,7 @@ from tfdist.jobs.engine import engine_of
 from tfdist.jobs.kubernetes_manifests import as_label, checked_name, manifests
 from tfdist.jobs.record import Records
 from tfdist.jobs.request import Request, SubmitError
-from tfdist.launch.arguments import Target
+from tfdist.launcher.arguments import Target
 
 TARGET = Target("script", ("train.py", "--epochs", "3"))
 # Since then podFailurePolicy is stable; Indexed Jobs were before.

@@ -16,7 +16,7 @@ from tests.jobs.conftest import Tfdist, wait_until
 from tfdist.jobs.local_runner import Runner
 from tfdist.jobs.record import Records
 from tfdist.jobs.request import Request
-from tfdist.launch.arguments import Target
+from tfdist.launcher.arguments import Target
 from tfdist.supervision.identity import Identity, this_host
 
 # Waits for a file, and ends.

@@ -19,7 +19,7 @@ from tfdist.jobs.engine import engine_of
 from tfdist.jobs.local_attempt import after_end, code_from_events, is_due, outcome, share
 from tfdist.jobs.record import Record, Records
 from tfdist.jobs.request import Request, SubmitError
-from tfdist.launch.arguments import Target
+from tfdist.launcher.arguments import Target
 from tfdist.supervision.events import EventLog
 from tfdist.supervision.identity import Identity, host_in_file_name, shown_host, this_host
 

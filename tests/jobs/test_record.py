@@ -21,7 +21,7 @@ from tfdist.jobs.local_attempt import beginning_of, is_due
 from tfdist.jobs.local_runner import active, host_of, parallel_jobs, queue_of
 from tfdist.jobs.record import Records, new_id
 from tfdist.jobs.request import Request, SubmitError
-from tfdist.launch.arguments import Target
+from tfdist.launcher.arguments import Target
 from tfdist.supervision.identity import Identity
 
 REQUEST = Request("local", Target("module", ("train", "--epochs", "3")), workers=3, ps=1, name="mine")

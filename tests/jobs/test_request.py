@@ -7,7 +7,7 @@ import pytest
 from tfdist.jobs.request import Request, SubmitError, default_name, seconds_of
 from tfdist.jobs.slurm_script import for_slurm
 from tfdist.jobs.status import in_words
-from tfdist.launch.arguments import Target
+from tfdist.launcher.arguments import Target
 
 TARGET = Target("script", ("train.py",))
 

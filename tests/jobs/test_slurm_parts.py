@@ -22,7 +22,7 @@ from tfdist.jobs.request import Request, SubmitError
 from tfdist.jobs.slurm import SlurmEngine, fewest_nodes, run
 from tfdist.jobs.slurm_script import batch_script
 from tfdist.jobs.slurm_states import from_sacct, from_scontrol, from_squeue
-from tfdist.launch.arguments import Target
+from tfdist.launcher.arguments import Target
 
 PROGRAM = Target("command", ("/bin/sh", "-c", "exit 0"))
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.launcher.conftest import SOURCE, wait_until
-from tfdist.launch.warm.zygote import ForkedProcess, Zygote
+from tfdist.launcher.warm.zygote import ForkedProcess, Zygote
 
 COMMAND = (sys.executable, "-u", "script.py", "--epochs", "3")
 READY = 90.0

@@ -14,20 +14,20 @@ from types import SimpleNamespace
 import pytest
 
 from tfdist.cluster import ports
-from tfdist.launch.check.check import check
+from tfdist.launcher.check.check import check
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
 
 _DEADLINE = 90
 # A process that is told that it has another version, or that does not listen where it says.
 _OTHER_VERSION = """
-from tfdist.launch import machine
-from tfdist.launch.check import assembly
+from tfdist.launcher import machine
+from tfdist.launcher.check import assembly
 assembly.versions = lambda: {**machine.versions(), "tensorflow": "2.19.9"}
 """
 _NO_SUM = """
 import time
-from tfdist.launch.check import check
+from tfdist.launcher.check import check
 check.all_reduce = lambda cluster, timeout: time.sleep(1000)
 """
 # TensorFlow is there before the time of the sum begins: on a busy machine the import alone may take longer.
@@ -35,11 +35,11 @@ _STARTED = """
 import tensorflow
 """
 _IMPATIENT = """
-from tfdist.launch.check import check
+from tfdist.launcher.check import check
 check._SUM_SECONDS = {seconds}
 """
 _BLOCKED = """
-from tfdist.launch.check import check
+from tfdist.launcher.check import check
 class Silent:
     def __init__(self, token, port): pass
     def close(self): pass
@@ -66,7 +66,7 @@ def run(
         settings["TF_CPP_MIN_LOG_LEVEL"] = level
 
     def one(rank: int) -> None:
-        code = everywhere + (plant if rank == ranks[-1] else "") + "\nfrom tfdist.launch.command import main; main()"
+        code = everywhere + (plant if rank == ranks[-1] else "") + "\nfrom tfdist.launcher.command import main; main()"
         variables = {"TFDIST_RANK": str(rank), "TFDIST_SIZE": str(size), "TFDIST_MEETING": f"localhost:{meeting}"}
         process = subprocess.run(
             [sys.executable, "-c", code, "check", *options],
@@ -149,7 +149,7 @@ def test_a_blocked_process():
 
 def test_what_another_host_tells_is_cleaned():
     plant = (
-        'from tfdist.launch.check import assembly\nassembly.host_name = lambda env: "mine\\33]0;x\\7" + "y" * 1000\n'
+        'from tfdist.launcher.check import assembly\nassembly.host_name = lambda env: "mine\\33]0;x\\7" + "y" * 1000\n'
     )
     (code, output), _ = run([0, 1], 2, "--no-tensorflow", plant=plant)
     assert code == 0 and last_line(output) == "ready"
@@ -157,12 +157,12 @@ def test_what_another_host_tells_is_cleaned():
 
 
 _OF_A_NUMBER = """
-from tfdist.launch import machine
-from tfdist.launch.check import assembly
+from tfdist.launcher import machine
+from tfdist.launcher.check import assembly
 assembly.versions = lambda: {**machine.versions(), "tensorflow": 7}
 """
 _OF_A_TEXT = """
-from tfdist.launch.check import check
+from tfdist.launcher.check import check
 class Link(check.Link):
     def __init__(self, *args):
         super().__init__("fast", 1.0)

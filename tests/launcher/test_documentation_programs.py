@@ -16,7 +16,7 @@ import pytest
 
 from tests.launcher.conftest import SOURCE
 from tests.unit.pages import PAGES, Block, blocks_of, side
-from tfdist.launch.machine import versions
+from tfdist.launcher.machine import versions
 from tfdist.strategies.horovod.installation import problem
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]

@@ -258,4 +258,4 @@ def test_no_script(launch) -> None:
 
 
 def test_the_drill_itself_loads_no_tensorflow() -> None:
-    assert loaded_by("import tfdist.launch.drill.drill, tfdist.checkpoint.folder_lock") == []
+    assert loaded_by("import tfdist.launcher.drill.drill, tfdist.checkpoint.folder_lock") == []

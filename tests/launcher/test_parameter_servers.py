@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from tests.launcher.conftest import Launch
 from tests.launcher.test_stages import SERVE
 from tests.launcher.training import events, of_kind, program
-from tfdist.launch.command import main
+from tfdist.launcher.command import main
 
 # The stand-in of tests/launcher/test_stages.py, but that workers tell what they are before they serve.
 ROLES = """

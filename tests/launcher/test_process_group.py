@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 
 from tests.launcher.conftest import wait_until
-from tfdist.launch import process
-from tfdist.launch.failure import Failure
-from tfdist.launch.group import ProcessGroup
-from tfdist.launch.guardian import Guardian
-from tfdist.launch.operating_system import spawn
-from tfdist.launch.process import start_unpinned
-from tfdist.launch.run_plan import ProcessPlan
-from tfdist.launch.terminal import Terminal
+from tfdist.launcher import process
+from tfdist.launcher.failure import Failure
+from tfdist.launcher.group import ProcessGroup
+from tfdist.launcher.guardian import Guardian
+from tfdist.launcher.operating_system import spawn
+from tfdist.launcher.process import start_unpinned
+from tfdist.launcher.run_plan import ProcessPlan
+from tfdist.launcher.terminal import Terminal
 
 
 class Trial:

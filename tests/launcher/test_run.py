@@ -142,7 +142,7 @@ def test_port_of_a_stranger_is_left_alone(launch, tmp_path) -> None:
                 continue
         stranger.listen()
         driver = (
-            "import random, tfdist.launch.command as command\n"
+            "import random, tfdist.launcher.command as command\n"
             f"random.SystemRandom.randrange = lambda self, *bounds: {taken - 20000}\n"
             "command.main(['run', '-n', '2', 'script.py'])"
         )

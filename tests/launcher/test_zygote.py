@@ -17,7 +17,7 @@ import pytest
 
 from tests.launcher.conftest import Launch, wait_until
 from tests.launcher.forked_workers import COMMAND, READY, Workers, start_zygote, wait
-from tfdist.launch.warm.zygote import Zygote, ZygoteError, can_fork
+from tfdist.launcher.warm.zygote import Zygote, ZygoteError, can_fork
 
 pytestmark = [
     pytest.mark.slow,
@@ -84,7 +84,7 @@ def test_dead_zygote_is_reported_and_its_workers_live_on(tmp_path: Path, workers
 def test_stopped_zygote_costs_no_more_than_the_deadline(
     tmp_path: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tfdist.launch.warm.zygote._SPAWN_DEADLINE", 0.5)
+    monkeypatch.setattr("tfdist.launcher.warm.zygote._SPAWN_DEADLINE", 0.5)
     zygote = start_zygote(tmp_path, workers.env)
     (tmp_path / "script.py").write_text("open('ran', 'w')")
     os.killpg(zygote.group, signal.SIGSTOP)
@@ -100,7 +100,7 @@ def test_stopped_zygote_costs_no_more_than_the_deadline(
 def test_nothing_outlives_a_killed_launcher(tmp_path: Path) -> None:
     driver = f"""
         import os, sys, time
-        from tfdist.launch.warm.zygote import Zygote
+        from tfdist.launcher.warm.zygote import Zygote
         zygote = Zygote({COMMAND!r}, os.environ)
         while not zygote.is_ready():
             time.sleep(0.05)

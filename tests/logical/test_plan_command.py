@@ -8,7 +8,7 @@ import sys
 import pytest
 from click.testing import CliRunner, Result
 
-from tfdist.launch.command import main
+from tfdist.launcher.command import main
 
 SCRIPT = """\
 import keras, numpy as np, tensorflow as tf

@@ -10,9 +10,9 @@ import tempfile
 from pathlib import Path
 
 from tests.soak.soak import Soak, SoakError
-from tfdist.launch.drill.trial import Interrupted, TrialError
-from tfdist.launch.guardian import Guardian
-from tfdist.launch.operating_system import SignalInbox
+from tfdist.launcher.drill.trial import Interrupted, TrialError
+from tfdist.launcher.guardian import Guardian
+from tfdist.launcher.operating_system import SignalInbox
 
 # 200 an hour.
 _PAUSE = 18.0

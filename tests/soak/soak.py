@@ -20,11 +20,11 @@ from benchmarks.checkpointing.step_log import StepReader, stop_after
 from benchmarks.faults import SAVE_EVERY
 from tests.processes import marked
 from tests.soak.plan import Strike, strikes
-from tfdist.launch.drill.comparison import compare
-from tfdist.launch.drill.faults import FAULTS
-from tfdist.launch.drill.trial import Interrupted, Trial, TrialError
-from tfdist.launch.guardian import Guardian
-from tfdist.launch.operating_system import SignalInbox
+from tfdist.launcher.drill.comparison import compare
+from tfdist.launcher.drill.faults import FAULTS
+from tfdist.launcher.drill.trial import Interrupted, Trial, TrialError
+from tfdist.launcher.guardian import Guardian
+from tfdist.launcher.operating_system import SignalInbox
 from tfdist.supervision.events import of_kind
 from tfdist.supervision.exit_codes import PREEMPTED
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import ForkedPopen, forked, living, preloaded
-from tfdist.launch.local import fork_server
+from tfdist.launcher.local import fork_server
 from tfdist.testing import run_local
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(90)]

@@ -18,7 +18,7 @@ import pytest
 
 from tests.processes import preloaded
 from tests.tiers import daily
-from tfdist.launch.local import local_cluster
+from tfdist.launcher.local import local_cluster
 from tfdist.supervision import events
 from tfdist.testing import LocalRunError, run_local
 

@@ -27,7 +27,7 @@ from tfdist.cluster.connections import (
     receive,
     send,
 )
-from tfdist.launch.check import network
+from tfdist.launcher.check import network
 
 # The best that somebody can do who does not know the secret, whatever order the other end asks for.
 GUESSED = [json.dumps({"tfdist": 2, "challenge": "0" * 64, "proof": "1" * 64}).encode()] * 2

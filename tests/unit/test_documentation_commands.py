@@ -9,7 +9,7 @@ import click
 import pytest
 
 from tests.unit.pages import PAGES, ROOT, blocks_of, prose, read
-from tfdist.launch.command import main
+from tfdist.launcher.command import main
 
 CONSOLES = [block for page in PAGES for block in blocks_of(page, "console", "bash")]
 _ENDS = {"|", "&&", ";", "&", "||"}

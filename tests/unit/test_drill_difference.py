@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from tfdist.launch.drill.comparison import differences, tensor_name
+from tfdist.launcher.drill.comparison import differences, tensor_name
 
 
 def encoded(loss: list[float]) -> dict:

@@ -16,7 +16,7 @@ from tfdist.checkpoint.manifest import (
     measure_file,
     verify_checkpoint,
 )
-from tfdist.launch.drill.faults import (
+from tfdist.launcher.drill.faults import (
     FAULTS,
     FEWEST_SAVES,
     Rhythm,

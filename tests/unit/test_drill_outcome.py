@@ -6,7 +6,7 @@ import json
 import pytest
 from rich.console import Console
 
-from tfdist.launch.drill.outcome import (
+from tfdist.launcher.drill.outcome import (
     DIFFERS,
     FAILED,
     IDENTICAL,

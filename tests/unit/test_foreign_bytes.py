@@ -26,9 +26,9 @@ from tfdist.cluster.key_value import KeyValueClient, KeyValueServer
 from tfdist.cluster.rendezvous import endpoints
 from tfdist.cluster.rendezvous.pmi import PmiChannel
 from tfdist.cluster.rendezvous.registration import Registration
-from tfdist.launch.check.answers import Answer
-from tfdist.launch.check.assembly import Assembly, Member
-from tfdist.launch.check.check import _read_links, links_table, members_table
+from tfdist.launcher.check.answers import Answer
+from tfdist.launcher.check.assembly import Assembly, Member
+from tfdist.launcher.check.check import _read_links, links_table, members_table
 
 SETTINGS = settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]

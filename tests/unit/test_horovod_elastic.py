@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.launcher.conftest import SOURCE, wait_until
-from tfdist.launch.horovod.options import (
+from tfdist.launcher.horovod.options import (
     ElasticOptions,
     check_hosts,
     check_network,
@@ -19,7 +19,7 @@ from tfdist.launch.horovod.options import (
     discover_hosts,
     hosts_of,
 )
-from tfdist.launch.run_plan import PlanError
+from tfdist.launcher.run_plan import PlanError
 from tfdist.strategies.horovod import memory_folders
 
 OPTIONS = {"most": 4, "interface": "lo", "show_all": False, "grace": 10.0, "max_restarts": 3, "command": ("true",)}

@@ -11,8 +11,8 @@ import pytest
 from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.errors import ClusterError
 from tfdist.cluster.variables import chosen_transport
-from tfdist.launch.horovod import build
-from tfdist.launch.horovod.build import Toolchain, cuda_version, existing, has_mpi
+from tfdist.launcher.horovod import build
+from tfdist.launcher.horovod.build import Toolchain, cuda_version, existing, has_mpi
 from tfdist.strategies.horovod import environment, installation
 from tfdist.strategies.horovod.topology import groups_of, places
 

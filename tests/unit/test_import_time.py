@@ -23,7 +23,7 @@ def loaded_by(statement: str) -> list[str]:
     [
         "import tfdist",
         "import tfdist.cluster",
-        "import tfdist.launch.command",
+        "import tfdist.launcher.command",
         "import tfdist.planning.command",
         "import tfdist; tfdist.discover(); tfdist.ClusterConfig; tfdist.ClusterError; dir(tfdist)",
         "import tfdist.cluster.preflight, tfdist.cluster.barrier, tfdist.cluster.ports",

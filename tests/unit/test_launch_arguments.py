@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from tfdist.launch.arguments import Target, split
+from tfdist.launcher.arguments import Target, split
 
 WITH_VALUE = {"-n", "--workers", "--env"}
 

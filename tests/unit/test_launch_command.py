@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 import tfdist
-from tfdist.launch.command import main
+from tfdist.launcher.command import main
 
 
 def invoke(*arguments: str):
@@ -67,18 +67,18 @@ def loaded_after(code: str) -> set[str]:
 
 
 def test_help_loads_little() -> None:
-    show_help = "from tfdist.launch.command import main\nmain(['--help'], standalone_mode=False)"
+    show_help = "from tfdist.launcher.command import main\nmain(['--help'], standalone_mode=False)"
     loaded = loaded_after(show_help) - loaded_after("")
     installed = {name.partition(".")[0] for name in loaded} - sys.stdlib_module_names
     assert installed == {"tfdist", "click", "lazy_loader"}
     # Of tfdist: what names the commands, but nothing that runs one.
-    assert "tfdist.launch.command" in loaded
-    assert not {"tfdist.launch.run", "tfdist.strategies", "tfdist.checkpoint", "tfdist.planning.prediction"} & loaded
+    assert "tfdist.launcher.command" in loaded
+    assert not {"tfdist.launcher.run", "tfdist.strategies", "tfdist.checkpoint", "tfdist.planning.prediction"} & loaded
 
 
 def test_launcher_imports_no_tensorflow(tmp_path: Path) -> None:
     code = (
-        "import sys, tfdist.launch.command, tfdist.launch.run, tfdist.launch.report\n"
+        "import sys, tfdist.launcher.command, tfdist.launcher.run, tfdist.launcher.report\n"
         "print(sorted({'tensorflow', 'keras', 'numpy', 'rich'} & set(sys.modules)))"
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from tfdist.launch.failure import Failure, Overdue, Watchdog, choose, exit_code, signal_name, suspect
+from tfdist.launcher.failure import Failure, Overdue, Watchdog, choose, exit_code, signal_name, suspect
 from tfdist.supervision.progress import Progress
 
 UNAVAILABLE = Failure(

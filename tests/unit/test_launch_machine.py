@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tfdist.cluster.gpus import parse_nvidia_smi, parse_visible_devices, visible_gpus
-from tfdist.launch.machine import Machine
+from tfdist.launcher.machine import Machine
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from tfdist.launch.machine import Machine
-from tfdist.launch.run import announcement
-from tfdist.launch.run_plan import (
+from tfdist.launcher.machine import Machine
+from tfdist.launcher.run import announcement
+from tfdist.launcher.run_plan import (
     PlanError,
     ProcessPlan,
     RunOptions,

@@ -8,8 +8,8 @@ import pytest
 from click.testing import CliRunner
 
 from tests.unit.environment_dumps import DUMPS
-from tfdist.launch import report
-from tfdist.launch.command import main
+from tfdist.launcher import report
+from tfdist.launcher.command import main
 
 TF_CONFIG = json.dumps({"cluster": {"worker": ["localhost:1", "localhost:2"]}, "task": {"type": "worker", "index": 1}})
 

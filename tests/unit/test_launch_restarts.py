@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tfdist.launch.failure import Failure
-from tfdist.launch.restarts import GiveUp, Incident, Outcome, Recovery, Replacement, Restart, RestartPolicy
+from tfdist.launcher.failure import Failure
+from tfdist.launcher.restarts import GiveUp, Incident, Outcome, Recovery, Replacement, Restart, RestartPolicy
 from tfdist.supervision.progress import Progress
 
 KILLED = Failure("worker 1", -9)

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import signal
 
-from tfdist.launch.guardian import remaining_groups
-from tfdist.launch.operating_system import SignalInbox
+from tfdist.launcher.guardian import remaining_groups
+from tfdist.launcher.operating_system import SignalInbox
 
 
 def test_signals_wait_in_order_until_taken() -> None:

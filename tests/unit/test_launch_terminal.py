@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tfdist.launch.terminal import Line, LineBuffer, Move, Terminal, hidden_lines, last_lines, render
+from tfdist.launcher.terminal import Line, LineBuffer, Move, Terminal, hidden_lines, last_lines, render
 
 BAR = "\x1b[1m1/2\x1b[0m \x1b[32m━━\x1b[0m\x1b[37m━━\x1b[0m loss: 0.5"
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tfdist.launch.process import Process
-from tfdist.launch.run_plan import ProcessPlan
+from tfdist.launcher.process import Process
+from tfdist.launcher.run_plan import ProcessPlan
 from tfdist.log_folders import default_log_dir
 from tfdist.supervision.events import EventLog
 

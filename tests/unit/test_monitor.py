@@ -23,7 +23,7 @@ from tfdist.jobs.record import VARIABLE, Records
 from tfdist.jobs.request import SubmitError
 from tfdist.jobs.run_state import RunState
 from tfdist.jobs.status import FAILED, RUNNING, Status, last_progress
-from tfdist.launch.command import main
+from tfdist.launcher.command import main
 from tfdist.plain_text import plain_text
 from tfdist.supervision.events import EventLog, events_in
 from tfdist.supervision.identity import Identity

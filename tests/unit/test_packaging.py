@@ -30,7 +30,7 @@ def test_the_installed_package_has_the_command_the_types_and_the_extras() -> Non
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("tfdist is not installed in this environment, only on its path")
     commands = {entry.name: entry.value for entry in package.entry_points if entry.group == "console_scripts"}
-    assert commands == {"tfdist": "tfdist.launch.command:main"}
+    assert commands == {"tfdist": "tfdist.launcher.command:main"}
     assert package.metadata["Requires-Python"] == ">=3.10"
     assert set(package.metadata.get_all("Provides-Extra") or ()) == {
         "examples",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import tfdist
-from tfdist.launch.warm.preloaded import changed_for_import, first_path, shared_part
+from tfdist.launcher.warm.preloaded import changed_for_import, first_path, shared_part
 
 
 def test_processes_of_a_run_share_all_but_what_the_launcher_gives_to_each() -> None:
@@ -38,7 +38,7 @@ def test_what_a_script_may_have_changed(before: dict, after: dict, expected: lis
 
 PREAMBLE = """
 import os, sys, types
-from tfdist.launch.warm.preloaded import PreloadedModules
+from tfdist.launcher.warm.preloaded import PreloadedModules
 
 def start_over():
     print("start over")
@@ -78,7 +78,7 @@ def test_first_import_decides(statements: str, expected: str) -> None:
 SOURCE = Path(tfdist.__file__).parent.parent
 DRIVER = """
 import sys
-from tfdist.launch.warm.preloaded import first_path, run_as_main
+from tfdist.launcher.warm.preloaded import first_path, run_as_main
 words = sys.argv[1:]
 sys.path[0] = first_path(words)
 run_as_main(words, [sys.executable, "-u", *words], hidden_files=[__file__])

@@ -13,10 +13,10 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from tfdist.launch.guardian import Guardian
-from tfdist.launch.run_plan import ProcessPlan
-from tfdist.launch.warm import zygote as warm
-from tfdist.launch.warm.zygote import WarmStarts, Zygote, ZygoteError, start_afresh
+from tfdist.launcher.guardian import Guardian
+from tfdist.launcher.run_plan import ProcessPlan
+from tfdist.launcher.warm import zygote as warm
+from tfdist.launcher.warm.zygote import WarmStarts, Zygote, ZygoteError, start_afresh
 
 CLOCK = SimpleNamespace(seconds=0.0)
 COMMAND = (sys.executable, "-u", "-m", "this")

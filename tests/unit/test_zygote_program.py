@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from tfdist.launch.warm.zygote_program import wanted_threads
+from tfdist.launcher.warm.zygote_program import wanted_threads
 
 COUNT_THREADS = """
 import os
 import numpy as np
-from tfdist.launch.warm.zygote_program import set_threads
+from tfdist.launcher.warm.zygote_program import set_threads
 
 set_threads(%d)
 np.ones((600, 600)) @ np.ones((600, 600))
@@ -47,6 +47,6 @@ def test_numpy_follows(count: int) -> None:
 
 
 def test_nothing_loaded() -> None:
-    code = "from tfdist.launch.warm.zygote_program import set_threads; set_threads(2)"
+    code = "from tfdist.launcher.warm.zygote_program import set_threads; set_threads(2)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
     assert "RuntimeError: NumPy's BLAS cannot be told to use 2 threads: expected OpenBLAS." in result.stderr

@@ -20,7 +20,7 @@ from tfdist.jobs.local_runner import ensure_runner
 from tfdist.jobs.record import Record, Records
 from tfdist.jobs.request import Request, SubmitError, seconds_of
 from tfdist.jobs.status import RUNNING, Status
-from tfdist.launch.arguments import TARGET, TRANSPORT_OPTION, ScriptCommand, read_env
+from tfdist.launcher.arguments import TARGET, TRANSPORT_OPTION, ScriptCommand, read_env
 
 _SHOWN = 20
 _SCHEDULER_HELP = "What runs the job."

@@ -21,7 +21,7 @@ class Engine(Protocol):
     """Speaks to a scheduler. All methods raise SubmitError if the scheduler is not there or refuses.
 
     Example:
-        >>> from tfdist.launch.arguments import Target
+        >>> from tfdist.launcher.arguments import Target
         >>> request = Request("local", Target("module", ("train",)))
         >>> engine_of("local", Records(Path("/nowhere"))).dry_run(request)  # doctest: +ELLIPSIS
         '... -m tfdist run -n 2 ... -m train\\n'

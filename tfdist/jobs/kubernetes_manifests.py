@@ -12,7 +12,7 @@ import re
 from typing import Any
 
 from tfdist.jobs.request import Request, SubmitError
-from tfdist.launch.arguments import Target
+from tfdist.launcher.arguments import Target
 from tfdist.supervision.events import STANDARD_OUTPUT
 from tfdist.supervision.events import VARIABLE as EVENT_LOG
 from tfdist.supervision.exit_codes import PREEMPTED, REFUSED

@@ -18,7 +18,7 @@ from tfdist.jobs.local_runner import UNKNOWN_HOST, active, ensure_runner, host_o
 from tfdist.jobs.record import Record, Records, discard
 from tfdist.jobs.request import Request, SubmitError, outside_of_jobs
 from tfdist.jobs.status import CANCELLED, QUEUED, RUNNING, Progress, Status, last_progress
-from tfdist.launch.machine import usable_cores
+from tfdist.launcher.machine import usable_cores
 from tfdist.supervision.events import FILE_NAME, last_events
 from tfdist.supervision.events import VARIABLE as EVENT_LOG
 from tfdist.supervision.identity import shown_host, this_host
@@ -149,7 +149,7 @@ def run_command(request: Request, folder: Path) -> list[str]:
     """The command line of `tfdist run` for a job with this folder.
 
     Example:
-        >>> from tfdist.launch.arguments import Target
+        >>> from tfdist.launcher.arguments import Target
         >>> run_command(Request("local", Target("script", ("train.py",))), Path("/jobs/1"))[3:6]
         ['run', '-n', '2']
     """

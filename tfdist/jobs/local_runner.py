@@ -35,8 +35,8 @@ from tfdist.jobs.local_attempt import (
 from tfdist.jobs.record import Record, Records
 from tfdist.jobs.request import SubmitError
 from tfdist.jobs.status import FAILED, QUEUED, RUNNING
-from tfdist.launch.guardian import outside_of_runs
-from tfdist.launch.operating_system import spawn
+from tfdist.launcher.guardian import outside_of_runs
+from tfdist.launcher.operating_system import spawn
 from tfdist.supervision.identity import host_in_file_name, this_host
 
 # In the place of a host's name.

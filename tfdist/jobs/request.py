@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tfdist.cluster.variables import AUTO, HOROVOD, SERVERS, TOKEN, TRANSPORT_VARIABLE
-from tfdist.launch.arguments import Target
-from tfdist.launch.run_plan import RESERVED, runtime_defaults
+from tfdist.launcher.arguments import Target
+from tfdist.launcher.run_plan import RESERVED, runtime_defaults
 from tfdist.supervision.events import VARIABLE as EVENT_LOG
 
 # These variables tell a process of a job what it is.

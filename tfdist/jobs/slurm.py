@@ -236,7 +236,7 @@ def nodes_for(request: Request) -> int:
     """The smallest number of nodes on which all processes fit; 1 if there is no Slurm to ask.
 
     Example:
-        >>> from tfdist.launch.arguments import Target
+        >>> from tfdist.launcher.arguments import Target
         >>> nodes_for(Request("slurm", Target("script", ("train.py",)), workers=2))  # doctest: +SKIP
         1
     """
@@ -253,7 +253,7 @@ def fewest_nodes(request: Request, listing: str) -> int:
     """The same from the output of sinfo, which has cores and generic resources of each node.
 
     Example:
-        >>> from tfdist.launch.arguments import Target
+        >>> from tfdist.launcher.arguments import Target
         >>> request = Request("slurm", Target("script", ("train.py",)), workers=8, gpus_per_worker=1)
         >>> fewest_nodes(request, "16|gpu:a100:4(S:0-1)\\n16|(null)\\n")
         2

@@ -131,7 +131,7 @@ def batch_script(request: Request, folder: Path, cwd: str, token: str, nodes: in
         ValueError: there is no such program; or a folder's name has a line break, which would end a line for Slurm.
 
     Example:
-        >>> from tfdist.launch.arguments import Target
+        >>> from tfdist.launcher.arguments import Target
         >>> request = Request("slurm", Target("module", ("package.train",)))
         >>> text = batch_script(request, Path("/jobs/1"), "/home", "secret")
         >>> text.splitlines()[:3]

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfdist.cluster.barrier import meet
 from tfdist.cluster.discovery import discover
-from tfdist.launch.local.local_cluster import run_local
+from tfdist.launcher.local.local_cluster import run_local
 from tfdist.planning.calibration import count_gpus, this_machine
 from tfdist.planning.hardware import Hardware, hardware_of
 from tfdist.planning.plan import plan_for, recommend

@@ -23,7 +23,7 @@ import psutil
 
 from tfdist.atomic_files import write_atomically
 from tfdist.cluster.membership import own_share
-from tfdist.launch.local.local_cluster import LocalRunError, run_local
+from tfdist.launcher.local.local_cluster import LocalRunError, run_local
 from tfdist.planning.hardware import Device, Hardware, Link, ring_bytes
 from tfdist.strategies.horovod.installation import problem
 from tfdist.user_cache import user_cache

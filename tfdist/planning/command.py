@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tfdist.launch.arguments import TARGET, ScriptCommand, Target
+from tfdist.launcher.arguments import TARGET, ScriptCommand, Target
 from tfdist.picture_formats import wanted_endings
 from tfdist.planning.hardware import PRESETS, Hardware
 
@@ -132,7 +132,7 @@ def _hardware(name: str | None, most: int | None, again: bool) -> Hardware:
     if name in PRESETS:
         return PRESETS[name]
     if name is None:
-        from tfdist.launch.local.local_cluster import LocalRunError
+        from tfdist.launcher.local.local_cluster import LocalRunError
         from tfdist.planning.calibration import this_machine
 
         try:

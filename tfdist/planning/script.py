@@ -15,7 +15,7 @@ import tensorflow as tf
 
 import tfdist
 from tfdist.compat.upstream import TFEpochIterator
-from tfdist.launch.arguments import Target
+from tfdist.launcher.arguments import Target
 from tfdist.memory.estimation.batch import specifications_of
 
 _STRATEGIES = (

@@ -10,7 +10,7 @@ import click
 
 def commands() -> Iterator[str]:
     """All commands below `tfdist`, in the order of its help, each with its options."""
-    from tfdist.launch.command import main
+    from tfdist.launcher.command import main
 
     yield from command_lines(main, "tfdist")
 

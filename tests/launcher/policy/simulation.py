@@ -22,12 +22,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from tfdist.launch import attempt, group, run, supervisor
-from tfdist.launch.command import main
-from tfdist.launch.guardian import Guardian
-from tfdist.launch.machine import Machine
-from tfdist.launch.run_plan import REPLACEMENT, ProcessPlan
-from tfdist.launch.terminal import Terminal
+from tfdist.launcher import attempt, group, run, supervisor
+from tfdist.launcher.command import main
+from tfdist.launcher.guardian import Guardian
+from tfdist.launcher.machine import Machine
+from tfdist.launcher.run_plan import REPLACEMENT, ProcessPlan
+from tfdist.launcher.terminal import Terminal
 from tfdist.supervision import events, progress
 
 # How often the launcher looks. A power of two: sums of such times are exact.
@@ -72,7 +72,7 @@ class Clock:
 
 
 class SimulatedProcess:
-    """Stands in for `tfdist.launch.process.Process`, and is what a program acts with.
+    """Stands in for `tfdist.launcher.process.Process`, and is what a program acts with.
 
     Attributes:
         handlers: what the program does on a signal; None: nothing. It dies of others.

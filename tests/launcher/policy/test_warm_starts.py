@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.launcher.policy.simulation import FOREVER, TICK, Life, SimulatedProcess
-from tfdist.launch.warm.zygote import WarmStarts
+from tfdist.launcher.warm.zygote import WarmStarts
 
 
 @pytest.mark.parametrize(("worth", "waited"), [(0.0, 1.0), (0.5, 1.0), (3.0, 3.0)])

@@ -1,0 +1,215 @@
+"""Command lines that end with a script: tfdist's own options, then the script with its arguments."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from tfdist.cluster.variables import RUN_ID, TRANSPORT_VARIABLE, TRANSPORTS
+
+AUTO = "auto"
+# Where a command finds its `Target`, in the meta of click's context.
+TARGET = "tfdist.launcher.target"
+
+
+@dataclass(frozen=True)
+class Target:
+    """The user's program as it stands on the command line.
+
+    Attributes:
+        kind: "script", "module" (after -m) or "command" (after --).
+        words: the program and its arguments, untouched.
+    """
+
+    kind: str
+    words: tuple[str, ...]
+
+    @property
+    def typed(self) -> list[str]:
+        """As it is typed, at the end of a command line of tfdist.
+
+        Example:
+            >>> Target("module", ("package.train", "--epochs", "3")).typed
+            ['-m', 'package.train', '--epochs', '3']
+        """
+        return [*{"module": ["-m"], "command": ["--"], "script": []}[self.kind], *self.words]
+
+    def command(self) -> tuple[str, ...]:
+        """The argument vector that runs it.
+
+        Raises:
+            ValueError: there is nothing to run, or it does not exist.
+
+        Example:
+            >>> Target("module", ("package.train", "--epochs", "3")).command()[1:]
+            ('-u', '-m', 'package.train', '--epochs', '3')
+        """
+        if not self.words:
+            raise ValueError("nothing to run: expected a script. Example: tfdist run -n 2 train.py")
+        program, *rest = self.words
+        if self.kind == "module":
+            return (sys.executable, "-u", "-m", program, *rest)
+        if self.kind == "command" and shutil.which(program) is not None:
+            return self.words
+        if self.kind == "command" and not program.endswith(".py"):
+            raise ValueError(f"{program}: no such command on the PATH. Give the path of an executable file after --.")
+        if not os.path.exists(program):
+            raise ValueError(
+                f"{program}: no such script in {os.getcwd()}. "
+                "Give the path of a Python file, -m MODULE, or -- COMMAND for a program that is not Python."
+            )
+        if os.path.isdir(program) and not os.path.exists(os.path.join(program, "__main__.py")):
+            raise ValueError(
+                f"{program}: a folder without __main__.py. "
+                "Give the path of a Python file, -m MODULE, or -- COMMAND for a program that is not Python."
+            )
+        return (sys.executable, "-u", program, *rest)
+
+
+def split(arguments: Sequence[str], options_with_value: Collection[str]) -> tuple[list[str], Target]:
+    """Separates the launcher's options from the program, which begins at the first word that is no option.
+
+    Args:
+        arguments: all words after `tfdist run`.
+        options_with_value: the launcher's options that take the next word, such as "--workers".
+
+    Example:
+        >>> split(["-n", "2", "train.py", "-n", "5"], {"-n"})
+        (['-n', '2'], Target(kind='script', words=('train.py', '-n', '5')))
+    """
+    position = 0
+    while position < len(arguments):
+        word = arguments[position]
+        if word in ("-m", "--"):
+            kind = "module" if word == "-m" else "command"
+            return list(arguments[:position]), Target(kind, tuple(arguments[position + 1 :]))
+        if not word.startswith("-") or word == "-":
+            return list(arguments[:position]), Target("script", tuple(arguments[position:]))
+        position += 2 if word in options_with_value else 1
+    return list(arguments), Target("script", ())
+
+
+class CountOrAuto(click.ParamType):
+    """A whole number, or "auto".
+
+    Args:
+        minimum: the least number allowed.
+
+    Example:
+        >>> CountOrAuto(1).convert("4", None, None)
+        4
+    """
+
+    name = "K|auto"
+
+    def __init__(self, minimum: int) -> None:
+        self._minimum = minimum
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        if value == AUTO:
+            return value
+        try:
+            count = int(value)
+        except ValueError:
+            self.fail(f"{value!r}: expected a whole number or auto.", param, ctx)
+        if count < self._minimum:
+            self.fail(f"{value}: expected at least {self._minimum}, or auto.", param, ctx)
+        return count
+
+
+class SecondsOrAuto(click.ParamType):
+    """A positive number of seconds, or None for "auto".
+
+    Example:
+        >>> SecondsOrAuto().convert("2.5", None, None), SecondsOrAuto().convert("auto", None, None)
+        (2.5, None)
+    """
+
+    name = "SECONDS|auto"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float | None:
+        if value == AUTO:
+            return None
+        try:
+            seconds = float(value)
+        except ValueError:
+            seconds = 0.0
+        if not seconds > 0:
+            self.fail(f"{value!r}: expected a positive number of seconds, or auto.", param, ctx)
+        return seconds
+
+
+class WorkerRange(click.ParamType):
+    """A number of workers, or the fewest and the most as MIN:MAX.
+
+    Example:
+        >>> WorkerRange().convert("1:3", None, None), WorkerRange().convert("2", None, None)
+        ((1, 3), (2, 2))
+    """
+
+    name = "N|MIN:MAX"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        if isinstance(value, tuple):
+            return value
+        fewest, separator, most = value.partition(":")
+        try:
+            bounds = (int(fewest), int(most if separator else fewest))
+        except ValueError:
+            self.fail(f"{value!r} is not a valid integer. Expected a number, or MIN:MAX such as 1:3.", param, ctx)
+        if separator and not 1 <= bounds[0] <= bounds[1]:
+            self.fail(f"{value!r}: expected MIN:MAX with 1 <= MIN <= MAX, for example 1:3.", param, ctx)
+        return bounds
+
+
+class _OwnChoice(click.Option):
+    """A choice that a variable of the user's makes, but not that of a launcher around this one."""
+
+    def resolve_envvar_value(self, ctx: click.Context) -> str | None:
+        return None if RUN_ID in os.environ else super().resolve_envvar_value(ctx)
+
+
+TRANSPORT_OPTION = click.option(
+    "--transport",
+    cls=_OwnChoice,
+    type=click.Choice(TRANSPORTS),
+    default=AUTO,
+    envvar=TRANSPORT_VARIABLE,
+    show_default=True,
+    help="What carries the sums of MultiWorkerMirroredStrategy. auto: direct for CPUs, else tensorflow.",
+)
+
+
+class ScriptCommand(click.Command):
+    """Leaves everything from the script on to the script, options included."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        with_value = {
+            name
+            for option in self.params
+            if isinstance(option, click.Option) and not option.is_flag
+            for name in option.opts
+        }
+        own, target = split(args, with_value)
+        ctx.meta[TARGET] = target
+        return super().parse_args(ctx, own)
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        return ["[OPTIONS]", "SCRIPT", "[ARGS]..."]
+
+
+def read_env(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
+    """The variables of a repeatable option KEY=VALUE."""
+    env = {}
+    for text in values:
+        name, separator, value = text.partition("=")
+        if not separator or not name:
+            raise click.BadParameter(f"{text!r}: expected KEY=VALUE, for example --env TF_CPP_MIN_LOG_LEVEL=0.")
+        env[name] = value
+    return env

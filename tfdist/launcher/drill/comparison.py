@@ -1,0 +1,190 @@
+"""Whether two runs have come to the same end, judged from their last backups.
+
+Values are compared by a process of its own, `python -m tfdist.launcher.drill.comparison REFERENCE OTHER`, which prints
+as JSON how each tensor that is not identical differs. It is the only part of the drill with TensorFlow.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tfdist.checkpoint.manifest import (
+    MANIFEST_NAME,
+    DamagedCheckpointError,
+    UnknownFormatError,
+    UnreadableCheckpointError,
+    committed_checkpoints,
+    verify_checkpoint,
+)
+from tfdist.launcher.drill.faults import backup_folders
+
+# What a fit has come to, as far as it is not in the tensors. The rest of the meta data says how to go on.
+_COUNTERS = ("epoch", "steps", "total", "done", "stopped")
+
+
+def compare(reference: Path, other: Path, timeout: float) -> list[str]:
+    """What is different between the last backups of two runs; nothing if they are identical to the bit.
+
+    Args:
+        reference: folder of the backups of a run that was not disturbed.
+        other: folder of those of another one.
+        timeout: seconds that a comparison of values may take.
+
+    Raises:
+        RuntimeError: if values could not be compared.
+    """
+    expected, found = (
+        [str(folder.relative_to(root)) for folder in backup_folders(root)] for root in (reference, other)
+    )
+    if expected != found:
+        return [f"fits with backups: {expected} in the reference, {found} here"]
+    different: list[str] = []
+    for name in expected:
+        different += _compare_newest(reference / name, other / name, timeout)
+    return different
+
+
+def _compare_newest(reference: Path, other: Path, timeout: float) -> list[str]:
+    newest = [folder / committed_checkpoints(str(folder))[-1] for folder in (reference, other)]
+    try:
+        mine, yours = (verify_checkpoint(str(checkpoint)) for checkpoint in newest)
+    except DamagedCheckpointError as error:
+        return [str(error)]
+    except (UnknownFormatError, UnreadableCheckpointError) as error:
+        raise RuntimeError(f"{newest[0]} and {newest[1]} cannot be compared: {error}") from error
+    different = differences(mine.meta, yours.meta)
+    if not _same_files(newest[0], newest[1], sorted({*mine.files, *yours.files})):
+        for tensor, text in _compare_tensors(newest, timeout).items():
+            different.append(f"{tensor_name(tensor, mine.meta)}: {text}")
+    return different
+
+
+def _same_files(reference: Path, other: Path, names: Sequence[str]) -> bool:
+    assert MANIFEST_NAME not in names
+    return filecmp.cmpfiles(reference, other, names, shallow=False)[0] == list(names)
+
+
+def _compare_tensors(checkpoints: Sequence[Path], timeout: float) -> dict[str, str]:
+    """How each tensor differs, by name. A process of its own reads them with TensorFlow, which takes seconds."""
+    command = [sys.executable, "-m", "tfdist.launcher.drill.comparison", *map(str, checkpoints)]
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"comparing {checkpoints[0]} with {checkpoints[1]} took more than {timeout:.0f} s") from None
+    if done.returncode:
+        raise RuntimeError(f"{checkpoints[0]} and {checkpoints[1]} cannot be compared: {done.stderr.strip()[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def differences(reference: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """What is different in the meta data of two final checkpoints: counters, and the callbacks with their History.
+
+    Example:
+        >>> meta = {"epoch": 2, "steps": 0, "total": 8, "done": True, "stopped": False, "callbacks": []}
+        >>> differences(meta, {**meta, "total": 9})
+        ['total: 8 in the reference, 9 here']
+    """
+    found = [line for name in _COUNTERS for line in _compare(reference.get(name), other.get(name), name)]
+    ours, theirs = ([entry["class"] for entry in meta["callbacks"]] for meta in (reference, other))
+    if ours != theirs:
+        return [*found, *_say("callbacks", ours, theirs)]
+    for mine, yours in zip(reference["callbacks"], other["callbacks"], strict=True):
+        found += _compare(_plain(mine["state"]), _plain(yours["state"]), mine["class"])
+    return found
+
+
+def tensor_name(name: str, meta: Mapping[str, Any]) -> str:
+    """The name of a tensor for people: the path of its variable, if it is the value of one.
+
+    Example:
+        >>> tensor_name("model/0", {"variables": {"model/0": ["dense/kernel", [2, 2], "float32"]}})
+        'dense/kernel'
+    """
+    return meta["variables"].get(name.removeprefix("replicas/"), [name])[0]
+
+
+def _compare(reference: Any, other: Any, path: str) -> Iterator[str]:
+    if type(reference) is not type(other):
+        yield from _say(path, reference, other)
+    elif isinstance(reference, dict):
+        for key in [*reference, *(key for key in other if key not in reference)]:
+            yield from _compare(reference.get(key), other.get(key), f"{path}.{key}")
+    elif isinstance(reference, list):
+        if len(reference) != len(other):
+            yield f"{path}: {len(reference)} entries in the reference, {len(other)} here"
+        for number, (mine, yours) in enumerate(zip(reference, other, strict=False)):
+            yield from _compare(mine, yours, f"{path}[{number}]")
+    elif reference != other and not (reference != reference and other != other):  # not a number is equal to itself here
+        yield from _say(path, reference, other)
+
+
+def _say(path: str, reference: Any, other: Any) -> Iterator[str]:
+    yield f"{path}: {reference!r} in the reference, {other!r} here"
+
+
+def _plain(value: Any) -> Any:
+    """The state of a callback such that it can be compared (see plain_data.py), arrays by their names."""
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kind, content = next(iter(value.items()))
+    if kind == "float":
+        return float.fromhex(content)
+    if kind in ("dict", "OrderedDict", "Counter"):
+        return {_key(key): _plain(item) for key, item in content}
+    return _plain(content)
+
+
+def _key(key: Any) -> Any:
+    return json.dumps(key) if isinstance(key, dict) else key
+
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+def _main(folders: list[str]) -> None:
+    os.environ.update(TF_CPP_MIN_LOG_LEVEL="3", CUDA_VISIBLE_DEVICES="")
+    from tfdist.checkpoint.store import CheckpointStore
+
+    reference, other = (
+        CheckpointStore(os.path.dirname(folder), writer=False).open(os.path.basename(folder)).tensors
+        for folder in folders
+    )
+    found: dict[str, str] = {}
+    for name in sorted({*reference, *other}):
+        if name not in reference or name not in other:
+            found[name] = f"only in the {'reference' if name in reference else 'disturbed run'}"
+        elif text := _difference(reference[name], other[name]):
+            found[name] = text
+    print(json.dumps(found))
+
+
+def _difference(reference: np.ndarray, other: np.ndarray) -> str:
+    import numpy as np
+
+    if (reference.dtype, reference.shape) != (other.dtype, other.shape):
+        return f"{reference.dtype}{list(reference.shape)} in the reference, {other.dtype}{list(other.shape)} here"
+    if reference.dtype == object:
+        count = int(np.sum(reference != other))
+        return f"{count} of {reference.size} texts differ" if count else ""
+    # Bytes: a NaN is equal to itself, and -0.0 is not 0.0.
+    size = reference.itemsize
+    mine, yours = (np.frombuffer(array.tobytes(), np.uint8).reshape(-1, size) for array in (reference, other))
+    different = (mine != yours).any(axis=1)
+    if not different.any():
+        return ""
+    apart = np.abs(reference.astype(np.float64).ravel() - other.astype(np.float64).ravel())[different]
+    return f"{int(different.sum())} of {reference.size} values differ, by {apart.max():.3g} at most"
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1:])

@@ -1,0 +1,170 @@
+"""Runs a function in several real processes that form a cluster on this machine."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from tfdist.cluster.config import ClusterConfig
+from tfdist.cluster.ports import reserve
+from tfdist.launcher.group import ProcessGroup
+from tfdist.launcher.guardian import Guardian
+from tfdist.launcher.local.fork_server import fork, own_environment
+from tfdist.launcher.process import Process, Program, start_unpinned
+from tfdist.launcher.run_plan import ProcessPlan
+from tfdist.launcher.terminal import Terminal
+
+_LAST_LINES = 40
+# Started by its path: it finds the parent's modules only after it has read where the parent found them.
+_CHILD = str(Path(__file__).with_name("child.py"))
+
+
+class LocalRunError(RuntimeError):
+    """A process of `run_local` failed or did not end in time; the message holds the logs' last lines.
+
+    Attributes:
+        ranks: ranks that failed, first the one that is to blame. With parameter servers: positions in the order
+            chief, workers, parameter servers.
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int]):
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
+def run_local(
+    fn: Callable[..., Any],
+    workers: int = 2,
+    *,
+    ps: int = 0,
+    args: Sequence[Any] = (),
+    devices_per_worker: int = 1,
+    timeout: float = 180.0,
+    env: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """Runs `fn(*args)` in `workers` new processes that discover each other as a cluster.
+
+    Args:
+        fn: any function, closures included (it travels by cloudpickle). It finds its cluster by `tfdist.discover()`,
+            as a strategy does by itself.
+        workers: number of processes.
+        ps: number of parameter servers. With any, there is a chief, too, and `fn` is expected to return in the chief
+            only: in the others `tfdist.ParameterServerStrategy()` serves, and ends the process with exit code 0.
+        args: arguments of `fn`, equal for every process.
+        devices_per_worker: number of logical CPU devices of each process.
+        timeout: seconds after which all processes are killed.
+        env: environment variables to set in every process, in addition to this process' own.
+
+    What `fn` has started, and left running, is killed a second after its process has ended.
+
+    Returns:
+        What `fn` returned, by rank; with parameter servers a list of what it returned in the chief.
+
+    Raises:
+        LocalRunError: if a process raised, died, or did not end in time. The exception of the first process that
+            raised one is its `__cause__`.
+
+    Example:
+        >>> from tfdist.testing import run_local
+        >>> def rank():
+        ...     import tfdist
+        ...     return tfdist.discover().rank
+        >>> run_local(rank, workers=2)
+        [0, 1]
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="tfdist-local-") as folder,
+        reserve(workers + bool(ps) + ps) as ports,
+        Guardian() as guardian,
+    ):
+        root = Path(folder)
+        parts = (list(sys.path), devices_per_worker, (fn, tuple(args)))
+        (root / "call").write_bytes(b"".join(cloudpickle.dumps(part) for part in parts))
+        plans = _plans(root, workers, ps, ports.ports, env or {})
+
+        def start(plan: ProcessPlan, output: int) -> Program:
+            return fork(plans.index(plan), plan.command[1:], plan.env, output) or start_unpinned(plan, output)
+
+        nothing_shown = Terminal(io.BytesIO(), is_tty=False)
+        with ProcessGroup(plans, root, nothing_shown, guardian, start_program=start) as group:
+            codes = _wait(group, timeout)
+        return _collect(root, group.processes, codes, timeout, returning=1 if ps else workers)
+
+
+def _plans(root: Path, workers: int, ps: int, ports: Sequence[int], env: Mapping[str, str]) -> list[ProcessPlan]:
+    sizes = {"chief": 1, "worker": workers, "ps": ps} if ps else {"worker": workers}
+    tasks = [(job, index) for job, size in sizes.items() for index in range(size)]
+    jobs: dict[str, list[str]] = {job: [] for job in sizes}
+    for (job, _), port in zip(tasks, ports, strict=True):
+        jobs[job].append(f"127.0.0.1:{port}")
+    plans = []
+    for rank, (job, index) in enumerate(tasks):
+        config = ClusterConfig(jobs, job, index).to_json()
+        whole = {**own_environment(), "TF_CONFIG": config, "TFDIST_CLUSTER": config, **env}
+        command = (sys.executable, _CHILD, str(root / "call"), str(root / f"result-{rank}"))
+        # Nobody asks how far they are: as processes that serve, they make no reports.
+        plans.append(ProcessPlan(job if ps else "rank", index, command, whole, serves=True))
+    return plans
+
+
+def _wait(group: ProcessGroup, timeout: float) -> list[int | None]:
+    """Waits until all have ended, one has failed, or time is up; returns the exit codes, `None` for who still runs."""
+    deadline = time.monotonic() + timeout
+    while None in (codes := [process.status for process in group.processes]) and time.monotonic() < deadline:
+        if any(codes):
+            # The others fail as a consequence, with messages of their own if they get a moment.
+            time.sleep(1.0)
+            break
+        group.tick()
+    return codes
+
+
+def _collect(
+    root: Path, processes: Sequence[Process], codes: Sequence[int | None], timeout: float, returning: int
+) -> list[Any]:
+    """Returns the results of the first ones, or blames whoever raised first, or died first, or did not end.
+
+    Args:
+        root: the folder with the results.
+        processes: all of them, with their logs.
+        codes: their exit codes.
+        timeout: that was given.
+        returning: how many of them return something; of the others exit code 0 is expected.
+    """
+    results: dict[int, Any] = {}
+    errors: dict[int, tuple[float, BaseException | None]] = {}
+    for rank in range(len(codes)):
+        path = root / f"result-{rank}"
+        if path.exists():
+            moment, succeeded, value = pickle.loads(path.read_bytes())
+            if succeeded:
+                results[rank] = value
+            else:
+                errors[rank] = (moment, value)
+    if set(range(returning)) <= set(results) and not any(code != 0 for code in codes[returning:]):
+        return [results[rank] for rank in range(returning)]
+    names = [process.plan.name for process in processes]
+    raised = sorted(errors, key=lambda rank: errors[rank][0])
+    died = [rank for rank, code in enumerate(codes) if code and rank not in errors]
+    late = [rank for rank, code in enumerate(codes) if code is None and rank not in errors]
+    # A process that died without an exception was there first: the others' exceptions are about its absence.
+    blamed = died or raised or late
+    first = names[blamed[0]].capitalize()
+    lines = [f"{first} of {len(codes)} " + ("did not end." if blamed == late else "failed.")]
+    if blamed == late:
+        lines.append(f"Killed after {timeout:.0f} s: {', '.join(names[rank] for rank in late)}.")
+    for rank, code in enumerate(codes):
+        log = processes[rank].log_path.read_text(errors="replace").splitlines()[-_LAST_LINES:]
+        state = "killed" if code is None else f"exit code {code}"
+        lines += [f"--- {names[rank]}, {state}, last lines:", *log]
+    cause = errors[raised[0]][1] if raised else None
+    ranks = [*blamed, *(rank for rank in (*died, *raised, *late) if rank not in blamed)]
+    raise LocalRunError("\n".join(lines), ranks) from cause

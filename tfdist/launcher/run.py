@@ -1,0 +1,184 @@
+"""`tfdist run` from its options to the exit code."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from tfdist.cluster.ports import reserve
+from tfdist.cluster.variables import HOROVOD
+from tfdist.launcher.arguments import Target
+from tfdist.launcher.horovod.options import (
+    ElasticOptions,
+    check_hosts,
+    check_options,
+    elastic_announcement,
+    elastic_environment,
+)
+from tfdist.launcher.machine import Machine, versions
+from tfdist.launcher.restarts import RestartPolicy
+from tfdist.launcher.run_plan import (
+    PlanError,
+    ProcessPlan,
+    RunOptions,
+    default_workers,
+    plan_run,
+    share_cpus,
+    share_gpus,
+    shares_gpus,
+    stages_of,
+)
+from tfdist.launcher.supervisor import ClusterRun, Patience
+from tfdist.launcher.terminal import Terminal, hidden_lines
+from tfdist.log_folders import default_log_dir
+from tfdist.strategies.horovod import installation
+
+
+def run_local(
+    target: Target,
+    workers: tuple[int, int] | None,
+    stages: int | None,
+    replicas: int | None,
+    ps: int,
+    chief: bool,
+    evaluator: bool,
+    cpus_per_worker: int | str,
+    gpus_per_worker: int | str,
+    env: Mapping[str, str],
+    log_dir: str | None,
+    grace: float,
+    output: str,
+    host: str,
+    max_restarts: int,
+    hang_timeout: float | None,
+    start_timeout: float,
+    warm: bool,
+    transport: str,
+    host_discovery: str | None,
+    interface: str | None,
+    given: Collection[str] = (),
+) -> int:
+    """Runs a program as a cluster on this machine and returns the exit code.
+
+    `given` names the options that do not have their defaults by themselves.
+
+    Raises:
+        PlanError: the options ask for something that is not there.
+        ClusterError: there are no free ports.
+        OSError: the logs cannot be written or the program cannot be started.
+    """
+    machine = Machine.this_one()
+    try:
+        parts = stages_of(workers, stages, replicas, ps, chief)
+        count = parts.workers if parts else default_workers(machine, gpus_per_worker)
+        fewest, most = workers or (count, count)
+        if ps > 0 and fewest < most:
+            raise ValueError(
+                f"-n {fewest}:{most} and --ps {ps}: expected one number of workers. With parameter servers a worker "
+                f"that is lost is replaced, and the others go on meanwhile: use -n {most}."
+            )
+        options = RunOptions(most, ps, chief, evaluator, cpus_per_worker, gpus_per_worker, env, host, parts, transport)
+        command = target.command()
+        missing = installation.problem(versions()["tensorflow"]) if transport == HOROVOD else None
+        if missing is not None:
+            raise ValueError(f"--transport {transport}: {missing}")
+        if (host_discovery or interface) and transport != HOROVOD:
+            raise ValueError(
+                "--host-discovery and --interface are for elastic jobs: expected --transport horovod, too. Without it, "
+                "-n MIN:MAX goes on with fewer processes after a restart of all."
+            )
+        if interface and not host_discovery:
+            raise ValueError("--interface: expected --host-discovery, too. Other jobs use the addresses of --host.")
+        if host_discovery:
+            check_options(given, has_range=workers is not None)
+    except ValueError as error:
+        raise PlanError(str(error)) from None
+    run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    folder = Path(log_dir or default_log_dir(run_id, os.getcwd(), tempfile.gettempdir())).absolute()
+    shown_folder = _shortest(folder)
+    show_all = output == "all"
+    hidden = hidden_lines(show_all, {**os.environ, **env})
+    if host_discovery:
+        asked = (command, fewest, most, host_discovery, interface, show_all, grace, max_restarts)
+        elastic = ElasticOptions(*asked, frozenset(env))
+        notices = check_hosts(elastic)
+        folder.mkdir(parents=True, exist_ok=True)
+        terminal = Terminal.standard(live="worker 0", env=os.environ, hidden=hidden)
+        for text in (elastic_announcement(elastic, str(shown_folder)), *notices):
+            terminal.message(text)
+        of_run = {"TFDIST_RUN_ID": run_id, "TFDIST_LOG_DIR": str(folder)}
+        variables = {**elastic_environment(os.environ, env, machine, most), **of_run}
+        # Needs Horovod.
+        from tfdist.launcher.horovod.elastic import ElasticRun
+
+        return ElasticRun(elastic, variables, shown_folder, terminal).run()
+    for share in (share_cpus, share_gpus):
+        share(options, machine)  # what is not there is found before anything is announced; fewer workers need less
+
+    @contextmanager
+    def prepare(count: int, restart: int) -> Iterator[list[ProcessPlan]]:
+        now = replace(options, workers=count)
+        with reserve(len(now.tasks_with_port), host=host) as reservation:
+            yield plan_run(
+                now,
+                command,
+                machine,
+                reservation.ports,
+                os.environ,
+                run_id,
+                log_dir=str(folder),
+                show_all=show_all,
+                restart=restart,
+            )
+
+    folder.mkdir(parents=True, exist_ok=True)
+    first_job, first_index = options.tasks[0]
+    terminal = Terminal.standard(live=f"{first_job} {first_index}", env=os.environ, hidden=hidden)
+    terminal.message(announcement(options, str(shown_folder), show_all))
+    if shares_gpus(options, machine):
+        terminal.message(
+            f"{len(machine.gpus)} GPU(s) for {len(options.tasks_with_devices)} processes, which share them; "
+            f"-n {len(machine.gpus)} gives each process its own"
+        )
+    policy = RestartPolicy(max_restarts, min_workers=fewest if fewest < most else None)
+    patience = Patience(grace, hang_timeout, start_timeout)
+    return ClusterRun(prepare, most, policy, shown_folder, terminal, patience, warm and max_restarts > 0).run()
+
+
+def announcement(options: RunOptions, log_dir: str, show_all: bool) -> str:
+    """The line at the start: what runs, and where the output is that is not shown.
+
+    Example:
+        >>> announcement(RunOptions(), "logs", show_all=False)
+        '2 workers on this machine; output of worker 1 goes to logs/'
+    """
+    jobs = [job for job, _ in options.tasks]
+    counts = [f"{jobs.count(job)} {job if jobs.count(job) == 1 else _plural(job)}" for job in dict.fromkeys(jobs)]
+    if options.stages:
+        counts[0] += f" ({options.stages})"
+    what = counts[0] if len(counts) == 1 else f"{', '.join(counts[:-1])} and {counts[-1]}"
+    hidden = [f"{job} {index}" for job, index in options.tasks[1:]]
+    if show_all or not hidden:
+        where = f"complete logs in {log_dir}/"
+    elif len(hidden) == 1:
+        where = f"output of {hidden[0]} goes to {log_dir}/"
+    else:
+        where = f"output of the other {len(hidden)} goes to {log_dir}/"
+    return f"{what} on this machine; {where}"
+
+
+def _plural(job: str) -> str:
+    return job if job == "ps" else f"{job}s"
+
+
+def _shortest(folder: Path) -> Path:
+    """Relative to the current folder where it lies below that."""
+    try:
+        return folder.relative_to(os.getcwd())
+    except ValueError:
+        return folder

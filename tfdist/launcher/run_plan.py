@@ -1,0 +1,372 @@
+"""The plan of a local run: which processes there are and what each of them gets. Pure functions only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tfdist.cluster.config import ClusterConfig
+from tfdist.cluster.variables import HOROVOD, RUN_ID
+from tfdist.cluster.variables import TRANSPORT_VARIABLE as TRANSPORT
+from tfdist.launcher.arguments import AUTO
+from tfdist.launcher.machine import Machine
+from tfdist.supervision.progress import VARIABLE as PROGRESS
+
+STAGES, REPLICAS = STAGE_VARIABLES = ("TFDIST_STAGES", "TFDIST_REPLICAS")
+# What TensorFlow is to print, unless the user says it.
+LOG_LEVEL, QUIET = "TF_CPP_MIN_LOG_LEVEL", "2"
+
+# Number of the replacement, in the environment of a worker that was started in the place of another one.
+REPLACEMENT = "TFDIST_REPLACEMENT"
+
+Task = tuple[str, int]
+
+# The cluster of a launcher around this one.
+OF_CLUSTER = ("TF_CONFIG", "TFDIST_CLUSTER")
+# What the launcher itself tells every process; a value from --env would make the processes disagree.
+RESERVED = (
+    *(*OF_CLUSTER, RUN_ID, "TFDIST_LOG_DIR", "TFDIST_RESTART", TRANSPORT),
+    *(REPLACEMENT, *STAGE_VARIABLES, PROGRESS),
+)
+
+_WORKERS_WITHOUT_GPUS = 2
+
+_REMEDIES = {
+    "TFDIST_LOG_DIR": "Use --log-dir.",
+    TRANSPORT: "Use --transport.",
+    **dict.fromkeys(STAGE_VARIABLES, "Use --stages and --replicas."),
+}
+
+
+@dataclass(frozen=True)
+class Stages:
+    """How many parts the model is cut into, and how often each part exists. Each is a process.
+
+    The first process drives all the others, which serve it: only the first one trains for itself, and what it returns
+    is the result.
+
+    Attributes:
+        stages: parts of the model.
+        replicas: copies of the model.
+
+    Example:
+        >>> Stages(3, 2).workers, str(Stages(3, 2))
+        (6, '2 replicas of 3 stages')
+    """
+
+    stages: int
+    replicas: int = 1
+
+    @property
+    def workers(self) -> int:
+        """The number of processes."""
+        return self.stages * self.replicas
+
+    def environment(self) -> Mapping[str, str]:
+        """The variables that it adds to the environment of each process."""
+        return {STAGES: str(self.stages), REPLICAS: str(self.replicas)}
+
+    def __str__(self) -> str:
+        stages = f"{self.stages} stage{'' if self.stages == 1 else 's'}"
+        return stages if self.replicas == 1 else f"{self.replicas} replicas of {stages}"
+
+
+def stages_of(
+    workers: tuple[int, int] | None, stages: int | None, replicas: int | None, ps: int, chief: bool
+) -> Stages | None:
+    """What --stages and --replicas ask for.
+
+    Raises:
+        ValueError: they contradict the other options.
+
+    Example:
+        >>> stages_of(None, 2, None, ps=0, chief=False)
+        Stages(stages=2, replicas=1)
+    """
+    if stages is None:
+        if replicas is None:
+            return None
+        raise ValueError(
+            f"--replicas {replicas}: expected --stages K as well. Use -n {replicas} for copies of a whole model."
+        )
+    parts = Stages(stages, replicas or 1)
+    if workers is not None:
+        asked = str(workers[0]) if workers[0] == workers[1] else f"{workers[0]}:{workers[1]}"
+        raise ValueError(
+            f"-n {asked} and --stages {stages}: expected only one of them. "
+            f"--stages starts a process for each stage and replica, here {parts.workers}: leave -n out."
+        )
+    for option, given in ((f"--ps {ps}", ps > 0), ("--chief", chief)):
+        if given:
+            raise ValueError(
+                f"{option} and --stages {stages}: expected only one of them. "
+                f"The first of the processes drives the others: leave {option} out."
+            )
+    return parts
+
+
+def default_workers(machine: Machine, gpus_per_worker: int | str) -> int:
+    """With how many workers to train where -n does not say it: as many as there are GPUs for, or two without GPUs.
+
+    Example:
+        >>> default_workers(Machine((0, 1), ("0", "1", "2", "3")), AUTO), default_workers(Machine((0, 1)), AUTO)
+        (4, 2)
+    """
+    each = 1 if gpus_per_worker == AUTO else int(gpus_per_worker)
+    return (len(machine.gpus) // each if each else 0) or _WORKERS_WITHOUT_GPUS
+
+
+class PlanError(ValueError):
+    """A run that cannot be started as it was asked for; the text names the option, what was found and the remedy."""
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What the user asked for on the command line of `tfdist run`."""
+
+    workers: int = 2
+    ps: int = 0
+    chief: bool = False
+    evaluator: bool = False
+    cpus_per_worker: int | str = AUTO
+    gpus_per_worker: int | str = AUTO
+    env: Mapping[str, str] = field(default_factory=dict)
+    host: str = "127.0.0.1"
+    stages: Stages | None = None
+    transport: str = AUTO
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise PlanError(f"--workers {self.workers}: expected at least 1. Use -n 1 for a cluster of one process.")
+        if self.ps < 0:
+            raise PlanError(f"--ps {self.ps}: expected 0 or more. Leave --ps out for a cluster without one.")
+        if self.ps and self.chief:
+            raise PlanError(
+                f"--chief and --ps {self.ps}: expected only one of them. "
+                "With parameter servers a chief is started anyway, which drives the workers: leave --chief out."
+            )
+        if self.transport == HOROVOD and (self.ps or self.stages):
+            raise PlanError(
+                f"--transport {self.transport} and {'--ps' if self.ps else '--stages'}: expected only one of them. "
+                "Horovod connects processes that train copies of one model: leave --transport out."
+            )
+        for name in RESERVED:
+            if name in self.env:
+                remedy = _REMEDIES.get(name, "Leave it out.")
+                raise PlanError(f"--env {name}=...: tfdist run sets {name} for every process itself. {remedy}")
+
+    @property
+    def compute_tasks(self) -> tuple[Task, ...]:
+        """The processes that train, the one with rank 0 first."""
+        if self.ps:
+            return (("chief", 0), *(("worker", index) for index in range(self.workers)))
+        if self.chief:
+            return (("chief", 0), *(("worker", index) for index in range(self.workers - 1)))
+        return tuple(("worker", index) for index in range(self.workers))
+
+    @property
+    def tasks_with_devices(self) -> tuple[Task, ...]:
+        """The processes that compute, which get the cores and GPUs: a chief of parameter servers only drives."""
+        return self.compute_tasks[1:] if self.ps else self.compute_tasks
+
+    @property
+    def tasks_with_port(self) -> tuple[Task, ...]:
+        """The processes of the cluster itself: an evaluator only watches checkpoints, nobody connects to it."""
+        return (*self.compute_tasks, *(("ps", index) for index in range(self.ps)))
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """All processes."""
+        return (*self.tasks_with_port, ("evaluator", 0)) if self.evaluator else self.tasks_with_port
+
+
+@dataclass(frozen=True)
+class ProcessPlan:
+    """One process of a run.
+
+    Attributes:
+        job: "chief", "worker", "ps" or "evaluator".
+        index: position in the job.
+        command: argument vector.
+        env: the complete environment.
+        cpus: cores to pin the process to; empty = not pinned.
+        shown: whether its output also goes to the terminal.
+        serves: whether it only works for the first process: it reports no progress, and ends when that one has ended.
+        is_replaceable: whether the others go on without it, and with another one in its place.
+        stdin: what it reads from its standard input.
+    """
+
+    job: str
+    index: int
+    command: tuple[str, ...]
+    env: Mapping[str, str]
+    cpus: tuple[int, ...] = ()
+    shown: bool = False
+    serves: bool = False
+    is_replaceable: bool = False
+    stdin: bytes = b""
+
+    @property
+    def name(self) -> str:
+        """For people: "worker 1"."""
+        return f"{self.job} {self.index}"
+
+    @property
+    def trains(self) -> bool:
+        """Whether it takes part in the training, which is over when all that do not merely serve have ended."""
+        return self.job != "evaluator"
+
+    @property
+    def log_name(self) -> str:
+        """File name of its log: "worker-1.log"."""
+        return f"{self.job}-{self.index}.log"
+
+
+def plan_run(
+    options: RunOptions,
+    command: Sequence[str],
+    machine: Machine,
+    ports: Sequence[int],
+    environ: Mapping[str, str],
+    run_id: str,
+    log_dir: str,
+    show_all: bool = False,
+    restart: int = 0,
+) -> list[ProcessPlan]:
+    """Works out every process of a run.
+
+    Args:
+        options: what was asked for.
+        command: the argument vector that every process runs.
+        machine: what there is to share out.
+        ports: one port per entry of `options.tasks_with_port`.
+        environ: the launcher's own environment, passed on.
+        run_id: name of the run, the same in every process.
+        log_dir: absolute folder of the logs.
+        show_all: whether all output goes to the terminal, not only that of rank 0.
+        restart: how often the run has been started again.
+
+    Raises:
+        PlanError: there are not as many cores or GPUs as asked for.
+
+    Example:
+        >>> plans = plan_run(RunOptions(), ["python", "t.py"], Machine((0, 1)), [20001, 20002], {}, "r", "/tmp/l")
+        >>> [(plan.name, plan.cpus) for plan in plans]
+        [('worker 0', (0,)), ('worker 1', (1,))]
+    """
+    cpus = share_cpus(options, machine)
+    gpus = share_gpus(options, machine)
+    jobs = _jobs(options, ports)
+    # The stages of a launcher around this one are not ours.
+    inherited = {name: value for name, value in environ.items() if name not in STAGE_VARIABLES}
+    plans = []
+    for task in options.tasks:
+        config = ClusterConfig(jobs=jobs, task_type=task[0], task_index=task[1]).to_json()
+        own = {
+            "TF_CONFIG": config,
+            "TFDIST_CLUSTER": config,
+            RUN_ID: run_id,
+            "TFDIST_LOG_DIR": log_dir,
+            "TFDIST_RESTART": str(restart),
+            **(options.stages.environment() if options.stages else {}),
+            TRANSPORT: options.transport,
+            REPLACEMENT: "",
+            PROGRESS: "",  # whoever starts the process fills it in; that of a launcher around this one is not ours
+        }
+        pinned = cpus.get(task, ())
+        env = {
+            **runtime_defaults(len(pinned), len(machine.cores), ps_cluster=options.ps > 0),
+            **({"TF_FORCE_GPU_ALLOW_GROWTH": "true"} if shares_gpus(options, machine) else {}),
+            **inherited,
+            "PYTHONUNBUFFERED": "1",
+            **({"CUDA_VISIBLE_DEVICES": ",".join(gpus[task])} if task in gpus else {}),
+            **options.env,
+            **own,
+        }
+        first = task == options.compute_tasks[0]
+        serves = (options.stages is not None or options.ps > 0) and task in options.tasks_with_port and not first
+        replaceable = options.ps > 0 and task[0] == "worker"
+        plans.append(ProcessPlan(*task, tuple(command), env, pinned, show_all or first, serves, replaceable))
+    return plans
+
+
+def share_cpus(options: RunOptions, machine: Machine) -> dict[Task, tuple[int, ...]]:
+    """Cores of each process that computes; empty when nothing is to be pinned. All others roam."""
+    tasks, cores = options.tasks_with_devices, machine.cores
+    if options.cpus_per_worker == AUTO:
+        each = len(cores) // len(tasks)
+        if each == 0 or len(tasks) == 1:
+            return {}
+    else:
+        each = int(options.cpus_per_worker)
+        if each * len(tasks) > len(cores):
+            raise PlanError(
+                f"--cpus-per-worker {each}: {len(tasks)} processes need {each * len(tasks)} cores, but {len(cores)} "
+                f"{'is' if len(cores) == 1 else 'are'} usable here. Ask for fewer, or use --cpus-per-worker auto."
+            )
+    return {task: cores[rank * each : (rank + 1) * each] for rank, task in enumerate(tasks)}
+
+
+def share_gpus(options: RunOptions, machine: Machine) -> dict[Task, tuple[str, ...]]:
+    """Visible GPUs of each process; empty when the machine has none and none were asked for.
+
+    Processes that compute get equal disjoint shares, an evaluator what is left, parameter servers and their chief
+    nothing. With `auto` and fewer GPUs than processes that compute the GPUs are shared in turn.
+    """
+    tasks, gpus = options.tasks_with_devices, machine.gpus
+    if options.gpus_per_worker == AUTO:
+        if not gpus:
+            return {}
+        each = len(gpus) // len(tasks)
+    else:
+        each = int(options.gpus_per_worker)
+        if each * len(tasks) > len(gpus):
+            raise PlanError(
+                f"--gpus-per-worker {each}: {len(tasks)} processes need {each * len(tasks)} GPUs, but {len(gpus)} "
+                f"{'was' if len(gpus) == 1 else 'were'} found (CUDA_VISIBLE_DEVICES or nvidia-smi -L). "
+                "Ask for fewer, or use --gpus-per-worker auto."
+            )
+    if shares_gpus(options, machine):
+        shares = {task: (gpus[rank % len(gpus)],) for rank, task in enumerate(tasks)}
+    else:
+        shares = {task: gpus[rank * each : (rank + 1) * each] for rank, task in enumerate(tasks)}
+    for task in (task for task in options.tasks if task not in tasks):
+        shares[task] = gpus[each * len(tasks) :] if task[0] == "evaluator" and each else ()
+    return shares
+
+
+def shares_gpus(options: RunOptions, machine: Machine) -> bool:
+    """Whether several processes that compute have to use the same GPU."""
+    return options.gpus_per_worker == AUTO and 0 < len(machine.gpus) < len(options.tasks_with_devices)
+
+
+def _jobs(options: RunOptions, ports: Sequence[int]) -> dict[str, list[str]]:
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    jobs: dict[str, list[str]] = {}
+    for (job, _), port in zip(options.tasks_with_port, ports, strict=True):
+        jobs.setdefault(job, []).append(f"{host}:{port}")
+    return jobs
+
+
+def runtime_defaults(pinned: int, usable: int, ps_cluster: bool) -> dict[str, str]:
+    """Settings of a process that a user's own value overrides.
+
+    Args:
+        pinned: how many cores it has for itself; 0 if it is not pinned.
+        usable: how many cores there are.
+        ps_cluster: whether there are parameter servers.
+    """
+    # At least 2: a collective waits inside one inter-op thread while another goes on computing; with a single one
+    # nothing could run meanwhile, not even what the collective waits for. 4 where there are parameter servers, which
+    # answer their clients on those threads, too.
+    interop = max(pinned or usable, 4 if ps_cluster else 2)
+    defaults = {
+        "TF_NUM_INTEROP_THREADS": str(interop),
+        LOG_LEVEL: QUIET,
+        # glibc returns free pages at the top of the heap to the kernel; the buffers of an all-reduce would be given
+        # back and faulted in again at every step. This keeps 64 MiB of them.
+        "MALLOC_TOP_PAD_": "67108864",
+    }
+    if pinned:
+        defaults["TF_NUM_INTRAOP_THREADS"] = defaults["OMP_NUM_THREADS"] = str(pinned)
+    return defaults
