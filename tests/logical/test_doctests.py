@@ -19,16 +19,16 @@ FOLDER = Path(tfdist.__file__).parent
 SKIPPED = {
     "checkpoint.fit_identity": "changes how this process ends",
     "jobs.slurm": "asks Slurm",
-    "launch.attempt": "a launcher's processes",
-    "launch.drill.drill": "a launcher that is killed several times",
-    "launch.drill.trial": "a launcher that is killed",
-    "launch.group": "a launcher's processes",
-    "launch.horovod.options": "a program that lists hosts",
-    "launch.local.fork_server": "this process would fork those of later tests from the example's server",
-    "launch.process": "a worker's plan",
-    "launch.supervisor": "workers to watch",
-    "launch.warm.preloaded": "takes modules away from this process",
-    "launch.warm.zygote": "a worker's plan",
+    "launcher.attempt": "a launcher's processes",
+    "launcher.drill.drill": "a launcher that is killed several times",
+    "launcher.drill.trial": "a launcher that is killed",
+    "launcher.group": "a launcher's processes",
+    "launcher.horovod.options": "a program that lists hosts",
+    "launcher.local.fork_server": "this process would fork those of later tests from the example's server",
+    "launcher.process": "a worker's plan",
+    "launcher.supervisor": "workers to watch",
+    "launcher.warm.preloaded": "takes modules away from this process",
+    "launcher.warm.zygote": "a worker's plan",
     "runtime.lost_peers": "changes how this process ends",
     "runtime.server_process": "changes how this process ends",
     "runtime.servers": "a cluster",
@@ -39,7 +39,7 @@ SKIPPED = {
     "strategies.parameter_server.transfer": "a cluster",
 }
 # They import it.
-OF_HOROVOD = ("launch.horovod.driver", "launch.horovod.elastic")
+OF_HOROVOD = ("launcher.horovod.driver", "launch.horovod.elastic")
 # The first one measures this machine; the others take seconds, and other tests of `make test` do what they do.
 SLOW = (
     *("planning.automatic", "callbacks.tensorboard", "callbacks.pipeline_timeline", "memory.estimation.choosing"),

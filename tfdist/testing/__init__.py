@@ -5,8 +5,8 @@ import lazy_loader
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     "tfdist",
     submod_attrs={
-        "launch.local.local_cluster": ["LocalRunError", "run_local"],
-        "launch.local.fork_server": ["preload"],
+        "launcher.local.local_cluster": ["LocalRunError", "run_local"],
+        "launcher.local.fork_server": ["preload"],
         "testing.transparency": ["assert_transparent", "differences", "train_and_observe"],
     },
 )
