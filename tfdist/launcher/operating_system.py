@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -117,6 +118,8 @@ def adopting_orphans() -> Iterator[None]:
 class SignalInbox:
     """While it is entered, signals wait in it until `take` asks for them.
 
+    Python hears signals in its main thread only: entered in another one, it hears what `put` says.
+
     Example:
         >>> with SignalInbox() as inbox:
         ...     signal.raise_signal(signal.SIGTERM)
@@ -129,6 +132,8 @@ class SignalInbox:
         self._previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> SignalInbox:
+        if threading.current_thread() is not threading.main_thread():
+            return self
         for number in (*_STOP_SIGNALS, signal.SIGWINCH):
             # nohup ignores SIGHUP so that the run outlives its terminal.
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
@@ -137,7 +142,11 @@ class SignalInbox:
         return self
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        self._received.append(signal.Signals(number))
+        self.put(signal.Signals(number))
+
+    def put(self, number: signal.Signals) -> None:
+        """Lets `take` find a signal that nobody has sent."""
+        self._received.append(number)
 
     def take(self) -> list[signal.Signals]:
         """The signals since the last call, in order."""

@@ -74,7 +74,7 @@ def start_afresh(plan: ProcessPlan, output: int) -> subprocess.Popen[bytes]:
 def start_unpinned(plan: ProcessPlan, output: int) -> subprocess.Popen[bytes]:
     """The same where this process has several threads: no Python code runs between fork and exec.
 
-    So the program is not pinned to cores, and only the guardian ends it if this process is killed.
+    So the program has to pin itself to cores, and to ask the kernel to end it with this process.
     """
     return spawn(plan.command, output, plan.env, stdin=plan.stdin)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +33,7 @@ from tfdist.launcher.run_plan import (
     shares_gpus,
     stages_of,
 )
-from tfdist.launcher.supervisor import ClusterRun, Patience
+from tfdist.launcher.supervisor import ClusterRun, Patience, Prepare
 from tfdist.launcher.terminal import Terminal, hidden_lines
 from tfdist.log_folders import default_log_dir
 from tfdist.strategies.horovod import installation
@@ -98,9 +98,9 @@ def run_local(
             check_options(given, has_range=workers is not None)
     except ValueError as error:
         raise PlanError(str(error)) from None
-    run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    folder = Path(log_dir or default_log_dir(run_id, os.getcwd(), tempfile.gettempdir())).absolute()
-    shown_folder = _shortest(folder)
+    run_id = new_run_id()
+    folder = log_folder(log_dir, run_id)
+    shown_folder = shortest(folder)
     show_all = output == "all"
     hidden = hidden_lines(show_all, {**os.environ, **env})
     if host_discovery:
@@ -117,37 +117,66 @@ def run_local(
         from tfdist.launcher.horovod.elastic import ElasticRun
 
         return ElasticRun(elastic, variables, shown_folder, terminal).run()
+    check_shares(options, machine)
+    folder.mkdir(parents=True, exist_ok=True)
+    first_job, first_index = options.tasks[0]
+    terminal = Terminal.standard(live=f"{first_job} {first_index}", env=os.environ, hidden=hidden)
+    announce(options, machine, terminal, str(shown_folder), show_all)
+    prepare = preparation(options, command, machine, os.environ, run_id, str(folder), show_all)
+    policy = RestartPolicy(max_restarts, min_workers=fewest if fewest < most else None)
+    patience = Patience(grace, hang_timeout, start_timeout)
+    return ClusterRun(prepare, most, policy, shown_folder, terminal, patience, warm and max_restarts > 0).run()
+
+
+def new_run_id() -> str:
+    """A name for a run, and for the folder of its logs."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+
+
+def log_folder(given: str | os.PathLike[str] | None, run_id: str) -> Path:
+    """The absolute folder of the logs: the one that the user has given, or the default."""
+    return Path(given or default_log_dir(run_id, os.getcwd(), tempfile.gettempdir())).absolute()
+
+
+def check_shares(options: RunOptions, machine: Machine) -> None:
+    """Finds what is not there before anything is announced; fewer workers need less.
+
+    Raises:
+        PlanError: there are not as many cores or GPUs as asked for.
+    """
     for share in (share_cpus, share_gpus):
-        share(options, machine)  # what is not there is found before anything is announced; fewer workers need less
+        share(options, machine)
+
+
+def preparation(
+    options: RunOptions,
+    command: Sequence[str],
+    machine: Machine,
+    environ: Mapping[str, str],
+    run_id: str,
+    log_dir: str,
+    show_all: bool,
+) -> Prepare:
+    """Plans each attempt of a run anew, with new ports; the arguments are those of `plan_run`."""
 
     @contextmanager
     def prepare(count: int, restart: int) -> Iterator[list[ProcessPlan]]:
         now = replace(options, workers=count)
-        with reserve(len(now.tasks_with_port), host=host) as reservation:
-            yield plan_run(
-                now,
-                command,
-                machine,
-                reservation.ports,
-                os.environ,
-                run_id,
-                log_dir=str(folder),
-                show_all=show_all,
-                restart=restart,
-            )
+        with reserve(len(now.tasks_with_port), host=options.host) as reservation:
+            of_run = (command, machine, reservation.ports, environ, run_id)
+            yield plan_run(now, *of_run, log_dir=log_dir, show_all=show_all, restart=restart)
 
-    folder.mkdir(parents=True, exist_ok=True)
-    first_job, first_index = options.tasks[0]
-    terminal = Terminal.standard(live=f"{first_job} {first_index}", env=os.environ, hidden=hidden)
-    terminal.message(announcement(options, str(shown_folder), show_all))
+    return prepare
+
+
+def announce(options: RunOptions, machine: Machine, terminal: Terminal, log_dir: str, show_all: bool) -> None:
+    """Says what runs, where the output is that is not shown, and whether processes share a GPU."""
+    terminal.message(announcement(options, log_dir, show_all))
     if shares_gpus(options, machine):
         terminal.message(
             f"{len(machine.gpus)} GPU(s) for {len(options.tasks_with_devices)} processes, which share them; "
             f"-n {len(machine.gpus)} gives each process its own"
         )
-    policy = RestartPolicy(max_restarts, min_workers=fewest if fewest < most else None)
-    patience = Patience(grace, hang_timeout, start_timeout)
-    return ClusterRun(prepare, most, policy, shown_folder, terminal, patience, warm and max_restarts > 0).run()
 
 
 def announcement(options: RunOptions, log_dir: str, show_all: bool) -> str:
@@ -176,7 +205,7 @@ def _plural(job: str) -> str:
     return job if job == "ps" else f"{job}s"
 
 
-def _shortest(folder: Path) -> Path:
+def shortest(folder: Path) -> Path:
     """Relative to the current folder where it lies below that."""
     try:
         return folder.relative_to(os.getcwd())

@@ -16,6 +16,7 @@ from tfdist.launcher.failure import Failure, Watchdog, counted, exit_code
 from tfdist.launcher.group import ProcessGroup
 from tfdist.launcher.guardian import Guardian
 from tfdist.launcher.operating_system import SignalInbox
+from tfdist.launcher.process import StartProgram
 from tfdist.launcher.restarts import GiveUp, Incident, Recovery, Replacement, Restart, RestartPolicy, used_up
 from tfdist.launcher.run_plan import ProcessPlan
 from tfdist.launcher.terminal import Terminal
@@ -173,6 +174,7 @@ class ClusterRun(Supervisor):
         terminal: where output and messages go.
         patience: how long to wait for what.
         warm: whether to keep a process ready for quick restarts, once the program trains.
+        start_program: starts what is planned; by default it is started in the quickest way there is.
 
     Example:
         >>> ClusterRun(prepare, 2, RestartPolicy(3), Path("logs"), terminal, Patience()).run()  # doctest: +SKIP
@@ -188,9 +190,11 @@ class ClusterRun(Supervisor):
         terminal: Terminal,
         patience: Patience,
         warm: bool = False,
+        start_program: StartProgram | None = None,
     ) -> None:
         super().__init__(workers, policy, log_dir, terminal, warm)
         self._prepare = prepare
+        self._start_program = start_program
         self._patience = patience
         self._started_at = 0.0
         self._has_reported = False
@@ -201,9 +205,10 @@ class ClusterRun(Supervisor):
         # Whether the program trains at all, and how long it takes to prepare for that, is known from the first time.
         due = self._started_at + _UNUSUAL * self._preparation if restart.number else None
         watchdog = Watchdog(self._patience.hang_timeout, self._patience.start_timeout, due)
+        start = self._start_program or starts.start
         with (
             self._prepare(restart.workers, restart.number) as plans,
-            ProcessGroup(plans, self._log_dir, self._terminal, guardian, restart.number, starts.start) as group,
+            ProcessGroup(plans, self._log_dir, self._terminal, guardian, restart.number, start) as group,
         ):
             processes = {process.plan.name: process.group for process in group.processes}
             self._note_start(restart.number, restart.workers, processes)

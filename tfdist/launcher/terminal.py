@@ -236,7 +236,7 @@ class Terminal:
             return
         for event in self._buffers.setdefault(name, LineBuffer()).feed(data, final):
             if isinstance(event, Line):
-                if self._hidden is not None and self._hidden.match(render(event.cells)):
+                if self._is_hidden(name, render(event.cells)):
                     continue
                 text = render(event.cells, self._colour)
                 self._put((self._prefix(name) + text if text else self._prefix(name).rstrip()) + "\n")
@@ -258,16 +258,23 @@ class Terminal:
     def size_inside(self, name: str) -> os.terminal_size:
         """The room that is left of the terminal for what a process prints behind its prefix."""
         size = self._size()
-        return os.terminal_size((max(size.columns - len(_label(name)), 1), size.lines))
+        return os.terminal_size((max(size.columns - len(self._label(name)), 1), size.lines))
+
+    def _is_hidden(self, name: str, line: str) -> bool:
+        return self._hidden is not None and self._hidden.match(line) is not None
 
     def _put(self, text: str) -> None:
         """Writes in place of the live line, or of the row to which the cursor was moved."""
         # Erased first and not behind the text: in the last column some terminals would erase its last character.
         if self._drawn or (self._on_old_row and text):
-            self._pending.append(_ERASE_ROW)
+            self._pending.append(self._erased())
             self._on_old_row = False
         self._pending.append(text)
         self._drawn = ""
+
+    def _erased(self) -> str:
+        """What takes the live line away."""
+        return _ERASE_ROW
 
     def _show_live(self) -> None:
         if not self.is_tty or self._live not in self._buffers:
@@ -283,8 +290,11 @@ class Terminal:
         return self._prefix(name) + render(cells, self._colour, self.size_inside(name).columns - 1)
 
     def _prefix(self, name: str) -> str:
-        label = _label(name)
+        label = self._label(name)
         return f"{_DIM}{label}{_NORMAL}" if self._colour else label
+
+    def _label(self, name: str) -> str:
+        return f"[{name}] "
 
     def _size(self) -> os.terminal_size:
         if self._columns is not None:
@@ -307,10 +317,6 @@ class Terminal:
             # Whoever read the output is gone (a closed terminal, `| head`): the training and its logs go on without.
             self._stream = open(os.devnull, "wb")  # noqa: SIM115
             self.is_tty = False
-
-
-def _label(name: str) -> str:
-    return f"[{name}] "
 
 
 # TensorFlow's C++ part writes these lines before it heeds any setting, once per process, and again after each restart.
