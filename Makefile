@@ -14,7 +14,7 @@ export PIP_USER := 0
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test test-rest test-all test-matrix test-slurm test-gpu conformance soak durations mutations lint bench \
-	docs horovod clean
+	docs package horovod clean
 .DELETE_ON_ERROR:
 
 help:
@@ -31,6 +31,7 @@ help:
 	@echo "make lint    check style, formatting and what imports what"
 	@echo "make bench   measure data-parallel training; options: make bench ARGS='...'"
 	@echo "make docs    build the documentation into site/"
+	@echo "make package build the wheel and the source distribution into dist/, and check them"
 	@echo "make horovod build Horovod for the installed TensorFlow, some minutes; without it, its tests are skipped"
 	@echo "make clean   remove .venv, caches and logs"
 	@echo "PYTHON=/path/to/python3 chooses the Python that .venv is made with."
@@ -114,6 +115,13 @@ bench: $(VENV)/.bench
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(RUN)mkdocs build --strict $(ARGS)
 
+# What is uploaded. The wheel is built from the source distribution. Not python -m build: here, build is a folder.
+package: $(VENV)/.package
+	rm -rf dist
+	$(RUN)pyproject-build --outdir dist .
+	$(RUN)twine check --strict dist/*
+	$(RUN)check-wheel-contents dist/*.whl
+
 # A binary of it fits one version of TensorFlow: there is no extra that pip could install. What is built is kept.
 horovod: $(VENV)/.test $(VENV)/.horovod-build
 	wheel=$$($(RUN)tfdist horovod build) && \
@@ -133,7 +141,7 @@ $(VENV)/.made:
 	@touch $@
 
 # One stamp for each extra: a second `make` installs nothing, a change of the requirements installs anew.
-$(VENV)/.examples $(VENV)/.test $(VENV)/.bench $(VENV)/.docs $(VENV)/.horovod-build $(VENV)/.conformance: $(VENV)/.%: \
-		$(VENV)/.made pyproject.toml setup.py
+$(VENV)/.examples $(VENV)/.test $(VENV)/.bench $(VENV)/.docs $(VENV)/.horovod-build $(VENV)/.conformance \
+		$(VENV)/.package: $(VENV)/.%: $(VENV)/.made pyproject.toml setup.py
 	@$(RUN)python tools/install.py -e '.[$*]'
 	@touch $@

@@ -1,10 +1,11 @@
-"""The package's metadata, and the Makefile's choice of Python and of when to install."""
+"""The package's metadata and README, and the Makefile's choice of Python and of when to install."""
 
 from __future__ import annotations
 
 import ast
 import importlib
 import importlib.metadata
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -15,6 +16,10 @@ import pytest
 import tfdist
 
 ROOT = Path(__file__).parents[2]
+_SPEC = importlib.util.spec_from_file_location("tfdist_setup", ROOT / "setup.py")
+_SETUP = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(_SETUP)
+readable_anywhere = _SETUP.readable_anywhere
 needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 
 
@@ -22,6 +27,7 @@ def test_the_version_is_the_same_everywhere() -> None:
     assert tfdist.__version__ == "0.1.0"
     assert 'version = "0.1.0"' in (ROOT / "pyproject.toml").read_text()
     assert "## [0.1.0]" in (ROOT / "CHANGELOG.md").read_text()
+    assert "\nversion: 0.1.0\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_the_installed_package_has_the_command_the_types_and_the_extras() -> None:
@@ -33,10 +39,12 @@ def test_the_installed_package_has_the_command_the_types_and_the_extras() -> Non
     assert commands == {"tfdist": "tfdist.launcher.command:main"}
     assert package.metadata["Requires-Python"] == ">=3.10"
     assert set(package.metadata.get_all("Provides-Extra") or ()) == {
+        "gpu",
         "examples",
         "plot",
         "kubernetes",
         "bench",
+        "package",
         "conformance",
         "docs",
         "test",
@@ -54,6 +62,38 @@ def test_editors_see_the_lazy_names(stub: Path) -> None:
     for name, (module, original) in names.items():
         found = importlib.import_module(module)
         assert getattr(package, name) is (getattr(found, original, None) or importlib.import_module(f"{module}.{name}"))
+
+
+# --- The README on an index of packages -----------------------------------------------------------------------------
+
+README = """See [what is exact](docs/what-is-exact.md), [below](#limits), [Keras](https://keras.io).
+
+| [a](b.md#c) | ![plot](docs/plot.svg) |
+
+```python
+rows[first](docs/a.md)
+```
+"""
+
+
+def test_links_of_the_readme_lead_to_the_repository() -> None:
+    at = "https://example.org/o/tfdist"
+    assert readable_anywhere(README, f"{at}/").splitlines() == [
+        f"See [what is exact]({at}/blob/HEAD/docs/what-is-exact.md), [below]({at}/blob/HEAD/README.md#limits), "
+        "[Keras](https://keras.io).",
+        "",
+        f"| [a]({at}/blob/HEAD/b.md#c) | ![plot]({at}/raw/HEAD/docs/plot.svg) |",
+        *README.splitlines()[3:],
+    ]
+
+
+def test_without_an_address_of_the_repository_no_link_is_dead() -> None:
+    assert readable_anywhere(README, None).splitlines() == [
+        "See what is exact, below, [Keras](https://keras.io).",
+        "",
+        "| a | plot |",
+        *README.splitlines()[3:],
+    ]
 
 
 # --- The Makefile ---------------------------------------------------------------------------------------------------
