@@ -11,11 +11,12 @@ from click.testing import CliRunner
 
 from tests.launcher.conftest import wait_until
 from tests.launcher.training import events, of_kind, program
+from tfdist.launcher.arguments import Stages, stages_of
 from tfdist.launcher.command import main
 from tfdist.launcher.failure import Overdue, suspect
 from tfdist.launcher.machine import Machine
 from tfdist.launcher.run import announcement
-from tfdist.launcher.run_plan import PlanError, RunOptions, Stages, plan_run, stages_of
+from tfdist.launcher.run_plan import PlanError, RunOptions, plan_run
 from tfdist.supervision.progress import Progress
 
 # What tfdist.runtime.servers does, without TensorFlow: a lock is free when its owner's process is gone.

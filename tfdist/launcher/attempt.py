@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from tfdist.launcher.failure import Failure, Watchdog, choose, counted, exit_code, suspect
 from tfdist.launcher.group import ProcessGroup
 from tfdist.launcher.operating_system import SignalInbox
-from tfdist.launcher.process import Process, process_state
+from tfdist.launcher.process import Process
 from tfdist.launcher.restarts import GiveUp, Incident, Replacement, Restart
 from tfdist.launcher.terminal import Terminal
 from tfdist.supervision.exit_codes import HUNG, PREEMPTED
@@ -302,7 +302,7 @@ class ClusterAttempt(Attempt):
         seen = {name: report for name, report in self._group.progress().items() if name in alive}
         overdue = self._watchdog.overdue(seen, time.monotonic())
         if overdue is not None:
-            states = {name: process_state(process.group) for name, process in alive.items()}
+            states = {name: process.state for name, process in alive.items()}
             found = suspect(overdue, seen, states)
             self._note_failure(self._group.failure(alive[found.name], HUNG, found.text))
 

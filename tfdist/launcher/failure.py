@@ -43,6 +43,8 @@ class Failure:
             exception.
         log_path: where all of them are.
         hang: for a process that did not end but stood still, what was observed, such as "stands still at step 3".
+        lost: for a process whose host is lost, what became of the host, such as "host b does not answer any more".
+        host: where it ran, if not on this machine.
     """
 
     name: str
@@ -50,6 +52,13 @@ class Failure:
     tail: tuple[str, ...] = ()
     log_path: str = ""
     hang: str = ""
+    lost: str = ""
+    host: str = ""
+
+    @property
+    def who(self) -> str:
+        """The process and its host."""
+        return f"{self.name} on {self.host}" if self.host else self.name
 
     @property
     def exit_code(self) -> int:
@@ -76,15 +85,17 @@ class Failure:
             'worker 1 failed with exit code 1 (ValueError: no such column)'
         """
         if self.hang:
-            return f"{self.name} {self.hang}"
+            return f"{self.who} {self.hang}"
+        if self.lost:
+            return f"{self.lost}; it ran {self.name}"
         if self.status < 0:
-            return f"{self.name} was killed by {signal_name(-self.status)}"
+            return f"{self.who} was killed by {signal_name(-self.status)}"
         if self.status == UNSAVED:
             return str(self)
         exception = self.exception
         if len(exception) > _EXCEPTION_WIDTH:
             exception = exception[:_EXCEPTION_WIDTH] + "…"
-        return f"{self.name} failed with exit code {self.status}" + (f" ({exception})" if exception else "")
+        return f"{self.who} failed with exit code {self.status}" + (f" ({exception})" if exception else "")
 
     def report(self) -> str:
         """What the launcher says at the end of the run."""
@@ -92,27 +103,29 @@ class Failure:
         return f"{self}; its last lines:{lines}\ntfdist: its complete log: {self.log_path}"
 
     def __str__(self) -> str:
-        if self.hang:
+        if self.hang or self.lost:
             return self.cause
         if self.status == UNSAVED:
-            return f"{self.name} was asked to stop, and could not save (exit code {UNSAVED})"
+            return f"{self.who} was asked to stop, and could not save (exit code {UNSAVED})"
         if self.status >= 0:
-            return f"{self.name} failed with exit code {self.status}"
+            return f"{self.who} failed with exit code {self.status}"
         hint = "; the kernel does that when memory runs out" if self.status == -signal.SIGKILL else ""
-        return f"{self.name} was killed by {signal_name(-self.status)} (exit code {self.exit_code}{hint})"
+        return f"{self.who} was killed by {signal_name(-self.status)} (exit code {self.exit_code}{hint})"
 
 
 def choose(failures: Sequence[Failure]) -> Failure:
-    """The failure to name: the first one that is not the mere consequence of another, otherwise the first.
+    """The failure to name: that of a lost host, or else the first that is not the mere consequence of another.
 
     Args:
-        failures: at least one, in the order in which the processes ended, all within the same moment.
+        failures: at least one, in the order in which the processes ended, all within the same moment. If all are
+            consequences, the first is named.
 
     Example:
         >>> str(choose([Failure("worker 0", 1, ("UnavailableError: peer gone",)), Failure("worker 1", 3)]))
         'worker 1 failed with exit code 3'
     """
-    return next((failure for failure in failures if not failure.is_consequence), failures[0])
+    lost = (failure for failure in failures if failure.lost)
+    return next(lost, next((failure for failure in failures if not failure.is_consequence), failures[0]))
 
 
 def counted(count: int, what: str, ending: str = "s") -> str:

@@ -29,7 +29,7 @@ class ProcessGroup:
 
     Args:
         plans: the processes, that with rank 0 first.
-        log_dir: folder of the logs.
+        log_dir: folder of the logs; None: see `Process`.
         terminal: where their output goes.
         guardian: ends them if the launcher is killed.
         restart: how often the run has been started again.
@@ -50,7 +50,7 @@ class ProcessGroup:
     def __init__(
         self,
         plans: Sequence[ProcessPlan],
-        log_dir: Path,
+        log_dir: Path | None,
         terminal: Terminal,
         guardian: Guardian,
         restart: int = 0,
@@ -61,14 +61,16 @@ class ProcessGroup:
         self._selector = selectors.DefaultSelector()
         self._log_dir = log_dir
         self._start_program = start_program
-        self._progress_files = {plan.name: ProgressFile() for plan in plans if plan.trains and not plan.serves}
+        self._progress_files: dict[str, ProgressFile] = {}
         self._continues = f"restart {restart}" if restart else ""
-        self.processes = [Process(self._with_progress(plan), log_dir, self._continues, start_program) for plan in plans]
+        self.processes = [self._made(plan, self._continues) for plan in plans]
         self._started: list[Process] = []
 
-    def _with_progress(self, plan: ProcessPlan) -> ProcessPlan:
-        file = self._progress_files.get(plan.name)
-        return dataclasses.replace(plan, env={**plan.env, VARIABLE: file.value}) if file else plan
+    def _made(self, plan: ProcessPlan, continues: str) -> Process:
+        if plan.trains and not plan.serves:
+            file = self._progress_files[plan.name] = ProgressFile()
+            plan = dataclasses.replace(plan, env={**plan.env, VARIABLE: file.value})
+        return Process(plan, self._log_dir, continues, self._start_program)
 
     def __enter__(self) -> ProcessGroup:
         try:
@@ -112,8 +114,7 @@ class ProcessGroup:
 
     def tick(self) -> list[Process]:
         """Passes output on for a moment and returns the processes that were found to have ended."""
-        for key, _ in self._selector.select(_TICK):
-            self._read_output(key.data)
+        self._hear()
         return self._poll_processes()
 
     def progress(self) -> dict[str, Progress | None]:
@@ -123,16 +124,16 @@ class ProcessGroup:
     def status(self, process: Process) -> int | None:
         """The returncode of a process. That of one which died after it had saved, since its end took long, is 77."""
         if process.status is not None and process.status < 0:
-            file = self._progress_files.get(process.plan.name)
-            report = file.read() if file else None
+            report = self.progress().get(process.plan.name)
             if report is not None and report.phase == SAVED:
                 return PREEMPTED
         return process.status
 
     def failure(self, process: Process, status: int, hang: str = "") -> Failure:
         """Describes what became of a process, with the last lines of its log."""
-        self._read_available(process)
-        return Failure(process.plan.name, status, process.tail(_TAIL_LINES), str(process.log_path), hang)
+        self.read_available(process)
+        tail, log_path = process.tail(_TAIL_LINES), str(process.log_path)
+        return Failure(process.plan.name, status, tail, log_path, hang, host=process.plan.host)
 
     def replace(self, process: Process, number: int) -> Process:
         """Starts a process in the place of one that is over; the log goes on.
@@ -145,7 +146,7 @@ class ProcessGroup:
             OSError: it could not be started.
         """
         plan = dataclasses.replace(process.plan, env={**process.plan.env, REPLACEMENT: str(number)})
-        successor = Process(plan, self._log_dir, f"replacement {number}", self._start_program)
+        successor = self._made(plan, f"replacement {number}")
         self.processes[self.processes.index(process)] = successor
         self._started.remove(process)
         process.close()
@@ -158,11 +159,21 @@ class ProcessGroup:
         Raises:
             OSError: it could not be started.
         """
-        self._progress_files[plan.name] = ProgressFile()
-        process = Process(self._with_progress(plan), self._log_dir, self._continues, self._start_program)
+        process = self._made(plan, self._continues)
         self.processes.append(process)
         self._start(process)
         return process
+
+    def read_available(self, process: Process) -> None:
+        """Reads what a process has printed so far, within limits."""
+        heard = 0
+        for _ in range(_LAST_CHUNKS):
+            if process.output is None or heard >= _LAST_BYTES:
+                return
+            data = self._read_output(process)
+            if not data:
+                return
+            heard += len(data)
 
     def signal(self, number: int) -> None:
         """Sends a signal to every process that has not ended, and to its helpers."""
@@ -181,13 +192,19 @@ class ProcessGroup:
             first.resize(self._terminal.size_inside(first.plan.name))
 
     def _start(self, process: Process) -> None:
-        live = self._terminal.is_tty and process is self.processes[0]
-        size: os.terminal_size | None = self._terminal.size_inside(process.plan.name) if live else None
-        process.start(size)
+        process.start(self._size_for(process))
         self._started.append(process)
         self._guardian.add(process.group, process.plan.env.get("TFDIST_RUN_ID", ""))
         if process.output is not None:
             self._selector.register(process.output, selectors.EVENT_READ, process)
+
+    def _size_for(self, process: Process) -> os.terminal_size | None:
+        live = self._terminal.is_tty and process is self.processes[0]
+        return self._terminal.size_inside(process.plan.name) if live else None
+
+    def _hear(self) -> None:
+        for key, _ in self._selector.select(_TICK):
+            self._read_output(key.data)
 
     def _read_output(self, process: Process) -> bytes:
         descriptor = process.output
@@ -211,18 +228,8 @@ class ProcessGroup:
                     self._terminal.message(process.left_behind)
         return ended
 
-    def _read_available(self, process: Process) -> None:
-        heard = 0
-        for _ in range(_LAST_CHUNKS):
-            if process.output is None or heard >= _LAST_BYTES:
-                return
-            data = self._read_output(process)
-            if not data:
-                return
-            heard += len(data)
-
     def _read_rest(self, process: Process) -> None:
-        self._read_available(process)
+        self.read_available(process)
         if process.output is not None:
             self._selector.unregister(process.output)
             process.close_output()

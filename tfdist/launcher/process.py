@@ -86,7 +86,7 @@ class Process:
 
     Args:
         plan: what to run.
-        log_dir: folder of the logs.
+        log_dir: folder of the logs; None where somebody else keeps the log of what is shown.
         continues: what it is that continues a log, such as "restart 1"; empty: the log is a new one.
         start_program: starts what is planned.
 
@@ -99,10 +99,10 @@ class Process:
     """
 
     def __init__(
-        self, plan: ProcessPlan, log_dir: Path, continues: str = "", start_program: StartProgram = start_afresh
+        self, plan: ProcessPlan, log_dir: Path | None, continues: str = "", start_program: StartProgram = start_afresh
     ) -> None:
         self.plan = plan
-        self.log_path = log_dir / plan.log_name
+        self.log_path = log_dir / plan.log_name if log_dir else Path(os.devnull)
         self.status: int | None = None
         self.output: int | None = None
         self._start_program = start_program
@@ -133,6 +133,11 @@ class Process:
     def group(self) -> int:
         """Its process group."""
         return self._program.pid
+
+    @property
+    def state(self) -> str:
+        """What it is doing, as `process_state` has it."""
+        return process_state(self.group)
 
     @property
     def lived(self) -> float:

@@ -154,7 +154,7 @@ class RestartPolicy:
         own = incident.progress.get(incident.failure.name)
         # Who was asked to stop has ended its training as well: where it could not save, it is to be done again.
         has_ended = own is not None and own.has_ended and incident.failure.status != UNSAVED
-        if has_ended and incident.failure.status > 0:
+        if has_ended and incident.failure.status > 0 and not incident.failure.lost:
             return "not restarted: the training had ended, what failed came after it"
         if previous is not None and previous.workers == incident.workers:
             if incident.step == previous.step:
@@ -168,7 +168,7 @@ class RestartPolicy:
         return None
 
     def _next_workers(self, incident: Incident) -> int:
-        gone = incident.failure.status < 0 or incident.failure.hang
+        gone = incident.failure.status < 0 or incident.failure.hang or incident.failure.lost
         if self._min_workers is None or not gone:
             return incident.workers
         return max(incident.workers - 1, self._min_workers)

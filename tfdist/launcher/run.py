@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tfdist.cluster.ports import reserve
 from tfdist.cluster.variables import HOROVOD
-from tfdist.launcher.arguments import Target
+from tfdist.launcher.arguments import Target, stages_of
 from tfdist.launcher.horovod.options import (
     ElasticOptions,
     check_hosts,
@@ -31,7 +31,6 @@ from tfdist.launcher.run_plan import (
     share_cpus,
     share_gpus,
     shares_gpus,
-    stages_of,
 )
 from tfdist.launcher.supervisor import ClusterRun, Patience, Prepare
 from tfdist.launcher.terminal import Terminal, hidden_lines

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tfdist.cluster.config import ClusterConfig
+from tfdist.cluster.sockets import join_address
 from tfdist.cluster.variables import HOROVOD, RUN_ID
 from tfdist.cluster.variables import TRANSPORT_VARIABLE as TRANSPORT
-from tfdist.launcher.arguments import AUTO
+from tfdist.launcher.arguments import AUTO, STAGE_VARIABLES, Stages
 from tfdist.launcher.machine import Machine
 from tfdist.supervision.progress import VARIABLE as PROGRESS
 
-STAGES, REPLICAS = STAGE_VARIABLES = ("TFDIST_STAGES", "TFDIST_REPLICAS")
 # What TensorFlow is to print, unless the user says it.
 LOG_LEVEL, QUIET = "TF_CPP_MIN_LOG_LEVEL", "2"
 
@@ -36,73 +36,6 @@ _REMEDIES = {
     TRANSPORT: "Use --transport.",
     **dict.fromkeys(STAGE_VARIABLES, "Use --stages and --replicas."),
 }
-
-
-@dataclass(frozen=True)
-class Stages:
-    """How many parts the model is cut into, and how often each part exists. Each is a process.
-
-    The first process drives all the others, which serve it: only the first one trains for itself, and what it returns
-    is the result.
-
-    Attributes:
-        stages: parts of the model.
-        replicas: copies of the model.
-
-    Example:
-        >>> Stages(3, 2).workers, str(Stages(3, 2))
-        (6, '2 replicas of 3 stages')
-    """
-
-    stages: int
-    replicas: int = 1
-
-    @property
-    def workers(self) -> int:
-        """The number of processes."""
-        return self.stages * self.replicas
-
-    def environment(self) -> Mapping[str, str]:
-        """The variables that it adds to the environment of each process."""
-        return {STAGES: str(self.stages), REPLICAS: str(self.replicas)}
-
-    def __str__(self) -> str:
-        stages = f"{self.stages} stage{'' if self.stages == 1 else 's'}"
-        return stages if self.replicas == 1 else f"{self.replicas} replicas of {stages}"
-
-
-def stages_of(
-    workers: tuple[int, int] | None, stages: int | None, replicas: int | None, ps: int, chief: bool
-) -> Stages | None:
-    """What --stages and --replicas ask for.
-
-    Raises:
-        ValueError: they contradict the other options.
-
-    Example:
-        >>> stages_of(None, 2, None, ps=0, chief=False)
-        Stages(stages=2, replicas=1)
-    """
-    if stages is None:
-        if replicas is None:
-            return None
-        raise ValueError(
-            f"--replicas {replicas}: expected --stages K as well. Use -n {replicas} for copies of a whole model."
-        )
-    parts = Stages(stages, replicas or 1)
-    if workers is not None:
-        asked = str(workers[0]) if workers[0] == workers[1] else f"{workers[0]}:{workers[1]}"
-        raise ValueError(
-            f"-n {asked} and --stages {stages}: expected only one of them. "
-            f"--stages starts a process for each stage and replica, here {parts.workers}: leave -n out."
-        )
-    for option, given in ((f"--ps {ps}", ps > 0), ("--chief", chief)):
-        if given:
-            raise ValueError(
-                f"{option} and --stages {stages}: expected only one of them. "
-                f"The first of the processes drives the others: leave {option} out."
-            )
-    return parts
 
 
 def default_workers(machine: Machine, gpus_per_worker: int | str) -> int:
@@ -194,6 +127,7 @@ class ProcessPlan:
         serves: whether it only works for the first process: it reports no progress, and ends when that one has ended.
         is_replaceable: whether the others go on without it, and with another one in its place.
         stdin: what it reads from its standard input.
+        host: where it runs, as the user calls it; empty = on this machine.
     """
 
     job: str
@@ -205,6 +139,7 @@ class ProcessPlan:
     serves: bool = False
     is_replaceable: bool = False
     stdin: bytes = b""
+    host: str = ""
 
     @property
     def name(self) -> str:
@@ -254,13 +189,49 @@ def plan_run(
         >>> [(plan.name, plan.cpus) for plan in plans]
         [('worker 0', (0,)), ('worker 1', (1,))]
     """
-    cpus = share_cpus(options, machine)
-    gpus = share_gpus(options, machine)
-    jobs = _jobs(options, ports)
+    jobs = jobs_of(options, [join_address(options.host, port) for port in ports])
+    return plan_tasks(
+        options, options.tasks, command, machine, jobs, environ, run_id, log_dir, show_all=show_all, restart=restart
+    )
+
+
+def plan_tasks(
+    options: RunOptions,
+    tasks: Sequence[Task],
+    command: Sequence[str],
+    machine: Machine,
+    jobs: Mapping[str, Sequence[str]],
+    environ: Mapping[str, str],
+    run_id: str,
+    log_dir: str,
+    show_all: bool = False,
+    restart: int = 0,
+    host: str = "",
+) -> list[ProcessPlan]:
+    """The same for those of the processes that share a machine.
+
+    Args:
+        options: what was asked for.
+        tasks: those of `options.tasks` that run there.
+        command: the argument vector that every process runs.
+        machine: what there is to share out among them.
+        jobs: the addresses of all processes.
+        environ: variables that they get.
+        run_id: name of the run, the same in every process.
+        log_dir: absolute folder of the logs.
+        show_all: whether all output goes to the terminal, not only that of rank 0.
+        restart: how often the run has been started again.
+        host: what the user calls the machine, if it is another one.
+
+    Raises:
+        PlanError: there are not as many cores or GPUs as asked for.
+    """
+    cpus = share_cpus(options, machine, tasks)
+    gpus = share_gpus(options, machine, tasks)
     # The stages of a launcher around this one are not ours.
     inherited = {name: value for name, value in environ.items() if name not in STAGE_VARIABLES}
     plans = []
-    for task in options.tasks:
+    for task in tasks:
         config = ClusterConfig(jobs=jobs, task_type=task[0], task_index=task[1]).to_json()
         own = {
             "TF_CONFIG": config,
@@ -276,7 +247,7 @@ def plan_run(
         pinned = cpus.get(task, ())
         env = {
             **runtime_defaults(len(pinned), len(machine.cores), ps_cluster=options.ps > 0),
-            **({"TF_FORCE_GPU_ALLOW_GROWTH": "true"} if shares_gpus(options, machine) else {}),
+            **({"TF_FORCE_GPU_ALLOW_GROWTH": "true"} if shares_gpus(options, machine, tasks) else {}),
             **inherited,
             "PYTHONUNBUFFERED": "1",
             **({"CUDA_VISIBLE_DEVICES": ",".join(gpus[task])} if task in gpus else {}),
@@ -286,15 +257,24 @@ def plan_run(
         first = task == options.compute_tasks[0]
         serves = (options.stages is not None or options.ps > 0) and task in options.tasks_with_port and not first
         replaceable = options.ps > 0 and task[0] == "worker"
-        plans.append(ProcessPlan(*task, tuple(command), env, pinned, show_all or first, serves, replaceable))
+        of_task = (tuple(command), env, pinned, show_all or first, serves, replaceable)
+        plans.append(ProcessPlan(*task, *of_task, host=host))
     return plans
 
 
-def share_cpus(options: RunOptions, machine: Machine) -> dict[Task, tuple[int, ...]]:
-    """Cores of each process that computes; empty when nothing is to be pinned. All others roam."""
-    tasks, cores = options.tasks_with_devices, machine.cores
+def share_cpus(
+    options: RunOptions, machine: Machine, tasks: Sequence[Task] | None = None
+) -> dict[Task, tuple[int, ...]]:
+    """Cores of each process that computes; empty when nothing is to be pinned. All others roam.
+
+    Args:
+        options: what was asked for.
+        machine: what there is to share out.
+        tasks: who shares it; by default all.
+    """
+    tasks, cores = _computing(options, tasks), machine.cores
     if options.cpus_per_worker == AUTO:
-        each = len(cores) // len(tasks)
+        each = len(cores) // max(len(tasks), 1)
         if each == 0 or len(tasks) == 1:
             return {}
     else:
@@ -307,17 +287,25 @@ def share_cpus(options: RunOptions, machine: Machine) -> dict[Task, tuple[int, .
     return {task: cores[rank * each : (rank + 1) * each] for rank, task in enumerate(tasks)}
 
 
-def share_gpus(options: RunOptions, machine: Machine) -> dict[Task, tuple[str, ...]]:
+def share_gpus(
+    options: RunOptions, machine: Machine, tasks: Sequence[Task] | None = None
+) -> dict[Task, tuple[str, ...]]:
     """Visible GPUs of each process; empty when the machine has none and none were asked for.
 
     Processes that compute get equal disjoint shares, an evaluator what is left, parameter servers and their chief
     nothing. With `auto` and fewer GPUs than processes that compute the GPUs are shared in turn.
+
+    Args:
+        options: what was asked for.
+        machine: what there is to share out.
+        tasks: who shares it; by default all.
     """
-    tasks, gpus = options.tasks_with_devices, machine.gpus
+    everybody, gpus = options.tasks if tasks is None else tasks, machine.gpus
+    tasks = _computing(options, everybody)
     if options.gpus_per_worker == AUTO:
         if not gpus:
             return {}
-        each = len(gpus) // len(tasks)
+        each = len(gpus) // max(len(tasks), 1)
     else:
         each = int(options.gpus_per_worker)
         if each * len(tasks) > len(gpus):
@@ -326,25 +314,34 @@ def share_gpus(options: RunOptions, machine: Machine) -> dict[Task, tuple[str, .
                 f"{'was' if len(gpus) == 1 else 'were'} found (CUDA_VISIBLE_DEVICES or nvidia-smi -L). "
                 "Ask for fewer, or use --gpus-per-worker auto."
             )
-    if shares_gpus(options, machine):
+    if shares_gpus(options, machine, everybody):
         shares = {task: (gpus[rank % len(gpus)],) for rank, task in enumerate(tasks)}
     else:
         shares = {task: gpus[rank * each : (rank + 1) * each] for rank, task in enumerate(tasks)}
-    for task in (task for task in options.tasks if task not in tasks):
+    for task in (task for task in everybody if task not in tasks):
         shares[task] = gpus[each * len(tasks) :] if task[0] == "evaluator" and each else ()
     return shares
 
 
-def shares_gpus(options: RunOptions, machine: Machine) -> bool:
+def shares_gpus(options: RunOptions, machine: Machine, tasks: Sequence[Task] | None = None) -> bool:
     """Whether several processes that compute have to use the same GPU."""
-    return options.gpus_per_worker == AUTO and 0 < len(machine.gpus) < len(options.tasks_with_devices)
+    return options.gpus_per_worker == AUTO and 0 < len(machine.gpus) < len(_computing(options, tasks))
 
 
-def _jobs(options: RunOptions, ports: Sequence[int]) -> dict[str, list[str]]:
-    host = f"[{options.host}]" if ":" in options.host else options.host
+def _computing(options: RunOptions, tasks: Sequence[Task] | None) -> list[Task]:
+    return [task for task in options.tasks_with_devices if tasks is None or task in tasks]
+
+
+def jobs_of(options: RunOptions, addresses: Sequence[str]) -> dict[str, list[str]]:
+    """The addresses by job, of one for each entry of `options.tasks_with_port`.
+
+    Example:
+        >>> jobs_of(RunOptions(workers=1, ps=1), ["a:1", "b:2", "a:3"])
+        {'chief': ['a:1'], 'worker': ['b:2'], 'ps': ['a:3']}
+    """
     jobs: dict[str, list[str]] = {}
-    for (job, _), port in zip(options.tasks_with_port, ports, strict=True):
-        jobs.setdefault(job, []).append(f"{host}:{port}")
+    for (job, _), address in zip(options.tasks_with_port, addresses, strict=True):
+        jobs.setdefault(job, []).append(address)
     return jobs
 
 

@@ -6,8 +6,8 @@ import functools
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -205,17 +205,25 @@ class ClusterRun(Supervisor):
         # Whether the program trains at all, and how long it takes to prepare for that, is known from the first time.
         due = self._started_at + _UNUSUAL * self._preparation if restart.number else None
         watchdog = Watchdog(self._patience.hang_timeout, self._patience.start_timeout, due)
+        with self._started(restart, inbox, guardian, starts) as group:
+            processes = {process.plan.name: process.group for process in group.processes}
+            self._note_start(restart.number, group.workers, processes)
+            on_progress = functools.partial(self._note_progress, starts)
+            replacements = Replacements(group, self._replace, starts.worth_waiting)
+            of_run = (group, inbox, self._terminal, self._patience.grace, self._decide, on_progress)
+            return ClusterAttempt(*of_run, watchdog, replacements).run()
+
+    @contextmanager
+    def _started(
+        self, restart: Restart, inbox: SignalInbox, guardian: Guardian, starts: WarmStarts
+    ) -> Iterator[ProcessGroup]:
+        """The processes, as long as the `with` block lasts."""
         start = self._start_program or starts.start
         with (
             self._prepare(restart.workers, restart.number) as plans,
             ProcessGroup(plans, self._log_dir, self._terminal, guardian, restart.number, start) as group,
         ):
-            processes = {process.plan.name: process.group for process in group.processes}
-            self._note_start(restart.number, restart.workers, processes)
-            on_progress = functools.partial(self._note_progress, starts)
-            replacements = Replacements(group, self._replace, starts.worth_waiting)
-            of_run = (group, inbox, self._terminal, self._patience.grace, self._decide, on_progress)
-            return ClusterAttempt(*of_run, watchdog, replacements).run()
+            yield group
 
     def _replace(self, loss: Loss) -> Replacement | None:
         failure, replacement = loss.failure, self._policy.replace(loss.failure.name, loss.lived)
@@ -246,8 +254,8 @@ class ClusterRun(Supervisor):
 
 
 def _kind(failure: Failure) -> str:
-    if failure.hang:
-        return "hang"
+    if failure.hang or failure.lost:
+        return "hang" if failure.hang else "host"
     return "signal" if failure.status < 0 else "exit"
 
 

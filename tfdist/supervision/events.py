@@ -64,9 +64,13 @@ class EventLog:
             event: what happened, such as "saved".
             **fields: values that JSON knows; others are written as text.
         """
+        self.append({"time": time.time(), "name": self._name, "event": event, **fields})
+
+    def append(self, event: Event) -> None:
+        """Appends an event as it is, with the time and the name that it has."""
         if self._path is None:
             return
-        line = json.dumps({"time": time.time(), "name": self._name, "event": event, **fields}, default=str) + "\n"
+        line = json.dumps(event, default=str) + "\n"
         with contextlib.suppress(OSError):
             if self._path == STANDARD_OUTPUT:
                 os.write(1, line.encode())

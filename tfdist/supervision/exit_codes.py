@@ -11,3 +11,5 @@ UNSAVED = 74
 REFUSED = 78
 # The launcher ended the run because a process stood still; what timeout(1) returns.
 HUNG = 124
+# The host of a process is lost; what ssh(1) returns.
+HOST_LOST = 255

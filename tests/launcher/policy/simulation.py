@@ -206,9 +206,6 @@ class World:
         drivers = [process for process in self.processes if process.plan.trains and not process.plan.serves]
         return drivers[-1].end is None
 
-    def state(self, number: int) -> str:
-        return next(process.state for process in self.processes if process.group == number)
-
 
 @dataclass(frozen=True)
 class Run:
@@ -264,7 +261,6 @@ def simulate(
         patch.setattr(group, "Process", functools.partial(SimulatedProcess, world))
         patch.setattr(group, "selectors", SimpleNamespace(DefaultSelector=functools.partial(_Selector, clock)))
         patch.setattr(supervisor, "Guardian", functools.partial(_Guardian, world.guarded))
-        patch.setattr(attempt, "process_state", world.state)
         patch.setattr(run, "Terminal", SimpleNamespace(standard=functools.partial(_Terminal, world)))
         patch.setattr(run, "Machine", SimpleNamespace(this_one=lambda: Machine((0, 1))))
         patch.chdir(folder)
