@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tfdist.cluster.variables import travels
 from tfdist.launcher.horovod.options import DiscoveryError, hosts_of
 from tfdist.launcher.horovod.remote import over_there
-from tfdist.launcher.hosts.variables import travels
 from tfdist.launcher.process import start_unpinned
 from tfdist.launcher.run_plan import ProcessPlan
 

@@ -1,8 +1,9 @@
-"""Reading environment variables; the names of those that several modules use."""
+"""Reading environment variables; the names of those that several modules use, and which go to other hosts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 
 from tfdist.cluster.errors import ClusterError
 
@@ -17,6 +18,17 @@ RUN_ID = "TFDIST_RUN_ID"
 # What carries the collectives of `tfdist.MultiWorkerMirroredStrategy`; `tfdist run --transport` sets it everywhere.
 TRANSPORT_VARIABLE = "TFDIST_TRANSPORT"
 AUTO, TENSORFLOW, DIRECT, HOROVOD = TRANSPORTS = ("auto", "tensorflow", "direct", "horovod")
+
+# Variables that say how to compute, and where Python and its libraries are. Others, keys of a cloud among them, belong
+# to this host; --env sends one of them on purpose.
+_PREFIXES = (
+    *("TFDIST_", "TF_", "HOROVOD_", "KERAS_", "XLA_", "CUDA_", "CUDNN_", "NVIDIA_", "NCCL_", "GLOO_", "OMP_", "KMP_"),
+    *("TFDS_", "TFHUB_", "MKL_", "GOMP_", "MALLOC_", "PYTHON", "LC_", "UCX_", "FI_"),
+)
+_NAMES = ("PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "VIRTUAL_ENV", "CONDA_PREFIX", "LANG", "TZ", "TERM")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# Horovod sets them for each process itself, or for this host only.
+_OF_THIS_HOST = re.compile(r".*CUDA_VISIBLE_DEVICES|_?HOROVOD_SECRET_KEY")
 
 
 def text(env: Mapping[str, str], name: str) -> str:
@@ -72,3 +84,29 @@ def chosen_transport(env: Mapping[str, str]) -> str:
             f"Received: {TRANSPORT_VARIABLE}={value!r}. Expected one of {', '.join(TRANSPORTS)}; or unset it."
         )
     return value
+
+
+def travels(name: str, chosen: Collection[str]) -> bool:
+    """Whether a variable goes to other hosts.
+
+    Args:
+        name: of the variable.
+        chosen: those that the user has named by --env.
+
+    Example:
+        >>> [travels(name, {"DATA"}) for name in ("TF_CPP_MIN_LOG_LEVEL", "DATA", "AWS_SECRET_ACCESS_KEY")]
+        [True, True, False]
+    """
+    if not _VARIABLE.fullmatch(name) or _OF_THIS_HOST.fullmatch(name):
+        return False
+    return name in chosen or name in _NAMES or name.startswith(_PREFIXES)
+
+
+def travelling(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables of an environment that go to other hosts.
+
+    Example:
+        >>> travelling({"OMP_NUM_THREADS": "2", "HOME": "/home/me"})
+        {'OMP_NUM_THREADS': '2'}
+    """
+    return {name: value for name, value in environ.items() if travels(name, ())}

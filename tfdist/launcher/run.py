@@ -76,16 +76,10 @@ def run_local(
         parts = stages_of(workers, stages, replicas, ps, chief)
         count = parts.workers if parts else default_workers(machine, gpus_per_worker)
         fewest, most = workers or (count, count)
-        if ps > 0 and fewest < most:
-            raise ValueError(
-                f"-n {fewest}:{most} and --ps {ps}: expected one number of workers. With parameter servers a worker "
-                f"that is lost is replaced, and the others go on meanwhile: use -n {most}."
-            )
+        check_workers(fewest, most, ps)
         options = RunOptions(most, ps, chief, evaluator, cpus_per_worker, gpus_per_worker, env, host, parts, transport)
         command = target.command()
-        missing = installation.problem(versions()["tensorflow"]) if transport == HOROVOD else None
-        if missing is not None:
-            raise ValueError(f"--transport {transport}: {missing}")
+        check_transport(transport)
         if (host_discovery or interface) and transport != HOROVOD:
             raise ValueError(
                 "--host-discovery and --interface are for elastic jobs: expected --transport horovod, too. Without it, "
@@ -125,6 +119,22 @@ def run_local(
     policy = RestartPolicy(max_restarts, min_workers=fewest if fewest < most else None)
     patience = Patience(grace, hang_timeout, start_timeout)
     return ClusterRun(prepare, most, policy, shown_folder, terminal, patience, warm and max_restarts > 0).run()
+
+
+def check_workers(fewest: int, most: int, ps: int) -> None:
+    """Raises ValueError if fewer workers cannot go on."""
+    if ps > 0 and fewest < most:
+        raise ValueError(
+            f"-n {fewest}:{most} and --ps {ps}: expected one number of workers. With parameter servers a worker "
+            f"that is lost is replaced, and the others go on meanwhile: use -n {most}."
+        )
+
+
+def check_transport(transport: str) -> None:
+    """Raises ValueError if what carries the sums is not installed."""
+    missing = installation.problem(versions()["tensorflow"]) if transport == HOROVOD else None
+    if missing is not None:
+        raise ValueError(f"--transport {transport}: {missing}")
 
 
 def new_run_id() -> str:
@@ -178,7 +188,7 @@ def announce(options: RunOptions, machine: Machine, terminal: Terminal, log_dir:
         )
 
 
-def announcement(options: RunOptions, log_dir: str, show_all: bool) -> str:
+def announcement(options: RunOptions, log_dir: str, show_all: bool, place: str = "this machine") -> str:
     """The line at the start: what runs, and where the output is that is not shown.
 
     Example:
@@ -197,7 +207,7 @@ def announcement(options: RunOptions, log_dir: str, show_all: bool) -> str:
         where = f"output of {hidden[0]} goes to {log_dir}/"
     else:
         where = f"output of the other {len(hidden)} goes to {log_dir}/"
-    return f"{what} on this machine; {where}"
+    return f"{what} on {place}; {where}"
 
 
 def _plural(job: str) -> str:

@@ -163,7 +163,81 @@ class Supervisor:
         self._terminal.message(failure.report())
 
 
-class ClusterRun(Supervisor):
+class TrainingRun(Supervisor):
+    """Runs processes that are all started together, and end together. Where they run is in the subclasses.
+
+    Args:
+        workers: how many training processes to begin with.
+        policy: decides about restarts.
+        log_dir: folder of the logs; it exists.
+        terminal: where output and messages go.
+        patience: how long to wait for what.
+        warm: whether to keep a process ready for quick restarts, once the program trains.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        policy: RestartPolicy,
+        log_dir: Path,
+        terminal: Terminal,
+        patience: Patience,
+        warm: bool = False,
+    ) -> None:
+        super().__init__(workers, policy, log_dir, terminal, warm)
+        self._patience = patience
+        self._started_at = 0.0
+        self._has_reported = False
+        self._preparation = 0.0
+
+    def _attempt(self, restart: Restart, inbox: SignalInbox, guardian: Guardian, starts: WarmStarts) -> Ending:
+        with self._started(restart, inbox, guardian, starts) as group:
+            self._started_at, self._has_reported = time.monotonic(), False
+            # Whether the program trains, and how long it takes to prepare for that, is known from the first time.
+            due = self._started_at + _UNUSUAL * self._preparation if restart.number else None
+            watchdog = Watchdog(self._patience.hang_timeout, self._patience.start_timeout, due)
+            processes = {process.plan.name: process.group for process in group.processes}
+            self._note_start(restart.number, group.workers, processes)
+            on_progress = functools.partial(self._note_progress, starts)
+            replacements = Replacements(group, self._replace, starts.worth_waiting)
+            of_run = (group, inbox, self._terminal, self._patience.grace, self._decide, on_progress)
+            return ClusterAttempt(*of_run, watchdog, replacements).run()
+
+    def _started(
+        self, restart: Restart, inbox: SignalInbox, guardian: Guardian, starts: WarmStarts
+    ) -> AbstractContextManager[ProcessGroup]:
+        """The processes of an attempt, as long as the `with` block lasts."""
+        raise NotImplementedError
+
+    def _replace(self, loss: Loss) -> Replacement | None:
+        failure, replacement = loss.failure, self._policy.replace(loss.failure.name, loss.lived)
+        lost = {"task": failure.name, "kind": _kind(failure), "cause": failure.cause, "exit_code": failure.exit_code}
+        what = f"{failure.cause} ({failure.log_path})"
+        if replacement is not None:
+            number, delay = replacement.number, replacement.delay
+            self._events.write("replacement", **lost, log=failure.log_path, number=number, delay=delay)
+            when = f" in {delay:g} s" if delay else ""
+            self._terminal.message(
+                f"{what}; started again{when} (replacement {number} of {self._policy.limit}), the others go on"
+            )
+        elif loss.left:
+            self._events.write("loss", **lost, log=failure.log_path, workers=loss.left)
+            self._terminal.message(
+                f"{what}; not started again: {used_up(self._policy.used)}; the training goes on with "
+                f"{counted(loss.left, 'worker')}"
+            )
+        return replacement
+
+    def _note_progress(self, starts: WarmStarts, progress: Mapping[str, Progress | None]) -> None:
+        if not self._has_reported and any(progress.values()):
+            self._has_reported = True
+            self._preparation = max(self._preparation, time.monotonic() - self._started_at)
+        if any(report is not None and report.has_trained for report in progress.values()):
+            starts.prepare(self._preparation)
+        self._on_progress(progress)
+
+
+class ClusterRun(TrainingRun):
     """Runs a cluster on this machine.
 
     Args:
@@ -192,65 +266,20 @@ class ClusterRun(Supervisor):
         warm: bool = False,
         start_program: StartProgram | None = None,
     ) -> None:
-        super().__init__(workers, policy, log_dir, terminal, warm)
+        super().__init__(workers, policy, log_dir, terminal, patience, warm)
         self._prepare = prepare
         self._start_program = start_program
-        self._patience = patience
-        self._started_at = 0.0
-        self._has_reported = False
-        self._preparation = 0.0
-
-    def _attempt(self, restart: Restart, inbox: SignalInbox, guardian: Guardian, starts: WarmStarts) -> Ending:
-        self._started_at, self._has_reported = time.monotonic(), False
-        # Whether the program trains at all, and how long it takes to prepare for that, is known from the first time.
-        due = self._started_at + _UNUSUAL * self._preparation if restart.number else None
-        watchdog = Watchdog(self._patience.hang_timeout, self._patience.start_timeout, due)
-        with self._started(restart, inbox, guardian, starts) as group:
-            processes = {process.plan.name: process.group for process in group.processes}
-            self._note_start(restart.number, group.workers, processes)
-            on_progress = functools.partial(self._note_progress, starts)
-            replacements = Replacements(group, self._replace, starts.worth_waiting)
-            of_run = (group, inbox, self._terminal, self._patience.grace, self._decide, on_progress)
-            return ClusterAttempt(*of_run, watchdog, replacements).run()
 
     @contextmanager
     def _started(
         self, restart: Restart, inbox: SignalInbox, guardian: Guardian, starts: WarmStarts
     ) -> Iterator[ProcessGroup]:
-        """The processes, as long as the `with` block lasts."""
         start = self._start_program or starts.start
         with (
             self._prepare(restart.workers, restart.number) as plans,
             ProcessGroup(plans, self._log_dir, self._terminal, guardian, restart.number, start) as group,
         ):
             yield group
-
-    def _replace(self, loss: Loss) -> Replacement | None:
-        failure, replacement = loss.failure, self._policy.replace(loss.failure.name, loss.lived)
-        lost = {"task": failure.name, "kind": _kind(failure), "cause": failure.cause, "exit_code": failure.exit_code}
-        what = f"{failure.cause} ({failure.log_path})"
-        if replacement is not None:
-            number, delay = replacement.number, replacement.delay
-            self._events.write("replacement", **lost, log=failure.log_path, number=number, delay=delay)
-            when = f" in {delay:g} s" if delay else ""
-            self._terminal.message(
-                f"{what}; started again{when} (replacement {number} of {self._policy.limit}), the others go on"
-            )
-        elif loss.left:
-            self._events.write("loss", **lost, log=failure.log_path, workers=loss.left)
-            self._terminal.message(
-                f"{what}; not started again: {used_up(self._policy.used)}; the training goes on with "
-                f"{counted(loss.left, 'worker')}"
-            )
-        return replacement
-
-    def _note_progress(self, starts: WarmStarts, progress: Mapping[str, Progress | None]) -> None:
-        if not self._has_reported and any(progress.values()):
-            self._has_reported = True
-            self._preparation = max(self._preparation, time.monotonic() - self._started_at)
-        if any(report is not None and report.has_trained for report in progress.values()):
-            starts.prepare(self._preparation)
-        self._on_progress(progress)
 
 
 def _kind(failure: Failure) -> str:

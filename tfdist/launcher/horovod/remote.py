@@ -9,7 +9,7 @@ import os
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 
-from tfdist.launcher.hosts.variables import travels
+from tfdist.cluster.variables import travels
 
 
 def over_there(

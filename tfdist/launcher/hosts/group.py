@@ -1,0 +1,296 @@
+"""The processes of an attempt on several hosts, as the supervisor knows those of one machine."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import selectors
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tfdist.cluster.foreign_text import cleaned
+from tfdist.launcher.failure import Failure
+from tfdist.launcher.group import ProcessGroup
+from tfdist.launcher.guardian import Guardian
+from tfdist.launcher.hosts.connection import SUSPICIOUS, Connection
+from tfdist.launcher.hosts.frames import Message, Output
+from tfdist.launcher.hosts.reached import HostsError, Reached
+from tfdist.launcher.process import Process
+from tfdist.launcher.run_plan import ProcessPlan
+from tfdist.launcher.terminal import Terminal
+from tfdist.supervision.events import EventLog, events_in
+from tfdist.supervision.exit_codes import HOST_LOST
+from tfdist.supervision.progress import Progress
+
+_TICK = 0.02
+_START_SECONDS = 60.0
+# After a longer pause this process was stopped itself: the silence of others means nothing.
+_OWN_PAUSE = 5.0
+
+
+class RemoteProcess(Process):
+    """A process that an agent runs.
+
+    Args:
+        plan: what to run.
+        log_dir: folder of the logs, on this machine.
+        continues: see `Process`.
+        connection: to the agent.
+        number: by which its output is told from that of others.
+
+    Attributes:
+        lost: why its host is of no use any more; empty while it is.
+    """
+
+    def __init__(self, plan: ProcessPlan, log_dir: Path, continues: str, connection: Connection, number: int) -> None:
+        super().__init__(plan, log_dir, continues)
+        self.connection, self.number = connection, number
+        self.lost = ""
+        self.reports = 0
+        self._pid: int | None = None
+        self._state = ""
+        self._has_ended = False
+
+    def start(self, size: os.terminal_size | None) -> None:
+        """Asks for its start."""
+        self._started_at = time.monotonic()
+        plan = self.plan
+        # The agent's own Python may be another one.
+        command = [None if word == sys.executable and not at else word for at, word in enumerate(plan.command)]
+        what = {"job": plan.job, "index": plan.index, "command": command, "env": dict(plan.env), "cpus": plan.cpus}
+        more = {"serves": plan.serves, "size": size and tuple(size), "number": self.number}
+        self.connection.send(kind="start", **what, **more)
+
+    @property
+    def group(self) -> int:
+        """Its process group, on its host; 0 before it has started."""
+        return self._pid or 0
+
+    @property
+    def has_started(self) -> bool:
+        """Whether that is known."""
+        return self._pid is not None
+
+    @property
+    def state(self) -> str:
+        """What it is doing, as psutil has it; empty if it is not known yet."""
+        return self._state
+
+    def poll(self) -> bool:
+        """True exactly once, when it is first known to have ended."""
+        has_ended, self._has_ended = self._has_ended, False
+        return has_ended
+
+    def signal(self, number: int) -> None:
+        """Sends a signal as `Process` does, over there."""
+        if not self._reaped:
+            self.connection.send(kind="signal", name=self.plan.name, number=int(number))
+
+    def kill(self) -> None:
+        """Kills the whole group."""
+        if not self._reaped:
+            self.connection.send(kind="kill", name=self.plan.name)
+
+    def resize(self, size: os.terminal_size) -> None:
+        """Gives its pseudo-terminal another size."""
+        self.connection.send(kind="resize", size=tuple(size))
+
+    def close_output(self) -> None:
+        """Its output comes with all else from its host."""
+
+    def hear(self, data: bytes) -> None:
+        """Takes what it has printed."""
+        # A full disk costs the log, not the training.
+        with contextlib.suppress(OSError):
+            self._log.write(data)
+
+    def note(self, told: Message) -> None:
+        """Takes what the agent says of it."""
+        kind = told["kind"]
+        if kind == "started":
+            self._pid = int(told["pid"])
+        elif kind == "state":
+            self._state = cleaned(told["state"], 100)
+        elif kind == "end" and self.status is None:
+            self._end(int(told["status"]))
+        elif kind == "over" and self.status is not None:
+            self._reaped = True
+
+    def lose(self, why: str) -> None:
+        """Says that its host is of no use any more."""
+        self.lost = why
+        if self.status is None:
+            self._end(HOST_LOST)
+        self._reaped = True
+
+    def _end(self, status: int) -> None:
+        self.status, self._ended_at, self._has_ended = status, time.monotonic(), True
+
+
+class HostsGroup(ProcessGroup):
+    """All processes of an attempt on several hosts. None of them outlives the `with` block, as far as the hosts answer.
+
+    Args:
+        plans: the processes, that with rank 0 first.
+        log_dir: folder of the logs.
+        terminal: where their output goes.
+        guardian: ends ssh if the launcher is killed.
+        restart: how often the run has been started again.
+        reached: the hosts.
+    """
+
+    def __init__(
+        self,
+        plans: Sequence[ProcessPlan],
+        log_dir: Path,
+        terminal: Terminal,
+        guardian: Guardian,
+        restart: int,
+        reached: Reached,
+    ) -> None:
+        self._connections = reached.connections
+        self._numbers: dict[int, RemoteProcess] = {}
+        self._progress: dict[str, Progress | None] = {}
+        self._failed = ""
+        self._looked_at = time.monotonic()
+        super().__init__(plans, log_dir, terminal, guardian, restart)
+        for connection in self._connections.values():
+            self._selector.register(connection.channel.reading, selectors.EVENT_READ)
+
+    def _made(self, plan: ProcessPlan, continues: str) -> Process:
+        if plan.trains and not plan.serves:
+            self._progress.setdefault(plan.name, None)
+        number, connection = len(self._numbers), self._connections[plan.host]
+        assert self._log_dir is not None
+        process = self._numbers[number] = RemoteProcess(plan, self._log_dir, continues, connection, number)
+        return process
+
+    def __enter__(self) -> HostsGroup:
+        for connection in self._connections.values():
+            self._guardian.add(connection.pid)
+        super().__enter__()
+        try:
+            self._wait_for_starts()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill()
+        while not self.is_over:
+            self.tick()
+        super().__exit__(*error)
+        for connection in self._connections.values():
+            self._guardian.remove(connection.pid)
+
+    def progress(self) -> dict[str, Progress | None]:
+        """The last report of each training process that makes reports, by name."""
+        return dict(self._progress)
+
+    def failure(self, process: Process, status: int, hang: str = "") -> Failure:
+        """Describes what became of a process, with the last lines of its log, or of its host."""
+        assert isinstance(process, RemoteProcess)
+        return dataclasses.replace(super().failure(process, status, hang), lost="" if hang else process.lost)
+
+    def _start(self, process: Process) -> None:
+        process.start(self._size_for(process))
+        self._started.append(process)
+
+    def _wait_for_starts(self) -> None:
+        """Until all have started, or it is known why not."""
+        deadline = time.monotonic() + _START_SECONDS
+        while waiting := [
+            one for one in self._numbers.values() if not one.has_started and not one.lost and one.status is None
+        ]:
+            self._hear()
+            self._note_losses()
+            if self._failed:
+                raise HostsError(self._failed)
+            if time.monotonic() > deadline:
+                names = ", ".join(dict.fromkeys(one.plan.host for one in waiting))
+                raise HostsError(f"no process has started within {_START_SECONDS:g} s on {names}")
+
+    def _hear(self) -> None:
+        self._selector.select(_TICK)
+        now = time.monotonic()
+        has_paused, self._looked_at = now - self._looked_at > _OWN_PAUSE, now
+        for connection in self._connections.values():
+            if has_paused:
+                connection.channel.heard = now
+            for told in connection.hear():
+                try:
+                    self._take(connection, told)
+                except (KeyError, TypeError, ValueError) as error:
+                    connection.lose(f"host {connection.name}: its agent has said {cleaned(told, 200)} ({error!r})")
+            if not connection.lost:
+                connection.send()
+            elif connection.channel.reading in self._selector.get_map():
+                self._selector.unregister(connection.channel.reading)
+
+    def _poll_processes(self) -> list[Process]:
+        self._note_losses()
+        ended = [process for process in self._started if process.poll()]
+        if any(process.status and not process.lost for process in ended):  # type: ignore[attr-defined]
+            # What has made it fail may be a host that was cut off: TensorFlow notices that first.
+            for connection in self._connections.values():
+                if not connection.lost and connection.silence > SUSPICIOUS:
+                    silence = f"no sign of it for {connection.silence:.0f} s"
+                    connection.lose(f"host {connection.name} does not answer any more: {silence}")
+            self._note_losses()
+            ended += [process for process in self._started if process.poll()]
+        return ended
+
+    def _note_losses(self) -> None:
+        for process in self._numbers.values():
+            if process.connection.lost and not process.lost:
+                process.lose(process.connection.lost)
+                self._terminal.feed(process.plan.name, b"", final=True)
+
+    def _take(self, connection: Connection, told: Message | Output) -> None:
+        if isinstance(told, Output):
+            process = self._numbers[told.number]
+            process.hear(told.data)
+            if process.plan.shown:
+                self._terminal.feed(process.plan.name, told.data)
+            return
+        kind = told["kind"]
+        if kind == "error":
+            self._failed = f"host {connection.name}: {cleaned(told['text'])}"
+        elif kind == "message":
+            self._terminal.message(f"host {connection.name}: {cleaned(told['text'])}")
+        elif kind == "events":
+            self._log_events(str(told["text"]))
+        elif "name" in told:
+            process = self._of(connection, told["name"])
+            if kind == "progress":
+                self._note_progress(process, told)
+            elif kind == "closed" and process.plan.shown:
+                self._terminal.feed(process.plan.name, b"", final=True)
+            process.note(told)
+
+    def _of(self, connection: Connection, name: str) -> RemoteProcess:
+        """The process of this name now; its output may still come with the number of one before."""
+        return next(
+            process
+            for process in reversed(self._numbers.values())
+            if process.plan.name == name and process.connection is connection
+        )
+
+    def _note_progress(self, process: RemoteProcess, told: Message) -> None:
+        if process.plan.name not in self._progress:
+            return
+        # The clocks of two machines have nothing to do with each other.
+        when = time.monotonic() - max(float(told["age"]), 0.0)
+        resumed = told["resumed_step"]
+        step = None if resumed is None else int(resumed)
+        report = Progress(when, int(told["reports"]), cleaned(told["phase"], 16), int(told["step"]), step)
+        self._progress[process.plan.name] = report
+
+    def _log_events(self, text: str) -> None:
+        """Where the folder of logs is not shared, what is appended to its events over there belongs to ours."""
+        for event in events_in(text):
+            EventLog(str(self._log_dir), event["name"]).append(event)

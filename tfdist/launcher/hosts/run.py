@@ -1,0 +1,332 @@
+"""`tfdist run --hosts` from its options to the exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shlex
+import signal
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tfdist.cluster.foreign_text import cleaned
+from tfdist.cluster.variables import TOKEN, text, travelling
+from tfdist.launcher.arguments import Target, stages_of
+from tfdist.launcher.attempt import Ending
+from tfdist.launcher.failure import exit_code
+from tfdist.launcher.group import ProcessGroup
+from tfdist.launcher.guardian import Guardian
+from tfdist.launcher.hosts import placement
+from tfdist.launcher.hosts.connection import Reach
+from tfdist.launcher.hosts.group import HostsGroup
+from tfdist.launcher.hosts.listing import ListedHost, ListError, parse_hostfile, parse_hosts
+from tfdist.launcher.hosts.reached import HostsError, Reached, RunFacts
+from tfdist.launcher.operating_system import SignalInbox
+from tfdist.launcher.restarts import Restart, RestartPolicy
+from tfdist.launcher.run import (
+    announcement,
+    check_transport,
+    check_workers,
+    log_folder,
+    new_run_id,
+    shortest,
+)
+from tfdist.launcher.run_plan import PlanError, RunOptions, shares_gpus
+from tfdist.launcher.supervisor import Patience, TrainingRun
+from tfdist.launcher.terminal import Terminal, hidden_lines
+from tfdist.launcher.warm.zygote import WarmStarts
+
+# Why an option does nothing with several hosts.
+_REFUSED = {
+    "host": "each host has the address at which ssh has reached it; TFDIST_INTERFACE names another network",
+    "host_discovery": "Horovod's own program names the hosts",
+    "interface": "it is for --host-discovery; TFDIST_INTERFACE names the network interface that the hosts share",
+}
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 15.0
+_TICK = 0.05
+
+
+class _Interrupted(Exception):
+    """A signal has come while the hosts were being reached."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        self.number = number
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What each attempt needs to know.
+
+    Attributes:
+        options: what was asked for.
+        fewest: with how few workers to go on.
+        listed: the hosts.
+        reach: how they are reached.
+        run: what the agents are told.
+        command: what each process runs.
+        environ: variables that all processes get.
+        show_all: whether all output goes to the terminal.
+    """
+
+    options: RunOptions
+    fewest: int
+    listed: Sequence[ListedHost]
+    reach: Reach
+    run: RunFacts
+    command: Sequence[str]
+    environ: Mapping[str, str]
+    show_all: bool
+
+    def slots(self, reached: Reached) -> dict[str, int]:
+        """How many processes each of the hosts may have."""
+        each = self.options.gpus_per_worker
+        return {
+            name: placement.slots_of(connection.host, connection.facts.machine, each)
+            for name, connection in reached.connections.items()
+            if connection.facts is not None
+        }
+
+
+def run_on_hosts(
+    target: Target,
+    hosts: str | None,
+    hostfile: str | None,
+    ssh: str,
+    remote_python: str | None,
+    workers: tuple[int, int] | None,
+    stages: int | None,
+    replicas: int | None,
+    ps: int,
+    chief: bool,
+    evaluator: bool,
+    cpus_per_worker: int | str,
+    gpus_per_worker: int | str,
+    env: Mapping[str, str],
+    log_dir: str | None,
+    grace: float,
+    output: str,
+    max_restarts: int,
+    hang_timeout: float | None,
+    start_timeout: float,
+    warm: bool,
+    transport: str,
+    given: Collection[str] = (),
+    **refused: object,
+) -> int:
+    """Runs a program as a cluster on several hosts and returns the exit code.
+
+    `given` names the options that do not have their defaults by themselves; those of `refused` do nothing here.
+
+    Raises:
+        PlanError: the options ask for something that is not there.
+        HostsError: a host cannot be reached, or used.
+        OSError: the logs cannot be written.
+    """
+    option = "--hosts" if hosts is not None else "--hostfile"
+    _check_options(given, option, warm)
+    try:
+        listed = _listed(hosts, hostfile)
+        parts = stages_of(workers, stages, replicas, ps, chief)
+        fewest, most = workers or (0, 0)
+        check_workers(fewest, most, ps)
+        check_transport(transport)
+        command = target.command()
+    except ValueError as error:
+        raise PlanError(str(error)) from None
+    # How many there are is not known before the hosts are; all else is checked now.
+    asked = (ps, chief, evaluator, cpus_per_worker, gpus_per_worker, env)
+    options = RunOptions(most or 1, *asked, stages=parts, transport=transport)
+    run_id, show_all = new_run_id(), output == "all"
+    folder = log_folder(log_dir, run_id)
+    reach = Reach(tuple(_words(ssh)), remote_python, _working_folder())
+    variables = travelling(os.environ)
+    run = RunFacts(run_id, str(folder), variables)
+    # Who is on the network of the hosts must not be able to take the place of a process.
+    token = {} if text({**variables, **env}, TOKEN) else {TOKEN: secrets.token_hex(16)}
+    with _made(folder), Reached.reach(listed, reach, run) as first:
+        if first.problems:
+            raise HostsError("\ntfdist: ".join(first.problems.values()))
+        everything = _Asked(options, fewest, listed, reach, run, command, {**variables, **token}, show_all)
+        slots = everything.slots(first)
+        count = parts.workers if parts else most or sum(slots.values())
+        _check_count(count, slots, f"--stages {stages}" if parts else f"-n {most}", option)
+        options = replace(options, workers=count)
+        places = placement.place(options, slots)
+        facts = {name: connection.facts for name, connection in first.connections.items() if connection.facts}
+        placement.check_places(options, places, facts)
+        first_job, first_index = options.tasks[0]
+        hidden = hidden_lines(show_all, {**os.environ, **env}, has_driver=any(f.machine.gpus for f in facts.values()))
+        terminal = Terminal.standard(live=f"{first_job} {first_index}", env=os.environ, hidden=hidden)
+        shown = shortest(folder)
+        terminal.message(announcement(options, str(shown), show_all, placement.described(places)))
+        for text_ in _notices(options, places, facts):
+            terminal.message(text_)
+        policy = RestartPolicy(max_restarts, min_workers=fewest if 0 < fewest < count else None)
+        patience = Patience(grace, hang_timeout, start_timeout)
+        everything = replace(everything, options=options, fewest=fewest or count)
+        return HostsRun(everything, first, policy, shown, terminal, patience).run()
+
+
+class HostsRun(TrainingRun):
+    """Runs a cluster on several hosts.
+
+    Args:
+        asked: what each attempt needs to know.
+        first: the hosts of the first attempt.
+        policy: decides about restarts.
+        log_dir: folder of the logs; it exists.
+        terminal: where output and messages go.
+        patience: how long to wait for what.
+    """
+
+    def __init__(
+        self,
+        asked: _Asked,
+        first: Reached,
+        policy: RestartPolicy,
+        log_dir: Path,
+        terminal: Terminal,
+        patience: Patience,
+    ) -> None:
+        super().__init__(asked.options.workers, policy, log_dir, terminal, patience)
+        self._asked = asked
+        self._first: Reached | None = first
+
+    def _attempt(self, restart: Restart, inbox: SignalInbox, guardian: Guardian, starts: WarmStarts) -> Ending:
+        try:
+            return super()._attempt(restart, inbox, guardian, starts)
+        except _Interrupted as stop:
+            self._terminal.message(f"{stop.number.name} received: not started")
+            return Ending(exit_code(-stop.number), interrupt=stop.number)
+        except (HostsError, PlanError) as error:
+            return Ending(1, error=str(error))
+
+    @contextmanager
+    def _started(
+        self, restart: Restart, inbox: SignalInbox, guardian: Guardian, starts: WarmStarts
+    ) -> Iterator[ProcessGroup]:
+        def check() -> None:
+            if (number := inbox.take_stop()) is not None:
+                raise _Interrupted(number)
+
+        first, self._first = self._first, None
+        asked = self._asked
+        with first or self._reach_again(restart, check) as reached:
+            slots = asked.slots(reached)
+            options = replace(asked.options, workers=min(restart.workers, sum(slots.values())))
+            places = placement.place(options, slots)
+            addresses = reached.prepare(placement.ports_needed(options, places), check)
+            facts = {name: connection.facts for name, connection in reached.connections.items() if connection.facts}
+            of_run = (asked.command, asked.environ, asked.run.run_id, asked.run.log_dir, asked.show_all)
+            plans = placement.plan_hosts(options, places, facts, addresses, *of_run, restart=restart.number)
+            with HostsGroup(plans, self._log_dir, self._terminal, guardian, restart.number, reached) as group:
+                yield group
+
+    def _reach_again(self, restart: Restart, check: Callable[[], object]) -> Reached:
+        """Connects to the hosts once more; waits for those that do not answer, unless it goes without them.
+
+        Raises:
+            HostsError: not all have come.
+        """
+        asked, deadline, pause = self._asked, time.monotonic() + self._patience.start_timeout, _FIRST_PAUSE
+        while True:
+            reached = Reached.reach(asked.listed, asked.reach, asked.run, restart.number, check)
+            problems = "; ".join(reached.problems.values())
+            count = sum(asked.slots(reached).values())
+            if not problems or count >= restart.workers:
+                return reached
+            if asked.fewest <= count:
+                self._terminal.message(f"{problems}; going on without, with {count} of {restart.workers} workers")
+                return reached
+            reached.close()
+            if time.monotonic() > deadline:
+                raise HostsError(problems)
+            if pause == _FIRST_PAUSE:
+                self._terminal.message(f"{problems}; trying again for {self._patience.start_timeout:g} s")
+            end = min(time.monotonic() + pause, deadline)
+            while time.monotonic() < end:
+                check()
+                time.sleep(_TICK)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _listed(hosts: str | None, hostfile: str | None) -> list[ListedHost]:
+    if hosts is not None and hostfile is not None:
+        raise ListError(f"--hosts {hosts} and --hostfile {hostfile}: expected only one of them.")
+    if hosts is not None:
+        return parse_hosts(hosts)
+    assert hostfile is not None
+    try:
+        return parse_hostfile(Path(hostfile).read_text(errors="replace"), hostfile)
+    except OSError as error:
+        raise ListError(
+            f"--hostfile {hostfile}: {error.strerror}. Expected: a file with a host on each line."
+        ) from None
+
+
+def _check_options(given: Collection[str], option: str, warm: bool) -> None:
+    for name, why in _REFUSED.items():
+        if name in given:
+            refused = f"--{name.replace('_', '-')}"
+            raise PlanError(f"{refused} and {option}: expected only one of them: {why}. Leave {refused} out.")
+    if "warm" in given and warm:
+        raise PlanError(
+            f"--warm and {option}: expected only one of them: processes are not forked on other hosts. Leave it out."
+        )
+
+
+def _words(ssh: str) -> list[str]:
+    try:
+        words = shlex.split(ssh)
+    except ValueError:
+        words = []
+    if not words:
+        raise PlanError(f"--ssh {ssh!r}: expected a command, such as 'ssh -F my_config'.")
+    return words
+
+
+def _check_count(count: int, slots: Mapping[str, int], asked: str, option: str) -> None:
+    most = sum(slots.values())
+    if count > most:
+        there = ", ".join(f"{name}:{number}" for name, number in slots.items())
+        raise PlanError(
+            f"{asked}: {count} processes, but {option} has places for {most} ({there}). Ask for fewer, or name more "
+            "hosts, or more places: HOST:8."
+        )
+
+
+def _notices(options: RunOptions, places: placement.Places, facts: Mapping[str, placement.Facts]) -> Iterator[str]:
+    """What the user should know before it starts."""
+    machines: dict[str, str] = {}
+    for name, of_host in facts.items():
+        other = machines.setdefault(of_host.identity, name)
+        if other != name:
+            yield f"{other} and {name} are the same machine: its cores and GPUs are given away twice; name it once"
+    for name, tasks in places.items():
+        machine = facts[name].machine
+        if shares_gpus(options, machine, tasks):
+            yield f"{len(machine.gpus)} GPU(s) of {cleaned(name, 100)} are shared by its {len(tasks)} processes"
+
+
+def _working_folder() -> str:
+    """As the user has come here: the path behind a link may be another one on other hosts."""
+    typed = os.environ.get("PWD", "")
+    with contextlib.suppress(OSError):
+        if os.path.isabs(typed) and os.path.samefile(typed, "."):
+            return typed
+    return os.getcwd()
+
+
+@contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """A folder, which is taken away again if nothing was written there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
