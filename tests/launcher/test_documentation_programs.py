@@ -31,6 +31,7 @@ NOT_RUN = {
 }
 # Pages with tests of their own.
 ELSEWHERE = {
+    "docs/logging.md": "tests/launcher/test_loggers.py",
     "docs/parameter-server.md": "tests/launcher/test_parameter_server_guide.py",
     "docs/pipeline.md": "tests/logical/test_pipeline_guide.py",
 }

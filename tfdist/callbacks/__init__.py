@@ -5,6 +5,7 @@ import lazy_loader
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     "tfdist",
     submod_attrs={
+        "callbacks.chief_only": ["on_chief"],
         "callbacks.pipeline_timeline": ["PipelineTimeline"],
         "callbacks.tensorboard": ["TensorBoard"],
         "checkpoint.backup_and_restore": ["BackupAndRestore"],

@@ -1,3 +1,4 @@
+from tfdist.callbacks.chief_only import on_chief as on_chief
 from tfdist.callbacks.pipeline_timeline import PipelineTimeline as PipelineTimeline
 from tfdist.callbacks.tensorboard import TensorBoard as TensorBoard
 from tfdist.checkpoint.backup_and_restore import BackupAndRestore as BackupAndRestore

@@ -15,6 +15,7 @@ from tfdist import compat
 from tfdist.compat.hooks import KerasHooks
 from tfdist.compat.scopes import outside_of_scope
 from tfdist.inspection import epoch_iterators, global_seeds
+from tfdist.runtime import chief_only
 from tfdist.runtime.callback_order import Arranged
 from tfdist.runtime.progress_callback import add_reporter
 from tfdist.steps import custom_loops, step_reductions, validation
@@ -52,7 +53,8 @@ class CommonHooks(KerasHooks):
         return True
 
     def arrange_callbacks(self, callback_list: Any, model: Any) -> None:
-        callbacks = callback_list.callbacks
+        strategy = getattr(model, "_distribute_strategy", None)
+        callbacks = chief_only.replaced(callback_list, callback_list.callbacks, strategy)
         validation.check_callbacks(callbacks)
         callbacks = self._arrange(callback_list, callbacks, model)
         for callback in list(callbacks):
