@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from tfdist.jobs import SCHEDULERS
 from tfdist.jobs.engine import engine_of
@@ -81,6 +82,19 @@ def _records() -> Records:
     return records
 
 
+def _known_jobs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Ids of jobs that begin with what is typed."""
+    with contextlib.suppress(SubmitError, OSError):
+        jobs = Records.of_user(os.environ).all()
+        return [CompletionItem(job.id, help=job.name) for job in jobs if job.id.startswith(incomplete)]
+    return []
+
+
+def _known_runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Ids of jobs; where none begins with what is typed, it is a folder."""
+    return _known_jobs(ctx, param, incomplete) or [CompletionItem(incomplete, type="dir")]
+
+
 @click.command(cls=ScriptCommand, short_help="Submit a script as a job: to this machine, Slurm or Kubernetes.")
 @click.option("--scheduler", type=click.Choice(SCHEDULERS), default="local", show_default=True, help=_SCHEDULER_HELP)
 @click.option("-n", "--workers", type=click.IntRange(min=1), default=2, show_default=True, help="Training processes.")
@@ -111,7 +125,7 @@ def submit(ctx: click.Context, dry_run: bool, **options: Any) -> None:
 
 
 @click.command(short_help="Show the state of a job, or list the last ones.")
-@click.argument("job", required=False)
+@click.argument("job", required=False, shell_complete=_known_jobs)
 @click.option("-a", "--all", "everything", is_flag=True, help=_ALL_HELP)
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 def status(job: str | None, everything: bool, as_json: bool) -> None:
@@ -129,7 +143,7 @@ def status(job: str | None, everything: bool, as_json: bool) -> None:
 
 
 @click.command(short_help="Show the output of a job.")
-@click.argument("job")
+@click.argument("job", shell_complete=_known_jobs)
 @click.option("-f", "--follow", is_flag=True, help="Until the job is over.")
 def logs(job: str, follow: bool) -> None:
     """Show what a job has printed; with -f, also what it prints from now on, until it is over."""
@@ -140,7 +154,7 @@ def logs(job: str, follow: bool) -> None:
 
 
 @click.command(short_help="End a job.")
-@click.argument("job")
+@click.argument("job", shell_complete=_known_jobs)
 def cancel(job: str) -> None:
     """End a job: it gets SIGTERM and its grace, in which tfdist.callbacks.BackupAndRestore saves the training."""
     with _errors():
@@ -150,7 +164,7 @@ def cancel(job: str) -> None:
 
 
 @click.command(short_help="Watch a run: how far each process is, restarts, backups, remaining time.")
-@click.argument("run", metavar="[JOB|FOLDER]", required=False)
+@click.argument("run", metavar="[JOB|FOLDER]", required=False, shell_complete=_known_runs)
 @click.option("--once", is_flag=True, help="Print what is to be seen now, and end. So it is without a terminal.")
 def monitor(run: str | None, once: bool) -> None:
     """Watch a run of `tfdist run` or a job of `tfdist submit` until it is over.

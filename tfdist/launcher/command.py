@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
 from click.core import ParameterSource
+from click.shell_completion import CompletionItem
 
 from tfdist.launcher.arguments import (
+    FILE,
+    FOLDER,
     TARGET,
     TRANSPORT_OPTION,
     CountOrAuto,
@@ -19,6 +25,7 @@ from tfdist.launcher.arguments import (
     WorkerRange,
     read_env,
 )
+from tfdist.launcher.completion import SHELLS, THIS_SHELL
 
 _WORKERS_HELP = (
     "Number of training processes; MIN:MAX begins with MAX, goes on with fewer when some die.  "
@@ -36,6 +43,10 @@ _WARM_HELP = "Keep a process that has imported TensorFlow, from which restarted 
 _DRILL_HANG_HELP = "For the fault that hangs a worker.  [default: from the time between two backups]"
 _ONLY_HELP = "Only this fault (repeatable): kill-worker, kill-chief, hang, corrupt, truncate, disk-full or preempt."
 _KEEP_GOING_HELP = "Go on after a fault that the training did not survive unchanged."
+_LOGS_HELP = "Folder of the logs.  [default: tfdist-logs/<date-time>-<pid>]"
+_DRILL_LOGS_HELP = "Folder of logs and backups.  [default: tfdist-logs/drill-<date-time>]"
+_WHEEL_HELP = "Where to put it.  [default: ~/.cache/tfdist/horovod/tensorflow-...]"
+_INSTALL_HELP = "Let the Tab key complete command lines of tfdist, in new shells.  [default: the shell of this one]"
 _ELSEWHERE = {
     **dict.fromkeys(("submit", "status", "logs", "cancel", "monitor"), "tfdist.jobs.command"),
     "plan": "tfdist.planning.command",
@@ -45,11 +56,43 @@ _GRACE_HELP = "Seconds before SIGKILL; also until an evaluator is stopped once t
 
 
 def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
-    if value:
+    if value and not ctx.resilient_parsing:
         from tfdist.launcher.machine import own_version
 
         click.echo(f"tfdist {own_version()}")
         ctx.exit()
+
+
+def _install_completion(ctx: click.Context, param: click.Parameter, shell: str | None) -> None:
+    if shell is None or ctx.resilient_parsing:
+        return
+    from tfdist.launcher.completion.installation import install, wanted_shell
+
+    try:
+        done = install(wanted_shell(shell), ctx.command, os.environ, Path.home())
+    except OSError as error:
+        print(f"tfdist: {error}", file=sys.stderr)
+        ctx.exit(1)
+    for line in done:
+        click.echo(f"tfdist: {line}")
+    ctx.exit()
+
+
+def _show_completion(ctx: click.Context, param: click.Parameter, shell: str | None) -> None:
+    if shell is None or ctx.resilient_parsing:
+        return
+    from tfdist.launcher.completion.installation import script_of, wanted_shell
+
+    click.echo(script_of(wanted_shell(shell), ctx.command), nl=False)
+    ctx.exit()
+
+
+def _of_a_shell(name: str, callback: Callable[..., None], text: str) -> Callable[[Any], Any]:
+    """An option that may be given a shell, and acts at once."""
+    choice = click.Choice((*SHELLS, THIS_SHELL))
+    about = {"metavar": f"[{'|'.join(SHELLS)}]", "help": text}
+    once = {"is_flag": False, "flag_value": THIS_SHELL, "is_eager": True, "expose_value": False}
+    return click.option(name, type=choice, callback=callback, **once, **about)
 
 
 class _Commands(click.Group):
@@ -63,9 +106,16 @@ class _Commands(click.Group):
             return super().get_command(ctx, name)
         return getattr(importlib.import_module(_ELSEWHERE[name]), name)
 
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        # Without what describes them: importing all of them takes longer than the Tab key may.
+        names = [CompletionItem(name) for name in self.list_commands(ctx) if name.startswith(incomplete)]
+        return [*names, *click.Command.shell_complete(self, ctx, incomplete)]
+
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version, help="Version.")
+@_of_a_shell("--install-completion", _install_completion, _INSTALL_HELP)
+@_of_a_shell("--show-completion", _show_completion, "Print what --install-completion would write.")
 def main() -> None:
     """Distributed training for Keras 3 on TensorFlow."""
 
@@ -78,12 +128,12 @@ def main() -> None:
 @click.option("--chief", is_flag=True, help='Let the first worker be the job "chief".')
 @click.option("--evaluator", is_flag=True, help="Start an evaluator, too; it may outlast the training by --grace.")
 @TRANSPORT_OPTION
-@click.option("--host-discovery", metavar="PROGRAM", help=_DISCOVERY_HELP)
+@click.option("--host-discovery", metavar="PROGRAM", type=FILE, help=_DISCOVERY_HELP)
 @click.option("--interface", metavar="NAME", help=_INTERFACE_HELP)
 @click.option("--cpus-per-worker", type=CountOrAuto(1), default="auto", show_default=True, help="Cores of each one.")
 @click.option("--gpus-per-worker", type=CountOrAuto(0), default="auto", show_default=True, help="GPUs of each one.")
 @click.option("--env", multiple=True, metavar="KEY=VALUE", callback=read_env, help="Set a variable (repeatable).")
-@click.option("--log-dir", metavar="DIR", help="Folder of the logs.  [default: tfdist-logs/<date-time>-<pid>]")
+@click.option("--log-dir", metavar="DIR", type=FOLDER, help=_LOGS_HELP)
 @click.option("--grace", type=click.FloatRange(min=0), default=10, show_default=True, help=_GRACE_HELP)
 @click.option("--output", type=click.Choice(["chief", "all"]), default="chief", help="Whose output to show.")
 @click.option("--host", metavar="ADDRESS", default="127.0.0.1", show_default=True, help="Address of the cluster.")
@@ -127,7 +177,7 @@ def run(ctx: click.Context, **options: Any) -> None:
 @click.option("--hang-timeout", type=SecondsOrAuto(), default="auto", help=_DRILL_HANG_HELP)
 @click.option("--keep-going", is_flag=True, help=_KEEP_GOING_HELP)
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-@click.option("--log-dir", metavar="DIR", help="Folder of logs and backups.  [default: tfdist-logs/drill-<date-time>]")
+@click.option("--log-dir", metavar="DIR", type=FOLDER, help=_DRILL_LOGS_HELP)
 @click.pass_context
 def drill(ctx: click.Context, as_json: bool, **options: Any) -> None:
     """Run SCRIPT once undisturbed and once for each fault, and compare how it ends.
@@ -155,7 +205,7 @@ def horovod() -> None:
 
 
 @horovod.command(short_help="Build a wheel of Horovod for the installed TensorFlow.")
-@click.option("--wheel-dir", metavar="DIR", help="Where to put it.  [default: ~/.cache/tfdist/horovod/tensorflow-...]")
+@click.option("--wheel-dir", metavar="DIR", type=FOLDER, help=_WHEEL_HELP)
 @click.option("--force", is_flag=True, help="Build even if there is one already.")
 def build(wheel_dir: str | None, force: bool) -> None:
     """Build a wheel of Horovod 0.28.1 for the TensorFlow that is installed here, and let two processes try it.

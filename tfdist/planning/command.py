@@ -13,13 +13,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from click.shell_completion import CompletionItem
 
-from tfdist.launcher.arguments import TARGET, ScriptCommand, Target
+from tfdist.launcher.arguments import FILE, TARGET, ScriptCommand, Target
 from tfdist.picture_formats import wanted_endings
 from tfdist.planning.hardware import PRESETS, Hardware
 
 if TYPE_CHECKING:
     from tfdist.planning.plan import Plan
+
+_HARDWARE_HELP = "Where it would run.  [default: this machine]"
+
+
+def _machines(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """What may be typed as hardware: a known name, else a file."""
+    names = [CompletionItem(name) for name in PRESETS if name.startswith(incomplete)]
+    return names or [CompletionItem(incomplete, type="file")]
 
 
 class PlanningError(click.ClickException):
@@ -29,10 +38,10 @@ class PlanningError(click.ClickException):
 @click.command(cls=ScriptCommand, short_help="Predict which strategy trains a script fastest, and what it needs.")
 @click.option("--devices", metavar="N|N,N|N..M", help="How many may be used.  [default: those of the hardware]")
 @click.option("--batch-size", type=click.IntRange(min=1), help="Rows of the global batch.  [default: the script's]")
-@click.option("--hardware", metavar="NAME|FILE", help="Where it would run.  [default: this machine]")
+@click.option("--hardware", metavar="NAME|FILE", shell_complete=_machines, help=_HARDWARE_HELP)
 @click.option("--calibrate", is_flag=True, help="Measure this machine, even if it is known. It should be idle.")
-@click.option("--save", metavar="FILE", help="Write down the hardware as JSON, for --hardware elsewhere.")
-@click.option("--plot", metavar="FILE", help="Draw the speed-up over the number of devices, as .png or .svg.")
+@click.option("--save", type=FILE, help="Write down the hardware as JSON, for --hardware elsewhere.")
+@click.option("--plot", type=FILE, help="Draw the speed-up over the number of devices, as .png or .svg.")
 @click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
 @click.pass_context
 def plan(
