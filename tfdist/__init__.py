@@ -22,6 +22,8 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     ],
     submod_attrs={
         "cluster": ["ClusterConfig", "ClusterError", "discover"],
+        "launcher.function.launch": ["launch"],
+        "launcher.local.calls": ["LaunchError"],
         "optimizers": ["ShardedOptimizer"],
         "planning": ["auto", "plan"],
         "reproducibility": ["set_seed"],

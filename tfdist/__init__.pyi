@@ -10,6 +10,8 @@ from tfdist import testing as testing
 from tfdist.cluster import ClusterConfig as ClusterConfig
 from tfdist.cluster import ClusterError as ClusterError
 from tfdist.cluster import discover as discover
+from tfdist.launcher.function.launch import launch as launch
+from tfdist.launcher.local.calls import LaunchError as LaunchError
 from tfdist.optimizers import ShardedOptimizer as ShardedOptimizer
 from tfdist.planning import auto as auto
 from tfdist.planning import plan as plan

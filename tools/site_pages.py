@@ -17,6 +17,7 @@ _OUTSIDE = (
     "benchmarks/**/README.md",
     "benchmarks/memory/liveness.py",
     "docker/Dockerfile",
+    "examples/*.ipynb",
     "examples/*.py",
     "tests/memory/test_pipeline_peak.py",
 )

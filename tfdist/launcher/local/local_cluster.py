@@ -3,41 +3,32 @@
 from __future__ import annotations
 
 import io
-import pickle
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
-
 from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.ports import reserve
 from tfdist.launcher.group import ProcessGroup
 from tfdist.launcher.guardian import Guardian
+from tfdist.launcher.local.calls import LaunchError, Outcome, call_command, read_outcome, write_call
 from tfdist.launcher.local.fork_server import fork, own_environment
 from tfdist.launcher.process import Process, Program, start_unpinned
 from tfdist.launcher.run_plan import ProcessPlan
 from tfdist.launcher.terminal import Terminal
 
 _LAST_LINES = 40
-# Started by its path: it finds the parent's modules only after it has read where the parent found them.
-_CHILD = str(Path(__file__).with_name("child.py"))
 
 
-class LocalRunError(RuntimeError):
+class LocalRunError(LaunchError):
     """A process of `run_local` failed or did not end in time; the message holds the logs' last lines.
 
     Attributes:
         ranks: ranks that failed, first the one that is to blame. With parameter servers: positions in the order
             chief, workers, parameter servers.
     """
-
-    def __init__(self, message: str, ranks: Sequence[int]):
-        super().__init__(message)
-        self.ranks = tuple(ranks)
 
 
 def run_local(
@@ -51,6 +42,9 @@ def run_local(
     env: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """Runs `fn(*args)` in `workers` new processes that discover each other as a cluster.
+
+    It is for tests: silent unless something fails, within a time limit, and with the result of every rank.
+    `tfdist.launch` is for functions that train, in notebooks and scripts: it shows what the first process prints.
 
     Args:
         fn: any function, closures included (it travels by cloudpickle). It finds its cluster by `tfdist.discover()`,
@@ -86,8 +80,7 @@ def run_local(
         Guardian() as guardian,
     ):
         root = Path(folder)
-        parts = (list(sys.path), devices_per_worker, (fn, tuple(args)))
-        (root / "call").write_bytes(b"".join(cloudpickle.dumps(part) for part in parts))
+        write_call(root / "call", fn, args, devices_per_worker)
         plans = _plans(root, workers, ps, ports.ports, env or {})
 
         def start(plan: ProcessPlan, output: int) -> Program:
@@ -109,7 +102,7 @@ def _plans(root: Path, workers: int, ps: int, ports: Sequence[int], env: Mapping
     for rank, (job, index) in enumerate(tasks):
         config = ClusterConfig(jobs, job, index).to_json()
         whole = {**own_environment(), "TF_CONFIG": config, "TFDIST_CLUSTER": config, **env}
-        command = (sys.executable, _CHILD, str(root / "call"), str(root / f"result-{rank}"))
+        command = call_command(root / "call", root / f"result-{rank}")
         # Nobody asks how far they are: as processes that serve, they make no reports.
         plans.append(ProcessPlan(job if ps else "rank", index, command, whole, serves=True))
     return plans
@@ -140,19 +133,17 @@ def _collect(
         returning: how many of them return something; of the others exit code 0 is expected.
     """
     results: dict[int, Any] = {}
-    errors: dict[int, tuple[float, BaseException | None]] = {}
+    errors: dict[int, Outcome] = {}
     for rank in range(len(codes)):
-        path = root / f"result-{rank}"
-        if path.exists():
-            moment, succeeded, value = pickle.loads(path.read_bytes())
-            if succeeded:
-                results[rank] = value
-            else:
-                errors[rank] = (moment, value)
+        outcome = read_outcome(root / f"result-{rank}")
+        if outcome is not None and outcome.succeeded:
+            results[rank] = outcome.value
+        elif outcome is not None:
+            errors[rank] = outcome
     if set(range(returning)) <= set(results) and not any(code != 0 for code in codes[returning:]):
         return [results[rank] for rank in range(returning)]
     names = [process.plan.name for process in processes]
-    raised = sorted(errors, key=lambda rank: errors[rank][0])
+    raised = sorted(errors, key=lambda rank: errors[rank].moment)
     died = [rank for rank, code in enumerate(codes) if code and rank not in errors]
     late = [rank for rank, code in enumerate(codes) if code is None and rank not in errors]
     # A process that died without an exception was there first: the others' exceptions are about its absence.
@@ -165,6 +156,6 @@ def _collect(
         log = processes[rank].log_path.read_text(errors="replace").splitlines()[-_LAST_LINES:]
         state = "killed" if code is None else f"exit code {code}"
         lines += [f"--- {names[rank]}, {state}, last lines:", *log]
-    cause = errors[raised[0]][1] if raised else None
+    cause = errors[raised[0]].value if raised else None
     ranks = [*blamed, *(rank for rank in (*died, *raised, *late) if rank not in blamed)]
     raise LocalRunError("\n".join(lines), ranks) from cause

@@ -1,0 +1,1 @@
+"""A function of a notebook or script under the launcher: `tfdist.launch`."""

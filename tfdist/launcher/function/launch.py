@@ -1,0 +1,332 @@
+"""`tfdist.launch`: a function of a notebook or script, run by several new processes that form a cluster."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tfdist.cluster.config import ClusterConfig
+from tfdist.cluster.discovery import find
+from tfdist.cluster.errors import ClusterError
+from tfdist.cluster.variables import RUN_ID
+from tfdist.launcher.arguments import AUTO
+from tfdist.launcher.attempt import Ending
+from tfdist.launcher.failure import Failure
+from tfdist.launcher.function.output import CallOutput, in_words_of_python
+from tfdist.launcher.function.sendable import SendingPickler, describe
+from tfdist.launcher.guardian import Guardian
+from tfdist.launcher.local.calls import LaunchError, Outcome, call_command, read_outcome, write_call
+from tfdist.launcher.machine import Machine
+from tfdist.launcher.operating_system import SignalInbox
+from tfdist.launcher.process import start_unpinned
+from tfdist.launcher.restarts import Incident, Restart, RestartPolicy
+from tfdist.launcher.run import announce, check_shares, log_folder, new_run_id, preparation, shortest
+from tfdist.launcher.run_plan import PlanError, ProcessPlan, RunOptions, default_workers
+from tfdist.launcher.supervisor import ClusterRun, Patience, Prepare
+from tfdist.launcher.terminal import hidden_lines, last_lines
+from tfdist.launcher.warm.zygote import WarmStarts
+from tfdist.supervision.exit_codes import PREEMPTED
+from tfdist.supervision.progress import Progress
+
+_GPUS = "CUDA_VISIBLE_DEVICES"
+_START_TIMEOUT = 600.0
+_LAST_LINES, _LAST_LINES_OF_OTHERS, _OTHERS = 20, 5, 3
+_TAIL_BYTES = 64 * 1024
+
+_numbers = itertools.count(1)
+
+
+def launch(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    workers: int | None = None,
+    *,
+    env: Mapping[str, str] | None = None,
+    cpus_per_worker: int | str = AUTO,
+    gpus_per_worker: int | str = AUTO,
+    output: str = "chief",
+    log_dir: str | os.PathLike[str] | None = None,
+    timeout: float | None = None,
+    max_restarts: int = 0,
+    hang_timeout: float | None = None,
+) -> Any:
+    """Runs `fn(*args)` in new processes on this machine that form a cluster, and returns what the first one returns.
+
+    It is `tfdist run` for a function, which may be defined in the cell of a notebook. What the first process prints is
+    shown live, the output of all goes to logs. `fn` makes its strategy, data and model itself: the processes share
+    nothing with this one but copies of what `fn` uses, which travel by cloudpickle.
+
+    Args:
+        fn: any function: of a cell, a closure, a method, a `functools.partial`.
+        args: its arguments, the same for every process.
+        workers: number of processes; by default as many as there are GPUs, or 2 without GPUs.
+        env: environment variables to set in every process.
+        cpus_per_worker: cores of each process; "auto" shares them all out.
+        gpus_per_worker: GPUs of each process; "auto" shares them all out.
+        output: "chief" shows what the first process prints, "all" what any prints.
+        log_dir: folder of the logs; by default `tfdist-logs/<date-time>-<pid>-<number>`.
+        timeout: seconds after which the processes are stopped, as by SIGTERM; None: never.
+        max_restarts: how often to start all again after one failed while it trained; it pays if `fn` uses
+            `tfdist.callbacks.BackupAndRestore`.
+        hang_timeout: seconds without progress of `fit` that count as a hang; None: what is unusual for it, 30 at least.
+
+    Returns:
+        What `fn` returned in the first process. It travels by pickle: plain values, NumPy arrays, models. A `History`
+        comes without its model.
+
+    Raises:
+        LaunchError: if a process raised, died, hung or did not end in time. The message has its traceback, and the
+            exception is the `__cause__`. Also if this process is itself one of a cluster, or its TensorFlow has taken
+            the GPUs.
+        TypeError: if `fn` uses, or `args` hold, something that cannot travel; the message names it.
+        ValueError: if an argument asks for what is not there.
+        KeyboardInterrupt: once all processes have ended, if this one was interrupted.
+
+    Example:
+        >>> import tfdist
+        >>> def rank_and_size():
+        ...     cluster = tfdist.discover()
+        ...     return cluster.rank, cluster.num_workers
+        >>> tfdist.launch(rank_and_size, workers=2)  # doctest: +ELLIPSIS
+        tfdist: 2 workers on this machine; output of worker 1 goes to ...
+        (0, 2)
+    """
+    __tracebackhide__ = True
+    _check_arguments(fn, args, workers, output)
+    _refuse_in_cluster(os.environ)
+    variables = dict(env or {})
+    # Where the user names GPUs, these are shared out.
+    environ = {**os.environ, **{name: variables.pop(name) for name in (_GPUS,) if name in variables}}
+    machine = Machine.this_one(environ)
+    try:
+        count = default_workers(machine, gpus_per_worker) if workers is None else workers
+        options = RunOptions(count, cpus_per_worker=cpus_per_worker, gpus_per_worker=gpus_per_worker, env=variables)
+        check_shares(options, machine)
+    except PlanError as error:
+        raise ValueError(in_words_of_python(str(error))) from None
+    if machine.gpus and gpus_per_worker != 0:
+        _refuse_taken_gpus()
+    run_id = f"{new_run_id()}-{next(_numbers)}"
+    folder = log_folder(log_dir, run_id)
+    show_all = output == "all"
+    with tempfile.TemporaryDirectory(prefix="tfdist-launch-") as private:
+        call = Path(private, "call")
+        try:
+            write_call(call, fn, args, quiet=True, pickler=SendingPickler)
+        except Exception as error:
+            raise TypeError(f"launch: {describe(fn, args, error)}") from None
+        folder.mkdir(parents=True, exist_ok=True)
+        hidden = hidden_lines(show_all, {**environ, **variables})
+        shown = CallOutput("worker 0", show_all, environ, hidden)
+        announce(options, machine, shown, str(shortest(folder)), show_all)
+        prepare = preparation(options, call_command(call, call), machine, environ, run_id, str(folder), show_all)
+        run = _CallRun(
+            _with_results(prepare, call),
+            count,
+            RestartPolicy(max_restarts),
+            folder,
+            shown,
+            Patience(hang_timeout=hang_timeout, start_timeout=max(_START_TIMEOUT, hang_timeout or 0.0)),
+            timeout,
+        )
+        code = run.run()
+        outcomes = {f"worker {rank}": read_outcome(_result(call, rank)) for rank in range(count)}
+    chief = outcomes["worker 0"]
+    if code == 0 and chief is not None and chief.succeeded and not run.is_late:
+        return chief.value
+    if run.interrupt is not None and not run.is_late:
+        # As if nobody had waited for the processes: KeyboardInterrupt, or the end of this process.
+        signal.raise_signal(run.interrupt)
+    error, cause = _error(run, code, outcomes, folder)
+    raise error from cause
+
+
+class _CallRun(ClusterRun):
+    """A run that keeps how it ended for whoever raises it, and has a time limit.
+
+    Attributes:
+        failure: the process to blame, if one failed.
+        reason: why it was not started again, if there is something to say.
+        interrupt: the signal that this process got, if any.
+        timeout: for how many seconds it may last, if there is a limit.
+        is_late: whether its time was up.
+    """
+
+    def __init__(
+        self,
+        prepare: Prepare,
+        workers: int,
+        policy: RestartPolicy,
+        log_dir: Path,
+        output: CallOutput,
+        patience: Patience,
+        timeout: float | None,
+    ) -> None:
+        super().__init__(prepare, workers, policy, log_dir, output, patience, start_program=start_unpinned)
+        self._output = output
+        self.timeout = timeout
+        self._deadline = None if timeout is None else time.monotonic() + timeout
+        self.failure: Failure | None = None
+        self.reason = ""
+        self.interrupt: signal.Signals | None = None
+        self.is_late = False
+
+    def run(self) -> int:
+        """Returns the exit code, as `tfdist run` has it."""
+        code = super().run()
+        if self.failure is None and code > 128 and self.interrupt is None:
+            self.interrupt = signal.Signals(code - 128)  # it came while a restart was waited for
+        return code
+
+    def _attempt(self, restart: Restart, inbox: SignalInbox, guardian: Guardian, starts: WarmStarts) -> Ending:
+        self._inbox = inbox
+        return super()._attempt(restart, inbox, guardian, starts)
+
+    def _on_progress(self, progress: Mapping[str, Progress | None]) -> None:
+        super()._on_progress(progress)
+        self._output.refresh()
+        if self._deadline is not None and time.monotonic() > self._deadline and not self.is_late:
+            self.is_late = True
+            self._output.message(f"{self.timeout:g} s are over (timeout): the processes are stopped")
+            self._inbox.put(signal.SIGTERM)
+
+    def _conclude(self, ending: Ending) -> int:
+        self.interrupt = ending.interrupt
+        if ending.error:
+            self.reason = ending.error
+        return super()._conclude(ending)
+
+    def _report(self, failure: Failure, incident: Incident | None, reason: str) -> None:
+        self.failure, self.reason = failure, reason
+
+
+def _with_results(prepare: Prepare, call: Path) -> Prepare:
+    """Gives each process its file for the outcome, and its cores, which it takes itself."""
+
+    @contextmanager
+    def prepare_call(count: int, restart: int) -> Iterator[Sequence[ProcessPlan]]:
+        with prepare(count, restart) as plans:
+            for plan in plans:
+                _result(call, plan.index).unlink(missing_ok=True)
+            yield [
+                replace(plan, command=call_command(call, _result(call, plan.index), plan.cpus, plan.index == 0))
+                for plan in plans
+            ]
+
+    return prepare_call
+
+
+def _result(call: Path, rank: int) -> Path:
+    return call.with_name(f"result-{rank}")
+
+
+def _check_arguments(fn: Any, args: Any, workers: Any, output: Any) -> None:
+    __tracebackhide__ = True
+    if not callable(fn):
+        raise TypeError(
+            f"launch: received fn={fn!r}, expected a function. Pass it without calling it: launch(train, (x, y))."
+        )
+    if not isinstance(args, (tuple, list)):
+        raise TypeError(
+            f"launch: received args of type {type(args).__name__}, expected a tuple. "
+            "A single argument needs a comma: launch(train, (x,))."
+        )
+    if workers is not None and (not isinstance(workers, int) or workers < 1):
+        raise ValueError(f"launch: received workers={workers!r}, expected a whole number of at least 1, or None.")
+    if output not in ("chief", "all"):
+        raise ValueError(f'launch: received output={output!r}, expected "chief" or "all".')
+
+
+def _refuse_in_cluster(env: Mapping[str, str]) -> None:
+    """Each process of a cluster would start a cluster of its own, and each of these, on importing the same module."""
+    __tracebackhide__ = True
+    try:
+        found = find(env)
+    except ClusterError:
+        if RUN_ID not in env:
+            return  # what is wrong is replaced
+        found = None
+    if RUN_ID in env or not (isinstance(found, ClusterConfig) and found.is_single_process):
+        remedy = (
+            "If the workers import the module that calls launch, put the call below `if __name__ == '__main__':`"
+            if RUN_ID in env
+            else "If the variables that say so are left over, delete them, such as by del os.environ['TF_CONFIG']"
+        )
+        raise LaunchError(
+            f"launch was called in a process of a cluster ({found or 'TFDIST_RUN_ID is set'}). Expected: a notebook or "
+            f"a script that is started once. In a cluster, call the function itself. {remedy}."
+        )
+
+
+def _refuse_taken_gpus() -> None:
+    """TensorFlow takes the memory of all GPUs that it sees as soon as it is used, and keeps it."""
+    __tracebackhide__ = True
+    tf = sys.modules.get("tensorflow")
+    if tf is None or os.environ.get("TF_FORCE_GPU_ALLOW_GROWTH", "").lower() == "true":
+        return
+    from tfdist.compat.upstream import context
+
+    if not context.context()._initialized or not tf.config.list_logical_devices("GPU"):
+        return
+    if all(tf.config.experimental.get_memory_growth(device) for device in tf.config.get_visible_devices("GPU")):
+        return
+    raise LaunchError(
+        "TensorFlow in this process has taken the memory of the GPUs, so that nothing is left for the workers. Restart "
+        "the kernel, and begin with this, before TensorFlow is used; this process then computes on its CPU, the "
+        "workers on the GPUs: import tensorflow as tf; tf.config.set_visible_devices([], 'GPU')"
+    )
+
+
+def _error(
+    run: _CallRun, code: int, outcomes: Mapping[str, Outcome | None], folder: Path
+) -> tuple[LaunchError, BaseException | None]:
+    """What to raise about a run that has failed or was stopped, and its cause."""
+    failed = {name: outcome for name, outcome in outcomes.items() if outcome is not None and not outcome.succeeded}
+    first = min(failed, key=lambda name: failed[name].moment, default="worker 0")
+    blamed = run.failure.name if run.failure else first
+    outcome = failed.get(blamed)
+    if run.is_late:
+        late = [name for name, outcome in outcomes.items() if outcome is None or not outcome.succeeded] or list(
+            outcomes
+        )
+        blamed, outcome = late[0], None
+        lines = [f"{', '.join(late or outcomes)} of {len(outcomes)} did not end within {run.timeout:g} s (timeout)."]
+        lines += _quoted(blamed, _tail(folder, blamed, _LAST_LINES_OF_OTHERS))
+    elif run.interrupt is not None or code == PREEMPTED:
+        sender = run.interrupt.name if run.interrupt else "a signal to one of them"
+        saved = ", and have saved: call launch again to go on from there" if code == PREEMPTED else ""
+        return LaunchError(f"the processes were stopped by {sender}{saved}. Logs: {folder}"), None
+    elif outcome is not None and not (run.failure and run.failure.hang):
+        lines = [f"{blamed} of {len(outcomes)} raised {outcome.text.splitlines()[0]}", "", outcome.traceback.rstrip()]
+    else:
+        what = str(run.failure) if run.failure else run.reason or f"{blamed} ended without a result"
+        lines = [in_words_of_python(what), *_quoted(blamed, _tail(folder, blamed, _LAST_LINES))]
+    if run.failure and run.reason:
+        lines.append(in_words_of_python(run.reason))
+    own = lines[-1].strip() if outcome is None else outcome.text.splitlines()[-1]
+    others = {name: _tail(folder, name, _LAST_LINES_OF_OTHERS) for name in outcomes if name != blamed}
+    for name in [name for name, tail in others.items() if tail and own not in tail][:_OTHERS]:
+        lines += _quoted(name, others[name])
+    ranks = [int(name.split()[1]) for name in [blamed, *(name for name in failed if name != blamed)]]
+    return LaunchError("\n".join([*lines, f"Logs: {folder}"]), ranks), outcome.value if outcome else None
+
+
+def _quoted(name: str, lines: Sequence[str]) -> list[str]:
+    return [f"--- {name}, last lines:", *(lines or ["(it printed nothing)"])]
+
+
+def _tail(folder: Path, name: str, count: int) -> tuple[str, ...]:
+    try:
+        log = (folder / f"{name.replace(' ', '-')}.log").read_bytes()
+    except OSError:
+        return ()
+    return last_lines(log[-_TAIL_BYTES:], count)

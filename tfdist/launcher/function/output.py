@@ -1,0 +1,141 @@
+"""What a function prints in its processes, in the cell of a notebook, in a terminal or wherever a script prints to.
+
+The stream of a cell has no file descriptor that processes could write to: their output is read and written again. A
+notebook obeys carriage returns, but not the sequences that erase a line, and sends each write to the browser. So a
+progress bar is drawn anew a few times a second, and ever less often in the course of hours.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, BinaryIO, TextIO, cast
+
+from tfdist.launcher.local.calls import RAISED
+from tfdist.launcher.terminal import Terminal, render
+
+# A write of the live line, after so many seconds; and after this part of the time that has gone by.
+_INTERVAL, _PART = 0.25, 1 / 500
+
+
+class CallOutput(Terminal):
+    """Writes to `sys.stdout`, as it is when this is made.
+
+    What the processes print about an exception is not shown: `launch` raises it.
+
+    Args:
+        live: name of the first process.
+        prefixed: whether each line begins with the name of its process.
+        env: environment variables.
+        hidden: lines of the processes that begin like this are left out.
+
+    Example:
+        >>> output = CallOutput("worker 0", prefixed=False, env={})
+        >>> output.feed("worker 0", b"loss: 0.9\\rloss: 0.5\\n")
+        loss: 0.5
+    """
+
+    def __init__(
+        self, live: str, prefixed: bool, env: Mapping[str, str], hidden: re.Pattern[str] | None = None
+    ) -> None:
+        stream = sys.stdout
+        is_tty = stream.isatty() and env.get("TERM") != "dumb" and hasattr(stream, "buffer")
+        self._in_cell = _is_of_cell(stream)
+        binary = stream.buffer if is_tty else cast(BinaryIO, _TextStream(stream))
+        colour = (is_tty or self._in_cell) and not env.get("NO_COLOR")
+        super().__init__(binary, is_tty, colour=colour, live=live, hidden=hidden)
+        self._prefixed = prefixed
+        self._raised: set[str] = set()
+        self._began_at = self._drawn_at = time.monotonic()
+
+    def feed(self, name: str, data: bytes, final: bool = False) -> None:
+        """Takes what a process printed; `final` says that nothing follows."""
+        super().feed(name, data, final)
+        if final:
+            self._raised.discard(name)  # another one may be started in its place
+
+    def message(self, text: str) -> None:
+        """Writes a line of the launcher's own: in a cell between those of the processes, else to standard error."""
+        text = in_words_of_python(text)
+        if not self._in_cell:
+            super().message(text)
+            return
+        self._put(f"tfdist: {text}\n")
+        self._show_live()
+        self._flush()
+
+    def refresh(self) -> None:
+        """Draws what has become due meanwhile. To be called again and again."""
+        if self._in_cell:
+            self._show_live()
+            self._flush()
+
+    def _is_hidden(self, name: str, line: str) -> bool:
+        if line == RAISED:
+            self._raised.add(name)
+        return name in self._raised or super()._is_hidden(name, line)
+
+    def _prefix(self, name: str) -> str:
+        return super()._prefix(name) if self._prefixed else ""
+
+    def _label(self, name: str) -> str:
+        return super()._label(name) if self._prefixed else ""
+
+    def _erased(self) -> str:
+        if not self._in_cell:
+            return super()._erased()
+        return f"\r{' ' * len(_without_colours(self._drawn))}\r"
+
+    def _show_live(self) -> None:
+        if not self._in_cell:
+            super()._show_live()
+            return
+        buffer = self._buffers.get(self._live or "")
+        now = time.monotonic()
+        if buffer is None or not buffer.cells or self._live in self._raised:
+            return
+        row = self._prefix(self._live or "") + render(buffer.cells, self._colour)
+        if row != self._drawn and now - self._drawn_at >= max(_INTERVAL, _PART * (now - self._began_at)):
+            self._put(row)
+            self._drawn, self._drawn_at = row, now
+
+
+def in_words_of_python(text: str) -> str:
+    """A message about options of `tfdist run`, for who has given arguments of a function.
+
+    Example:
+        >>> in_words_of_python("--cpus-per-worker 9: 2 are usable. Use -n 2 (--max-restarts is 0)")
+        'cpus_per_worker=9: 2 are usable. Use workers=2 (max_restarts is 0)'
+    """
+    text = re.sub(r"(?<!\S)-n (?=\d)", "workers=", text)
+    return re.sub(
+        r"--([a-z]+(?:-[a-z]+)*)( (?=\d|auto|\w+=))?", lambda m: m[1].replace("-", "_") + ("=" if m[2] else ""), text
+    )
+
+
+class _TextStream:
+    """The part of a binary stream that `Terminal` uses, for a stream of text."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, data: bytes) -> None:
+        self._stream.write(data.decode("utf-8", "replace"))
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+
+def _is_of_cell(stream: Any) -> bool:
+    """Whether it is what ipykernel, which Jupyter, VS Code and Colab have, puts in the place of `sys.stdout`."""
+    module = sys.modules.get("ipykernel.iostream")
+    return module is not None and isinstance(stream, module.OutStream)
+
+
+def _without_colours(row: str) -> str:
+    return re.sub(r"\x1b\[[0-9;]*m", "", row)
