@@ -23,25 +23,6 @@ PUBLIC = (
 )
 
 
-def _rows_of_features() -> list[str]:
-    return (ROOT / "docs/features.md").read_text().partition("## Keras' own tests")[0].splitlines()
-
-
-def test_feature_table_lists_the_tested_features():
-    from tests.features.table import FEATURES
-
-    lines = _rows_of_features()
-    documented = [line.split("|")[1].strip() for line in lines if line.startswith("|")][2:]
-    assert documented == list(FEATURES)
-
-
-def test_feature_table_is_complete():
-    cells = [line.split("|")[2:5] for line in _rows_of_features() if "|" in line][2:]
-    for mirrored, workers, stock in cells:
-        assert (mirrored.strip(), workers.strip()) == ("=", "=")
-        assert stock.strip() in ("=", "≠", "✗")
-
-
 def dangling(page: str, text: str) -> list[str]:
     """Links of a page that lead nowhere in this repository."""
     found = []
