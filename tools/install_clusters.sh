@@ -1,11 +1,11 @@
 #!/bin/sh
-# Installs what the tests of real clusters run on: Slurm, Open MPI and iproute2 as packages of Debian, where this is
+# Installs what the tests of real clusters run on: Slurm, Open MPI, ssh and iproute2 as packages of Debian, where this is
 # allowed to; MPICH into a virtual environment of its own, because its commands have the names of Open MPI's.
 # What cannot be installed is told, and is no error: the tests that need it are skipped.
 #
 # usage: install_clusters.sh FOLDER_FOR_MPICH PYTHON
 set -eu
-packages="slurmd slurmctld slurm-client munge openmpi-bin iproute2"
+packages="slurmd slurmctld slurm-client munge openmpi-bin iproute2 openssh-server openssh-client"
 
 missing=""
 for package in $packages; do
@@ -24,6 +24,10 @@ elif ! { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -q
 then
     echo "not installed:$missing: apt-get has failed, see above"
 fi
+# The tests start an sshd of their own: one that only they have asked for must not let anybody into this machine.
+case "$missing" in
+    *openssh-server*) systemctl disable --now ssh.service ssh.socket >/dev/null 2>&1 || true ;;
+esac
 
 if [ ! -x "$1/bin/mpiexec.hydra" ]; then
     { "$2" "$(dirname "$0")/bootstrap_venv.py" "$1" &&

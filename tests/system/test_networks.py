@@ -24,24 +24,6 @@ pytestmark = pytest.mark.netns
 _SECONDS = 60.0
 
 
-@pytest.fixture
-def own_hosts(tmp_path: Path) -> Iterator[Hosts]:
-    """Hosts whose network a test may damage."""
-    yield from hosts_in(tmp_path / "hosts", networks=1)
-
-
-@pytest.fixture
-def own_hosts_in_two_networks(tmp_path: Path) -> Iterator[Hosts]:
-    """The same with eth0 and eth1."""
-    yield from hosts_in(tmp_path / "hosts", networks=2)
-
-
-def hosts_in(folder: Path, networks: int) -> Iterator[Hosts]:
-    folder.mkdir()
-    with Hosts(folder, networks) as running:
-        yield running
-
-
 def start_on_all(jobs: Jobs, hosts: Hosts, command: tuple[str, ...], **env: str) -> list[Job]:
     """Starts a task on each host, by nothing but variables; all in one folder."""
     started: list[Job] = []

@@ -26,6 +26,7 @@ from tfdist.launcher.arguments import (
     read_env,
 )
 from tfdist.launcher.completion import SHELLS, THIS_SHELL
+from tfdist.launcher.hosts.options import hosts_options, run_anywhere
 
 _WORKERS_HELP = (
     "Number of training processes; MIN:MAX begins with MAX, goes on with fewer when some die.  "
@@ -120,7 +121,7 @@ def main() -> None:
     """Distributed training for Keras 3 on TensorFlow."""
 
 
-@main.command(cls=ScriptCommand, short_help="Run a script as a cluster on this machine.")
+@main.command(cls=ScriptCommand, short_help="Run a script as a cluster on this machine, or on hosts.")
 @click.option("-n", "--workers", type=WorkerRange(), help=_WORKERS_HELP)
 @click.option("--stages", type=click.IntRange(min=1), metavar="K", help=_STAGES_HELP)
 @click.option("--replicas", type=click.IntRange(min=1), metavar="R", help=_REPLICAS_HELP)
@@ -128,6 +129,7 @@ def main() -> None:
 @click.option("--chief", is_flag=True, help='Let the first worker be the job "chief".')
 @click.option("--evaluator", is_flag=True, help="Start an evaluator, too; it may outlast the training by --grace.")
 @TRANSPORT_OPTION
+@hosts_options
 @click.option("--host-discovery", metavar="PROGRAM", type=FILE, help=_DISCOVERY_HELP)
 @click.option("--interface", metavar="NAME", help=_INTERFACE_HELP)
 @click.option("--cpus-per-worker", type=CountOrAuto(1), default="auto", show_default=True, help="Cores of each one.")
@@ -143,25 +145,24 @@ def main() -> None:
 @click.option("--warm/--no-warm", default=True, show_default=True, help=_WARM_HELP)
 @click.pass_context
 def run(ctx: click.Context, **options: Any) -> None:
-    """Run SCRIPT, unchanged, as a cluster on this machine.
+    """Run SCRIPT, unchanged, as a cluster on this machine, or on several hosts (--hosts).
 
     SCRIPT is a Python file, -m MODULE, or -- COMMAND for any other program; all that follows it is passed to it.
     The output of the first process is shown, that of all goes to the logs. The exit code is 0 when all processes
     succeed, otherwise that of the first one that failed. 77: stopped, and saved; start it again. 74: stopped, and could
-    not save. 78: it would fail again.
+    not save. 78: it would fail again. 255: a host is lost.
 
     TensorFlow listens on all addresses of this machine, whatever --host says, and asks nobody for a password. Where
     others can reach it, use a firewall, or a network of its own: unshare --net --map-root-user sh -c 'ip link set lo
     up; exec tfdist run ...'. tfdist check warns of public addresses.
     """
     from tfdist.cluster.errors import ClusterError
-    from tfdist.launcher.run import run_local
     from tfdist.launcher.run_plan import PlanError
 
     target: Target = ctx.meta[TARGET]
     given = [name for name in options if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
     try:
-        code = run_local(target, **options, given=given)
+        code = run_anywhere(target, given, options)
     except PlanError as error:
         raise click.UsageError(str(error)) from None
     except (ClusterError, OSError) as error:

@@ -35,7 +35,7 @@ _HELLO_SECONDS = 60.0
 _TICK = 0.02
 # No process is heard while so much waits to be sent: it then waits itself, as it would for a slow terminal.
 _MOST_UNSENT = 1 << 20
-_PROGRESS_PAUSE, _STATE_PAUSE, _EVENTS_PAUSE = 0.1, 1.0, 0.5
+_PROGRESS_PAUSE, _STATE_PAUSE, _EVENTS_PAUSE = 0.1, 0.25, 0.5
 _SWEEPS, _SWEEP_PAUSE = 40, 0.05
 _MOST_EVENTS = 1 << 20
 
@@ -190,7 +190,7 @@ class Agent:
         try:
             self._processes[name] = process = self._group.add(plan)
         except OSError as error:
-            self._channel.send(message(kind="error", text=str(error)))
+            self._channel.send(message(kind="error", name=name, text=str(error)))
         else:
             self._channel.send(message(kind="started", name=name, pid=process.group))
 

@@ -29,7 +29,7 @@ SUSPICIOUS = 5.0
 # Nobody can be asked for anything. The connections of ~/.ssh/config (ControlPath) are used, but none is left behind.
 _OPTIONS = (
     *("-T", "-x", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
-    *("-o", "ControlMaster=no", "-o", "ClearAllForwardings=yes"),
+    *("-o", "ControlMaster=no", "-o", "ClearAllForwardings=yes", "-o", "RemoteCommand=none"),
 )
 _NO_FOLDER, _NO_PYTHON, _NO_TFDIST, _SSH_FAILED = 91, 92, 93, 255
 # In one line without quotes that a shell other than sh would take for something else.
@@ -42,6 +42,10 @@ _CODE = (
 _END_SECONDS = 5.0
 _CODE_SECONDS = 2.0
 _SAID, _SHOWN = 8192, 500
+
+
+class HostsError(OSError):
+    """Hosts that cannot be reached or used; the text names each, why, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -58,14 +62,15 @@ class Reach:
     python: str | None = None
     folder: str = "."
 
-    def command(self, name: str) -> list[str]:
+    def command(self, name: str, is_here: bool) -> list[str]:
         """The argument vector that runs the agent of a host.
 
         Example:
-            >>> Reach(folder="/work").command("node-1")[:2], Reach(folder="/work").command("node-1")[-2]
+            >>> words = Reach(folder="/work").command("node-1", is_here=False)
+            >>> words[:2], words[-2]
             (['ssh', '-T'], 'node-1')
         """
-        if is_this_machine(name):
+        if is_here:
             return [sys.executable, "-c", _code()]
         words = {"folder": self.folder, "python": self.python or sys.executable, "code": _code()}
         script = _SCRIPT.format(**{key: shlex.quote(word) for key, word in words.items()})
@@ -145,17 +150,20 @@ class Connection:
         errors = os.pipe()
         try:
             self._process = subprocess.Popen(
-                reach.command(host.name),
+                reach.command(host.name, self.is_here),
                 stdin=ours[0],
                 stdout=theirs[1],
                 stderr=errors[1],
                 # Away from our terminal: no Ctrl-C reaches it.
                 start_new_session=True,
             )
-        except BaseException:
+        except OSError as error:
             for descriptor in (ours[1], theirs[0], errors[0]):
                 os.close(descriptor)
-            raise
+            raise HostsError(
+                f"--ssh {shlex.join(reach.ssh)}: {error.strerror}. Expected: the client of OpenSSH; install it (the "
+                "package openssh-client), or say how to call it"
+            ) from None
         finally:
             for descriptor in (ours[0], theirs[1], errors[1]):
                 os.close(descriptor)

@@ -15,9 +15,9 @@ from tfdist.cluster.foreign_text import cleaned
 from tfdist.launcher.failure import Failure
 from tfdist.launcher.group import ProcessGroup
 from tfdist.launcher.guardian import Guardian
-from tfdist.launcher.hosts.connection import SUSPICIOUS, Connection
+from tfdist.launcher.hosts.connection import SUSPICIOUS, Connection, HostsError
 from tfdist.launcher.hosts.frames import Message, Output
-from tfdist.launcher.hosts.reached import HostsError, Reached
+from tfdist.launcher.hosts.reached import Reached
 from tfdist.launcher.process import Process
 from tfdist.launcher.run_plan import ProcessPlan
 from tfdist.launcher.terminal import Terminal
@@ -27,6 +27,9 @@ from tfdist.supervision.progress import Progress
 
 _TICK = 0.02
 _START_SECONDS = 60.0
+_KILL_PAUSE = 0.2
+# What shells return for a command that cannot be run.
+_NOT_STARTED = 127
 # After a longer pause this process was stopped itself: the silence of others means nothing.
 _OWN_PAUSE = 5.0
 
@@ -53,6 +56,7 @@ class RemoteProcess(Process):
         self._pid: int | None = None
         self._state = ""
         self._has_ended = False
+        self._kill_again_at = 0.0
 
     def start(self, size: os.terminal_size | None) -> None:
         """Asks for its start."""
@@ -90,8 +94,10 @@ class RemoteProcess(Process):
             self.connection.send(kind="signal", name=self.plan.name, number=int(number))
 
     def kill(self) -> None:
-        """Kills the whole group."""
-        if not self._reaped:
+        """Kills the whole group; may be called again and again."""
+        now = time.monotonic()
+        if not self._reaped and now >= self._kill_again_at:
+            self._kill_again_at = now + _KILL_PAUSE
             self.connection.send(kind="kill", name=self.plan.name)
 
     def resize(self, size: os.terminal_size) -> None:
@@ -117,6 +123,10 @@ class RemoteProcess(Process):
         elif kind == "end" and self.status is None:
             self._end(int(told["status"]))
         elif kind == "over" and self.status is not None:
+            self._reaped = True
+        elif kind == "error":
+            self.hear(f"{cleaned(told['text'])}\n".encode())
+            self._end(_NOT_STARTED)
             self._reaped = True
 
     def lose(self, why: str) -> None:
@@ -258,9 +268,7 @@ class HostsGroup(ProcessGroup):
                 self._terminal.feed(process.plan.name, told.data)
             return
         kind = told["kind"]
-        if kind == "error":
-            self._failed = f"host {connection.name}: {cleaned(told['text'])}"
-        elif kind == "message":
+        if kind == "message":
             self._terminal.message(f"host {connection.name}: {cleaned(told['text'])}")
         elif kind == "events":
             self._log_events(str(told["text"]))
@@ -270,6 +278,8 @@ class HostsGroup(ProcessGroup):
                 self._note_progress(process, told)
             elif kind == "closed" and process.plan.shown:
                 self._terminal.feed(process.plan.name, b"", final=True)
+            elif kind == "error":
+                self._failed = f"host {connection.name}: {process.plan.name}: {cleaned(told['text'])}"
             process.note(told)
 
     def _of(self, connection: Connection, name: str) -> RemoteProcess:

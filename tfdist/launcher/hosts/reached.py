@@ -17,7 +17,7 @@ from typing import Any
 from tfdist.cluster.foreign_text import cleaned
 from tfdist.cluster.sockets import is_loopback, join_address
 from tfdist.launcher.hosts.agent import BEAT
-from tfdist.launcher.hosts.connection import Connection, Reach
+from tfdist.launcher.hosts.connection import Connection, HostsError, Reach
 from tfdist.launcher.hosts.frames import message
 from tfdist.launcher.hosts.listing import ListedHost
 from tfdist.launcher.machine import own_version
@@ -26,10 +26,6 @@ from tfdist.launcher.machine import own_version
 _CONNECT_SECONDS = 60.0
 _READY_SECONDS = 30.0
 _TICK = 0.02
-
-
-class HostsError(OSError):
-    """Hosts that cannot be reached or used; the text names each, why, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +76,7 @@ class Reached:
             check: is called again and again meanwhile; what it raises ends the waiting.
 
         Raises:
-            OSError: ssh cannot be run.
+            HostsError: ssh cannot be run.
         """
         self = cls()
         try:
@@ -89,12 +85,12 @@ class Reached:
                 more = {"variables": dict(run.variables), "probe": probe, "restart": restart}
                 for host in listed:
                     self.connections[host.name] = Connection(host, reach, {**hello, **more})
+                self._heart.start()
                 self._wait(lambda connection: connection.facts is not None, _CONNECT_SECONDS, check)
             for name in [name for name, connection in self.connections.items() if connection.lost]:
                 connection = self.connections.pop(name)
                 self.problems[name] = connection.lost
                 connection.close()
-            self._heart.start()
         except BaseException:
             self.close()
             raise
@@ -185,7 +181,7 @@ class Reached:
     def _beat(self) -> None:
         """Also while the launcher waits for its terminal."""
         while not self._is_over.wait(BEAT):
-            for connection in self.connections.values():
+            for connection in list(self.connections.values()):
                 connection.channel.send(message(kind="beat"))
 
 

@@ -21,10 +21,10 @@ from tfdist.launcher.failure import exit_code
 from tfdist.launcher.group import ProcessGroup
 from tfdist.launcher.guardian import Guardian
 from tfdist.launcher.hosts import placement
-from tfdist.launcher.hosts.connection import Reach
+from tfdist.launcher.hosts.connection import HostsError, Reach
 from tfdist.launcher.hosts.group import HostsGroup
 from tfdist.launcher.hosts.listing import ListedHost, ListError, parse_hostfile, parse_hosts
-from tfdist.launcher.hosts.reached import HostsError, Reached, RunFacts
+from tfdist.launcher.hosts.reached import Reached, RunFacts
 from tfdist.launcher.operating_system import SignalInbox
 from tfdist.launcher.restarts import Restart, RestartPolicy
 from tfdist.launcher.run import (
@@ -240,18 +240,22 @@ class HostsRun(TrainingRun):
             if not problems or count >= restart.workers:
                 return reached
             if asked.fewest <= count:
-                self._terminal.message(f"{problems}; going on without, with {count} of {restart.workers} workers")
+                self._say(f"{problems}; going on without, with {count} of {restart.workers} workers")
                 return reached
             reached.close()
             if time.monotonic() > deadline:
                 raise HostsError(problems)
             if pause == _FIRST_PAUSE:
-                self._terminal.message(f"{problems}; trying again for {self._patience.start_timeout:g} s")
+                self._say(f"{problems}; trying again for {self._patience.start_timeout:g} s")
             end = min(time.monotonic() + pause, deadline)
             while time.monotonic() < end:
                 check()
                 time.sleep(_TICK)
             pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _say(self, text: str) -> None:
+        """Says something about a restart, of which nothing else was said yet."""
+        self._terminal.message(f"{self._recovery.headline}: {text}" if self._recovery else text)
 
 
 def _listed(hosts: str | None, hostfile: str | None) -> list[ListedHost]:

@@ -1,0 +1,232 @@
+"""Hosts that fall silent, and launchers that do: what each side does about it."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from tests.launcher.conftest import wait_until
+from tfdist.launcher.failure import choose
+from tfdist.launcher.hosts import connection as connections
+from tfdist.launcher.hosts import reached as reaching
+from tfdist.launcher.hosts.connection import Connection, Reach
+from tfdist.launcher.hosts.frames import Channel, Output, message
+from tfdist.launcher.hosts.group import HostsGroup
+from tfdist.launcher.hosts.listing import ListedHost
+from tfdist.launcher.hosts.reached import Reached, RunFacts
+from tfdist.launcher.machine import own_version
+from tfdist.launcher.run_plan import ProcessPlan
+from tfdist.launcher.terminal import Terminal
+
+DEADLINE = 60.0
+AGENT = "import tfdist.launcher.hosts.agent as agent; agent.SILENCE = {silence}; agent.main()"
+
+
+@contextmanager
+def agent(tmp_path: Path, silence: float = 60.0, **hello: object) -> Iterator[tuple[Channel, subprocess.Popen]]:
+    """An agent that has been greeted."""
+    ours, theirs, greeting = os.pipe(), os.pipe(), os.urandom(16)
+    words = [sys.executable, "-c", AGENT.format(silence=silence)]
+    process = subprocess.Popen(words, stdin=ours[0], stdout=theirs[1], start_new_session=True)
+    os.close(ours[0])
+    os.close(theirs[1])
+    channel = Channel(theirs[0], ours[1], greeting)
+    fields = {"run_id": "", "restart": 0, "variables": {}, "log_dir": str(tmp_path / "logs"), "probe": "/no/probe"}
+    own = {"kind": "hello", "version": own_version(), "greeting": greeting.hex(), "is_here": True}
+    channel.send(message(**own, **{**fields, **hello}))
+    try:
+        assert heard(channel, "hello")["version"] == own_version()
+        yield channel, process
+    finally:
+        channel.close()
+        process.wait(DEADLINE)
+
+
+def heard(channel: Channel, kind: str, told: list | None = None) -> dict:
+    """Waits for a message; `told` gets, and may begin with, what comes with it."""
+    told = [] if told is None else told
+    end = time.monotonic() + DEADLINE
+    while time.monotonic() < end:
+        found = [one for one in told if isinstance(one, dict) and one["kind"] == kind]
+        if found:
+            return found[0]
+        told += channel.receive()
+        time.sleep(0.01)
+    pytest.fail(f"waited in vain for {kind}")
+
+
+def start(channel: Channel, *command: str | None, told: list | None = None) -> int:
+    what = {"job": "worker", "index": 0, "env": {}, "cpus": [], "serves": False, "size": None, "number": 7}
+    channel.send(message(kind="start", command=command, **what))
+    return heard(channel, "started", told)["pid"]
+
+
+def is_gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_an_agent_ends_all_when_its_launcher_falls_silent(tmp_path) -> None:
+    with agent(tmp_path, silence=2.0) as (channel, process):
+        pid = start(channel, "sleep", "100")
+        end = time.monotonic() + 4.0
+        while time.monotonic() < end:
+            channel.send(message(kind="beat"))
+            assert not is_gone(pid)
+            time.sleep(0.1)
+        # Connected, but nothing comes any more: a network that is cut.
+        assert process.wait(DEADLINE) == 1
+        wait_until(lambda: is_gone(pid), DEADLINE, "the end of what it had started")
+
+
+def test_an_agent_ends_all_when_the_connection_ends(tmp_path) -> None:
+    with agent(tmp_path) as (channel, process):
+        pid = start(channel, "sleep", "100")
+        channel.close()
+        assert process.wait(DEADLINE) == 1
+        wait_until(lambda: is_gone(pid), DEADLINE, "the end of what it had started")
+
+
+def test_an_agent_without_processes_just_ends(tmp_path) -> None:
+    with agent(tmp_path) as (channel, process):
+        channel.close()
+        assert process.wait(DEADLINE) == 0
+
+
+def test_a_new_agent_ends_what_an_attempt_that_was_cut_off_has_left(tmp_path) -> None:
+    left = subprocess.Popen(["sleep", "100"], env={**os.environ, "TFDIST_RUN_ID": f"run {tmp_path.name}"})
+    other = subprocess.Popen(["sleep", "100"], env={**os.environ, "TFDIST_RUN_ID": "of others"})
+    try:
+        with agent(tmp_path, run_id=f"run {tmp_path.name}", restart=1):
+            assert left.wait(DEADLINE) == -9 and other.poll() is None
+    finally:
+        left.kill()
+        other.kill()
+        left.wait()
+        other.wait()
+
+
+def test_events_come_where_folders_are_not_shared(tmp_path) -> None:
+    with agent(tmp_path) as (channel, _):
+        line = '{"time": 5.0, "name": "worker 0", "event": "saved", "step": 3}'
+        told: list = []
+        log = f"'{tmp_path}/logs/events.jsonl'"
+        start(channel, "sh", "-c", f"echo '{line}' >> {log}; printf no-end >> {log}", told=told)
+        assert heard(channel, "events", told)["text"] == line + "\n"
+
+
+def test_what_an_agent_tells_of_a_process_comes_in_order(tmp_path) -> None:
+    told: list = []
+    with agent(tmp_path) as (channel, _):
+        start(channel, "sh", "-c", "printf one; printf two >&2; exit 3", told=told)
+        heard(channel, "over", told)
+    kinds = [one["kind"] if isinstance(one, dict) else "output" for one in told]
+    assert b"".join(one.data for one in told if isinstance(one, Output)) == b"onetwo"
+    assert next(one for one in told if isinstance(one, dict) and one["kind"] == "end")["status"] == 3
+    assert kinds.index("end") > max(at for at, kind in enumerate(kinds) if kind == "output")
+    assert kinds[-1] == "over"
+
+
+@pytest.mark.exhaustive
+def test_an_agent_hears_its_processes_only_as_fast_as_it_can_tell(tmp_path) -> None:
+    """Nobody reads: what it keeps has a limit, and the process waits."""
+    with agent(tmp_path) as (channel, process):
+        start(channel, sys.executable, "-c", "import sys\nwhile True: sys.stdout.write('x' * 65536)")
+        before = psutil.Process(process.pid).memory_info().rss
+        time.sleep(3)
+        assert psutil.Process(process.pid).memory_info().rss - before < 50 << 20
+
+
+def test_a_host_that_falls_silent_is_lost(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "SILENCE", 1.0)
+    with reached(tmp_path, "one", "two") as hosts:
+        one, two = hosts.connections.values()
+        end = time.monotonic() + DEADLINE
+        while not two.lost and time.monotonic() < end:
+            one.channel.heard = time.monotonic()  # the only difference between them
+            one.hear()
+            two.hear()
+            two.channel.heard = min(two.channel.heard, two.born)
+            time.sleep(0.02)
+        assert two.lost.startswith("host two does not answer any more: no sign of it for ") and not one.lost
+
+
+@contextmanager
+def reached(tmp_path: Path, *names: str) -> Iterator[Reached]:
+    """Hosts that are this machine."""
+    ssh = tmp_path / "ssh"
+    ssh.write_text('#!/bin/sh\nwhile [ $# -gt 1 ]; do shift; done\nexec /bin/sh -c "$1"\n')
+    ssh.chmod(0o755)
+    (tmp_path / "logs").mkdir()
+    listed = [ListedHost(name, 1) for name in names]
+    run = RunFacts("run", str(tmp_path / "logs"), {})
+    with Reached.reach(listed, Reach((str(ssh),), None, str(tmp_path)), run) as hosts:
+        assert not hosts.problems
+        for connection in hosts.connections.values():
+            connection.born = time.monotonic()
+        yield hosts
+
+
+def test_the_launchers_heart_beats_while_it_waits_for_its_terminal(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[bytes] = []
+    monkeypatch.setattr(reaching, "BEAT", 0.05)
+    send = Channel.send
+    monkeypatch.setattr(Channel, "send", lambda self, frame=b"": (sent.append(frame), send(self, frame)))
+    with reached(tmp_path, "one"):
+        sent.clear()
+        wait_until(lambda: sent.count(message(kind="beat")) > 3, DEADLINE, "beats")  # it does nothing else
+
+
+class _Connection(Connection):
+    """A host of which a test decides what comes, and when."""
+
+    def __init__(self, name: str) -> None:
+        self.host, self.lost, self.facts = ListedHost(name), "", object()
+        reading, writing = os.pipe()
+        self.channel = SimpleNamespace(
+            reading=reading, writing=writing, heard=time.monotonic(), send=lambda frame: None
+        )
+        self.pid, self.told, self.is_here = 0, [], False
+
+    def hear(self) -> list:
+        told, self.told = self.told, []
+        return told
+
+    def lose(self, why: str) -> None:
+        self.lost = why
+
+
+@pytest.mark.parametrize("silence", [1.0, 8.0])
+def test_a_host_that_has_fallen_silent_is_to_blame_for_failures_elsewhere(tmp_path, silence: float) -> None:
+    """TensorFlow notices within ten seconds that a host is cut off, and then the processes of the others fail."""
+    one, two = _Connection("one"), _Connection("two")
+    hosts = SimpleNamespace(connections={"one": one, "two": two})
+    plans = [ProcessPlan("worker", index, ("true",), {}, host=name) for index, name in enumerate(("one", "two"))]
+    guardian = SimpleNamespace(add=lambda pid: None, remove=lambda pid: None)
+    one.told = [{"kind": "started", "name": "worker 0", "pid": 1}]
+    two.told = [{"kind": "started", "name": "worker 1", "pid": 2}]
+    terminal = Terminal(io.BytesIO(), is_tty=False)
+    with HostsGroup(plans, tmp_path, terminal, guardian, 0, hosts) as group:
+        two.channel.heard -= silence
+        one.told = [Output(0, b"UnavailableError: gone\n"), {"kind": "end", "name": "worker 0", "status": 1}]
+        ended = group.tick()
+        failures = [group.failure(process, process.status) for process in ended]
+        assert [process.plan.name for process in ended] == ["worker 0", "worker 1"][: 2 if silence > 5 else 1]
+        culprit = choose(failures)
+        assert culprit.name == ("worker 1" if silence > 5 else "worker 0")
+        if silence > 5:
+            assert culprit.cause == "host two does not answer any more: no sign of it for 8 s; it ran worker 1"
+        one.told = [{"kind": "over", "name": "worker 0"}]
+        two.told = [{"kind": "end", "name": "worker 1", "status": 0}, {"kind": "over", "name": "worker 1"}]
+    for connection in (one, two):
+        os.close(connection.channel.reading)
+        os.close(connection.channel.writing)

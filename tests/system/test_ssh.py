@@ -1,0 +1,268 @@
+"""`tfdist run --hosts` over a real sshd on each of three hosts in networks of their own."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.launcher.conftest import wait_until
+from tests.system.hosts import Hosts
+from tests.system.jobs import Job, Jobs, assert_trained_as
+from tests.system.ssh import SSHD, Sshds, alias
+
+pytestmark = [pytest.mark.netns, pytest.mark.skipif(SSHD is None or os.geteuid() != 0, reason="no sshd, or not root")]
+
+_SECONDS = 240.0
+_SOON = 30.0
+TRAIN = ("-m", "tests.system.training_program")
+
+
+@pytest.fixture
+def sshds(tmp_path: Path, own_hosts: Hosts) -> Iterator[Sshds]:
+    with Sshds(tmp_path / "ssh", own_hosts) as running:
+        yield running
+
+
+@pytest.fixture
+def run_on(jobs: Jobs, own_hosts: Hosts, sshds: Sshds, tmp_path: Path) -> Callable[..., Job]:
+    """`run_on(["n9", "n10"], *program, options=[...])` starts `tfdist run --hosts` beside the hosts."""
+
+    def start(names: list[str], *program: str, options: tuple[str, ...] = (), here: str = "", **more) -> Job:
+        hosts = ",".join(name if name == here else alias(own_hosts[name.split(":")[0]]) for name in names)
+        # Logs are where the program's files are; the current folder is that of the tests.
+        words = ("{python}", "-m", "tfdist", "run", "--hosts", hosts, "--ssh", sshds.command)
+        place = own_hosts[here] if here else own_hosts.switch
+        return jobs.start(*words, "--log-dir", "{folder}/logs", *options, *program, on=place, **more)
+
+    return start
+
+
+@pytest.fixture
+def assert_nothing_is_left(own_hosts: Hosts, sshds: Sshds) -> Callable[[], None]:
+    def check() -> None:
+        wait_until(lambda: not any(map(sshds.left, own_hosts)), _SOON, "the end of all processes on all hosts")
+
+    return check
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
+    """What a training that nobody disturbs prints last, by its number of processes."""
+    results: dict[int, str] = {}
+
+    def result(count: int) -> str:
+        if count not in results:
+            jobs = Jobs(tmp_path_factory.mktemp("undisturbed"))
+            try:
+                words = ("{python}", "-m", "tfdist", "run", "-n", str(count), *TRAIN, "{folder}/backup", "0")
+                job = jobs.start(*words)
+                assert job.end(_SECONDS) == 0, job.output
+                results[count] = result_of(job)
+            finally:
+                jobs.close()
+        return results[count]
+
+    return result
+
+
+def result_of(job: Job) -> str:
+    (line,) = re.findall(r"^\[worker 0\] result (.*)", job.output, flags=re.MULTILINE)
+    return line
+
+
+def wait_for_training(job: Job, saved: int = 1) -> None:
+    """Until there is something to go on from."""
+    log = job.folder / "logs" / "events.jsonl"
+    wait_until(lambda: log.exists() and log.read_text().count('"saved"') >= saved, _SECONDS, "a backup")
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+def test_training_equals_one_process(run_on, one_process, assert_nothing_is_left) -> None:
+    job = run_on(["n9", "n10", "n11"], "-m", "tests.system.fit_program", "{folder}")
+    assert job.end(_SECONDS) == 0, job.output
+    assert_trained_as(job, one_process, 3)
+    # More than the tolerance away: a comparison that cannot fail proves nothing.
+    assert max(np.abs(value).max() for name, value in one_process.items() if name.startswith("weight")) > 1e-3
+    assert "3 workers on 3 hosts (my-n9: worker 0; my-n10: worker 1; my-n11: worker 2)" in job.output
+    assert {path.name for path in (job.folder / "logs").iterdir()} >= {f"worker-{index}.log" for index in range(3)}
+    assert_nothing_is_left()
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+def test_a_killed_worker_is_resumed_exactly(run_on, own_hosts, undisturbed, assert_nothing_is_left) -> None:
+    job = run_on(["n9", "n11"], *TRAIN, "{folder}/backup", "0.2")
+    wait_for_training(job)
+    os.kill(worker_on(own_hosts["n11"], 1), signal.SIGKILL)
+    assert job.end(_SECONDS) == 0, job.output
+    assert re.search(
+        r"worker 1 on my-n11 was killed by SIGKILL at step \d+; restart 1 of 3: training again", job.output
+    )
+    assert result_of(job) == undisturbed(2)
+    assert_nothing_is_left()
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+def test_a_run_that_is_stopped_saves_and_goes_on(run_on, own_hosts, undisturbed, assert_nothing_is_left) -> None:
+    options = ("--grace", "60")
+    job = run_on(["n9", "n10"], *TRAIN, "{folder}/backup", "0.2", options=options, here="n9")
+    wait_for_training(job)
+    job.launch.popen.send_signal(signal.SIGTERM)
+    assert job.end(_SECONDS) == 77, job.output
+    assert "SIGTERM received and passed on to 2 processes" in job.output
+    assert_nothing_is_left()
+    again = run_on(["n9", "n10"], *TRAIN, "{folder}/backup", "0", here="n9", folder=job.folder)
+    assert again.end(_SECONDS) == 0, again.output
+    assert result_of(again) == undisturbed(2)
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+def test_a_host_that_is_cut_off_is_named_and_the_run_goes_on(run_on, own_hosts, undisturbed) -> None:
+    job = run_on(["n9", "n10", "n11"], *TRAIN, "{folder}/backup", "0.2")
+    wait_for_training(job)
+    own_hosts.cut("n11")
+    # First TensorFlow ends the processes of the other hosts; the host that has caused it is named all the same.
+    wait_until(lambda: "trying again for" in job.output, _SECONDS, "a message")
+    lost = (
+        r"host my-n11 does not answer any more: no sign of it for \d+ s; it ran worker 2( at step \d+)?; restart 1 of 3"
+    )
+    assert re.search(
+        f"{lost}: host my-n11 cannot be reached: ssh says: ssh: connect to host 198.18.77.11 port 22: ", job.output
+    )
+    own_hosts.join("n11")
+    assert job.end(_SECONDS) == 0, job.output
+    assert re.search(f"{lost}: training again after", job.output), job.output
+    assert result_of(job) == undisturbed(3)
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+def test_nothing_outlives_a_launcher_that_is_killed(run_on, own_hosts, sshds, assert_nothing_is_left) -> None:
+    job = run_on(["n9", "n10", "n11"], *TRAIN, "{folder}/backup", "0.2")
+    wait_for_training(job)
+    assert all(len(sshds.left(host)) > 2 for host in own_hosts)
+    job.launch.popen.kill()
+    assert_nothing_is_left()
+
+
+def test_processes_of_a_host_that_is_cut_off_end_by_themselves(
+    run_on, own_hosts, sshds, assert_nothing_is_left
+) -> None:
+    """No TensorFlow that would notice: the agent does."""
+    job = run_on(["n9", "n11"], "--", "sleep", "1000", options=("--max-restarts", "0"))
+    wait_until(lambda: len(processes(own_hosts["n11"], "sleep")) == 1, _SECONDS, "processes")
+    own_hosts.cut("n11")
+    assert job.end(60) == 255, job.output
+    assert "tfdist: host my-n11 does not answer any more: no sign of it for " in job.output
+    assert not sshds.left(own_hosts["n9"])
+    wait_until(lambda: not processes(own_hosts["n11"], "sleep"), 90, "the end of what nobody can end any more")
+    own_hosts.join("n11")
+
+
+def test_secrets_are_in_no_command_line(run_on, own_hosts, assert_nothing_is_left) -> None:
+    job = run_on(["n9", "n10"], "--", "sleep", "1000")
+    wait_until(lambda: all(processes(own_hosts[name], "sleep") for name in ("n9", "n10")), _SECONDS, "processes")
+    tokens = set()
+    for name in ("n9", "n10"):
+        (process,) = processes(own_hosts[name], "sleep")
+        variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+        (token,) = [line.partition(b"=")[2] for line in variables if line.startswith(b"TFDIST_TOKEN=")]
+        tokens.add(token)
+    (token,) = tokens
+    lines = {entry: read(entry / "cmdline") for entry in Path("/proc").iterdir() if entry.name.isdigit()}
+    # ssh, sshd, agents and processes are among them.
+    assert sum(b"tfdist.launcher.hosts.agent" in line for line in lines.values()) >= 4
+    assert len(token) == 32 and not [line for line in lines.values() if token in line]
+    job.launch.popen.send_signal(signal.SIGTERM)
+    assert job.end(_SECONDS) == 143
+    assert_nothing_is_left()
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        ("cut", r"ssh: connect to host 198\.18\.77\.10 port 22: (Connection timed out|No route to host)"),
+        ("forget", r"Host key verification failed"),
+        ("lock", r"\S+@198\.18\.77\.10: Permission denied \(publickey.*\)"),
+    ],
+)
+def test_a_host_that_lets_nobody_in(run_on, own_hosts, sshds, harm: str, words: str) -> None:
+    if harm == "cut":
+        own_hosts.cut("n10")
+    elif harm == "forget":
+        sshds.forget_key(own_hosts["n10"])
+    else:
+        sshds.take_key_away()
+    job = run_on(["n10"], "--", "true")
+    assert job.end(60) == 1, job.output
+    message = r"tfdist: host my-n10 cannot be reached: ssh says: {}\. Expected: `ssh -F \S+ my-n10 true` works and asks"
+    assert re.match(message.format(words), job.output), job.output
+
+
+def test_tfdist_check_is_content(run_on) -> None:
+    words = ("--", "{python}", "-m", "tfdist", "check", "--no-tensorflow", "--timeout", "60")
+    job = run_on(["n9", "n10", "n11"], *words)
+    assert job.end(_SECONDS) == 0, job.output
+    lines = job.output.splitlines()
+    assert lines[-1] == "[worker 0] ready"
+    for rank, name in enumerate(("n9", "n10", "n11")):
+        assert any(re.search(rf"{rank} +worker {rank} +{name} +198\.18\.77\.{9 + rank}:\d+", line) for line in lines), (
+            lines
+        )
+
+
+def test_the_network_that_is_asked_for_is_used(jobs, own_hosts_in_two_networks, tmp_path) -> None:
+    hosts = own_hosts_in_two_networks
+    with Sshds(tmp_path / "ssh", hosts) as sshds:
+        names = ",".join(alias(host) for host in hosts)
+        words = (
+            "{python}",
+            "-m",
+            "tfdist",
+            "run",
+            "--hosts",
+            names,
+            "--ssh",
+            sshds.command,
+            "--log-dir",
+            "{folder}/logs",
+        )
+        env = {"TFDIST_INTERFACE": "eth1", "TFDIST_PORTS": "21000-21009"}
+        job = jobs.start(*words, "--", "sh", "-c", "echo $TF_CONFIG", on=hosts.switch, env=env)
+        assert job.end(_SECONDS) == 0, job.output
+        places = re.findall(r'"(198\.19\.77\.\d+):2100\d"', job.output)
+        assert places == [host.addresses[1] for host in hosts], job.output
+
+
+def read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def processes(host, name: str) -> list[int]:
+    """Those on a host that run a command."""
+    found = host.processes()
+    return [process for process in found if read(Path(f"/proc/{process}/comm")).strip() == name.encode()]
+
+
+def worker_on(host, index: int) -> int:
+    """The worker of this number that runs on a host: the leader of its group."""
+    task = f'"task": {{"type": "worker", "index": {index}}}'.replace(" ", "").encode()
+    found = [
+        process
+        for process in host.processes()
+        if task in read(Path(f"/proc/{process}/environ")).replace(b" ", b"") and os.getpgid(process) == process
+    ]
+    assert len(found) == 1, found
+    return found[0]
