@@ -1,5 +1,7 @@
 """Trains with batches for which plain Keras needs more memory than there is: TensorFlow gets no more than a limit.
 
+The images are the handwritten digits that come with scikit-learn (`pip install scikit-learn`): nothing is downloaded.
+
 Example:
     python examples/train_within_limit.py                        # both of the following, one after the other
     python examples/train_within_limit.py --memory none          # plain Keras runs out of memory
@@ -18,10 +20,10 @@ import sys
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras
-import prepared
 import tensorflow as tf
-from digits import Digits
 from keras import layers
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
 
 import tfdist
 
@@ -33,7 +35,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--limit", type=int, default=128, help="what TensorFlow may use, in MB (%(default)s)")
     parser.add_argument("--batch-size", type=int, default=750)
     parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--data-dir", help="where prepared datasets are kept (default: as TensorFlow Datasets)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--report", metavar="FILE", help="train nothing, but draw what a step would hold: step.png")
     return parser.parse_args()
@@ -57,7 +58,7 @@ def limit_memory(megabytes: int) -> str:
 def build_model(blocks: int = 12, filters: int = 16) -> keras.Model:
     """Builds a residual network and compiles it."""
     images = keras.Input((8, 8, 1))
-    x = layers.Conv2D(filters, 3, padding="same")(layers.Rescaling(1 / 255)(images))
+    x = layers.Conv2D(filters, 3, padding="same")(images)
     for _ in range(blocks):
         # There are only few steps, with large batches: averages of the statistics must be quick.
         y = layers.Activation("relu")(layers.BatchNormalization(momentum=0.8)(x))
@@ -77,12 +78,11 @@ def build_model(blocks: int = 12, filters: int = 16) -> keras.Model:
 def train(options: argparse.Namespace) -> None:
     """Trains and evaluates the model, in the memory that there is."""
     device = limit_memory(options.limit)
-    builder = prepared.prepare(Digits, options.data_dir)
-    # Not before: preparing a dataset, which is done once, draws random numbers.
     keras.utils.set_random_seed(options.seed)
-    train, test = (
-        builder.as_dataset(split=split, as_supervised=True, shuffle_files=False, batch_size=options.batch_size)
-        for split in ("train", "test")
+    pixels, labels = load_digits(return_X_y=True)
+    images = (pixels.reshape(-1, 8, 8, 1) / 16).astype("float32")
+    images, test_images, labels, test_labels = train_test_split(
+        images, labels, test_size=297, stratify=labels, random_state=1
     )
     model = build_model()
     if options.memory == "recompute":
@@ -93,10 +93,10 @@ def train(options: argparse.Namespace) -> None:
         report.plot(options.report)
         return
     try:
-        model.fit(train, epochs=options.epochs, shuffle=False, verbose=2)
+        model.fit(images, labels, batch_size=options.batch_size, epochs=options.epochs, verbose=2)
     except tf.errors.ResourceExhaustedError as error:
         raise SystemExit(f"out of memory: {message_of(error)}") from None
-    _, accuracy = model.evaluate(test, verbose=0)
+    _, accuracy = model.evaluate(test_images, test_labels, batch_size=len(test_images), verbose=0)
     peak = tf.config.experimental.get_memory_info(device)["peak"]
     print(f"test accuracy: {accuracy:.3f}; {peak / 2**20:.0f} MB of {options.limit} were used at most")
 

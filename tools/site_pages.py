@@ -19,6 +19,8 @@ _OUTSIDE = (
     "docker/Dockerfile",
     "examples/*.ipynb",
     "examples/*.py",
+    "examples/README.md",
+    "examples/kubeflow/*.yaml",
     "tests/memory/test_pipeline_peak.py",
 )
 

@@ -74,9 +74,9 @@ def _images() -> tuple[list, list]:
 
 def _text() -> tuple[Any, Any]:
     sys.path.insert(0, str(EXAMPLES))
-    import manual
+    from train_language_model import load, windows
 
-    return tuple(manual.windows(part, LENGTH) for part in manual.load())
+    return tuple(windows(part, LENGTH) for part in load())
 
 
 def _classifier() -> Any:

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(DEAD
 def test_a_batch_that_only_a_policy_can_hold(tmp_path: Path) -> None:
     pytest.importorskip("sklearn", reason="needs the extra `examples`")
     result = subprocess.run(
-        [sys.executable, str(EXAMPLE), "--data-dir", str(tmp_path)],
+        [sys.executable, str(EXAMPLE)],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(SOURCE), "CUDA_VISIBLE_DEVICES": "-1"},
         capture_output=True,

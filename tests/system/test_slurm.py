@@ -17,7 +17,7 @@ from tests.system.slurm import Slurm
 pytestmark = pytest.mark.slurm
 
 _SECONDS = 60.0
-_DEMO = (f"{SOURCE}/examples/train_digits.py", "--epochs=1", "--data-dir={folder}", "--backup-dir={folder}/backup")
+_DEMO = (f"{SOURCE}/examples/train_digits.py", "--epochs=1", "--backup-dir={folder}/backup")
 
 
 def batch(jobs: Jobs, slurm: Slurm, script: str, *options: str, env: dict[str, str] | None = None) -> Job:

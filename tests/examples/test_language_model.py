@@ -1,4 +1,4 @@
-"""The example of a pipeline: two processes train what one trains, and draw what each of them did."""
+"""The example of a language model: two stages, or two workers, train what one process trains."""
 
 from __future__ import annotations
 
@@ -53,3 +53,24 @@ def test_two_stages_train_what_one_device_trains(warm_launch, tmp_path: Path) ->
     alone = forked([str(EXAMPLE), *SMALL, "--model-path", "alone.keras"], tmp_path / "alone", tmp_path, os.environ)
     assert alone.wait(DEADLINE) == 0, (tmp_path / "alone").read_text()[-3000:]
     assert results((tmp_path / "alone").read_text()) == (pytest.approx(perplexity, abs=0.02), sample)
+
+
+@pytest.mark.exhaustive
+def test_two_workers_that_recompute_train_what_one_device_trains(example, tmp_path: Path) -> None:
+    (tmp_path / "own.txt").write_text("The quick brown fox jumps over the lazy dog, and the dog sleeps on. " * 400)
+    options = ["--text=own.txt", "--epochs=8", "--batch-size=128", "--length=16", "--width=16", "--blocks=2"]
+    data = ["--parallel=data", "--memory=recompute", "--backup-dir=backup"]
+    two, sample = results(example("train_language_model.py", *options, *data, run=["-n", "2"]))
+    one = results(example("train_language_model.py", *options, "--microbatches=2"))
+    assert one == (pytest.approx(two, rel=0.02), sample)
+    other, _ = results(example("train_language_model.py", *options, "--microbatches=2", "--seed=2"))
+    assert other != pytest.approx(two, rel=0.02)
+    # It repeats one sentence.
+    assert two < 12
+
+
+@pytest.mark.exhaustive
+def test_a_text_that_is_too_short_is_refused(example, tmp_path: Path) -> None:
+    (tmp_path / "own.txt").write_text("The end.")
+    printed = example("train_language_model.py", "--text=own.txt", fails=True)
+    assert "received a part of 7 bytes, expected more than --length 64: a longer text" in printed
