@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 # First and last version (major.minor) with which the patches were tested.
-TESTED = {"tensorflow": ("2.20", "2.21"), "keras": ("3.12", "3.15")}
+TESTED = {"tensorflow": ("2.20", "2.21"), "keras": ("3.12", "3.15"), "keras_tuner": ("1.4", "1.4")}
 
 _log = logging.getLogger("tfdist")
 _warned: set[str] = set()

@@ -11,6 +11,8 @@ from tfdist.jobs.status import LAST_EVENTS, Progress, is_number
 from tfdist.supervision.events import Event
 from tfdist.supervision.exit_codes import UNSAVED
 from tfdist.supervision.identity import Identity
+from tfdist.supervision.search_state import SearchState, is_of_search
+from tfdist.supervision.search_state import in_one_line as of_search_in_one_line
 
 STARTING = "starting"
 RUNNING = "running"
@@ -69,6 +71,7 @@ class RunState:
         ended: when it ended.
         ending: how; None while it runs, as far as the events tell.
         launcher: the launcher's process.
+        search: what a search of `tfdist tune` has found; None for other runs.
         notable: time and text of the last events that are no progress.
 
     Example:
@@ -86,6 +89,7 @@ class RunState:
     ended: float | None = None
     ending: str | None = None
     launcher: Identity | None = None
+    search: SearchState | None = None
     notable: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=_SHOWN))
 
     @property
@@ -111,6 +115,9 @@ class RunState:
         elif kind == "saved":
             step = event.get("step")
             self.checkpoint = Checkpoint(time, step if isinstance(step, int) else 0)
+        elif is_of_search(event):
+            self.search = self.search or SearchState()
+            self.search.add(event)
         elif name == _LAUNCHER:
             self._launcher(kind, time, event)
 
@@ -193,6 +200,8 @@ def in_one_line(event: Event) -> str | None:
         if kind == "loss":
             return f"{get('cause')}; not started again"
         return end_of(event)
+    if is_of_search(event):
+        return of_search_in_one_line(event)
     if kind == "resumed":
         return f"goes on after step {get('step')}, with backup {get('checkpoint')}"
     if kind == "not saved":

@@ -107,6 +107,9 @@ def own_name() -> str:
     """
     text = os.environ.get("TFDIST_CLUSTER") or os.environ.get("TF_CONFIG") or "{}"
     try:
+        # The tuners of a search each have a cluster of their own.
+        if of_search := os.environ.get("TFDIST_TUNE"):
+            return str(json.loads(of_search)["process"])
         task = json.loads(text)["task"]
         return f"{task['type']} {task['index']}"
     except (ValueError, KeyError, TypeError):

@@ -1,0 +1,180 @@
+"""Tuners are killed and fail: no trial is lost, and none is run twice but the one whose tuner was killed."""
+
+from __future__ import annotations
+
+import collections
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.launcher.conftest import wait_until
+from tests.launcher.tuning.conftest import DEADLINE, WAIT, Search, script, statuses_of, values_of
+from tfdist.cluster.ports import reserve
+
+pytestmark = pytest.mark.slow
+
+Tune = Callable[..., Search]
+
+
+def serial(folder: Path, text: str) -> dict[str, dict]:
+    """The trials of the same script without tfdist."""
+    folder.mkdir()
+    (folder / "search.py").write_text(text)
+    subprocess.run([sys.executable, "search.py"], cwd=folder, check=True, timeout=DEADLINE, capture_output=True)
+    return Search.trials(type("Folder", (), {"folder": folder}))
+
+
+def runs(search: Search) -> dict[str, int]:
+    return dict(collections.Counter(trial for trial, _, _ in search.ran()))
+
+
+def test_a_killed_tuner_loses_no_trial(tune: Tune, tmp_path: Path) -> None:
+    search = tune("-n", "2", script=script(in_trial=WAIT, more="overwrite=True"))
+    begun = search.wait_for_trials(2)
+    assert {tuner for _, tuner, _ in begun} == {"tuner0", "tuner1"}
+    killed = search.kill("tuner1")
+    search.wait_for_trials(3)
+    search.go()
+    result = search.finish(DEADLINE)
+    assert result.code == 0, result
+    assert runs(search) == {str(trial): 1 + (str(trial) == killed) for trial in range(6)}
+    trials = search.trials()
+    assert statuses_of(trials) == ["COMPLETED"] * 6
+    # The script goes on behind the search in one process.
+    assert [line.split()[0] for line in (tmp_path / "after").read_text().splitlines()] == ["tuner0"]
+    assert "tuner 1 was killed by SIGKILL" in result.err
+    assert [event["task"] for event in search.events("replacement")] == ["tuner 1"]
+    assert "search over: 6 trials" in result.out
+    search.assert_nothing_is_left()
+    # Against the same search in one process.
+    alone = serial(tmp_path / "alone", script())
+    assert values_of(trials) == values_of(alone)
+    scores = {name: trial["score"] for name, trial in trials.items()}
+    assert scores == {name: trial["score"] for name, trial in alone.items()}
+
+
+@pytest.mark.exhaustive
+def test_the_killed_oracle_goes_on(tune: Tune) -> None:
+    """The process that keeps the oracle is killed, and what it has is still there when it is started again."""
+    search = tune("-n", "2", script=script(in_trial=WAIT, more="overwrite=True"))
+    search.wait_for_trials(2)
+    killed = search.kill("tuner0")
+    # The other one ends its trial meanwhile, and waits for the oracle with that.
+    search.go()
+    result = search.finish(DEADLINE)
+    assert result.code == 0, result
+    assert runs(search) == {str(trial): 1 + (str(trial) == killed) for trial in range(6)}
+    assert statuses_of(search.trials()) == ["COMPLETED"] * 6
+
+
+@pytest.mark.exhaustive
+def test_all_are_killed(tune: Tune) -> None:
+    search = tune("-n", "2", script=script(in_trial=WAIT, more="overwrite=True"))
+    search.wait_for_trials(2)
+    killed = {search.kill("tuner0"), search.kill("tuner1")}
+    search.wait_for_trials(4)
+    search.go()
+    result = search.finish(DEADLINE)
+    assert result.code == 0, result
+    assert runs(search) == {str(trial): 1 + (str(trial) in killed) for trial in range(6)}
+    assert statuses_of(search.trials()) == ["COMPLETED"] * 6
+
+
+@pytest.mark.exhaustive
+def test_the_launcher_is_started_again(tune: Tune) -> None:
+    """Without overwrite=True, a search goes on where it was interrupted."""
+    wait = f'if trial.trial_id > "2":\n    {WAIT}'
+    first = tune("-n", "2", script=script(in_trial=wait))
+    first.wait_for_trials(5)
+    first.popen.send_signal(signal.SIGINT)
+    assert first.finish(DEADLINE).code == 128 + signal.SIGINT
+    first.assert_nothing_is_left()
+    done = [name for name, trial in first.trials().items() if trial["status"] == "COMPLETED"]
+    assert done == ["0", "1", "2"]
+    first.go()
+    second = tune("-n", "2", script=script(in_trial=wait))
+    result = second.finish(DEADLINE)
+    assert result.code == 0, result
+    assert runs(second) == {"0": 1, "1": 1, "2": 1, "3": 2, "4": 2, "5": 1}
+    assert statuses_of(second.trials()) == ["COMPLETED"] * 6
+
+
+@pytest.mark.exhaustive
+def test_a_trial_that_kills_its_tuner_fails(tune: Tune) -> None:
+    deadly = 'if trial.trial_id == "1": os.kill(os.getpid(), signal.SIGKILL)'
+    search = tune("-n", "2", "--max-restarts", "1", "--json", script=script(in_trial=deadly))
+    result = search.finish(DEADLINE)
+    assert result.code == 0, result
+    assert runs(search) == {"0": 1, "1": 2, "2": 1, "3": 1, "4": 1, "5": 1}
+    assert statuses_of(search.trials()) == ["COMPLETED", "FAILED", *["COMPLETED"] * 4]
+    assert search.trials()["1"]["message"] == "Its tuner was killed or lost 2 times (--max-restarts 1)."
+
+
+@pytest.mark.exhaustive
+def test_a_failed_trial_is_tried_again(tune: Tune) -> None:
+    text = script(
+        in_trial="""\
+            failed = here / f"failed-{trial.trial_id}"
+            if trial.trial_id in "14" and (trial.trial_id == "4" or not failed.exists()):
+                failed.touch()
+                raise ValueError("no luck")""",
+        more="max_retries_per_trial=1",
+    )
+    search = tune("-n", "2", script=text)
+    result = search.finish(DEADLINE)
+    assert result.code == 0, result
+    assert runs(search) == {"0": 1, "1": 2, "2": 1, "3": 1, "4": 2, "5": 1}
+    assert statuses_of(search.trials()) == [*["COMPLETED"] * 4, "FAILED", "COMPLETED"]
+    assert "ValueError: no luck" in search.trials()["4"]["message"]
+    assert "failed: ValueError: no luck" in result.out
+
+
+@pytest.mark.exhaustive
+def test_too_many_failed_trials_end_the_search(tune: Tune) -> None:
+    search = tune("-n", "2", script=script(in_trial='raise ValueError("no luck")'))
+    result = search.finish(DEADLINE)
+    assert result.code == 1, result
+    assert "Number of consecutive failures exceeded the limit of 3" in result.err
+    assert "not restarted" not in result.err
+    search.assert_nothing_is_left()
+
+
+@pytest.mark.exhaustive
+def test_without_tfdist_the_trial_is_lost(tmp_path: Path) -> None:
+    """KerasTuner's own distributed mode: why all this is needed. A failure says that it is no longer so."""
+    (tmp_path / "search.py").write_text(script(trials=4, in_trial=WAIT))
+    found = Search.__new__(Search)
+    found.folder = tmp_path
+    started = []
+    try:
+        with reserve(1) as ports:
+            of_oracle = {"KERASTUNER_ORACLE_IP": "127.0.0.1", "KERASTUNER_ORACLE_PORT": str(ports.ports[0])}
+            for name in ("chief", "tuner0", "tuner1"):
+                env = {**os.environ, **of_oracle, "KERASTUNER_TUNER_ID": name}
+                log = (tmp_path / f"{name}.log").open("wb")
+                started.append(
+                    subprocess.Popen([sys.executable, "search.py"], cwd=tmp_path, env=env, stdout=log, stderr=log)
+                )
+            wait_until(lambda: len(found.ran()) >= 2, DEADLINE, "two trials")
+            killed = found.kill("tuner1")
+            found.go()
+            # The other tuner does all that is left.
+            others = {"0", "1", "2", "3"} - {killed}
+            wait_until(
+                lambda: {name for name, one in found.trials().items() if one["status"] == "COMPLETED"} == others,
+                DEADLINE,
+                "the other trials",
+            )
+            time.sleep(5)
+            assert found.trials()[killed]["status"] == "RUNNING"
+            assert started[0].poll() is None
+    finally:
+        for process in started:
+            process.kill()
+            process.wait(10)

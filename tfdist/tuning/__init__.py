@@ -1,0 +1,1 @@
+"""`tfdist tune`: a KerasTuner search of several tuners, which share one oracle."""

@@ -1,0 +1,329 @@
+"""The oracle of a search that several tuners share: no trial is lost with its tuner, and none is handed out twice.
+
+KerasTuner's own distributed mode (`KERASTUNER_ORACLE_IP`) keeps neither. The trial of a tuner that dies stays RUNNING
+for ever, and the chief waits for it (keras-tuner issue 915). A chief that is started again queues the trials that its
+tuners are still working on once more. `overwrite=True` lets each process that starts delete what the others have. A
+failure of the oracle leaves its lock locked, and all wait.
+
+Here an answer to a tuner is written to disk before it is given, in one piece. A tuner that asks again, because it has
+not heard the answer or because it was started again, gets the same answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from keras_tuner import HyperParameters, Oracle
+from keras_tuner.engine.trial import Trial
+
+from tfdist.atomic_files import write_atomically
+from tfdist.supervision.events import EventLog
+from tfdist.tuning.member import Member, id_of, name_of
+from tfdist.tuning.results import SearchFile
+
+# In the folder of a project: whose search it is, and what tfdist has to know of its trials.
+MARK = "tfdist-search.json"
+
+IDLE, RUNNING, STOPPED, COMPLETED, FAILED = "IDLE", "RUNNING", "STOPPED", "COMPLETED", "FAILED"
+_OVER = (COMPLETED, FAILED)
+
+
+class SearchFailedError(RuntimeError):
+    """The search has ended with an error of the oracle, which the process that keeps it raises."""
+
+
+class ProjectMark:
+    """What tfdist keeps in the folder of a project.
+
+    Args:
+        project: the folder.
+    """
+
+    def __init__(self, project: Path) -> None:
+        self._path = project / MARK
+        try:
+            self.content: dict[str, Any] = json.loads(self._path.read_bytes())
+        except (OSError, ValueError):
+            self.content = {}
+
+    def is_of(self, search_id: str, number: int) -> bool:
+        """Whether the project belongs to a search of this id, and to this or a later call of `search` in its script."""
+        return self.content.get("search_id") == search_id and self.content.get("number", 0) >= number
+
+    def write(self) -> None:
+        """Writes it down."""
+        write_atomically(self._path, json.dumps(self.content))
+
+
+class SharedOracle:
+    """Answers the tuners' calls of an oracle's methods.
+
+    Args:
+        oracle: the script's, which lives in this process.
+        member: this process.
+        number: which call of `search` in the script this is, from 1.
+        project: the folder of the project.
+
+    Attributes:
+        failure: what has ended the search, if an error has.
+    """
+
+    def __init__(self, oracle: Oracle, member: Member, number: int, project: Path) -> None:
+        self._oracle = oracle
+        self._member = member
+        self._number = number
+        self._lock = threading.RLock()
+        # KerasTuner tells by the name of its thread who holds the lock of an oracle, and keeps it after an exception.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tfdist-oracle")
+        # How large the search space was when the oracle has said that there are no more trials.
+        self._stopped_with: int | None = None
+        self._mark = ProjectMark(project)
+        self.failure: Exception | None = None
+        of_same = self._mark.content.get("search_id") == member.search_id
+        # Trials that a killed tuner has had: in another search, with other resources, each has all its chances again.
+        self._handed: dict[str, list] = self._mark.content.get("handed", {}) if of_same else {}
+        self._begun: dict[str, float] = self._mark.content.get("begun", {}) if of_same else {}
+        self._seconds: dict[str, float] = self._mark.content.get("seconds", {})
+        self._file = SearchFile(Path(member.folder), number, project)
+        with self._lock, self._saved_at_end():
+            self._recover(project)
+        journal = self._journal(0)
+        facts = {"objective": oracle.objective.name, "max_trials": oracle.max_trials}
+        journal.write("search", number=number, project=str(project), **facts)
+        self._write_results()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all trials have ended, and there will be no more."""
+        with self._lock:
+            return self.failure is not None or (self._has_stopped() and not self._is_busy())
+
+    def create_trial(self, tuner: int, attempt: str) -> Trial:
+        """The trial that a tuner is to run; of status IDLE if it is to ask again later.
+
+        Args:
+            tuner: which one asks.
+            attempt: the start of the tuner that asks.
+
+        Raises:
+            SearchFailedError: the search has ended with an error.
+        """
+        with self._lock:
+            self._check()
+            while (trial := self._oracle.ongoing_trials.get(id_of(tuner))) is not None:
+                if self._may_go_on(tuner, trial, attempt):
+                    return trial
+                self._end(tuner, trial)
+            return self._next(tuner, attempt)
+
+    def end_trial(self, tuner: int, state: dict[str, Any]) -> None:
+        """Notes how a trial has ended. To hear it again changes nothing.
+
+        Raises:
+            SearchFailedError: the search has ended with an error.
+        """
+        with self._lock:
+            self._check()
+            known = self._oracle.ongoing_trials.get(id_of(tuner))
+            if known is not None and known.trial_id == state["trial_id"]:
+                self._end(tuner, Trial.from_state(state))
+
+    def update_trial(self, trial_id: str, metrics: dict[str, float], step: int) -> Trial:
+        """As the oracle's."""
+        with self._lock:
+            self._check()
+            return self._run("update_trial", trial_id, metrics, step)
+
+    def get_trial(self, trial_id: str) -> Trial:
+        """As the oracle's."""
+        with self._lock:
+            return self._oracle.get_trial(trial_id)
+
+    def get_best_trials(self, count: int) -> list[Trial]:
+        """As the oracle's."""
+        with self._lock:
+            return self._oracle.get_best_trials(count)
+
+    def get_space(self) -> HyperParameters:
+        """As the oracle's."""
+        with self._lock:
+            return self._oracle.get_space()
+
+    def update_space(self, hyperparameters: HyperParameters) -> None:
+        """As the oracle's."""
+        with self._lock:
+            self._oracle.update_space(hyperparameters)
+
+    def remaining_trials(self) -> int | None:
+        """As the oracle's."""
+        with self._lock:
+            return self._oracle.remaining_trials()
+
+    def close(self) -> None:
+        """Notes that the search is over."""
+        with self._lock:
+            self._thread.shutdown()
+            self._write_results(is_over=self.is_over and self.failure is None)
+            if self.is_over and self.failure is None:
+                journal = self._journal(0)
+                journal.write("searched", number=self._number, counts=self._counts())
+
+    def _next(self, tuner: int, attempt: str) -> Trial:
+        waiting = bool(self._oracle.get_state()["retry_queue"])
+        trial = None if self._has_stopped() and not waiting else self._call("create_trial", id_of(tuner))
+        if trial is not None and trial.status == STOPPED:
+            self._stopped_with = self._size_of_space()
+        if trial is None or trial.status == STOPPED:
+            return _empty(IDLE if self._is_busy() else STOPPED)
+        if trial.status == RUNNING:
+            self._handed[trial.trial_id] = [attempt, self._handed.get(trial.trial_id, ["", 0])[1]]
+            self._begun[trial.trial_id] = time.time()
+            self._write_mark()
+            values = trial.hyperparameters.values
+            journal = self._journal(tuner)
+            journal.write("trial", trial=trial.trial_id, hyperparameters=values, counts=self._counts())
+            self._write_results()
+        return trial
+
+    def _may_go_on(self, tuner: int, trial: Trial, attempt: str) -> bool:
+        """Whether a tuner runs the trial that it has already; no longer if that has killed it again and again."""
+        before, times = self._handed.get(trial.trial_id, ["", 0])
+        if before == attempt:
+            return True  # it has not heard the last answer
+        times += 1
+        self._handed[trial.trial_id] = [attempt, times]
+        self._write_mark()
+        if times <= self._member.max_restarts:
+            journal = self._journal(tuner)
+            journal.write("trial-again", trial=trial.trial_id, times=times)
+            return True
+        trial.status = FAILED
+        trial.message = f"Its tuner was killed or lost {times} times (--max-restarts {self._member.max_restarts})."
+        return False
+
+    def _end(self, tuner: int, trial: Trial) -> None:
+        begun = self._begun.pop(trial.trial_id, None)
+        if begun is not None:
+            spent = self._seconds.get(trial.trial_id, 0.0) + time.time() - begun
+            self._seconds[trial.trial_id] = round(max(spent, 0.0), 3)
+        self._call("end_trial", trial)
+        self._handed.pop(trial.trial_id, None)
+        self._write_mark()
+        kept = self._oracle.get_trial(trial.trial_id)
+        ended = {"trial": kept.trial_id, "status": kept.status, "score": kept.score, "error": kept.message}
+        journal: EventLog = self._journal(tuner)
+        seconds = self._seconds.get(kept.trial_id)
+        journal.write("trial-ended", **ended, seconds=seconds, counts=self._counts())
+        self._write_results()
+
+    def _call(self, method: str, argument: Any) -> Any:
+        try:
+            with self._saved_at_end():
+                return self._run(method, argument)
+        except Exception as error:
+            self.failure = error
+            raise SearchFailedError(str(error)) from error
+
+    def _run(self, method: str, *arguments: Any) -> Any:
+        return self._thread.submit(getattr(self._oracle, method), *arguments).result()
+
+    def _check(self) -> None:
+        if self.failure is not None:
+            raise SearchFailedError(str(self.failure))
+
+    @contextlib.contextmanager
+    def _saved_at_end(self) -> Iterator[None]:
+        """Writes the oracle's state once, when a change is complete: oracles save in between, and some go on then."""
+        vars(self._oracle)["save"] = lambda: None
+        try:
+            yield
+        finally:
+            del vars(self._oracle)["save"]
+        self._oracle.save()
+
+    def _recover(self, project: Path) -> None:
+        """Mends what `Oracle.reload` makes of a search that was killed, or of one whose tuners still run."""
+        oracle = self._oracle
+        state = oracle.get_state()
+        started, queue = state["start_order"], state["retry_queue"]
+        # A trial whose file was written, but not the oracle's, was given to nobody: it is made again, the same.
+        for trial_id in set(oracle.trials) - set(started):
+            del oracle.trials[trial_id]
+        queue[:] = [
+            one for one in dict.fromkeys(queue) if one in oracle.trials and oracle.trials[one].status not in _OVER
+        ]
+        tuners = [id_of(tuner) for tuner in range(self._member.tuners)]
+        with contextlib.suppress(OSError, ValueError):
+            for tuner, trial_id in json.loads((project / "oracle.json").read_bytes())["ongoing_trials"].items():
+                if tuner in tuners and trial_id in queue:
+                    queue.remove(trial_id)
+                    oracle.ongoing_trials[tuner] = oracle.trials[trial_id]
+        at_work = {trial.trial_id for trial in oracle.ongoing_trials.values()}
+        for trial_id, trial in oracle.trials.items():
+            if trial.status == RUNNING and trial_id not in at_work and trial_id not in queue:
+                queue.append(trial_id)
+        for trial in oracle.ongoing_trials.values():
+            trial.status = RUNNING
+            self._begun.setdefault(trial.trial_id, time.time())
+
+    def _has_stopped(self) -> bool:
+        """Whether the oracle has no more trials.
+
+        Asked again, a random search would go on drawing, and find values that a single tuner would not. But a trial
+        that declares its hyperparameters itself makes more trials possible when it ends.
+        """
+        return self._stopped_with is not None and self._stopped_with >= self._size_of_space()
+
+    def _size_of_space(self) -> int:
+        return len(self._oracle.get_space().space)
+
+    def _is_busy(self) -> bool:
+        return bool(self._oracle.ongoing_trials or self._oracle.get_state()["retry_queue"])
+
+    def _write_mark(self) -> None:
+        of_trials = {"handed": self._handed, "begun": self._begun, "seconds": self._seconds}
+        self._mark.content.update(search_id=self._member.search_id, number=self._number, **of_trials)
+        self._mark.write()
+
+    def _write_results(self, is_over: bool = False) -> None:
+        if not is_over and not self._mark.content.get("search_id"):
+            self._write_mark()
+        trials = self._oracle.get_best_trials(max(len(self._oracle.trials), 1))
+        rows = [
+            {
+                "trial": trial.trial_id,
+                "status": trial.status,
+                "score": trial.score,
+                "seconds": self._seconds.get(trial.trial_id),
+                "hyperparameters": trial.hyperparameters.values,
+                "error": trial.message,
+            }
+            for trial in trials
+        ]
+        self._file.write(is_over, rows, **self._facts())
+
+    def _facts(self) -> dict[str, Any]:
+        objective = self._oracle.objective
+        return {"objective": objective.name, "direction": objective.direction, "max_trials": self._oracle.max_trials}
+
+    def _counts(self) -> dict[str, Any]:
+        states = [trial.status for trial in self._oracle.trials.values()]
+        done = [trial for trial in self._oracle.get_best_trials(1) if trial.status == COMPLETED]
+        best = {"best": done[0].score, "best_trial": done[0].trial_id} if done else {"best": None, "best_trial": None}
+        over = sum(state in _OVER for state in states)
+        return {"done": over, "running": len(self._oracle.ongoing_trials), **best}
+
+    def _journal(self, tuner: int) -> EventLog:
+        return EventLog(self._member.folder, name_of(tuner))
+
+
+def _empty(status: str) -> Trial:
+    """A trial that is none, of this status."""
+    return Trial(HyperParameters(), trial_id="", status=status)
