@@ -64,6 +64,9 @@ def reports() -> dict[str, Any]:
     found["fit"] = fit(Spy(), epochs=2, validation_data=data, validation_batch_size=6)
     model.compile("sgd", "mse", steps_per_execution=3)
     found["steps_per_execution"] = fit(Spy())
+    # Of three batches the second execution has one.
+    model.compile("sgd", "mse", steps_per_execution=2)
+    found["uneven"] = fit(Spy(), epochs=2)
     model.compile("sgd", "mse")
     model.predict(data[0], verbose=0)
     seen.clear()
@@ -110,6 +113,13 @@ def test_steps_and_phases_of_a_fit(found: dict[str, Any]) -> None:
 def test_several_steps_at_once(found: dict[str, Any]) -> None:
     steps = [step for event, _, step, _ in found["steps_per_execution"] if event.startswith("batch")]
     assert steps == [3]
+
+
+def test_executions_that_do_not_divide_an_epoch(found: dict[str, Any]) -> None:
+    assert [(event, step) for event, _, step, _ in found["uneven"] if event.startswith(("batch", "epoch", "end"))] == [
+        *[("batch 1", 2), ("batch 3", 3), ("epoch 0", 3)],
+        *[("batch 1", 5), ("batch 3", 6), ("epoch 1", 6), ("end", 6)],
+    ]
 
 
 def test_a_prediction_afterwards_leaves_the_fit_done(found: dict[str, Any]) -> None:

@@ -31,6 +31,7 @@ from tfdist.steps import building
 from tfdist.supervision.events import EventLog
 from tfdist.supervision.exit_codes import PREEMPTED, UNSAVED
 from tfdist.supervision.progress import DONE, SAVED, ProgressWriter
+from tfdist.supervision.time_spent import SAVING, time_spent
 
 _log = logging.getLogger("tfdist")
 
@@ -284,7 +285,7 @@ class FitBackup:
         self._state = TrainingState(self._model)
         due = self._at_epoch_end or self._schedule.due_after_step(self._place.total)
         if save or due or is_last or self._schedule.every_epoch:
-            self._writer.wait()
+            self._wait_for_writer()
             self._save(mid_epoch=False)
             if not is_last:
                 self._store.saved()
@@ -292,8 +293,16 @@ class FitBackup:
 
     # Saving
 
+    def _wait_for_writer(self) -> None:
+        with time_spent().during(SAVING):
+            self._writer.wait()
+
     def _save(self, mid_epoch: bool, done: bool = False) -> None:
         """Takes a snapshot, a collective with several workers, and lets the chief write it."""
+        with time_spent().during(SAVING):
+            self._take_and_write(mid_epoch, done)
+
+    def _take_and_write(self, mid_epoch: bool, done: bool) -> None:
         if self._callback_list._async_train:
             self._callback_list._flush_futures()
         hooks_of(self._model._distribute_strategy).settle(self._model)
@@ -342,10 +351,10 @@ class FitBackup:
         lost = mid_epoch and self._position.obstacle is not None
         if (reporter := ProgressWriter.from_environment()) is not None:
             reporter.report(DONE, place.total)  # saving may take longer than any step has: not a hang
-        self._writer.wait()
+        self._wait_for_writer()
         if not lost:
             self._save(mid_epoch)
-            self._writer.wait()
+            self._wait_for_writer()
         if lost:
             self._leave(f"after {place}", "is not saved: no position within an epoch can be found again")
         self._leave(f"after {place}", "is saved", self._failure_to_save())
@@ -377,7 +386,7 @@ class FitBackup:
     def ended(self) -> None:
         """After all other callbacks have ended."""
         self._model._initial_epoch = None
-        self._writer.wait()
+        self._wait_for_writer()
         # A process that is told to stop will be started again, and must then find that nothing is left to train.
         delete = self._options.delete_checkpoint and not self._stop_at_end
         if not (self._was_done or delete):
@@ -397,6 +406,7 @@ class FitBackup:
 
     def abandon(self) -> None:
         """Leaves a fit that has failed and will be called again."""
+        time_spent().fit_is_called_again()
         self._writer.close()
         self._store.release()
         self._signal.uninstall()

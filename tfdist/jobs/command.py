@@ -1,4 +1,4 @@
-"""`tfdist submit`, `status`, `logs`, `cancel` and `monitor`."""
+"""`tfdist submit`, `status`, `logs`, `cancel`, `monitor` and `goodput`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import os
 import shlex
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,30 @@ def monitor(run: str | None, once: bool) -> None:
             return
         with contextlib.suppress(KeyboardInterrupt):
             watch(source, console)
+
+
+@click.command(short_help="Show what the wall time of a run went into: steps, restarts, waiting for data, ...")
+@click.argument("run", metavar="[JOB|FOLDER]", required=False, shell_complete=_known_runs)
+@click.option("--per-day", is_flag=True, help="Also for each day.")
+@click.option("--per-failure", is_flag=True, help="Also what each failure, or other interruption, has cost.")
+@click.option("--json", "as_json", is_flag=True, help="All of it as JSON.")
+def goodput(run: str | None, per_day: bool, per_failure: bool, as_json: bool) -> None:
+    """Show what the wall time of a run went into: each second belongs to one kind.
+
+    FOLDER is where the run's logs are, as `tfdist run` says at its start; by default the newest one in tfdist-logs.
+    docs/monitoring.md says what the kinds are. The run may still go on: it does not notice.
+    """
+    # rich takes a while to import.
+    from tfdist.jobs.goodput import report
+    from tfdist.jobs.monitor import find, width
+    from tfdist.plain_text import plain_text
+
+    with _errors():
+        found = report.report_of(find(run, Path(), os.environ), time.time())
+        if as_json:
+            click.echo(json.dumps(report.as_json(found), indent=1))
+        else:
+            click.echo(plain_text(*report.as_tables(found, per_day, per_failure), width=width()))
 
 
 def _show(records: Records, job: str, as_json: bool) -> None:

@@ -170,7 +170,12 @@ def snapshot(source: Source) -> str:
     # The first look finds the launcher in the events, the second one asks whether it is alive.
     watch.look()
     shown, _ = watch.look()
-    return plain_text(shown, width=shutil.get_terminal_size((_WIDTH, 0)).columns)
+    return plain_text(shown, width=width())
+
+
+def width() -> int:
+    """How many characters a line may have: those of the terminal, if there is one."""
+    return shutil.get_terminal_size((_WIDTH, 0)).columns
 
 
 def watch(source: Source, console: Console) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from tfdist.supervision.events import Event
 from tfdist.supervision.exit_codes import REFUSED, UNSAVED
+from tfdist.supervision.remaining import steps_left
 
 QUEUED = "queued"
 RUNNING = "running"
@@ -139,7 +140,7 @@ class Progress:
         """Seconds from that event to the end of the training at the same speed; None if unknown."""
         if self.epochs is None or self.steps is None or self.seconds_per_step is None:
             return None
-        return max((self.epochs - self.epoch + 1) * self.steps - self.step, 0) * self.seconds_per_step
+        return steps_left(self.epoch, self.epochs, self.step, self.steps) * self.seconds_per_step
 
     def shown(self, is_running: bool = True, now: float | None = None) -> str:
         """As a line, with the remaining time of a training that is running.

@@ -49,7 +49,7 @@ _DRILL_LOGS_HELP = "Folder of logs and backups.  [default: tfdist-logs/drill-<da
 _WHEEL_HELP = "Where to put it.  [default: ~/.cache/tfdist/horovod/tensorflow-...]"
 _INSTALL_HELP = "Let the Tab key complete command lines of tfdist, in new shells.  [default: the shell of this one]"
 _ELSEWHERE = {
-    **dict.fromkeys(("submit", "status", "logs", "cancel", "monitor"), "tfdist.jobs.command"),
+    **dict.fromkeys(("submit", "status", "logs", "cancel", "monitor", "goodput"), "tfdist.jobs.command"),
     "plan": "tfdist.planning.command",
 }
 _POSITIVE = click.FloatRange(min=0, min_open=True)

@@ -1,0 +1,1 @@
+"""`tfdist goodput`: what the wall time of a run went into, from its events."""

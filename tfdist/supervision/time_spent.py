@@ -1,0 +1,110 @@
+"""What the time of the fits of this process goes into: `tfdist goodput` adds it up."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator
+
+# From the call of `fit` to its first step: callbacks begin, a backup is read, the first batch is made.
+PREPARING = "preparing"
+# The first execution of the training function, in which it is traced and compiled.
+FIRST_STEP = "first_step"
+# All others, with what callbacks do between them.
+STEPS = "steps"
+# The part of these in which the process has waited for data.
+WAITING = "waiting_for_data"
+# `tfdist.callbacks.BackupAndRestore` holds the training up.
+SAVING = "saving"
+VALIDATION = "validation"
+# Other callbacks at the end of an epoch, and at the beginning of the next one.
+BETWEEN = "between_epochs"
+KINDS = (PREPARING, FIRST_STEP, STEPS, SAVING, VALIDATION, BETWEEN)
+
+
+class TimeSpent:
+    """Adds up what the time goes into. At each moment that is one kind, or, outside of fits, none.
+
+    Args:
+        clock: tells the time, in seconds.
+
+    Attributes:
+        fits: how many fits have begun.
+        waited: seconds of `STEPS` in which the process has waited for data.
+
+    Example:
+        >>> now = iter([0.0, 2.0, 3.0, 3.5, 5.0, 5.0])
+        >>> spent = TimeSpent(lambda: next(now))
+        >>> spent.fit_begins()
+        >>> spent.goes_into(STEPS)
+        >>> with spent.during(SAVING):
+        ...     pass
+        >>> spent.goes_into(None)
+        >>> {kind: seconds for kind, seconds in spent.read().items() if seconds}
+        {'preparing': 2.0, 'steps': 2.5, 'saving': 0.5}
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.fits = 0
+        self.waited = 0.0
+        self._clock = clock
+        self._totals = dict.fromkeys(KINDS, 0.0)
+        self._base: str | None = None
+        # What interrupts it, the innermost last.
+        self._interruptions: list[str] = []
+        self._since = 0.0
+
+    def fit_begins(self) -> None:
+        """Says that a fit begins. Whatever an exception has interrupted is over."""
+        self.fits += 1
+        self._interruptions.clear()
+        self.goes_into(PREPARING)
+
+    def fit_is_called_again(self) -> None:
+        """Says that the next fit is the last one again, which has been abandoned."""
+        self.fits -= 1
+
+    def goes_into(self, kind: str | None) -> None:
+        """Says what the time goes into from now on, where nothing interrupts that; None: nothing of a fit."""
+        self._settle()
+        self._base = kind
+
+    def begin(self, kind: str) -> None:
+        """Says that something interrupts what the time goes into."""
+        self._settle()
+        self._interruptions.append(kind)
+
+    def end(self, kind: str) -> None:
+        """Says that an interruption of this kind is over; nothing happens if there is none."""
+        if kind in self._interruptions:
+            self._settle()
+            while self._interruptions.pop() != kind:
+                pass
+
+    @contextlib.contextmanager
+    def during(self, kind: str) -> Iterator[None]:
+        """Within it, the time goes into this kind."""
+        self.begin(kind)
+        try:
+            yield
+        finally:
+            self.end(kind)
+
+    def read(self) -> dict[str, float]:
+        """The seconds of each kind so far."""
+        self._settle()
+        return {kind: round(seconds, 3) for kind, seconds in {**self._totals, WAITING: self.waited}.items()}
+
+    def _settle(self) -> None:
+        now = self._clock()
+        kind = self._interruptions[-1] if self._interruptions else self._base
+        if kind is not None:
+            self._totals[kind] += now - self._since
+        self._since = now
+
+
+@functools.cache
+def time_spent() -> TimeSpent:
+    """That of this process."""
+    return TimeSpent()
