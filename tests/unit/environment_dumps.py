@@ -298,6 +298,27 @@ DUMPS = {
     "Kubeflow PyTorchJob": Dump(
         {**_POD, **_FOUR}, "RANK and WORLD_SIZE", 2, 4, {"MASTER_ADDR": None}, "single process", host="node-1"
     ),
+    "Kubeflow TrainJob": Dump(
+        {
+            **{**_POD, "HOSTNAME": "train-node-0-2", "JOB_COMPLETION_INDEX": "2", "PET_NPROC_PER_NODE": "8"},
+            **{"PET_NNODES": "4", "PET_NODE_RANK": "2", "PET_MASTER_ADDR": "train-node-0-0.train"},
+            "PET_MASTER_PORT": "29500",
+        },
+        # Without the policy "torch".
+        *("Kubeflow Trainer", 2, 4, {"PET_NODE_RANK": None, "TFDIST_SIZE": "4"}, "Kubernetes"),
+        host="train-node-0-0.train",
+    ),
+    "torchrun in a Kubeflow TrainJob": Dump(
+        {
+            **{**_POD, "JOB_COMPLETION_INDEX": "0", "PET_NNODES": "2", "PET_NODE_RANK": "0"},
+            **{"PET_MASTER_ADDR": "train-node-0-0.train", "TORCHELASTIC_RUN_ID": "none"},
+            **{"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+            **{"MASTER_ADDR": "train-node-0-0.train", "MASTER_PORT": "29500"},
+        },
+        *("torchrun", 1, 4, {"TORCHELASTIC_RUN_ID": None, "RANK": None, "WORLD_SIZE": None}, "Kubeflow Trainer"),
+        host="train-node-0-0.train",
+        local=(1, 2),
+    ),
     "PBS on one host": Dump({"PBS_JOBID": "3.server"}, "allocation", None, 1, {"PBS_JOBID": None}, "single process"),
     "Grid Engine on one host": Dump(
         {"PE_HOSTFILE": "/dev/null", "JOB_ID": "5", "NSLOTS": "8"},

@@ -52,6 +52,7 @@ ENVIRONMENTS: tuple[Environment | launchers.Launcher, ...] = (
     launchers.JSRUN,
     SLURM,
     Environment("SageMaker", _set("SM_HOSTS", "SM_CURRENT_HOST"), json_variables.read_sagemaker),
+    launchers.KUBEFLOW_TRAINER,
     Environment(kubernetes.NAME, kubernetes.detect, kubernetes.read),
     launchers.RANK_VARIABLES,
     Environment("allocation", single_process.is_allocated, single_process.read),

@@ -116,6 +116,17 @@ TORCHRUN = dataclasses.replace(
     job="ranks-{MASTER_PORT}-{TORCHELASTIC_RUN_ID}",
     present=("TORCHELASTIC_RUN_ID",),
 )
+# TrainJobs of Kubeflow Trainer with the policy "torch", one process a pod: what torchrun, if it was started there, would
+# read. PET_NPROC_PER_NODE is for torchrun alone; without it the number of cores is set.
+KUBEFLOW_TRAINER = dataclasses.replace(
+    RANK_VARIABLES,
+    name="Kubeflow Trainer",
+    rank="PET_NODE_RANK",
+    size="PET_NNODES",
+    job="trainjob-{PET_MASTER_ADDR}",
+    filled=("PET_NODE_RANK", "PET_NNODES", "PET_MASTER_ADDR"),
+    host="PET_MASTER_ADDR",
+)
 # Horovod's launcher with Gloo. `tfdist.HorovodStrategy` is connected by Horovod itself.
 HOROVODRUN = Launcher(
     "horovodrun",

@@ -1,0 +1,65 @@
+"""A fit in the pods of a TrainJob: Kubeflow hears of it, from the chief alone, and nothing else becomes different."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.jobs.kubeflow.controller import Controller
+from tfdist.testing import run_local
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture
+def controller(tmp_path: Path) -> Iterator[Controller]:
+    made = Controller(tmp_path)
+    yield made
+    made.close()
+
+
+def train(env: dict[str, str]) -> dict[str, Any]:
+    """Runs in each process: a fit whose user has written nothing for Kubeflow."""
+    import os
+
+    import keras
+    import numpy as np
+
+    import tfdist
+
+    os.environ.update(env)
+    strategy = tfdist.MultiWorkerMirroredStrategy()
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", metrics=["mae"])
+    data = np.random.default_rng(0).normal(size=(24, 3)), np.ones((24, 1))
+    history = model.fit(*data, batch_size=8, epochs=2, verbose=0, validation_data=data)
+    return {name: values[-1] for name, values in history.history.items()}
+
+
+def test_the_chief_tells_how_far_the_training_is(controller: Controller) -> None:
+    results = run_local(train, 2, args=(controller.env,), timeout=180)
+    controller.wait_for(2)
+    told = [body["trainerStatus"] for _, body in controller.heard]
+    # After the first step, perhaps after a later one if that took long, and at the end.
+    assert told[0]["progressPercentage"] == 100 * 1 // 6 and 2 <= len(told) <= 7
+    percentages = [status["progressPercentage"] for status in told]
+    assert percentages == sorted(percentages) and percentages[-1] == 100
+    assert told[-1]["estimatedRemainingSeconds"] == 0
+    metrics = {one["name"]: float(one["value"]) for one in told[-1]["metrics"]}
+    assert metrics == pytest.approx({**results[0], "epoch": 2, "epochs": 2, "step": 3}, rel=1e-5)
+    assert {"loss", "mae", "val_loss", "val_mae"} <= metrics.keys()
+    assert {headers["Authorization"] for headers, _ in controller.heard} == {"Bearer first.token"}
+
+
+@pytest.mark.exhaustive
+def test_a_training_is_the_same_whoever_listens(controller: Controller) -> None:
+    controller.answer = lambda handler: handler.wfile.write(b"garbage\r\n\r\n")
+    disturbed = run_local(train, 2, args=(controller.env,), timeout=180)
+    assert controller.heard
+    nobody = {**controller.env, "KUBEFLOW_TRAINER_SERVER_URL": "https://localhost:1/"}
+    assert disturbed == run_local(train, 2, args=(nobody,), timeout=180) == run_local(train, 2, args=({},), timeout=180)
