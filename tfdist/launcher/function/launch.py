@@ -255,7 +255,7 @@ def _refuse_in_cluster(env: Mapping[str, str]) -> None:
         if RUN_ID not in env:
             return  # what is wrong is replaced
         found = None
-    if RUN_ID in env or not (isinstance(found, ClusterConfig) and found.is_single_process):
+    if RUN_ID in env or not (isinstance(found, ClusterConfig) and len(found.tasks()) <= 1):
         remedy = (
             "If the workers import the module that calls launch, put the call below `if __name__ == '__main__':`"
             if RUN_ID in env

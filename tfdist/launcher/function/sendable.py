@@ -87,7 +87,7 @@ def _uses(fn: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
     """The values that travel with a function, by name."""
     if isinstance(fn, functools.partial):
         yield from _uses(fn.func)
-        yield from ((f"args[{i}]", value) for i, value in enumerate(fn.args))
+        yield from ((f"partial.args[{i}]", value) for i, value in enumerate(fn.args))
         yield from fn.keywords.items()
     elif isinstance(fn, MethodType):
         yield "self", fn.__self__
