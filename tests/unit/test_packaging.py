@@ -41,6 +41,7 @@ def test_the_installed_package_has_the_command_the_types_and_the_extras() -> Non
     assert set(package.metadata.get_all("Provides-Extra") or ()) == {
         "gpu",
         "examples",
+        "lora",
         "plot",
         "kubernetes",
         "bench",
