@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def accuracy_of(printed: str) -> float:
-    ((accuracy,),) = [re.findall(r"^validation accuracy: ([\d.]+), top 5: [\d.]+; saved as", printed, re.MULTILINE)]
+    ((accuracy,),) = [re.findall(r"^validation accuracy: ([\d.]+), top 5: [\d.]+; the best, ", printed, re.MULTILINE)]
     return float(accuracy)
 
 
