@@ -16,7 +16,7 @@ from keras_tuner.engine.trial import Trial
 from tfdist.cluster import sockets
 from tfdist.cluster.connections import ENDS, authenticate, framed, receive, send
 from tfdist.tuning.member import START_AGAIN, Meeting, Member
-from tfdist.tuning.service import SEARCHES
+from tfdist.tuning.service import SEARCHES, STATE
 
 Answer = dict[str, Any]
 
@@ -53,6 +53,8 @@ class OracleClient:
         self._trial = self._call_number = 0
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_oracle":  # a copy that is being made
+            raise AttributeError(name)
         return getattr(self._oracle, name)
 
     @property
@@ -116,6 +118,10 @@ class OracleClient:
         """Returns when the script has begun this search in the process that keeps the oracle."""
         while self._ask({"name": SEARCHES}).get("value", 0) < number:
             time.sleep(_PAUSE)
+
+    def state(self) -> Answer:
+        """All that the shared oracle knows."""
+        return self._ask({"name": STATE, "search": self._number})["value"]
 
     def _call(self, name: str, *arguments: Any) -> Any:
         member = self._member

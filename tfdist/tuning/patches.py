@@ -22,7 +22,7 @@ from tfdist.compat.patch import Patch, inherited
 from tfdist.tuning.client import OracleClient, Remote, SearchEndedError
 from tfdist.tuning.member import Member
 from tfdist.tuning.service import OracleService
-from tfdist.tuning.shared_oracle import ProjectMark, SharedOracle
+from tfdist.tuning.shared_oracle import ProjectMark, SharedOracle, set_state
 
 _BASE = "keras_tuner.engine.base_tuner:BaseTuner"
 _SAME_PROJECT_SECONDS = 60.0
@@ -58,7 +58,7 @@ class Searches:
             if self._member.tuner:
                 client.wait_for_search(self._number + 1)
             tuner.oracle = oracle
-            oracle.reload()
+            set_state(oracle, client.state())
 
     def may_overwrite(self, project: Path) -> bool:
         """Whether a tuner may begin its project anew: not if this is a further start, or a further tuner."""
@@ -222,5 +222,5 @@ def _move(callback: Any, folder: str) -> None:
     """Gives a BackupAndRestore, Keras' or tfdist's, another folder: all its paths lie in that."""
     before = str(callback.backup_dir)
     for name, value in list(vars(callback).items()):
-        if isinstance(value, str) and value.startswith(before):
-            setattr(callback, name, folder + value[len(before) :])
+        if isinstance(value, (str, os.PathLike)) and str(value).startswith(before):
+            setattr(callback, name, folder + str(value)[len(before) :])

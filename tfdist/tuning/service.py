@@ -27,7 +27,8 @@ from tfdist.cluster.connections import Connection, Listener, authenticate, recei
 from tfdist.tuning.member import Meeting, Member, own_hosts
 from tfdist.tuning.shared_oracle import COMPLETED, IDLE, SearchFailedError, SharedOracle
 
-SEARCHES = "searches"
+# Requests that any process makes for itself.
+SEARCHES, STATE = "searches", "state"
 _WAIT: dict[str, Any] = {"wait": True}
 _LARGEST = 1 << 26
 _SECONDS = 60.0
@@ -78,10 +79,12 @@ class OracleService:
         """The answer to a request."""
         if request["name"] == SEARCHES:
             return {"value": len(self._searches)}
-        number, rank = request["search"], request["rank"]
+        number, rank = request["search"], request.get("rank", 0)
         if number > len(self._searches):
             return _WAIT  # it is ahead of this process
         shared = self._searches[number - 1]
+        if request["name"] == STATE:
+            return {"value": shared.state()}
         with self._lock:
             tuner = self._tuners.get((number, request["tuner"]))
             if tuner is None or tuner.attempt != request["attempt"]:

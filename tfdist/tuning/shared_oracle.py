@@ -97,6 +97,7 @@ class SharedOracle:
         journal = self._journal(0)
         facts = {"objective": oracle.objective.name, "max_trials": oracle.max_trials}
         journal.write("search", number=number, project=str(project), **facts)
+        self._write_mark()
         self._write_results()
 
     @property
@@ -166,14 +167,25 @@ class SharedOracle:
         with self._lock:
             return self._oracle.remaining_trials()
 
+    def state(self) -> dict[str, Any]:
+        """All that the oracle knows, as plain data; `set_state` takes it up."""
+        with self._lock:
+            return {
+                "oracle": self._oracle.get_state(),
+                "trials": [trial.get_state() for trial in self._oracle.trials.values()],
+            }
+
     def close(self) -> None:
-        """Notes that the search is over."""
+        """Notes that the search is over, or that the script has left it."""
         with self._lock:
             self._thread.shutdown()
-            self._write_results(is_over=self.is_over and self.failure is None)
-            if self.is_over and self.failure is None:
+            is_complete = self.is_over and self.failure is None
+            self._write_results(is_complete)
+            if is_complete:
                 journal = self._journal(0)
                 journal.write("searched", number=self._number, counts=self._counts())
+            else:
+                self.failure = self.failure or SearchFailedError("tuner 0 has left the search before its end")
 
     def _next(self, tuner: int, attempt: str) -> Trial:
         waiting = bool(self._oracle.get_state()["retry_queue"])
@@ -293,8 +305,6 @@ class SharedOracle:
         self._mark.write()
 
     def _write_results(self, is_over: bool = False) -> None:
-        if not is_over and not self._mark.content.get("search_id"):
-            self._write_mark()
         trials = self._oracle.get_best_trials(max(len(self._oracle.trials), 1))
         rows = [
             {
@@ -322,6 +332,13 @@ class SharedOracle:
 
     def _journal(self, tuner: int) -> EventLog:
         return EventLog(self._member.folder, name_of(tuner))
+
+
+def set_state(oracle: Oracle, state: dict[str, Any]) -> None:
+    """Lets an oracle know all that another one knows, whose search is over."""
+    trials = map(Trial.from_state, state["trials"])
+    oracle.trials = {trial.trial_id: trial for trial in trials}
+    oracle.set_state(state["oracle"])
 
 
 def _empty(status: str) -> Trial:
