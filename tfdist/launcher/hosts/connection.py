@@ -25,7 +25,7 @@ from tfdist.launcher.machine import Machine, own_version
 SSH = "ssh"
 # A host that says nothing for so long is lost; sooner, if a process elsewhere has failed meanwhile: that comes from it.
 SILENCE = 20.0
-SUSPICIOUS = 5.0
+SUSPICIOUS = 8.0
 # Nobody can be asked for anything. The connections of ~/.ssh/config (ControlPath) are used, but none is left behind.
 _OPTIONS = (
     *("-T", "-x", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
