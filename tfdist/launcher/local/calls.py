@@ -113,7 +113,7 @@ def write_call(
     setup = {"path": list(sys.path), "argv": list(sys.argv), "sources": _sources(), "devices": devices, "quiet": quiet}
     with path.open("wb") as file:
         pickle.dump(setup, file)
-        pickle.dump(_registered(), file)
+        pickle.dump(_registered(pickler), file)
         pickler(file).dump((fn, tuple(args)))
 
 
@@ -197,14 +197,14 @@ def _sources() -> dict[str, list[str]]:
     return {name: list(entry[2]) for name, entry in entries.items() if not os.path.exists(name)}
 
 
-def _registered() -> dict[str, bytes]:
+def _registered(pickler: type[CallPickler]) -> dict[str, bytes]:
     """What notebook or script have registered as serializable by Keras: files name it by what it is registered as."""
     keras = sys.modules.get("keras")
     found = {}
     for name, thing in (keras.saving.get_custom_objects() if keras else {}).items():
         if getattr(thing, "__module__", "") == "__main__":
             try:
-                found[name] = cloudpickle.dumps(thing)
+                found[name] = _dump(thing, pickler)
             except Exception:
                 continue  # whoever needs it will hear of it
     return found
@@ -239,7 +239,7 @@ def _below_the_call(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, below))
 
 
-def _dump(value: Any) -> bytes:
+def _dump(value: Any, pickler: type[CallPickler] = CallPickler) -> bytes:
     file = io.BytesIO()
-    CallPickler(file).dump(value)
+    pickler(file).dump(value)
     return file.getvalue()
