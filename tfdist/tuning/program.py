@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import runpy
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
@@ -57,7 +58,8 @@ def main(words: Sequence[str]) -> None:
         raise SystemExit("tfdist: this program is started by `tfdist tune`")
     sys.meta_path.insert(0, _Importer(member))
     sys.path[0] = first_path(words)
-    run_as_main(words, (sys.executable, "-u", *words), hidden_files=[__file__])
+    own = [__file__, "<frozen runpy>", str(runpy.__file__)]
+    run_as_main(words, (sys.executable, "-u", *words), hidden_files=own)
 
 
 if __name__ == "__main__":

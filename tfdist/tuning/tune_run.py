@@ -123,7 +123,7 @@ class _TuneAttempt(Attempt):
         self._events.read()  # what an earlier run has left in the folder
         self._begun_at = time.monotonic()
         self._look_at = 0.0
-        self._has_searched = self._search_is_over = False
+        self._search_is_over = False
         self._before = self._meeting()
         self._failure: Failure | None = None
         self._give_up: GiveUp | None = None
@@ -155,7 +155,8 @@ class _TuneAttempt(Attempt):
             elif tuner.due is not None and now >= tuner.due:
                 self._start_again(tuner)
         if not self._stopping and any(one.has_ended for number, one in self._tuners.items() if self._ends_with(number)):
-            self._error = "" if self._has_searched or 0 not in self._tuners else NO_SEARCH
+            meeting = self._meeting()
+            self._error = NO_SEARCH if 0 in self._tuners and (meeting is None or not meeting.port) else ""
             self._code = 1 if self._error else 0
             self._stop(signal.SIGTERM, min(self._grace, FAILURE_GRACE))
 
@@ -164,15 +165,10 @@ class _TuneAttempt(Attempt):
 
     def _look(self) -> None:
         """Reads what the tuners have written, and starts those that are to come."""
-        for event in self._events.read():
-            if event["event"] in ("trial", "trial-again"):
-                for number, tuner in self._tuners.items():
-                    tuner.begins_trials = tuner.begins_trials or event["name"] == name_of(number)
-            self._search_is_over = event["event"] == "searched" or (self._search_is_over and event["event"] != "search")
+        self._read_events()
         waiting = [number for number, tuner in self._tuners.items() if not tuner.processes]
         meeting = self._meeting()
         if meeting is not None and meeting.port:
-            self._has_searched = True
             if waiting:
                 self._start(waiting)
         elif meeting is not None and meeting.ended is not None and 0 not in self._tuners:
@@ -183,6 +179,15 @@ class _TuneAttempt(Attempt):
             self._error = f"tuner 0 has not begun its search within {_LATEST / 60:.0f} minutes; nothing to do here"
             self._code = 1
             self._stop(signal.SIGTERM, 0.0)
+
+    def _read_events(self) -> None:
+        for event in self._events.read():
+            kind = event["event"]
+            if kind in ("trial", "trial-again"):
+                for number, tuner in self._tuners.items():
+                    tuner.begins_trials = tuner.begins_trials or event["name"] == name_of(number)
+            elif kind in ("search", "searched"):
+                self._search_is_over = kind == "searched"
 
     def _meeting(self) -> Meeting | None:
         return Meeting.read(self._run._log_dir, self._run._search_id)
@@ -206,6 +211,7 @@ class _TuneAttempt(Attempt):
             process.kill()
         if not alive:
             tuner.failures = []
+            self._read_events()
             reason = self._against(number, tuner, culprit)
             if reason is None:
                 self._replace(tuner, culprit, now)
@@ -237,7 +243,7 @@ class _TuneAttempt(Attempt):
         code = {"exit_code": failure.exit_code, "log": failure.log_path}
         self._run._events.write("replacement", **lost, **code, number=policy.used, delay=delay)
         when = f" in {delay:g} s" if delay else ""
-        self._terminal.message(f"{failure.cause} ({failure.log_path}); started again{when}, the others go on")
+        self._terminal.message(f"{failure.cause} ({failure.log_path}); started again{when}")
 
     def _start_again(self, tuner: _Tuner) -> None:
         tuner.due, tuner.begins_trials = None, False
