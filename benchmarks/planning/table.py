@@ -51,10 +51,11 @@ def render(found: Mapping[str, Sequence[Mapping[str, Any]]], hardware: Hardware)
         fastest = min(row["measured_ms"] for row in rows)
         behind += [row["measured_ms"] / fastest - 1 for row in rows if row["best"]]
     one, both = hardware.device(1), hardware.device(2)
+    on_one = sum(row["name"] == "one device" for rows in found.values() for row in rows if row["best"])
     summary = [
         f"{sum(abs(error) <= 0.25 for error in all_errors)} of {len(all_errors)} predictions are within 25 %. The "
-        f"recommendation is the fastest for {sum(each == 0 for each in behind)} of {len(found)} models; at worst it "
-        f"takes {max(behind, default=0.0):.0%} longer than that.",
+        f"recommendation is one device for {on_one} of {len(found)} models, and the fastest for "
+        f"{sum(each == 0 for each in behind)}; at worst it takes {max(behind, default=0.0):.0%} longer than that.",
         f"Measured of the machine: {one.flops / 1e9:.0f} GFLOP/s, {one.bandwidth / 1e9:.1f} GB/s and "
         f"{1e6 * one.operation:.1f} us an operation in one process; {both.flops / 1e9:.0f}, {both.bandwidth / 1e9:.1f} "
         f"and {1e6 * both.operation:.1f} in each of two; {1e3 * hardware.inside.latency:.2f} ms and "

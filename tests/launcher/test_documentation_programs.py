@@ -34,6 +34,7 @@ ELSEWHERE = {
     "docs/logging.md": "tests/launcher/test_loggers.py",
     "docs/parameter-server.md": "tests/launcher/test_parameter_server_guide.py",
     "docs/pipeline.md": "tests/logical/test_pipeline_guide.py",
+    "docs/tuning.md": "tests/launcher/tuning/test_programs.py",
 }
 # Pages whose diff is a whole script: what is to become of it is run.
 WHOLE_DIFFS = (
@@ -64,6 +65,7 @@ model = build_model()
 WITH_FRAGMENTS = ("README.md", "docs/fault-tolerance.md", "docs/submit.md")
 # The command, and what the first process prints last.
 UNDER_THE_LAUNCHER = {
+    "docs/choosing.md": (("-n", "2"), "equal"),
     "docs/data-parallel.md": (("-n", "2"), "trained"),
     "docs/moving/from-horovod.md": (("-n", "2"), None),
     "docs/moving/from-tf-distribute.md": (("-n", "2"), None),
