@@ -115,3 +115,6 @@ def test_where_what_runs() -> None:
     assert described(places) == (
         "3 hosts (a: chief 0, worker 0 to 2, ps 0; b: worker 3 and 4; c: worker 5 to 7, evaluator 0)"
     )
+    many = described(place(RunOptions(workers=20), {f"h{number}": 1 for number in range(20)}))
+    assert many.startswith("20 hosts (h0: worker 0; ") and many.endswith("; h7: worker 7; and 12 more)")
+    assert described({"a": [("worker", 0)]}) == "1 host (a: worker 0)"

@@ -22,6 +22,7 @@ from tfdist.launcher.run_plan import (
 )
 
 Places = dict[str, list[Task]]
+_SHOWN = 8
 
 
 def slots_of(listed: ListedHost, machine: Machine, gpus_per_worker: int | str) -> int:
@@ -136,9 +137,11 @@ def described(places: Places) -> str:
         '2 hosts (a: worker 0 and 1; b: worker 2)'
     """
     texts = []
-    for host, tasks in places.items():
+    for host, tasks in list(places.items())[:_SHOWN]:
         jobs = {job: [index for own, index in tasks if own == job] for job, _ in tasks}
         texts.append(f"{host}: {', '.join(f'{job} {_numbers(indices)}' for job, indices in jobs.items())}")
+    if len(places) > _SHOWN:
+        texts.append(f"and {len(places) - _SHOWN} more")
     return f"{len(places)} host{'' if len(places) == 1 else 's'} ({'; '.join(texts)})"
 
 
