@@ -235,9 +235,10 @@ class TestFailures:
             if rank() == 1:
                 time.sleep(60)
 
-        with pytest.raises(tfdist.LaunchError) as error:
+        # On a busy machine, worker 0 may not have begun either.
+        says = r"^(worker 0, )?worker 1 of 2 did not end within 3 s \(timeout\)\.\n--- worker \d, last lines:\n"
+        with pytest.raises(tfdist.LaunchError, match=says):
             tfdist.launch(function, timeout=3)
-        assert str(error.value).startswith("worker 1 of 2 did not end within 3 s (timeout).\n--- worker 1, last lines:")
         assert "3 s are over (timeout)" in capsys.readouterr().err
 
     def test_a_result_that_cannot_travel(self, capsys):

@@ -14,7 +14,7 @@ import pytest
 from tests.launcher.conftest import SOURCE, Launch
 from tests.processes import forked
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_a_training_equals_that_of_one_process(folder):
     env = {**os.environ, "PYTHONPATH": str(SOURCE), "TF_CPP_MIN_LOG_LEVEL": "3"}
     process = forked(["script.py"], folder / "log", folder, env)
     try:
-        assert process.wait(timeout=200) == 0, (folder / "log").read_text()[-4000:]
+        assert process.wait(timeout=280) == 0, (folder / "log").read_text()[-4000:]
     finally:
         process.kill()
     result = json.loads((folder / "result.json").read_text())
@@ -136,3 +136,45 @@ def test_a_training_equals_that_of_one_process(folder):
     for name, said in zip(names, result["said"], strict=True):
         assert said.startswith(f"launch: `{name}`, which `<lambda>` uses: a ")
         assert " belongs to this process and its devices. " in said
+
+
+RESTARTED = """
+import json, os
+import keras, numpy as np
+import tfdist
+
+x = np.linspace(-1.0, 1.0, 64, dtype="float32").reshape(16, 4)
+y = x.sum(axis=1, keepdims=True)
+
+class Kill(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        first = os.environ["TFDIST_RESTART"] == "0"
+        if epoch == 2 and first and os.environ["KILL"] == "yes" and tfdist.discover().rank == 1:
+            os.kill(os.getpid(), 9)
+
+def train(folder):
+    strategy = tfdist.MultiWorkerMirroredStrategy()
+    keras.utils.set_random_seed(7)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)])
+        model.compile("adam", "mse")
+    backup = tfdist.callbacks.BackupAndRestore(folder)
+    history = model.fit(x, y, batch_size=8, epochs=4, verbose=0, callbacks=[backup, Kill()])
+    weights = [weight.tolist() for weight in model.get_weights()]
+    return os.environ["TFDIST_RESTART"], history.history["loss"], weights
+
+results = [tfdist.launch(train, (kill,), env={"KILL": kill}, max_restarts=1) for kill in ("no", "yes")]
+json.dump(results, open("result.json", "w"))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_a_training_that_is_restarted_ends_as_if_nothing_had_happened(start):
+    script = start(script=RESTARTED)
+    ended = script.finish(280)
+    assert ended.code == 0, ended.err
+    (number, losses, weights), (restart, *restarted) = json.loads((script.folder / "result.json").read_text())
+    assert (number, restart) == ("0", "1")
+    assert restarted == [losses, weights]
+    assert "worker 1 was killed by SIGKILL at step 4; restart 1 of 1" in ended.err

@@ -89,6 +89,7 @@ def launch(
             the GPUs.
         TypeError: if `fn` uses, or `args` hold, something that cannot travel; the message names it.
         ValueError: if an argument asks for what is not there.
+        OSError: if the logs, or what travels, cannot be written.
         KeyboardInterrupt: once all processes have ended, if this one was interrupted.
 
     Example:
@@ -96,8 +97,7 @@ def launch(
         >>> def rank_and_size():
         ...     cluster = tfdist.discover()
         ...     return cluster.rank, cluster.num_workers
-        >>> tfdist.launch(rank_and_size, workers=2)  # doctest: +ELLIPSIS
-        tfdist: 2 workers on this machine; output of worker 1 goes to ...
+        >>> tfdist.launch(rank_and_size, workers=2)
         (0, 2)
     """
     __tracebackhide__ = True
@@ -122,6 +122,8 @@ def launch(
         call = Path(private, "call")
         try:
             write_call(call, fn, args, quiet=True, pickler=SendingPickler)
+        except OSError:
+            raise  # a full disk, say
         except Exception as error:
             raise TypeError(f"launch: {describe(fn, args, error)}") from None
         folder.mkdir(parents=True, exist_ok=True)
@@ -295,11 +297,9 @@ def _error(
     blamed = run.failure.name if run.failure else first
     outcome = failed.get(blamed)
     if run.is_late:
-        late = [name for name, outcome in outcomes.items() if outcome is None or not outcome.succeeded] or list(
-            outcomes
-        )
+        late = [name for name in outcomes if name in failed or outcomes[name] is None] or list(outcomes)
         blamed, outcome = late[0], None
-        lines = [f"{', '.join(late or outcomes)} of {len(outcomes)} did not end within {run.timeout:g} s (timeout)."]
+        lines = [f"{', '.join(late)} of {len(outcomes)} did not end within {run.timeout:g} s (timeout)."]
         lines += _quoted(blamed, _tail(folder, blamed, _LAST_LINES_OF_OTHERS))
     elif run.interrupt is not None or code == PREEMPTED:
         sender = run.interrupt.name if run.interrupt else "a signal to one of them"
