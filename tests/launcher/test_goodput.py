@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
 
-from tests.launcher.conftest import SOURCE
+from tests.launcher.conftest import SOURCE, WarmLaunch
 from tests.launcher.training import of_kind
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
@@ -57,19 +59,25 @@ TRAIN = """
 """
 
 
+def goodput(started: WarmLaunch, *arguments: str) -> dict[str, Any]:
+    """What the command says of the newest run in the folder, or of the one that is named."""
+    command = [sys.executable, "-m", "tfdist", "goodput", *arguments, "--json"]
+    env = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    done = subprocess.run(command, cwd=started.folder, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["status"].startswith("complete after") and facts["has_trained"]
+    assert sum(facts["seconds"].values()) == pytest.approx(facts["total_seconds"])
+    return facts
+
+
 def test_a_killed_worker_costs_what_the_run_has_seen(warm_launch) -> None:
     started = warm_launch(TRAIN)
     result = started.finish(200)
     assert result.code == 0, result.err
     seen = [[json.loads(line) for line in (started.folder / f"seen-{i}").read_text().splitlines()] for i in (0, 1)]
-    command = [sys.executable, "-m", "tfdist", "goodput", "--json"]
-    env = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    done = subprocess.run(command, cwd=started.folder, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    facts: dict[str, Any] = json.loads(done.stdout)
+    facts = goodput(started)
     seconds = facts["seconds"]
-    assert facts["status"].startswith("complete after") and facts["has_trained"]
-    assert sum(seconds.values()) == pytest.approx(facts["total_seconds"])
     assert (seconds["stopped"], seconds["data"] < seconds["training"]) == (0.0, True)
 
     # Steps 15 to 18 were done twice. Both processes have done the last of them, or the chief not yet.
@@ -95,3 +103,41 @@ def test_a_killed_worker_costs_what_the_run_has_seen(warm_launch) -> None:
     assert (len(steps) - 5) * 0.2 <= seconds["training"] + seconds["redone"] + seconds["data"]
     assert seconds["training"] + seconds["redone"] + seconds["data"] <= facts["total_seconds"] - failure["restart"]
     assert 0 < seconds["start"] < first["time"] - facts["begin"] and seconds["saving"] > 0
+
+
+PREEMPTED = """
+    import keras, numpy as np, tfdist
+
+    class Slow(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            time.sleep(0.1)
+            if int(self.model.optimizer.iterations) == 8: Path("at-8").touch()
+
+    strategy = tfdist.MultiWorkerMirroredStrategy()
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    data = np.random.default_rng(0).normal(size=(400, 4)), np.ones((400, 1))
+    backup = tfdist.callbacks.BackupAndRestore("backup")
+    model.fit(*data, batch_size=4, shuffle=False, verbose=0, callbacks=[Slow(), backup])
+"""
+
+
+@pytest.mark.exhaustive
+def test_after_a_preemption_the_time_until_the_next_start_is_that_of_no_run(warm_launch) -> None:
+    first = warm_launch(PREEMPTED, "--log-dir", "logs")
+    first.wait_for_file("at-8", deadline=150)
+    first.popen.send_signal(signal.SIGTERM)
+    assert first.finish(100).code == 77
+    time.sleep(3)
+    again = warm_launch(PREEMPTED, "--log-dir", "logs")
+    result = again.finish(150)
+    assert result.code == 0, result.err
+    facts = goodput(again, "logs")
+    (one,) = facts["interruptions"]
+    assert one["cause"].startswith("preempted at step ")
+    assert 3.0 <= one["stopped"] == facts["seconds"]["stopped"] and one["restart"] > 0.0
+    assert (one["redone"], one["steps_redone"]) == (0.0, 0)
+    # Each of the hundred steps but the first of each process has slept.
+    assert 0.1 * 97 <= facts["seconds"]["training"] + facts["seconds"]["data"] < facts["total_seconds"] - 3.0

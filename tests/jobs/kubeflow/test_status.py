@@ -314,7 +314,7 @@ ANYTHING = st.none() | st.booleans() | st.integers() | st.floats() | st.text() |
     st.dictionaries(st.text(max_size=100), ANYTHING, max_size=300),
     st.floats(0, 4e9),
 )
-@hypothesis.settings(deadline=None, max_examples=100, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+@hypothesis.settings(deadline=None, max_examples=40, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 def test_the_custom_resource_takes_whatever_is_sent(
     fraction: float | None, left: float | None, metrics: dict[str, Any], now: float
 ) -> None:
