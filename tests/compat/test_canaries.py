@@ -149,6 +149,8 @@ def two_devices() -> dict[str, Any]:
     with mock.patch.object(strategy, "reduce", wraps=strategy.reduce) as reduce:
         found["collectives of two reads"] = [float(counts.result()) for _ in range(2)] and reduce.call_count
 
+    found["saving to s3"] = error_of(mlp()().save, "s3://bucket/model.keras")[0]
+
     counter = keras.Variable(0.0)
     add = tf.function(lambda: counter.assign_add(1.0)).get_concrete_function()
     found["operations of assign_add"] = {operation.type for operation in add.graph.get_operations()}
@@ -294,6 +296,10 @@ def every_read_of_a_metric_is_a_collective() -> None:
     assert local()["collectives of two reads"] == 4
 
 
+def keras_opens_what_tensorflow_opens() -> None:
+    assert local()["saving to s3"] == "UnimplementedError"
+
+
 def every_process_writes(target: str) -> None:
     assert [found[target] for found in cluster()] == [True, True]
 
@@ -322,6 +328,7 @@ CANARIES: dict[str, Callable[[], None]] = {
     inherited(keras.Model, "_get_metrics_result_or_logs"): every_read_of_a_metric_is_a_collective,
     **{f"{_VALUES}.{name}": mirrored_variables_are_no_numbers for name in ("__int__", "__float__", "__complex__")},
     f"{_VALUES}.__array__": mirrored_variables_are_no_arrays,
+    "keras.src.utils.file_utils:gfile": keras_opens_what_tensorflow_opens,
     "keras.src.optimizers.base_optimizer:BaseOptimizer.save_own_variables": slots_are_saved_shard_by_shard,
     "keras.src.optimizers.base_optimizer:BaseOptimizer.load_own_variables": slots_are_saved_shard_by_shard,
     **{

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 import tarfile
 import threading
 from collections.abc import Callable
@@ -17,10 +18,11 @@ import pytest
 
 from tests.fault_tolerance.numbered import write_numbers
 from tests.fault_tolerance.test_store_read_errors import failing, with_format
-from tfdist.checkpoint import fit_identity, manifest, shared_store
+from tfdist.checkpoint import fit_identity, shared_store
 from tfdist.checkpoint.manifest import DamagedBackupsError, UnknownFormatError, open_local
 from tfdist.checkpoint.shared_store import SharedStore, unpack
 from tfdist.checkpoint.store import Checkpoint, CheckpointStore
+from tfdist.storage import patience
 
 _SECONDS = 60.0
 
@@ -64,7 +66,7 @@ def broadcast(strategy: Any, peers: FakePeers, data: bytes | None) -> bytes:
 
 @pytest.fixture(autouse=True)
 def light(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manifest, "_PAUSES", (0.001, 0.001))
+    monkeypatch.setattr(patience, "PAUSES", (0.001, 0.001))
     monkeypatch.setattr(shared_store, "broadcast_bytes", broadcast)
     monkeypatch.setattr(fit_identity.sys, "excepthook", fit_identity.sys.excepthook)  # `is_final` replaces it
 
@@ -150,7 +152,7 @@ def test_all_damaged_for_all(shared: Path) -> None:
 def test_nobody_begins_anew_beside_a_folder_that_cannot_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(manifest.os, "listdir", failing(manifest.os.listdir, f"{tmp_path}/other", float("inf")))
+    monkeypatch.setattr(os, "listdir", failing(os.listdir, f"{tmp_path}/other", float("inf")))
     found = begin([tmp_path / "mine", tmp_path / "other"], nothing)
     assert_all(found, OSError, f"{tmp_path}/other of worker 1, which may have one, cannot be read: ")
 

@@ -11,7 +11,6 @@ import pytest
 import tensorflow as tf
 
 from tests.fault_tolerance.numbered import write_numbers
-from tfdist.checkpoint.manifest import DamagedBackupsError
 from tfdist.checkpoint.store import CheckpointStore
 
 VALUES = {
@@ -122,24 +121,3 @@ def test_reading_while_checkpoints_are_written_and_removed(tmp_path: Path) -> No
         thread.join()
     assert reads >= 5
     assert reader.newest().meta == {"number": 39}
-
-
-def test_remote_folder() -> None:
-    directory = "ram://test_remote_folder/backup"
-    store = CheckpointStore(directory, max_to_keep=2)
-    assert store.newest() is None
-    names = write_numbers(store, 3)
-    assert CheckpointStore(directory, writer=False).newest().meta == {"number": 2}
-    assert store.names() == tf.io.gfile.listdir(directory) == names[1:]
-    np.testing.assert_array_equal(store.newest().tensors["value"], np.full([1000], 2))
-    with tf.io.gfile.GFile(f"{directory}/{names[2]}/state.index", "ab") as file:
-        file.write(b"garbage")
-    with pytest.warns(UserWarning, match="state.index has .* bytes instead of"):
-        assert store.newest().meta == {"number": 1}
-    tf.io.gfile.remove(f"{directory}/{names[2]}/manifest.json")
-    assert CheckpointStore(directory, max_to_keep=2).names() == tf.io.gfile.listdir(directory) == [names[1]]
-    tf.io.gfile.remove(f"{directory}/{names[1]}/state.index")
-    with pytest.raises(DamagedBackupsError, match=f"{names[1]}: state.index is missing"):
-        store.newest()
-    store.clear()
-    assert (store.names(), store.newest()) == ([], None)

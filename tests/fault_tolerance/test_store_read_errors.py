@@ -25,6 +25,7 @@ from tfdist.checkpoint.manifest import (
     verify_checkpoint,
 )
 from tfdist.checkpoint.store import CheckpointStore
+from tfdist.storage import patience
 
 pytestmark = pytest.mark.filterwarnings("error::UserWarning")
 
@@ -34,7 +35,7 @@ NEWEST = "checkpoint-00000003"
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manifest, "_PAUSES", (0.001, 0.001))
+    monkeypatch.setattr(patience, "PAUSES", (0.001, 0.001))
 
 
 def failing(

@@ -121,9 +121,10 @@ def _fit(job: Job, model: keras.Model, number: int) -> dict[str, Any]:
         # tools/compare_backups.py shows what Keras' own callback makes of the same interruptions.
         module = keras if options.pop("of_keras", False) else tfdist
         times = options.pop("times", 1)
+        folder = options.pop("folder", "backup")
         if module is tfdist:  # most look at what is left
             options = {"delete_checkpoint": False, **options}
-        chosen += [module.callbacks.BackupAndRestore("backup", **options) for _ in range(times)]
+        chosen += [module.callbacks.BackupAndRestore(folder, **options) for _ in range(times)]
     arguments = {**datasets.arguments(job.data), **datasets.validation(job.validation), "verbose": 0, **job.fit}
     history = model.fit(**arguments, epochs=job.epochs, callbacks=chosen)
     return _observe(model, history, observer, callbacks, job)
@@ -171,6 +172,8 @@ CALLBACKS: dict[str, Callable[[int], keras.callbacks.Callback]] = {
         f"best-{n}.weights.h5", "val_auc", mode="max", save_best_only=True, save_weights_only=True
     ),
     "csv": lambda n: keras.callbacks.CSVLogger(f"log-{n}.csv"),
+    "gs checkpoint": lambda n: keras.callbacks.ModelCheckpoint("gs://bucket/models/epoch-{epoch:02d}.keras"),
+    "gs csv": lambda n: keras.callbacks.CSVLogger("gs://bucket/logs/log.csv"),
     "schedule": lambda n: keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.9),
     "progress bar": lambda n: keras.callbacks.ProgbarLogger(),
     "one csv": lambda n: keras.callbacks.CSVLogger("log.csv", append=True),

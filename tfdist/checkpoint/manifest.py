@@ -6,12 +6,14 @@ import functools
 import json
 import os
 import re
-import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
+
+from tfdist.storage import patience
+from tfdist.storage.patience import NOT_A_FILE, entries_of, is_there, patiently
 
 # Whatever a later format changes, it keeps the manifest's name and its field "format": by these it is left alone here.
 FORMAT = 1
@@ -179,40 +181,42 @@ def read_file(path: str, open_file: OpenFile = open_local) -> bytes:
     return patiently(read)
 
 
-def verify_checkpoint(folder: str, open_file: OpenFile = open_local) -> Manifest:
+def verify_checkpoint(folder: str, open_file: OpenFile = open_local, shown: str | None = None) -> Manifest:
     """Returns the manifest of the checkpoint in a folder, after it has compared every file with it.
 
     Args:
         folder: The checkpoint's own folder, such as `backup/checkpoint-00000012`.
-        open_file: How to open a file for reading; another than the default for what is not a local path.
+        open_file: How to open a file for reading.
+        shown: What messages call the folder, if it is a copy of another one.
 
     Raises:
         DamagedCheckpointError: If a file is missing or was altered.
         UnknownFormatError: If another version of tfdist wrote it, in a format of its own.
         UnreadableCheckpointError: If the disk fails, again and again. The checkpoint may be intact.
     """
+    shown = shown or folder
     try:
         manifest = decode_manifest(read_file(os.path.join(folder, MANIFEST_NAME), open_file))
     except FileNotFoundError:
-        raise DamagedCheckpointError(folder, f"{MANIFEST_NAME} is missing") from None
+        raise DamagedCheckpointError(shown, f"{MANIFEST_NAME} is missing") from None
     except NOT_A_FILE as error:
-        raise DamagedCheckpointError(folder, f"{MANIFEST_NAME} cannot be read: {error}") from error
+        raise DamagedCheckpointError(shown, f"{MANIFEST_NAME} cannot be read: {error}") from error
     except OSError as error:
-        raise UnreadableCheckpointError(folder, f"{MANIFEST_NAME}: {error}") from error
+        raise UnreadableCheckpointError(shown, f"{MANIFEST_NAME}: {error}") from error
     except UnknownFormatError as error:
         raise UnknownFormatError(
-            f"The checkpoint {folder} is of another version of tfdist: {error}. It is left as it is. Use the version "
+            f"The checkpoint {shown} is of another version of tfdist: {error}. It is left as it is. Use the version "
             "of tfdist that wrote it; or, to go on without it, move it to another folder."
         ) from None
     except ValueError as error:
-        raise DamagedCheckpointError(folder, str(error)) from error
+        raise DamagedCheckpointError(shown, str(error)) from error
     for name, expected in manifest.files.items():
-        if fault := _file_fault(folder, name, expected, open_file):
-            raise DamagedCheckpointError(folder, f"{name} {fault}")
+        if fault := _file_fault(folder, name, expected, open_file, shown):
+            raise DamagedCheckpointError(shown, f"{name} {fault}")
     return manifest
 
 
-def _file_fault(folder: str, name: str, expected: FileRecord, open_file: OpenFile) -> str | None:
+def _file_fault(folder: str, name: str, expected: FileRecord, open_file: OpenFile, shown: str) -> str | None:
     try:
         found = patiently(lambda: measure_file(os.path.join(folder, name), open_file))
     except FileNotFoundError:
@@ -220,66 +224,12 @@ def _file_fault(folder: str, name: str, expected: FileRecord, open_file: OpenFil
     except NOT_A_FILE as error:
         return f"cannot be read: {error}"
     except OSError as error:
-        raise UnreadableCheckpointError(folder, f"{name}: {error}") from error
+        raise UnreadableCheckpointError(shown, f"{name}: {error}") from error
     if found.size != expected.size:
         return f"has {found.size} bytes instead of {expected.size}"
     if found.crc32 != expected.crc32:
         return f"has the checksum {found.crc32:08x} instead of {expected.crc32:08x}"
     return None
-
-
-# Errors of a disk, which say nothing about what lies on it.
-
-_T = TypeVar("_T")
-NOT_A_FILE = (IsADirectoryError, NotADirectoryError)
-# Seconds between the attempts to read.
-_PAUSES = (0.1, 0.3, 1.0, 3.0)
-
-
-def patiently(read: Callable[[], _T]) -> _T:
-    """Calls a function that reads from a disk, and calls it again after a pause if the disk fails (ESTALE, EIO, ...).
-
-    Raises:
-        FileNotFoundError, IsADirectoryError, NotADirectoryError: at once, since these are answers.
-        OSError: of the last attempt.
-
-    Example:
-        >>> patiently(lambda: os.path.basename("backup/manifest.json"))
-        'manifest.json'
-    """
-    for pause in _PAUSES:
-        try:
-            return read()
-        except (FileNotFoundError, *NOT_A_FILE, UnreadableCheckpointError):
-            raise
-        except OSError:
-            time.sleep(pause)
-    return read()
-
-
-def is_there(path: str) -> bool:
-    """Whether a local path exists. `os.path.exists` says no where a disk fails.
-
-    Raises:
-        OSError: If the disk fails.
-    """
-    try:
-        patiently(lambda: os.stat(path))
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
-
-
-def entries_of(directory: str) -> list[str]:
-    """What a local folder holds; nothing if there is no such folder.
-
-    Raises:
-        OSError: If the disk fails.
-    """
-    try:
-        return patiently(lambda: os.listdir(directory))
-    except (FileNotFoundError, NotADirectoryError):
-        return []
 
 
 # The names of checkpoints' folders, such as `checkpoint-00000012`. Uses no TensorFlow.
@@ -360,8 +310,8 @@ class UnreadableCheckpointError(OSError):
         self.folder = folder
         self.reason = reason
         super().__init__(
-            f"The checkpoint {folder} cannot be read, also after {len(_PAUSES) + 1} attempts: {reason}. It may be "
-            "intact: nothing is removed, and no older one is used in its place. Start again once the disk can be "
+            f"The checkpoint {folder} cannot be read, also after {len(patience.PAUSES) + 1} attempts: {reason}. It may "
+            "be intact: nothing is removed, and no older one is used in its place. Start again once the disk can be "
             "read; or, to go on without this checkpoint, move it to another folder."
         )
 

@@ -1,8 +1,8 @@
 """The backups of a job, as all of its processes see them: one process chooses the backup, and all read the same.
 
-`SharedStore` has them in a folder to which the chief writes. The others need not see the chief's disk: whoever finds
-there what the chief has found reads it, and the chief sends it to all others. `ElasticStore` has them in the memory of
-every process.
+`SharedStore` has them in a folder to which the chief writes, local or in a bucket. The others need not see it: whoever
+finds there what the chief has found reads it, and the chief sends it to all others. `ElasticStore` has them in the
+memory of every process.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import io
 import os
 import tarfile
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,17 +22,18 @@ import tensorflow as tf
 from tfdist.checkpoint.fit_identity import is_final
 from tfdist.checkpoint.folder_lock import FolderInUseError, FolderLock
 from tfdist.checkpoint.manifest import (
-    MANIFEST_NAME,
     DamagedBackupsError,
     DamagedCheckpointError,
     UnknownFormatError,
     patiently,
     read_file,
 )
+from tfdist.checkpoint.remote.lease import FolderLease
 from tfdist.checkpoint.store import Checkpoint, CheckpointStore
-from tfdist.checkpoint.tensor_files import open_file, os_errors
 from tfdist.runtime.elastic import Members
 from tfdist.steps.collectives import broadcast_bytes
+from tfdist.storage.probe import check_writable
+from tfdist.storage.selection import advice_for, scheme_of, storage_of
 
 # What keeps all processes from beginning, by its name in a message. Only a disk may be better another time.
 _PROBLEMS: dict[str, type[Exception]] = {"in use": FolderInUseError, "format": UnknownFormatError, "disk": OSError}
@@ -63,21 +65,25 @@ class SharedStore:
     def __init__(self, directory: str, max_to_keep: int, strategy: tf.distribute.Strategy):
         self._strategy = strategy
         self._peers = peers = getattr(strategy, "_peers", None)
-        self._lock: FolderLock | None = None
+        self._lock: FolderLock | FolderLease | None = None
         self._problem: OSError | FolderInUseError | None = None
+        self._is_remote = bool(scheme_of(directory))
         is_chief = peers is None or peers.rank == 0
+        self.directory = directory.rstrip("/") if self._is_remote else directory
         try:
             if is_chief:
-                self._lock = _lock(directory)
-            self._store = CheckpointStore(directory, max_to_keep, writer=is_chief)
+                self._lock = _lock(self.directory)
+            guard = self._lock.check if isinstance(self._lock, FolderLease) else lambda: None
+            self._store = CheckpointStore(self.directory, max_to_keep, is_chief, guard)
+            self.directory = self._store.directory
         except FolderInUseError as error:
             self._problem = error
         except OSError as error:
+            expected = advice_for(directory) if self._is_remote else "Pass another backup_dir."
             self._problem = OSError(
                 f"BackupAndRestore cannot use its folder. Received: backup_dir {directory!r}: {error}. Expected: a "
-                "folder that this process can make and write to. Pass another backup_dir."
+                f"folder that this process can make and write to. {expected}"
             )
-        self.directory = directory if self._problem else self._store.directory
 
     def write(self, meta: Mapping[str, Any], tensors: Mapping[str, Any]) -> str:
         """See `CheckpointStore.write`; on the chief only."""
@@ -93,8 +99,17 @@ class SharedStore:
         """Does nothing: the folder is that of one fit."""
 
     def clear(self) -> None:
-        """See `CheckpointStore.clear`; on the chief only."""
-        self._store.clear()
+        """See `CheckpointStore.clear`; on the chief only. A bucket that fails at the end costs no training."""
+        try:
+            self._store.clear()
+        except OSError as error:
+            if not self._is_remote:
+                raise
+            warnings.warn(
+                f"The backups in {self.directory} cannot be removed: {error}. Remove them before you train anew there.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def release(self) -> None:
         """Lets other jobs have the folder."""
@@ -137,9 +152,11 @@ class SharedStore:
             if self._problem is not None:
                 raise self._problem
             if self._peers.rank != 0:
-                return None, {"there": self._store.names()[-1:], "directory": self.directory}
+                # All see the same bucket.
+                there = [] if self._is_remote else self._store.names()[-1:]
+                return None, {"there": there, "directory": self.directory}
             found = self._store.newest(prefer)
-            fingerprint = found and fingerprint_of(self._path(found.name))
+            fingerprint = found and fingerprint_of(self._store, found.name)
             return found, {"name": found and found.name, "fingerprint": fingerprint, "directory": self.directory}
         except DamagedBackupsError as error:
             return None, {"reasons": error.reasons}
@@ -170,16 +187,17 @@ class SharedStore:
         """The chief's checkpoint on every process, which reads it from its own disk, or is sent it."""
         if self._peers.rank != 0:
             with contextlib.suppress(DamagedCheckpointError, UnknownFormatError, OSError):
-                if fingerprint_of(self._path(name)) == fingerprint:
+                if fingerprint_of(self._store, name) == fingerprint:
                     found = self._store.open(name)
         if all(self._peers.gather("backup-found", found is not None, "open the backup")):
             return found
         content = problem = None
         if self._peers.rank == 0:
             try:
-                content = packed(self._path(name))
+                with self._store.local_copy(name) as folder:
+                    content = packed(folder)
             except OSError as error:
-                problem = f"The checkpoint {self._path(name)} cannot be read: {error}. Start again once it can."
+                problem = f"The checkpoint {self.directory}/{name} cannot be read: {error}. Start again once it can."
         self._fail_together("backup-read", problem, "read the backup")
         content = broadcast_bytes(self._strategy, self._peers, content)
         if found is None:
@@ -196,9 +214,6 @@ class SharedStore:
         if problems:
             self._peers.acknowledge(f"{topic}-failed", "hear what has failed")
             raise OSError(problems[0])
-
-    def _path(self, name: str) -> str:
-        return os.path.join(self.directory, name)
 
 
 class ElasticStore:
@@ -289,11 +304,13 @@ class ElasticStore:
         return os.path.join(self._own.directory, name)
 
 
-def _lock(directory: str) -> FolderLock | None:
-    """Locks a folder, which is made if it does not exist; `None` for one that is not local."""
+def _lock(directory: str) -> FolderLock | FolderLease:
+    """Locks a folder, which is made if it does not exist; of a remote one it takes a lease, once it can be written."""
+    if scheme_of(directory):
+        storage = storage_of(directory)
+        check_writable(storage, directory)
+        return FolderLease(storage, directory)
     path = directory.removeprefix("file://")
-    if "://" in path:
-        return None
     os.makedirs(path, exist_ok=True)
     return FolderLock(path)
 
@@ -301,31 +318,25 @@ def _lock(directory: str) -> FolderLock | None:
 # A checkpoint's folder as bytes, for a process that does not see the disk it lies on.
 
 
-def fingerprint_of(folder: str) -> str:
+def fingerprint_of(store: CheckpointStore, name: str) -> str:
     """A digest of a checkpoint's manifest, which has the checksums of all its files.
 
     Raises:
         OSError: If it cannot be read.
     """
-    return hashlib.sha256(read_file(os.path.join(folder, MANIFEST_NAME), open_file)).hexdigest()
+    return hashlib.sha256(store.manifest_of(name)).hexdigest()
 
 
 def packed(folder: str) -> bytes:
-    """A checkpoint's files as one piece, for `unpack`.
+    """The files of a checkpoint in a local folder as one piece, for `unpack`.
 
     Raises:
         OSError: If they cannot be read.
     """
     content = io.BytesIO()
-
-    def list_names() -> list[str]:
-        with os_errors():
-            return tf.io.gfile.listdir(folder)
-
-    names = patiently(list_names)
     with tarfile.open(fileobj=content, mode="w") as archive:
-        for name in names:
-            data = read_file(os.path.join(folder, name), open_file)
+        for name in patiently(lambda: os.listdir(folder)):
+            data = read_file(os.path.join(folder, name))
             member = tarfile.TarInfo(name)
             member.size = len(data)
             archive.addfile(member, io.BytesIO(data))

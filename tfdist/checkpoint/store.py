@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
+import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfdist.atomic_files import sync, write_atomically
 from tfdist.checkpoint.manifest import (
     MANIFEST_NAME,
     DamagedBackupsError,
@@ -28,15 +29,15 @@ from tfdist.checkpoint.manifest import (
     checkpoint_number,
     decode_manifest,
     encode_manifest,
-    entries_of,
-    is_there,
     measure_file,
     open_local,
-    patiently,
     read_file,
     verify_checkpoint,
 )
-from tfdist.checkpoint.tensor_files import fault_of_tensors, load_tensors, open_file, os_errors, save_tensors
+from tfdist.checkpoint.tensor_files import fault_of_tensors, load_tensors, save_tensors
+from tfdist.storage.patience import patiently
+from tfdist.storage.selection import storage_of
+from tfdist.storage.tensorflow_files import os_errors
 
 _TENSORS_PREFIX = "state"
 
@@ -56,10 +57,14 @@ class CheckpointStore:
     A checkpoint counts once its manifest is there, which is written last: a process that is killed while it writes
     leaves the checkpoints before it as they were. One process at a time may write; any number may read.
 
+    What is in a bucket passes through a local folder, for TensorFlow's files of tensors are renamed and read in parts.
+
     Args:
-        directory: A local folder, or any path that `tf.io.gfile` can write to.
+        directory: A local folder, or a remote one that `check_remote_path` accepts.
         max_to_keep: How many checkpoints stay.
         writer: Whether this process writes. The writer makes the folder, and removes what killed writers have left.
+        guard: Called before a checkpoint is made valid and before anything is removed; raises an `OSError` if this
+            process must not do that any more.
 
     Raises:
         ValueError: If `max_to_keep` is less than 1.
@@ -73,24 +78,32 @@ class CheckpointStore:
         {'epoch': 3}
     """
 
-    def __init__(self, directory: str | os.PathLike[str], max_to_keep: int = 3, writer: bool = True) -> None:
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        max_to_keep: int = 3,
+        writer: bool = True,
+        guard: Callable[[], None] = lambda: None,
+    ) -> None:
         if max_to_keep < 1:
             raise ValueError(f"Received: max_to_keep={max_to_keep}. Expected: 1 or more: the newest one stays.")
         path = os.fspath(directory).removeprefix("file://")
-        self._is_local = "://" not in path
-        self._open = open_local if self._is_local else open_file
+        self._storage = storage_of(path)
+        self._open = open_local
         # The process may change its working directory later.
-        self.directory = os.path.abspath(path) if self._is_local else path.rstrip("/")
+        self.directory = os.path.abspath(path) if self._storage.is_local else path.rstrip("/")
         self.max_to_keep = max_to_keep
         self._writer = writer
+        self._guard = guard
         self._damaged: set[str] = set()
         self._known: set[str] = set()
         self._writing = threading.Lock()
         if writer:
-            with os_errors():
-                tf.io.gfile.makedirs(self.directory)
-                for name in set(self._folders()) - set(self.names()):
-                    self._remove(name)
+            if self._storage.is_local:
+                with os_errors():
+                    tf.io.gfile.makedirs(self.directory)
+            for name in set(self._folders()) - set(self.names()):
+                self._remove(name)
 
     def write(self, meta: Mapping[str, Any], tensors: Mapping[str, tf.Tensor | np.ndarray]) -> str:
         """Writes a checkpoint, then removes the oldest of more than `max_to_keep`.
@@ -116,10 +129,10 @@ class CheckpointStore:
         with self._writing:
             name = checkpoint_name(1 + max(map(checkpoint_number, self._folders()), default=0))
             try:
-                with os_errors():
-                    self._write_folder(self._path(name), dict(meta), values)
+                self._write_folder(self._path(name), dict(meta), values)
             except BaseException as error:
                 with contextlib.suppress(OSError):
+                    self._guard()
                     self._remove(name)
                 if isinstance(error, OSError):
                     raise OSError(
@@ -169,11 +182,10 @@ class CheckpointStore:
     def names(self) -> list[str]:
         """Returns the names of the completely written checkpoints, oldest first."""
         while True:
-            folders = self._folders()
-            names = [name for name in folders if self._is_there(self._path(name, MANIFEST_NAME))]
+            folders = self._look()
             # A writer may have added one and removed another in between: that must not look like no checkpoint.
-            if self._folders() == folders:
-                return names
+            if not self._storage.is_local or self._folders() == list(folders):
+                return [name for name, is_complete in folders.items() if is_complete]
 
     def open(self, name: str) -> Checkpoint:
         """Reads and verifies one checkpoint.
@@ -183,63 +195,111 @@ class CheckpointStore:
             UnknownFormatError: If another version of tfdist wrote it, in a format of its own.
             UnreadableCheckpointError: If the disk fails, again and again.
         """
-        folder = self._path(name)
 
         def read() -> Checkpoint:
-            manifest = verify_checkpoint(folder, self._open)
-            prefix = self._path(name, _TENSORS_PREFIX)
-            try:
-                if fault := fault_of_tensors(prefix, manifest):
-                    raise DamagedCheckpointError(folder, fault)
-                dtypes = {name: record.dtype for name, record in manifest.tensors.items()}
-                return Checkpoint(name, manifest.meta, load_tensors(prefix, dtypes))
-            except OSError as error:
-                # The files were whole a moment ago: if they are not now, the next attempt says so.
-                raise OSError(f"TensorFlow cannot read its tensors: {error}") from error
+            with self.local_copy(name) as folder:
+                manifest = verify_checkpoint(folder, self._open, self._path(name))
+                prefix = os.path.join(folder, _prefix_in(manifest))
+                try:
+                    if fault := fault_of_tensors(prefix, manifest):
+                        raise DamagedCheckpointError(self._path(name), fault)
+                    dtypes = {name: record.dtype for name, record in manifest.tensors.items()}
+                    return Checkpoint(name, manifest.meta, load_tensors(prefix, dtypes))
+                except OSError as error:
+                    # The files were whole a moment ago: if they are not now, the next attempt says so.
+                    raise OSError(f"TensorFlow cannot read its tensors: {error}") from error
 
         try:
-            return patiently(read)
+            return patiently(read, final=(UnreadableCheckpointError,))
         except UnreadableCheckpointError:
             raise
         except OSError as error:
-            raise UnreadableCheckpointError(folder, str(error)) from error
+            raise UnreadableCheckpointError(self._path(name), str(error)) from error
+
+    @contextlib.contextmanager
+    def local_copy(self, name: str) -> Iterator[str]:
+        """A local folder with the files of a checkpoint, as far as they are there: its own, if it is local.
+
+        Raises:
+            UnreadableCheckpointError: If they cannot be copied, again and again.
+        """
+        if self._storage.is_local:
+            yield self._path(name)
+            return
+        with tempfile.TemporaryDirectory(prefix="tfdist-checkpoint-") as folder:
+            if self._download(name, MANIFEST_NAME, folder):
+                with contextlib.suppress(ValueError):  # of another format, or damaged: who verifies it says so
+                    for file in decode_manifest(read_file(os.path.join(folder, MANIFEST_NAME))).files:
+                        self._download(name, file, folder)
+            yield folder
+
+    def _download(self, name: str, file: str, folder: str) -> bool:
+        """Copies a file of a checkpoint; returns whether it is there."""
+        try:
+            patiently(lambda: self._storage.download(self._path(name, file), os.path.join(folder, file)))
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise UnreadableCheckpointError(self._path(name), f"{file}: {error}") from error
+        return True
+
+    def manifest_of(self, name: str) -> bytes:
+        """The manifest of a checkpoint, as it is.
+
+        Raises:
+            OSError: If it cannot be read, again and again.
+        """
+        path = self._path(name, MANIFEST_NAME)
+        return read_file(path, self._open) if self._storage.is_local else patiently(lambda: self._storage.read(path))
 
     def clear(self) -> None:
         """Removes all checkpoints, except those of an unknown format.
 
         Raises:
-            OSError: If one cannot be removed.
+            OSError: If one cannot be removed, or `guard` forbids it.
         """
         with self._writing:
+            self._guard()
             committed = self.names()
             for name in self._folders():
                 if name not in committed or self._is_ours(name):
                     self._remove(name)
 
     def _write_folder(self, folder: str, meta: dict[str, Any], tensors: Mapping[str, tf.Tensor]) -> None:
-        tf.io.gfile.makedirs(folder)
-        save_tensors(os.path.join(folder, _TENSORS_PREFIX), tensors)
-        files: dict[str, FileRecord] = {}
-        for name in sorted(tf.io.gfile.listdir(folder)):
-            path = os.path.join(folder, name)
-            files[name] = measure_file(path, open_file)
-            if self._is_local:
-                sync(path)
-        records = {name: TensorRecord(value.dtype.name, value.shape.as_list()) for name, value in tensors.items()}
-        self._commit(folder, encode_manifest(Manifest(meta, files, records)))
+        with self._staged(folder) as stage:
+            with os_errors():
+                # In a bucket, a process that has lost its lease may still be writing: to files of its own.
+                own = "" if self._storage.is_local else f"-{secrets.token_hex(4)}"
+                save_tensors(os.path.join(stage, _TENSORS_PREFIX + own), tensors)
+            files: dict[str, FileRecord] = {}
+            for name in sorted(os.listdir(stage)):
+                local = os.path.join(stage, name)
+                files[name] = measure_file(local)
+                self._put(lambda local=local, name=name: self._storage.upload(local, os.path.join(folder, name)))
+            records = {name: TensorRecord(value.dtype.name, value.shape.as_list()) for name, value in tensors.items()}
+            manifest = encode_manifest(Manifest(meta, files, records))
+            self._guard()
+            # The last file: with it, the checkpoint counts.
+            self._put(lambda: self._storage.write(os.path.join(folder, MANIFEST_NAME), manifest))
 
-    def _commit(self, folder: str, manifest: bytes) -> None:
-        path = os.path.join(folder, MANIFEST_NAME)
-        if self._is_local:
-            write_atomically(path, manifest, durable=True)
-            sync(self.directory)
+    @contextlib.contextmanager
+    def _staged(self, folder: str) -> Iterator[str]:
+        """Where the files of a checkpoint are made: in its folder, or for a remote one in a temporary one."""
+        if self._storage.is_local:
+            with os_errors():
+                tf.io.gfile.makedirs(folder)
+            yield folder
         else:
-            # Renaming is neither atomic nor complete on every remote file system; half a manifest does not verify.
-            with tf.io.gfile.GFile(path, "wb") as file:
-                file.write(manifest)
+            with tempfile.TemporaryDirectory(prefix="tfdist-backup-") as stage:
+                yield stage
+
+    def _put(self, write: Callable[[], None]) -> None:
+        """Writes or removes; again after a pause where a network may fail for a moment. A full disk stays full."""
+        write() if self._storage.is_local else patiently(write, final=(PermissionError,))
 
     def _prune(self) -> None:
         try:
+            self._guard()
             names = [name for name in self.names() if self._is_ours(name)]
         except OSError as error:  # the new checkpoint is complete nevertheless
             warnings.warn(f"Old checkpoints in {self.directory} cannot be removed now: {error}", stacklevel=3)
@@ -256,7 +316,7 @@ class CheckpointStore:
         """Whether this version of tfdist may remove a checkpoint: not one of a later version."""
         if name not in self._known:
             try:
-                decode_manifest(read_file(self._path(name, MANIFEST_NAME), self._open))
+                decode_manifest(self.manifest_of(name))
             except UnknownFormatError:
                 return False
             except ValueError:
@@ -269,7 +329,8 @@ class CheckpointStore:
         if name not in self._damaged:
             return False
         try:
-            verify_checkpoint(self._path(name), self._open)
+            with self.local_copy(name) as folder:
+                verify_checkpoint(folder, self._open, self._path(name))
         except DamagedCheckpointError:
             return True
         except OSError:
@@ -289,28 +350,24 @@ class CheckpointStore:
 
     def _remove(self, name: str) -> None:
         # The manifest goes first: a checkpoint that is half removed must not count.
-        with os_errors():
-            if self._is_there(self._path(name, MANIFEST_NAME)):
-                tf.io.gfile.remove(self._path(name, MANIFEST_NAME))
-            if self._is_there(self._path(name)):
-                tf.io.gfile.rmtree(self._path(name))
+        self._put(lambda: self._storage.remove(self._path(name, MANIFEST_NAME)))
+        self._put(lambda: self._storage.remove_all(self._path(name)))
 
-    # TensorFlow says of a local path that it is not there whenever it cannot look.
-
-    def _is_there(self, path: str) -> bool:
-        if self._is_local:
-            return is_there(path)
-        with os_errors():
-            return tf.io.gfile.exists(path)
+    def _look(self) -> dict[str, bool]:
+        """The checkpoints' folders, oldest first, and whether each is complete."""
+        if self._storage.is_local:
+            found = self._storage.folders_with(self.directory, MANIFEST_NAME)
+        else:
+            found = patiently(lambda: self._storage.folders_with(self.directory, MANIFEST_NAME))
+        return {name: found[name] for name in checkpoint_names(found)}
 
     def _folders(self) -> list[str]:
-        if self._is_local:
-            return checkpoint_names(entries_of(self.directory))
-        try:
-            with os_errors():
-                return checkpoint_names(tf.io.gfile.listdir(self.directory))
-        except FileNotFoundError:
-            return []
+        return checkpoint_names(self._storage.names(self.directory) if self._storage.is_local else self._look())
 
     def _path(self, *parts: str) -> str:
         return os.path.join(self.directory, *parts)
+
+
+def _prefix_in(manifest: Manifest) -> str:
+    """The name that the files of tensors begin with."""
+    return next((name.removesuffix(".index") for name in manifest.files if name.endswith(".index")), _TENSORS_PREFIX)

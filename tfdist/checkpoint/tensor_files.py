@@ -1,17 +1,16 @@
-"""Tensors in TensorFlow's own checkpoint format, on any file system that TensorFlow knows."""
+"""Tensors in TensorFlow's own checkpoint format, in local files."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import re
-from collections.abc import Iterator, Mapping
-from typing import Any, BinaryIO
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfdist.checkpoint.manifest import MANIFEST_NAME, Manifest
+from tfdist.storage.tensorflow_files import os_errors
 
 
 def save_tensors(prefix: str, tensors: Mapping[str, tf.Tensor]) -> None:
@@ -90,29 +89,6 @@ def take_copies(tensors: dict[str, Any]) -> dict[str, Any]:
                 value = tf.raw_ops.DeepCopy(x=value) if "CPU" in value.device else tf.identity(value)
         copies[name] = value
     return copies
-
-
-@contextlib.contextmanager
-def open_file(path: str) -> Iterator[BinaryIO]:
-    """Opens a file of any file system for reading; what fails is an `OSError`."""
-    with os_errors(), tf.io.gfile.GFile(path, "rb") as file:
-        yield file
-
-
-@contextlib.contextmanager
-def os_errors() -> Iterator[None]:
-    """Turns TensorFlow's errors about files into the `OSError` that Python's own functions raise."""
-    try:
-        yield
-    except tf.errors.NotFoundError as error:
-        raise FileNotFoundError(_cause(error)) from error
-    except tf.errors.OpError as error:
-        raise OSError(_cause(error)) from error
-
-
-def _cause(error: tf.errors.OpError) -> str:
-    """Returns an error's message without the names of TensorFlow's internal functions."""
-    return re.sub(r"^\{\{function_node [^}]*\}\} | \[Op:\w+\].*$", "", error.message, flags=re.DOTALL)
 
 
 def _as_array(value: np.ndarray | np.generic | bytes) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The only place where tfdist changes private functions of TensorFlow and Keras. It imports nothing else of tfdist."""
+"""The only place where tfdist changes private functions of TensorFlow and Keras. Of tfdist it imports storage alone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,14 @@ def install(without_strategy: KerasHooks) -> None:
 def patches() -> list:
     """All patches, in the order in which they are installed."""
     # Keras is imported with them.
-    from tfdist.compat import deferred_captures, keras_sharded_slots, keras_state, keras_steps, keras_trainer
+    from tfdist.compat import (
+        deferred_captures,
+        keras_files,
+        keras_sharded_slots,
+        keras_state,
+        keras_steps,
+        keras_trainer,
+    )
 
-    modules = [deferred_captures, keras_steps, keras_trainer, keras_state, keras_sharded_slots]
+    modules = [deferred_captures, keras_steps, keras_trainer, keras_state, keras_sharded_slots, keras_files]
     return [patch for module in modules for patch in module.PATCHES]

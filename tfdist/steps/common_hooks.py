@@ -18,6 +18,7 @@ from tfdist.inspection import epoch_iterators, global_seeds
 from tfdist.runtime import chief_only
 from tfdist.runtime.callback_order import Arranged
 from tfdist.runtime.progress_callback import add_reporter
+from tfdist.runtime.remote_paths import add_path_check
 from tfdist.steps import custom_loops, step_reductions, validation
 from tfdist.steps.keras_step import current_step
 from tfdist.steps.step_overrides import seed_of_replica
@@ -60,6 +61,7 @@ class CommonHooks(KerasHooks):
         for callback in list(callbacks):
             if isinstance(callback, Arranged):
                 callbacks = callback._arrange(callback_list, callbacks)
+        add_path_check(callbacks, model)
         add_reporter(callbacks, model)
         callback_list.callbacks = callbacks
 

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import builtins
+import importlib
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from tests.remote.contract import CONTRACT
+from tests.remote.storages import MemoryStorage
+from tfdist.storage import patience
+from tfdist.storage.base import Storage
+from tfdist.storage.fsspec_files import FsspecStorage
+from tfdist.storage.local import LocalStorage
+from tfdist.storage.probe import check_writable
+from tfdist.storage.selection import check_remote_path, scheme_of, storage_of
+from tfdist.storage.tensorflow_files import TensorFlowStorage
+
+_numbers = itertools.count()
+
+
+@pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("scheme", ["", "ram", "memory", "test"])
+def test_contract(tmp_path: Path, scheme: str, check: Callable[[Storage, str], None]) -> None:
+    root = f"{scheme}://contract-{next(_numbers)}/run" if scheme else str(tmp_path)
+    if not scheme:
+        for name in ("a", *(f"folder-{number}/deeper" for number in range(7)), "ab"):
+            (tmp_path / name).mkdir(parents=True)
+    storage = MemoryStorage() if scheme == "test" else storage_of(root)
+    kinds = {"": LocalStorage, "ram": TensorFlowStorage, "memory": FsspecStorage, "test": MemoryStorage}
+    assert type(storage) is kinds[scheme]
+    check(storage, root)
+
+
+def test_a_listing_that_fails_is_not_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = storage_of("memory://bucket/run")
+    monkeypatch.setattr(storage.files, "find", _raise(PermissionError("Forbidden")))
+    with pytest.raises(PermissionError, match="Forbidden"):
+        storage.names("memory://bucket/run")
+
+
+def _raise(error: Exception) -> Callable:
+    def call(*args: Any, **options: Any) -> None:
+        raise error
+
+    return call
+
+
+class NoCredentialsError(Exception):
+    """As botocore has it: no `OSError`."""
+
+
+def test_what_a_library_raises_is_an_error_of_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = storage_of("memory://bucket/run")
+    monkeypatch.setattr(storage.files, "cat_file", _raise(NoCredentialsError("Unable to locate credentials")))
+    with pytest.raises(OSError, match="memory://bucket/run/a: NoCredentialsError: Unable to locate credentials"):
+        storage.read("memory://bucket/run/a")
+
+
+@pytest.mark.parametrize("path", ["/tmp/backup", "backup", "file:///tmp/backup", "C:/backup", "~/a*b"])
+def test_local_paths(path: str) -> None:
+    assert scheme_of(path) == ""
+    check_remote_path("backup_dir", path)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "message"),
+    [
+        ("nothing://b/run", ValueError, r"backup_dir 'nothing://b/run'.*fsspec.*Neither knows nothing://\."),
+        (str(Path("gs://b/run")), ValueError, r"'gs:/b/run', with one slash.*Expected: 'gs://b/run', as text"),
+        ("gs://b/a*b", ValueError, r"which has '\*' in it"),
+        ("sftp://me:secret@host/run", ValueError, r"backup_dir with a password in it, sftp://\*\*\*@host"),
+    ],
+)
+def test_refused_paths(path: str, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message) as caught:
+        check_remote_path("backup_dir", path)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("has_fsspec", [True, False])
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, has_fsspec: bool) -> None:
+    missing = "s3fs" if has_fsspec else "fsspec"
+    original, of_module = builtins.__import__, importlib.import_module
+
+    def no_such(name: str, *args: Any, **options: Any) -> Any:
+        if name.partition(".")[0] == missing:
+            raise ModuleNotFoundError(name)
+        return (original if args or options else of_module)(name, *args, **options)
+
+    monkeypatch.setattr(fsspec.registry, "_registry", {})
+    monkeypatch.setattr(importlib, "import_module", no_such)
+    monkeypatch.setattr(builtins, "__import__", no_such)
+    with pytest.raises(ImportError, match=r"'s3://bucket/run'.*on all machines of the job: pip install s3fs$"):
+        check_remote_path("backup_dir", "s3://bucket/run")
+
+
+@pytest.mark.parametrize(("method", "step"), [("upload", "written"), ("download", "read"), ("remove", "removed")])
+def test_the_probe_says_what_fails(monkeypatch: pytest.MonkeyPatch, method: str, step: str) -> None:
+    storage = MemoryStorage()
+    monkeypatch.setattr(storage, method, _raise(PermissionError("403\n Forbidden")))
+    with pytest.raises(OSError, match=f"^an object there cannot be {step}: 403 Forbidden$"):
+        check_writable(storage, "test://bucket")
+
+
+def test_the_probe_leaves_nothing_and_endures_a_moments_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "PAUSES", (0.001, 0.001))
+    storage = MemoryStorage()
+    original, left = storage.upload, [2]
+
+    def upload(*args: str) -> None:
+        if left[0]:
+            left[0] -= 1
+            raise OSError("503")
+        original(*args)
+
+    monkeypatch.setattr(storage, "upload", upload)
+    check_writable(storage, "test://bucket")
+    assert storage.objects == {}

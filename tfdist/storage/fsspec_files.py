@@ -1,0 +1,139 @@
+"""Files of the file systems of fsspec: `s3://` with s3fs, `abfs://` with adlfs, and many more. Uses no TensorFlow."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from tfdist.storage.base import Storage
+
+_T = TypeVar("_T")
+# Where there are no folders, and making one might make a bucket.
+_BUCKETS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oci", "ocilake", "oss"}
+
+_PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "abfs": "adlfs", "abfss": "adlfs", "az": "adlfs", "oss": "ossfs"}
+
+
+class FsspecStorage(Storage):
+    """Paths with a scheme that fsspec knows. It reads its own settings and credentials, as everywhere.
+
+    Args:
+        path: one of them; another scheme needs another object.
+
+    Raises:
+        ImportError: if fsspec, or the package that it needs for the scheme, is not installed.
+        ValueError: if fsspec does not know the scheme.
+    """
+
+    def __init__(self, path: str) -> None:
+        core = importlib.import_module("fsspec.core")
+        # A listing that is kept would hide what other processes write.
+        self.files: Any = core.url_to_fs(path, use_listings_cache=False)[0]
+
+    def names(self, folder: str, levels: int = 1) -> list[str]:
+        root = self._path(folder).rstrip("/")
+        with _os_errors(folder):
+            self.files.invalidate_cache()
+            try:
+                found = self.files.find(root)
+            except FileNotFoundError:
+                return []
+        names = [path.removeprefix(f"{root}/") for path in found]
+        return [name for name in names if name.count("/") == levels - 1]
+
+    def exists(self, path: str) -> bool:
+        with _os_errors(path):
+            self.files.invalidate_cache()
+            try:
+                # Its own `exists` answers no for whatever goes wrong.
+                self.files.info(self._path(path))
+            except FileNotFoundError:
+                return False
+            return True
+
+    def download(self, path: str, local: str) -> None:
+        with _os_errors(path):
+            self.files.get_file(self._path(path), local)
+
+    def upload(self, local: str, path: str) -> None:
+        with _os_errors(path):
+            self._in_folder(path, lambda: self.files.put_file(local, self._path(path)))
+
+    def remove(self, path: str) -> None:
+        with contextlib.suppress(FileNotFoundError), _os_errors(path):
+            self.files.rm_file(self._path(path))
+
+    def read(self, path: str) -> bytes:
+        with _os_errors(path):
+            return self.files.cat_file(self._path(path))
+
+    def write(self, path: str, content: bytes) -> None:
+        with _os_errors(path):
+            self._in_folder(path, lambda: self.files.pipe_file(self._path(path), content))
+
+    def create(self, path: str, content: bytes) -> bool | None:
+        if "mode" not in inspect.signature(self.files.pipe_file).parameters:
+            return None
+        try:
+            with _os_errors(path):
+                self._in_folder(path, lambda: self.files.pipe_file(self._path(path), content, mode="create"))
+        except FileExistsError:
+            return False
+        return True
+
+    def _in_folder(self, path: str, write: Callable[[], _T]) -> _T:
+        """Writes a file, whose folder is made if that is missing."""
+        try:
+            return write()
+        except FileNotFoundError:
+            if self._is_bucket:
+                raise
+        self.make_folder(os.path.dirname(self._path(path)))
+        return write()
+
+    def make_folder(self, path: str) -> None:
+        """Makes a folder, where there are folders."""
+        if not self._is_bucket:
+            with _os_errors(path):
+                self.files.makedirs(self._path(path), exist_ok=True)
+
+    @property
+    def _is_bucket(self) -> bool:
+        protocol = self.files.protocol
+        return not _BUCKETS.isdisjoint([protocol] if isinstance(protocol, str) else protocol)
+
+    def _path(self, path: str) -> str:
+        return self.files._strip_protocol(path)
+
+
+def what_is_missing(scheme: str) -> str | None:
+    """What has to be installed for a scheme, as words for a message; `None` if nothing.
+
+    Raises:
+        ValueError: if fsspec is installed, and does not know the scheme.
+    """
+    package = _PACKAGES.get(scheme)
+    try:
+        registry = importlib.import_module("fsspec.registry")
+    except ImportError:
+        return f"pip install {package or 'fsspec'}"
+    try:
+        registry.get_filesystem_class(scheme)
+    except ImportError as error:
+        return f"pip install {package}" if package else str(error)
+    return None
+
+
+@contextlib.contextmanager
+def _os_errors(path: str) -> Iterator[None]:
+    """Turns what the libraries of clouds raise (missing credentials, a host that is not found) into an `OSError`."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(f"{path}: {type(error).__name__}: {error}") from error

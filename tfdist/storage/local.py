@@ -1,0 +1,61 @@
+"""Files on this machine: renamed when they are complete, and synced to the disk."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+
+import tensorflow as tf
+
+from tfdist.atomic_files import sync, write_atomically
+from tfdist.storage.base import Storage
+from tfdist.storage.patience import entries_of, is_there
+from tfdist.storage.tensorflow_files import os_errors
+
+
+class LocalStorage(Storage):
+    """The file systems that this machine has mounted. What is written is on the disk when a method returns."""
+
+    is_local = True
+
+    def names(self, folder: str, levels: int = 1) -> list[str]:
+        names = entries_of(folder)
+        if levels == 1:
+            return names
+        return [f"{name}/{rest}" for name in names for rest in self.names(os.path.join(folder, name), levels - 1)]
+
+    def exists(self, path: str) -> bool:
+        return is_there(path)
+
+    def download(self, path: str, local: str) -> None:
+        shutil.copyfile(path, local)
+
+    def upload(self, local: str, path: str) -> None:
+        if os.path.abspath(local) == os.path.abspath(path):  # it was written in its place
+            sync(path)
+            return
+        with open(local, "rb") as file:
+            self.write(path, file.read())
+
+    def remove(self, path: str) -> None:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.remove(path)
+
+    def read(self, path: str) -> bytes:
+        with open(path, "rb") as file:
+            return file.read()
+
+    def write(self, path: str, content: bytes) -> None:
+        write_atomically(path, content, durable=True)
+        # A new folder's own name is in the folder above.
+        sync(os.path.dirname(os.path.dirname(path)))
+
+    def folders_with(self, directory: str, name: str) -> dict[str, bool]:
+        # A folder that a killed writer has left may be empty.
+        return {folder: is_there(os.path.join(directory, folder, name)) for folder in entries_of(directory)}
+
+    def remove_all(self, folder: str) -> None:
+        if is_there(folder):
+            with os_errors():
+                tf.io.gfile.rmtree(folder)

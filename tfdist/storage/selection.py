@@ -1,0 +1,111 @@
+"""Which storage a path belongs to, and what is wrong with a path that belongs to none."""
+
+from __future__ import annotations
+
+import re
+
+from tfdist.storage.base import Storage
+from tfdist.storage.fsspec_files import FsspecStorage, what_is_missing
+from tfdist.storage.local import LocalStorage
+from tfdist.storage.tensorflow_files import TensorFlowStorage, is_known
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_WILDCARDS = "*?[]"
+# What pathlib makes of them: it would be a local folder of that name.
+_ONE_SLASH = re.compile(r"(gs|gcs|s3|s3a|abfs|abfss|az|hdfs):/(?!/)")
+
+
+def scheme_of(path: str) -> str:
+    """The scheme of a path; empty for a local one.
+
+    Example:
+        >>> scheme_of("gs://bucket/run"), scheme_of("file:///tmp/run"), scheme_of("/tmp/run")
+        ('gs', '', '')
+    """
+    match = _SCHEME.match(path)
+    return match[1] if match and match[1] != "file" else ""
+
+
+def check_remote_path(name: str, path: str) -> None:
+    """Refuses a path that no storage can take; sends no request.
+
+    Args:
+        name: of the argument that it was given as.
+        path: local paths pass.
+
+    Raises:
+        ImportError: if the package for its scheme is not installed.
+        ValueError: if nothing knows the scheme, or the path holds a password, wildcards, or one slash for two.
+    """
+    if _ONE_SLASH.match(path):
+        raise ValueError(
+            f"Received: {name} {path!r}, with one slash, as pathlib.Path makes it. Expected: "
+            f"{path.replace(':/', '://', 1)!r}, as text."
+        )
+    scheme = scheme_of(path)
+    if not scheme:
+        return
+    host = path.removeprefix(f"{scheme}://").partition("/")[0]
+    if re.search(r":[^@]*@", host):
+        raise ValueError(
+            f"Received: {name} with a password in it, {scheme}://***@{host.rpartition('@')[2]}. Expected: a path "
+            "without one, since paths are logged. Give credentials where the library of the storage looks for them: in "
+            "its environment variables or its file of settings."
+        )
+    if found := sorted(set(path) & set(_WILDCARDS)):
+        raise ValueError(
+            f"Received: {name} {path!r}, which has {found[0]!r} in it. Expected: a remote path without any of "
+            f"{_WILDCARDS}, by which files are searched there."
+        )
+    if is_known(scheme):
+        return
+    try:
+        missing = what_is_missing(scheme)
+    except ValueError:
+        raise ValueError(
+            f"Received: {name} {path!r}. Expected: a local path, or one whose scheme TensorFlow has (gs://), or fsspec "
+            f"(s3://, abfs://, ...). Neither knows {scheme}://."
+        ) from None
+    if missing:
+        raise ImportError(
+            f"Received: {name} {path!r}. TensorFlow has no file system for {scheme}://, and the package by which "
+            f"fsspec has one is not installed. Install it on all machines of the job: {missing}"
+        )
+
+
+def may_be_remote(path: str) -> bool:
+    """Whether `check_remote_path` has something to say about a path."""
+    return bool(scheme_of(path) or _ONE_SLASH.match(path))
+
+
+def storage_of(path: str) -> Storage:
+    """The storage of a path that `check_remote_path` accepts.
+
+    Example:
+        >>> storage_of("/tmp/backup").is_local
+        True
+    """
+    scheme = scheme_of(path)
+    if not scheme:
+        return LocalStorage()
+    return TensorFlowStorage() if is_known(scheme) else FsspecStorage(path)
+
+
+def is_tensorflows(path: str) -> bool:
+    """Whether TensorFlow can open a path by itself."""
+    scheme = scheme_of(path)
+    return not scheme or is_known(scheme)
+
+
+def advice_for(path: str) -> str:
+    """What to do about a remote path that cannot be used, as the end of a message."""
+    scheme = scheme_of(path)
+    bucket = f"{scheme}://{path.removeprefix(f'{scheme}://').partition('/')[0]}"
+    ways = {
+        "gs": " (Google Cloud: the role Storage Object User; `gcloud auth application-default login`)",
+        "s3": " (s3:ListBucket, s3:GetObject, s3:PutObject and s3:DeleteObject; `aws configure`, or AWS_PROFILE)",
+    }
+    return (
+        f"See that {bucket} exists, that this machine reaches it, and that its credentials may list, read, write and "
+        f"delete there{ways.get(scheme, '')}."
+    )

@@ -1,0 +1,99 @@
+"""Files of every file system that TensorFlow has: `gs://` comes with it, others with packages such as tensorflow-io."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+from collections.abc import Iterator
+
+import tensorflow as tf
+
+from tfdist.storage.base import Storage
+
+
+class TensorFlowStorage(Storage):
+    """Paths with a scheme that `tf.io.gfile` knows.
+
+    What it does is copying and `glob` alone, for these say what has failed. `listdir` and `isdir` answer a bucket that
+    cannot be listed like one that is empty; and where a `GFile` could not be written, TensorFlow tries again for
+    minutes as it is thrown away, and meanwhile no other thread of Python runs.
+    """
+
+    def names(self, folder: str, levels: int = 1) -> list[str]:
+        found = self._glob(f"{folder}{'/*' * levels}")
+        return [path.removeprefix(f"{folder}/") for path in found if not path.endswith("/")]
+
+    def exists(self, path: str) -> bool:
+        with os_errors():
+            return tf.io.gfile.exists(path)
+
+    def download(self, path: str, local: str) -> None:
+        with os_errors():
+            tf.io.gfile.copy(path, local, overwrite=True)
+
+    def upload(self, local: str, path: str) -> None:
+        with os_errors():
+            if not _has_folders(path):
+                tf.io.gfile.copy(local, path, overwrite=True)
+                return
+            tf.io.gfile.makedirs(os.path.dirname(path))
+            part = f"{path}.part-{secrets.token_hex(4)}"
+            tf.io.gfile.copy(local, part)
+            tf.io.gfile.rename(part, path, overwrite=True)
+
+    def remove(self, path: str) -> None:
+        with contextlib.suppress(FileNotFoundError), os_errors():
+            tf.io.gfile.remove(path)
+
+    def remove_all(self, folder: str) -> None:
+        if not _has_folders(folder):
+            super().remove_all(folder)
+            return
+        with contextlib.suppress(FileNotFoundError), os_errors():
+            tf.io.gfile.rmtree(folder)
+
+    def _glob(self, pattern: str) -> list[str]:
+        try:
+            with os_errors():
+                return tf.io.gfile.glob(pattern)
+        except FileNotFoundError:
+            return []
+
+
+def is_known(scheme: str) -> bool:
+    """Whether TensorFlow has a file system of this scheme; no request is sent."""
+    try:
+        tf.io.gfile.exists(f"{scheme}://")
+    except tf.errors.UnimplementedError:
+        return False
+    except tf.errors.OpError:
+        pass  # the path names no bucket
+    return True
+
+
+def _has_folders(path: str) -> bool:
+    """Whether folders have to be made, and files appear before they are complete: not so in a bucket.
+
+    There a folder would be an empty object, at eight requests each, and renaming would be copying.
+    """
+    return not path.startswith("gs://")
+
+
+@contextlib.contextmanager
+def os_errors() -> Iterator[None]:
+    """Turns TensorFlow's errors about files into the `OSError` that Python's own functions raise."""
+    try:
+        yield
+    except tf.errors.NotFoundError as error:
+        raise FileNotFoundError(_cause(error)) from error
+    except (tf.errors.PermissionDeniedError, tf.errors.UnauthenticatedError) as error:
+        raise PermissionError(_cause(error)) from error
+    except tf.errors.OpError as error:
+        raise OSError(_cause(error)) from error
+
+
+def _cause(error: tf.errors.OpError) -> str:
+    """Returns an error's message without the names of TensorFlow's internal functions."""
+    return re.sub(r"^\{\{function_node [^}]*\}\} | \[Op:\w+\].*$", "", error.message, flags=re.DOTALL)
