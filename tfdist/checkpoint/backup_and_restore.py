@@ -16,6 +16,7 @@ from tfdist.checkpoint.folder_lock import drill_folder
 from tfdist.checkpoint.save_schedule import SaveSchedule
 from tfdist.runtime.callback_order import Arranged
 from tfdist.steps.common_hooks import install
+from tfdist.storage.selection import check_remote_path, scheme_of
 
 
 class BackupAndRestore(Arranged):
@@ -37,9 +38,10 @@ class BackupAndRestore(Arranged):
     arguments.
 
     Args:
-        backup_dir: folder of the backups, local or anything that `tf.io.gfile` writes to. Only the chief needs to reach
-            it: the others are sent what it reads. Every fit needs a folder of its own, except several in one script
-            that each start makes in the same order.
+        backup_dir: folder of the backups: local, in a bucket that TensorFlow reaches (`gs://`), or one that fsspec
+            reaches with a package that you install (`s3://` with s3fs, ...). Only the chief needs to reach it: the
+            others are sent what it reads. Every fit needs a folder of its own, except several in one script that each
+            start makes in the same order.
         save_freq: `"epoch"`, a number of training steps, or a duration: `"30s"`, `"10min"`, `"2h"`.
         double_checkpoint: whether at least two backups stay, as in Keras; `max_to_keep` says how many.
         delete_checkpoint: whether the backups are deleted when the fit has finished. With `False`, a script that has
@@ -53,9 +55,10 @@ class BackupAndRestore(Arranged):
             77, or with 74 if that could not be saved. `None` leaves signals alone.
 
     Raises:
-        ValueError: for an empty `backup_dir`, an unknown `save_freq`, or no backup to keep; in `fit`, if the backup is
-            of another model, optimizer, loss, metrics or data, with the first difference, or of another version of
-            tfdist, in a format that this one does not know.
+        ValueError: for a `backup_dir` that is empty or of an unknown scheme, an unknown `save_freq`, or no backup to
+            keep; in `fit`, if the backup is of another model, optimizer, loss, metrics or data, with the first
+            difference, or of another version of tfdist, in a format that this one does not know.
+        ImportError: if the package for a remote `backup_dir` is not installed.
         OSError: in `fit`, if the folder cannot be made or written to, or if a backup cannot be read, again and again.
         tfdist.callbacks.DamagedBackupsError: in `fit`, if there are backups but all of them are damaged.
         tfdist.callbacks.FolderInUseError: in `fit`, if another training writes to the folder; uncaught, it ends the
@@ -85,7 +88,7 @@ class BackupAndRestore(Arranged):
     ):
         super().__init__()
         check_path("backup_dir", backup_dir, "a folder, such as 'backup'")
-        folder = str(backup_dir) if "://" in str(backup_dir) else os.path.expanduser(backup_dir)
+        folder = str(backup_dir) if scheme_of(str(backup_dir)) else os.path.expanduser(backup_dir)
         if not folder:
             raise ValueError("Received: backup_dir=''. Expected: the path of a folder, such as 'backup'.")
         for name, value in (("double_checkpoint", double_checkpoint), ("delete_checkpoint", delete_checkpoint)):
@@ -97,8 +100,9 @@ class BackupAndRestore(Arranged):
                 f"Received: max_to_keep={max_to_keep!r}. Expected: an integer of at least 1, since the newest backup "
                 "has to stay."
             )
-        install()
         folder_in_drill = drill_folder(folder, os.environ)
+        check_remote_path("backup_dir", folder_in_drill or folder)
+        install()
         self.backup_dir = folder_in_drill or folder
         self.save_freq = save_freq
         self.double_checkpoint = double_checkpoint
