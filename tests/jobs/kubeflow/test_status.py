@@ -289,6 +289,7 @@ def test_a_program_that_ends_has_told_the_last(controller: Controller) -> None:
     assert told[0] == 1 and told[-1] == 100
 
 
+@pytest.mark.exhaustive
 def test_a_program_ends_though_nobody_answers(controller: Controller) -> None:
     controller.answer = lambda handler: time.sleep(600)
     assert run_to_its_end(controller) < 90
