@@ -166,11 +166,12 @@ class TestCrashes:
         """The negative control: the trial that a tuner runs is given to another one as well."""
         first = Keeper(folder)
         running = first.oracle.create_trial("tuner1")
+        shutil.copytree(folder, folder.parent / "copy")
         second = random_search()
         BaseTuner(second, directory=str(folder), project_name="p")
         assert second.create_trial("tuner0").trial_id == running.trial_id
         # And with tfdist, it is the tuner's that runs it.
-        third = Keeper(folder, attempt="second")
+        third = Keeper(folder.parent / "copy", attempt="second")
         assert third.shared.create_trial(0, "second").trial_id != running.trial_id
         assert third.shared.create_trial(1, "first").trial_id == running.trial_id
 

@@ -117,6 +117,24 @@ def test_a_grid_search_of_models_equals_that_of_one_process(tune: Tune, tmp_path
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("search", "count"),
+    [
+        ('keras_tuner.Hyperband(build, "val_loss", max_epochs=2, factor=2, seed=3,', 5),
+        ('keras_tuner.BayesianOptimization(build, "val_loss", max_trials=3, num_initial_points=2, seed=3,', 3),
+    ],
+    ids=["Hyperband", "BayesianOptimization"],
+)
+def test_other_searches(tune: Tune, search: str, count: int) -> None:
+    """Hyperband's later trials go on with the weights of earlier ones, which another tuner may have trained."""
+    text = model_script().replace('keras_tuner.GridSearch(build, "val_loss",', search)
+    text = text.replace('hp.Choice("rate", [0.1, 0.01])', 'hp.Float("rate", 0.01, 0.1)')
+    running = tune("-n", "2", script=text)
+    assert_ended(running)
+    assert statuses_of(running.trials()) == ["COMPLETED"] * count
+
+
+@pytest.mark.exhaustive
 def test_a_killed_trial_goes_on_exactly(tune: Tune, tmp_path: Path) -> None:
     """With BackupAndRestore: the epochs that were done are not done again, and nothing changes."""
     backup = ', tfdist.callbacks.BackupAndRestore(str(here / "backup"), asynchronous=False)'
