@@ -147,14 +147,17 @@ class TestFailures:
         def inner(x: int) -> None:
             raise OwnError("of rank 1", x)
 
-        def function() -> None:
+        def function(begun: str) -> None:
             print("begins")
             if rank() == 1:
+                while not os.path.exists(begun):
+                    time.sleep(0.01)
                 inner(42)
+            Path(begun).touch()
             time.sleep(60)
 
         with pytest.raises(tfdist.LaunchError) as error:
-            tfdist.launch(function)
+            tfdist.launch(function, (os.path.abspath("begun"),))
         assert isinstance(error.value.__cause__, OwnError)
         assert error.value.__cause__.args == ("of rank 1", 42)
         assert error.value.ranks == (1,)
