@@ -116,8 +116,8 @@ TORCHRUN = dataclasses.replace(
     job="ranks-{MASTER_PORT}-{TORCHELASTIC_RUN_ID}",
     present=("TORCHELASTIC_RUN_ID",),
 )
-# TrainJobs of Kubeflow Trainer with the policy "torch", one process a pod: what torchrun, if it was started there, would
-# read. PET_NPROC_PER_NODE is for torchrun alone; without it the number of cores is set.
+# TrainJobs of Kubeflow Trainer with the policy "torch", one process a pod. The variables are those that torchrun reads;
+# PET_NPROC_PER_NODE is for torchrun alone, and often the number of cores.
 KUBEFLOW_TRAINER = dataclasses.replace(
     RANK_VARIABLES,
     name="Kubeflow Trainer",
