@@ -50,6 +50,8 @@ if __name__ == "__main__":
     )
 """
 
+# A trial waits until so many tuners have begun one: short ones would be over before the second tuner is there.
+ALL_THERE = 'while len({{line.split()[1] for line in open(here / "ran")}}) < {}: time.sleep(0.05)'
 # True for the first one who asks.
 ONCE = 'not (here / "killed").exists() and not (here / "killed").touch()'
 
@@ -98,9 +100,10 @@ def test_a_script_that_fails_before_its_search(tune: Tune) -> None:
 
 @pytest.mark.exhaustive
 def test_a_random_search_equals_that_of_one_process(tune: Tune, tmp_path: Path) -> None:
-    search = tune("-n", "3", script=script())
+    text = script(in_trial=f'if "TFDIST_TUNE" in os.environ:\n    {ALL_THERE.format(3)}')
+    search = tune("-n", "3", script=text)
     assert_ended(search)
-    trials, alone = search.trials(), serial(tmp_path / "alone", script())
+    trials, alone = search.trials(), serial(tmp_path / "alone", text)
     assert len(trials) == 6
     assert {tuner for _, tuner, _ in search.ran()} == {"tuner0", "tuner1", "tuner2"}
     assert values_of(trials) == values_of(alone)
@@ -189,7 +192,14 @@ tuner = Search(max_trials=3, seed=4, hyperparameters=space, directory=here / "ou
 tuner.search()
 (here / "last").write_text(f"{tuner.tuner_id}")
 """
-    search = tune("-n", "2", script=script(trials=3, more="overwrite=True") + again.replace("PROJECT", project))
+    # Those of the second search wait until both tuners are in it.
+    wait = f"""\
+        if (here / "after").exists():
+            while (here / "after").read_text().count("\\n") < 2: time.sleep(0.05)
+        else:
+            {ALL_THERE.format(2)}"""
+    first = script(trials=3, in_trial=wait, more="overwrite=True")
+    search = tune("-n", "2", script=first + again.replace("PROJECT", project))
     assert_ended(search)
     assert statuses_of(search.trials("out/p")) == statuses_of(search.trials(f"out/{project}")) == ["COMPLETED"] * 3
     assert len(search.ran()) == 6
@@ -203,8 +213,8 @@ tuner.search()
 
 @pytest.mark.exhaustive
 def test_a_project_of_each_process_is_refused(tune: Tune) -> None:
-    text = script().replace('here / "out"', "__import__('tempfile').mkdtemp()")
-    result = tune("-n", "2", script=text.replace("IN_TRIAL", "")).finish(DEADLINE)
+    text = script(in_trial=WAIT).replace('here / "out"', "__import__('tempfile').mkdtemp()")
+    result = tune("-n", "2", script=text).finish(DEADLINE)
     assert result.code == 1, result
     assert "Received: the project folder" in result.err and "Give the tuner a fixed directory=" in result.err
 
