@@ -256,8 +256,8 @@ def add_reporter(callbacks: list[keras.callbacks.Callback], model: Any) -> None:
     rank, size, name = 0, 1, own_name()
     if peers is not None:
         rank, size = peers.rank, len(peers.names)
-        # The name of the process without its address, which changes.
-        name = peers.names[rank].partition(" (")[0]
+        # The name of the process without its address, which changes; each tuner of a search has a worker 0.
+        name = name if os.environ.get("TFDIST_TUNE") else peers.names[rank].partition(" (")[0]
     # On the standard output only the chief writes: nobody would put together what each of them prints.
     wanted = (folder or path) and not (path == STANDARD_OUTPUT and rank > 0)
     events = EventLog(folder, name, path) if wanted else None

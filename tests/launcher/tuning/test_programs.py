@@ -62,14 +62,14 @@ def model_script(strategy: str = "", on_epoch: str = "pass", callbacks: str = ""
     return text.replace("CALLBACKS", callbacks).replace("MORE", more)
 
 
-def serial(folder: Path, text: str) -> dict[str, dict[str, Any]]:
+def serial(folder: Path, text: str, project: str = "out/p") -> dict[str, dict[str, Any]]:
     """The trials of a script without tfdist."""
     folder.mkdir()
     (folder / "search.py").write_text(text)
     subprocess.run([sys.executable, "search.py"], cwd=folder, check=True, timeout=DEADLINE, capture_output=True)
     found = Search.__new__(Search)
     found.folder = folder
-    return found.trials()
+    return found.trials(project)
 
 
 def by_values(trials: Mapping[str, Mapping[str, Any]], item: str) -> dict[str, Any]:
@@ -165,14 +165,16 @@ def test_two_processes_for_each_trial_equal_one(tune: Tune, tmp_path: Path, kill
     kill = "KILL = tfdist.discover().rank == 1 and (lambda: os.kill(os.getpid(), 9))" if killed else "KILL = None"
     strategy = f"strategy = tfdist.MultiWorkerMirroredStrategy()\n{kill}"
     of_strategy = ", distribution_strategy=strategy"
-    search = tune("-n", "1", "--workers-per-trial", "2", script=model_script(strategy, stop, more=of_strategy))
+    few = ('hp.Choice("rate", [0.1, 0.01])', "0.1")
+    text = model_script(strategy, stop, more=of_strategy).replace(*few)
+    search = tune("-n", "1", "--workers-per-trial", "2", script=text)
     assert_ended(search)
     pids = {line.split()[1] for line in (tmp_path / "epochs").read_text().splitlines()}
     assert len(pids) == (4 if killed else 2)
-    alone = serial(tmp_path / "alone", model_script())
+    alone = serial(tmp_path / "alone", model_script().replace(*few))
     scores, expected = by_values(search.trials(), "score"), by_values(alone, "score")
     assert scores == pytest.approx(expected, rel=1e-4)
-    assert len(scores) == 4
+    assert len(scores) == 2
 
 
 @pytest.mark.exhaustive
@@ -227,16 +229,13 @@ def test_the_guide(tune: Tune, tmp_path: Path) -> None:
     assert result.code == 0, result
     (found,) = json.loads(result.out)
     assert found["over"] and len(found["trials"]) == 6 and found["objective"] == "val_accuracy"
-    assert "[tuner 0] accuracy of the best one: 0.9" in result.err
+    assert "[tuner 0] accuracy of the best one: 0.87" in result.err
     assert "[tuner 1]" not in result.err
     assert (tmp_path / "best.keras").exists()
-    alone = serial(tmp_path / "alone", block.text)
-    ours = {trial["trial"]: trial["score"] for trial in found["trials"]}
-    assert ours == {name: trial["score"] for name, trial in alone.items()} or not alone
-    # That of one process has its folder beside the script.
-    path = tmp_path / "alone" / "search" / "digits"
-    theirs = {p.parent.name: json.loads(p.read_text())["score"] for p in path.glob("trial_*/trial.json")}
-    assert {f"trial_{name}": score for name, score in ours.items()} == theirs
+    alone = serial(tmp_path / "alone", block.text, "search/digits")
+    assert {trial["trial"]: trial["score"] for trial in found["trials"]} == {
+        name: trial["score"] for name, trial in alone.items()
+    }
 
 
 class TestSlurm:
