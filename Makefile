@@ -62,6 +62,7 @@ durations: test test-rest
 # Keras' tests import what few users of TensorFlow have, jax and torch: only here.
 conformance: $(VENV)/.test $(VENV)/.conformance
 	$(RUN)python tools/conformance.py $(ARGS)
+	$(RUN)python -m pytest -m "" -k "orbax" tests/fault_tolerance tests/launcher/test_documentation_programs.py
 
 # Some 200 faults in an hour. Without SEED, each time others.
 SECONDS ?= 3600

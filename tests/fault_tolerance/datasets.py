@@ -117,6 +117,52 @@ def _from_generator() -> tf.data.Dataset:
     return tf.data.Dataset.from_generator(lambda: zip(x, y, strict=True), output_signature=spec).batch(BATCH)
 
 
+class Rows:
+    """A source of Grain, without a representation of its own: each process has another one."""
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        x, y = arrays()
+        return x[index], y[index]
+
+
+def _with_noise(row: tuple, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    x, y = row
+    return x + np.float32([0, *0.1 * generator.standard_normal(4)]).astype("float32"), y
+
+
+def _drawn(row: tuple) -> tuple[np.ndarray, np.ndarray]:
+    x, y = row
+    return x + np.float32([0, *0.1 * np.random.randn(4)]).astype("float32"), y
+
+
+def _grain_rows() -> Any:
+    import grain
+
+    return grain.MapDataset.source(Rows()).shuffle(seed=7)
+
+
+def _grain_iter(dataset: Any) -> Any:
+    """Rows in windows, after the reading threads: a state that is more than a number."""
+    import grain
+
+    rows = dataset.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=5))
+    return grain.experimental.WindowShuffleIterDataset(rows, window_size=10, seed=3).filter(lambda row: row[0][0] < 50)
+
+
+def _grain_loader(workers: int) -> Any:
+    import grain
+
+    return grain.DataLoader(
+        data_source=Rows(),
+        sampler=grain.samplers.IndexSampler(ROWS, shuffle=True, seed=5, num_epochs=1),
+        operations=[grain.transforms.Batch(BATCH)],
+        worker_count=workers,
+    )
+
+
 # Each returns the first argument of `fit`.
 DATASETS: dict[str, Callable[[], Any]] = {
     "dataset in order": lambda: slices().batch(BATCH),
@@ -134,6 +180,13 @@ DATASETS: dict[str, Callable[[], Any]] = {
     "py_function": lambda: slices().map(_as_is).batch(BATCH),
     "from_generator": _from_generator,
     "generator": _generator,
+    "Grain": lambda: _grain_rows().seed(2).random_map(_with_noise).batch(BATCH),
+    "Grain, another": lambda: _grain_rows().batch(BATCH + 1),
+    "Grain, repeat": lambda: _grain_rows().repeat().batch(BATCH),
+    "Grain, iterated": lambda: _grain_iter(_grain_rows()).batch(BATCH),
+    "Grain, loader": lambda: _grain_loader(0),
+    "Grain, loader with workers": lambda: _grain_loader(2),
+    "Grain, np.random": lambda: _grain_rows().map(_drawn).batch(BATCH),
     "PyDataset": Pieces,
     "PyDataset, 2 workers": lambda: Pieces(workers=2),
     "PyDataset, random": lambda: Noisy(random.random),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -61,6 +62,7 @@ OMISSIONS: dict[str, Callable[[Checkpoint], Checkpoint]] = {
     "random numbers": _meta(random=lambda state: random_state.capture()),
     "CSV": _meta(csv=lambda lengths: {}),
     "batches": _meta(position=lambda position: {**position, "taken": 0}),
+    "Grain state": _meta(position=lambda position: {**position, "grain": json.dumps({"next_index": 0})}),
     "orders": _meta(position=lambda position: {**position, "made": 1}),
     "validations": _meta(validations=lambda count: 0),
     "nothing": lambda checkpoint: checkpoint,

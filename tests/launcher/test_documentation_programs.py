@@ -44,7 +44,7 @@ WHOLE_DIFFS = (
     "docs/moving/from-tf-keras.md",
 )
 # Packages that tfdist does not require.
-NEEDS = {"docs/memory.md": "matplotlib", "docs/monitoring.md": "tensorboard"}
+NEEDS = {"docs/memory.md": "matplotlib", "docs/monitoring.md": "tensorboard", "docs/orbax.md": "orbax"}
 # What fragments take for granted.
 GIVEN = """
 import keras

@@ -28,8 +28,9 @@ class BackupAndRestore(Arranged):
     writes, all restore, and another number of workers may go on.
 
     The position within an epoch is found again for arrays, `tf.data` pipelines whose seeds are set
-    (`keras.utils.set_random_seed`), `keras.utils.PyDataset`, and `dataset_fn`. With other data (generators, Python code
-    in a pipeline, random numbers without seeds) it saves at the ends of epochs only, and says so.
+    (`keras.utils.set_random_seed`), `keras.utils.PyDataset`, Grain datasets, and `dataset_fn`. With other data
+    (generators, Python code in a pipeline, random numbers without seeds) it saves at the ends of epochs only, and says
+    so.
 
     Under `tfdist drill` (TFDIST_DRILL_DIR is set) it uses a folder of the drill with the last part of `backup_dir` as
     its name, and keeps the last backup, which the drill compares; the script's own folder is left alone.

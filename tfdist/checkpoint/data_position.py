@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from tfdist.checkpoint import plain_data
 from tfdist.compat.hooks import hooks_of
-from tfdist.compat.upstream import ArrayDataAdapter, PyDatasetAdapter, TFDatasetAdapter, context
+from tfdist.compat.upstream import ArrayDataAdapter, GrainDatasetAdapter, PyDatasetAdapter, TFDatasetAdapter, context
 from tfdist.inspection import random_state
 from tfdist.inspection.dataset_properties import can_save_iterator, draws_seeds, seeds, why_not_repeatable
 
@@ -74,15 +74,31 @@ class DataPosition:
         adapter = epoch_iterator.data_adapter
         self._is_arrays = isinstance(adapter, ArrayDataAdapter) and dataset_fn is None
         self._py_dataset = adapter.py_dataset if isinstance(adapter, PyDatasetAdapter) and dataset_fn is None else None
+        self._grain = self._record_grain()
         self._array_seed = self._new_array_seed()
         self._saves_iterator = self._should_save_iterator()
         self.obstacle = None if self._saves_iterator else self._find_obstacle()
         self.epoch = 0
         epoch_iterator._enumerate_iterator = self._enumerate
 
+    def _record_grain(self) -> Any:
+        """The Grain dataset, if the data are one, from now on one that tells its position."""
+        adapter, before = self._iterator.data_adapter, self._iterator._distributed_dataset
+        if not isinstance(adapter, GrainDatasetAdapter) or self._dataset_fn is not None:
+            return None
+        from tfdist.checkpoint.grain_position import RecordedDataset  # it imports Grain, which not everybody has
+
+        adapter._dataset = recorded = RecordedDataset(adapter._dataset)
+        self._iterator._distributed_dataset = after = self._distribute(adapter.get_tf_dataset())
+        if hasattr(before, "steps"):
+            after.steps = before.steps
+        return recorded
+
     def _find_obstacle(self) -> str | None:
         if self._dataset_fn is not None or self._is_arrays:
             return None
+        if self._grain is not None:
+            return self._grain.obstacle
         adapter = self._iterator.data_adapter
         if self._py_dataset is not None:
             changes = any(
@@ -164,6 +180,8 @@ class DataPosition:
             tensors[_ITERATOR] = tf.raw_ops.SerializeIterator(
                 resource_handle=iterator._current_iterator._iterator_resource, external_state_policy=_FAIL
             )
+        if self._grain is not None and state["goes on"] and state["taken"] and self.obstacle is None:
+            state["grain"] = self._grain.state_after(iterator._steps_seen)
         if self._py_dataset is not None:
             state["random at begin"] = self._random_at_begin
             if hasattr(self._py_dataset, "get_state"):
@@ -202,6 +220,8 @@ class DataPosition:
                         f"saved: {then}. Pass the same data (with the same seeds) as before, or another backup_dir to "
                         "begin anew."
                     )
+        if "grain" in state and self._grain is not None:
+            self._grain.check(state["grain"])
         self._resumed = state
         self._saved_iterator = tensors.get(_ITERATOR)
         self.epoch = epoch
@@ -263,6 +283,8 @@ class DataPosition:
         iterator._steps_seen += iterator.steps_per_execution
         yield step, step + iterator.steps_per_execution - 1, iterator._current_iterator
         self._in_epoch = step + iterator.steps_per_execution
+        if self._grain is not None:
+            self._grain.forget_before(iterator._steps_seen)
         self._after_step(self._in_epoch)
 
     def _steps_of_own_dataset(self, first: int) -> Iterator:
@@ -291,7 +313,10 @@ class DataPosition:
                 self._make()
         self._made = before
         if goes_on:
-            iterator._current_iterator = self._make(skip=0 if self._saved_iterator is not None else state["taken"])
+            has_state = self._saved_iterator is not None or "grain" in state
+            if "grain" in state:
+                self._grain.begin_at(state["taken"], state["grain"])
+            iterator._current_iterator = self._make(skip=0 if has_state else state["taken"])
             if self._saved_iterator is not None:
                 tf.raw_ops.DeserializeIterator(
                     resource_handle=iterator._current_iterator._iterator_resource, serialized=self._saved_iterator

@@ -13,7 +13,7 @@ tries the next one.
 | Names | What for | Public, or what would replace them |
 |---|---|---|
 | TFEpochIterator, pythonify_logs | `fit` step by step: parameter servers, and which step a strategy is given | hooks for strategies in Keras' trainer, keras issue 20585 |
-| ArrayDataAdapter, PyDatasetAdapter, TFDatasetAdapter, data_adapter_utils | what kind of data `fit` was given, and how it is shuffled | - |
+| ArrayDataAdapter, GrainDatasetAdapter, PyDatasetAdapter, TFDatasetAdapter, data_adapter_utils | what kind of data `fit` was given, and how it is shuffled | - |
 | model_supports_jit | what `jit_compile="auto"` means | - |
 | Functional, unpack_singleton, Node | layers of a model as a graph: pipelines, memory | `keras.models.clone_model(call_function=)` does a part |
 | CallContext | calls of layers that are run again | - |
@@ -54,6 +54,7 @@ from keras.src.ops.node import Node
 from keras.src.random.seed_generator import global_seed_generator
 from keras.src.trainers.data_adapters import data_adapter_utils
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from keras.src.trainers.data_adapters.grain_dataset_adapter import GrainDatasetAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from keras.src.trainers.trainer import model_supports_jit
@@ -113,6 +114,7 @@ __all__ = [
     "DistributedVariable",
     "FuncGraph",
     "Functional",
+    "GrainDatasetAdapter",
     "IteratorSpec",
     "Node",
     "NoneTensorSpec",

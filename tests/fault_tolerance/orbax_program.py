@@ -1,0 +1,84 @@
+"""A training that Keras' OrbaxCheckpoint saves, and that goes on where it was, as Keras' documentation shows.
+
+`python orbax_program.py FOLDER EPOCHS STRATEGY [KILL]`: with KILL, the process that writes is killed while it saves
+that epoch, unless the folder has an earlier one already that it has begun with. Prints what came of it as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfdist
+
+
+def strategy_of(name: str) -> tf.distribute.Strategy:
+    """The strategy with this name."""
+    if name == "workers":
+        return tfdist.MultiWorkerMirroredStrategy(peer_timeout=60)
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+    return tfdist.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
+def build() -> keras.Model:
+    """A model whose layers have names: by them, its weights are found again."""
+    inputs = keras.Input((16,))
+    hidden = keras.layers.Dense(512, activation="relu", name="hidden")(inputs)
+    model = keras.Model(inputs, keras.layers.Dense(1, name="output")(hidden), name="model")
+    model.compile("adam", "mse")
+    model.optimizer.build(model.trainable_variables)  # else its slots are not there yet, and are not restored
+    return model
+
+
+class Counted(keras.callbacks.OrbaxCheckpoint):
+    """Counts what it saves, and dies while it does."""
+
+    saves, kill = 0, None
+
+    def _save_checkpoint(self, step: int, logs: Any = None) -> None:
+        self.saves += 1
+        if step == self.kill:
+            threading.Thread(target=self._die_while_it_is_written, args=(f"{step}.orbax-checkpoint-tmp",)).start()
+        super()._save_checkpoint(step, logs)
+
+    def _die_while_it_is_written(self, name: str) -> None:
+        while not os.path.exists(os.path.join(self.directory, name)):
+            pass
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main(folder: str, epochs: int, name: str, kill: int | None = None) -> None:
+    """Trains, from the newest checkpoint on."""
+    strategy = strategy_of(name)
+    keras.utils.set_random_seed(1)
+    x = np.random.RandomState(0).randn(96, 16).astype("float32")
+    with strategy.scope():
+        model = build()
+    found = sorted(int(path.name) for path in Path(folder).glob("*") if path.name.isdigit())
+    if found:
+        model.load_weights(folder)
+    callback = Counted(folder, max_to_keep=3)
+    callback.kill = None if found else kill
+    # The order of the rows does not depend on how many epochs there were before.
+    begin = found[-1] + 1 if found else 0
+    model.fit(
+        *(x, x.sum(1, keepdims=True)),
+        **{"batch_size": 16, "shuffle": False, "epochs": epochs, "initial_epoch": begin, "verbose": 0},
+        callbacks=[callback],
+    )
+    total = [float(np.asarray(v, "float64").sum()).hex() for v in (*model.variables, *model.optimizer.variables)]
+    print(json.dumps({"begin": begin, "saves": callback.saves, "sums": total}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]) if sys.argv[4:] else None)
