@@ -14,6 +14,8 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tests.launcher.conftest import wait_until
 from tfdist.launcher.failure import choose
@@ -208,14 +210,7 @@ class _Connection(Connection):
 @pytest.mark.parametrize("silence", [4.0, 12.0])
 def test_a_host_that_has_fallen_silent_is_to_blame_for_failures_elsewhere(tmp_path, silence: float) -> None:
     """TensorFlow notices within ten seconds that a host is cut off, and then the processes of the others fail."""
-    one, two = _Connection("one"), _Connection("two")
-    hosts = SimpleNamespace(connections={"one": one, "two": two})
-    plans = [ProcessPlan("worker", index, ("true",), {}, host=name) for index, name in enumerate(("one", "two"))]
-    guardian = SimpleNamespace(add=lambda pid: None, remove=lambda pid: None)
-    one.told = [{"kind": "started", "name": "worker 0", "pid": 1}]
-    two.told = [{"kind": "started", "name": "worker 1", "pid": 2}]
-    terminal = Terminal(io.BytesIO(), is_tty=False)
-    with HostsGroup(plans, tmp_path, terminal, guardian, 0, hosts) as group:
+    with group_of_two(tmp_path) as (group, one, two):
         two.channel.heard -= silence
         one.told = [Output(0, b"UnavailableError: gone\n"), {"kind": "end", "name": "worker 0", "status": 1}]
         ended = group.tick()
@@ -225,8 +220,54 @@ def test_a_host_that_has_fallen_silent_is_to_blame_for_failures_elsewhere(tmp_pa
         assert culprit.name == ("worker 1" if silence > 8 else "worker 0")
         if silence > 8:
             assert culprit.cause == "host two does not answer any more: no sign of it for 12 s; it ran worker 1"
-        one.told = [{"kind": "over", "name": "worker 0"}]
-        two.told = [{"kind": "end", "name": "worker 1", "status": 0}, {"kind": "over", "name": "worker 1"}]
-    for connection in (one, two):
-        os.close(connection.channel.reading)
-        os.close(connection.channel.writing)
+        else:
+            assert culprit.cause == "worker 0 on one failed with exit code 1 (UnavailableError: gone)"
+
+
+VALUES = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.lists(st.integers(), max_size=2)
+)
+NAMES = ("name", "pid", "state", "status", "text", "age", "reports", "phase", "step", "resumed_step")
+KINDS = ("started", "state", "end", "over", "closed", "progress", "error", "events", "message", "ready", "hello", "x")
+TOLD = st.one_of(
+    st.builds(Output, st.integers(0, 3), st.binary(max_size=20)),
+    st.builds(
+        lambda kind, name, more: {"kind": kind, "name": name, **more},
+        st.sampled_from(KINDS),
+        st.sampled_from(["worker 0", "worker 1", "worker 7"]) | VALUES,
+        st.dictionaries(st.sampled_from(NAMES[1:]), VALUES),
+    ),
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(TOLD, max_size=4))
+def test_whatever_an_agent_says_is_taken_or_ends_its_connection(tmp_path, told: list) -> None:
+    with group_of_two(tmp_path) as (group, one, two):
+        one.told = told
+        group.tick()
+        assert not two.lost
+        for report in group.progress().values():
+            assert report is None or isinstance(report.step, int)
+
+
+@contextmanager
+def group_of_two(tmp_path: Path) -> Iterator[tuple[HostsGroup, _Connection, _Connection]]:
+    """Two processes, each on a host of its own, which have started; they end with the block."""
+    one, two = _Connection("one"), _Connection("two")
+    hosts = SimpleNamespace(connections={"one": one, "two": two})
+    plans = [ProcessPlan("worker", index, ("true",), {}, host=name) for index, name in enumerate(("one", "two"))]
+    guardian = SimpleNamespace(add=lambda pid: None, remove=lambda pid: None)
+    one.told = [{"kind": "started", "name": "worker 0", "pid": 1}]
+    two.told = [{"kind": "started", "name": "worker 1", "pid": 2}]
+    terminal = Terminal(io.BytesIO(), is_tty=False)
+    try:
+        with HostsGroup(plans, tmp_path, terminal, guardian, 0, hosts) as group:
+            yield group, one, two
+            for connection, name in ((one, "worker 0"), (two, "worker 1")):
+                ends = [{"kind": "end", "name": name, "status": 0}, {"kind": "over", "name": name}]
+                connection.told = [] if connection.lost else ends
+    finally:
+        for connection in (one, two):
+            os.close(connection.channel.reading)
+            os.close(connection.channel.writing)

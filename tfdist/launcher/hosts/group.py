@@ -234,7 +234,7 @@ class HostsGroup(ProcessGroup):
             for told in connection.hear():
                 try:
                     self._take(connection, told)
-                except (KeyError, TypeError, ValueError) as error:
+                except (KeyError, TypeError, ValueError, OverflowError) as error:
                     connection.lose(f"host {connection.name}: its agent has said {cleaned(told, 200)} ({error!r})")
             if not connection.lost:
                 connection.send()
@@ -263,6 +263,8 @@ class HostsGroup(ProcessGroup):
     def _take(self, connection: Connection, told: Message | Output) -> None:
         if isinstance(told, Output):
             process = self._numbers[told.number]
+            if process.connection is not connection:
+                raise ValueError("the output of another host")
             process.hear(told.data)
             if process.plan.shown:
                 self._terminal.feed(process.plan.name, told.data)
@@ -284,11 +286,10 @@ class HostsGroup(ProcessGroup):
 
     def _of(self, connection: Connection, name: str) -> RemoteProcess:
         """The process of this name now; its output may still come with the number of one before."""
-        return next(
-            process
-            for process in reversed(self._numbers.values())
-            if process.plan.name == name and process.connection is connection
-        )
+        for process in reversed(self._numbers.values()):
+            if process.plan.name == name and process.connection is connection:
+                return process
+        raise KeyError(name)
 
     def _note_progress(self, process: RemoteProcess, told: Message) -> None:
         if process.plan.name not in self._progress:
