@@ -16,7 +16,7 @@ import pytest
 from tests.launcher.conftest import Launch, wait_until
 
 # The processes import TensorFlow, on a machine that does other things as well.
-DEADLINE = 150.0
+DEADLINE = 240.0
 
 # Each trial leaves a line, and waits for the file "go" if the test wants it to.
 SCRIPT = """\
