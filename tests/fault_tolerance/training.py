@@ -173,7 +173,6 @@ CALLBACKS: dict[str, Callable[[int], keras.callbacks.Callback]] = {
     ),
     "csv": lambda n: keras.callbacks.CSVLogger(f"log-{n}.csv"),
     "gs checkpoint": lambda n: keras.callbacks.ModelCheckpoint("gs://bucket/models/epoch-{epoch:02d}.keras"),
-    "gs csv": lambda n: keras.callbacks.CSVLogger("gs://bucket/logs/log.csv"),
     "schedule": lambda n: keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.9),
     "progress bar": lambda n: keras.callbacks.ProgbarLogger(),
     "one csv": lambda n: keras.callbacks.CSVLogger("log.csv", append=True),

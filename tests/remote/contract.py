@@ -51,7 +51,8 @@ def all_names_are_listed(storage: Storage, root: str) -> None:
     expected = [f"folder-{number}/{name}" for number in range(7) for name in ("manifest", "state")]
     for path in [*expected[1:], "beside", "folder-1/deeper/file"]:
         storage.write(f"{root}/{path}", b"x")
-    assert sorted(set(storage.names(root, levels=2)) - {"folder-1/deeper"}) == sorted(expected[1:])
+    # Where there are folders, they may be listed, too.
+    assert sorted(name for name in storage.names(root, levels=2) if "deeper" not in name) == sorted(expected[1:])
     found = storage.folders_with(root, "manifest")
     assert {name: found[name] for name in sorted(found) if name != "beside"} == {
         f"folder-{number}": number > 0 for number in range(7)

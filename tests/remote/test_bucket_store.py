@@ -26,8 +26,9 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Make:
     monkeypatch.setattr(patience, "PAUSES", (0.001, 0.001))
 
     def made(storage: MemoryStorage, keep: int = 2, **options: object) -> CheckpointStore:
-        monkeypatch.setattr(module, "storage_of", lambda path: storage)
-        return CheckpointStore(ROOT, keep, **options)
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "storage_of", lambda path: storage)
+            return CheckpointStore(ROOT, keep, **options)
 
     return made
 
@@ -180,7 +181,7 @@ def test_a_bucket_that_cannot_be_read_is_not_empty(make: Make, monkeypatch: pyte
     store = make(storage)
     names = write_numbers(store, 2)
 
-    def fail(*args: object) -> None:
+    def fail(*args: object, **options: object) -> None:
         raise OSError("503 Service Unavailable")
 
     with monkeypatch.context() as patch:

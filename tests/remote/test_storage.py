@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import builtins
-import importlib
 import itertools
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 
 from tests.remote.contract import CONTRACT
@@ -84,17 +82,7 @@ def test_refused_paths(path: str, kind: type[Exception], message: str) -> None:
 
 @pytest.mark.parametrize("has_fsspec", [True, False])
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, has_fsspec: bool) -> None:
-    missing = "s3fs" if has_fsspec else "fsspec"
-    original, of_module = builtins.__import__, importlib.import_module
-
-    def no_such(name: str, *args: Any, **options: Any) -> Any:
-        if name.partition(".")[0] == missing:
-            raise ModuleNotFoundError(name)
-        return (original if args or options else of_module)(name, *args, **options)
-
-    monkeypatch.setattr(fsspec.registry, "_registry", {})
-    monkeypatch.setattr(importlib, "import_module", no_such)
-    monkeypatch.setattr(builtins, "__import__", no_such)
+    monkeypatch.setitem(sys.modules, "s3fs" if has_fsspec else "fsspec.registry", None)
     with pytest.raises(ImportError, match=r"'s3://bucket/run'.*on all machines of the job: pip install s3fs$"):
         check_remote_path("backup_dir", "s3://bucket/run")
 

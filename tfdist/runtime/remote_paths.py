@@ -11,8 +11,7 @@ from tfdist.storage.probe import check_writable
 from tfdist.storage.selection import advice_for, check_remote_path, is_tensorflows, may_be_remote, storage_of
 
 _PATHS = {"ModelCheckpoint": "filepath", "CSVLogger": "filename", "TensorBoard": "log_dir"}
-# Whole files: the others add to a file again and again, which buckets cannot, and TensorFlow does for gs:// alone.
-_WHOLE = ("ModelCheckpoint",)
+_LOCAL_INSTEAD = "Let it write to a local path, and copy that when the training has ended."
 
 
 class RemotePaths(keras.callbacks.Callback):
@@ -49,11 +48,16 @@ def add_path_check(callbacks: list[keras.callbacks.Callback], model: Any) -> Non
     paths = [path for callback in callbacks for path in _remote_paths(callback)]
     for kind, attribute, path in paths:
         check_remote_path(f"{kind}'s {attribute}", path)
-        if kind not in _WHOLE and not is_tensorflows(path):
+        if kind == "CSVLogger":
+            raise ValueError(
+                f"Received: {kind}({attribute}={path!r}). Expected: a local path: this callback asks its file whether "
+                "it is closed, which TensorFlow's files cannot tell, and fails at the end of the training. "
+                f"{_LOCAL_INSTEAD}"
+            )
+        if kind == "TensorBoard" and not is_tensorflows(path):
             raise ValueError(
                 f"Received: {kind}({attribute}={path!r}). Expected: a local path, or one that TensorFlow opens by "
-                "itself (gs://): this callback adds to its file, and a bucket has whole files only. Let it write to a "
-                "local path, and copy that when the training has ended."
+                f"itself (gs://), which writes these files. {_LOCAL_INSTEAD}"
             )
     is_chief = getattr(getattr(model, "distribute_strategy", None), "is_chief", True)
     if paths and is_chief and not any(isinstance(callback, RemotePaths) for callback in callbacks):
