@@ -359,6 +359,18 @@ class TestSeveralProcesses:
         assert ran[0] == ran[1] == ["0", "1", "2", "3", "4"]
         assert keeper.oracle.end_order == ran[0]
 
+    def test_the_keeper_stays_until_the_others_have_left(self, served: Callable, folder: Path) -> None:
+        _, service = served(processes=2)
+        client = client_of(folder, 0, 1, 2)
+        waiting = threading.Thread(target=service.wait_for_processes, daemon=True)
+        waiting.start()
+        waiting.join(0.5)
+        assert waiting.is_alive()
+        assert client.state()["trials"] == []
+        client.leave()
+        waiting.join(60.0)
+        assert not waiting.is_alive()
+
     def test_a_trial_has_failed_if_it_has_in_one(self, served: Callable, folder: Path) -> None:
         keeper, _ = served(processes=2, make=lambda: random_search(max_trials=1))
 

@@ -16,7 +16,7 @@ from keras_tuner.engine.trial import Trial
 from tfdist.cluster import sockets
 from tfdist.cluster.connections import ENDS, authenticate, framed, receive, send
 from tfdist.tuning.member import START_AGAIN, Meeting, Member
-from tfdist.tuning.service import SEARCHES, STATE
+from tfdist.tuning.service import LEAVES, SEARCHES, STATE
 
 Answer = dict[str, Any]
 
@@ -122,6 +122,10 @@ class OracleClient:
     def state(self) -> Answer:
         """All that the shared oracle knows."""
         return self._ask({"name": STATE, "search": self._number})["value"]
+
+    def leave(self) -> None:
+        """Says that this process needs nothing more of the search."""
+        self._ask({"name": LEAVES, "search": self._number, "rank": self._member.rank})
 
     def _call(self, name: str, *arguments: Any) -> Any:
         member = self._member

@@ -59,6 +59,8 @@ class Searches:
                 client.wait_for_search(self._number + 1)
             tuner.oracle = oracle
             set_state(oracle, client.state())
+            if not self._member.tuner:
+                client.leave()
 
     def may_overwrite(self, project: Path) -> bool:
         """Whether a tuner may begin its project anew: not if this is a further start, or a further tuner."""
@@ -80,6 +82,7 @@ class Searches:
         tuner.oracle = OracleClient(oracle, self._member, self._number, self._service.answer)
         try:
             yield
+            self._service.wait_for_processes()
         except SearchEndedError:
             assert shared.failure is not None
             raise shared.failure from None

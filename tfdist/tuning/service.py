@@ -27,11 +27,13 @@ from tfdist.cluster.connections import Connection, Listener, authenticate, recei
 from tfdist.tuning.member import Meeting, Member, own_hosts
 from tfdist.tuning.shared_oracle import COMPLETED, IDLE, SearchFailedError, SharedOracle
 
-# Requests that any process makes for itself.
-SEARCHES, STATE = "searches", "state"
+# Requests that any process makes for itself. The last one is of a process of the tuner that keeps the oracle, which
+# must not end before.
+SEARCHES, STATE, LEAVES = "searches", "state", "leaves"
 _WAIT: dict[str, Any] = {"wait": True}
 _LARGEST = 1 << 26
 _SECONDS = 60.0
+_PAUSE = 0.02
 # When one process of a tuner has failed in a trial, the others either fail as well, or wait for it in vain.
 _PATIENCE = 30.0
 
@@ -58,6 +60,8 @@ class OracleService:
         self._member = member
         self._searches: list[SharedOracle] = []
         self._tuners: dict[tuple[int, int], _Tuner] = {}
+        # Of which search which process of this tuner has been told all, which it asks for when it leaves the search.
+        self._told: set[tuple[int, int]] = set()
         self._lock = threading.Lock()
         self._key = secrets.token_hex(32)
         bound = sockets.bind_host("127.0.0.1", 0) if member.alone else sockets.bind_everywhere(0, reuse=False)
@@ -85,6 +89,9 @@ class OracleService:
         shared = self._searches[number - 1]
         if request["name"] == STATE:
             return {"value": shared.state()}
+        if request["name"] == LEAVES:
+            self._told.add((number, rank))
+            return {"value": None}
         with self._lock:
             tuner = self._tuners.get((number, request["tuner"]))
             if tuner is None or tuner.attempt != request["attempt"]:
@@ -104,6 +111,12 @@ class OracleService:
         if answer is not _WAIT:
             self._keep(tuner, request, answer)
         return answer
+
+    def wait_for_processes(self) -> None:
+        """Waits until the other processes of this tuner have left the last search; then this one may end."""
+        number = len(self._searches)
+        while len([1 for search, _ in tuple(self._told) if search == number]) < self._member.processes - 1:
+            time.sleep(_PAUSE)
 
     def close(self) -> None:
         """Stops serving."""
