@@ -6,6 +6,7 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from tests.system.ssh import SSHD, Sshds, alias
 
 pytestmark = [pytest.mark.netns, pytest.mark.skipif(SSHD is None or os.geteuid() != 0, reason="no sshd, or not root")]
 
+HOROVOD = pytest.mark.skipif(find_spec("horovod") is None, reason="no Horovod: make horovod")
 _SECONDS = 240.0
 _SOON = 30.0
 TRAIN = ("-m", "tests.system.training_program")
@@ -178,6 +180,28 @@ def test_secrets_are_in_no_command_line(run_on, own_hosts, assert_nothing_is_lef
     job.launch.popen.send_signal(signal.SIGTERM)
     assert job.end(_SECONDS) == 143
     assert_nothing_is_left()
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        ("PipelineStrategy", ("--stages", "2")),
+        pytest.param("HorovodStrategy", ("-n", "2", "--transport", "horovod"), marks=HOROVOD),
+    ],
+)
+def test_other_strategies_train_as_on_one_machine(run_on, jobs, strategy: str, options: tuple[str, ...]) -> None:
+    words = ("-m", "tests.system.strategy_program", strategy)
+    started = [
+        run_on(["n9", "n10"], *words, options=options),
+        jobs.start("{python}", "-m", "tfdist", "run", *options, *words),
+    ]
+    assert [job.end(_SECONDS) for job in started] == [0, 0], [job.output for job in started]
+    (losses,), (expected,) = (re.findall(r"losses (\S+) (\S+)", job.output) for job in started)
+    np.testing.assert_allclose([float(loss) for loss in losses], [float(loss) for loss in expected], rtol=1e-6)
+    assert float(losses[1]) < float(losses[0])
+    assert "2 hosts (my-n9: worker 0; my-n10: worker 1)" in started[0].output
 
 
 @pytest.mark.parametrize(
