@@ -74,6 +74,7 @@ TOPICS = {
             for name in ("Mirrored", "Pipeline", "HostOffload")
         },
         "MultiWorker": ["tests/cluster/test_on_chief.py::TestOnChief::test_the_chief_sees_what_one_process_sees"],
+        "Horovod": ["tests/horovod/test_on_chief.py::test_the_first_process_has_the_callback"],
         "servers": ["tests/cluster/test_on_chief.py::test_with_parameter_servers"],
     },
     "`model.stop_training` on some processes": {

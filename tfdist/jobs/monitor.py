@@ -207,7 +207,9 @@ def view(run: RunState, title: str, status: str, is_running: bool, now: float, r
         local-3: queued
     """
     lines = [_line(f"{title}: {status}", "bold")]
-    chief = run.chief
+    if run.search is not None:
+        lines.append(_line(f"  {run.search.shown()}"))
+    chief = run.chief if run.search is None else None
     if chief is not None and chief.progress is not None:
         lines.append(_line(f"  {chief.progress.shown(is_running, now)}"))
     if run.ranks:

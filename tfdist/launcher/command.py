@@ -51,6 +51,7 @@ _INSTALL_HELP = "Let the Tab key complete command lines of tfdist, in new shells
 _ELSEWHERE = {
     **dict.fromkeys(("submit", "status", "logs", "cancel", "monitor", "goodput"), "tfdist.jobs.command"),
     "plan": "tfdist.planning.command",
+    "tune": "tfdist.tuning.command",
 }
 _POSITIVE = click.FloatRange(min=0, min_open=True)
 _GRACE_HELP = "Seconds before SIGKILL; also until an evaluator is stopped once the training has ended."

@@ -1,0 +1,144 @@
+"""Scripts of strangers with `keras.callbacks.BackupAndRestore`: only the import is replaced, and a killed fit resumes.
+
+Each is killed in the middle of an epoch by a callback of its own, started again, and has to end as the same script that
+nobody has killed. With Keras' own callback it does not: the negative control.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.processes import forked
+from tests.tiers import daily
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+_DEADLINE = 120.0
+KERAS, OURS = "from keras.callbacks import BackupAndRestore", "from tfdist.callbacks import BackupAndRestore"
+# What is the same in all scripts: data, a death in the second epoch at the first start, and what is compared.
+_HEAD = f"""
+import json, os, signal, sys
+import keras
+import numpy as np
+{KERAS}
+
+keras.utils.set_random_seed(3)
+x = np.random.default_rng(1).normal(size=(96, 8)).astype("float32")
+y = x[:, :1] - x[:, 1:2]
+
+
+class Death(keras.callbacks.Callback):
+    steps = 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        Death.steps += 1
+        if Death.steps == 10 and "KILL" in os.environ:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def layers():
+    return [keras.layers.Dense(16, "relu"), keras.layers.Dropout(0.3), keras.layers.Dense(1)]
+
+
+def end(model, history):
+    result = {{"history": history.history, "steps": Death.steps, "weights": [w.tolist() for w in model.get_weights()]}}
+    with open("result.json", "w") as file:
+        json.dump(result, file)
+"""
+SCRIPTS = {
+    "positional arguments": """
+model = keras.Sequential([keras.Input((8,)), *layers()])
+model.compile("adam", "mse")
+backup = BackupAndRestore("./backup", 4, True, False)
+end(model, model.fit(x, y, 16, 3, callbacks=[backup, Death()], verbose=0))
+""",
+    "named arguments, among other callbacks, subclassed": """
+class Network(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.parts = layers()
+
+    def call(self, x, training=False):
+        for part in self.parts:
+            x = part(x, training=training) if isinstance(part, keras.layers.Dropout) else part(x)
+        return x
+
+model = Network()
+model.compile(optimizer=keras.optimizers.Adam(0.01), loss="mse", metrics=["mae"])
+callbacks = [
+    keras.callbacks.ReduceLROnPlateau("loss", patience=0, factor=0.5),
+    BackupAndRestore(backup_dir=os.path.join(os.getcwd(), "backup"), save_freq=2, delete_checkpoint=True),
+    keras.callbacks.ModelCheckpoint("best.weights.h5", save_weights_only=True, save_best_only=True),
+    keras.callbacks.EarlyStopping("val_loss", patience=5, restore_best_weights=True),
+    Death(),
+]
+end(model, model.fit(x, y, batch_size=16, epochs=3, validation_split=0.25, callbacks=callbacks, verbose=0))
+""",
+    "inside of the scope of two devices": """
+import tensorflow as tf
+import tfdist
+cpu = tf.config.list_physical_devices("CPU")[0]
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+strategy = tfdist.MirroredStrategy(["CPU:0", "CPU:1"])
+with strategy.scope():
+    inputs = keras.Input((8,))
+    outputs = inputs
+    for layer in layers():
+        outputs = layer(outputs)
+    model = keras.Model(inputs, outputs)
+    model.compile("adam", "mse")
+    callbacks = [Death(), BackupAndRestore("backup", save_freq=3)]
+    end(model, model.fit(x, y, batch_size=16, epochs=3, callbacks=callbacks, verbose=0))
+""",
+    "outside of the scope, a dataset, at the ends of epochs": """
+import tensorflow as tf
+import tfdist
+strategy = tfdist.MultiWorkerMirroredStrategy()
+dataset = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(96, seed=1).batch(16)
+with strategy.scope():
+    model = keras.Sequential([keras.Input((8,)), *layers()])
+    model.compile("adam", "mse")
+end(model, model.fit(dataset, epochs=3, callbacks=[BackupAndRestore("backup"), Death()], verbose=0, shuffle=False))
+""",
+}
+
+
+def ran(folder: Path, text: str, **env: str) -> int:
+    """Runs a script there; returns its exit code."""
+    folder.mkdir(exist_ok=True)
+    (folder / "script.py").write_text(text)
+    process = forked(["script.py"], folder / "log", folder, {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **env})
+    try:
+        return process.wait(_DEADLINE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        pytest.fail(f"not within {_DEADLINE:.0f} s:\n{(folder / 'log').read_text()[-3000:]}")
+
+
+def results(tmp_path: Path, text: str) -> tuple[dict, dict]:
+    """What a script ends with undisturbed, and after it was killed and started again."""
+    assert ran(tmp_path / "alone", text) == 0, (tmp_path / "alone/log").read_text()[-3000:]
+    killed = ran(tmp_path / "killed", text, KILL="1")
+    assert killed == -9, (tmp_path / "killed/log").read_text()[-3000:]
+    assert ran(tmp_path / "killed", text) == 0, (tmp_path / "killed/log").read_text()[-3000:]
+    first, second = (json.loads((tmp_path / name / "result.json").read_text()) for name in ("alone", "killed"))
+    assert first.pop("steps") > second.pop("steps"), "the second start has done only what was left"
+    return first, second
+
+
+@pytest.mark.parametrize("name", daily(SCRIPTS, "positional arguments"))
+def test_only_the_import_is_replaced(tmp_path, name):
+    alone, resumed = results(tmp_path, (_HEAD + SCRIPTS[name]).replace(KERAS, OURS))
+    assert resumed == alone
+
+
+@pytest.mark.exhaustive
+def test_keras_own_callback_does_not_do_it(tmp_path):
+    alone, resumed = results(tmp_path, _HEAD + SCRIPTS["positional arguments"])
+    assert resumed["weights"] != alone["weights"]
+    assert resumed["history"] != alone["history"]
