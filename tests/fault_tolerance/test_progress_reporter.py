@@ -14,6 +14,7 @@ pytestmark = pytest.mark.cluster
 
 def reports() -> dict[str, Any]:
     """Runs in a process of its own: what can be read at each callback, over a fit, a prediction and a resumed fit."""
+    import contextlib
     import os
 
     import keras
@@ -22,6 +23,7 @@ def reports() -> dict[str, Any]:
     from tfdist.runtime.progress_callback import ProgressReporter
     from tfdist.steps.common_hooks import install
     from tfdist.supervision.progress import VARIABLE, ProgressFile, ProgressWriter
+    from tfdist.supervision.time_spent import STEPS, VALIDATION, time_spent
 
     install()
     file = ProgressFile()
@@ -76,6 +78,20 @@ def reports() -> dict[str, Any]:
     # Of three batches the second execution has one.
     model.compile("sgd", "mse", steps_per_execution=2)
     found["uneven"] = fit(Spy(), epochs=2)
+
+    class Fails(keras.callbacks.Callback):
+        def on_test_begin(self, logs=None):
+            time_spent().goes_into(STEPS)
+            time_spent().begin(VALIDATION)
+            raise KeyError
+
+    with contextlib.suppress(KeyError):
+        model.fit(*data, verbose=0, callbacks=[Fails()], validation_data=data)
+    before = time_spent().read()
+    time.sleep(0.1)
+    found["spent after a fit that failed"] = [
+        seconds - before[kind] for kind, seconds in time_spent().read().items() if seconds != before[kind]
+    ]
 
     callbacks = keras.callbacks.CallbackList([], model=model)
     found["reporters"] = sum(isinstance(callback, ProgressReporter) for callback in callbacks.callbacks)
@@ -136,6 +152,10 @@ def test_a_resumed_fit_counts_on(found: dict[str, Any]) -> None:
         ("done", 33, 30),
     ]
     assert found["anew"][-1] == ("end", "done", 3, None)
+
+
+def test_a_fit_that_has_failed_spends_no_more_time(found: dict[str, Any]) -> None:
+    assert found["spent after a fit that failed"] == []
 
 
 def test_one_reporter_that_costs_little(found: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 from tests.fault_tolerance.numbered import write_numbers
+from tests.fault_tolerance.test_store_read_errors import failing
 from tfdist.checkpoint.store import CheckpointStore
 
 VALUES = {
@@ -68,6 +69,19 @@ def test_relative_folder_stays_when_the_working_directory_changes(
     store = CheckpointStore("backup")
     monkeypatch.chdir("/")
     assert (store.write({}, {}), os.listdir(tmp_path / "backup")) == ("checkpoint-00000001", ["checkpoint-00000001"])
+
+
+def test_what_else_is_in_the_folder_is_nobodys_business(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As lost+found of a disk, which its owner alone may enter."""
+    (tmp_path / "lost+found").mkdir()
+    forbidden = PermissionError("Permission denied")
+    for name in ("stat", "listdir", "scandir"):
+        monkeypatch.setattr(os, name, failing(getattr(os, name), f"{tmp_path}/lost+found", float("inf"), forbidden))
+    names = write_numbers(CheckpointStore(tmp_path, max_to_keep=1), 2)
+    store = CheckpointStore(tmp_path)
+    assert (store.names(), store.newest().name) == (names[1:], names[1])
+    store.clear()
+    assert os.listdir(tmp_path) == ["lost+found"]
 
 
 @pytest.mark.parametrize("keep", [1, 3])

@@ -6,9 +6,9 @@ import contextlib
 import errno
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pytest
 import tensorflow as tf
@@ -21,7 +21,6 @@ from tfdist.checkpoint.manifest import (
     UnreadableCheckpointError,
     decode_manifest,
     encode_manifest,
-    open_local,
     verify_checkpoint,
 )
 from tfdist.checkpoint.store import CheckpointStore
@@ -53,12 +52,6 @@ def failing(
     return call
 
 
-@contextlib.contextmanager
-def opening(path: str) -> Iterator[BinaryIO]:
-    with open_local(path) as file:
-        yield file
-
-
 class Failing:
     """What fails where a store reads, one of the functions that it calls."""
 
@@ -75,7 +68,7 @@ class Failing:
             error = tf.errors.DataLossError(None, None, "Unable to open table file: Stale file handle")
             self._patch.setattr(train, "NewCheckpointReader", failing(train.NewCheckpointReader, NEWEST, times, error))
         else:
-            self._patch.setattr(self._store, "_open", failing(opening, f"{NEWEST}/{what}", times))
+            self._patch.setattr(manifest, "open", failing(open, f"{NEWEST}/{what}", times), raising=False)
 
 
 PLACES = ["list", "look", "manifest.json", "state.index", "state.data-00000-of-00001", "tensors"]
@@ -142,7 +135,7 @@ def test_a_written_backup_counts_though_old_ones_cannot_be_looked_at(
     write_numbers(CheckpointStore(tmp_path, max_to_keep=1), 1)
     store = CheckpointStore(tmp_path, max_to_keep=1)
     with monkeypatch.context() as patch:
-        patch.setattr(store, "_open", failing(open_local, "00000001/manifest.json", float("inf")))
+        patch.setattr(manifest, "open", failing(open, "00000001/manifest.json", float("inf")), raising=False)
         with pytest.warns(UserWarning, match=r"Old checkpoints in .* cannot be removed now: .*Stale"):
             assert store.write({}, {}) == "checkpoint-00000002"
     assert store.names() == ["checkpoint-00000001", "checkpoint-00000002"]
@@ -178,11 +171,12 @@ def test_a_later_format_is_refused_and_stays(tmp_path: Path, form: Callable[[byt
     assert path.read_bytes() == content
 
 
-def test_an_unreadable_file_is_no_damage(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [name] = write_numbers(CheckpointStore(tmp_path), 1)
     error = OSError(errno.EIO, "Input/output error")
+    monkeypatch.setattr(manifest, "open", failing(open, "state.index", float("inf"), error), raising=False)
     with pytest.raises(UnreadableCheckpointError, match=r"state.index: \[Errno 5\] Input/output error"):
-        verify_checkpoint(f"{tmp_path}/{name}", failing(open_local, "state.index", float("inf"), error))
+        verify_checkpoint(f"{tmp_path}/{name}")
 
 
 @pytest.mark.parametrize(

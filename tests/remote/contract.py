@@ -12,7 +12,7 @@ from tfdist.storage.base import Storage
 
 def what_was_written_is_read(storage: Storage, root: str) -> None:
     storage.write(f"{root}/a/one", b"1")
-    assert (storage.read(f"{root}/a/one"), storage.exists(f"{root}/a/one")) == (b"1", True)
+    assert (storage.read(f"{root}/a/one"), storage.names(f"{root}/a")) == (b"1", ["one"])
     storage.write(f"{root}/a/empty", b"")
     assert storage.read(f"{root}/a/empty") == b""
 
@@ -24,7 +24,6 @@ def another_content_takes_the_place_of_the_first(storage: Storage, root: str) ->
 
 
 def what_is_not_there(storage: Storage, root: str) -> None:
-    assert not storage.exists(f"{root}/a/absent")
     with pytest.raises(FileNotFoundError):
         storage.read(f"{root}/a/absent")
     with tempfile.TemporaryDirectory() as folder, pytest.raises(FileNotFoundError):
@@ -64,7 +63,7 @@ def a_folder_is_removed(storage: Storage, root: str) -> None:
     for path in ("a/one", "a/two", "ab/three"):
         storage.write(f"{root}/{path}", b"x")
     storage.remove(f"{root}/a/one")
-    assert not storage.exists(f"{root}/a/one")
+    assert storage.names(f"{root}/a") == ["two"]
     storage.remove_all(f"{root}/a")
     assert (storage.names(f"{root}/a"), storage.names(f"{root}/ab")) == ([], ["three"])
 
@@ -72,7 +71,7 @@ def a_folder_is_removed(storage: Storage, root: str) -> None:
 def one_of_two_creates(storage: Storage, root: str) -> None:
     made = storage.create(f"{root}/a/lease", b"first")
     if made is None:
-        assert not storage.exists(f"{root}/a/lease")
+        assert storage.names(f"{root}/a") == []
         return
     assert made is True
     assert storage.create(f"{root}/a/lease", b"second") is False

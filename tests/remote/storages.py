@@ -25,9 +25,6 @@ class MemoryStorage(Storage):
         below = [path.removeprefix(f"{folder}/") for path in list(self.objects) if path.startswith(f"{folder}/")]
         return [name for name in below if name.count("/") == levels - 1]
 
-    def exists(self, path: str) -> bool:
-        return path in self.objects
-
     def download(self, path: str, local: str) -> None:
         if path not in self.objects:
             raise FileNotFoundError(path)

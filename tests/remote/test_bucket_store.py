@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 
@@ -193,6 +194,62 @@ def test_a_bucket_that_cannot_be_read_is_not_empty(make: Make, monkeypatch: pyte
         with pytest.raises(UnreadableCheckpointError, match=f"{ROOT}/{names[1]} cannot be read.*manifest.json: 503"):
             store.newest()
     assert store.newest().meta == {"number": 1}
+
+
+def test_a_checkpoint_that_one_listing_leaves_out_stays(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is removed as incomplete has to be incomplete in the very listing that it is found in."""
+    storage = MemoryStorage()
+    names = write_numbers(make(storage), 2)
+    calls = 0
+
+    def listed(folder: str, levels: int = 1) -> list[str]:
+        nonlocal calls
+        calls += 1
+        found = MemoryStorage.names(storage, folder, levels)
+        return found if calls == 1 else [name for name in found if names[1] not in name]
+
+    monkeypatch.setattr(storage, "names", listed)
+    make(storage)
+    monkeypatch.undo()
+    assert make(storage, writer=False).newest().name == names[1]
+
+
+def test_a_download_that_is_cut_short_once_is_no_damage(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = MemoryStorage()
+    names = write_numbers(make(storage), 2)
+    for part in ("manifest.json", ".index", ".data"):
+        left = [1]
+
+        def download(path: str, local: str, part: str = part, left: list[int] = left) -> None:
+            MemoryStorage.download(storage, path, local)
+            if names[1] in path and part in path and left[0]:
+                left[0] -= 1
+                os.truncate(local, os.path.getsize(local) // 2)
+
+        with monkeypatch.context() as patch, warnings.catch_warnings():
+            warnings.simplefilter("error")
+            patch.setattr(storage, "download", download)
+            assert make(storage, writer=False).newest().meta == {"number": 1}
+        assert left == [0]
+
+
+def test_what_a_failed_write_has_left_goes_with_the_next_backup(make: Make) -> None:
+    storage = Disturbed({})
+    store = make(storage, keep=1)
+    write_numbers(store, 1)
+
+    def fail(number: int, what: str, path: str) -> None:
+        if what == "remove" or path.endswith("manifest.json"):
+            raise OSError("503 Service Unavailable")
+
+    storage.before = fail
+    with pytest.raises(OSError, match="checkpoint-00000002 cannot be written"):
+        store.write({}, {"value": np.ones(3)})
+    storage.before = lambda *args: None
+    folders = {path.split("/")[4] for path in storage.objects}
+    assert folders == {"checkpoint-00000001", "checkpoint-00000002"}, "it has left something"
+    assert write_numbers(store, 1) == ["checkpoint-00000003"]
+    assert {path.split("/")[4] for path in storage.objects} == {"checkpoint-00000003"}
 
 
 def test_who_has_lost_the_folder_changes_nothing_there(make: Make) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -16,6 +17,7 @@ import tensorflow as tf
 import tfdist
 from tfdist.compat import keras_files
 from tfdist.runtime.remote_paths import _folder_of
+from tfdist.steps.common_hooks import CommonHooks
 from tfdist.storage import probe
 
 ROWS = np.random.default_rng(1).normal(size=(24, 3)).astype("float32")
@@ -106,6 +108,19 @@ def test_what_would_fail_later_is_refused(kind: str, path: str) -> None:
     callback = getattr(keras.callbacks, kind)(path)
     with pytest.raises(ValueError, match=rf"Received: {kind}\(.*{path}'\)\. Expected: a local path.*copy that when"):
         fitted(callback)
+
+
+def test_it_is_refused_on_every_process() -> None:
+    """Others than the chief do not keep these callbacks, and would wait for it."""
+
+    class Elsewhere(CommonHooks):
+        def _arrange(self, callback_list: Any, callbacks: list, model: Any) -> list:
+            return []
+
+    with pytest.raises(ValueError, match=r"Received: CSVLogger\(.*Expected: a local path"):
+        Elsewhere().arrange_callbacks(
+            SimpleNamespace(callbacks=[keras.callbacks.CSVLogger("ram://bucket/logs")]), functional()
+        )
 
 
 def test_keras_csv_logger_cannot_close_a_remote_file() -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from tests.remote.storages import Disturbed, MemoryStorage
 from tfdist.checkpoint.folder_lock import FolderInUseError
+from tfdist.checkpoint.remote import lease as module
 from tfdist.checkpoint.remote.lease import FolderLease, LeaseLostError, Owner
 from tfdist.storage import patience
 from tfdist.supervision.identity import Identity
@@ -178,6 +179,72 @@ def test_a_removed_lease_is_made_again() -> None:
     first = storage.objects.pop(PATH)
     held.check()
     assert storage.objects == {PATH: first}
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["the same fit", "the next fit"])
+def test_who_stood_still_takes_no_free_folder_back(monkeypatch: pytest.MonkeyPatch, again: bool) -> None:
+    """Another training may have begun there, saved, and ended."""
+    storage = MemoryStorage()
+    held = lease(storage, expiry=60.0)
+    del storage.objects[PATH]
+    now = module._now()
+    monkeypatch.setattr(module, "_now", lambda: now + 100.0)
+    with pytest.raises(LeaseLostError, match=rf"has taken over the folder {FOLDER}, since .* sign of life for 60 s"):
+        lease(storage, expiry=60.0) if again else held.check()
+    held.release()
+    assert storage.objects == {}
+
+
+def test_signs_of_life_are_counted_from_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = MemoryStorage()
+    held = lease(storage, renewal=0.02, expiry=60.0)
+    began = module._now()
+    monkeypatch.setattr(module, "_now", lambda: began + 100.0)
+    number, end = owner_in(storage).renewals, time.monotonic() + 60
+    while owner_in(storage).renewals < number + 2:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    held._ended.set()
+    with held._lock:
+        del storage.objects[PATH]
+    held.check()
+    assert owner_in(storage).token == held._own.token
+
+
+class Creating(MemoryStorage):
+    """Of two that create an object at once, one fails."""
+
+    def __init__(self, *errors: OSError) -> None:
+        super().__init__()
+        self.errors, self.tried = list(errors), 0
+
+    def create(self, path: str, content: bytes) -> bool:
+        self.tried += 1
+        if path in self.objects:
+            return False
+        if self.errors and isinstance(self.errors[0], TimeoutError):
+            self.objects[path] = content  # the answer alone was lost
+        if self.errors:
+            raise self.errors.pop(0)
+        self.objects[path] = content
+        return True
+
+
+@pytest.mark.parametrize(
+    ("errors", "tried"),
+    [((), 1), ((OSError("503"),), 2), ((TimeoutError(),), 2), ((OSError("501 Not Implemented"),) * 9, 3)],
+)
+def test_a_lease_is_created(errors: tuple[OSError, ...], tried: int) -> None:
+    storage = Creating(*errors)
+    lease(storage).check()
+    assert (owner_in(storage).pid, storage.tried) == (os.getpid(), tried)
+
+
+def test_a_lease_that_may_not_be_created_is_told() -> None:
+    storage = Creating(PermissionError("403"))
+    with pytest.raises(PermissionError, match="403"):
+        lease(storage)
+    assert storage.tried == 1
 
 
 def test_another_fit_of_the_process_goes_on_with_it() -> None:

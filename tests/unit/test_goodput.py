@@ -515,6 +515,12 @@ def test_what_the_time_of_a_process_goes_into() -> None:
     passes(64)
     found = {kind: seconds for kind, seconds in spent.read().items() if seconds}
     assert found == {"preparing": 1, "steps": 18, "validation": 4, "saving": 8, "between_epochs": 32}
+    # A fit that has failed is over, whatever it was in.
+    spent.goes_into(STEPS)
+    spent.begin(VALIDATION)
+    spent.fit_ends()
+    passes(128)
+    assert {kind: seconds for kind, seconds in spent.read().items() if seconds} == found
     # A validation that has failed is over when the next fit begins.
     spent.begin(VALIDATION)
     spent.fit_begins()

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, BinaryIO
+from typing import Any
 
 from tfdist.storage import patience
 from tfdist.storage.patience import NOT_A_FILE, entries_of, is_there, patiently
@@ -18,9 +16,6 @@ from tfdist.storage.patience import NOT_A_FILE, entries_of, is_there, patiently
 # Whatever a later format changes, it keeps the manifest's name and its field "format": by these it is left alone here.
 FORMAT = 1
 MANIFEST_NAME = "manifest.json"
-
-OpenFile = Callable[[str], AbstractContextManager[BinaryIO]]
-open_local: OpenFile = functools.partial(open, mode="rb")
 
 # The checksum is the file's last entry and covers every byte before it, so that no altered bit goes unnoticed.
 _MANIFEST_TEXT = re.compile(rb'(\{.*),\n"crc32": "([0-9a-f]{8})"\}\n', re.DOTALL)
@@ -157,17 +152,17 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
-def measure_file(path: str, open_file: OpenFile = open_local) -> FileRecord:
+def measure_file(path: str) -> FileRecord:
     """Reads a file, and returns its size and its checksum."""
     size = checksum = 0
-    with open_file(path) as file:
+    with open(path, "rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
             size += len(chunk)
             checksum = zlib.crc32(chunk, checksum)
     return FileRecord(size, checksum)
 
 
-def read_file(path: str, open_file: OpenFile = open_local) -> bytes:
+def read_file(path: str) -> bytes:
     """Returns the content of a small file.
 
     Raises:
@@ -175,18 +170,17 @@ def read_file(path: str, open_file: OpenFile = open_local) -> bytes:
     """
 
     def read() -> bytes:
-        with open_file(path) as file:
+        with open(path, "rb") as file:
             return file.read()
 
     return patiently(read)
 
 
-def verify_checkpoint(folder: str, open_file: OpenFile = open_local, shown: str | None = None) -> Manifest:
+def verify_checkpoint(folder: str, shown: str | None = None) -> Manifest:
     """Returns the manifest of the checkpoint in a folder, after it has compared every file with it.
 
     Args:
         folder: The checkpoint's own folder, such as `backup/checkpoint-00000012`.
-        open_file: How to open a file for reading.
         shown: What messages call the folder, if it is a copy of another one.
 
     Raises:
@@ -196,7 +190,7 @@ def verify_checkpoint(folder: str, open_file: OpenFile = open_local, shown: str 
     """
     shown = shown or folder
     try:
-        manifest = decode_manifest(read_file(os.path.join(folder, MANIFEST_NAME), open_file))
+        manifest = decode_manifest(read_file(os.path.join(folder, MANIFEST_NAME)))
     except FileNotFoundError:
         raise DamagedCheckpointError(shown, f"{MANIFEST_NAME} is missing") from None
     except NOT_A_FILE as error:
@@ -211,14 +205,14 @@ def verify_checkpoint(folder: str, open_file: OpenFile = open_local, shown: str 
     except ValueError as error:
         raise DamagedCheckpointError(shown, str(error)) from error
     for name, expected in manifest.files.items():
-        if fault := _file_fault(folder, name, expected, open_file, shown):
+        if fault := _file_fault(folder, name, expected, shown):
             raise DamagedCheckpointError(shown, f"{name} {fault}")
     return manifest
 
 
-def _file_fault(folder: str, name: str, expected: FileRecord, open_file: OpenFile, shown: str) -> str | None:
+def _file_fault(folder: str, name: str, expected: FileRecord, shown: str) -> str | None:
     try:
-        found = patiently(lambda: measure_file(os.path.join(folder, name), open_file))
+        found = patiently(lambda: measure_file(os.path.join(folder, name)))
     except FileNotFoundError:
         return "is missing"
     except NOT_A_FILE as error:

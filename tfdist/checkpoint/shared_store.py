@@ -21,17 +21,12 @@ import tensorflow as tf
 
 from tfdist.checkpoint.fit_identity import is_final
 from tfdist.checkpoint.folder_lock import FolderInUseError, FolderLock
-from tfdist.checkpoint.manifest import (
-    DamagedBackupsError,
-    DamagedCheckpointError,
-    UnknownFormatError,
-    patiently,
-    read_file,
-)
-from tfdist.checkpoint.remote.lease import FolderLease
+from tfdist.checkpoint.manifest import DamagedBackupsError, DamagedCheckpointError, UnknownFormatError, read_file
+from tfdist.checkpoint.remote.lease import FolderLease, LeaseLostError
 from tfdist.checkpoint.store import Checkpoint, CheckpointStore
 from tfdist.runtime.elastic import Members
 from tfdist.steps.collectives import broadcast_bytes
+from tfdist.storage.patience import patiently
 from tfdist.storage.probe import check_writable
 from tfdist.storage.selection import advice_for, scheme_of, storage_of
 
@@ -73,8 +68,8 @@ class SharedStore:
         try:
             if is_chief:
                 self._lock = _lock(self.directory)
-            guard = self._lock.check if isinstance(self._lock, FolderLease) else lambda: None
-            self._store = CheckpointStore(self.directory, max_to_keep, is_chief, guard)
+            guard = self._lock.check if isinstance(self._lock, FolderLease) else None
+            self._store = CheckpointStore(self.directory, max_to_keep, is_chief, guard=guard)
             self.directory = self._store.directory
         except FolderInUseError as error:
             self._problem = error
@@ -105,10 +100,10 @@ class SharedStore:
         except OSError as error:
             if not self._is_remote:
                 raise
+            # Those of another training are not to be removed.
+            advice = "" if isinstance(error, LeaseLostError) else " Remove them before you train anew there."
             warnings.warn(
-                f"The backups in {self.directory} cannot be removed: {error}. Remove them before you train anew there.",
-                RuntimeWarning,
-                stacklevel=2,
+                f"The backups in {self.directory} cannot be removed: {error}.{advice}", RuntimeWarning, stacklevel=2
             )
 
     def release(self) -> None:
@@ -194,7 +189,7 @@ class SharedStore:
         content = problem = None
         if self._peers.rank == 0:
             try:
-                with self._store.local_copy(name) as folder:
+                with self._store._local_copy(name) as folder:
                     content = packed(folder)
             except OSError as error:
                 problem = f"The checkpoint {self.directory}/{name} cannot be read: {error}. Start again once it can."
@@ -324,7 +319,7 @@ def fingerprint_of(store: CheckpointStore, name: str) -> str:
     Raises:
         OSError: If it cannot be read.
     """
-    return hashlib.sha256(store.manifest_of(name)).hexdigest()
+    return hashlib.sha256(store._manifest_of(name)).hexdigest()
 
 
 def packed(folder: str) -> bytes:

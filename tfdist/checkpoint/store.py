@@ -30,12 +30,11 @@ from tfdist.checkpoint.manifest import (
     decode_manifest,
     encode_manifest,
     measure_file,
-    open_local,
     read_file,
     verify_checkpoint,
 )
 from tfdist.checkpoint.tensor_files import fault_of_tensors, load_tensors, save_tensors
-from tfdist.storage.patience import patiently
+from tfdist.storage.patience import entries_of, is_there, patiently
 from tfdist.storage.selection import storage_of
 from tfdist.storage.tensorflow_files import os_errors
 
@@ -83,18 +82,18 @@ class CheckpointStore:
         directory: str | os.PathLike[str],
         max_to_keep: int = 3,
         writer: bool = True,
-        guard: Callable[[], None] = lambda: None,
+        *,
+        guard: Callable[[], None] | None = None,
     ) -> None:
         if max_to_keep < 1:
             raise ValueError(f"Received: max_to_keep={max_to_keep}. Expected: 1 or more: the newest one stays.")
         path = os.fspath(directory).removeprefix("file://")
         self._storage = storage_of(path)
-        self._open = open_local
         # The process may change its working directory later.
         self.directory = os.path.abspath(path) if self._storage.is_local else path.rstrip("/")
         self.max_to_keep = max_to_keep
         self._writer = writer
-        self._guard = guard
+        self._guard = guard or (lambda: None)
         self._damaged: set[str] = set()
         self._known: set[str] = set()
         self._writing = threading.Lock()
@@ -102,8 +101,10 @@ class CheckpointStore:
             if self._storage.is_local:
                 with os_errors():
                     tf.io.gfile.makedirs(self.directory)
-            for name in set(self._folders()) - set(self.names()):
-                self._remove(name)
+            # One look: of two, the second one might not see what is complete.
+            for name, is_complete in self._look().items():
+                if not is_complete:
+                    self._remove(name)
 
     def write(self, meta: Mapping[str, Any], tensors: Mapping[str, tf.Tensor | np.ndarray]) -> str:
         """Writes a checkpoint, then removes the oldest of more than `max_to_keep`.
@@ -196,9 +197,9 @@ class CheckpointStore:
             UnreadableCheckpointError: If the disk fails, again and again.
         """
 
-        def read() -> Checkpoint:
-            with self.local_copy(name) as folder:
-                manifest = verify_checkpoint(folder, self._open, self._path(name))
+        def copied() -> Checkpoint:
+            with self._local_copy(name) as folder:
+                manifest = verify_checkpoint(folder, self._path(name))
                 prefix = os.path.join(folder, _prefix_in(manifest))
                 try:
                     if fault := fault_of_tensors(prefix, manifest):
@@ -209,6 +210,15 @@ class CheckpointStore:
                     # The files were whole a moment ago: if they are not now, the next attempt says so.
                     raise OSError(f"TensorFlow cannot read its tensors: {error}") from error
 
+        def read() -> Checkpoint:
+            try:
+                return copied()
+            except DamagedCheckpointError:
+                if self._storage.is_local:
+                    raise
+                # A download that was cut short is no damage of the checkpoint.
+                return copied()
+
         try:
             return patiently(read, final=(UnreadableCheckpointError,))
         except UnreadableCheckpointError:
@@ -217,7 +227,7 @@ class CheckpointStore:
             raise UnreadableCheckpointError(self._path(name), str(error)) from error
 
     @contextlib.contextmanager
-    def local_copy(self, name: str) -> Iterator[str]:
+    def _local_copy(self, name: str) -> Iterator[str]:
         """A local folder with the files of a checkpoint, as far as they are there: its own, if it is local.
 
         Raises:
@@ -243,14 +253,14 @@ class CheckpointStore:
             raise UnreadableCheckpointError(self._path(name), f"{file}: {error}") from error
         return True
 
-    def manifest_of(self, name: str) -> bytes:
+    def _manifest_of(self, name: str) -> bytes:
         """The manifest of a checkpoint, as it is.
 
         Raises:
             OSError: If it cannot be read, again and again.
         """
         path = self._path(name, MANIFEST_NAME)
-        return read_file(path, self._open) if self._storage.is_local else patiently(lambda: self._storage.read(path))
+        return read_file(path) if self._storage.is_local else patiently(lambda: self._storage.read(path))
 
     def clear(self) -> None:
         """Removes all checkpoints, except those of an unknown format.
@@ -300,12 +310,16 @@ class CheckpointStore:
     def _prune(self) -> None:
         try:
             self._guard()
-            names = [name for name in self.names() if self._is_ours(name)]
+            folders = self._look()
+            names = [name for name, is_complete in folders.items() if is_complete and self._is_ours(name)]
         except OSError as error:  # the new checkpoint is complete nevertheless
             warnings.warn(f"Old checkpoints in {self.directory} cannot be removed now: {error}", stacklevel=3)
             return
         kept = [name for name in names if not self._is_still_damaged(name)][-self.max_to_keep :]
-        for name in set(names).difference(kept):
+        # What an earlier `write` could not finish goes, too: it may be as large as a checkpoint.
+        last = max(map(checkpoint_number, names), default=0)
+        unfinished = [name for name in folders if not folders[name] and checkpoint_number(name) < last]
+        for name in (*unfinished, *(name for name in names if name not in kept)):
             try:
                 self._remove(name)
             except OSError as error:
@@ -316,7 +330,7 @@ class CheckpointStore:
         """Whether this version of tfdist may remove a checkpoint: not one of a later version."""
         if name not in self._known:
             try:
-                decode_manifest(self.manifest_of(name))
+                decode_manifest(self._manifest_of(name))
             except UnknownFormatError:
                 return False
             except ValueError:
@@ -329,8 +343,8 @@ class CheckpointStore:
         if name not in self._damaged:
             return False
         try:
-            with self.local_copy(name) as folder:
-                verify_checkpoint(folder, self._open, self._path(name))
+            with self._local_copy(name) as folder:
+                verify_checkpoint(folder, self._path(name))
         except DamagedCheckpointError:
             return True
         except OSError:
@@ -356,13 +370,14 @@ class CheckpointStore:
     def _look(self) -> dict[str, bool]:
         """The checkpoints' folders, oldest first, and whether each is complete."""
         if self._storage.is_local:
-            found = self._storage.folders_with(self.directory, MANIFEST_NAME)
-        else:
-            found = patiently(lambda: self._storage.folders_with(self.directory, MANIFEST_NAME))
+            # What else is there may be none of this process' business, such as lost+found.
+            names = checkpoint_names(entries_of(self.directory))
+            return {name: is_there(self._path(name, MANIFEST_NAME)) for name in names}
+        found = patiently(lambda: self._storage.folders_with(self.directory, MANIFEST_NAME))
         return {name: found[name] for name in checkpoint_names(found)}
 
     def _folders(self) -> list[str]:
-        return checkpoint_names(self._storage.names(self.directory) if self._storage.is_local else self._look())
+        return checkpoint_names(entries_of(self.directory)) if self._storage.is_local else list(self._look())
 
     def _path(self, *parts: str) -> str:
         return os.path.join(self.directory, *parts)

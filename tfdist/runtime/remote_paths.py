@@ -38,15 +38,14 @@ class RemotePaths(keras.callbacks.Callback):
             _try(folder, received)
 
 
-def add_path_check(callbacks: list[keras.callbacks.Callback], model: Any) -> None:
-    """Refuses paths that nothing can write to, and lets the process that writes try the others when it trains.
+def check_paths(callbacks: list[keras.callbacks.Callback]) -> None:
+    """Refuses paths that nothing can write to; on every process of a job, so that none waits for the others.
 
     Raises:
         ImportError: if the package for the scheme of a path is not installed.
         ValueError: if a path is none that its callback can write to.
     """
-    paths = [path for callback in callbacks for path in _remote_paths(callback)]
-    for kind, attribute, path in paths:
+    for kind, attribute, path in _all_remote_paths(callbacks):
         check_remote_path(f"{kind}'s {attribute}", path)
         if kind == "CSVLogger":
             raise ValueError(
@@ -59,9 +58,18 @@ def add_path_check(callbacks: list[keras.callbacks.Callback], model: Any) -> Non
                 f"Received: {kind}({attribute}={path!r}). Expected: a local path, or one that TensorFlow opens by "
                 f"itself (gs://), which writes these files. {_LOCAL_INSTEAD}"
             )
+
+
+def add_path_check(callbacks: list[keras.callbacks.Callback], model: Any) -> None:
+    """Lets the process that writes try the paths of its callbacks when it trains."""
+    paths = _all_remote_paths(callbacks)
     is_chief = getattr(getattr(model, "distribute_strategy", None), "is_chief", True)
     if paths and is_chief and not any(isinstance(callback, RemotePaths) for callback in callbacks):
         callbacks.insert(0, RemotePaths(paths))
+
+
+def _all_remote_paths(callbacks: list[keras.callbacks.Callback]) -> list[tuple[str, str, str]]:
+    return [path for callback in callbacks for path in _remote_paths(callback)]
 
 
 def _remote_paths(callback: Any) -> list[tuple[str, str, str]]:

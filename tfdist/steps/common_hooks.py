@@ -18,10 +18,11 @@ from tfdist.inspection import epoch_iterators, global_seeds
 from tfdist.runtime import chief_only
 from tfdist.runtime.callback_order import Arranged
 from tfdist.runtime.progress_callback import add_reporter
-from tfdist.runtime.remote_paths import add_path_check
+from tfdist.runtime.remote_paths import add_path_check, check_paths
 from tfdist.steps import custom_loops, step_reductions, validation
 from tfdist.steps.keras_step import current_step
 from tfdist.steps.step_overrides import seed_of_replica
+from tfdist.supervision.time_spent import time_spent
 
 
 def install() -> None:
@@ -53,10 +54,17 @@ class CommonHooks(KerasHooks):
         validation.check_optimizers(model)
         return True
 
+    def fit(self, model: Any, args: tuple, kwargs: dict, fit: Callable) -> Any:
+        try:
+            return super().fit(model, args, kwargs, fit)
+        finally:
+            time_spent().fit_ends()  # a program may go on after an exception
+
     def arrange_callbacks(self, callback_list: Any, model: Any) -> None:
         strategy = getattr(model, "_distribute_strategy", None)
         callbacks = chief_only.replaced(callback_list, callback_list.callbacks, strategy)
         validation.check_callbacks(callbacks)
+        check_paths(callbacks)
         callbacks = self._arrange(callback_list, callbacks, model)
         for callback in list(callbacks):
             if isinstance(callback, Arranged):

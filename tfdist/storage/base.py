@@ -10,6 +10,9 @@ import abc
 import os
 import tempfile
 
+# The most characters of what a server says that are told.
+MOST = 1000
+
 
 class Storage(abc.ABC):
     """Reads and writes files by their full paths. Every method raises `OSError` for what fails.
@@ -28,10 +31,6 @@ class Storage(abc.ABC):
 
         None if there is no such folder. What cannot be listed is an error, never an empty list.
         """
-
-    @abc.abstractmethod
-    def exists(self, path: str) -> bool:
-        """Whether there is a file of this path."""
 
     @abc.abstractmethod
     def download(self, path: str, local: str) -> None:

@@ -9,13 +9,16 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from tfdist.storage.base import Storage
+from tfdist.cluster.foreign_text import cleaned
+from tfdist.storage.base import MOST, Storage
 
 _T = TypeVar("_T")
 # Where there are no folders, and making one might make a bucket.
 _BUCKETS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oci", "ocilake", "oss"}
 
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "abfs": "adlfs", "abfss": "adlfs", "az": "adlfs", "oss": "ossfs"}
+
+_ANSWERS = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 
 
 class FsspecStorage(Storage):
@@ -25,27 +28,44 @@ class FsspecStorage(Storage):
         path: one of them; another scheme needs another object.
 
     Raises:
-        ImportError: if fsspec, or the package that it needs for the scheme, is not installed.
-        ValueError: if fsspec does not know the scheme.
+        ImportError: if fsspec is not installed.
+        OSError: if its file system cannot be made: its package is missing, its server is not reached, ...
     """
 
     def __init__(self, path: str) -> None:
         core = importlib.import_module("fsspec.core")
-        # A listing that is kept would hide what other processes write.
-        self.files: Any = core.url_to_fs(path, use_listings_cache=False)[0]
+        # A listing that is kept would hide what other processes write. Others take no such option: sftp:// hands all
+        # that it is given to its client.
+        options = {"use_listings_cache": False} if path.partition("://")[0] in _BUCKETS else {}
+        with _os_errors(path):
+            self.files: Any = core.url_to_fs(path, **options)[0]
 
     def names(self, folder: str, levels: int = 1) -> list[str]:
         root = self._path(folder).rstrip("/")
         with _os_errors(folder):
             self.files.invalidate_cache()
-            try:
-                found = self.files.find(root)
-            except FileNotFoundError:
-                return []
-        names = [path.removeprefix(f"{root}/") for path in found]
-        return [name for name in names if name.count("/") == levels - 1]
+            return self._names(root, levels)
+
+    def _names(self, folder: str, levels: int) -> list[str]:
+        try:
+            # Not `find`, which leaves out what cannot be listed.
+            entries = self.files.ls(folder, detail=True)
+        except FileNotFoundError:
+            return []
+        names: list[str] = []
+        for entry in entries:
+            path, is_folder = entry["name"].rstrip("/"), entry["type"] == "directory"
+            name = os.path.basename(path)
+            if path == folder:
+                continue  # a bucket may have an empty object of the folder's own name
+            if levels == 1 and not is_folder:
+                names.append(name)
+            elif levels > 1 and is_folder:
+                names += [f"{name}/{below}" for below in self._names(path, levels - 1)]
+        return names
 
     def exists(self, path: str) -> bool:
+        """Whether there is a file or a folder of this path."""
         with _os_errors(path):
             self.files.invalidate_cache()
             try:
@@ -130,10 +150,16 @@ def what_is_missing(scheme: str) -> str | None:
 
 @contextlib.contextmanager
 def _os_errors(path: str) -> Iterator[None]:
-    """Turns what the libraries of clouds raise (missing credentials, a host that is not found) into an `OSError`."""
+    """Turns what the libraries of clouds raise (missing credentials, a host that is not found) into an `OSError`.
+
+    What a server says in it is made fit to be printed.
+    """
     try:
         yield
-    except OSError:
-        raise
+    except OSError as error:
+        if (text := cleaned(error, MOST)) == str(error):
+            raise
+        kind = next((kind for kind in _ANSWERS if isinstance(error, kind)), OSError)
+        raise kind(text) from error
     except Exception as error:
-        raise OSError(f"{path}: {type(error).__name__}: {error}") from error
+        raise OSError(cleaned(f"{path}: {type(error).__name__}: {error}", MOST)) from error

@@ -25,9 +25,6 @@ class LocalStorage(Storage):
             return names
         return [f"{name}/{rest}" for name in names for rest in self.names(os.path.join(folder, name), levels - 1)]
 
-    def exists(self, path: str) -> bool:
-        return is_there(path)
-
     def download(self, path: str, local: str) -> None:
         shutil.copyfile(path, local)
 
@@ -50,10 +47,6 @@ class LocalStorage(Storage):
         write_atomically(path, content, durable=True)
         # A new folder's own name is in the folder above.
         sync(os.path.dirname(os.path.dirname(path)))
-
-    def folders_with(self, directory: str, name: str) -> dict[str, bool]:
-        # A folder that a killed writer has left may be empty.
-        return {folder: is_there(os.path.join(directory, folder, name)) for folder in entries_of(directory)}
 
     def remove_all(self, folder: str) -> None:
         if is_there(folder):

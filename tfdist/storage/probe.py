@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 
-from tfdist.storage.base import Storage
+from tfdist.cluster.foreign_text import cleaned
+from tfdist.storage.base import MOST, Storage
 from tfdist.storage.patience import patiently
 
 
@@ -36,4 +37,4 @@ def check_writable(storage: Storage, folder: str) -> None:
     try:
         patiently(attempt, final=(PermissionError,))
     except OSError as error:
-        raise OSError(f"an object there cannot be {step}: {' '.join(str(error).split())}") from error
+        raise OSError(f"an object there cannot be {step}: {cleaned(' '.join(str(error).split()), MOST)}") from error

@@ -11,6 +11,8 @@ from tfdist.storage.tensorflow_files import TensorFlowStorage, is_known
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _WILDCARDS = "*?[]"
+# A name, and what comes after it up to "@", if that is no port: secret keys may have slashes, too.
+_PASSWORD = re.compile(r":/+[^@/]*:(?!\d{2,5}/)[^@]*@")
 # What pathlib makes of them: it would be a local folder of that name.
 _ONE_SLASH = re.compile(r"(gs|gcs|s3|s3a|abfs|abfss|az|hdfs):/(?!/)")
 
@@ -37,24 +39,26 @@ def check_remote_path(name: str, path: str) -> None:
         ImportError: if the package for its scheme is not installed.
         ValueError: if nothing knows the scheme, or the path holds a password, wildcards, or one slash for two.
     """
-    if _ONE_SLASH.match(path):
-        raise ValueError(
-            f"Received: {name} {path!r}, with one slash, as pathlib.Path makes it. Expected: "
-            f"{path.replace(':/', '://', 1)!r}, as text."
-        )
-    scheme = scheme_of(path)
-    if not scheme:
+    if not may_be_remote(path):
         return
-    host = path.removeprefix(f"{scheme}://").partition("/")[0]
-    if re.search(r":[^@]*@", host):
+    if _PASSWORD.search(path):
+        rest = path.rpartition("@")[2].partition("/")[0].partition("?")[0]
         raise ValueError(
-            f"Received: {name} with a password in it, {scheme}://***@{host.rpartition('@')[2]}. Expected: a path "
+            f"Received: {name} with a password in it, {path.partition(':')[0]}://***@{rest}. Expected: a path "
             "without one, since paths are logged. Give credentials where the library of the storage looks for them: in "
             "its environment variables or its file of settings."
         )
+    # What follows may be a signature, which is as good as a password.
+    shown = path.partition("?")[0]
+    if _ONE_SLASH.match(path):
+        raise ValueError(
+            f"Received: {name} {shown!r}, with one slash, as pathlib.Path makes it. Expected: "
+            f"{shown.replace(':/', '://', 1)!r}, as text."
+        )
+    scheme = scheme_of(path)
     if found := sorted(set(path) & set(_WILDCARDS)):
         raise ValueError(
-            f"Received: {name} {path!r}, which has {found[0]!r} in it. Expected: a remote path without any of "
+            f"Received: {name} {shown!r}, which has {found[0]!r} in it. Expected: a remote path without any of "
             f"{_WILDCARDS}, by which files are searched there."
         )
     if is_known(scheme):

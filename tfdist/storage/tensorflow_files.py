@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-from tfdist.storage.base import Storage
+from tfdist.cluster.foreign_text import cleaned
+from tfdist.storage.base import MOST, Storage
 
 
 class TensorFlowStorage(Storage):
@@ -24,10 +25,6 @@ class TensorFlowStorage(Storage):
     def names(self, folder: str, levels: int = 1) -> list[str]:
         found = self._glob(f"{folder}{'/*' * levels}")
         return [path.removeprefix(f"{folder}/") for path in found if not path.endswith("/")]
-
-    def exists(self, path: str) -> bool:
-        with os_errors():
-            return tf.io.gfile.exists(path)
 
     def download(self, path: str, local: str) -> None:
         with os_errors():
@@ -95,5 +92,6 @@ def os_errors() -> Iterator[None]:
 
 
 def _cause(error: tf.errors.OpError) -> str:
-    """Returns an error's message without the names of TensorFlow's internal functions."""
-    return re.sub(r"^\{\{function_node [^}]*\}\} | \[Op:\w+\].*$", "", error.message, flags=re.DOTALL)
+    """Returns an error's message without the names of TensorFlow's internal functions, fit to be printed."""
+    message = re.sub(r"^\{\{function_node [^}]*\}\} | \[Op:\w+\].*$", "", error.message, flags=re.DOTALL)
+    return cleaned(" ".join(message.split()), MOST)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -54,12 +55,21 @@ class TimeSpent:
         # What interrupts it, the innermost last.
         self._interruptions: list[str] = []
         self._since = 0.0
+        # Keras calls some callbacks in threads of its own.
+        self._lock = threading.RLock()
 
     def fit_begins(self) -> None:
         """Says that a fit begins. Whatever an exception has interrupted is over."""
-        self.fits += 1
-        self._interruptions.clear()
-        self.goes_into(PREPARING)
+        with self._lock:
+            self.fits += 1
+            self._interruptions.clear()
+            self.goes_into(PREPARING)
+
+    def fit_ends(self) -> None:
+        """Says that a fit is over, by an exception perhaps."""
+        with self._lock:
+            self._interruptions.clear()
+            self.goes_into(None)
 
     def fit_is_called_again(self) -> None:
         """Says that the next fit is the last one again, which has been abandoned."""
@@ -67,20 +77,23 @@ class TimeSpent:
 
     def goes_into(self, kind: str | None) -> None:
         """Says what the time goes into from now on, where nothing interrupts that; None: nothing of a fit."""
-        self._settle()
-        self._base = kind
+        with self._lock:
+            self._settle()
+            self._base = kind
 
     def begin(self, kind: str) -> None:
         """Says that something interrupts what the time goes into."""
-        self._settle()
-        self._interruptions.append(kind)
+        with self._lock:
+            self._settle()
+            self._interruptions.append(kind)
 
     def end(self, kind: str) -> None:
         """Says that an interruption of this kind is over; nothing happens if there is none."""
-        if kind in self._interruptions:
-            self._settle()
-            while self._interruptions.pop() != kind:
-                pass
+        with self._lock:
+            if kind in self._interruptions:
+                self._settle()
+                while self._interruptions.pop() != kind:
+                    pass
 
     @contextlib.contextmanager
     def during(self, kind: str) -> Iterator[None]:
@@ -93,8 +106,9 @@ class TimeSpent:
 
     def read(self) -> dict[str, float]:
         """The seconds of each kind so far."""
-        self._settle()
-        return {kind: round(seconds, 3) for kind, seconds in {**self._totals, WAITING: self.waited}.items()}
+        with self._lock:
+            self._settle()
+            return {kind: round(seconds, 3) for kind, seconds in {**self._totals, WAITING: self.waited}.items()}
 
     def _settle(self) -> None:
         now = self._clock()

@@ -142,9 +142,9 @@ class TrainJobStatus:
             try:
                 _post(self._url, self._ca_cert, self._token, json.dumps(status).encode())
             except _NotSent as error:
-                problem = str(error)
+                problem = cleaned(error, 800)
             except Exception as error:  # there is nobody else to hear of it
-                problem = f"{type(error).__name__}: {error}"
+                problem = cleaned(f"{type(error).__name__}: {error}", 400)
             with self._changed:
                 self._is_sending = False
                 self._interval = _INTERVAL if problem is None else min(2 * self._interval, _LONGEST_INTERVAL)
@@ -184,16 +184,22 @@ def _post(url: str, ca_cert: Path, token: Path, body: bytes) -> None:
     Raises:
         _NotSent: it has not arrived.
     """
-    parts = urlsplit(url)
-    if parts.scheme != "https" or not parts.hostname:
-        raise _NotSent(f"received {URL}={cleaned(url, 200)}; expected an address that begins with https://")
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        raise _NotSent(f"received {URL} that is no address; expected one that begins with https://") from None
+    if parts.scheme != "https" or not host:
+        # Without what may be a name and a password.
+        received = f"{parts.scheme}://{host or ''}"
+        raise _NotSent(f"received {URL}={cleaned(received, 200)}...; expected an address that begins with https://")
     headers = {"Authorization": f"Bearer {_read_token(token)}", "Content-Type": "application/json"}
     try:
         # Made anew each time: the certificate authority may be renewed, too.
         context = ssl.create_default_context(cafile=str(ca_cert))
     except OSError as error:
         raise _NotSent(f"{CA_CERT}={ca_cert} cannot be used: {error}") from None
-    connection = http.client.HTTPSConnection(parts.hostname, parts.port, timeout=_TIMEOUT, context=context)
+    connection = http.client.HTTPSConnection(host, port, timeout=_TIMEOUT, context=context)
     limit = threading.Timer(_WHOLE_TIMEOUT, _hang_up, [connection])
     limit.daemon = True
     limit.start()
@@ -209,7 +215,7 @@ def _post(url: str, ca_cert: Path, token: Path, body: bytes) -> None:
         connection.close()
     if not 200 <= answer.status < 300:
         where = ", and redirections are not followed" if 300 <= answer.status < 400 else ""
-        raise _NotSent(f"{parts.hostname} answered {answer.status}{where}{_message(said)}")
+        raise _NotSent(f"{host} answered {answer.status}{where}{_message(said)}")
 
 
 def _hang_up(connection: http.client.HTTPSConnection) -> None:

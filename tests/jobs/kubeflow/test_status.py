@@ -209,7 +209,10 @@ def test_a_server_of_another_authority_or_name_gets_nothing(
     ("change", "said"),
     [
         ({"KUBEFLOW_TRAINER_SERVER_URL": "http://localhost:1/"}, "expected an address that begins with https://"),
-        ({"KUBEFLOW_TRAINER_SERVER_URL": "https://localhost:x/"}, "ValueError: Port could not be cast"),
+        ({"KUBEFLOW_TRAINER_SERVER_URL": "http://me:secret@localhost:1/"}, "_URL=http://localhost...; expected an"),
+        ({"KUBEFLOW_TRAINER_SERVER_URL": "https://localhost:x/"}, "received KUBEFLOW_TRAINER_SERVER_URL that is no"),
+        ({"KUBEFLOW_TRAINER_SERVER_URL": "https://me:secret/@host/"}, "received KUBEFLOW_TRAINER_SERVER_URL that is"),
+        ({"KUBEFLOW_TRAINER_SERVER_URL": "https://[localhost/"}, "received KUBEFLOW_TRAINER_SERVER_URL that is no"),
         ({"KUBEFLOW_TRAINER_SERVER_URL": "https://localhost:1/"}, "localhost:1 cannot be reached: ConnectionRefused"),
         ({"KUBEFLOW_TRAINER_SERVER_CA_CERT": "/does/not/exist"}, "KUBEFLOW_TRAINER_SERVER_CA_CERT=/does/not/exist"),
         ({"KUBEFLOW_TRAINER_SERVER_CA_CERT": "TOKEN"}, "cannot be used"),
@@ -224,7 +227,7 @@ def test_variables_that_lead_nowhere(
     TrainJobStatus(*{**controller.env, **env}.values()).report({"trainerStatus": {}})
     wait_until(lambda: complaints(caplog))
     assert said in complaints(caplog)[0]
-    assert controller.heard == [] and "first.token" not in caplog.text
+    assert controller.heard == [] and "first.token" not in caplog.text and "secret" not in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -123,9 +123,10 @@ class FolderLease:
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._lost: str | None = None
+        self._renewed = _now()
         if (before := self._held.get(self._key)) is not None:
-            before._end()
-            self._own = before._own
+            before._end(timeout=expiry)
+            self._own, self._renewed = before._own, before._renewed
             self.check()
         else:
             self._own = Owner.this_process()
@@ -140,8 +141,7 @@ class FolderLease:
             found = self._read()
             if found is not None:
                 self._wait_for_its_end(found)
-            made = self._storage.create(self._path, self._own.encode()) if found is None else None
-            if made is None:
+            if found is not None or not self._has_tried_to_create():
                 began = time.monotonic()
                 self._write(self._own)
                 time.sleep(_SETTLES + time.monotonic() - began)
@@ -149,6 +149,17 @@ class FolderLease:
                 return
             if current is not None and self._is_alive(current):
                 raise self._in_use(current)
+
+    def _has_tried_to_create(self) -> bool:
+        """Makes the lease, if that is possible where only one of several can; who has it has to be read."""
+        self._renewed = _now()
+        try:
+            made = patiently(lambda: self._storage.create(self._path, self._own.encode()), final=(PermissionError,))
+        except PermissionError:
+            raise
+        except OSError:
+            return False  # not every server that speaks the language of S3 knows of this
+        return made is not None
 
     def _wait_for_its_end(self, found: bytes) -> None:
         """Returns once the owner of a lease has ended, or has given no sign of life for as long as it lasts."""
@@ -183,14 +194,17 @@ class FolderLease:
         """Raises `LeaseLostError` if another process has the folder by now, and `OSError` if that cannot be read."""
         if self._lost is None:
             current = self._read()
-            if current is None:
+            if current is None and _now() - self._renewed > self._expiry:
+                # This process stood still, with its machine perhaps. Who came meanwhile has written newer backups.
+                self._lost = "another process, which has ended,"
+            elif current is None:
                 self._write(self._own)  # somebody has removed it, with the rest of the folder perhaps
             elif not self._is_own(current):
                 self._lost = _name(current)
         if self._lost is not None:
             raise LeaseLostError(
                 f"{self._lost} has taken over the folder {self._folder}, since this process gave no sign of life for "
-                f"{self._expiry:.0f} s. End one of the two trainings"
+                f"{self._expiry:.0f} s. Let only one of the two trainings go on"
             )
 
     def release(self) -> None:
@@ -198,15 +212,15 @@ class FolderLease:
         if self._key[0] != os.getpid() or self._held.get(self._key) is not self:
             return  # a forked child, or it was released before
         del self._held[self._key]
-        self._end()
+        self._end(timeout=5.0)  # a process that is to end may not have long
         atexit.unregister(self.release)
         with contextlib.suppress(OSError):
             if self._lost is None and self._is_own(self._storage.read(self._path)):
                 self._storage.remove(self._path)
 
-    def _end(self) -> None:
+    def _end(self, timeout: float) -> None:
         self._ended.set()
-        if self._lock.acquire(timeout=self._expiry):  # a renewal that has begun is over then
+        if self._lock.acquire(timeout=timeout):  # a renewal that has begun is over then
             self._lock.release()
 
     def _renew_again_and_again(self) -> None:
@@ -215,7 +229,9 @@ class FolderLease:
                 if not self._ended.is_set():
                     self.check()
                     self._own = Owner(**{**asdict(self._own), "renewals": self._own.renewals + 1})
+                    began = _now()
                     self._storage.write(self._path, self._own.encode())
+                    self._renewed = began
 
     def _is_own(self, content: bytes | None) -> bool:
         owner = None if content is None else Owner.decode(content)
@@ -228,7 +244,9 @@ class FolderLease:
             return None
 
     def _write(self, owner: Owner) -> None:
+        began = _now()
         patiently(lambda: self._storage.write(self._path, owner.encode()), final=(PermissionError,))
+        self._renewed = began
 
     def _in_use(self, current: bytes) -> FolderInUseError:
         return FolderInUseError(
@@ -240,6 +258,11 @@ class FolderLease:
 def _name(content: bytes) -> str:
     owner = Owner.decode(content)
     return "another process" if owner is None or not owner.process.isprintable() else owner.process
+
+
+def _now() -> float:
+    """Seconds, also those in which the machine sleeps, as far as it tells."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def _namespace() -> str:

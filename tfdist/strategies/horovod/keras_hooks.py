@@ -11,6 +11,7 @@ from tfdist.inspection.model_parts import optimizers_of
 from tfdist.optimizers.sharded_optimizer import ShardedOptimizer
 from tfdist.runtime import elastic
 from tfdist.strategies.job_hooks import JobHooks
+from tfdist.supervision.time_spent import time_spent
 
 
 class HorovodHooks(JobHooks):
@@ -19,8 +20,12 @@ class HorovodHooks(JobHooks):
     def fit(self, model: Any, args: tuple, kwargs: dict, fit: Callable) -> Any:
         with self._strategy._noting_failure():
             if self._strategy._members is None:
-                return fit(model, *args, **kwargs)
-            return _again_and_again(self._strategy, model, inspect.signature(fit).bind(model, *args, **kwargs), fit)
+                return super().fit(model, args, kwargs, fit)
+            arguments = inspect.signature(fit).bind(model, *args, **kwargs)
+            try:
+                return _again_and_again(self._strategy, model, arguments, fit)
+            finally:
+                time_spent().fit_ends()
 
 
 def _again_and_again(strategy: Any, model: Any, arguments: inspect.BoundArguments, fit: Callable) -> Any:
