@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
+
+import tfdist
 
 grain = pytest.importorskip("grain", reason="Grain is not installed: pip install grain")
 from tfdist.checkpoint.grain_position import RecordedDataset  # noqa: E402 - it imports Grain
@@ -118,6 +122,50 @@ class Stateless(grain.IterDataset):
                 pass
 
         return Iterator()
+
+
+class Refusing(grain.IterDataset):
+    """One whose iterators have no state."""
+
+    def __init__(self, error: type[Exception] | None) -> None:
+        super().__init__()
+        self._error = error
+
+    def __iter__(self) -> grain.DatasetIterator:
+        error = self._error
+
+        class Iterator(grain.DatasetIterator):
+            left = 4
+
+            def __next__(self) -> tuple:
+                if not self.left:
+                    raise StopIteration
+                self.left -= 1
+                return np.ones((2, 3), np.float32), np.ones((2, 1), np.float32)
+
+            def get_state(self) -> Any:
+                if error is not None:
+                    raise error("no state")
+                return object()
+
+            def set_state(self, state: Any) -> None:
+                raise AssertionError("there is none")
+
+        return Iterator()
+
+
+@pytest.mark.parametrize("error", [NotImplementedError, None], ids=["no state", "no JSON"])
+def test_data_without_a_position_are_trained_on(tmp_path: Path, error: type[Exception] | None) -> None:
+    """They are saved at the ends of epochs only."""
+    seen: list[int] = []
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    watch = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(batch))
+    backup = tfdist.callbacks.BackupAndRestore(str(tmp_path), save_freq=3, delete_checkpoint=False)
+    with pytest.warns(UserWarning, match="ends of epochs only: the state of the Grain iterator cannot be written"):
+        model.fit(Refusing(error), epochs=2, verbose=0, callbacks=[backup, watch])
+    assert seen == [0, 1, 2, 3] * 2
+    assert list(tmp_path.glob("checkpoint-*/manifest.json"))
 
 
 def test_obstacles() -> None:

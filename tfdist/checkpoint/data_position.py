@@ -82,13 +82,16 @@ class DataPosition:
         epoch_iterator._enumerate_iterator = self._enumerate
 
     def _record_grain(self) -> Any:
-        """The Grain dataset, if the data are one, from now on one that tells its position."""
+        """The Grain dataset, if the data are one, from now on one that tells its position where that can be found."""
         adapter, before = self._iterator.data_adapter, self._iterator._distributed_dataset
         if not isinstance(adapter, GrainDatasetAdapter) or self._dataset_fn is not None:
             return None
         from tfdist.checkpoint.grain_position import RecordedDataset  # it imports Grain, which not everybody has
 
-        adapter._dataset = recorded = RecordedDataset(adapter._dataset)
+        recorded = RecordedDataset(adapter._dataset)
+        if recorded.obstacle is not None:
+            return recorded  # it would ask for states that there are not
+        adapter._dataset = recorded
         self._iterator._distributed_dataset = after = self._distribute(adapter.get_tf_dataset())
         if hasattr(before, "steps"):
             after.steps = before.steps
@@ -220,7 +223,7 @@ class DataPosition:
                         f"saved: {then}. Pass the same data (with the same seeds) as before, or another backup_dir to "
                         "begin anew."
                     )
-        if "grain" in state and self._grain is not None:
+        if "grain" in state and self._grain is not None and self.obstacle is None:
             self._grain.check(state["grain"])
         self._resumed = state
         self._saved_iterator = tensors.get(_ITERATOR)
@@ -313,8 +316,9 @@ class DataPosition:
                 self._make()
         self._made = before
         if goes_on:
-            has_state = self._saved_iterator is not None or "grain" in state
-            if "grain" in state:
+            has_grain = "grain" in state and self._grain is not None and self.obstacle is None
+            has_state = self._saved_iterator is not None or has_grain
+            if has_grain:
                 self._grain.begin_at(state["taken"], state["grain"])
             iterator._current_iterator = self._make(skip=0 if has_state else state["taken"])
             if self._saved_iterator is not None:
