@@ -78,6 +78,30 @@ def test_before_the_first_step_twice() -> None:
     ]
 
 
+def test_a_host_that_is_lost_again_says_nothing_about_the_program() -> None:
+    lost = Failure("worker 1", 255, lost="host two is lost")
+    start = dict.fromkeys(("worker 0", "worker 1"))
+    before_training = incident(0, lost, progress=start, progressed=False)
+    assert delays(RestartPolicy(3), incident(7), *[before_training] * 3) == [
+        0.0,
+        1.0,
+        2.0,
+        "not restarted: 3 restarts used up (--max-restarts)",
+    ]
+    assert delays(RestartPolicy(9), incident(7, lost), incident(7), incident(7)) == [
+        0.0,
+        0.0,
+        "not restarted: it failed at step 7 for the second time in a row",
+    ]
+
+
+def test_whatever_ran_on_a_host_that_is_lost() -> None:
+    of_the_host, alone = Failure("evaluator 0", 255, lost="host two is lost"), Failure("evaluator 0", -9)
+    again = "not restarted: it is not one of the training processes"
+    assert delays(RestartPolicy(3), incident(7, of_the_host, trains=False)) == [0.0]
+    assert delays(RestartPolicy(3), incident(7, alone, trains=False)) == [again]
+
+
 def test_the_same_step_with_fewer_workers_is_another_attempt() -> None:
     policy = RestartPolicy(9, min_workers=1)
     assert policy.decide(incident(7, workers=3)) == Restart(1, 2, 0.0)

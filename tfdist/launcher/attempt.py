@@ -282,7 +282,8 @@ class ClusterAttempt(Attempt):
         if self._training_has_ended():
             return True
         self._progressed = self._progressed or _has_trained(self._group.progress())
-        return self._progressed and self._replacements.take(process)
+        # On a host that is lost, another one could not be started either.
+        return self._progressed and not process.lost and self._replacements.take(process)
 
     def _note_preemption(self) -> None:
         """The processes save together and leave together; the slowest one has the grace period for that."""

@@ -120,6 +120,9 @@ class SignalInbox:
 
     Python hears signals in its main thread only: entered in another one, it hears what `put` says.
 
+    Attributes:
+        is_stopping: whether a signal that asks this process to end has ever come.
+
     Example:
         >>> with SignalInbox() as inbox:
         ...     signal.raise_signal(signal.SIGTERM)
@@ -128,6 +131,7 @@ class SignalInbox:
     """
 
     def __init__(self) -> None:
+        self.is_stopping = False
         self._received: list[signal.Signals] = []
         self._previous: dict[signal.Signals, object] = {}
 
@@ -146,6 +150,7 @@ class SignalInbox:
 
     def put(self, number: signal.Signals) -> None:
         """Lets `take` find a signal that nobody has sent."""
+        self.is_stopping = self.is_stopping or number in _STOP_SIGNALS
         self._received.append(number)
 
     def take(self) -> list[signal.Signals]:

@@ -96,6 +96,7 @@ class Process:
         status: its returncode as `subprocess` defines it; None while it runs.
         output: file descriptor to read from; None when there is nothing (more) to read.
         left_behind: what to tell the user if it could not be ended; empty if it could.
+        lost: why its host is of no use any more; empty while it is.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class Process:
         self._started_at = self._ended_at = 0.0
         self._reaped = False
         self._killed_at: float | None = None
-        self.left_behind = ""
+        self.left_behind = self.lost = ""
         self._log, self._log_start = _open_log(self.log_path, continues)
 
     def start(self, size: os.terminal_size | None) -> None:

@@ -149,14 +149,16 @@ class RestartPolicy:
             return ""  # perhaps not a program that trains with Keras at all, and a typo fails again at once
         if incident.failure.status == REFUSED:
             return f"not restarted: exit code {REFUSED} says that it would fail again"
-        if not incident.trains:
+        if not incident.trains and not incident.failure.lost:
             return "not restarted: it is not one of the training processes"
         own = incident.progress.get(incident.failure.name)
         # Who was asked to stop has ended its training as well: where it could not save, it is to be done again.
         has_ended = own is not None and own.has_ended and incident.failure.status != UNSAVED
         if has_ended and incident.failure.status > 0 and not incident.failure.lost:
             return "not restarted: the training had ended, what failed came after it"
-        if previous is not None and previous.workers == incident.workers:
+        # That a host is lost again says nothing about the program.
+        is_again = previous is not None and not (previous.failure.lost or incident.failure.lost)
+        if previous is not None and is_again and previous.workers == incident.workers:
             if incident.step == previous.step:
                 where = f"at step {incident.step}" if incident.step else "before its first step"
                 return f"not restarted: it failed {where} for the second time in a row"

@@ -29,8 +29,6 @@ RESERVED = (
     *(REPLACEMENT, *STAGE_VARIABLES, PROGRESS),
 )
 
-_WORKERS_WITHOUT_GPUS = 2
-
 _REMEDIES = {
     "TFDIST_LOG_DIR": "Use --log-dir.",
     TRANSPORT: "Use --transport.",
@@ -38,15 +36,15 @@ _REMEDIES = {
 }
 
 
-def default_workers(machine: Machine, gpus_per_worker: int | str) -> int:
-    """With how many workers to train where -n does not say it: as many as there are GPUs for, or two without GPUs.
+def default_workers(machine: Machine, gpus_per_worker: int | str, without_gpus: int = 2) -> int:
+    """With how many workers to train where nobody says it: as many as there are GPUs for, or so many without GPUs.
 
     Example:
         >>> default_workers(Machine((0, 1), ("0", "1", "2", "3")), AUTO), default_workers(Machine((0, 1)), AUTO)
         (4, 2)
     """
     each = 1 if gpus_per_worker == AUTO else int(gpus_per_worker)
-    return (len(machine.gpus) // each if each else 0) or _WORKERS_WITHOUT_GPUS
+    return (len(machine.gpus) // each if each else 0) or without_gpus
 
 
 class PlanError(ValueError):

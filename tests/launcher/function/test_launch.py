@@ -16,6 +16,10 @@ import pytest
 
 import tfdist
 from tfdist.launcher.function import launch as module
+from tfdist.launcher.function.output import CallOutput
+from tfdist.launcher.operating_system import SignalInbox
+from tfdist.launcher.restarts import RestartPolicy
+from tfdist.launcher.supervisor import Patience
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
 
@@ -183,6 +187,16 @@ class TestFailures:
         (log,) = folder.glob("tfdist-logs/*/worker-0.log")
         assert log.read_text().startswith("before\n--- the function raised:\nTraceback")
 
+    @pytest.mark.parametrize(("end", "shown"), [("", "1/2 loss: 0.9\n"), ("\r", "")])
+    def test_an_exception_behind_a_progress_bar_is_not_shown_twice(self, capsys, end, shown):
+        def function() -> None:
+            print("1/2 loss: 0.9", end=end)
+            raise ValueError("same")
+
+        with pytest.raises(tfdist.LaunchError, match=r"^worker 0 of 1 raised ValueError: same\n"):
+            tfdist.launch(function, workers=1)
+        assert capsys.readouterr().out == shown
+
     @pytest.mark.exhaustive
     def test_the_same_exception_in_all_is_not_quoted_twice(self):
         def function(path: str) -> None:
@@ -243,6 +257,22 @@ class TestFailures:
         with pytest.raises(tfdist.LaunchError, match=says):
             tfdist.launch(function, timeout=3)
         assert "3 s are over (timeout)" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("stopped", "running", "is_late"), [(False, True, True), (True, True, False), (False, False, False)]
+    )
+    def test_what_ends_anyway_is_not_late(self, folder, capsys, stopped, running, is_late):
+        """Who has clicked on stop, or whose processes have all ended, hears of no time limit."""
+        of_run = (RestartPolicy(0), folder, CallOutput("worker 0", False, {}), Patience())
+        run = module._CallRun(None, 1, *of_run, timeout=1e-9)
+        run._inbox, run._group = SignalInbox(), SimpleNamespace(running=["worker 0"] * running)
+        if stopped:
+            run._inbox.put(signal.SIGINT)
+            run._inbox.take()
+        run._on_progress({})
+        assert (run.is_late, run._inbox.take()) == (is_late, [signal.SIGTERM] * is_late)
+        run._on_progress({})
+        assert not run._inbox.take()
 
     def test_a_result_that_cannot_travel(self, capsys):
         with pytest.raises(tfdist.LaunchError, match=r"could not be pickled: .*lock.*history\.history") as error:
@@ -313,6 +343,11 @@ class TestRefusals:
             ((None,), {}, TypeError, "received fn=None, expected a function. Pass it without calling it"),
             ((rank, "x.csv"), {}, TypeError, r"received args of type str, expected a tuple. .*launch\(train, \(x,\)\)"),
             ((rank,), {"workers": 0}, ValueError, "received workers=0, expected a whole number of at least 1"),
+            ((rank,), {"timeout": 0}, ValueError, "received timeout=0, expected a positive number of seconds, or None"),
+            ((rank,), {"timeout": float("nan")}, ValueError, "received timeout=nan, expected a positive number"),
+            ((rank,), {"hang_timeout": "auto"}, ValueError, "received hang_timeout='auto', expected a positive number"),
+            ((rank,), {"max_restarts": -1}, ValueError, "received max_restarts=-1, expected a whole number, 0 or more"),
+            ((rank,), {"max_restarts": 1.5}, ValueError, "received max_restarts=1.5, expected a whole number"),
             ((rank,), {"output": "some"}, ValueError, 'received output=\'some\', expected "chief" or "all"'),
             ((rank,), {"cpus_per_worker": 999}, ValueError, "^cpus_per_worker=999: 2 processes need 1998 cores, but"),
             ((rank,), {"gpus_per_worker": 1}, ValueError, "^gpus_per_worker=1: 2 processes need 2 GPUs, but 0 were"),

@@ -21,7 +21,7 @@ from tests.launcher.conftest import wait_until
 from tfdist.launcher.failure import choose
 from tfdist.launcher.hosts import connection as connections
 from tfdist.launcher.hosts import reached as reaching
-from tfdist.launcher.hosts.connection import Connection, Reach
+from tfdist.launcher.hosts.connection import Connection, Facts, HostsError, Reach
 from tfdist.launcher.hosts.frames import Channel, Output, message
 from tfdist.launcher.hosts.group import HostsGroup
 from tfdist.launcher.hosts.listing import ListedHost
@@ -44,7 +44,7 @@ def agent(tmp_path: Path, silence: float = 60.0, **hello: object) -> Iterator[tu
     os.close(theirs[1])
     channel = Channel(theirs[0], ours[1], greeting)
     fields = {"run_id": "", "restart": 0, "variables": {}, "log_dir": str(tmp_path / "logs"), "probe": "/no/probe"}
-    own = {"kind": "hello", "version": own_version(), "greeting": greeting.hex(), "is_here": True}
+    own = {"kind": "hello", "greeting": greeting.hex(), "is_here": True}
     channel.send(message(**own, **{**fields, **hello}))
     try:
         assert heard(channel, "hello")["version"] == own_version()
@@ -118,11 +118,13 @@ def test_a_new_agent_ends_what_an_attempt_that_was_cut_off_has_left(tmp_path) ->
 
 
 def test_events_come_where_folders_are_not_shared(tmp_path) -> None:
+    """Other hosts may share this one's folder; their agents tell of what their processes write there."""
     with agent(tmp_path) as (channel, _):
         line = '{"time": 5.0, "name": "worker 0", "event": "saved", "step": 3}'
+        of_another = line.replace("worker 0", "worker 1")
         told: list = []
         log = f"'{tmp_path}/logs/events.jsonl'"
-        start(channel, "sh", "-c", f"echo '{line}' >> {log}; printf no-end >> {log}", told=told)
+        start(channel, "sh", "-c", f"(echo '{of_another}'; echo '{line}'; printf no-end) >> {log}", told=told)
         assert heard(channel, "events", told)["text"] == line + "\n"
 
 
@@ -188,6 +190,52 @@ def test_the_launchers_heart_beats_while_it_waits_for_its_terminal(tmp_path, mon
         wait_until(lambda: sent.count(message(kind="beat")) > 3, DEADLINE, "beats")  # it does nothing else
 
 
+def test_the_heart_beats_while_other_hosts_are_still_to_be_reached(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking up a name may take seconds, of many hosts a minute."""
+    beats: list[bytes] = []
+    monkeypatch.setattr(reaching, "BEAT", 0.05)
+    send, connect = Channel.send, reaching.Connection
+    monkeypatch.setattr(
+        Channel,
+        "send",
+        lambda self, frame=b"": (frame == message(kind="beat") and beats.append(frame), send(self, frame)),
+    )
+
+    def connect_late(host: ListedHost, *more) -> Connection:
+        if host.name == "two":
+            wait_until(lambda: beats, DEADLINE, "a beat")
+        return connect(host, *more)
+
+    monkeypatch.setattr(reaching, "Connection", connect_late)
+    with reached(tmp_path, "one", "two"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("told", "error"),
+    [
+        ({"version": "1", "cores": [float("inf")], "gpus": [], "machine": "m"}, "OverflowError"),
+        ({"version": "1", "cores": ["x"], "gpus": [], "machine": "m"}, "ValueError"),
+        ({"version": "1", "gpus": [], "machine": "m"}, "KeyError"),
+    ],
+)
+def test_facts_that_are_none_end_the_connection(tmp_path, told: dict, error: str) -> None:
+    with reached(tmp_path, "one") as hosts:
+        (one,) = hosts.connections.values()
+        with pytest.raises((KeyError, ValueError, OverflowError)) as raised:
+            Facts.of(told)
+        assert raised.typename == error
+        one._meet(told)
+        assert one.lost.startswith("host one: its agent has said {'version': '1', ")
+
+
+def test_ports_that_are_none(tmp_path) -> None:
+    with reached(tmp_path, "one") as hosts:
+        for ports in ([float("inf")], ["x"], None):
+            with pytest.raises(HostsError, match=r"^host one: Received: .*Expected: ports"):
+                reaching._place(hosts.connections["one"], {"kind": "ready", "address": "a", "ports": ports})
+
+
 class _Connection(Connection):
     """A host of which a test decides what comes, and when."""
 
@@ -222,6 +270,32 @@ def test_a_host_that_has_fallen_silent_is_to_blame_for_failures_elsewhere(tmp_pa
             assert culprit.cause == "host two does not answer any more: no sign of it for 12 s; it ran worker 1"
         else:
             assert culprit.cause == "worker 0 on one failed with exit code 1 (UnavailableError: gone)"
+
+
+def test_the_guardian_forgets_ssh_of_a_host_that_is_lost(tmp_path) -> None:
+    """Its number may be somebody else's by the time the guardian kills."""
+    with group_of_two(tmp_path) as (group, one, two):
+        forgotten: list[int] = []
+        group._guardian.remove = forgotten.append
+        one.pid, two.pid = 41, 42
+        group.tick()
+        assert not forgotten
+        two.lose("gone")
+        group.tick()
+        group.tick()
+        assert forgotten == [42]
+
+
+@pytest.mark.parametrize("age", [float("nan"), float("inf")])
+def test_an_age_that_is_no_number_ends_the_connection(tmp_path, age: float) -> None:
+    with group_of_two(tmp_path) as (group, one, _):
+        told = {"kind": "progress", "name": "worker 0", "reports": 1, "phase": "training", "step": 2}
+        one.told = [{**told, "resumed_step": None, "age": 0.5}]
+        group.tick()
+        assert not one.lost and group.progress()["worker 0"].step == 2
+        one.told = [{**told, "resumed_step": None, "age": age}]
+        group.tick()
+        assert "an age that is no number" in one.lost
 
 
 VALUES = (

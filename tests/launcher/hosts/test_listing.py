@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tfdist.launcher.hosts.listing import ListedHost, ListError, parse_hostfile, parse_hosts
+from tfdist.launcher.hosts.run import _listed
 
 
 def pairs(hosts: list[ListedHost]) -> list[tuple[str, int | None]]:
@@ -47,6 +48,13 @@ def test_hosts(text: str, expected: list) -> None:
         ("me@-x", "is no host"),
         ("a b", "is no host"),
         ("a'b", "is no host"),
+        ("a;b", "is no host. Expected: the name of a host as ssh takes it, of letters, digits and _ . - %,"),
+        ("a$(id)", "is no host"),
+        ("a`id`", "is no host"),
+        ("a\0b", "is no host"),
+        ("a\x1b[2Jb", r"'a\x1b[2Jb' is no host"),
+        ("me;id@a", "is no host"),
+        ("a@b@c", "is no host"),
     ],
 )
 def test_no_hosts(text: str, words: str) -> None:
@@ -61,6 +69,8 @@ def test_a_hostfile_of_each_kind() -> None:
     a slots=8
     b  slots = 4 max_slots=4   # a comment
     c\tslots=2
+    c2\tslots=2 max_slots=4
+    c3 \t slots = 3
     # MPICH
     d:3
     me@e
@@ -68,7 +78,7 @@ def test_a_hostfile_of_each_kind() -> None:
     f
     f
     """
-    expected = [("a", 8), ("b", 4), ("c", 2), ("d", 3), ("me@e", None), ("f", 2)]
+    expected = [("a", 8), ("b", 4), ("c", 2), ("c2", 2), ("c3", 3), ("d", 3), ("me@e", None), ("f", 2)]
     assert pairs(parse_hostfile(text, "hosts.txt")) == expected
 
 
@@ -77,6 +87,14 @@ def test_a_line_that_is_no_host(line: str) -> None:
     with pytest.raises(ListError) as raised:
         parse_hostfile(f"first\n{line}\n", "hosts.txt")
     assert str(raised.value).startswith(f"--hostfile hosts.txt, line 2: {line!r} is no host")
+
+
+def test_a_hostfile_of_an_editor_for_windows(tmp_path) -> None:
+    (tmp_path / "hosts.txt").write_bytes("a slots=2\r\nb\r\n".encode("utf-8-sig"))
+    assert pairs(_listed(None, str(tmp_path / "hosts.txt"))) == [("a", 2), ("b", None)]
+    (tmp_path / "hosts.txt").write_bytes("a\n".encode("utf-16"))
+    with pytest.raises(ListError, match="is no host"):
+        _listed(None, str(tmp_path / "hosts.txt"))
 
 
 @given(st.text(max_size=60))
@@ -88,5 +106,5 @@ def test_any_text_is_read_or_refused(text: str) -> None:
             continue
         assert found and len({host.name for host in found}) == len(found)
         for host in found:
-            assert not host.name.startswith("-") and not any(map(str.isspace, host.name))
+            assert not host.name.startswith("-") and not set(host.name) & set(" \t\n;$`'\"\\|&<>()*?~#!\0\x1b")
             assert host.slots is None or host.slots > 0

@@ -247,7 +247,7 @@ def test_a_host_that_stays_away_ends_the_run(launch_on, ssh, tmp_path) -> None:
     ssh.set_down("two")
     os.kill(ssh.agent("two"), signal.SIGKILL)
     result = started.finish(DEADLINE)
-    assert result.code == 1
+    assert result.code == 255
     assert result.err.splitlines()[-1].startswith("tfdist: host two cannot be reached: "), result.err
     assert [event["event"] for event in events(tmp_path)] == ["start", "failure", "restart", "gave-up"]
     started.assert_nothing_is_left(DEADLINE)
@@ -261,7 +261,7 @@ def test_an_elastic_run_goes_on_without_a_lost_host(launch_on, ssh, tmp_path) ->
     os.kill(ssh.agent("two"), signal.SIGKILL)
     result = started.finish(DEADLINE)
     assert (result.code, result.out) == (0, "[worker 0] workers 2 one\n"), result.err
-    assert "; going on without, with 2 of 3 workers\n" in result.err
+    assert "; going on with 2 of 3 workers\n" in result.err
     assert [event["workers"] for event in of_kind(tmp_path, "start")] == [4, 2]
 
 
@@ -278,6 +278,31 @@ def test_a_signal_while_a_host_is_waited_for(launch_on, ssh) -> None:
     result = started.finish(DEADLINE)
     assert result.code == 143 and "tfdist: SIGTERM received: not started\n" in result.err, result.err
     started.assert_nothing_is_left(DEADLINE)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive)],
+    ids=["SIGTERM", "SIGINT"],
+)
+def test_a_signal_before_the_hosts_are_reached(launch_on, ssh, tmp_path, number: signal.Signals) -> None:
+    ssh.set_profile("two", "touch waits; exec sleep 100")
+    started = launch_on("one,two", "Path('started').touch()")
+    started.wait_for_file("waits", deadline=DEADLINE)
+    started.popen.send_signal(number)
+    result = started.finish(DEADLINE)
+    assert (result.code, result.err) == (128 + number, f"tfdist: {number.name} received: not started\n")
+    assert not (tmp_path / "started").exists() and not list(tmp_path.glob("tfdist-logs/*"))
+    started.assert_nothing_is_left(DEADLINE)
+
+
+@pytest.mark.exhaustive
+def test_a_folder_of_logs_that_is_deleted(launch_on, tmp_path) -> None:
+    delete = "import shutil; shutil.rmtree(os.environ['TFDIST_LOG_DIR']); kill()"
+    result = launch_on("one,two", fails_once(delete)).finish(DEADLINE)
+    assert (result.code, result.out) == (0, "[worker 0] workers 2 one\n"), result.err
+    assert len(list(tmp_path.glob("tfdist-logs/*/worker-*.log"))) == 2
+    assert not list(tmp_path.glob("tfdist-logs/*/.host-*"))
 
 
 def test_all_hosts_that_cannot_be_reached_are_named(launch_on, ssh, tmp_path) -> None:
@@ -469,4 +494,33 @@ def test_a_worker_of_parameter_servers_is_replaced_alone(launch_on) -> None:
     assert "tfdist: worker 1 on two was killed by SIGKILL" in result.err
     assert "started again (replacement 1 of 3), the others go on" in result.err
     assert started.log("worker-1") == "--- replacement 1 ---\n"
+    started.assert_nothing_is_left(DEADLINE)
+
+
+def test_a_lost_host_of_parameter_servers_is_a_restart_of_all(launch_on, ssh, tmp_path) -> None:
+    """Its workers cannot be replaced there."""
+    script = program(
+        """
+        if job != "chief":
+            wait()
+        if restart == 0:
+            train(5)
+            time.sleep(0.5)  # the launcher has to know it, too
+            Path("trains").touch()
+            while True: train(1)
+        train(20, resumed=3)
+        print("restart", restart, os.environ["FAKE_HOST"])
+        """
+    )
+    started = launch_on("one,two", script, "--ps", "2", "-n", "2")
+    started.wait_for_file("trains", deadline=DEADLINE)
+    os.kill(ssh.agent("two"), signal.SIGKILL)
+    result = started.finish(DEADLINE)
+    assert (result.code, result.out) == (0, "[chief 0] restart 1 one\n"), result.err
+    lost = (
+        r"tfdist: host two is lost: its agent has ended with exit code -9; it ran worker 1 at step \d+; restart 1 of 3"
+    )
+    assert re.search(f"{lost}: training again after", result.err), result.err
+    assert "replacement" not in result.err
+    assert [event["event"] for event in events(tmp_path)][:3] == ["start", "failure", "restart"]
     started.assert_nothing_is_left(DEADLINE)

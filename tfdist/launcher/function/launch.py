@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tfdist.launcher.attempt import Ending
 from tfdist.launcher.failure import Failure
 from tfdist.launcher.function.output import CallOutput, in_words_of_python
 from tfdist.launcher.function.sendable import SendingPickler, describe
+from tfdist.launcher.group import ProcessGroup
 from tfdist.launcher.guardian import Guardian
 from tfdist.launcher.local.calls import LaunchError, Outcome, call_command, read_outcome, write_call
 from tfdist.launcher.machine import Machine
@@ -102,6 +104,7 @@ def launch(
     """
     __tracebackhide__ = True
     _check_arguments(fn, args, workers, output)
+    _check_limits(timeout, hang_timeout, max_restarts)
     _refuse_in_cluster(os.environ)
     variables = dict(env or {})
     # Where the user names GPUs, these are shared out.
@@ -189,14 +192,20 @@ class _CallRun(ClusterRun):
             self.interrupt = signal.Signals(code - 128)  # it came while a restart was waited for
         return code
 
-    def _attempt(self, restart: Restart, inbox: SignalInbox, guardian: Guardian, starts: WarmStarts) -> Ending:
-        self._inbox = inbox
-        return super()._attempt(restart, inbox, guardian, starts)
+    @contextmanager
+    def _started(
+        self, restart: Restart, inbox: SignalInbox, guardian: Guardian, starts: WarmStarts
+    ) -> Iterator[ProcessGroup]:
+        with super()._started(restart, inbox, guardian, starts) as group:
+            self._inbox, self._group = inbox, group
+            yield group
 
     def _on_progress(self, progress: Mapping[str, Progress | None]) -> None:
         super()._on_progress(progress)
         self._output.refresh()
-        if self._deadline is not None and time.monotonic() > self._deadline and not self.is_late:
+        if self._inbox.is_stopping or not self._group.running:
+            return  # it ends, or has ended, without that
+        if self._deadline is not None and time.monotonic() > self._deadline:
             self.is_late = True
             self._output.message(f"{self.timeout:g} s are over (timeout): the processes are stopped")
             self._inbox.put(signal.SIGTERM)
@@ -246,6 +255,15 @@ def _check_arguments(fn: Any, args: Any, workers: Any, output: Any) -> None:
         raise ValueError(f"launch: received workers={workers!r}, expected a whole number of at least 1, or None.")
     if output not in ("chief", "all"):
         raise ValueError(f'launch: received output={output!r}, expected "chief" or "all".')
+
+
+def _check_limits(timeout: Any, hang_timeout: Any, max_restarts: Any) -> None:
+    __tracebackhide__ = True
+    for name, seconds in (("timeout", timeout), ("hang_timeout", hang_timeout)):
+        if seconds is not None and not (isinstance(seconds, Real) and seconds > 0):
+            raise ValueError(f"launch: received {name}={seconds!r}, expected a positive number of seconds, or None.")
+    if not (isinstance(max_restarts, Integral) and max_restarts >= 0):
+        raise ValueError(f"launch: received max_restarts={max_restarts!r}, expected a whole number, 0 or more.")
 
 
 def _refuse_in_cluster(env: Mapping[str, str]) -> None:

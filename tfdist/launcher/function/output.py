@@ -73,8 +73,11 @@ class CallOutput(Terminal):
             self._flush()
 
     def _is_hidden(self, name: str, line: str) -> bool:
-        if line == RAISED:
+        if RAISED in line and name not in self._raised:
             self._raised.add(name)
+            # A progress bar may not have ended its row.
+            if begun := line.partition(RAISED)[0]:
+                self._put(f"{self._prefix(name)}{begun}\n")
         return name in self._raised or super()._is_hidden(name, line)
 
     def _prefix(self, name: str) -> str:
@@ -108,10 +111,14 @@ def in_words_of_python(text: str) -> str:
     Example:
         >>> in_words_of_python("--cpus-per-worker 9: 2 are usable. Use -n 2 (--max-restarts is 0)")
         'cpus_per_worker=9: 2 are usable. Use workers=2 (max_restarts is 0)'
+        >>> in_words_of_python("runs--old/a --b/logs")  # folders stay what they are
+        'runs--old/a --b/logs'
     """
     text = re.sub(r"(?<!\S)-n (?=\d)", "workers=", text)
     return re.sub(
-        r"--([a-z]+(?:-[a-z]+)*)( (?=\d|auto|\w+=))?", lambda m: m[1].replace("-", "_") + ("=" if m[2] else ""), text
+        r"(?<![\w/.-])--([a-z]+(?:-[a-z]+)*)(?![\w/-])( (?=\d|auto|\w+=))?",
+        lambda match: match[1].replace("-", "_") + ("=" if match[2] else ""),
+        text,
     )
 
 

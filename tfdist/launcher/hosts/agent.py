@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import platform
 import socket
 import sys
 import time
@@ -24,7 +23,7 @@ from tfdist.launcher.hosts.frames import Channel, Message, message, output
 from tfdist.launcher.machine import Machine, own_version
 from tfdist.launcher.process import Process
 from tfdist.launcher.run_plan import RESERVED, ProcessPlan
-from tfdist.supervision.events import FILE_NAME
+from tfdist.supervision.events import FILE_NAME, event_in
 from tfdist.supervision.identity import this_host
 
 # The launcher's heart beats every two seconds, also while it waits for its terminal. Without it for so long, the
@@ -136,7 +135,6 @@ class Agent:
             self._events = _Events(Path(hello["log_dir"]), self._reporter)
         answer = {
             "version": own_version(),
-            "python": platform.python_version(),
             "machine": this_host(),
             "cores": machine.cores,
             "gpus": machine.gpus,
@@ -230,8 +228,13 @@ class Agent:
             self._channel.send(message(kind="progress", name=name, **what, **more))
 
     def _report_events(self) -> None:
-        if self._events is not None and (text := self._events.read()):
-            self._channel.send(message(kind="events", text=text))
+        if self._events is None:
+            return
+        # Other hosts may write to the same file, and their agents tell of that.
+        lines = self._events.read().splitlines(keepends=True)
+        own = [line for line in lines if (event := event_in(line)) and event["name"] in self._processes]
+        if own:
+            self._channel.send(message(kind="events", text="".join(own)))
 
     def _is_due(self, what: str, pause: float) -> bool:
         now = time.monotonic()

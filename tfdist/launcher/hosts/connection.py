@@ -117,7 +117,7 @@ class Facts:
 
     @classmethod
     def of(cls, told: Message) -> Facts:
-        """Raises KeyError, TypeError or ValueError if something else was told."""
+        """Raises KeyError, TypeError, ValueError or OverflowError if something else was told."""
         cores, gpus = tuple(map(int, told["cores"])), tuple(map(str, told["gpus"]))
         return cls(cleaned(told["version"], 100), Machine(cores, gpus), cleaned(told["machine"], 200))
 
@@ -228,7 +228,7 @@ class Connection:
     def close(self) -> None:
         """Returns when the connection has ended."""
         self.stop()
-        if self.lost:
+        if self.lost or self.facts is None:  # nothing was started there
             self._process.kill()
         try:
             self._process.wait(_END_SECONDS)
@@ -243,7 +243,7 @@ class Connection:
     def _meet(self, told: Message) -> None:
         try:
             self.facts = Facts.of(told)
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             self.lose(f"host {self.name}: its agent has said {cleaned(told, _SHOWN)}. Expected: tfdist {own_version()}")
             return
         if self.facts.version != own_version():

@@ -167,7 +167,7 @@ class Channel:
         with self._lock:
             self._unsent += frame
             # Nobody reads it any more: that is noticed where something should come from there.
-            with contextlib.suppress(BlockingIOError, OSError):
+            with contextlib.suppress(OSError):
                 while self._unsent and self._writing >= 0:
                     del self._unsent[: os.write(self._writing, self._unsent[:_CHUNK])]
 

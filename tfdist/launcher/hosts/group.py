@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import selectors
 import sys
@@ -43,16 +44,11 @@ class RemoteProcess(Process):
         continues: see `Process`.
         connection: to the agent.
         number: by which its output is told from that of others.
-
-    Attributes:
-        lost: why its host is of no use any more; empty while it is.
     """
 
     def __init__(self, plan: ProcessPlan, log_dir: Path, continues: str, connection: Connection, number: int) -> None:
         super().__init__(plan, log_dir, continues)
         self.connection, self.number = connection, number
-        self.lost = ""
-        self.reports = 0
         self._pid: int | None = None
         self._state = ""
         self._has_ended = False
@@ -240,11 +236,12 @@ class HostsGroup(ProcessGroup):
                 connection.send()
             elif connection.channel.reading in self._selector.get_map():
                 self._selector.unregister(connection.channel.reading)
+                self._guardian.remove(connection.pid)  # it is killed, and its number somebody else's, perhaps
 
     def _poll_processes(self) -> list[Process]:
         self._note_losses()
         ended = [process for process in self._started if process.poll()]
-        if any(process.status and not process.lost for process in ended):  # type: ignore[attr-defined]
+        if any(process.status and not process.lost for process in ended):
             # What has made it fail may be a host that was cut off: TensorFlow notices that first.
             for connection in self._connections.values():
                 if not connection.lost and connection.silence > SUSPICIOUS:
@@ -295,7 +292,10 @@ class HostsGroup(ProcessGroup):
         if process.plan.name not in self._progress:
             return
         # The clocks of two machines have nothing to do with each other.
-        when = time.monotonic() - max(float(told["age"]), 0.0)
+        age = float(told["age"])
+        if not math.isfinite(age):
+            raise ValueError("an age that is no number")
+        when = time.monotonic() - max(age, 0.0)
         resumed = told["resumed_step"]
         step = None if resumed is None else int(resumed)
         report = Progress(when, int(told["reports"]), cleaned(told["phase"], 16), int(told["step"]), step)

@@ -6,8 +6,11 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-# No white space, no commas; it could otherwise be taken for an option of ssh, or for several words.
-_NAME = r"(?:[^\s@:,\[\]'\"-][^\s@:,\[\]'\"]*@)?(?:\[[0-9A-Fa-f:.%\w]+\]|[^\s@:,\[\]'\"-][^\s@:,\[\]'\"]*)"
+from tfdist.cluster.foreign_text import cleaned
+
+# Nothing that could be taken for an option of ssh, or by a shell for something else.
+_WORD = r"[\w.%][\w.%-]*"
+_NAME = rf"(?:{_WORD}@)?(?:\[[0-9A-Fa-f:.%\w]+\]|{_WORD})"
 _HOST = re.compile(rf"(?P<name>{_NAME})(?::(?P<slots>\d+))?")
 _SLOTS = re.compile(r"slots\s*=\s*(\d+)")
 # Of Open MPI's host files; none of them says how many processes to start.
@@ -42,8 +45,8 @@ def parse_hosts(text: str) -> list[ListedHost]:
         >>> parse_hosts("a:8,me@b")
         [ListedHost(name='a', slots=8), ListedHost(name='me@b', slots=None)]
     """
-    words = [word.strip() for word in text.split(",")]
-    return _merged((_host(word, f"--hosts {text[:_SHOWN]}") for word in words if word), f"--hosts {text[:_SHOWN]}")
+    words, where = [word.strip() for word in text.split(",")], f"--hosts {cleaned(text, _SHOWN)}"
+    return _merged((_host(word, where) for word in words if word), where)
 
 
 def parse_hostfile(text: str, path: str) -> list[ListedHost]:
@@ -63,10 +66,9 @@ def parse_hostfile(text: str, path: str) -> list[ListedHost]:
 
 
 def _line(line: str, where: str) -> ListedHost:
-    name, _, rest = line.partition(" ") if " " in line else line.partition("\t")
+    name, *more = line.split(None, 1)
     host = _host(name, where, line)
-    rest, asked = _IGNORED.sub("", rest).strip(), None
-    if rest:
+    if rest := _IGNORED.sub("", "".join(more)).strip():
         asked = _SLOTS.fullmatch(rest)
         if asked is None or host.slots is not None:
             raise _error(line, where)
@@ -91,8 +93,9 @@ def _positive(digits: str, text: str, where: str) -> int:
 
 def _error(text: str, where: str) -> ListError:
     return ListError(
-        f"{where}: {text[:_SHOWN]!r} is no host. Expected: the name of a host as ssh takes it, and how many processes "
-        "it may have: node-1:8, me@node-1:8 or [2001:db8::1]:8; in a file also node-1 slots=8."
+        f"{where}: {text[:_SHOWN]!r} is no host. Expected: the name of a host as ssh takes it, of letters, digits and "
+        "_ . - %, and how many processes it may have: node-1:8, me@node-1:8 or [2001:db8::1]:8; in a file also node-1 "
+        "slots=8."
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from tfdist.launcher.arguments import Target
+from tfdist.launcher.arguments import FILE, Target
 
 _HOSTS_HELP = (
     "Run on these hosts, which are reached by ssh: HOST, or HOST:PROCESSES, separated by commas.  "
@@ -24,7 +24,7 @@ def hosts_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for decorate in (
         click.option("--remote-python", metavar="PATH", help=_PYTHON_HELP),
         click.option("--ssh", metavar="COMMAND", default="ssh", show_default=True, help=_SSH_HELP),
-        click.option("--hostfile", metavar="FILE", type=click.Path(dir_okay=False), help=_HOSTFILE_HELP),
+        click.option("--hostfile", metavar="FILE", type=FILE, help=_HOSTFILE_HELP),
         click.option("--hosts", metavar="HOST:N,...", help=_HOSTS_HELP),
     ):
         command = decorate(command)

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from tfdist.launcher.arguments import AUTO
+from tfdist.launcher.failure import counted
 from tfdist.launcher.hosts.connection import Facts
 from tfdist.launcher.hosts.listing import ListedHost
 from tfdist.launcher.machine import Machine
@@ -15,6 +15,7 @@ from tfdist.launcher.run_plan import (
     ProcessPlan,
     RunOptions,
     Task,
+    default_workers,
     jobs_of,
     plan_tasks,
     share_cpus,
@@ -30,13 +31,12 @@ def slots_of(listed: ListedHost, machine: Machine, gpus_per_worker: int | str) -
 
     Example:
         >>> machine = Machine((0, 1), ("0", "1", "2", "3"))
-        >>> slots_of(ListedHost("a"), machine, 2), slots_of(ListedHost("a"), Machine((0,)), AUTO)
+        >>> slots_of(ListedHost("a"), machine, 2), slots_of(ListedHost("a"), Machine((0,)), "auto")
         (2, 1)
     """
     if listed.slots is not None:
         return listed.slots
-    each = 1 if gpus_per_worker == AUTO else int(gpus_per_worker)
-    return (len(machine.gpus) // each if each else 0) or 1
+    return default_workers(machine, gpus_per_worker, without_gpus=1)
 
 
 def place(options: RunOptions, slots: Mapping[str, int]) -> Places:
@@ -142,7 +142,7 @@ def described(places: Places) -> str:
         texts.append(f"{host}: {', '.join(f'{job} {_numbers(indices)}' for job, indices in jobs.items())}")
     if len(places) > _SHOWN:
         texts.append(f"and {len(places) - _SHOWN} more")
-    return f"{len(places)} host{'' if len(places) == 1 else 's'} ({'; '.join(texts)})"
+    return f"{counted(len(places), 'host')} ({'; '.join(texts)})"
 
 
 def _numbers(indices: Sequence[int]) -> str:

@@ -20,7 +20,6 @@ from tfdist.launcher.hosts.agent import BEAT
 from tfdist.launcher.hosts.connection import Connection, HostsError, Reach
 from tfdist.launcher.hosts.frames import message
 from tfdist.launcher.hosts.listing import ListedHost
-from tfdist.launcher.machine import own_version
 
 # ssh itself gives up after its ConnectTimeout of ten seconds; the agent then has to be loaded, perhaps from NFS.
 _CONNECT_SECONDS = 60.0
@@ -81,11 +80,12 @@ class Reached:
         self = cls()
         try:
             with _probe(run.log_dir) as probe:
-                hello = {"kind": "hello", "version": own_version(), "run_id": run.run_id, "log_dir": run.log_dir}
+                hello = {"kind": "hello", "run_id": run.run_id, "log_dir": run.log_dir}
                 more = {"variables": dict(run.variables), "probe": probe, "restart": restart}
+                # Names may take seconds to look up: those who are connected already wait for the others.
+                self._heart.start()
                 for host in listed:
                     self.connections[host.name] = Connection(host, reach, {**hello, **more})
-                self._heart.start()
                 self._wait(lambda connection: connection.facts is not None, _CONNECT_SECONDS, check)
             for name in [name for name, connection in self.connections.items() if connection.lost]:
                 connection = self.connections.pop(name)
@@ -190,7 +190,7 @@ def _place(connection: Connection, told: Any) -> tuple[str, list[int]]:
         if told["kind"] == "ready":
             return cleaned(told["address"], 100), list(map(int, told["ports"]))
         problem = cleaned(told["text"])
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         problem = f"Received: {cleaned(told, 200)}. Expected: ports"
     raise HostsError(f"host {connection.name}: {problem}")
 
@@ -207,7 +207,10 @@ def _sleep(connections: Sequence[Connection]) -> None:
 def _probe(log_dir: str) -> Iterator[str]:
     """A file by which an agent sees whether it has the launcher's folder of logs."""
     path = Path(log_dir, f".host-{secrets.token_hex(8)}")
-    path.touch()
+    # Where it cannot be made, nobody shares it.
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)  # the program may have deleted it
+        path.touch()
     try:
         yield os.fspath(path)
     finally:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
 import shlex
 import signal
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +19,7 @@ from tfdist.cluster.foreign_text import cleaned
 from tfdist.cluster.variables import TOKEN, text, travelling
 from tfdist.launcher.arguments import Target, stages_of
 from tfdist.launcher.attempt import Ending
-from tfdist.launcher.failure import exit_code
+from tfdist.launcher.failure import counted, exit_code
 from tfdist.launcher.group import ProcessGroup
 from tfdist.launcher.guardian import Guardian
 from tfdist.launcher.hosts import placement
@@ -39,6 +41,7 @@ from tfdist.launcher.run_plan import PlanError, RunOptions, shares_gpus
 from tfdist.launcher.supervisor import Patience, TrainingRun
 from tfdist.launcher.terminal import Terminal, hidden_lines
 from tfdist.launcher.warm.zygote import WarmStarts
+from tfdist.supervision.exit_codes import HOST_LOST
 
 # Why an option does nothing with several hosts.
 _REFUSED = {
@@ -54,7 +57,8 @@ class _Interrupted(Exception):
     """A signal has come while the hosts were being reached."""
 
     def __init__(self, number: signal.Signals) -> None:
-        self.number = number
+        super().__init__(f"{number.name} received: not started")
+        self.number, self.exit_code = number, exit_code(-number)
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,23 @@ class _Asked:
             for name, connection in reached.connections.items()
             if connection.facts is not None
         }
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """Hosts, and what is to run there.
+
+    Attributes:
+        reached: the hosts.
+        options: what was asked for, with the number of workers that there are places for.
+        places: the processes of each host.
+        addresses: see `Reached.prepare`.
+    """
+
+    reached: Reached
+    options: RunOptions
+    places: placement.Places
+    addresses: Mapping[str, list[str]]
 
 
 def run_on_hosts(
@@ -147,28 +168,36 @@ def run_on_hosts(
     run = RunFacts(run_id, str(folder), variables)
     # Who is on the network of the hosts must not be able to take the place of a process.
     token = {} if text({**variables, **env}, TOKEN) else {TOKEN: secrets.token_hex(16)}
-    with _made(folder), Reached.reach(listed, reach, run) as first:
-        if first.problems:
-            raise HostsError("\ntfdist: ".join(first.problems.values()))
-        everything = _Asked(options, fewest, listed, reach, run, command, {**variables, **token}, show_all)
-        slots = everything.slots(first)
-        count = parts.workers if parts else most or sum(slots.values())
-        _check_count(count, slots, f"--stages {stages}" if parts else f"-n {most}", option)
-        options = replace(options, workers=count)
-        places = placement.place(options, slots)
-        facts = {name: connection.facts for name, connection in first.connections.items() if connection.facts}
-        placement.check_places(options, places, facts)
-        first_job, first_index = options.tasks[0]
-        hidden = hidden_lines(show_all, {**os.environ, **env}, has_driver=any(f.machine.gpus for f in facts.values()))
-        terminal = Terminal.standard(live=f"{first_job} {first_index}", env=os.environ, hidden=hidden)
-        shown = shortest(folder)
-        terminal.message(announcement(options, str(shown), show_all, placement.described(places)))
-        for text_ in _notices(options, places, facts):
-            terminal.message(text_)
-        policy = RestartPolicy(max_restarts, min_workers=fewest if 0 < fewest < count else None)
-        patience = Patience(grace, hang_timeout, start_timeout)
-        everything = replace(everything, options=options, fewest=fewest or count)
-        return HostsRun(everything, first, policy, shown, terminal, patience).run()
+    with _made(folder), SignalInbox() as inbox:
+        try:
+            first = Reached.reach(listed, reach, run, check=functools.partial(_check, inbox))
+        except _Interrupted as stop:
+            print(f"tfdist: {stop}", file=sys.stderr)
+            return stop.exit_code
+        with first:
+            if first.problems:
+                raise HostsError("\ntfdist: ".join(first.problems.values()))
+            everything = _Asked(options, fewest, listed, reach, run, command, {**variables, **token}, show_all)
+            slots = everything.slots(first)
+            count = parts.workers if parts else most or sum(slots.values())
+            _check_count(count, slots, f"--stages {stages}" if parts else f"-n {most}", option)
+            options = replace(options, workers=count)
+            places = placement.place(options, slots)
+            facts = {name: connection.facts for name, connection in first.connections.items() if connection.facts}
+            placement.check_places(options, places, facts)
+            first_job, first_index = options.tasks[0]
+            hidden = hidden_lines(
+                show_all, {**os.environ, **env}, has_driver=any(f.machine.gpus for f in facts.values())
+            )
+            terminal = Terminal.standard(live=f"{first_job} {first_index}", env=os.environ, hidden=hidden)
+            shown = shortest(folder)
+            terminal.message(announcement(options, str(shown), show_all, placement.described(places)))
+            for text_ in _notices(options, places, facts):
+                terminal.message(text_)
+            policy = RestartPolicy(max_restarts, min_workers=fewest if 0 < fewest < count else None)
+            patience = Patience(grace, hang_timeout, start_timeout)
+            everything = replace(everything, options=options, fewest=fewest or count)
+            return HostsRun(everything, first, policy, shown, terminal, patience, inbox).run()
 
 
 class HostsRun(TrainingRun):
@@ -181,6 +210,7 @@ class HostsRun(TrainingRun):
         log_dir: folder of the logs; it exists.
         terminal: where output and messages go.
         patience: how long to wait for what.
+        inbox: signals that have come before it runs.
     """
 
     def __init__(
@@ -191,42 +221,51 @@ class HostsRun(TrainingRun):
         log_dir: Path,
         terminal: Terminal,
         patience: Patience,
+        inbox: SignalInbox,
     ) -> None:
         super().__init__(asked.options.workers, policy, log_dir, terminal, patience)
-        self._asked = asked
+        self._asked, self._inbox = asked, inbox
+        self._slots = asked.slots(first)
         self._first: Reached | None = first
 
     def _attempt(self, restart: Restart, inbox: SignalInbox, guardian: Guardian, starts: WarmStarts) -> Ending:
         try:
             return super()._attempt(restart, inbox, guardian, starts)
         except _Interrupted as stop:
-            self._terminal.message(f"{stop.number.name} received: not started")
-            return Ending(exit_code(-stop.number), interrupt=stop.number)
+            self._terminal.message(str(stop))
+            return Ending(stop.exit_code, interrupt=stop.number)
         except (HostsError, PlanError) as error:
-            return Ending(1, error=str(error))
+            is_lost = restart.number > 0 and isinstance(error, HostsError)
+            return Ending(HOST_LOST if is_lost else 1, error=str(error))
 
     @contextmanager
     def _started(
         self, restart: Restart, inbox: SignalInbox, guardian: Guardian, starts: WarmStarts
     ) -> Iterator[ProcessGroup]:
-        def check() -> None:
-            if (number := inbox.take_stop()) is not None:
-                raise _Interrupted(number)
-
+        check = functools.partial(_check, inbox, self._inbox)
         first, self._first = self._first, None
+        ready = self._ready(first, restart, check) if first else self._reach_again(restart, check)
         asked = self._asked
-        with first or self._reach_again(restart, check) as reached:
-            slots = asked.slots(reached)
-            options = replace(asked.options, workers=min(restart.workers, sum(slots.values())))
-            places = placement.place(options, slots)
-            addresses = reached.prepare(placement.ports_needed(options, places), check)
+        with ready.reached as reached:
             facts = {name: connection.facts for name, connection in reached.connections.items() if connection.facts}
             of_run = (asked.command, asked.environ, asked.run.run_id, asked.run.log_dir, asked.show_all)
-            plans = placement.plan_hosts(options, places, facts, addresses, *of_run, restart=restart.number)
+            of_hosts = (ready.options, ready.places, facts, ready.addresses)
+            plans = placement.plan_hosts(*of_hosts, *of_run, restart=restart.number)
             with HostsGroup(plans, self._log_dir, self._terminal, guardian, restart.number, reached) as group:
                 yield group
 
-    def _reach_again(self, restart: Restart, check: Callable[[], object]) -> Reached:
+    def _ready(self, reached: Reached, restart: Restart, check: Callable[[], object]) -> _Ready:
+        """Makes hosts ready for as many workers as there are places for.
+
+        Raises:
+            HostsError: a host is lost, or cannot be used.
+        """
+        slots = self._asked.slots(reached)
+        options = replace(self._asked.options, workers=min(restart.workers, sum(slots.values())))
+        places = placement.place(options, slots)
+        return _Ready(reached, options, places, reached.prepare(placement.ports_needed(options, places), check))
+
+    def _reach_again(self, restart: Restart, check: Callable[[], object]) -> _Ready:
         """Connects to the hosts once more; waits for those that do not answer, unless it goes without them.
 
         Raises:
@@ -235,13 +274,20 @@ class HostsRun(TrainingRun):
         asked, deadline, pause = self._asked, time.monotonic() + self._patience.start_timeout, _FIRST_PAUSE
         while True:
             reached = Reached.reach(asked.listed, asked.reach, asked.run, restart.number, check)
-            problems = "; ".join(reached.problems.values())
-            count = sum(asked.slots(reached).values())
-            if not problems or count >= restart.workers:
-                return reached
-            if asked.fewest <= count:
-                self._say(f"{problems}; going on without, with {count} of {restart.workers} workers")
-                return reached
+            slots = asked.slots(reached)
+            count = sum(slots.values())
+            problems = "; ".join([*reached.problems.values(), *self._shrunk(slots)])
+            try:
+                if count >= asked.fewest:
+                    ready = self._ready(reached, restart, check)
+                    if count < restart.workers:
+                        self._say(f"{problems}; going on with {count} of {restart.workers} workers")
+                    return ready
+            except BaseException as error:
+                reached.close()
+                problems = "; ".join(one.lost for one in reached.connections.values() if one.lost)
+                if not isinstance(error, HostsError) or not problems:
+                    raise
             reached.close()
             if time.monotonic() > deadline:
                 raise HostsError(problems)
@@ -253,9 +299,22 @@ class HostsRun(TrainingRun):
                 time.sleep(_TICK)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
+    def _shrunk(self, slots: Mapping[str, int]) -> Iterator[str]:
+        """Which hosts have not the places any more that they had at first: those of GPUs, say."""
+        for name, count in slots.items():
+            if count < self._slots[name]:
+                yield f"host {name} has {counted(count, 'place')} now, and had {self._slots[name]}"
+
     def _say(self, text: str) -> None:
         """Says something about a restart, of which nothing else was said yet."""
         self._terminal.message(f"{self._recovery.headline}: {text}" if self._recovery else text)
+
+
+def _check(*inboxes: SignalInbox) -> None:
+    """Raises _Interrupted if somebody has asked this process to end."""
+    for inbox in inboxes:
+        if (number := inbox.take_stop()) is not None:
+            raise _Interrupted(number)
 
 
 def _listed(hosts: str | None, hostfile: str | None) -> list[ListedHost]:
@@ -265,7 +324,7 @@ def _listed(hosts: str | None, hostfile: str | None) -> list[ListedHost]:
         return parse_hosts(hosts)
     assert hostfile is not None
     try:
-        return parse_hostfile(Path(hostfile).read_text(errors="replace"), hostfile)
+        return parse_hostfile(Path(hostfile).read_text("utf-8-sig", "replace"), hostfile)
     except OSError as error:
         raise ListError(
             f"--hostfile {hostfile}: {error.strerror}. Expected: a file with a host on each line."
