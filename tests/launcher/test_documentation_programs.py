@@ -28,6 +28,7 @@ NOT_RUN = {
     "docs/clusters/ray.md": "needs Ray",
     "docs/clusters/sagemaker.md": "needs an account of Amazon SageMaker",
     "docs/clusters/vertex-ai.md": "needs an account of Google Cloud",
+    "docs/remote-storage.md": "needs a bucket",
 }
 # Pages with tests of their own.
 ELSEWHERE = {
