@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import json
 import shutil
@@ -16,6 +18,7 @@ from keras_tuner.engine.base_tuner import BaseTuner
 from keras_tuner.engine.trial import Trial
 
 from tfdist.supervision.events import EventStream
+from tfdist.tuning import client as client_module
 from tfdist.tuning import service as service_module
 from tfdist.tuning.client import OracleClient, Remote
 from tfdist.tuning.member import MEETING, Meeting, Member
@@ -61,12 +64,20 @@ def member_of(folder: Path, tuner: int = 0, rank: int = 0, processes: int = 1, a
 class Keeper:
     """A process that keeps an oracle, after a start in a folder."""
 
-    def __init__(self, folder: Path, make: Make = random_search, attempt: str = "first", processes: int = 1) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        make: Make = random_search,
+        attempt: str = "first",
+        processes: int = 1,
+        number: int = 1,
+        **more: Any,
+    ) -> None:
         self.folder = folder
         self.oracle = make()
         self.tuner = BaseTuner(self.oracle, directory=str(folder), project_name="p")
-        self.member = member_of(folder, processes=processes, attempt=attempt)
-        self.shared = SharedOracle(self.oracle, self.member, 1, folder / "p")
+        self.member = dataclasses.replace(member_of(folder, processes=processes, attempt=attempt), **more)
+        self.shared = SharedOracle(self.oracle, self.member, number, folder / "p")
         self.tuner.save()
 
     def states(self) -> dict[str, str]:
@@ -145,22 +156,22 @@ class TestCrashes:
         assert sorted(ended) == sorted(undisturbed.oracle.trials)
         assert set(undisturbed.states().values()) == {"COMPLETED"}
         assert len(copies) > 3 * len(ended)
-        for copy in copies[:: 1 if make is random_search else 3]:
+        for saved in copies[:: 3 if make is hyperband else 1]:
             before = {
                 name
-                for path in copy.glob("p/trial_*/trial.json")
+                for path in saved.glob("p/trial_*/trial.json")
                 for name, status in [(lambda found: (found["trial_id"], found["status"]))(json.loads(path.read_text()))]
                 if status == "COMPLETED"
             }
-            again = Keeper(copy, make, attempt="second")
+            again = Keeper(saved, make, attempt="second")
             ended = search(again.shared, attempt="second")
-            assert set(again.states().values()) == {"COMPLETED"}, copy
-            assert sorted(again.oracle.trials) == sorted(undisturbed.oracle.trials), copy
-            assert len(ended) == len(set(ended)), copy
+            assert set(again.states().values()) == {"COMPLETED"}, saved
+            assert sorted(again.oracle.trials) == sorted(undisturbed.oracle.trials), saved
+            assert len(ended) == len(set(ended)), saved
             # What had ended is not run again; but for the one whose end was not written down completely.
-            assert len(set(ended) & before) <= 1, copy
+            assert len(set(ended) & before) <= 1, saved
             if make in (random_search, grid_search):
-                assert again.values() == undisturbed.values(), copy
+                assert again.values() == undisturbed.values(), saved
 
     def test_keras_tuner_alone_repeats_trials(self, folder: Path) -> None:
         """The negative control: the trial that a tuner runs is given to another one as well."""
@@ -181,6 +192,103 @@ class TestCrashes:
         second = Keeper(folder, attempt="second")
         assert second.shared.create_trial(1, "first").trial_id == lost.trial_id
         assert len(search(second.shared, "third")) == 5
+
+
+class TestTwoSearches:
+    """Both in one project; a script that is started again begins with the first one."""
+
+    @staticmethod
+    def first_search(folder: Path) -> Keeper:
+        keeper = Keeper(folder, lambda: random_search(max_trials=1))
+        assert search(keeper.shared) == ["0"]
+        keeper.shared.close()
+        return keeper
+
+    def test_the_first_process_is_killed_in_the_second(self, folder: Path) -> None:
+        self.first_search(folder)
+        second = Keeper(folder, number=2)
+        running = second.shared.create_trial(1, "first")
+        assert running.status == "RUNNING"
+        again = Keeper(folder, lambda: random_search(max_trials=1), attempt="second")
+        assert [again.shared.create_trial(tuner, "second").status for tuner in (0, 1)] == ["STOPPED", "STOPPED"]
+        again.shared.close()
+        assert again.shared.failure is None
+        assert ProjectMark(folder / "p").content["number"] == 2
+        found = json.loads((folder / "tfdist-search-1.json").read_text())
+        assert found["over"] and [trial["trial"] for trial in found["trials"]] == ["0"]
+        third = Keeper(folder, attempt="second", number=2)
+        assert third.shared.create_trial(1, "first").trial_id == running.trial_id
+        assert len(search(third.shared, "first")) == 4
+
+    @pytest.mark.parametrize("is_new", [True, False])
+    def test_another_one_is_killed_in_the_second(self, folder: Path, is_new: bool) -> None:
+        first = self.first_search(folder)
+        if is_new:
+            second = Keeper(folder, number=2)
+        else:
+            second = first
+            second.oracle.max_trials = 5
+            second.shared, ended = SharedOracle(first.oracle, first.member, 2, folder / "p"), first.shared
+        ended = first.shared if is_new else ended
+        running = second.shared.create_trial(1, "first")
+        assert ended.create_trial(1, "second").status == "STOPPED"
+        assert second.shared.create_trial(1, "second").trial_id == running.trial_id
+
+    def test_the_first_search_goes_on_in_another_run(self, folder: Path) -> None:
+        """The negative control: only of the same run is a search past."""
+        self.first_search(folder)
+        Keeper(folder, number=2)
+        other = Keeper(folder, search_id="another run")
+        assert other.shared.create_trial(1, "first").status == "RUNNING"
+
+
+class TestRunAgain:
+    def test_metrics_of_the_killed_run_do_not_count(self, folder: Path) -> None:
+        keeper = Keeper(folder)
+        trial = keeper.shared.create_trial(1, "first")
+        keeper.shared.update_trial(trial.trial_id, {"score": 9.0}, 0)
+        # Not killed, but it has not heard the answer: they count.
+        assert keeper.shared.create_trial(1, "first").metrics.get_history("score")
+        again = Trial.from_state(keeper.shared.create_trial(1, "second").get_state())
+        assert not again.metrics.metrics
+        # The oracle's process is killed as well, and finds the same.
+        keeper = Keeper(folder, attempt="third")
+        keeper.shared.update_trial(trial.trial_id, {"score": 1.0}, 0)
+        again.status = "COMPLETED"
+        keeper.shared.end_trial(1, again.get_state())
+        assert keeper.oracle.get_trial(trial.trial_id).score == 1.0
+
+    def test_nor_do_those_of_a_tuner_that_is_gone(self, folder: Path) -> None:
+        first = Keeper(folder)
+        lost = first.oracle.create_trial("tuner7")
+        first.shared.update_trial(lost.trial_id, {"score": 9.0}, 0)
+        second = Keeper(folder, attempt="second")
+        given = second.shared.create_trial(1, "second")
+        assert given.trial_id == lost.trial_id and not given.metrics.metrics
+
+    def test_an_interrupted_search_costs_no_chance(self, folder: Path) -> None:
+        first = Keeper(folder, max_restarts=0)
+        trial = first.shared.create_trial(1, "first")
+        second = Keeper(folder, attempt="second", max_restarts=0, search_id="the same command again")
+        assert second.shared.create_trial(1, "second").trial_id == trial.trial_id
+        assert second.states() == {trial.trial_id: "RUNNING"}
+        # A tuner that is killed then does.
+        assert second.shared.create_trial(1, "third").trial_id != trial.trial_id
+        assert second.states()[trial.trial_id] == "FAILED"
+
+    @pytest.mark.parametrize("taken_up", [True, False])
+    def test_it_may_be_shown_now(self, folder: Path, taken_up: bool, capsys: pytest.CaptureFixture) -> None:
+        """`search(verbose=0)` has begun it, and the script is changed."""
+        first = Keeper(folder)
+        first.oracle.verbose = 0
+        first.oracle.create_trial("tuner1" if taken_up else "tuner7")
+        assert "Running Trial" not in capsys.readouterr().out
+        second = Keeper(folder, search_id="the same command again")
+        second.oracle.verbose = 1
+        trial = Trial.from_state(second.shared.create_trial(1, "second").get_state())
+        assert "Running Trial #1" in capsys.readouterr().out
+        complete(second.shared, 1, trial)
+        assert second.states() == {"0": "COMPLETED"}
 
 
 class TestAnswers:
@@ -232,6 +340,39 @@ class TestAnswers:
             keeper.shared.create_trial(0, "first")
         assert isinstance(keeper.shared.failure, RuntimeError)
 
+    @pytest.mark.parametrize("score", [float("nan"), float("inf")])
+    def test_scores_that_are_not_finite(self, folder: Path, score: float) -> None:
+        keeper = Keeper(folder)
+        trial = Trial.from_state(keeper.shared.create_trial(1, "first").get_state())
+        keeper.shared.update_trial(trial.trial_id, {"score": score}, 0)
+        trial.status = "COMPLETED"
+        keeper.shared.end_trial(1, trial.get_state())
+
+        def refuse(text: str) -> None:
+            raise AssertionError(text)
+
+        found = json.loads((folder / "tfdist-search-1.json").read_text(), parse_constant=refuse)
+        (row,) = found["trials"]
+        assert row["score"] is None and row["error"] == f"the score is {score}"
+        lines = (folder / "events.jsonl").read_text().splitlines()
+        event = [json.loads(line, parse_constant=refuse) for line in lines][-1]
+        assert event["event"] == "trial-ended" and event["score"] is None and event["error"] == row["error"]
+        assert event["counts"]["best"] is None
+
+    def test_who_waits_writes_nothing(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        keeper = Keeper(folder)
+        keeper.shared.create_trial(0, "first")
+        saved: list[str] = []
+        with monkeypatch.context() as patched:
+            patched.setattr(type(keeper.oracle), "save", lambda self: saved.append("oracle"))
+            patched.setattr(keeper.oracle, "populate_space", lambda trial_id: {"status": "IDLE"})
+            assert keeper.shared.create_trial(1, "first").status == "IDLE"
+            assert not saved
+            patched.undo()
+            patched.setattr(type(keeper.oracle), "save", lambda self: saved.append("oracle"))
+            assert keeper.shared.create_trial(1, "first").status == "RUNNING"
+            assert saved == ["oracle"]
+
     def test_events_and_results(self, folder: Path) -> None:
         keeper = Keeper(folder)
         search(keeper.shared)
@@ -241,7 +382,7 @@ class TestAnswers:
         assert sorted(event["event"] for event in events) == sorted(kinds)
         assert (events[0]["event"], events[-1]["event"]) == ("search", "searched")
         assert events[-1]["counts"]["done"] == 5 and events[-1]["counts"]["running"] == 0
-        found = json.loads((folder / "search-1.json").read_text())
+        found = json.loads((folder / "tfdist-search-1.json").read_text())
         scores = [trial["score"] for trial in found["trials"]]
         assert found["over"] and len(scores) == 5 and scores == sorted(scores)
 
@@ -258,7 +399,7 @@ def served(folder: Path) -> Iterator[Callable[..., tuple[Keeper, OracleService]]
 
     yield start
     for service in services:
-        service.close()
+        service._listener.end()
 
 
 def client_of(folder: Path, tuner: int, rank: int = 0, processes: int = 1) -> OracleClient:
@@ -296,7 +437,7 @@ class TestService:
         _, service = served()
         client = client_of(folder, 1)
         trial = client.create_trial("")
-        service.close()
+        service._listener.end()
         trial.status = "COMPLETED"
         answers: list[Any] = []
 
@@ -325,6 +466,49 @@ class TestService:
         Meeting(**{**meeting, "hosts": tuple(meeting["hosts"])}).write(folder)
         waiting.join(60.0)
         assert not waiting.is_alive()
+
+    def test_a_large_answer_arrives_whole(
+        self, served: Callable, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """More than a socket takes at once."""
+        _, service = served()
+        monkeypatch.setattr(service, "answer", lambda request: {"value": "x" * 1_000_000})
+        client = client_of(folder, 1)
+        exchange, asked = client_module._exchange, []
+
+        def counted(*args: Any) -> dict[str, Any]:
+            asked.append(args)
+            return exchange(*args)
+
+        monkeypatch.setattr(client_module, "_exchange", counted)
+        for _ in range(20):
+            assert len(client.state()) == 1_000_000
+        assert len(asked) == 20
+
+    def test_a_callback_that_holds_the_tuner_is_copied(self, served: Callable, folder: Path) -> None:
+        """KerasTuner copies the callbacks of each trial; a lock cannot be copied."""
+        keeper, service = served()
+        client = OracleClient(keeper.oracle, keeper.member, 1, service.answer)
+        assert copy.deepcopy({"tuner": [client]})["tuner"][0] is client
+        with pytest.raises(TypeError, match="pickle"):
+            copy.deepcopy(service)
+
+    def test_the_address_that_has_answered_is_asked_first(
+        self, served: Callable, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        served()
+        meeting = Meeting.read(folder, "this search")
+        dataclasses.replace(meeting, hosts=("no-such-host.invalid", *meeting.hosts)).write(folder)
+        client, asked, exchange = client_of(folder, 1), [], client_module._exchange
+
+        def noted(place: tuple[str, int], *args: Any) -> dict[str, Any]:
+            asked.append(place[0])
+            return exchange(place, *args)
+
+        monkeypatch.setattr(client_module, "_exchange", noted)
+        client.get_space()
+        client.get_space()
+        assert asked == ["no-such-host.invalid", "127.0.0.1", "127.0.0.1"]
 
     def test_errors_arrive_with_their_type(self, served: Callable, folder: Path) -> None:
         served()

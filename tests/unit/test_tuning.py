@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
@@ -18,7 +19,7 @@ from tfdist.plain_text import plain_text
 from tfdist.supervision.search_state import SearchState
 from tfdist.tuning.member import VARIABLE, Member
 from tfdist.tuning.placement import place
-from tfdist.tuning.results import summary_of, table_of
+from tfdist.tuning.results import SearchFile, files_in, searches_in, summary_of, table_of
 from tfdist.tuning.tune_plan import TuneOptions, plan_tuners
 
 ARRAY = {
@@ -135,12 +136,36 @@ class TestResults:
         rows = plain_text(table_of(search)).splitlines()
         assert rows[0].split()[-2:] == ["a", "b"] and rows[-1].split()[-2:] == ["-", "0.25"]
 
+    def test_a_score_that_is_not_finite(self) -> None:
+        odd = trial("0", score=None, error="the score is inf")
+        text = plain_text(table_of({"objective": "loss", "trials": [odd]}), width=120)
+        assert "completed: the score is inf" in text
+
+    def test_only_files_of_tfdist_are_its(self, tmp_path: Path) -> None:
+        for name in ("search-1.json", "tfdist-search.json", "tfdist-search-space.json", "search-space.json"):
+            (tmp_path / name).write_text("[]")
+        for number in (2, 1):
+            SearchFile(tmp_path, number, tmp_path / "p").write(True, [])
+        assert sorted(path.name for path in files_in(tmp_path)) == ["tfdist-search-1.json", "tfdist-search-2.json"]
+        assert [search["number"] for search in searches_in(tmp_path)] == [1, 2]
+
     def test_ten_are_shown(self) -> None:
         search = {"objective": "loss", "trials": [trial(str(name)) for name in range(30)]}
         assert len(plain_text(table_of(search)).strip().splitlines()) == 12
 
 
 class TestSearchState:
+    def test_a_second_search_begins_at_nothing(self) -> None:
+        search = SearchState()
+        search.add({"time": 1.0, "name": "tuner 0", "event": "search", "objective": "loss", "max_trials": 2})
+        counts = {"done": 2, "running": 0, "best": 0.5, "best_trial": "1"}
+        search.add({"time": 2.0, "name": "tuner 0", "event": "searched", "counts": counts})
+        search.add({"time": 3.0, "name": "tuner 0", "event": "search", "objective": "accuracy", "max_trials": 3})
+        assert search.shown() == "0 of 3 trials done, 0 running"
+        # The oracle's process was started again, and says what it knows.
+        search.add({"time": 4.0, "name": "tuner 0", "event": "search", "objective": "loss", "counts": counts})
+        assert search.shown() == "2 trials done, 0 running; best loss 0.5 (trial 1)"
+
     def test_damaged_events_change_nothing(self) -> None:
         search = SearchState()
         search.add({"time": 1.0, "name": "tuner 0", "event": "trial", "counts": {"done": 2, "best": 0.5}})

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist.cluster.config import ClusterConfig
+from tfdist.cluster.errors import ClusterError
 
 # Where the devices of a process are that is in no cluster; TensorFlow leaves it out of their names, strategies do not.
 _ALONE = "/job:localhost/replica:0/task:0"
@@ -88,3 +90,20 @@ def check_cluster(cluster: Any, resolver: Any = None) -> None:
         )
     if cluster is not None and resolver is not None:
         raise ValueError("Received both cluster and cluster_resolver. Expected at most one; leave one out.")
+
+
+def check_not_tuned(strategy: str, config: ClusterConfig) -> None:
+    """Checks that a strategy that one process drives is not to train the trials of a search in several processes.
+
+    Args:
+        strategy: its name.
+        config: the cluster.
+
+    Raises:
+        tfdist.ClusterError: it is; the other processes would serve, and not take part in the search.
+    """
+    if os.environ.get("TFDIST_TUNE") and not config.is_single_process:
+        raise ClusterError(
+            f"Received: {strategy} in `tfdist tune` with several processes for each trial. Expected: a strategy whose "
+            "processes all run the script. Use tfdist.MultiWorkerMirroredStrategy, or leave --workers-per-trial out"
+        )

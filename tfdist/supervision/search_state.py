@@ -43,6 +43,7 @@ class SearchState:
         if event["event"] == "search":
             self.objective = str(event.get("objective"))[:_NAME_WIDTH]
             self.max_trials = _count(event.get("max_trials"))
+            self.done, self.running, self.best, self.best_trial = 0, 0, None, ""
         counts = event.get("counts")
         if not isinstance(counts, dict):
             return

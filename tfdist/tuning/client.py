@@ -16,11 +16,11 @@ from keras_tuner.engine.trial import Trial
 from tfdist.cluster import sockets
 from tfdist.cluster.connections import ENDS, authenticate, framed, receive, send
 from tfdist.tuning.member import START_AGAIN, Meeting, Member
-from tfdist.tuning.service import LEAVES, SEARCHES, STATE
+from tfdist.tuning.service import LARGEST, LEAVES, SEARCHES, STATE
 
 Answer = dict[str, Any]
 
-_PAUSE = 0.25
+PAUSE = 0.25
 # Between the processes of a trial, which go on together.
 _SHORT_PAUSE = 0.02
 _CONNECT_SECONDS = 10.0
@@ -30,7 +30,6 @@ _ANSWER_SECONDS = 3600.0
 _AWAY_SECONDS = 3600.0
 # A process that is not the first of its tuner may have missed an answer that a former start of the oracle has given.
 _MISSED_SECONDS = 60.0
-_LARGEST = 1 << 26
 
 
 class OracleClient:
@@ -56,6 +55,10 @@ class OracleClient:
         if name == "_oracle":  # a copy that is being made
             raise AttributeError(name)
         return getattr(self._oracle, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OracleClient:
+        """The same: KerasTuner copies the callbacks of each trial, with the tuner and its oracle if they hold it."""
+        return self
 
     @property
     def verbose(self) -> Any:
@@ -117,7 +120,7 @@ class OracleClient:
     def wait_for_search(self, number: int) -> None:
         """Returns when the script has begun this search in the process that keeps the oracle."""
         while self._ask({"name": SEARCHES}).get("value", 0) < number:
-            time.sleep(_PAUSE)
+            time.sleep(PAUSE)
 
     def state(self) -> Answer:
         """All that the shared oracle knows."""
@@ -142,7 +145,8 @@ class OracleClient:
         missed = _Missed(member)
         while "wait" in (answer := self._ask(request)):
             missed.check()
-            time.sleep(_PAUSE if member.processes == 1 else _SHORT_PAUSE)
+            in_step = member.processes > 1 and name != "create_trial"
+            time.sleep(_SHORT_PAUSE if in_step else PAUSE)
         self._call_number += 1
         if "again" in answer:
             _start_again(answer["again"])
@@ -159,7 +163,7 @@ class OracleClient:
         if self._member.keeps_oracle:
             raise SearchEndedError(text)
         while True:  # the process that keeps the oracle raises the error, and tfdist ends the others
-            time.sleep(_PAUSE)
+            time.sleep(PAUSE)
 
 
 class SearchEndedError(BaseException):
@@ -175,6 +179,7 @@ class Remote:
 
     def __init__(self, member: Member) -> None:
         self._member = member
+        self._answered = ""
 
     def __call__(self, request: Answer) -> Answer:
         """The answer to a request.
@@ -185,12 +190,16 @@ class Remote:
         deadline, problem = time.monotonic() + _AWAY_SECONDS, "it has not begun its search"
         while time.monotonic() < deadline:
             meeting = Meeting.read(Path(self._member.folder), self._member.search_id)
-            for host in meeting.hosts if meeting is not None and meeting.port else ():
+            hosts = meeting.hosts if meeting is not None and meeting.port else ()
+            # The one that has answered before comes first: another may cost a time-out each time.
+            for host in sorted(hosts, key=lambda one: one != self._answered):
                 try:
-                    return _exchange((host, meeting.port), meeting.key, request)
+                    answer = _exchange((host, meeting.port), meeting.key, request)
+                    self._answered = host
+                    return answer
                 except ENDS as error:
                     problem = f"{host}: {sockets.reason_of(error)}"
-            time.sleep(_PAUSE)
+            time.sleep(PAUSE)
         raise ConnectionError(
             f"the process that keeps the oracle was away for {_AWAY_SECONDS / 60:.0f} minutes ({problem})"
         )
@@ -201,7 +210,7 @@ def _exchange(place: tuple[str, int], key: str, request: Answer) -> Answer:
     with connection:
         authenticate(connection, key.encode(), first=False)
         send(connection, request, time.monotonic() + _CONNECT_SECONDS)
-        return receive(connection, _LARGEST, time.monotonic() + _ANSWER_SECONDS)
+        return receive(connection, LARGEST, time.monotonic() + _ANSWER_SECONDS)
 
 
 class _Missed:

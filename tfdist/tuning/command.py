@@ -84,6 +84,7 @@ def _run(
     from tfdist.launcher.terminal import Terminal
     from tfdist.tuning.member import Member
     from tfdist.tuning.placement import place
+    from tfdist.tuning.results import files_in
     from tfdist.tuning.tune_plan import TuneOptions, announcement, plan_tuners
     from tfdist.tuning.tune_run import TuneRun
 
@@ -115,7 +116,7 @@ def _run(
         shown = _shortest(folder)
         terminal.message(announcement(options, str(shown)))
         if 0 in plans:
-            for stale in folder.glob("search-*.json"):
+            for stale in files_in(folder):
                 stale.unlink()
         code = TuneRun(plans, found.search_id, max_restarts, shown, terminal, grace).run()
     if 0 in plans:

@@ -17,7 +17,7 @@ from tfdist.launcher.run_plan import REPLACEMENT
 # Holds the JSON of a `Member` in the environment of each process.
 VARIABLE = "TFDIST_TUNE"
 # In the folder of the search's logs; who can read it can take part in the search.
-MEETING = "oracle.json"
+MEETING = "tfdist-oracle.json"
 # Ends a process whose whole tuner is to be started again, and goes on then: EX_TEMPFAIL of sysexits.h.
 START_AGAIN = 75
 
@@ -136,7 +136,7 @@ class Meeting:
     @classmethod
     def read(cls, folder: Path, search_id: str) -> Meeting | None:
         """What the file in a folder says about a search; None if there is none, or it is of another search."""
-        with contextlib.suppress(OSError, ValueError, TypeError):
+        with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
             fields: dict[str, Any] = json.loads((folder / MEETING).read_bytes())
             found = cls(**{**fields, "hosts": tuple(fields["hosts"])})
             return found if found.search_id == search_id else None

@@ -19,14 +19,13 @@ from keras_tuner.oracles import GridSearchOracle
 
 from tfdist.atomic_files import write_atomically
 from tfdist.compat.patch import Patch, inherited
-from tfdist.tuning.client import OracleClient, Remote, SearchEndedError
+from tfdist.tuning.client import PAUSE, OracleClient, Remote, SearchEndedError
 from tfdist.tuning.member import Member
 from tfdist.tuning.service import OracleService
 from tfdist.tuning.shared_oracle import ProjectMark, SharedOracle, set_state
 
 _BASE = "keras_tuner.engine.base_tuner:BaseTuner"
 _SAME_PROJECT_SECONDS = 60.0
-_PAUSE = 0.25
 # Under this key the place in a grid stands in the state of its oracle.
 _GRID = "tfdist_grid"
 
@@ -104,7 +103,7 @@ class Searches:
                     "not begun this search. Expected: the same folder in all processes, on a disk that all of them "
                     "see. Give the tuner a fixed directory= and project_name=, without random parts, dates or tempfile"
                 )
-            time.sleep(_PAUSE)
+            time.sleep(PAUSE)
 
 
 def _grid_state(original: Callable | None) -> Callable:
@@ -151,6 +150,7 @@ def patches(searches: Searches) -> tuple[Patch, ...]:
         @functools.wraps(original)
         def __init__(self: BaseTuner, *args: Any, **kwargs: Any) -> None:
             called = signature.bind(self, *args, **kwargs)
+            _check_folder(called.arguments.get("directory"))
             if called.arguments.get("overwrite"):
                 folder, name = called.arguments.get("directory") or ".", called.arguments.get("project_name")
                 project = Path(str(folder), name or "untitled_project")
@@ -180,8 +180,6 @@ def patches(searches: Searches) -> tuple[Patch, ...]:
     def save(original: Callable) -> Callable:
         @functools.wraps(original)
         def save(self: Any, fname: str) -> str:
-            if "://" in str(fname):
-                return original(self, fname)
             text = json.dumps(self.get_state())
             write_atomically(fname, text)
             return text
@@ -193,9 +191,12 @@ def patches(searches: Searches) -> tuple[Patch, ...]:
         def _configure_tensorboard_dir(
             self: BaseTuner, callbacks: list[keras.callbacks.Callback], trial: Trial, execution: int = 0
         ) -> Any:
+            project = ProjectMark(Path(self.project_dir)).id
             for callback in callbacks:
                 if hasattr(callback, "backup_dir"):
-                    _move(callback, os.path.join(callback.backup_dir, str(trial.trial_id), f"execution{execution}"))
+                    # Trials of each project are numbered from 0: a backup of an earlier one must not be taken up.
+                    of_trial = (project, str(trial.trial_id), f"execution{execution}")
+                    _move(callback, os.path.join(callback.backup_dir, *of_trial))
             return original(self, callbacks, trial, execution)
 
         return _configure_tensorboard_dir
@@ -221,9 +222,23 @@ def install(member: Member) -> None:
         patch.install()
 
 
+def _check_folder(directory: Any) -> None:
+    """Checks where a tuner's project is to be.
+
+    Raises:
+        ValueError: not on a disk.
+    """
+    if "://" in str(directory):
+        raise ValueError(
+            f"Received: directory={str(directory)!r}. Expected: a folder on a disk that all processes of `tfdist tune` "
+            "see, in which a file can be replaced in one piece. Give the tuner such a folder, and copy it afterwards"
+        )
+
+
 def _move(callback: Any, folder: str) -> None:
     """Gives a BackupAndRestore, Keras' or tfdist's, another folder: all its paths lie in that."""
-    before = str(callback.backup_dir)
+    before = str(callback.backup_dir).rstrip(os.sep)
     for name, value in list(vars(callback).items()):
-        if isinstance(value, (str, os.PathLike)) and str(value).startswith(before):
+        is_path = isinstance(value, (str, os.PathLike))
+        if is_path and (str(value) == before or str(value).startswith(before + os.sep)):
             setattr(callback, name, folder + str(value)[len(before) :])

@@ -26,7 +26,7 @@ class SearchFile:
     """
 
     def __init__(self, folder: Path, number: int, project: Path) -> None:
-        self._path = folder / f"search-{number}.json"
+        self._path = folder / f"tfdist-search-{number}.json"
         self._own = {"number": number, "project": str(project)}
 
     def write(self, is_over: bool, trials: Sequence[dict[str, Any]], **facts: Any) -> None:
@@ -44,9 +44,19 @@ class SearchFile:
         write_atomically(self._path, json.dumps(whole, default=str))
 
 
+def files_in(folder: Path) -> list[Path]:
+    """The files of searches in a folder of logs.
+
+    Example:
+        >>> files_in(Path("no-such-folder"))
+        []
+    """
+    return [path for path in folder.glob("tfdist-search-*.json") if path.stem.rpartition("-")[2].isdigit()]
+
+
 def searches_in(folder: Path) -> list[dict[str, Any]]:
     """The searches whose files are in a folder of logs, in the order in which the script has begun them."""
-    found = (json.loads(path.read_bytes()) for path in folder.glob("search-*.json"))
+    found = (json.loads(path.read_bytes()) for path in files_in(folder))
     return sorted(found, key=lambda search: search["number"])
 
 
@@ -92,7 +102,7 @@ def summary_of(search: dict[str, Any]) -> str:
 
 
 def _outcome(trial: dict[str, Any]) -> str:
-    if trial["status"] == "COMPLETED":
+    if trial["status"] == "COMPLETED" and trial["score"] is not None:
         return _text(trial["score"])
     error = str(trial["error"] or "").strip().splitlines()
     return f"{trial['status'].lower()}{f': {error[-1][:_ERROR_WIDTH]}' if error else ''}"

@@ -31,7 +31,7 @@ from tfdist.tuning.shared_oracle import COMPLETED, IDLE, SearchFailedError, Shar
 # must not end before.
 SEARCHES, STATE, LEAVES = "searches", "state", "leaves"
 _WAIT: dict[str, Any] = {"wait": True}
-_LARGEST = 1 << 26
+LARGEST = 1 << 26  # bytes of a message
 _SECONDS = 60.0
 _PAUSE = 0.02
 # When one process of a tuner has failed in a trial, the others either fail as well, or wait for it in vain.
@@ -118,15 +118,13 @@ class OracleService:
         while len([1 for search, _ in tuple(self._told) if search == number]) < self._member.processes - 1:
             time.sleep(_PAUSE)
 
-    def close(self) -> None:
-        """Stops serving."""
-        self._listener.end()
-
     def _serve(self, connection: Connection) -> None:
         authenticate(connection, self._key.encode(), first=True)
         deadline = time.monotonic() + _SECONDS
-        request = receive(connection, _LARGEST, deadline)
+        request = receive(connection, LARGEST, deadline)
         send(connection, self.answer(request), time.monotonic() + _SECONDS)
+        # The listener resets the connection, which would drop what is still on its way: the client hangs up first.
+        connection.poll(_SECONDS)
 
     def _keep(self, tuner: _Tuner, request: dict[str, Any], answer: dict[str, Any]) -> None:
         trial = request["trial"]

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+import secrets
 import threading
 import time
 from collections.abc import Iterator
@@ -57,6 +59,11 @@ class ProjectMark:
         """Whether the project belongs to a search of this id, and to this or a later call of `search` in its script."""
         return self.content.get("search_id") == search_id and self.content.get("number", 0) >= number
 
+    @property
+    def id(self) -> str:
+        """Tells this project from others that were, or will be, in the same folder."""
+        return self.content.setdefault("id", secrets.token_hex(4))
+
     def write(self) -> None:
         """Writes it down."""
         write_atomically(self._path, json.dumps(self.content))
@@ -92,10 +99,16 @@ class SharedOracle:
         self._begun: dict[str, float] = self._mark.content.get("begun", {}) if of_same else {}
         self._seconds: dict[str, float] = self._mark.content.get("seconds", {})
         self._file = SearchFile(Path(member.folder), number, project)
-        with self._lock, self._saved_at_end():
-            self._recover(project)
+        # The script was started again from its top: the trials that are at work are those of a later search.
+        self._closed = of_same and self._mark.content.get("number", 0) > number
+        if self._closed:
+            return
+        with self._lock:
+            with self._unsaved():
+                self._recover(project)
+            oracle.save()
         journal = self._journal(0)
-        facts = {"objective": oracle.objective.name, "max_trials": oracle.max_trials}
+        facts = {"objective": oracle.objective.name, "max_trials": oracle.max_trials, "counts": self._counts()}
         journal.write("search", number=number, project=str(project), **facts)
         self._write_mark()
         self._write_results()
@@ -118,6 +131,8 @@ class SharedOracle:
         """
         with self._lock:
             self._check()
+            if self._closed:
+                return _empty(STOPPED)
             while (trial := self._oracle.ongoing_trials.get(id_of(tuner))) is not None:
                 if self._may_go_on(tuner, trial, attempt):
                     return trial
@@ -179,22 +194,27 @@ class SharedOracle:
         """Notes that the search is over, or that the script has left it."""
         with self._lock:
             self._thread.shutdown()
+            if self._closed:
+                return
             is_complete = self.is_over and self.failure is None
             self._write_results(is_complete)
             if is_complete:
                 journal = self._journal(0)
                 journal.write("searched", number=self._number, counts=self._counts())
+                self._closed = True
             else:
                 self.failure = self.failure or SearchFailedError("tuner 0 has left the search before its end")
 
     def _next(self, tuner: int, attempt: str) -> Trial:
-        waiting = bool(self._oracle.get_state()["retry_queue"])
+        waiting = bool(self._oracle._retry_queue)
         trial = None if self._has_stopped() and not waiting else self._call("create_trial", id_of(tuner))
         if trial is not None and trial.status == STOPPED:
             self._stopped_with = self._size_of_space()
         if trial is None or trial.status == STOPPED:
             return _empty(IDLE if self._is_busy() else STOPPED)
         if trial.status == RUNNING:
+            if trial.trial_id not in self._oracle._display.trial_start:  # it was begun without being shown
+                self._show(trial)
             self._handed[trial.trial_id] = [attempt, self._handed.get(trial.trial_id, ["", 0])[1]]
             self._begun[trial.trial_id] = time.time()
             self._write_mark()
@@ -206,13 +226,18 @@ class SharedOracle:
 
     def _may_go_on(self, tuner: int, trial: Trial, attempt: str) -> bool:
         """Whether a tuner runs the trial that it has already; no longer if that has killed it again and again."""
-        before, times = self._handed.get(trial.trial_id, ["", 0])
+        # A trial of an interrupted search has all its chances.
+        before, times = self._handed.get(trial.trial_id, ["", -1])
         if before == attempt:
             return True  # it has not heard the last answer
         times += 1
+        goes_on = times <= self._member.max_restarts
+        if goes_on:
+            self._forget_metrics(trial)
+            self._show(trial)
         self._handed[trial.trial_id] = [attempt, times]
         self._write_mark()
-        if times <= self._member.max_restarts:
+        if goes_on:
             journal = self._journal(tuner)
             journal.write("trial-again", trial=trial.trial_id, times=times)
             return True
@@ -229,7 +254,7 @@ class SharedOracle:
         self._handed.pop(trial.trial_id, None)
         self._write_mark()
         kept = self._oracle.get_trial(trial.trial_id)
-        ended = {"trial": kept.trial_id, "status": kept.status, "score": kept.score, "error": kept.message}
+        ended = {"trial": kept.trial_id, "status": kept.status, **_outcome(kept)}
         journal: EventLog = self._journal(tuner)
         seconds = self._seconds.get(kept.trial_id)
         journal.write("trial-ended", **ended, seconds=seconds, counts=self._counts())
@@ -237,8 +262,11 @@ class SharedOracle:
 
     def _call(self, method: str, argument: Any) -> Any:
         try:
-            with self._saved_at_end():
-                return self._run(method, argument)
+            with self._unsaved():
+                result = self._run(method, argument)
+            if not (isinstance(result, Trial) and result.status == IDLE):  # who waits, asks several times a second
+                self._oracle.save()
+            return result
         except Exception as error:
             self.failure = error
             raise SearchFailedError(str(error)) from error
@@ -250,27 +278,34 @@ class SharedOracle:
         if self.failure is not None:
             raise SearchFailedError(str(self.failure))
 
+    def _forget_metrics(self, trial: Trial) -> None:
+        """A killed run may have reported some, of which KerasTuner would take the mean, or the best."""
+        trial.metrics = _empty(trial.status).metrics
+        self._oracle._save_trial(trial)
+
+    def _show(self, trial: Trial) -> None:
+        """Prints that a trial begins; the oracle does it for new ones only, and its end would fail without."""
+        self._oracle._display.on_trial_begin(trial)
+        self._oracle.save()
+
     @contextlib.contextmanager
-    def _saved_at_end(self) -> Iterator[None]:
-        """Writes the oracle's state once, when a change is complete: oracles save in between, and some go on then."""
+    def _unsaved(self) -> Iterator[None]:
+        """The oracle's state is written once, when a change is complete: oracles save in between, and go on then."""
         vars(self._oracle)["save"] = lambda: None
         try:
             yield
         finally:
             del vars(self._oracle)["save"]
-        self._oracle.save()
 
     def _recover(self, project: Path) -> None:
         """Mends what `Oracle.reload` makes of a search that was killed, or of one whose tuners still run."""
         oracle = self._oracle
-        state = oracle.get_state()
-        started, queue = state["start_order"], state["retry_queue"]
+        started, queue = oracle.start_order, oracle._retry_queue
         # A trial whose file was written, but not the oracle's, was given to nobody: it is made again, the same.
         for trial_id in set(oracle.trials) - set(started):
             del oracle.trials[trial_id]
-        queue[:] = [
-            one for one in dict.fromkeys(queue) if one in oracle.trials and oracle.trials[one].status not in _OVER
-        ]
+        # One that has ended in its own file only is not over: who ran it says so again, or runs it again.
+        queue[:] = [one for one in dict.fromkeys(queue) if one in oracle.trials and one not in oracle.end_order]
         tuners = [id_of(tuner) for tuner in range(self._member.tuners)]
         with contextlib.suppress(OSError, ValueError):
             for tuner, trial_id in json.loads((project / "oracle.json").read_bytes())["ongoing_trials"].items():
@@ -281,6 +316,8 @@ class SharedOracle:
         for trial_id, trial in oracle.trials.items():
             if trial.status == RUNNING and trial_id not in at_work and trial_id not in queue:
                 queue.append(trial_id)
+        for trial in map(oracle.trials.__getitem__, queue):
+            self._forget_metrics(trial)
         for trial in oracle.ongoing_trials.values():
             trial.status = RUNNING
             self._begun.setdefault(trial.trial_id, time.time())
@@ -297,11 +334,11 @@ class SharedOracle:
         return len(self._oracle.get_space().space)
 
     def _is_busy(self) -> bool:
-        return bool(self._oracle.ongoing_trials or self._oracle.get_state()["retry_queue"])
+        return bool(self._oracle.ongoing_trials or self._oracle._retry_queue)
 
     def _write_mark(self) -> None:
         of_trials = {"handed": self._handed, "begun": self._begun, "seconds": self._seconds}
-        self._mark.content.update(search_id=self._member.search_id, number=self._number, **of_trials)
+        self._mark.content.update(id=self._mark.id, search_id=self._member.search_id, number=self._number, **of_trials)
         self._mark.write()
 
     def _write_results(self, is_over: bool = False) -> None:
@@ -310,10 +347,9 @@ class SharedOracle:
             {
                 "trial": trial.trial_id,
                 "status": trial.status,
-                "score": trial.score,
+                **_outcome(trial),
                 "seconds": self._seconds.get(trial.trial_id),
                 "hyperparameters": trial.hyperparameters.values,
-                "error": trial.message,
             }
             for trial in trials
         ]
@@ -326,7 +362,8 @@ class SharedOracle:
     def _counts(self) -> dict[str, Any]:
         states = [trial.status for trial in self._oracle.trials.values()]
         done = [trial for trial in self._oracle.get_best_trials(1) if trial.status == COMPLETED]
-        best = {"best": done[0].score, "best_trial": done[0].trial_id} if done else {"best": None, "best_trial": None}
+        score = _outcome(done[0])["score"] if done else None
+        best = {"best": score, "best_trial": None if score is None else done[0].trial_id}
         over = sum(state in _OVER for state in states)
         return {"done": over, "running": len(self._oracle.ongoing_trials), **best}
 
@@ -339,6 +376,13 @@ def set_state(oracle: Oracle, state: dict[str, Any]) -> None:
     trials = map(Trial.from_state, state["trials"])
     oracle.trials = {trial.trial_id: trial for trial in trials}
     oracle.set_state(state["oracle"])
+
+
+def _outcome(trial: Trial) -> dict[str, Any]:
+    """Score and error of a trial. JSON has no numbers that are not finite: there the error says what the score is."""
+    if trial.score is None or math.isfinite(trial.score):
+        return {"score": trial.score, "error": trial.message}
+    return {"score": None, "error": trial.message or f"the score is {trial.score}"}
 
 
 def _empty(status: str) -> Trial:

@@ -99,8 +99,8 @@ class _Tuner:
 
     @property
     def has_ended(self) -> bool:
-        """Whether all of its processes have ended well."""
-        return bool(self.processes) and all(process.status == 0 for process in self.processes)
+        """Whether all of its processes have ended well, and it is not started again."""
+        return self.due is None and bool(self.processes) and all(process.status == 0 for process in self.processes)
 
 
 class _TuneAttempt(Attempt):
@@ -135,12 +135,18 @@ class _TuneAttempt(Attempt):
         return self._stopping and self._group.is_over
 
     def _note_end(self, process: Process) -> None:
-        tuner = next(one for one in self._tuners.values() if process in one.processes)
+        number, tuner = next((number, one) for number, one in self._tuners.items() if process in one.processes)
         status = self._group.status(process)
-        if status and not self._stopping:
+        if self._stopping:
+            return
+        if not status and number:
+            self._read_events()
+        # Only tuner 0 ends by itself. Another one that does so in the search, by sys.exit() say, leaves its trial.
+        if status or (number and not self._search_is_over):
             if not tuner.failures:
                 tuner.failed_at = time.monotonic()
-            tuner.failures.append(self._group.failure(process, status))
+            left = "" if status else "has ended in the middle of the search with exit code 0"
+            tuner.failures.append(self._group.failure(process, status, left))
 
     def _go_on(self) -> None:
         if self._stopping:
@@ -252,10 +258,13 @@ class _TuneAttempt(Attempt):
 
     def _ending(self) -> Ending:
         if self._interrupt is not None:
+            # Who waits for a trial has nothing to save, and just ends by the signal.
             codes = {process.status for process in self._interrupted}
+            if PREEMPTED in codes:
+                codes.discard(-self._interrupt)
             agreed = codes.pop() if len(codes) == 1 else None
             code = agreed if agreed is not None and agreed > 0 else exit_code(-self._interrupt)
             return Ending(code, interrupt=self._interrupt)
         if self._failure is not None:
-            return Ending(self._failure.exit_code, self._failure, decision=self._give_up)
+            return Ending(self._failure.exit_code or 1, self._failure, decision=self._give_up)
         return Ending(self._code, error=self._error)

@@ -210,7 +210,7 @@ tuner.search()
     assert [line.split()[0] for line in lines] == ["tuner0", "tuner1"]
     assert len({line.split()[1] for line in lines}) == 1
     assert (tmp_path / "last").read_text() == "tuner0"
-    assert len(list(tmp_path.glob("tfdist-logs/*/search-*.json"))) == 2
+    assert len(list(tmp_path.glob("tfdist-logs/*/tfdist-search-*.json"))) == 2
 
 
 @pytest.mark.exhaustive

@@ -11,6 +11,7 @@ from tfdist.cluster.discovery import discover
 from tfdist.cluster.errors import ClusterError
 from tfdist.runtime import servers
 from tfdist.runtime.server_process import say
+from tfdist.strategies.validation import check_not_tuned
 
 _START = "`tfdist run -n 2 --ps 1 train.py` starts a chief, two workers and a parameter server on this machine"
 
@@ -27,6 +28,7 @@ def find(cluster: ClusterConfig | None, start_timeout: float) -> ClusterConfig:
             f"Received: no cluster ({config.source}). Expected: a chief, workers and parameter servers (jobs chief, "
             f"worker and ps in TF_CONFIG). {_START}."
         )
+    check_not_tuned("ParameterServerStrategy", config)
     missing = [job for job in ("chief", "worker", "ps") if job not in config.jobs]
     if missing:
         raise ClusterError(

@@ -23,7 +23,7 @@ from tfdist.cluster.errors import ClusterError
 from tfdist.inspection.model_parts import optimizers_of, parts_of
 from tfdist.runtime.servers import connect, serve
 from tfdist.steps.keras_step import shadowed
-from tfdist.strategies.validation import check_cluster, existing_device, own_devices
+from tfdist.strategies.validation import check_cluster, check_not_tuned, existing_device, own_devices
 
 _DEVICE = (str, tf.config.LogicalDevice)
 
@@ -50,6 +50,7 @@ def pipeline_devices(
     """
     check_cluster(cluster)
     config = cluster or discover(timeout=start_timeout)
+    check_not_tuned("PipelineStrategy", config)
     if config.num_workers > 1 and config.task_type not in ("chief", "worker"):
         raise ClusterError(
             f"Received: task {config.task_type} {config.task_index}. Expected: chief or worker, which a pipeline has "
