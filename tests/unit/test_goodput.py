@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import strategies as st
 
+from tfdist.jobs.goodput import report
 from tfdist.jobs.goodput.account import Account, account_of
 from tfdist.jobs.goodput.kinds import KINDS, PUBLISHED
 from tfdist.jobs.goodput.report import by_day, shares
@@ -450,8 +451,11 @@ def test_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "new training steps 0:02:40 76.2%".split() in lines  # noqa: SIM905
     assert "steps done again 0:00:10 4.7%".split() in lines  # noqa: SIM905
     assert "total 0:03:30 100.0%".split() in lines  # noqa: SIM905
+    assert "beside others" not in output, "the run is of minutes"
+    monkeypatch.setattr(report, "_COMPARED_FROM", 60.0)
+    compared = shown()
     for one in PUBLISHED:
-        assert one.figure in output and one.source.partition(",")[0] in output
+        assert one.figure in compared and one.source.partition(",")[0] in compared
     assert "2026-11-22" not in output
     assert "2026-11-22" in shown("tfdist-logs/run", "--per-day")
     failures = shown("tfdist-logs", "--per-failure")

@@ -23,6 +23,8 @@ from tfdist.supervision.events import EventStream
 
 # Of a table with many rows these are shown at most; JSON has all.
 _MOST_ROWS = 50
+# Seconds. Published figures are of weeks: beside a run of minutes they say nothing.
+_COMPARED_FROM = 3600.0
 _NOTHING = "no process has told of training steps: only Keras' fit does, with a strategy or a callback of tfdist"
 
 
@@ -159,7 +161,7 @@ def as_tables(report: Report, with_days: bool, with_interruptions: bool) -> list
         parts.append(_days_table(by_day(account)))
     if with_interruptions:
         parts.append(_interruptions(account))
-    if account.has_trained:
+    if account.has_trained and account.total >= _COMPARED_FROM:
         parts.append(_published(seconds))
     return parts
 
