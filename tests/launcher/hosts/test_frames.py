@@ -110,3 +110,18 @@ def test_a_channel_keeps_what_cannot_be_sent_and_waits_for_nobody() -> None:
     finally:
         one.close()
         other.close()
+
+
+def test_an_end_is_seen_together_with_what_precedes_it() -> None:
+    """Whoever hears of its consequences first would blame somebody else."""
+    (reading, writing), (other, nowhere) = os.pipe(), os.pipe()
+    channel = Channel(reading, nowhere)
+    try:
+        os.write(writing, message(kind="beat"))
+        assert channel.receive() == [{"kind": "beat"}] and not channel.has_ended
+        os.write(writing, message(kind="beat"))
+        os.close(writing)
+        assert channel.receive() == [{"kind": "beat"}] and channel.has_ended
+    finally:
+        channel.close()
+        os.close(other)

@@ -23,6 +23,7 @@ _MESSAGE, _OUTPUT = b"J", b"O"
 # An environment can have megabytes.
 _LONGEST = 64 << 20
 _CHUNK = 256 * 1024
+_MOST_READS = 16
 _NOISE = 4096
 
 Message = dict[str, Any]
@@ -178,7 +179,10 @@ class Channel:
             FrameError: something else than frames has come.
         """
         found: list[Message | Output] = []
-        while not self.has_ended:
+        # Also the end, where that is right behind: what it has caused elsewhere is known in a moment.
+        for _ in range(_MOST_READS):
+            if self.has_ended:
+                break
             try:
                 data = os.read(self.reading, _CHUNK)
             except BlockingIOError:
@@ -189,8 +193,6 @@ class Channel:
             if data:
                 self.heard = time.monotonic()
                 found += self.decoder.feed(data)
-            if len(data) < _CHUNK:
-                break
         return found
 
     def close(self) -> None:
