@@ -25,6 +25,7 @@ def needs_images() -> None:
     pytest.importorskip("sklearn", reason="needs the extra `examples`")
 
 
+@pytest.mark.exhaustive
 def test_served_predictions_are_those_of_the_model(example, tmp_path: Path) -> None:
     printed = example(NAME, "--epochs=2", run=["-n", "2"])
     ((difference,),) = [re.findall(r"^served predictions differ by (\S+) at most$", printed, re.MULTILINE)]

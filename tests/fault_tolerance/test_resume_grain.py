@@ -14,7 +14,7 @@ from tests.fault_tolerance.trials import KILLED, Case, Trials, about
 from tests.tiers import daily
 
 pytest.importorskip("grain", reason="Grain is not installed: pip install grain")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
 JOB = Job().light.with_(data="Grain", backup=BACKUP)
 CASES = [
@@ -44,7 +44,6 @@ def test_kill(case: Case, trials: Trials) -> None:
         assert "saves at the ends of epochs only" not in outcome.log
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "case", [Case("without the state", (JOB.with_(kill=KILL), JOB.with_(leave_out="Grain state")))], ids=str
 )
@@ -54,7 +53,6 @@ def test_the_comparison_sees_another_position(case: Case, trials: Trials) -> Non
     assert {"observer", "weights"} <= about(outcome.differences)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "case",
     [
@@ -74,7 +72,6 @@ def test_random_numbers_of_the_process_are_no_position(case: Case, trials: Trial
     ) in outcome.log
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("case", "error"),
     [

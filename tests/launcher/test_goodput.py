@@ -71,6 +71,7 @@ def goodput(started: WarmLaunch, *arguments: str) -> dict[str, Any]:
     return facts
 
 
+@pytest.mark.exhaustive
 def test_a_killed_worker_costs_what_the_run_has_seen(warm_launch) -> None:
     started = warm_launch(TRAIN)
     result = started.finish(200)

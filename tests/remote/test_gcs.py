@@ -24,6 +24,7 @@ from tests.tiers import daily
 from tfdist.supervision.exit_codes import PREEMPTED
 
 pytestmark = [
+    pytest.mark.exhaustive,
     pytest.mark.slow,
     pytest.mark.cluster,
     pytest.mark.skipif(shutil.which("openssl") is None, reason="makes a certificate by openssl"),
@@ -139,7 +140,6 @@ def test_killed_while_it_uploads(gcs: FakeGcs, jobs: ForkedJobs, references: Ref
     killed_at(gcs, jobs, reference, tmp_path, 6)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 def test_killed_at_each_request(gcs: FakeGcs, jobs: ForkedJobs, references: References, tmp_path: Path) -> None:
     [reference] = references(JOB)
@@ -177,7 +177,6 @@ def test_two_workers(gcs: FakeGcs, jobs: ForkedJobs, references: References, tmp
         assert differences(left, right) == []
 
 
-@pytest.mark.exhaustive
 def test_terminated(gcs: FakeGcs, jobs: ForkedJobs, references: References, tmp_path: Path) -> None:
     """The backup of the step is in the bucket before it exits; the folder is free for any machine."""
     [reference] = references(JOB)
@@ -191,7 +190,6 @@ def test_terminated(gcs: FakeGcs, jobs: ForkedJobs, references: References, tmp_
     assert steps[0] + steps[1] == steps[2], "no step is redone"
 
 
-@pytest.mark.exhaustive
 def test_a_finished_fit_leaves_nothing(gcs: FakeGcs, jobs: ForkedJobs, tmp_path: Path) -> None:
     job = JOB.with_(backup={**JOB.backup, "delete_checkpoint": True, "max_to_keep": 1, "double_checkpoint": True})
     run = jobs.run(job, tmp_path)
@@ -199,7 +197,6 @@ def test_a_finished_fit_leaves_nothing(gcs: FakeGcs, jobs: ForkedJobs, tmp_path:
     assert (run.code, gcs.names()) == (0, [])
 
 
-@pytest.mark.exhaustive
 def test_requests_of_a_backup(gcs: FakeGcs, jobs: ForkedJobs, tmp_path: Path) -> None:
     """As docs/remote-storage.md says: for each backup at most 30, 10 of which change something."""
     marks: list[int] = []
@@ -231,7 +228,6 @@ def failing(times: int, status: int, where: Callable[[str, str, str], bool]) -> 
     return fault
 
 
-@pytest.mark.exhaustive
 def test_a_bucket_that_fails_costs_no_training(
     gcs: FakeGcs, jobs: ForkedJobs, references: References, tmp_path: Path
 ) -> None:
@@ -277,7 +273,6 @@ def test_what_is_not_allowed_is_found_at_the_beginning(
     assert "See that gs://bucket exists" in text and "Storage Object User" in text
 
 
-@pytest.mark.exhaustive
 def test_files_of_callbacks(gcs: FakeGcs, jobs: ForkedJobs, tmp_path: Path) -> None:
     """Two workers, killed and started again: the chief alone writes, once each epoch."""
     job = WORKERS.with_(callbacks=("gs checkpoint",))
@@ -294,7 +289,6 @@ def test_files_of_callbacks(gcs: FakeGcs, jobs: ForkedJobs, tmp_path: Path) -> N
     assert len(uploads) == len(set(uploads)) > 0, "each model once, by one process"
 
 
-@pytest.mark.exhaustive
 def test_a_callback_that_may_not_write_is_refused_before_the_first_step(
     gcs: FakeGcs, jobs: ForkedJobs, tmp_path: Path
 ) -> None:
@@ -307,7 +301,6 @@ def test_a_callback_that_may_not_write_is_refused_before_the_first_step(
     assert re.search(r"Received: ModelCheckpoint\(.*gs://bucket/models/.*cannot be written: .*403", text)
 
 
-@pytest.mark.exhaustive
 def test_two_trainings_in_one_folder(gcs: FakeGcs, jobs: ForkedJobs, references: References, tmp_path: Path) -> None:
     [reference] = references(JOB)
     goes_on = threading.Event()

@@ -254,7 +254,8 @@ class SharedOracle:
         self._handed.pop(trial.trial_id, None)
         self._write_mark()
         kept = self._oracle.get_trial(trial.trial_id)
-        ended = {"trial": kept.trial_id, "status": kept.status, **_outcome(kept)}
+        outcome = _outcome(kept)
+        ended = {"trial": kept.trial_id, "status": kept.status, "score": outcome["score"], "error": outcome["error"]}
         journal: EventLog = self._journal(tuner)
         seconds = self._seconds.get(kept.trial_id)
         journal.write("trial-ended", **ended, seconds=seconds, counts=self._counts())

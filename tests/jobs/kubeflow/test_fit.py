@@ -45,7 +45,7 @@ def test_the_chief_tells_how_far_the_training_is(controller: Controller) -> None
     results = run_local(train, 2, args=(controller.env,), timeout=180)
     controller.wait_for(1)
     told = [body["trainerStatus"] for _, body in controller.heard]
-    # After the first step, perhaps after a later one if that took long, and at the end, which replaces what is not sent.
+    # After the first step, perhaps after a later one, and at the end, which replaces what is not sent.
     percentages = [status["progressPercentage"] for status in told]
     assert {*percentages} <= {100 * step // 6 for step in range(1, 7)} and len(told) <= 7
     assert percentages == sorted(percentages) and percentages[-1] == 100

@@ -26,6 +26,7 @@ def runs(search: Search) -> dict[str, int]:
     return dict(collections.Counter(trial for trial, _, _ in search.ran()))
 
 
+@pytest.mark.exhaustive
 def test_a_killed_tuner_loses_no_trial(tune: Tune, tmp_path: Path) -> None:
     search = tune("-n", "2", script=script(in_trial=WAIT, more="overwrite=True"))
     begun = search.wait_for_trials(2)
