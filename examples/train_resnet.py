@@ -1,15 +1,18 @@
 """Trains ResNet-50 on sharded TFRecord files, with augmentation, mixed precision and XLA: plain Keras.
 
 Images come from `--data`, a folder of TFRecord files. This script writes it, once, from JPEG files in a folder for each
-class: `IMAGES/train/CLASS/*.jpg` and `IMAGES/validation/CLASS/*.jpg`. ImageNet (ILSVRC 2012) comes in that form from
-https://www.kaggle.com/c/imagenet-object-localization-challenge, or, after registration, from https://image-net.org,
-whose archive of the training images has an archive for each class. `--synthetic` takes no data: it makes small JPEG
-images, whose classes differ in their colour, and nothing is downloaded.
+class: `IMAGES/train/CLASS/*.jpg` and `IMAGES/validation/CLASS/*.jpg`. ImageNet (ILSVRC 2012) comes from
+https://www.kaggle.com/c/imagenet-object-localization-challenge, or, after registration, from https://image-net.org.
+Move its validation images into folders of their classes first, by the list that comes with them. `--synthetic` takes no
+data: it makes small JPEG images, whose classes differ in their colour, and nothing is downloaded.
+
+Each process makes batches of `--batch-size` images, of which it trains on its part: float32, 0.6 MB an image of 224.
 
 Example:
-    tfdist run -n 2 examples/train_resnet.py --synthetic --model small --image-size 32 --epochs 3
+    tfdist run -n 2 examples/train_resnet.py --synthetic --model small --image-size 32 --epochs 3 --warm-up 1
     python examples/train_resnet.py --write-records imagenet --data records --shards 1024
-    srun -N4 --ntasks-per-node=8 python train_resnet.py --data records --batch-size 4096 --precision mixed_float16 --xla
+    tfdist run train_resnet.py --data records --batch-size 1024 --precision mixed_float16  # a process for each GPU
+    srun -K -N2 --ntasks-per-node=8 python train_resnet.py --data records --batch-size 4096 --precision mixed_float16
 """
 
 from __future__ import annotations
@@ -83,6 +86,14 @@ def example_of(jpeg: bytes, label: int) -> bytes:
     return tf.train.Example(features=tf.train.Features(feature=features)).SerializeToString()
 
 
+def jpeg_of(path: Path) -> bytes:
+    """The image in a file. ImageNet has a PNG file that is named .JPEG."""
+    content = path.read_bytes()
+    if content.startswith(b"\xff\xd8"):
+        return content
+    return tf.io.encode_jpeg(tf.io.decode_image(content, channels=3, expand_animations=False)).numpy()
+
+
 def write_records(images: Path, data: Path, shards: int, seed: int) -> None:
     """Writes TFRecord files of the images in folders, and what is in them."""
     classes = sorted(path.name for path in (images / "train").glob("*") if path.is_dir())
@@ -90,22 +101,26 @@ def write_records(images: Path, data: Path, shards: int, seed: int) -> None:
         raise SystemExit(f"{images}/train has no folders, expected one for each class")
     data.mkdir(parents=True, exist_ok=True)
     info: dict[str, object] = {"classes": classes}
-    for split in ("train", "validation"):
-        files = [
+    found = {
+        split: [
             (path, label)
             for label, name in enumerate(classes)
             for path in sorted((images / split / name).glob("*"))
             if path.suffix.lower() in (".jpg", ".jpeg")
         ]
+        for split in ("train", "validation")
+    }
+    for split, files in found.items():  # both, before hours go into the first one
         if len(files) < shards:
             raise SystemExit(f"{images}/{split}/CLASS has {len(files)} JPEG files, expected --shards {shards} or more")
+    for split, files in found.items():
         # Each file has images of all classes: the reader's shuffle buffer holds but a small part of the whole.
         np.random.default_rng(seed).shuffle(files)
 
         def write(shard: int, split: str = split, files: list[tuple[Path, int]] = files) -> None:
             with tf.io.TFRecordWriter(str(data / f"{split}-{shard:05d}-of-{shards:05d}.tfrecord")) as writer:
                 for path, label in files[shard::shards]:
-                    writer.write(example_of(Path(path).read_bytes(), int(label)))
+                    writer.write(example_of(jpeg_of(Path(path)), int(label)))
 
         with ThreadPoolExecutor() as pool:
             list(pool.map(write, range(shards)))
