@@ -119,7 +119,7 @@ def test_every_patch_is_complete():
     for patch in patches():
         assert patch.package in TESTED
         assert patch.upstream
-        assert (patch.original() is None) if patch.is_new else callable(patch.original())
+        assert (patch.original() is None) if patch.is_new else patch.original() is not None
     targets = [patch.target for patch in patches()]
     assert len(targets) == len(set(targets))
 

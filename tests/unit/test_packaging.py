@@ -42,6 +42,7 @@ def test_the_installed_package_has_the_command_the_types_and_the_extras() -> Non
         "gpu",
         "examples",
         "lora",
+        "tune",
         "plot",
         "kubernetes",
         "bench",
