@@ -88,6 +88,8 @@ class SimulatedProcess:
     output = None
     # The kernel ends all that is killed.
     left_behind = ""
+    # All run on this host, which cannot be lost.
+    lost = ""
 
     def __init__(self, world: World, plan: ProcessPlan, log_dir: Path, *_: object) -> None:
         self.plan, self.name, self.index, self.job = plan, plan.name, plan.index, plan.job
