@@ -223,7 +223,9 @@ def test_the_launcher_restarts_all_after_a_server_was_killed(launched) -> None:
         ("1", 3, 10000.0),
     ]
     assert re.search(
-        r"tfdist: worker 1 was killed by SIGKILL at step 1; restart 1 of 1: training again after", result.err
+        r"tfdist: worker 1 was killed by SIGKILL at step 1; restart 1 of 1\n"
+        r"tfdist: restart 1 of 1: training again after",
+        result.err,
     )
     # The launcher kills it at once, perhaps before it has said so; test_a_killed_server_... is about that.
     for line in (line for line in lines if line.startswith("tfdist: worker 1")):

@@ -79,7 +79,10 @@ def test_a_killed_rank_changes_nothing(script, warm_launch, tmp_path):
         result = started.finish(150)
         assert result.code == 0, result.err
         started.assert_nothing_is_left()
-    assert re.search(r"worker 1 was killed by SIGKILL at step 7; restart 1 of 3: training again after", result.err)
+    assert re.search(
+        r"worker 1 was killed by SIGKILL at step 7; restart 1 of 3\ntfdist: restart 1 of 3: training again after",
+        result.err,
+    )
     assert np.array_equal(weights(tmp_path / "undisturbed.npz"), weights(tmp_path / "killed.npz"))
 
 

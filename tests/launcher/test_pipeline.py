@@ -139,7 +139,10 @@ def test_a_lost_stage_costs_nothing(warm_launch) -> None:
     resumed = told(result)
     assert len(undisturbed["loss"]) == 6
     assert resumed == undisturbed
-    assert "worker 1 was killed by SIGKILL at step 13; restart 1 of 1: training again after " in result.err
+    assert (
+        "worker 1 was killed by SIGKILL at step 13; restart 1 of 1\ntfdist: restart 1 of 1: training again after "
+        in result.err
+    )
 
 
 @pytest.mark.exhaustive

@@ -32,7 +32,8 @@ def test_a_killed_worker_is_replaced(launch, tmp_path) -> None:
     assert (result.code, result.out) == (0, "[worker 0] workers 2\n"), result.err
     assert re.fullmatch(
         r"tfdist: 2 workers on this machine; .*\n"
-        r"tfdist: worker 1 was killed by SIGKILL at step 10; restart 1 of 3: training again after \d\.\d s, "
+        r"tfdist: worker 1 was killed by SIGKILL at step 10; restart 1 of 3\n"
+        r"tfdist: restart 1 of 3: training again after \d\.\d s, "
         r"2 steps redone\n",
         result.err,
     )
@@ -57,7 +58,7 @@ def test_a_stopped_process_is_named(launch, tmp_path) -> None:
     assert result.code == 0, result.err
     assert re.search(
         r"tfdist: worker 1 is stopped \(process state T\): no progress for 1(\.\d+)? s \(--hang-timeout\); "
-        r"restart 1 of 3: training again after \d\.\d s, 2 steps redone\n",
+        r"restart 1 of 3\ntfdist: restart 1 of 3: training again after \d\.\d s, 2 steps redone\n",
         result.err,
     )
     (failure,) = of_kind(tmp_path, "failure")
@@ -70,7 +71,8 @@ def test_an_elastic_run_goes_on_with_one_fewer(launch, tmp_path) -> None:
     started = launch(fails_once("kill()"), "--no-warm", "-n", "1:3")
     result = started.finish()
     assert (result.code, result.out) == (0, "[worker 0] workers 2\n")
-    assert "worker 2 was killed by SIGKILL at step 10; restart 1 of 3 with 2 workers: training again" in result.err
+    again = "restart 1 of 3 with 2 workers"
+    assert f"worker 2 was killed by SIGKILL at step 10; {again}\ntfdist: {again}: training again" in result.err
     assert [event["workers"] for event in of_kind(tmp_path, "start")] == [3, 2]
     started.assert_nothing_is_left()
 

@@ -44,10 +44,15 @@ def test_neither_a_killed_worker_nor_a_hang_changes_the_result(warm_launch) -> N
     assert "restart" not in said
     after_kill, said = losses(warm_launch, "killed", "os.kill(os.getpid(), signal.SIGKILL)")
     assert re.search(
-        r"worker 1 was killed by SIGKILL at step 7; restart 1 of 3: training again after \d+\.\d s, [1-3] step",
+        r"worker 1 was killed by SIGKILL at step 7; restart 1 of 3\n"
+        r"tfdist: restart 1 of 3: training again after \d+\.\d s, [1-3] step",
         said,
     )
     after_hang, said = losses(warm_launch, "hung", "time.sleep(1000)", "--hang-timeout", "4")
     # Both fall silent at the same moment: which one is the cause cannot be seen from outside.
-    assert re.search(r"worker [01] stands still at step 7.* \(--hang-timeout\); restart 1 of 3: training again", said)
+    assert re.search(
+        r"worker [01] stands still at step 7.* \(--hang-timeout\); restart 1 of 3\n"
+        r"tfdist: restart 1 of 3: training again",
+        said,
+    )
     assert [after_kill, after_hang] == [expected, expected]

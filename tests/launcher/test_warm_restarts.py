@@ -89,7 +89,10 @@ def test_restarted_workers_are_forked(launch, tmp_path) -> None:
         f"forked worker 1 1 {cores} ['--epochs', '3']",
         "error text",
     ]
-    assert "worker 1 was killed by SIGKILL at step 10; restart 1 of 1: training again after" in result.err
+    assert (
+        "worker 1 was killed by SIGKILL at step 10; restart 1 of 1\ntfdist: restart 1 of 1: training again after"
+        in result.err
+    )
     assert "worker 0 failed with exit code 5" in result.err
     started.assert_nothing_is_left()
 

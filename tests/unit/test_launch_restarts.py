@@ -160,7 +160,7 @@ def test_a_process_without_steps_of_its_own_fails_at_those_of_the_run() -> None:
 
 def test_recovery() -> None:
     recovery = Recovery(incident(123, workers=3), Restart(1, 2, 0.0), 3)
-    assert recovery.headline == "worker 1 was killed by SIGKILL at step 123; restart 1 of 3 with 2 workers"
+    assert recovery.name == "restart 1 of 3 with 2 workers"
     for progress, complete in (
         ({"worker 0": None, "worker 1": None}, False),
         ({"worker 0": reached(116, "starting", 116), "worker 1": None}, False),

@@ -45,35 +45,43 @@ class Ending:
     error: str = ""
 
 
+@dataclass(frozen=True)
+class Surroundings:
+    """What an attempt of any kind works with.
+
+    Attributes:
+        group: the processes.
+        inbox: the signals to the launcher.
+        terminal: where messages go.
+        grace: seconds between a signal that is passed on and SIGKILL.
+        decide: is asked about a failure that ends the attempt, while the processes still exist.
+        on_progress: is told at every tick what the training processes report.
+    """
+
+    group: ProcessGroup
+    inbox: SignalInbox
+    terminal: Terminal
+    grace: float
+    decide: Callable[[Incident], Restart | GiveUp]
+    on_progress: Callable[[Mapping[str, Progress | None]], object]
+
+
 class Attempt:
     """Sees a group of processes through to its end: passes on output and signals, and asks what to do about a failure.
 
     What is specific to a kind of run is in the subclasses.
 
     Args:
-        group: the processes.
-        inbox: the signals to the launcher.
-        terminal: where messages go.
-        grace: seconds between a signal that is passed on and SIGKILL.
-        decide: is asked about a failure that ends the attempt.
-        on_progress: is told at every tick what the training processes report.
+        around: what it works with.
     """
 
-    def __init__(
-        self,
-        group: ProcessGroup,
-        inbox: SignalInbox,
-        terminal: Terminal,
-        grace: float,
-        decide: Callable[[Incident], Restart | GiveUp],
-        on_progress: Callable[[Mapping[str, Progress | None]], object],
-    ) -> None:
-        self._group = group
-        self._inbox = inbox
-        self._terminal = terminal
-        self._grace = grace
-        self._ask = decide
-        self._on_progress = on_progress
+    def __init__(self, around: Surroundings) -> None:
+        self._group = around.group
+        self._inbox = around.inbox
+        self._terminal = around.terminal
+        self._grace = around.grace
+        self._ask = around.decide
+        self._on_progress = around.on_progress
         self._failures: list[Failure] = []
         self._first_failure_at = 0.0
         self._incident: Incident | None = None
@@ -231,35 +239,19 @@ class ClusterAttempt(Attempt):
     """An attempt of a cluster on this machine: all processes are started together, and end together.
 
     Args:
-        group: the processes, already started.
-        inbox: the signals to the launcher.
-        terminal: where messages go.
-        grace: seconds between a signal that is passed on and SIGKILL.
-        decide: is asked about a failure while the processes still exist.
-        on_progress: is told at every tick what the training processes report.
+        around: what it works with; the processes are already started.
         watchdog: judges whether the processes get on.
         replacements: fill the places of workers that the others can do without.
 
     Example:
         >>> with ProcessGroup(plans, log_dir, terminal, guardian) as group:  # doctest: +SKIP
-        ...     replacements = Replacements(group, ask, lambda: 0.0)
-        ...     of_run = (group, inbox, terminal, 10.0, policy.decide, print)
-        ...     ClusterAttempt(*of_run, watchdog, replacements).run().code
+        ...     around = Surroundings(group, inbox, terminal, 10.0, policy.decide, print)
+        ...     ClusterAttempt(around, watchdog, Replacements(group, ask, lambda: 0.0)).run().code
         0
     """
 
-    def __init__(
-        self,
-        group: ProcessGroup,
-        inbox: SignalInbox,
-        terminal: Terminal,
-        grace: float,
-        decide: Callable[[Incident], Restart | GiveUp],
-        on_progress: Callable[[Mapping[str, Progress | None]], object],
-        watchdog: Watchdog,
-        replacements: Replacements,
-    ) -> None:
-        super().__init__(group, inbox, terminal, grace, decide, on_progress)
+    def __init__(self, around: Surroundings, watchdog: Watchdog, replacements: Replacements) -> None:
+        super().__init__(around)
         self._watchdog = watchdog
         self._replacements = replacements
         self._preempted = False

@@ -201,8 +201,8 @@ class Recovery:
         limit: how many restarts there may be.
 
     Example:
-        >>> Recovery(Incident(Failure("worker 1", -9), True, {}, True, 2, 0.0), Restart(1, 2, 0.0), 3).headline
-        'worker 1 was killed by SIGKILL; restart 1 of 3'
+        >>> Recovery(Incident(Failure("worker 1", -9), True, {}, True, 2, 0.0), Restart(1, 2, 0.0), 3).name
+        'restart 1 of 3'
     """
 
     incident: Incident
@@ -210,9 +210,9 @@ class Recovery:
     limit: int
 
     @property
-    def headline(self) -> str:
-        """What happened and what was done, for people."""
-        text = f"{self.incident.cause}; restart {self.restart.number} of {self.limit}"
+    def name(self) -> str:
+        """What is done, for people."""
+        text = f"restart {self.restart.number} of {self.limit}"
         if self.restart.workers == self.incident.workers:
             return text
         return f"{text} with {counted(self.restart.workers, 'worker')}"

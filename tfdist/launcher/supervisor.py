@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tfdist.launcher.attempt import ClusterAttempt, Ending, Loss, Replacements
+from tfdist.launcher.attempt import ClusterAttempt, Ending, Loss, Replacements, Surroundings
 from tfdist.launcher.failure import Failure, Watchdog, counted, exit_code
 from tfdist.launcher.group import ProcessGroup
 from tfdist.launcher.guardian import Guardian
@@ -120,8 +120,8 @@ class Supervisor:
     def _announce(self, incident: Incident, restart: Restart) -> None:
         self._events.write("restart", restart=restart.number, workers=restart.workers, delay=restart.delay)
         self._recovery = Recovery(incident, restart, self._policy.limit)
-        if restart.delay:
-            self._terminal.message(f"{self._recovery.headline} in {restart.delay:g} s")
+        when = f" in {restart.delay:g} s" if restart.delay else ""
+        self._terminal.message(f"{incident.cause}; {self._recovery.name}{when}")
 
     def _on_progress(self, progress: Mapping[str, Progress | None]) -> None:
         if self._recovery is not None and self._recovery.is_complete(progress):
@@ -131,7 +131,7 @@ class Supervisor:
 
     def _end_recovery(self, how: str) -> None:
         if self._recovery is not None:
-            self._terminal.message(f"{self._recovery.headline}: {how}")
+            self._terminal.message(f"{self._recovery.name}: {how}")
             self._recovery = None
 
     def _conclude(self, ending: Ending) -> int:
@@ -200,8 +200,8 @@ class TrainingRun(Supervisor):
             self._note_start(restart.number, group.workers, processes)
             on_progress = functools.partial(self._note_progress, starts)
             replacements = Replacements(group, self._replace, starts.worth_waiting)
-            of_run = (group, inbox, self._terminal, self._patience.grace, self._decide, on_progress)
-            return ClusterAttempt(*of_run, watchdog, replacements).run()
+            around = Surroundings(group, inbox, self._terminal, self._patience.grace, self._decide, on_progress)
+            return ClusterAttempt(around, watchdog, replacements).run()
 
     def _started(
         self, restart: Restart, inbox: SignalInbox, guardian: Guardian, starts: WarmStarts

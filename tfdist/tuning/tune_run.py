@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tfdist.launcher.attempt import FAILURE_GRACE, Attempt, Ending
+from tfdist.launcher.attempt import FAILURE_GRACE, Attempt, Ending, Surroundings
 from tfdist.launcher.failure import Failure, choose, exit_code
 from tfdist.launcher.group import ProcessGroup
 from tfdist.launcher.guardian import Guardian
@@ -116,7 +116,7 @@ class _TuneAttempt(Attempt):
     """
 
     def __init__(self, group: ProcessGroup, inbox: SignalInbox, run: TuneRun) -> None:
-        super().__init__(group, inbox, run._terminal, run._grace, run._decide, run._on_progress)
+        super().__init__(Surroundings(group, inbox, run._terminal, run._grace, run._decide, run._on_progress))
         self._run = run
         self._tuners = {tuner: _Tuner(plans) for tuner, plans in run._plans.items()}
         self._events = EventStream(run._log_dir, keep=False)

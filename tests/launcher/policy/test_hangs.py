@@ -47,7 +47,10 @@ def test_who_stands_still_is_named(simulate, how: Program, words: str) -> None:
     assert failure == {**failure, "task": "worker 1", "kind": "hang", "exit_code": 124, "step": 9}
     assert failure["time"] == LAST + 4.0 + TICK
     assert failure["cause"] == f"worker 1 {words}: {WAITED}"
-    assert run.messages == [f"worker 1 {words}: {WAITED}; restart 1 of 3: training again after 0.0 s, 2 steps redone"]
+    assert run.messages == [
+        f"worker 1 {words}: {WAITED}; restart 1 of 3",
+        "restart 1 of 3: training again after 0.0 s, 2 steps redone",
+    ]
 
 
 @pytest.mark.parametrize(("pause", "hung"), [(4.0 + TICK, False), (4.0 + 2 * TICK, True)])
@@ -78,9 +81,9 @@ def test_a_process_that_never_joins_is_named(simulate) -> None:
 
     run = simulate(program, *START)
     assert run.code == 0
-    headline = "worker 1 has not begun to train: no progress for 5.02 s (--start-timeout); restart 1 of 3"
-    assert run.said[0] == (5.0 + 3 * TICK, f"{headline} in 1 s")
-    assert run.messages[1].startswith(f"{headline}: training again after ")
+    dead = "worker 1 has not begun to train: no progress for 5.02 s (--start-timeout)"
+    assert run.said[0] == (5.0 + 3 * TICK, f"{dead}; restart 1 of 3 in 1 s")
+    assert run.messages[1].startswith("restart 1 of 3: training again after ")
 
 
 @pytest.mark.parametrize("preparation", [0.0, 3.0])

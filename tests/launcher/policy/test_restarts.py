@@ -55,7 +55,8 @@ def test_a_failed_worker_is_replaced(simulate, end: int, text: str, cause: str, 
     assert run.code == 0
     # It is seen to have ended in one tick, the other one in the next, and nobody is left in the third.
     assert run.said == [
-        (2.5 + 3 * TICK, f"worker 1 {cause} at step 10; restart 1 of 3: training again after 0.0 s, 2 steps redone")
+        (2.5 + 2 * TICK, f"worker 1 {cause} at step 10; restart 1 of 3"),
+        (2.5 + 3 * TICK, "restart 1 of 3: training again after 0.0 s, 2 steps redone"),
     ]
     assert run.signals == [(2.5, "worker 0", SIGKILL)]
     assert run.kinds == ["start", "failure", "restart", "start", "training-again", "complete"]
@@ -82,8 +83,9 @@ def test_the_chief_is_replaced_and_its_name_told(simulate) -> None:
 
     run = simulate(program, "--chief", "-n", "2")
     assert (run.code, len(run.of_kind("start"))) == (0, 2)
-    assert run.messages[0].startswith("chief 0 was killed by SIGKILL at step 5; restart 1 of 3: training again after")
-    assert run.messages[0].endswith(" s, 0 steps redone")
+    assert run.messages[0] == "chief 0 was killed by SIGKILL at step 5; restart 1 of 3"
+    assert run.messages[1].startswith("restart 1 of 3: training again after")
+    assert run.messages[1].endswith(" s, 0 steps redone")
 
 
 def test_all_workers_killed_at_once(simulate) -> None:
@@ -95,7 +97,8 @@ def test_all_workers_killed_at_once(simulate) -> None:
     assert (run.code, run.signals) == (0, [])
     assert [failure["task"] for failure in run.of_kind("failure")] == ["worker 0"]
     assert run.messages == [
-        "worker 0 was killed by SIGKILL at step 10; restart 1 of 3: training again after 0.0 s, 0 steps redone"
+        "worker 0 was killed by SIGKILL at step 10; restart 1 of 3",
+        "restart 1 of 3: training again after 0.0 s, 0 steps redone",
     ]
 
 
@@ -114,16 +117,17 @@ def test_without_a_backup_everything_is_redone(simulate) -> None:
         yield FOREVER if not process.restart and process.index == 0 else 0.0
         return 0 if process.restart else -9
 
-    (message,) = simulate(program).messages
-    assert message.endswith(f"; restart 1 of 3: training again after 0.0 s, 10 steps redone{BEGINNING}")
+    _, message = simulate(program).messages
+    assert message == f"restart 1 of 3: training again after 0.0 s, 10 steps redone{BEGINNING}"
 
 
 def test_restarts_are_limited(simulate) -> None:
     run = simulate(fails(-9, lives=9), "--max-restarts", "2")
     assert run.code == 137
-    again = "worker 1 was killed by SIGKILL at step {}; restart {} of 2: training again after 0.0 s, {} steps redone"
+    dead = "worker 1 was killed by SIGKILL at step {}; restart {} of 2"
+    again = "restart {} of 2: training again after 0.0 s, {} steps redone"
     *restarts, reason, report = run.messages
-    assert restarts == [again.format(10, 1, 2), again.format(11, 2, 3)]
+    assert restarts == [dead.format(10, 1), again.format(1, 2), dead.format(11, 2), again.format(2, 3)]
     assert reason == "not restarted: 2 restarts used up (--max-restarts)"
     assert report.startswith(
         "worker 1 was killed by SIGKILL (exit code 137; the kernel does that when memory runs out)"
@@ -143,8 +147,8 @@ def test_no_restarts_on_request(simulate) -> None:
 def test_the_same_step_twice_is_the_end(simulate) -> None:
     run = simulate(fails(1, lives=9, text="ValueError: bad", more=0))
     assert run.code == 1
-    again, reason, report = run.messages
-    assert "; restart 1 of 3: training again after" in again
+    _, again, reason, report = run.messages
+    assert again.startswith("restart 1 of 3: training again after")
     assert reason == "not restarted: it failed at step 10 for the second time in a row"
     assert "\n  ValueError: bad\n" in report
     assert len(run.of_kind("restart")) == 1
@@ -153,10 +157,9 @@ def test_the_same_step_twice_is_the_end(simulate) -> None:
 def test_failing_before_the_first_step_twice_is_the_end(simulate) -> None:
     run = simulate(begins(0, 0, end=5))
     assert run.code == 5
-    headline = "worker 1 failed with exit code 5; restart 1 of 3"
     assert run.said[:2] == [
-        (1.0 + 2 * TICK, f"{headline} in 1 s"),
-        (3.0 + 2 * TICK, f"{headline}: ended before the training began again"),
+        (1.0 + 2 * TICK, "worker 1 failed with exit code 5; restart 1 of 3 in 1 s"),
+        (3.0 + 2 * TICK, "restart 1 of 3: ended before the training began again"),
     ]
     assert run.messages[2:] == [
         "not restarted: it failed before its first step for the second time in a row",
@@ -201,7 +204,7 @@ def test_restarts_in_vain_are_made_less_and_less_often(simulate) -> None:
     assert [after - before - 1.0 - 2 * TICK for before, after in itertools.pairwise(starts)] == delays
     cause = "worker 1 was killed by SIGKILL"
     assert run.messages[0] == f"{cause}; restart 1 of 8 in 1 s"
-    assert run.messages[1] == f"{cause}; restart 1 of 8: ended before the training began again"
+    assert run.messages[1] == "restart 1 of 8: ended before the training began again"
     assert run.messages[2] == f"{cause} at step 1; restart 2 of 8 in 2 s"
     assert run.messages[-2] == "not restarted: 8 restarts used up (--max-restarts)"
 
@@ -253,7 +256,10 @@ def test_a_run_that_was_complete_before_the_failure(simulate) -> None:
         return (yield from fails(-9)(process))
 
     run = simulate(program)
-    assert (run.code, run.messages) == (0, ["worker 1 was killed by SIGKILL at step 10; restart 1 of 3: complete"])
+    assert (run.code, run.messages) == (
+        0,
+        ["worker 1 was killed by SIGKILL at step 10; restart 1 of 3", "restart 1 of 3: complete"],
+    )
 
 
 def test_the_seconds_are_those_until_all_have_done_a_step(simulate) -> None:
@@ -268,4 +274,4 @@ def test_the_seconds_are_those_until_all_have_done_a_step(simulate) -> None:
     (again,) = run.of_kind("training-again")
     assert again["time"] == 4.5 + 2 * TICK
     assert again["seconds"] == round(2.0 + 2 * TICK, 3)
-    assert run.messages[0].endswith(": training again after 2.0 s, 2 steps redone")
+    assert run.messages[1].endswith(": training again after 2.0 s, 2 steps redone")

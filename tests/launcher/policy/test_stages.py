@@ -67,7 +67,8 @@ def test_a_killed_server_restarts_all(simulate) -> None:
 
     run = simulate(driven(drive, serve), "--stages", "3", "--max-restarts", "1")
     assert run.code == 0
-    assert run.messages[0].startswith("worker 2 was killed by SIGKILL at step 4; restart 1 of 1: training again after")
+    assert run.messages[0] == "worker 2 was killed by SIGKILL at step 4; restart 1 of 1"
+    assert run.messages[1].startswith("restart 1 of 1: training again after")
     (failure,) = run.of_kind("failure")
     assert (failure["task"], failure["kind"], failure["time"]) == ("worker 2", "signal", 1.5)
     starts = run.of_kind("start")

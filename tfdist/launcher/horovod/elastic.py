@@ -8,13 +8,13 @@ from __future__ import annotations
 import queue
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from horovod.runner.util import network
 
-from tfdist.launcher.attempt import FAILURE_GRACE, Attempt, Ending
+from tfdist.launcher.attempt import FAILURE_GRACE, Attempt, Ending, Surroundings
 from tfdist.launcher.failure import Failure, choose, counted, exit_code
 from tfdist.launcher.group import ProcessGroup
 from tfdist.launcher.guardian import Guardian
@@ -23,14 +23,13 @@ from tfdist.launcher.horovod.options import ElasticOptions
 from tfdist.launcher.horovod.remote import over_there
 from tfdist.launcher.operating_system import SignalInbox
 from tfdist.launcher.process import Process, start_unpinned
-from tfdist.launcher.restarts import GiveUp, Incident, Restart, RestartPolicy
+from tfdist.launcher.restarts import Incident, Restart, RestartPolicy
 from tfdist.launcher.run_plan import ProcessPlan
 from tfdist.launcher.supervisor import Supervisor
 from tfdist.launcher.terminal import Terminal
 from tfdist.launcher.warm.zygote import WarmStarts
 from tfdist.strategies.horovod.memory_folders import remove_abandoned
 from tfdist.supervision.exit_codes import PREEMPTED, UNSAVED
-from tfdist.supervision.progress import Progress
 
 # How long to wait for those that go on to say from which step, before it is told that they do.
 _SAY_SECONDS = 30.0
@@ -68,8 +67,8 @@ class ElasticRun(Supervisor):
         self._terminal.only = None if asked.show_all else ""
         # Horovod's driver has threads in this process.
         with ProcessGroup([], self._log_dir, self._terminal, guardian, restart.number, start_unpinned) as group:
-            of_run = (group, inbox, self._terminal, asked.grace, self._decide, self._on_progress)
-            return ElasticAttempt(*of_run, driver, asked, env).run()
+            around = Surroundings(group, inbox, self._terminal, asked.grace, self._decide, self._on_progress)
+            return ElasticAttempt(around, driver, asked, env).run()
 
     def _report(self, failure: Failure, incident: Incident | None, reason: str) -> None:
         assert incident is not None
@@ -94,30 +93,14 @@ class ElasticAttempt(Attempt):
     """Runs what Horovod's driver orders, until nothing can go on, or all is done.
 
     Args:
-        group: without processes yet.
-        inbox: the signals to the launcher.
-        terminal: where messages go.
-        grace: seconds between a signal that is passed on and SIGKILL.
-        decide: is asked about a failure after which too few processes are left.
-        on_progress: is told at every tick what the processes report.
+        around: what it works with; without processes yet.
         driver: not yet started.
         options: what the user asked for.
         env: the processes' environment, but for what Horovod adds.
     """
 
-    def __init__(
-        self,
-        group: ProcessGroup,
-        inbox: SignalInbox,
-        terminal: Terminal,
-        grace: float,
-        decide: Callable[[Incident], Restart | GiveUp],
-        on_progress: Callable[[Mapping[str, Progress | None]], object],
-        driver: Driver,
-        options: ElasticOptions,
-        env: Mapping[str, str],
-    ) -> None:
-        super().__init__(group, inbox, terminal, grace, decide, on_progress)
+    def __init__(self, around: Surroundings, driver: Driver, options: ElasticOptions, env: Mapping[str, str]) -> None:
+        super().__init__(around)
         self._driver, self._fewest, self._command, self._env = driver, options.fewest, options.command, env
         self._chosen = options.chosen
         self._orders: dict[Process, Order] = {}

@@ -306,8 +306,8 @@ class HostsRun(TrainingRun):
                 yield f"host {name} has {counted(count, 'place')} now, and had {self._slots[name]}"
 
     def _say(self, text: str) -> None:
-        """Says something about a restart, of which nothing else was said yet."""
-        self._terminal.message(f"{self._recovery.headline}: {text}" if self._recovery else text)
+        """Says something about the restart under way."""
+        self._terminal.message(f"{self._recovery.name}: {text}" if self._recovery else text)
 
 
 def _check(*inboxes: SignalInbox) -> None:
