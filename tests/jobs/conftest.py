@@ -74,7 +74,7 @@ class Tfdist:
         """The process that works off the queue."""
         for pid in self.processes():
             with contextlib.suppress(OSError):
-                if b"tfdist.jobs.local_runner" in Path("/proc", str(pid), "cmdline").read_bytes():
+                if b"tfdist.jobs.local.runner" in Path("/proc", str(pid), "cmdline").read_bytes():
                     return pid
         return None
 

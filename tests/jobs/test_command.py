@@ -135,8 +135,8 @@ def test_options_after_the_script_are_the_scripts(tmp_path: Path) -> None:
     [
         ("import tfdist.launcher.command", []),
         ("import tfdist.jobs.command", ["tfdist.jobs"]),
-        ("import tfdist.jobs.local, tfdist.jobs.slurm", ["tfdist.jobs"]),
-        ("import tfdist.jobs.kubernetes", ["tfdist.jobs"]),
+        ("import tfdist.jobs.local.engine, tfdist.jobs.slurm.engine", ["tfdist.jobs"]),
+        ("import tfdist.jobs.kubernetes.engine", ["tfdist.jobs"]),
     ],
 )
 def test_only_what_is_needed_is_imported(statement: str, loaded: list[str]) -> None:

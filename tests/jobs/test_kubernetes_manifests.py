@@ -11,7 +11,7 @@ import yaml
 from hypothesis import strategies as st
 
 from tfdist.jobs.engine import engine_of
-from tfdist.jobs.kubernetes_manifests import as_label, checked_name, manifests
+from tfdist.jobs.kubernetes.manifests import as_label, checked_name, manifests
 from tfdist.jobs.record import Records
 from tfdist.jobs.request import Request, SubmitError
 from tfdist.launcher.arguments import Target

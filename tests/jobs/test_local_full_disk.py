@@ -13,7 +13,7 @@ import pytest
 
 from tests import small_disks
 from tests.jobs.conftest import Tfdist, wait_until
-from tfdist.jobs.local_runner import Runner
+from tfdist.jobs.local.runner import Runner
 from tfdist.jobs.record import Records
 from tfdist.jobs.request import Request
 from tfdist.launcher.arguments import Target
@@ -82,7 +82,7 @@ def test_a_job_whose_begin_cannot_be_written_down_is_started_later(
     def no_space(*arguments: object, **more: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("tfdist.jobs.local_runner.spawn", spawn)
+    monkeypatch.setattr("tfdist.jobs.local.runner.spawn", spawn)
     runner = Runner(records, lock=-1)
     with monkeypatch.context() as full:
         full.setattr("tfdist.jobs.record.write_atomically", no_space)

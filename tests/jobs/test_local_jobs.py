@@ -360,7 +360,7 @@ def test_commands_that_start_at_the_same_time_share_one_runner(run_tfdist: Tfdis
     ids = sorted(process.communicate(timeout=30)[0].decode().strip() for process in several)
     assert ids == ["local-1", "local-2", "local-3", "local-4"]
     commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in run_tfdist.processes()]
-    runners = [words for words in commands if b"jobs.local_runner" in words]
+    runners = [words for words in commands if b"jobs.local.runner" in words]
     assert len(runners) == 1
     for name in "abcd":
         (work / f"{name}.go").touch()

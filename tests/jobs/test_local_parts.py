@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tfdist.jobs.engine import engine_of
-from tfdist.jobs.local_attempt import after_end, code_from_events, is_due, outcome, share
+from tfdist.jobs.local.attempt import after_end, code_from_events, is_due, outcome, share
 from tfdist.jobs.record import Record, Records
 from tfdist.jobs.request import Request, SubmitError
 from tfdist.launcher.arguments import Target

@@ -17,8 +17,8 @@ import pytest
 from hypothesis import strategies as st
 
 from tests.jobs.conftest import SOURCE
-from tfdist.jobs.local_attempt import beginning_of, is_due
-from tfdist.jobs.local_runner import active, host_of, parallel_jobs, queue_of
+from tfdist.jobs.local.attempt import beginning_of, is_due
+from tfdist.jobs.local.runner import active, host_of, parallel_jobs, queue_of
 from tfdist.jobs.record import Records, new_id
 from tfdist.jobs.request import Request, SubmitError
 from tfdist.launcher.arguments import Target

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tfdist.jobs.request import Request, SubmitError, default_name, seconds_of
-from tfdist.jobs.slurm_script import for_slurm
+from tfdist.jobs.slurm.script import for_slurm
 from tfdist.jobs.status import in_words
 from tfdist.launcher.arguments import Target
 

@@ -19,9 +19,9 @@ import pytest
 from tests.jobs.conftest import OUTER, Tfdist, wait_until
 from tfdist.jobs.record import Records
 from tfdist.jobs.request import Request, SubmitError
-from tfdist.jobs.slurm import SlurmEngine, fewest_nodes, run
-from tfdist.jobs.slurm_script import batch_script
-from tfdist.jobs.slurm_states import from_sacct, from_scontrol, from_squeue
+from tfdist.jobs.slurm.engine import SlurmEngine, fewest_nodes, run
+from tfdist.jobs.slurm.script import batch_script
+from tfdist.jobs.slurm.states import from_sacct, from_scontrol, from_squeue
 from tfdist.launcher.arguments import Target
 
 PROGRAM = Target("command", ("/bin/sh", "-c", "exit 0"))
@@ -463,7 +463,7 @@ def test_no_record_no_job(slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_no_answer_from_sbatch(slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tfdist.jobs.slurm._SECONDS", 0.5)
+    monkeypatch.setattr("tfdist.jobs.slurm.engine._SECONDS", 0.5)
     with pytest.raises(SubmitError, match="Whether the job runs is not known: it is kept as slurm-unconf"):
         slurm(sbatch="exec sleep 60").submit(JOB)
     assert len(recorded(tmp_path)) == 1

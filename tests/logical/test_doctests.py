@@ -18,7 +18,7 @@ FOLDER = Path(tfdist.__file__).parent
 # Modules of which some examples (`# doctest: +SKIP`) cannot run here, with what they need.
 SKIPPED = {
     "checkpoint.fit_identity": "changes how this process ends",
-    "jobs.slurm": "asks Slurm",
+    "jobs.slurm.engine": "asks Slurm",
     "launcher.attempt": "a launcher's processes",
     "launcher.drill.drill": "a launcher that is killed several times",
     "launcher.drill.trial": "a launcher that is killed",

@@ -18,7 +18,7 @@ from click.shell_completion import CompletionItem
 
 from tfdist.jobs import SCHEDULERS
 from tfdist.jobs.engine import engine_of
-from tfdist.jobs.local_runner import ensure_runner
+from tfdist.jobs.local.runner import ensure_runner
 from tfdist.jobs.record import Record, Records
 from tfdist.jobs.request import Request, SubmitError, seconds_of
 from tfdist.jobs.status import RUNNING, Status

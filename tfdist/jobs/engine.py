@@ -48,7 +48,7 @@ class Engine(Protocol):
 
 def engine_of(scheduler: str, records: Records) -> Engine:
     """The engine of one of `tfdist.jobs.SCHEDULERS`; only its modules are imported."""
-    return getattr(importlib.import_module(f"tfdist.jobs.{scheduler}"), _CLASSES[scheduler])(records)
+    return getattr(importlib.import_module(f"tfdist.jobs.{scheduler}.engine"), _CLASSES[scheduler])(records)
 
 
 def show_file(path: Path, to: BinaryIO, is_over: Callable[[], bool] | None, ask_every: float = _INTERVAL) -> None:

@@ -13,8 +13,8 @@ from typing import BinaryIO
 from tfdist.atomic_files import write_atomically
 from tfdist.cluster.variables import AUTO
 from tfdist.jobs.engine import show_file
-from tfdist.jobs.local_attempt import BY_USER, COMMAND, beginning_of
-from tfdist.jobs.local_runner import UNKNOWN_HOST, active, ensure_runner, host_of
+from tfdist.jobs.local.attempt import BY_USER, COMMAND, beginning_of
+from tfdist.jobs.local.runner import UNKNOWN_HOST, active, ensure_runner, host_of
 from tfdist.jobs.record import Record, Records, discard
 from tfdist.jobs.request import Request, SubmitError, outside_of_jobs
 from tfdist.jobs.status import CANCELLED, QUEUED, RUNNING, Progress, Status, last_progress

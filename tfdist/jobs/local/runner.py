@@ -1,10 +1,10 @@
 """The background process that starts the jobs of this host's queue, one after the other. It ends when all are over.
 
-    python -m tfdist.jobs.local_runner JOBS LOCK
+    python -m tfdist.jobs.local.runner JOBS LOCK
 
 Any `tfdist` command that finds jobs and no runner starts it, in a session of its own. It holds the lock, a file
 descriptor that it inherits, as long as it lives: there is at most one runner. Each job runs in a session of its own, so
-it survives when its runner is killed; the next runner finds it by what it has written down (see `local_attempt`).
+it survives when its runner is killed; the next runner finds it by what it has written down (see `attempt`).
 
 Several hosts may share the folder of the records, in a home folder say. Each has a queue and a runner of its own: only
 there can be seen which processes live, and a job needs the Python and the cores of the host where it was submitted.
@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import tfdist
-from tfdist.jobs.local_attempt import (
+from tfdist.jobs.local.attempt import (
     BEGUN_ALREADY,
     BY_TIME,
     Beginning,
@@ -116,7 +116,7 @@ class Runner:
         record = record.with_details(state=RUNNING, started=time.time(), place=place, places=places, detail="")
         self._records.save(record)
         attempt = record.details["attempt"]
-        words = [sys.executable, "-m", "tfdist.jobs.local_attempt", record.folder, str(attempt), str(place)]
+        words = [sys.executable, "-m", "tfdist.jobs.local.attempt", record.folder, str(attempt), str(place)]
         try:
             with open(record.output, "ab") as output:
                 if attempt > 1:
@@ -213,7 +213,7 @@ def ensure_runner(records: Records) -> None:
         # The runner works in another folder; it has to find the same tfdist, even if that was on a relative path.
         paths = [str(Path(tfdist.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         spawn(
-            [sys.executable, "-m", "tfdist.jobs.local_runner", str(records.folder), str(lock.fileno())],
+            [sys.executable, "-m", "tfdist.jobs.local.runner", str(records.folder), str(lock.fileno())],
             log.fileno(),
             {**outside_of_runs(), "PYTHONPATH": os.pathsep.join(filter(None, paths))},
             folder="/",

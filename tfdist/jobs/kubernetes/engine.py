@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any, BinaryIO
 
 from tfdist.cluster.foreign_text import cleaned
-from tfdist.jobs.kubernetes_manifests import INSTANCE, SUBMISSION, as_label, checked_name, manifests
+from tfdist.jobs.kubernetes.manifests import INSTANCE, SUBMISSION, as_label, checked_name, manifests
 from tfdist.jobs.record import Record, Records, discard
 from tfdist.jobs.request import Request, SubmitError, UnansweredError
 from tfdist.jobs.status import (

@@ -1,6 +1,6 @@
 """An attempt of a local job: a process that says who it is and becomes `tfdist run`, and how it ended.
 
-    python -m tfdist.jobs.local_attempt FOLDER ATTEMPT PLACE PLACES
+    python -m tfdist.jobs.local.attempt FOLDER ATTEMPT PLACE PLACES
 
 The process writes down its own identity, once for each attempt: there is no moment at which it runs and nobody knows
 it. If a runner is killed after it has started an attempt, the next runner may start the same attempt again; then the

@@ -15,11 +15,11 @@ from typing import BinaryIO
 
 from tfdist.atomic_files import write_atomically
 from tfdist.cluster.foreign_text import cleaned
-from tfdist.jobs import slurm_states
 from tfdist.jobs.engine import show_file
 from tfdist.jobs.record import Record, Records, discard
 from tfdist.jobs.request import Request, SubmitError, UnansweredError, outside_of_jobs
-from tfdist.jobs.slurm_script import CANCEL_SIGNAL, EXIT_CODE, JOB_ID, batch_script
+from tfdist.jobs.slurm import states
+from tfdist.jobs.slurm.script import CANCEL_SIGNAL, EXIT_CODE, JOB_ID, batch_script
 from tfdist.jobs.status import (
     CANCELLED,
     FAILED,
@@ -154,15 +154,15 @@ class SlurmEngine:
                 f"Received: from squeue: {queue.stderr.strip()}. Expected: that Slurm's controller is reachable; "
                 "`scontrol ping` shows whether it is"
             )
-        return slurm_states.from_squeue(queue.stdout if queue.returncode == 0 else "")
+        return states.from_squeue(queue.stdout if queue.returncode == 0 else "")
 
     def _in_past(self, record: Record) -> Status | None:
         job, cluster = record.details["job"], _cluster(record)
         fields = "--format=State,ExitCode,Start,End"
         past = attempt("sacct", *cluster, "--noheader", "--parsable2", "--allocations", fields, f"--jobs={job}")
-        if past.returncode == 0 and (found := slurm_states.from_sacct(past.stdout)) is not None:
+        if past.returncode == 0 and (found := states.from_sacct(past.stdout)) is not None:
             return found
-        return slurm_states.from_scontrol(attempt("scontrol", *cluster, "--oneliner", "show", "job", job).stdout)
+        return states.from_scontrol(attempt("scontrol", *cluster, "--oneliner", "show", "job", job).stdout)
 
 
 def _script(request: Request, folder: Path, token: str) -> str:
