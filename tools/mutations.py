@@ -193,7 +193,7 @@ MUTATIONS = (
     Mutation(
         name="position in the data",
         effect="a resumed fit does the last batch before the backup again",
-        file="tfdist/checkpoint/data_position.py",
+        file="tfdist/checkpoint/position/data.py",
         old='else state["taken"])',
         new='else state["taken"] - 1)',
         tests=("tests/fault_tolerance/test_resume_data.py::test_kill[shuffle]",),

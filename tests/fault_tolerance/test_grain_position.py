@@ -13,7 +13,7 @@ import pytest
 import tfdist
 
 grain = pytest.importorskip("grain", reason="Grain is not installed: pip install grain")
-from tfdist.checkpoint.grain_position import RecordedDataset  # noqa: E402 - it imports Grain
+from tfdist.checkpoint.position.grain import RecordedDataset  # noqa: E402 - it imports Grain
 
 ROWS = 1_000
 

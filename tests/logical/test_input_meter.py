@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.runtime.training_meter import Lap, TrainingMeter
+from tfdist.runtime.meters.training import Lap, TrainingMeter
 from tfdist.steps.collectives import ExchangeTimer, Gathered
 
 ROWS, BATCH = 50, 16  # batches of 16, 16, 16 and 2 rows

@@ -18,7 +18,7 @@ from tfdist.arguments import check_path
 from tfdist.callbacks import summaries
 from tfdist.compat.upstream import pythonify_logs
 from tfdist.inspection import epoch_iterators
-from tfdist.runtime.training_meter import Lap, TrainingMeter
+from tfdist.runtime.meters.training import Lap, TrainingMeter
 from tfdist.steps.collectives import ExchangeTimer
 from tfdist.steps.common_hooks import install
 

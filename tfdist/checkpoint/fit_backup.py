@@ -13,8 +13,8 @@ import keras
 import tensorflow as tf
 
 from tfdist.checkpoint import callback_state, csv_logger, fit_identity, messages
-from tfdist.checkpoint.data_position import DataPosition
 from tfdist.checkpoint.fit_identity import folder_of_fit, is_final, note_finished, remove_if_empty
+from tfdist.checkpoint.position.data import DataPosition
 from tfdist.checkpoint.save_schedule import BackgroundWriter, PreemptionSignal, SaveSchedule
 from tfdist.checkpoint.shared_store import ElasticStore, SharedStore
 from tfdist.checkpoint.store import Checkpoint

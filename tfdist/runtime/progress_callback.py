@@ -11,7 +11,7 @@ from typing import Any
 
 import keras
 
-from tfdist.runtime.training_meter import TrainingMeter
+from tfdist.runtime.meters.training import TrainingMeter
 from tfdist.supervision.events import STANDARD_OUTPUT, VARIABLE, EventLog, own_name
 from tfdist.supervision.progress import DONE, SAVING, TRAINING, VALIDATING, ProgressWriter
 from tfdist.supervision.remaining import fraction_done, steps_left

@@ -17,7 +17,7 @@ from tfdist.compat.upstream import data_distribute as distribute
 from tfdist.compat.upstream import input_lib
 from tfdist.inspection.batch_sharding import GlobalBatch, count_rows, rows_of_piece, take_share
 from tfdist.inspection.epoch_iterators import ArraySource, array_source
-from tfdist.runtime.input_meter import after
+from tfdist.runtime.meters.input import after
 
 # Nothing here needs AutoGraph, which takes a second to find that out.
 _as_it_is = tf.autograph.experimental.do_not_convert

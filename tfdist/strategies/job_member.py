@@ -12,8 +12,8 @@ from tfdist.compat.upstream import context
 from tfdist.inspection.epoch_iterators import glance_at_arrays, rows_of_arrays
 from tfdist.runtime.chief_io import ChiefIO
 from tfdist.runtime.control_signals import Agreement, heed_sigterm
-from tfdist.runtime.input_meter import InputMeter
 from tfdist.runtime.job import Job
+from tfdist.runtime.meters.input import InputMeter
 from tfdist.runtime.peers import Peers
 from tfdist.strategies.data_parallel import DataParallel, DataParallelExtended
 

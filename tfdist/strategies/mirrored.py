@@ -15,7 +15,7 @@ from tfdist.cluster.errors import ClusterError
 from tfdist.compat.upstream import mirrored_strategy
 from tfdist.compression import PowerSGD, TopK
 from tfdist.memory.policy import MemoryPolicy
-from tfdist.runtime.input_meter import InputMeter
+from tfdist.runtime.meters.input import InputMeter
 from tfdist.steps.common_hooks import install
 from tfdist.strategies.data_parallel import DataParallel, DataParallelExtended
 from tfdist.strategies.keras_hooks import DataParallelHooks

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tfdist.runtime.input_meter import InputCounts
+from tfdist.runtime.meters.input import InputCounts
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ class DataPosition:
         adapter, before = self._iterator.data_adapter, self._iterator._distributed_dataset
         if not isinstance(adapter, GrainDatasetAdapter) or self._dataset_fn is not None:
             return None
-        from tfdist.checkpoint.grain_position import RecordedDataset  # it imports Grain, which not everybody has
+        from tfdist.checkpoint.position.grain import RecordedDataset  # it imports Grain, which not everybody has
 
         recorded = RecordedDataset(adapter._dataset)
         if recorded.obstacle is not None:

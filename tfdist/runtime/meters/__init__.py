@@ -1,0 +1,1 @@
+"""How fast a fit trains, and how long it waits for its data."""
