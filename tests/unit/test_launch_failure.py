@@ -108,6 +108,11 @@ def test_report() -> None:
     long = Failure("worker 1", 3, tuple(f"line {number}" for number in range(50))).report()
     assert "last lines:\n  line 30\n" in long
     assert "(it printed nothing)" in SILENT.report()
+    shown = Failure("worker 0", 3, ("a", "b"), "logs/worker-0.log", was_shown=True).report()
+    assert (
+        shown
+        == "worker 0 failed with exit code 3; its last lines are above\ntfdist: its complete log: logs/worker-0.log"
+    )
 
 
 def test_codes_and_names() -> None:

@@ -45,6 +45,7 @@ class Failure:
         hang: for a process that did not end but stood still, what was observed, such as "stands still at step 3".
         lost: for a process whose host is lost, what became of the host, such as "host b does not answer any more".
         host: where it ran, if not on this machine.
+        was_shown: whether its output went to the terminal while it ran.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Failure:
     hang: str = ""
     lost: str = ""
     host: str = ""
+    was_shown: bool = False
 
     @property
     def who(self) -> str:
@@ -99,8 +101,11 @@ class Failure:
 
     def report(self) -> str:
         """What the launcher says at the end of the run."""
-        lines = "".join(f"\n  {line}" for line in self.tail[-_LINES_SHOWN:]) or "\n  (it printed nothing)"
-        return f"{self}; its last lines:{lines}\ntfdist: its complete log: {self.log_path}"
+        if self.was_shown and self.tail:
+            last = " are above"
+        else:
+            last = ":" + ("".join(f"\n  {line}" for line in self.tail[-_LINES_SHOWN:]) or "\n  (it printed nothing)")
+        return f"{self}; its last lines{last}\ntfdist: its complete log: {self.log_path}"
 
     def __str__(self) -> str:
         if self.hang or self.lost:
