@@ -24,6 +24,7 @@ def accuracy_of(printed: str) -> float:
     return float(accuracy)
 
 
+@pytest.mark.exhaustive
 def test_two_workers_that_read_their_own_images_learn(example, tmp_path: Path) -> None:
     printed = example("train_resnet.py", "--synthetic", *SMALL, run=["-n", "2"])
     losses = values(printed, "loss")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import functools
 import getpass
 import json
 import os
@@ -473,7 +474,10 @@ def test_ctrl_c_while_sbatch_is_asked_is_explained(slurm, run_tfdist: Tfdist, tm
     slurm(sbatch=f"touch {tmp_path}/asked; exec sleep 30", squeue="exit 0")
     command = [sys.executable, "-m", "tfdist", "submit", "--scheduler", "slurm", "--name", "mine", "--", "/bin/true"]
     env = {**run_tfdist.env, "PATH": os.environ["PATH"]}
-    with subprocess.Popen(command, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True) as submit:
+    # A shell lets what it starts in the background ignore it, as perhaps these tests.
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    options = {"stderr": subprocess.PIPE, "text": True, "preexec_fn": heed}
+    with subprocess.Popen(command, cwd=tmp_path, env=env, **options) as submit:
         try:
             wait_until((tmp_path / "asked").exists, 30, "sbatch")
             submit.send_signal(signal.SIGINT)

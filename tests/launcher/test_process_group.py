@@ -101,7 +101,7 @@ def test_helpers_may_clean_up(trial, tmp_path: Path) -> None:
 
 def test_helpers_that_remain_are_killed(trial, tmp_path: Path, short_grace: None) -> None:
     done = trial(f"sleep 60 & echo $! > {tmp_path}/helper; exit 3")
-    assert done.seconds < 4.0
+    assert done.seconds < 30
     helper = int((tmp_path / "helper").read_text())
     wait_until(lambda: process.process_state(helper) in process._ENDED, 2, "the end of the helper")
 
@@ -109,7 +109,7 @@ def test_helpers_that_remain_are_killed(trial, tmp_path: Path, short_grace: None
 @pytest.mark.skipif(shutil.which("setsid") is None, reason="setsid is not installed")
 @pytest.mark.parametrize(
     "helper",
-    ["for i in $(seq 500); do [ -e hold ] || exit; sleep 0.02; done", f"exec yes {'x' * 1000}"],
+    ["for i in $(seq 3000); do [ -e hold ] || exit; sleep 0.02; done", f"exec yes {'x' * 1000}"],
     ids=["silent", "talkative"],
 )
 @pytest.mark.parametrize("leaves", ["", "setsid"], ids=["in the group", "left the group"])
@@ -122,7 +122,7 @@ def test_helpers_that_hold_the_output_do_not_keep_the_launcher(
     done = trial(f"printf 'the end'; {helper} while ! [ -e up ]; do sleep 0.01; done; exit 3")
     (tmp_path / "hold").unlink()  # who left the group is nobody's to kill, and ends by itself
     assert [one.status for one in done.failures] == [3]
-    assert done.seconds < 4.0
+    assert done.seconds < 30  # half of what a silent one lives at least, and a talkative one has no end
     assert done.shown.startswith("[worker 0] the end")
 
 

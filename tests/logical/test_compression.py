@@ -257,7 +257,9 @@ class Overflowing(keras.layers.Layer):
         return x + offset(tf.convert_to_tensor(self.offset))
 
 
-@pytest.mark.parametrize("method", [PowerSGD(2), TopK(0.05, momentum_correction=True)], ids=str)
+@pytest.mark.parametrize(
+    "method", [pytest.param(PowerSGD(2), marks=pytest.mark.exhaustive), TopK(0.05, momentum_correction=True)], ids=str
+)
 def test_an_overflow_of_another_gradient_leaves_them_alone_as_well(method):
     """Such a step is left out as a whole: what was sent of other buckets must not be taken for applied."""
     strategy = mirrored(method, bucket_bytes=1)

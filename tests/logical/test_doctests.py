@@ -37,9 +37,10 @@ SKIPPED = {
     "strategies.parameter_server.runner": "a cluster",
     "strategies.parameter_server.strategy": "a cluster",
     "strategies.parameter_server.transfer": "a cluster",
+    "tuning.tune_run": "a script that searches",
 }
 # They import it.
-OF_HOROVOD = ("launcher.horovod.driver", "launch.horovod.elastic")
+OF_HOROVOD = ("launcher.horovod.driver", "launcher.horovod.elastic")
 # The first one measures this machine; the others take seconds, and other tests of `make test` do what they do.
 SLOW = (
     *("planning.automatic", "callbacks.tensorboard", "callbacks.pipeline_timeline", "memory.estimation.choosing"),

@@ -48,7 +48,7 @@ def losses(strategy: tf.distribute.Strategy, build: object, **arguments: object)
     return model.fit(X, X[:, :1], batch_size=8, epochs=3, verbose=0).history["loss"]
 
 
-@pytest.mark.parametrize("build", [noisy_layers, NoisyStep])
+@pytest.mark.parametrize("build", [noisy_layers, pytest.param(NoisyStep, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("arguments", daily([{}, {"run_eagerly": True}], "{}"), ids=str)
 def test_each_run_draws_the_same(mirrored, build, arguments):
     first, again = (losses(mirrored, build, **arguments) for _ in range(2))

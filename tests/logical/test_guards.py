@@ -272,7 +272,9 @@ class TestOptions:
             seen = train_and_observe(strategy, build, rows(96), batch_size=BATCH, epochs=1, **arguments)
         return {name.split(" (")[0]: value for name, value in seen.items()}
 
-    @pytest.mark.parametrize(("compression", "precision"), [("bf16", 2.0**-8), ("fp16", 2.0**-11)])
+    @pytest.mark.parametrize(
+        ("compression", "precision"), [("bf16", 2.0**-8), pytest.param("fp16", 2.0**-11, marks=pytest.mark.exhaustive)]
+    )
     def test_rounding_is_within_its_bound_and_not_exact(self, mirrored, compression, precision):
         """One step of plain SGD: the update is the gradient, rounded once a cast and once an addition."""
         narrow = tfdist.MirroredStrategy(DEVICES, compression=compression)
@@ -339,7 +341,7 @@ class TestOptions:
         assert max(gaps.values()) < 1e-5
 
 
-@pytest.mark.parametrize("apply_at_once", [True, False])
+@pytest.mark.parametrize("apply_at_once", [pytest.param(True, marks=pytest.mark.exhaustive), False])
 def test_one_of_two_losses_is_scaled(mirrored, apply_at_once):
     def build() -> keras.Model:
         model = TwoOptimizers(apply_at_once)

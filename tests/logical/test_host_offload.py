@@ -233,7 +233,9 @@ def sent_weights(graph: tf.Graph) -> list[tf.Operation]:
     ]
 
 
-@pytest.mark.parametrize("prefetch", [pytest.param(0, marks=pytest.mark.exhaustive), 1, 2])
+@pytest.mark.parametrize(
+    "prefetch", [pytest.param(0, marks=pytest.mark.exhaustive), pytest.param(1, marks=pytest.mark.exhaustive), 2]
+)
 def test_weights_wait_for_an_earlier_block(four_devices, prefetch):
     strategy = tfdist.HostOffloadStrategy(DEVICE, HOST, prefetch=prefetch)
     model = compiled(strategy, lambda: chain(5))

@@ -128,7 +128,7 @@ def copies(model: keras.Model) -> list[np.ndarray]:
 @pytest.mark.parametrize(
     ("update", "state"),
     [
-        pytest.param(moving_mean, {}, id="none"),
+        pytest.param(moving_mean, {}, id="none", marks=pytest.mark.exhaustive),
         pytest.param(mean_in_two_steps, {}, id="two writes", marks=pytest.mark.exhaustive),
         pytest.param(of_other_axes, {}, id="of other axes", marks=pytest.mark.exhaustive),
         pytest.param(moving_mean, {"aggregation": "mean"}, id="mean", marks=pytest.mark.exhaustive),
@@ -350,7 +350,7 @@ class OwnNormalization(layers.BatchNormalization):
 @pytest.mark.parametrize(
     ("layer", "memory"),
     [
-        (OwnNormalization, None),
+        pytest.param(OwnNormalization, None, marks=pytest.mark.exhaustive),
         # What was made first then reads what was made later.
         (layers.BatchNormalization, "recompute"),
     ],

@@ -141,8 +141,10 @@ def test_weights_on_the_host(four_devices):
     "name",
     [
         "unet",
-        "blocks",
-        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("dense", "resnet", "transformer", "written")),
+        *(
+            pytest.param(name, marks=pytest.mark.exhaustive)
+            for name in ("blocks", "dense", "resnet", "transformer", "written")
+        ),
     ],
 )
 def test_shapes_of_targets(name):

@@ -105,7 +105,7 @@ def test_variables_and_slots():
 
 
 SCHEDULES = [
-    (4, {}),
+    pytest.param(4, {}, marks=pytest.mark.exhaustive),
     (2, {"schedule": "interleaved", "memory": "recompute"}),
     *(
         pytest.param(stages, options, marks=pytest.mark.exhaustive)

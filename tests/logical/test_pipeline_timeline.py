@@ -87,7 +87,7 @@ def assert_follows(intervals: list[Interval], schedule: Schedule) -> None:
 @pytest.mark.parametrize(
     ("schedule", "stages", "chunks", "compiled"),
     [
-        ("1f1b", 3, 1, {"steps_per_execution": 2}),
+        pytest.param("1f1b", 3, 1, {"steps_per_execution": 2}, marks=pytest.mark.exhaustive),
         pytest.param("gpipe", 2, 1, {}, marks=pytest.mark.exhaustive),
         ("interleaved", 2, 2, {}),
     ],
@@ -118,7 +118,7 @@ def test_every_instruction_once_and_in_order(four_devices, tmp_path, schedule, s
         pytest.param(1, 1, [True, False, False, False, False, False], marks=pytest.mark.exhaustive),
         (3, 1, [False, True, True, False, False, False]),
         pytest.param(6, 1, [False, False, False, False, True, True], marks=pytest.mark.exhaustive),
-        (3, 2, [True, True, False]),
+        pytest.param(3, 2, [True, True, False], marks=pytest.mark.exhaustive),
         pytest.param(6, 3, [True, True], marks=pytest.mark.exhaustive),
     ],
 )

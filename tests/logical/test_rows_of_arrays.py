@@ -60,7 +60,7 @@ def test_the_rows_of_others_are_not_taken(monkeypatch):
 
     monkeypatch.setattr(global_batches, "array_source", watched)
     found = elements(rows_of_worker(dataset(), 4, 1, 1, count=True))
-    assert taken == [2, 2, 2, 2, 1]
+    assert sorted(taken) == [1, 2, 2, 2, 2]  # several calls at a time
     assert isinstance(found[0], GlobalBatch)
     assert [(int(one.rows), int(one.global_rows)) for one in found] == [(2, 8)] * 4 + [(1, 5)]
     np.testing.assert_array_equal(found[0].data[1], [7, 10])

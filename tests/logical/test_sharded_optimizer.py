@@ -97,7 +97,7 @@ def strategies(mirrored, four_replicas):
 @pytest.mark.parametrize(
     ("replicas", "name", "tolerance"),
     [
-        (1, "SGD", 0),
+        pytest.param(1, "SGD", 0, marks=pytest.mark.exhaustive),
         (2, "AdamW", 0),
         pytest.param(4, "RMSprop", 1e-6, marks=pytest.mark.exhaustive),
         *(

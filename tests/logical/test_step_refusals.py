@@ -117,7 +117,9 @@ def sequences() -> tuple[np.ndarray, np.ndarray]:
     return x, x.sum(2, keepdims=True)
 
 
-@pytest.mark.parametrize("kind", ["loop", "branch", "cell"])
+@pytest.mark.parametrize(
+    "kind", ["loop", *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("branch", "cell"))]
+)
 def test_statistics_of_the_global_batch_in_a_loop(mirrored, kind):
     with mirrored.scope():
         model = normalizing(kind)
@@ -126,7 +128,7 @@ def test_statistics_of_the_global_batch_in_a_loop(mirrored, kind):
         model.fit(*sequences(), batch_size=8, verbose=0)
 
 
-@pytest.mark.parametrize("kind", ["loop", "cell"])
+@pytest.mark.parametrize("kind", ["loop", pytest.param("cell", marks=pytest.mark.exhaustive)])
 def test_own_statistics_in_a_loop(mirrored, kind):
     strategy = tfdist.MirroredStrategy(list(mirrored.extended.worker_devices), batch_norm="local")
     with strategy.scope():

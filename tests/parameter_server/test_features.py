@@ -80,7 +80,6 @@ DAILY = {
         *LOGGED_BEFORE,
         "numpy arrays",
         "last batch of one row (81 rows)",
-        "Adam",
         "Embedding and Adam (sparse gradients)",
         "BatchNormalization",
         "clipnorm",
