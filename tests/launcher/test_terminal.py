@@ -102,3 +102,17 @@ def test_failure_is_reported_below_the_live_line(launch) -> None:
     assert "\x1b[2m" not in text
     rows = [visible(final_state(row)) for row in text.split("\r\n")]
     assert rows[1:3] == ["[worker 0] 5/20", "tfdist: worker 1 failed with exit code 3; its last lines:"]
+
+
+def test_what_the_terminal_has_shown_is_not_shown_twice(launch) -> None:
+    script = """
+        if index == 1: time.sleep(60)
+        sys.exit("no such column")
+    """
+    code, text = on_terminal(launch, script, NO_COLOR="1")
+    assert code == 1
+    rows = [visible(final_state(row)) for row in text.split("\r\n")]
+    assert rows[1:3] == [
+        "[worker 0] no such column",
+        "tfdist: worker 0 failed with exit code 1; its last lines are above",
+    ]

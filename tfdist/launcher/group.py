@@ -133,7 +133,8 @@ class ProcessGroup:
         """Describes what became of a process, with the last lines of its log."""
         self.read_available(process)
         tail, log_path = process.tail(_TAIL_LINES), str(process.log_path)
-        was_shown = process.plan.shown and self._terminal.only in (None, process.plan.name)
+        # A pipe may lead elsewhere than the messages do.
+        was_shown = process.plan.shown and self._terminal.is_tty and self._terminal.only in (None, process.plan.name)
         return Failure(process.plan.name, status, tail, log_path, hang, host=process.plan.host, was_shown=was_shown)
 
     def replace(self, process: Process, number: int) -> Process:

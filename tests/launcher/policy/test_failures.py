@@ -42,9 +42,9 @@ def test_exit_code_and_last_lines_of_the_failing_process(simulate) -> None:
 @pytest.mark.parametrize(
     ("end", "text", "code", "words"),
     [
-        (1, "ValueError: no such column", 1, "failed with exit code 1"),
-        (9, "last words", 9, "failed with exit code 9"),
-        (-SIGSEGV, "", 139, "was killed by SIGSEGV (exit code 139)"),
+        (1, "ValueError: no such column", 1, "failed with exit code 1; its last lines:\n  ValueError: no such column"),
+        (9, "last words", 9, "failed with exit code 9; its last lines:\n  last words"),
+        (-SIGSEGV, "", 139, "was killed by SIGSEGV (exit code 139); its last lines:\n  (it printed nothing)"),
     ],
 )
 @pytest.mark.parametrize(("name", "options"), [("worker 0", ()), ("worker 1", ()), ("chief 0", ("--chief",))])
@@ -53,9 +53,7 @@ def test_whoever_fails_is_named(
 ) -> None:
     run = simulate(ends({name: (0.5, end, text)}), *options)
     assert run.code == code
-    # What the terminal has shown already is not shown twice.
-    last = f":\n  {text or '(it printed nothing)'}" if name == "worker 1" or not text else " are above"
-    assert run.messages == [f"{name} {words}; its last lines{last}{LOG.format(name.replace(' ', '-'))}"]
+    assert run.messages == [f"{name} {words}{LOG.format(name.replace(' ', '-'))}"]
     assert len(run.signals) == 1
 
 
@@ -102,7 +100,7 @@ def test_a_consequence_that_ends_first_is_not_named_if_the_culprit_ends_within_a
     assert run.code == (4 if named == "worker 1" else 1)
     (failure,) = run.of_kind("failure")
     assert (failure["task"], failure["time"]) == (named, min(culprit_ends, 2.25 + TICK))
-    assert run.messages[-1].startswith(f"{named} failed with exit code {run.code}; its last lines")
+    assert run.messages[-1].startswith(f"{named} failed with exit code {run.code}; its last lines:\n")
 
 
 def test_a_consequence_without_a_culprit_is_named(simulate) -> None:
