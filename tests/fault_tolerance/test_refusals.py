@@ -81,7 +81,7 @@ def test_resumes_at_ends_of_epochs_and_says_so(case: Case, reason: str, trials: 
     for run in outcome.runs:
         assert run.log.count(warning) == 1
     # Killed at step 9 of the second epoch, of which nothing is saved.
-    assert "goes on at step 0 of epoch 2:" in outcome.log
+    assert "goes on at step 0 of epoch 2, after " in outcome.log
     assert outcome.steps[1] == outcome.reference.result["steps of this process"] * 2 // 3
     assert outcome.runs[1].result["fit 1: epochs"] == [0, 1, 2]
     assert len(outcome.runs[1].result["fit 1: history/loss"]) == 3

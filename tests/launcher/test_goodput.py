@@ -97,9 +97,10 @@ def test_a_killed_worker_costs_what_the_run_has_seen(warm_launch) -> None:
     # The steps 16 to 18, which were done again after the first one.
     redone = [note for note in seen[0] if note.get("step") in (16, 17, 18) and note["time"] > killed]
     assert 0.3 <= failure["redone"] <= sum(note["seconds"] for note in redone) + 3.0
-    # What has slept in the callbacks is in the kinds, and nothing of it twice.
+    # What has slept in the callbacks is in the kinds, and nothing of it twice. The first validation may be behind the
+    # last line before the kill, and counts as restart then.
     validations = [note["seconds"] for note in seen[0] if note["what"] == "validation"]
-    assert len(validations) == 3 and 1.5 <= seconds["validation"] <= sum(validations) + 3.0
+    assert len(validations) == 3 and 1.0 <= seconds["validation"] <= sum(validations) + 3.0
     steps = [note["seconds"] for note in seen[0] if note["what"] == "step"]
     assert (len(steps) - 5) * 0.2 <= seconds["training"] + seconds["redone"] + seconds["data"]
     assert seconds["training"] + seconds["redone"] + seconds["data"] <= facts["total_seconds"] - failure["restart"]

@@ -490,6 +490,16 @@ def test_runs_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert result.exit_code == 1 and "Received: " in result.output
 
 
+def test_a_search_is_refused(tmp_path: Path) -> None:
+    """Its trials run side by side: no second belongs to one kind."""
+    events = [{"time": NOON, "name": "launcher", "event": "start", "processes": {"tuner 0": 1}}]
+    events += [{"time": NOON, "name": "tuner 0", "event": "search", "objective": "loss", "max_trials": 3}]
+    (tmp_path / "events.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in events))
+    result = CliRunner().invoke(main, ["goodput", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "a search of `tfdist tune`. Expected: a training." in result.output
+
+
 # --- What processes count ---------------------------------------------------------------------------------------------
 
 

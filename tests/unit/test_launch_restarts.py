@@ -130,7 +130,7 @@ def test_the_same_exception_without_progress() -> None:
         (
             RestartPolicy(3),
             incident(5, RAISED, progress={"worker 1": reached(5, "done")}),
-            "not restarted: the training had ended, what failed came after it",
+            "not restarted: its last fit had ended, what failed came after that",
         ),
     ],
     ids=["limit 0", "never reported", "refused", "other job", "after the training"],

@@ -129,7 +129,7 @@ class TestResults:
         search = {"objective": "loss", "over": True, "project": "p", "trials": [trial("0"), failed]}
         text = plain_text(table_of(search), width=120)
         assert "failed: ValueError: no luck" in text and "Traceback" not in text
-        assert summary_of(search) == "search over: 2 trials, 1 of them failed; p"
+        assert summary_of(search) == "search finished: 2 trials, 1 of them failed; p"
 
     def test_conditional_hyperparameters(self) -> None:
         search = {"objective": "loss", "trials": [trial("0"), trial("1", hyperparameters={"b": 0.25})]}

@@ -23,7 +23,8 @@ def of_resumption(meta: Mapping[str, Any], checkpoint: str, over: bool, epochs: 
         epochs: how many the user asks for.
     """
     if not over:
-        _log.warning("The fit goes on at step %d of epoch %d: %s", meta["steps"], meta["epoch"] + 1, checkpoint)
+        where = (meta["steps"], meta["epoch"] + 1, meta["total"])
+        _log.warning("The fit goes on at step %d of epoch %d, after %d steps in all: %s", *where, checkpoint)
         return
     folder = checkpoint.rpartition("/")[0]
     _log.warning(

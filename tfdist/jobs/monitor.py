@@ -232,8 +232,9 @@ def _totals(run: RunState, now: float) -> str:
     if run.checkpoint is None:
         parts.append("no backup")
     else:
-        age = in_words(max(now - run.checkpoint.time, 0))
-        parts.append(f"last backup {age} ago, after step {run.checkpoint.step}")
+        # Once a fit has ended, there may be none any more.
+        age = "" if run.ending else f" {in_words(max(now - run.checkpoint.time, 0))} ago,"
+        parts.append(f"last backup{age} after step {run.checkpoint.step}")
     return ", ".join(parts)
 
 

@@ -132,7 +132,8 @@ class ProcessGroup:
     def failure(self, process: Process, status: int, hang: str = "") -> Failure:
         """Describes what became of a process, with the last lines of its log."""
         self.read_available(process)
-        tail, log_path = process.tail(_TAIL_LINES), str(process.log_path)
+        tail = tuple(line for line in process.tail(_TAIL_LINES) if not self._terminal.hides(line))
+        log_path = str(process.log_path)
         # A pipe may lead elsewhere than the messages do.
         was_shown = process.plan.shown and self._terminal.is_tty and self._terminal.only in (None, process.plan.name)
         return Failure(process.plan.name, status, tail, log_path, hang, host=process.plan.host, was_shown=was_shown)

@@ -155,7 +155,7 @@ class RestartPolicy:
         # Who was asked to stop has ended its training as well: where it could not save, it is to be done again.
         has_ended = own is not None and own.has_ended and incident.failure.status != UNSAVED
         if has_ended and incident.failure.status > 0 and not incident.failure.lost:
-            return "not restarted: the training had ended, what failed came after it"
+            return "not restarted: its last fit had ended, what failed came after that"
         # That a host is lost again says nothing about the program.
         is_again = previous is not None and not (previous.failure.lost or incident.failure.lost)
         if previous is not None and is_again and previous.workers == incident.workers:

@@ -158,9 +158,9 @@ class Supervisor:
 
     def _report(self, failure: Failure, incident: Incident | None, reason: str) -> None:
         """Tells the user which failure has ended the run, and why nothing is started again."""
+        self._terminal.message(failure.report())
         if reason:
             self._terminal.message(reason)
-        self._terminal.message(failure.report())
 
 
 class TrainingRun(Supervisor):

@@ -236,7 +236,7 @@ class Terminal:
             return
         for event in self._buffers.setdefault(name, LineBuffer()).feed(data, final):
             if isinstance(event, Line):
-                if self._is_hidden(name, render(event.cells)):
+                if self._leaves_out(name, render(event.cells)):
                     continue
                 text = render(event.cells, self._colour)
                 self._put((self._prefix(name) + text if text else self._prefix(name).rstrip()) + "\n")
@@ -260,8 +260,12 @@ class Terminal:
         size = self._size()
         return os.terminal_size((max(size.columns - len(self._label(name)), 1), size.lines))
 
-    def _is_hidden(self, name: str, line: str) -> bool:
+    def hides(self, line: str) -> bool:
+        """Whether a line of a process is one of those that are not shown."""
         return self._hidden is not None and self._hidden.match(line) is not None
+
+    def _leaves_out(self, name: str, line: str) -> bool:
+        return self.hides(line)
 
     def _put(self, text: str) -> None:
         """Writes in place of the live line, or of the row to which the cursor was moved."""

@@ -81,7 +81,7 @@ def _run(
     from tfdist.cluster.ports import reserve
     from tfdist.launcher.machine import Machine
     from tfdist.launcher.run_plan import default_workers
-    from tfdist.launcher.terminal import Terminal
+    from tfdist.launcher.terminal import Terminal, hidden_lines
     from tfdist.tuning.member import Member
     from tfdist.tuning.placement import place
     from tfdist.tuning.results import files_in
@@ -109,10 +109,11 @@ def _run(
             ports = stack.enter_context(reserve(options.processes, host="127.0.0.1")).ports
         plans = plan_tuners(options, command, machine, ports, os.environ, first, show_all=output == "all")
         live = next(iter(plans.values()))[0].name
+        hidden = hidden_lines(output == "all", {**os.environ, **env})
         if as_json:
-            terminal = Terminal(sys.stderr.buffer, is_tty=False, live=live)
+            terminal = Terminal(sys.stderr.buffer, is_tty=False, live=live, hidden=hidden)
         else:
-            terminal = Terminal.standard(live=live, env=os.environ)
+            terminal = Terminal.standard(live=live, env=os.environ, hidden=hidden)
         shown = _shortest(folder)
         terminal.message(announcement(options, str(shown)))
         if 0 in plans:

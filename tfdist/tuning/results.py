@@ -91,14 +91,14 @@ def summary_of(search: dict[str, Any]) -> str:
 
     Example:
         >>> summary_of({"over": True, "project": "p", "trials": [{"status": "COMPLETED"}, {"status": "FAILED"}]})
-        'search over: 2 trials, 1 of them failed; p'
+        'search finished: 2 trials, 1 of them failed; p'
     """
     states = [trial["status"] for trial in search["trials"]]
     failed, at_work = states.count("FAILED"), sum(state not in ("COMPLETED", "FAILED") for state in states)
     parts = [f"{len(states)} trial{'' if len(states) == 1 else 's'}"]
     parts += [f"{failed} of them failed"] if failed else []
     parts += [f"{at_work} not ended"] if at_work else []
-    return f"search {'over' if search['over'] else 'not over'}: {', '.join(parts)}; {search['project']}"
+    return f"search {'finished' if search['over'] else 'not finished'}: {', '.join(parts)}; {search['project']}"
 
 
 def _outcome(trial: dict[str, Any]) -> str:

@@ -76,7 +76,7 @@ tfdist.launch(functools.partial(fail, x=5))""",
     assert "\x1b[1m" in streams[3]
 
     message = error(failed)
-    assert message.startswith("LaunchError: worker 1 of 2 raised TypeError: 'int' object is not subscriptable\n")
+    assert message.startswith("LaunchError: worker 1 raised TypeError: 'int' object is not subscriptable\n")
     assert "in fail\n    return factor[x]  # a mistake\n" in message
     assert "Traceback" not in printed(failed)
     assert beside.outputs[-1]["data"]["text/plain"] == "'beside the loop'"

@@ -14,6 +14,7 @@ import itertools
 import json
 import math
 import os
+import re
 import signal
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
@@ -311,8 +312,8 @@ class _Guardian(Guardian):
 class _Terminal(Terminal):
     """Remembers the launcher's messages, and when it got them."""
 
-    def __init__(self, world: World, live: str, env: object, hidden: object) -> None:
-        super().__init__(io.BytesIO(), is_tty=False, live=live)
+    def __init__(self, world: World, live: str, env: object, hidden: re.Pattern[str] | None) -> None:
+        super().__init__(io.BytesIO(), is_tty=False, live=live, hidden=hidden)
         self.world = world
 
     def message(self, text: str) -> None:

@@ -74,8 +74,8 @@ def test_an_evaluator_that_fails_ends_a_training_too(simulate) -> None:
 
     run = simulate(program, "--evaluator")
     assert run.code == 7
-    assert run.said[0] == (1.0 + 2 * TICK, "not restarted: it is not one of the training processes")
-    assert run.of_kind("gave-up")[0]["reason"] == run.messages[0]
+    assert run.said[1] == (1.0 + 2 * TICK, "not restarted: it is not one of the training processes")
+    assert run.of_kind("gave-up")[0]["reason"] == run.messages[1]
 
 
 def test_an_interrupted_evaluator_keeps_its_grace_period(simulate) -> None:

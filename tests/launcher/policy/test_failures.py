@@ -39,6 +39,15 @@ def test_exit_code_and_last_lines_of_the_failing_process(simulate) -> None:
     assert (end["reason"], end["exit_code"]) == ("", 3)
 
 
+def test_what_tensorflow_writes_at_its_start_is_not_among_the_last_lines(simulate, monkeypatch) -> None:
+    monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)
+    noise = "I0000 00:00:1795590664.791870   30750 port.cc:153] oneDNN custom operations are on. You may see slightly"
+    run = simulate(ends({"worker 1": (0.5, 3, f"{noise}\nno such column\n{noise}")}))
+    assert run.messages == [
+        f"worker 1 failed with exit code 3; its last lines:\n  no such column{LOG.format('worker-1')}"
+    ]
+
+
 @pytest.mark.parametrize(
     ("end", "text", "code", "words"),
     [

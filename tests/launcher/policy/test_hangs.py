@@ -104,7 +104,7 @@ def test_a_restarted_run_that_never_begins_is_ended(simulate, preparation: float
     limit = 2 * max(preparation, TICK) + 5.0 + TICK
     assert [event["time"] for event in hangs] == [start + limit for start in starts]
     assert hangs[0]["cause"] == "worker 0 has not begun to train: no progress for 5.02 s (--start-timeout)"
-    assert run.messages[-2] == "not restarted: it failed before its first step for the second time in a row"
+    assert run.messages[-1] == "not restarted: it failed before its first step for the second time in a row"
 
 
 def test_a_hang_that_repeats_itself_is_the_end(simulate) -> None:
@@ -114,8 +114,8 @@ def test_a_hang_that_repeats_itself_is_the_end(simulate) -> None:
 
     run = simulate(program, *HANG)
     assert (run.code, len(run.of_kind("restart"))) == (124, 1)
-    assert run.messages[-2] == "not restarted: it failed at step 9 for the second time in a row"
-    assert run.messages[-1].startswith("worker 1 stands still at step 9 while others have reached step 10: ")
+    assert run.messages[-1] == "not restarted: it failed at step 9 for the second time in a row"
+    assert run.messages[-2].startswith("worker 1 stands still at step 9 while others have reached step 10: ")
 
 
 def test_a_program_that_does_not_train_is_not_watched(simulate) -> None:

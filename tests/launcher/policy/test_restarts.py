@@ -126,7 +126,7 @@ def test_restarts_are_limited(simulate) -> None:
     assert run.code == 137
     dead = "worker 1 was killed by SIGKILL at step {}; restart {} of 2"
     again = "restart {} of 2: training again after 0.0 s, {} steps redone"
-    *restarts, reason, report = run.messages
+    *restarts, report, reason = run.messages
     assert restarts == [dead.format(10, 1), again.format(1, 2), dead.format(11, 2), again.format(2, 3)]
     assert reason == "not restarted: 2 restarts used up (--max-restarts)"
     assert report.startswith(
@@ -147,7 +147,7 @@ def test_no_restarts_on_request(simulate) -> None:
 def test_the_same_step_twice_is_the_end(simulate) -> None:
     run = simulate(fails(1, lives=9, text="ValueError: bad", more=0))
     assert run.code == 1
-    _, again, reason, report = run.messages
+    _, again, report, reason = run.messages
     assert again.startswith("restart 1 of 3: training again after")
     assert reason == "not restarted: it failed at step 10 for the second time in a row"
     assert "\n  ValueError: bad\n" in report
@@ -162,8 +162,8 @@ def test_failing_before_the_first_step_twice_is_the_end(simulate) -> None:
         (3.0 + 2 * TICK, "restart 1 of 3: ended before the training began again"),
     ]
     assert run.messages[2:] == [
-        "not restarted: it failed before its first step for the second time in a row",
         f"worker 1 failed with exit code 5{REPORT}",
+        "not restarted: it failed before its first step for the second time in a row",
     ]
     assert run.of_kind("restart")[0]["delay"] == 1.0
 
@@ -175,13 +175,13 @@ def test_the_same_exception_without_a_step_is_the_end(simulate) -> None:
 
     run = simulate(program)
     assert (run.code, len(run.of_kind("restart"))) == (1, 1)
-    assert run.messages[-2] == ("not restarted: it failed with the same exception again, before a single step was done")
+    assert run.messages[-1] == ("not restarted: it failed with the same exception again, before a single step was done")
 
 
 def test_exit_code_78_is_the_end(simulate) -> None:
     run = simulate(fails(78))
     assert run.code == 78
-    assert run.messages[0] == "not restarted: exit code 78 says that it would fail again"
+    assert run.messages[1] == "not restarted: exit code 78 says that it would fail again"
 
 
 def test_what_never_reported_is_not_restarted(simulate) -> None:
@@ -206,7 +206,7 @@ def test_restarts_in_vain_are_made_less_and_less_often(simulate) -> None:
     assert run.messages[0] == f"{cause}; restart 1 of 8 in 1 s"
     assert run.messages[1] == "restart 1 of 8: ended before the training began again"
     assert run.messages[2] == f"{cause} at step 1; restart 2 of 8 in 2 s"
-    assert run.messages[-2] == "not restarted: 8 restarts used up (--max-restarts)"
+    assert run.messages[-1] == "not restarted: 8 restarts used up (--max-restarts)"
 
 
 def test_a_step_makes_the_next_delay_short_again(simulate) -> None:
@@ -231,7 +231,7 @@ def test_an_error_after_the_training_is_not_worth_another_one(simulate) -> None:
 
     run = simulate(program)
     assert (run.code, run.of_kind("restart")) == (1, [])
-    assert run.messages[0] == "not restarted: the training had ended, what failed came after it"
+    assert run.messages[1] == "not restarted: its last fit had ended, what failed came after that"
 
 
 @pytest.mark.parametrize(("name", "restarts"), [("worker 0", 1), ("worker 1", 1), ("evaluator 0", 0)])

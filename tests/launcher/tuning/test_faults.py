@@ -44,7 +44,7 @@ def test_a_killed_tuner_loses_no_trial(tune: Tune, tmp_path: Path) -> None:
     assert [line.split()[0] for line in (tmp_path / "after").read_text().splitlines()] == ["tuner0"]
     assert "tuner 1 was killed by SIGKILL" in result.err
     assert [event["task"] for event in search.events("replacement")] == ["tuner 1"]
-    assert "search over: 6 trials" in result.out
+    assert "search finished: 6 trials" in result.out
     search.assert_nothing_is_left()
     shown = subprocess.run(
         [sys.executable, "-m", "tfdist", "monitor", "--once"], cwd=tmp_path, check=True, capture_output=True, text=True

@@ -17,6 +17,7 @@ from tfdist.jobs.goodput.account import Account, account_of
 from tfdist.jobs.goodput.kinds import KINDS, PUBLISHED, STOPPED, TRAINING
 from tfdist.jobs.goodput.times import without_the_future
 from tfdist.jobs.monitor import Source, lives, status_of
+from tfdist.jobs.request import SubmitError
 from tfdist.jobs.run_state import RunState
 from tfdist.jobs.status import in_words
 from tfdist.supervision.events import EventStream
@@ -49,6 +50,9 @@ def report_of(source: Source, now: float) -> Report:
     Args:
         source: the run.
         now: in seconds since 1970.
+
+    Raises:
+        SubmitError: it is a search of `tfdist tune`, whose trials run side by side.
     """
     stream, run = EventStream(source.folder), RunState()
     for event in stream.read():
@@ -57,6 +61,11 @@ def report_of(source: Source, now: float) -> Report:
     launcher_lives = lives(run.launcher)
     for event in stream.read():
         run.add(event)
+    if run.search is not None:
+        raise SubmitError(
+            f"Received: {source.title}, a search of `tfdist tune`. Expected: a training. "
+            f"`tfdist monitor {source.title}` shows what the trials of a search are worth"
+        )
     if source.ask is None:
         status, goes_on = status_of(run, launcher_lives, now)
     else:

@@ -43,6 +43,8 @@ _GPUS = "CUDA_VISIBLE_DEVICES"
 _START_TIMEOUT = 600.0
 _LAST_LINES, _LAST_LINES_OF_OTHERS, _OTHERS = 20, 5, 3
 _TAIL_BYTES = 64 * 1024
+# TensorFlow writes as many lines at most that are left out.
+_MOST_HIDDEN = 20
 
 _numbers = itertools.count(1)
 
@@ -164,6 +166,7 @@ class _CallRun(ClusterRun):
         interrupt: the signal that this process got, if any.
         timeout: for how many seconds it may last, if there is a limit.
         is_late: whether its time was up.
+        output: where its processes' output goes.
     """
 
     def __init__(
@@ -177,7 +180,7 @@ class _CallRun(ClusterRun):
         timeout: float | None,
     ) -> None:
         super().__init__(prepare, workers, policy, log_dir, output, patience, start_program=start_unpinned)
-        self._output = output
+        self.output = output
         self.timeout = timeout
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self.failure: Failure | None = None
@@ -202,12 +205,12 @@ class _CallRun(ClusterRun):
 
     def _on_progress(self, progress: Mapping[str, Progress | None]) -> None:
         super()._on_progress(progress)
-        self._output.refresh()
+        self.output.refresh()
         if self._inbox.is_stopping or not self._group.running:
             return  # it ends, or has ended, without that
         if self._deadline is not None and time.monotonic() > self._deadline:
             self.is_late = True
-            self._output.message(f"{self.timeout:g} s are over (timeout): the processes are stopped")
+            self.output.message(f"{self.timeout:g} s are over (timeout): the processes are stopped")
             self._inbox.put(signal.SIGTERM)
 
     def _conclude(self, ending: Ending) -> int:
@@ -317,21 +320,21 @@ def _error(
     if run.is_late:
         late = [name for name in outcomes if name in failed or outcomes[name] is None] or list(outcomes)
         blamed, outcome = late[0], None
-        lines = [f"{', '.join(late)} of {len(outcomes)} did not end within {run.timeout:g} s (timeout)."]
-        lines += _quoted(blamed, _tail(folder, blamed, _LAST_LINES_OF_OTHERS))
+        lines = [f"{' and '.join(late)} did not end within {run.timeout:g} s (timeout)."]
+        lines += _quoted(blamed, _tail(run, folder, blamed, _LAST_LINES_OF_OTHERS))
     elif run.interrupt is not None or code == PREEMPTED:
         sender = run.interrupt.name if run.interrupt else "a signal to one of them"
         saved = ", and have saved: call launch again to go on from there" if code == PREEMPTED else ""
         return LaunchError(f"the processes were stopped by {sender}{saved}. Logs: {folder}"), None
     elif outcome is not None and not (run.failure and run.failure.hang):
-        lines = [f"{blamed} of {len(outcomes)} raised {outcome.text.splitlines()[0]}", "", outcome.traceback.rstrip()]
+        lines = [f"{blamed} raised {outcome.text.splitlines()[0]}", "", outcome.traceback.rstrip()]
     else:
         what = str(run.failure) if run.failure else run.reason or f"{blamed} ended without a result"
-        lines = [in_words_of_python(what), *_quoted(blamed, _tail(folder, blamed, _LAST_LINES))]
+        lines = [in_words_of_python(what), *_quoted(blamed, _tail(run, folder, blamed, _LAST_LINES))]
     if run.failure and run.reason:
         lines.append(in_words_of_python(run.reason))
     own = lines[-1].strip() if outcome is None else outcome.text.splitlines()[-1]
-    others = {name: _tail(folder, name, _LAST_LINES_OF_OTHERS) for name in outcomes if name != blamed}
+    others = {name: _tail(run, folder, name, _LAST_LINES_OF_OTHERS) for name in outcomes if name != blamed}
     for name in [name for name, tail in others.items() if tail and own not in tail][:_OTHERS]:
         lines += _quoted(name, others[name])
     ranks = [int(name.split()[1]) for name in [blamed, *(name for name in failed if name != blamed)]]
@@ -342,9 +345,11 @@ def _quoted(name: str, lines: Sequence[str]) -> list[str]:
     return [f"--- {name}, last lines:", *(lines or ["(it printed nothing)"])]
 
 
-def _tail(folder: Path, name: str, count: int) -> tuple[str, ...]:
+def _tail(run: _CallRun, folder: Path, name: str, count: int) -> tuple[str, ...]:
+    """The last lines that a process has printed, without those that are not shown either."""
     try:
         log = (folder / f"{name.replace(' ', '-')}.log").read_bytes()
     except OSError:
         return ()
-    return last_lines(log[-_TAIL_BYTES:], count)
+    lines = last_lines(log[-_TAIL_BYTES:], count + _MOST_HIDDEN)
+    return tuple(line for line in lines if not run.output.hides(line))[-count:]

@@ -72,13 +72,13 @@ class CallOutput(Terminal):
             self._show_live()
             self._flush()
 
-    def _is_hidden(self, name: str, line: str) -> bool:
+    def _leaves_out(self, name: str, line: str) -> bool:
         if RAISED in line and name not in self._raised:
             self._raised.add(name)
             # A progress bar may not have ended its row.
             if begun := line.partition(RAISED)[0]:
                 self._put(f"{self._prefix(name)}{begun}\n")
-        return name in self._raised or super()._is_hidden(name, line)
+        return name in self._raised or super()._leaves_out(name, line)
 
     def _prefix(self, name: str) -> str:
         return super()._prefix(name) if self._prefixed else ""
