@@ -130,6 +130,9 @@ def main() -> None:
     with strategy.scope():
         # Of the attention's queries and values. Whatever makes weights belongs into the scope.
         model.backbone.enable_lora(options.rank)
+        # KerasHub lets biases of the same layers train on, which it does not save with the adapters.
+        for weight in model.trainable_weights:
+            weight.trainable = "lora_kernel" in weight.path
         compile_model(model, options.learning_rate)
     trained = sum(math.prod(weight.shape) for weight in model.trainable_weights)
     print(f"training {trained:,} of {model.count_params():,} weights")

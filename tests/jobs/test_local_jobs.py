@@ -193,7 +193,7 @@ def test_a_preempted_job_goes_on(run_tfdist: Tfdist, work: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_the_time_limit(run_tfdist: Tfdist, work: Path) -> None:
-    job = submit(run_tfdist, "a", "--time", "2s", words=("saves",))
+    job = submit(run_tfdist, "a", "--time", "10s", words=("saves",))
     started(work, "a")
     assert run_tfdist.wait_for(job, "failed").endswith(": time limit")
     assert (work / "a.stopped").exists()
