@@ -50,7 +50,12 @@ def adapters(path: Path) -> np.ndarray:
     found = []
     with h5py.File(path) as file:
         file.visititems(lambda name, item: found.append(np.ravel(item)) if hasattr(item, "shape") else None)
-    return np.concatenate(found)
+    return np.concatenate([numbers for numbers in found if numbers.size > 1])  # not the rank
+
+
+def distance(one: np.ndarray, other: np.ndarray) -> float:
+    """How far apart they are, relative to their size."""
+    return float(np.linalg.norm(one - other) / np.linalg.norm(other))
 
 
 def losses(printed: str) -> tuple[float, float]:
@@ -74,12 +79,13 @@ def test_two_workers_train_the_adapters_that_one_trains(example, tmp_path: Path)
     two = example("finetune_lora.py", *SMALL, run=["-n", "2"])
     one = example("finetune_lora.py", *SMALL, "--adapter-path=alone.lora.h5")
     before, after = losses(two)
-    assert after < before - 0.05
-    assert losses(one) == pytest.approx((before, after), abs=0.01)
+    assert after < before - 0.01
+    assert losses(one) == pytest.approx((before, after), abs=0.003)
     assert "a sample: 'def " in two
 
     found, expected = adapters(tmp_path / "adapter.lora.h5"), adapters(tmp_path / "alone.lora.h5")
     assert found.shape == expected.shape
-    assert np.abs(found - expected).max() < 0.02
+    # Adam's first steps have the size of the learning rate, also where the gradient is hardly more than rounding.
+    assert distance(found, expected) < 0.05
     example("finetune_lora.py", *SMALL, "--adapter-path=other.lora.h5", "--seed=2")
-    assert np.abs(adapters(tmp_path / "other.lora.h5") - expected).max() > 0.1
+    assert distance(adapters(tmp_path / "other.lora.h5"), expected) > 0.5

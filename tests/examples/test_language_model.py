@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.examples.conftest import values
 from tests.launcher.conftest import SOURCE
 from tests.processes import forked
 
@@ -60,13 +61,17 @@ def test_two_workers_that_recompute_train_what_one_device_trains(example, tmp_pa
     (tmp_path / "own.txt").write_text("The quick brown fox jumps over the lazy dog, and the dog sleeps on. " * 400)
     options = ["--text=own.txt", "--epochs=8", "--batch-size=128", "--length=16", "--width=16", "--blocks=2"]
     data = ["--parallel=data", "--memory=recompute", "--backup-dir=backup"]
-    two, sample = results(example("train_language_model.py", *options, *data, run=["-n", "2"]))
-    one = results(example("train_language_model.py", *options, "--microbatches=2"))
-    assert one == (pytest.approx(two, rel=0.02), sample)
-    other, _ = results(example("train_language_model.py", *options, "--microbatches=2", "--seed=2"))
-    assert other != pytest.approx(two, rel=0.02)
-    # It repeats one sentence.
-    assert two < 12
+    two = example("train_language_model.py", *options, *data, run=["-n", "2"])
+    one = example("train_language_model.py", *options, "--microbatches=2")
+    other = example("train_language_model.py", *options, "--microbatches=2", "--seed=2")
+    print([values(printed, "loss") for printed in (two, one, other)])
+    assert len(values(two, "loss")) == 8
+    assert values(one, "loss") == pytest.approx(values(two, "loss"), rel=2e-3)
+    # In the end it knows the sentence with any seed.
+    assert values(other, "loss")[0] != pytest.approx(values(two, "loss")[0], rel=4e-3)
+    perplexity, sample = results(two)
+    assert results(one) == (pytest.approx(perplexity, rel=0.02), sample)
+    assert perplexity < 12
 
 
 @pytest.mark.exhaustive
