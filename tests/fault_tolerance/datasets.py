@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+import tfdist
 from tests.fault_tolerance.job import ROWS
 
 BATCH = 4
@@ -106,6 +107,14 @@ def of_epoch(epoch: int) -> tf.data.Dataset:
     return slices().shuffle(ROWS, seed=100 + epoch).batch(BATCH)
 
 
+def own_rows(epoch: int = 0) -> tf.data.Dataset:
+    """Every second row, others on each of two workers, which take half of each batch in a step."""
+    rows = slices().shard(2, tfdist.discover().rank).repeat().shuffle(ROWS, seed=100 + epoch)
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    return rows.batch(BATCH).take(BATCHES).with_options(options)
+
+
 def _generator() -> Iterator[tuple[np.ndarray, np.ndarray]]:
     while True:
         yield from (Pieces()[i] for i in range(BATCHES))
@@ -176,6 +185,7 @@ DATASETS: dict[str, Callable[[], Any]] = {
     "parallel random map": lambda: slices().map(_noisy(lambda x: tf.random.uniform([4])), 2).batch(BATCH),
     "augmentation layer": _augmented,
     "filter": lambda: slices().shuffle(50).filter(lambda x, y: x[0] < 50).batch(BATCH),
+    "own rows": own_rows,
     "repeat": lambda: slices().shuffle(50).repeat().batch(BATCH),
     "py_function": lambda: slices().map(_as_is).batch(BATCH),
     "from_generator": _from_generator,

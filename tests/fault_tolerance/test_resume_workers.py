@@ -112,6 +112,16 @@ def test_killed(
     assert_same(references(job), cluster.complete(job))
 
 
+@pytest.mark.parametrize("of_epoch", daily([True, False], "True"))
+def test_rows_that_each_worker_reads_by_itself(cluster: Cluster, jobs: ForkedJobs, of_epoch: bool) -> None:
+    """A step takes a part of a batch: where the fit goes on counts steps, not batches."""
+    job = LIGHT.with_(data="own rows", backup={"save_freq": 4, "of_epoch": of_epoch})
+    expected = Cluster(jobs, cluster.folder / "undisturbed").complete(job)
+    cluster.run(job, kill={1: KILL})
+    assert_same(expected, cluster.complete(job))
+    assert cluster.events("resumed")[0]["step"] % 15, "within an epoch"
+
+
 @pytest.mark.exhaustive
 def test_killed_again_and_again(cluster: Cluster, references: References) -> None:
     for rank in (1, 0):

@@ -117,7 +117,7 @@ def _fit(job: Job, model: keras.Model, number: int) -> dict[str, Any]:
     if job.backup is not None:
         options = dict(job.backup)
         if options.pop("of_epoch", False):
-            options["dataset_fn"] = datasets.of_epoch
+            options["dataset_fn"] = datasets.own_rows if job.data == "own rows" else datasets.of_epoch
         # tools/compare_backups.py shows what Keras' own callback makes of the same interruptions.
         module = keras if options.pop("of_keras", False) else tfdist
         times = options.pop("times", 1)

@@ -107,8 +107,7 @@ class GlobalBatchIterator(input_lib.DistributedIterator):
             optionals, seconds = self._next_optionals(), None
 
         def value() -> tf.experimental.Optional:
-            values = [optional.get_value() for optional in optionals]
-            per_replica = input_lib._create_per_replica(values, self._strategy)
+            per_replica = self._of_all_replicas([optional.get_value() for optional in optionals])
             if seconds is not None:
                 meter.count(per_replica, seconds)
             return tf.experimental.Optional.from_value(per_replica)
@@ -118,11 +117,13 @@ class GlobalBatchIterator(input_lib.DistributedIterator):
         return tf.cond(has_value, value, lambda: tf.experimental.Optional.empty(self._element_spec))
 
     def _next_batch(self) -> Any:
-        values = self._one_for_each_replica(lambda iterator: iterator.get_next_as_list())
-        return input_lib._create_per_replica(values, self._strategy)
+        return self._of_all_replicas(self._one_for_each_replica(lambda iterator: iterator.get_next_as_list()))
 
     def _next_optionals(self) -> list[tf.experimental.Optional]:
         return self._one_for_each_replica(lambda iterator: iterator.get_next_as_optional_list())
+
+    def _of_all_replicas(self, batches: list[Any]) -> Any:
+        return _without_unknown_rows(input_lib._create_per_replica(batches, self._strategy), of=batches[0])
 
     def _one_for_each_replica(self, take: Callable[[Any], list[Any]]) -> list[Any]:
         """What `take` returns is for all replicas of this worker; of a plain iterator, for the next one."""
@@ -184,6 +185,16 @@ def _shrink_batches(dataset: tf.data.Dataset, workers: int) -> tf.data.Dataset:
     return dataset.rebatch(size // workers)
 
 
+def _without_unknown_rows(distributed: Any, of: Any, none: Any = None) -> Any:
+    """A distributed batch, or its specification, in which a number that nobody knows is not one for each replica.
+
+    `tf.experimental.Optional`, in which Keras carries batches with `steps_per_execution`, takes None, but no
+    `PerReplica` of it.
+    """
+    unknown = isinstance(of, GlobalBatch) and (of.global_rows is None or isinstance(of.global_rows, tf.NoneTensorSpec))
+    return distributed._replace(global_rows=none) if unknown else distributed
+
+
 def _are_cpus(devices: tuple[str, ...]) -> bool:
     return all("CPU" in device for device in devices)
 
@@ -197,6 +208,7 @@ class GlobalBatchDataset(input_lib.DistributedDatasetsFromFunction):
         options: the user's `tf.distribute.InputOptions`.
         count: whether elements are `GlobalBatch`es.
         manual: whether the user has sharded the data by hand (`AutoShardPolicy.OFF`).
+        shrunk: whether its batches are already those that this worker takes in a step.
 
     Attributes:
         source: the dataset with one element for each step.
@@ -204,12 +216,20 @@ class GlobalBatchDataset(input_lib.DistributedDatasetsFromFunction):
     """
 
     def __init__(
-        self, dataset: tf.data.Dataset, extended: Any, options: Any = None, *, count: bool = False, manual: bool = False
+        self,
+        dataset: tf.data.Dataset,
+        extended: Any,
+        options: Any = None,
+        *,
+        count: bool = False,
+        manual: bool = False,
+        shrunk: bool = False,
     ):
         workers, worker = extended._input_position()
         replicas = len(extended.worker_devices)
         self.manual = manual
-        self.source = dataset = _shrink_batches(dataset, workers) if manual else dataset
+        self._extended, self._input_options, self._count = extended, options, count
+        self.source = dataset = _shrink_batches(dataset, workers) if manual and not shrunk else dataset
         if workers * replicas > 1:
             share = (1, 0) if manual else (workers, worker)
             dataset = rows_of_worker(dataset, *share, replicas, count, manual)
@@ -221,6 +241,14 @@ class GlobalBatchDataset(input_lib.DistributedDatasetsFromFunction):
             options=_HOST_INPUT if options is None and _are_cpus(extended.worker_devices) else options,
         )
         self._enable_get_next_as_optional = False
+        self._element_spec = _without_unknown_rows(
+            self._element_spec, of=dataset.element_spec, none=tf.NoneTensorSpec()
+        )
+
+    def skip(self, steps: int) -> GlobalBatchDataset:
+        """The same without its first steps. A step of data that the user has sharded takes only a part of a batch."""
+        how = {"count": self._count, "manual": self.manual, "shrunk": True}
+        return GlobalBatchDataset(self.source.skip(steps), self._extended, self._input_options, **how)
 
     def __iter__(self) -> GlobalBatchIterator:
         iterators = input_lib._create_iterators_per_worker(

@@ -295,7 +295,8 @@ class DataPosition:
         dataset = self._dataset_fn(self.epoch)
         size = iterator.steps_per_epoch or int(dataset.cardinality())
         self._own_size = size if size > 0 else None
-        iterator._current_iterator = iter(self._distribute(dataset.skip(first) if first else dataset))
+        distributed = self._distribute(dataset)
+        iterator._current_iterator = iter(self._after(first, distributed, dataset) if first else distributed)
         step = first
         while size < 0 or step < size:
             yield from self._execution(step)
@@ -348,10 +349,15 @@ class DataPosition:
         # Data that the workers read by themselves begin anew.
         if skip and isinstance(source, tf.data.Dataset):
             size = getattr(dataset, "_cardinality", None)
-            dataset = self._distribute(source.skip(skip))
-            if dataset is not source and size is not None:
+            dataset = self._after(skip, dataset, source)
+            if size is not None:
                 dataset._cardinality = size  # part of the type of the iterator: another one would be traced again
         return iter(dataset)
+
+    def _after(self, steps: int, distributed: Any, dataset: tf.data.Dataset) -> Any:
+        """A distributed dataset without its first steps."""
+        # Of data that the user has sharded, a step takes less than a batch.
+        return distributed.skip(steps) if hasattr(distributed, "skip") else self._distribute(dataset.skip(steps))
 
     def _distribute(self, dataset: tf.data.Dataset) -> Any:
         strategy = self._model.distribute_strategy
