@@ -4,7 +4,8 @@ A report is what `pytest --junitxml` writes; `make test` leaves build/reports/te
 well. Prints the ten test functions that took longest, and how long each run took. --limit fails if one took longer.
 Where the tests of tests/durations.tsv took longer than there, the run may take as much longer: the limit is about tests
 that are new or have grown, not about the machine.
---write renews tests/durations.tsv, by which the tests are handed out: the files that take longest first.
+--write renews tests/durations.tsv, by which the tests are handed out: the files that take longest first. Times are
+noted as the machine would have taken that made the table; a run without a report keeps its lines.
 """
 
 from __future__ import annotations
@@ -65,17 +66,24 @@ def function_of(classname: str, name: str) -> str:
     return "::".join(["/".join([*folders, f"{module}.py"]), *classes, name.split("[")[0]])
 
 
-def rows(reports: list[Report]) -> list[str]:
-    """The lines of the table: run, seconds, cases, test function, or its file for all of it that is quick."""
-    lines = []
+def renewed(table: str, reports: list[Report]) -> str:
+    """The table with other times: run, seconds, cases, test function, or its file for all of it that is quick.
+
+    Args:
+        table: as it was.
+        reports: of the runs whose lines are made anew.
+    """
+    header, *before = table.splitlines()
+    lines = [line for line in before if line.split("\t")[0] not in {report.name for report in reports}]
     for report in reports:
+        times = slowness(report, table)
         found: dict[str, tuple[float, int]] = collections.defaultdict(lambda: (0.0, 0))
         for name, (seconds, count) in report.functions.items():
-            place = name if seconds >= _WORTH_A_LINE else name.split("::")[0]
-            before, counted = found[place]
-            found[place] = before + seconds, counted + count
+            place = name if seconds / times >= _WORTH_A_LINE else name.split("::")[0]
+            so_far, counted = found[place]
+            found[place] = so_far + seconds / times, counted + count
         lines += [f"{report.name}\t{took:.1f}\t{count}\t{name}" for name, (took, count) in sorted(found.items())]
-    return lines
+    return "\n".join([header, *lines]) + "\n"
 
 
 def slowness(report: Report, table: str) -> float:
@@ -101,9 +109,9 @@ def main() -> int:
     parser.add_argument("--limit", type=float, metavar="SECONDS", help="fail if one of the runs took longer")
     options = parser.parse_args()
     reports = [read(path) for path in options.reports]
-    if options.write:
-        TABLE.write_text("run\tseconds\tcases\ttest\n" + "\n".join(rows(reports)) + "\n")
     late, table = False, TABLE.read_text()
+    if options.write:
+        TABLE.write_text(renewed(table, reports))
     for report in reports:
         times = slowness(report, table)
         print(f"\n{report.name}: {report.wall:.0f} s. What took longest:")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.test_times import Report, slowness
+from tools.test_times import Report, renewed, slowness
 
 ROOT = Path(__file__).parents[2]
 REPORT = """<?xml version="1.0"?><testsuites><testsuite name="pytest" tests="4" time="{wall}">
@@ -55,6 +55,18 @@ def test_a_slow_machine_may_take_longer_but_a_slow_test_may_not() -> None:
     assert times([10.0] * 12 + [900.0] * 9) == 1.0
     # New cases, another run, and too few tell nothing.
     assert times([20.0] * 21, count=3) == times([20.0] * 21, name="rest") == times([20.0] * 10) == 1.0
+
+
+def test_a_table_of_a_slow_machine_has_the_times_of_the_other_one() -> None:
+    known = [f"test\t10.0\t2\tt.py::test_{i}" for i in range(11)]
+    kept = "rest\t3.0\t1\tt.py::test_long"
+    functions = {f"t.py::test_{i}": (25.0, 2) for i in range(11)} | {
+        "n.py::test_new": (5.0, 1),
+        "n.py::test_a": (1.0, 3),
+    }
+    table = renewed("\n".join(["run\tseconds\tcases\ttest", *known, kept]), [Report("test", 0.0, functions)])
+    new = ["test\t0.4\t3\tn.py", "test\t2.0\t1\tn.py::test_new"]
+    assert table.splitlines() == ["run\tseconds\tcases\ttest", kept, *new, *sorted(known)]
 
 
 def test_the_table_names_tests_that_exist() -> None:
