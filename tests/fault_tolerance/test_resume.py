@@ -43,11 +43,10 @@ CASES = [
 ]
 
 
-# One of each: within an epoch, at its end, in validation, while a backup is written, several times.
+# test_store_kills.py kills while a backup is written.
 DAILY = (
     "in the middle of an epoch",
     "in the middle of an epoch, saved at every step",
-    "while writing tensors",
     "again and again",
 )
 

@@ -22,9 +22,7 @@ ON_TWO_DEVICES = (
     "loss reduced by sum",
     "run_eagerly",
     "mixed_float16",
-    "masked sequences, a loss per time step",
     "BatchNormalization in a custom train_step, uneven",
-    "metrics that a train_step logs under other names",
     "two optimizers in a train_step (GAN)",
     "train_on_batch, test_on_batch, predict_on_batch",
 )

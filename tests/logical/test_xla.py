@@ -11,7 +11,6 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 import tfdist
-from tests.tiers import daily
 
 X = np.random.default_rng(0).normal(size=(40, 8, 4)).astype("float32")
 Y = np.arange(40) % 5
@@ -60,7 +59,8 @@ def assert_equal(found: tuple, expected: tuple) -> None:
         np.testing.assert_allclose(one, other, atol=1e-4)
 
 
-@pytest.mark.parametrize("options", daily([{}, {"steps_per_execution": 2}], "{}"), ids=str)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("options", [{}, {"steps_per_execution": 2}], ids=str)
 def test_replicas(mirrored, options):
     assert_equal(
         train(mirrored, convolutions, jit_compile=True, **options),
