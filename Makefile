@@ -13,13 +13,13 @@ export PIP_USER := 0
 # Where this is set, every process that starts would compile the tests and tfdist anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-rest test-all test-matrix test-slurm test-gpu conformance soak durations mutations lint bench \
+.PHONY: help demo test test-rest test-all test-matrix test-slurm test-gpu conformance soak durations commands mutations lint bench \
 	docs package horovod clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    train a digits classifier with two workers on this machine"
-	@echo "make test    run the tests, 10 to 13 minutes on two cores; options for pytest: make test ARGS='-k ports -x'"
+	@echo "make test    run the tests, 8 minutes on two cores; options for pytest: make test ARGS='-k ports -x'"
 	@echo "make test-all also those that are left out of it for their time, 45 minutes more"
 	@echo "make test-matrix the tests with other versions of TensorFlow and Keras, each in its own environment"
 	@echo "make test-slurm those on a real Slurm, MPI and networks, which it installs as root on Debian"
@@ -27,6 +27,7 @@ help:
 	@echo "make conformance Keras' own tests in the scope of the strategies, 15 minutes: what became worse or better"
 	@echo "make soak    disturb a training on two workers for an hour, and compare its end; make soak SECONDS=600 SEED=1"
 	@echo "make durations test-all but for conformance, and note in tests/durations.tsv how long everything takes"
+	@echo "make commands run what README, CONTRIBUTING and this help name, each for a moment"
 	@echo "make mutations make mistakes on purpose in a copy, and see that tests fail"
 	@echo "make lint    check style, formatting and what imports what"
 	@echo "make bench   measure data-parallel training; options: make bench ARGS='...'"
@@ -69,6 +70,9 @@ SECONDS ?= 3600
 
 soak: $(VENV)/.test
 	$(RUN)python -m tests.soak --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+commands: $(VENV)/.test
+	$(RUN)python tools/try_commands.py $(ARGS)
 
 mutations: $(VENV)/.test
 	$(RUN)python tools/mutation_check.py $(ARGS)
@@ -144,5 +148,6 @@ $(VENV)/.made:
 # One stamp for each extra: a second `make` installs nothing, a change of the requirements installs anew.
 $(VENV)/.examples $(VENV)/.test $(VENV)/.bench $(VENV)/.docs $(VENV)/.horovod-build $(VENV)/.conformance \
 		$(VENV)/.package: $(VENV)/.%: $(VENV)/.made pyproject.toml setup.py
-	@$(RUN)python tools/install.py -e '.[$*]'
+	@echo "Installing .[$*]: TensorFlow takes about 700 MB to download, 2.6 GB on disk; PyTorch, of bench, several GB more"
+	@$(RUN)python -m pip install --disable-pip-version-check -e '.[$*]'
 	@touch $@

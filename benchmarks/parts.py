@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from benchmarks.argument_types import count, first_two_cores, names
-from benchmarks.children import Children, say
+from benchmarks.children import Children
 from benchmarks.data_parallel import machine
-from benchmarks.data_parallel.processes import TrialError
+from benchmarks.data_parallel.processes import TrialError, end_on_sigterm, say
 from benchmarks.data_parallel.table import fill, machine_line
 from benchmarks.process_files import busy_cores
 
@@ -30,11 +28,13 @@ class Part:
         title: above its tables.
         measure: returns records, from `children`, the number of samples, and whether a little of it is enough.
         table: the records as Markdown.
+        is_usual: whether it is measured unless the command line names it.
     """
 
     title: str
     measure: Callable[[Children, int, bool], list[dict]]
     table: Callable[[Sequence[Mapping]], str]
+    is_usual: bool = True
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,7 @@ class Benchmark:
     def main(self, arguments: Sequence[str] | None = None) -> int:
         """Runs the benchmark; returns 1 if a part failed, and 2 if the machine is busy."""
         options = self.parse(arguments)
-        # As KeyboardInterrupt does: unwinds, so that the processes that measure are ended.
-        signal.signal(signal.SIGTERM, _leave)
+        end_on_sigterm()
         keeps = options.results is not None
         results = json.loads(options.results.read_text()) if keeps and options.results.exists() else {}
         children, failed = Children(options.cores, options.deadline), False
@@ -102,8 +101,9 @@ class Benchmark:
         """Reads the command line; ends the program with exit code 2 and a message if it is wrong."""
         parser = argparse.ArgumentParser(prog=f"python -m {self.package}", description=self.description)
         add = parser.add_argument
-        every = list(self.parts)
-        add("--parts", type=names(every), default=every, help=f'of {",".join(every)} (default: all; "" for none)')
+        every, usual = list(self.parts), [name for name, part in self.parts.items() if part.is_usual]
+        shown = "all" if usual == every else ",".join(usual)
+        add("--parts", type=names(every), default=usual, help=f'of {",".join(every)} (default: {shown}; "" for none)')
         add("--samples", type=count, default=self.samples, help="how often everything is measured (%(default)s)")
         add("--quick", action="store_true", help="measure a little, to see whether it works; keep nothing")
         add("--busy-anyway", action="store_true", help="measure although other programs compute")
@@ -151,7 +151,3 @@ class Benchmark:
             terms = f"Cores that other programs kept busy before each part: {busy_parts}."
             lines.append(machine_line(facts_of_first, terms))
         return lines
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)

@@ -6,7 +6,7 @@ deep models. Without `--text FILE` it trains on the manual of the Python languag
 nothing is downloaded.
 
 Example:
-    tfdist run --stages 2 examples/train_language_model.py --timeline timeline.png
+    tfdist run --stages 2 examples/train_language_model.py
     tfdist run -n 2 examples/train_language_model.py --parallel data --memory recompute
     python examples/train_language_model.py --text shakespeare.txt --blocks 6 --width 192 --length 256
 """
@@ -45,7 +45,6 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--model-path", default="language_model.keras", help="where the model goes (%(default)s)")
     parser.add_argument("--backup-dir", help="where an interrupted training is saved (default: nowhere)")
-    parser.add_argument("--timeline", help="where a picture of one training step goes; needs matplotlib, and stages")
     parser.add_argument("--seed", type=int, default=1)
     return parser.parse_args()
 
@@ -135,8 +134,6 @@ def main() -> None:
     callbacks = []
     if options.backup_dir:
         callbacks.append(tfdist.callbacks.BackupAndRestore(options.backup_dir))
-    if options.timeline:
-        callbacks.append(tfdist.callbacks.PipelineTimeline(options.timeline))
     model.fit(*train, batch_size=options.batch_size, epochs=options.epochs, callbacks=callbacks)
 
     loss = model.evaluate(*test, batch_size=options.batch_size, verbose=0)

@@ -6,7 +6,7 @@ Example:
     python examples/train_within_limit.py                        # both of the following, one after the other
     python examples/train_within_limit.py --memory none          # plain Keras runs out of memory
     python examples/train_within_limit.py --memory recompute     # the same model, and one line more
-    python examples/train_within_limit.py --memory recompute --report step.png     # draws what a step would hold
+    python examples/train_within_limit.py --memory recompute --report     # prints what a step would hold
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=750)
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--report", metavar="FILE", help="train nothing, but draw what a step would hold: step.png")
+    parser.add_argument("--report", action="store_true", help="train nothing, but print what a step would hold")
     return parser.parse_args()
 
 
@@ -88,9 +88,7 @@ def train(options: argparse.Namespace) -> None:
     if options.memory == "recompute":
         tfdist.memory.apply(model, "recompute")
     if options.report:
-        report = tfdist.memory.report(model, options.batch_size)
-        print(report)
-        report.plot(options.report)
+        print(tfdist.memory.report(model, options.batch_size))
         return
     try:
         model.fit(images, labels, batch_size=options.batch_size, epochs=options.epochs, verbose=2)
@@ -119,7 +117,7 @@ def main() -> None:
     """Trains in one way or in both."""
     options = parse_arguments()
     if options.report and options.memory is None:
-        raise SystemExit("received --report without --memory, expected both: which step is to be drawn?")
+        raise SystemExit("received --report without --memory, expected both: which step is meant?")
     if options.memory is None:
         try_both()
     else:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tfdist.launcher.local import fork_server
-from tfdist.launcher.warm.zygote import ForkedProcess
+from tfdist.launcher.local.fork_server import ForkedProcess
 from tfdist.testing import preload
 
 # Everything that a server has forked has the server's environment in /proc, and so this; TFDIST_... it would not have.

@@ -1,9 +1,8 @@
-"""Draws schedules as text, as docstrings and docs/pipeline.md show them."""
+"""Draws schedules as text, as schedule.py and docs/pipeline.md show them."""
 
 from __future__ import annotations
 
-from tfdist.strategies.pipeline.schedule import Schedule
-from tfdist.strategies.pipeline.timeline import idle_share, label, simulate
+from tfdist.strategies.pipeline.schedule import Instruction, Schedule, idle_share, simulate
 
 
 def draw(schedule: Schedule, width: int = 100) -> str:
@@ -17,7 +16,7 @@ def draw(schedule: Schedule, width: int = 100) -> str:
         width: number of characters that fit on a line.
 
     Example:
-        >>> print(draw(gpipe(2, 2)))
+        >>> print(draw(make_schedule("gpipe", 2, 2)))
         gpipe: 2 stages, 2 micro-batches, 33% idle
         stage 0 |F0 F1       B0 B1
         stage 1 |   F0 F1 B0 B1
@@ -39,6 +38,12 @@ def draw(schedule: Schedule, width: int = 100) -> str:
             cells = (row.get(column, "").ljust(size) for column in range(first, min(first + per_line, columns)))
             lines.append((name.rjust(head) + "".join(cells)).rstrip())
     return "\n".join(lines)
+
+
+def label(instruction: Instruction, devices: int, chunks: int) -> str:
+    """The number of the micro-batch, with a letter for which of its device's chunks it is if there are several."""
+    letter = chr(ord("a") + instruction.chunk // devices) if chunks > devices else ""
+    return f"{instruction.microbatch}{letter}"
 
 
 def _title(schedule: Schedule, idle: float) -> str:

@@ -1,4 +1,4 @@
-"""Disks of a test's own, which can be full; for tests marked `mount`."""
+"""Disks of their own, which can be full: for tests marked `mount`, the soak, and benchmarks/faults."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ def daily(cases: Iterable[Any], *names: str) -> list[Any]:
         names: the ids of the cases of `make test`; without an id, what `str` makes of the first value.
 
     Raises:
-        ValueError: a name is that of no case.
+        ValueError: a name is that of no case, or two cases have one id.
 
     Example:
         >>> @pytest.mark.parametrize("mode", daily(["recompute", "swap"], "swap"))
@@ -25,7 +25,8 @@ def daily(cases: Iterable[Any], *names: str) -> list[Any]:
     for case in cases:
         values = case if isinstance(case, tuple) else (case,)
         parameters = case if hasattr(case, "marks") else pytest.param(*values)
-        given[parameters.id or str(parameters.values[0])] = parameters
+        if given.setdefault(parameters.id or str(parameters.values[0]), parameters) is not parameters:
+            raise ValueError(f"Received: two cases {parameters.id or parameters.values[0]!r}. Expected: ids.")
     if unknown := set(names) - set(given):
         raise ValueError(f"Received: {sorted(unknown)}. Expected: ids of cases, which are {sorted(given)}.")
     return [

@@ -1,7 +1,7 @@
 """`tfdist` in a process forked from one that has imported TensorFlow: `warm_launcher.py OUT ERR ARGUMENT…`.
 
 The processes that it starts are forked, too, so that a test of a training on two workers does not import TensorFlow
-twice. A zygote of the launcher's own does it, as after a restart of a run: the launcher never imports TensorFlow.
+twice.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ import signal
 import socket
 import sys
 
-from tfdist.launcher import process
+from tfdist.launcher import run
+from tfdist.launcher.local import fork_program
+from tfdist.launcher.local.fork_server import ForkServer
+from tfdist.launcher.main_program import run_as_main
 from tfdist.launcher.operating_system import die_with_parent
-from tfdist.launcher.run_plan import ProcessPlan
-from tfdist.launcher.warm import zygote as warm_starts
-from tfdist.launcher.warm import zygote_program
-from tfdist.launcher.warm.preloaded import changed_for_import, first_path, run_as_main, shared_part
-from tfdist.launcher.warm.zygote import ForkedProcess, Zygote, can_fork
+from tfdist.launcher.plan import ProcessPlan
+from tfdist.launcher.process import Program
 
 
-class HeldZygote(Zygote):
-    """A zygote that somebody else has started."""
+class HeldServer(ForkServer):
+    """A server that was started before."""
 
-    def __init__(self, connection: socket.socket, pid: int) -> None:
-        self._connection = connection
-        self._process = ForkedProcess(pid)
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection, self.set_by_import = connection, None
+        self._env = dict(os.environ)
 
 
 def main(out: str, err: str, arguments: list[str]) -> None:
@@ -38,28 +38,24 @@ def main(out: str, err: str, arguments: list[str]) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     sys.path[0] = os.getcwd()  # as for python -m tfdist; the folder of this file would hide the package horovod
     launcher = os.getpid()
-    ours, theirs = socket.socketpair()
-    if (pid := os.fork()) == 0:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
         ours.close()
         os.setsid()
         die_with_parent(launcher)()
-        import tensorflow  # noqa: F401  # has been imported, but is hidden
-
-        command = zygote_program.serve(theirs.detach(), (sys.executable, "-u"))
-        sys.path[0] = first_path(command[2:])
-        run_as_main(command[2:], command, hidden_files=[__file__])
+        fork_program.serve(theirs.detach())
+        run_as_main(sys.argv[:], (sys.executable, "-u", *sys.argv), hidden_files=[__file__])
         return
     theirs.close()
-    assert ours.recv(2**16)  # it is ready
-    zygote = HeldZygote(ours, pid)
-    afresh = process.start_afresh
+    server, afresh = HeldServer(ours), run.start_afresh
 
-    def start(plan: ProcessPlan, output: int) -> process.Program:
-        if not can_fork(plan.command) or changed_for_import(shared_part(os.environ), shared_part(plan.env)):
-            return afresh(plan, output)
-        return zygote.spawn(plan.env, plan.cpus, output, plan.command[2:])
+    def start(plan: ProcessPlan, output: int) -> Program:
+        command = plan.command
+        is_python = command[:2] == (sys.executable, "-u") and (command[2].endswith(".py") or command[2] == "-m")
+        process = server.start(command[2:], plan.env, output, cpus=plan.cpus) if is_python else None
+        return process or afresh(plan, output)
 
-    process.start_afresh = warm_starts.start_afresh = start
+    run.start_afresh = start
     from tfdist.launcher.command import main as tfdist
 
     tfdist(arguments, prog_name="python -m tfdist")

@@ -3,6 +3,8 @@
 The public names are loaded on first use, so that `import tfdist.cluster` and the command line import no TensorFlow.
 """
 
+import os
+
 import lazy_loader
 
 __version__ = "0.1.0"
@@ -13,6 +15,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "callbacks",
         "cluster",
         "compression",
+        "keras_distribution",
         "layers",
         "memory",
         "optimizers",
@@ -22,12 +25,14 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     ],
     submod_attrs={
         "cluster": ["ClusterConfig", "ClusterError", "discover"],
+        "cluster.first": ["on_chief_first"],
         "launcher.function.launch": ["launch"],
         "launcher.local.calls": ["LaunchError"],
         "optimizers": ["ShardedOptimizer"],
-        "planning": ["auto", "plan"],
+        "planning": ["plan"],
         "reproducibility": ["set_seed"],
         "strategies": [
+            "FullyShardedStrategy",
             "HorovodStrategy",
             "HostOffloadStrategy",
             "MirroredStrategy",
@@ -38,3 +43,10 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         ],
     },
 )
+
+# The one effect of an import, and only in a process that tfdist has started: scripts load data before they make a
+# strategy, and all processes would download the same file at the same time. It imports none of the packages concerned.
+if "TFDIST_RUN_ID" in os.environ:
+    from tfdist.compat.preparation import prepare_in_turn
+
+    prepare_in_turn()

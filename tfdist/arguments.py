@@ -7,7 +7,7 @@ import os
 from numbers import Integral, Real
 from typing import Any
 
-# Of `bucket_bytes`: whatever suits the network.
+# The value of `bucket_bytes` that lets tfdist choose.
 AUTO = "auto"
 
 

@@ -1,147 +1,96 @@
-"""Makes a virtual environment with the newest pip, also where Python came without `ensurepip`.
+"""Makes a virtual environment with the newest pip: `python3 tools/bootstrap_venv.py FOLDER`.
 
 The pip that comes with Python is as old as that release. From an index that does not tell which Python a file needs, as
-plain mirrors do not, pip 22 and 23.0 (Python 3.10) can take a version that needs another one. They then try all
-versions of other packages, with no end in sight; a new pip finds the right package at once.
+plain mirrors do not, pip 22 and 23.0 (Python 3.10) can try all versions of other packages, with no end in sight.
 
-Debian and Ubuntu ship Python's `venv` module with python3 but `ensurepip` only with the package python3-venv, which
-takes root to install. Without it this script fetches pip's wheel from the package index that pip is configured for.
-
-Only the standard library is used: it runs with the system's Python, before anything is installed.
-
-Example:
-    python3 tools/bootstrap_venv.py .venv
+Debian and Ubuntu ship `ensurepip` only with python3-venv, which takes root to install. Without it, pip's wheel comes
+from the package index that `PIP_INDEX_URL` or pip.conf names. Only the standard library is there.
 """
 
 from __future__ import annotations
 
+import configparser
 import hashlib
 import os
+import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import urllib.request
 from pathlib import Path
+from urllib.parse import urljoin, urlsplit
 
-from package_index import PackageIndex, Wheel, newest_wheel
-from pip_settings import read_settings
-
-
-class BootstrapError(Exception):
-    """The virtual environment could not be made; the text says why and what to do."""
+_HELP = "Set PIP_INDEX_URL to an index within reach, without a password, or install the package python3-venv."
 
 
-def make_venv(folder: Path) -> None:
-    """Makes the virtual environment `folder`, with the newest pip; an existing one is made anew.
-
-    Args:
-        folder: Where the environment goes.
+def main(folder: str) -> None:
+    """Makes the environment; an existing one is made again.
 
     Raises:
-        BootstrapError: `venv` does not work in this Python, or pip could not be fetched.
+        SystemExit: if it cannot be made, with the reason.
     """
-    python = folder / "bin" / "python"
-    first = _venv(folder)
-    if first.returncode == 0:
-        upgrade_pip(python)
+    print(f"Making {folder} with Python {sys.version.split()[0]} and the newest pip", flush=True)
+    python = str(Path(folder, "bin/python"))
+    venv = (sys.executable, "-m", "venv", "--clear", folder)
+    if subprocess.run(venv, capture_output=True).returncode == 0:
+        _run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--upgrade", "pip")
         return
-    bare = _venv(folder, "--without-pip")
-    if bare.returncode != 0:
-        raise BootstrapError(
-            f"{sys.executable} -m venv {folder} failed:\n{bare.stdout.strip()}\n"
-            "Install the package python3-venv, or choose another Python: make PYTHON=/path/to/python3"
-        )
-    install_pip(python)
-
-
-def upgrade_pip(python: Path) -> None:
-    """Brings the pip of `python` up to date; it stays as it is where its index has no newer one, or is out of reach.
-
-    Args:
-        python: The interpreter of a virtual environment with pip.
-
-    Raises:
-        BootstrapError: pip refuses to install anything.
-    """
-    done = _run(str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--upgrade", "pip")
-    if done.returncode != 0:
-        raise BootstrapError(
-            f"pip could not bring itself up to date:\n{done.stdout.strip()}\n"
-            f"Mend its configuration, which {python} -m pip config debug shows."
-        )
-
-
-def install_pip(python: Path) -> None:
-    """Installs pip for `python` from the package index that pip is configured for.
-
-    Args:
-        python: The interpreter of a virtual environment without pip.
-
-    Raises:
-        BootstrapError: The index could not be read, has no pip for this Python, or sent another file than it announced.
-    """
-    settings = read_settings(os.environ, Path.home())
-    index = PackageIndex(settings)
-    print(f"bootstrap_venv: this Python has no ensurepip; fetching pip from {settings.public_index_url}", flush=True)
-    try:
-        wheel = newest_wheel(index.wheels("pip"), sys.version_info[:2])
-        if wheel is None:
-            raise BootstrapError(
-                f"{settings.public_index_url} lists no pip wheel with a sha256 for Python "
-                f"{sys.version_info[0]}.{sys.version_info[1]}. "
-                "Set PIP_INDEX_URL to an index that has one, or install the package python3-venv."
-            )
-        content = index.download(wheel)
-    except (OSError, ValueError) as error:
-        raise BootstrapError(
-            f"cannot fetch pip from {settings.public_index_url}: {error}. Check the network (or the proxy), "
-            "set PIP_INDEX_URL to an index within reach, or install the package python3-venv."
-        ) from error
-    check_sha256(wheel, content)
+    _run(*venv, "--without-pip")
+    print("This Python has no ensurepip: fetching pip from the package index", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
-        path = Path(scratch) / wheel.filename
-        path.write_bytes(content)
+        try:
+            wheel = fetch_pip(Path(scratch))
+        except (OSError, ValueError) as error:
+            sys.exit(f"bootstrap_venv: cannot fetch pip: {error}. {_HELP}")
         # A wheel is a zip file, and Python runs a package out of a zip file: pip installs itself.
-        done = _run(str(python), str(path / "pip"), "install", "--quiet", "--no-index", "--no-deps", str(path))
-    if done.returncode != 0:
-        raise BootstrapError(f"{wheel.filename} could not install itself:\n{done.stdout.strip()}")
+        _run(python, str(wheel / "pip"), "install", "--quiet", "--no-index", "--no-deps", str(wheel))
 
 
-def check_sha256(wheel: Wheel, content: bytes) -> None:
-    """Makes sure that `content` is the file that the index announced.
+def fetch_pip(folder: Path) -> Path:
+    """Fetches pip's newest wheel for this Python.
 
     Raises:
-        BootstrapError: The digests differ.
+        OSError: the index is out of reach.
+        ValueError: the index has no such wheel, or has sent another file than it announced.
     """
-    received = hashlib.sha256(content).hexdigest()
-    if received != wheel.sha256:
-        raise BootstrapError(
-            f"{wheel.filename} has sha256 {received}, but the index announced {wheel.sha256}: "
-            "the download is damaged or was altered. Try again; if it stays so, ask who runs the index or the proxy."
-        )
+    index = _index()
+    if "@" in urlsplit(index).netloc:
+        raise ValueError("the index asks for a password")
+    with urllib.request.urlopen(f"{index.rstrip('/')}/pip/", timeout=60) as answer:
+        base, page = answer.geturl(), answer.read().decode()
+    wheels = []
+    for link in re.findall(r"<a\s(.*?)</a>", page, re.DOTALL):
+        file = re.search(r'href="([^"]*?pip-([\d.]+)-(?:py2\.)?py3-none-any\.whl)#sha256=(\w+)"', link)
+        least = re.search(r'data-requires-python="[^"]*(?:&gt;|>)=\s*3\.(\d+)', link)
+        if file and "data-yanked" not in link and int(least[1] if least else 0) <= sys.version_info[1]:
+            wheels.append(([int(number) for number in file[2].split(".")], urljoin(base, file[1]), file[3]))
+    if not wheels:
+        raise ValueError(f"{base} lists no wheel for Python {sys.version.split()[0]}")
+    _, url, sha256 = max(wheels)
+    with urllib.request.urlopen(url, timeout=60) as answer:
+        content = answer.read()
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise ValueError(f"{url} is not the file that the index announced")
+    wheel = folder / url.rpartition("/")[2]
+    wheel.write_bytes(content)
+    return wheel
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Makes the environment named on the command line and returns the exit code."""
-    if len(arguments) != 1:
-        print("usage: bootstrap_venv.py FOLDER", file=sys.stderr)
-        return 2
-    try:
-        print(f"Making {arguments[0]} with Python {sys.version.split()[0]} and the newest pip", flush=True)
-        make_venv(Path(arguments[0]))
-    except BootstrapError as error:
-        print(f"bootstrap_venv: {error}", file=sys.stderr)
-        return 1
-    return 0
+def _index() -> str:
+    """As pip finds it, which takes values literally: addresses may well hold per cent signs."""
+    if named := os.environ.get("PIP_INDEX_URL"):
+        return named
+    files, home = configparser.RawConfigParser(strict=False), Path.home()
+    chosen = os.environ.get("PIP_CONFIG_FILE", "/dev/null")
+    files.read(["/etc/pip.conf", home / ".pip/pip.conf", home / ".config/pip/pip.conf", chosen])
+    return files.get("global", "index-url", fallback="https://pypi.org/simple")
 
 
-def _venv(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    return _run(sys.executable, "-m", "venv", "--clear", *options, str(folder))
-
-
-def _run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def _run(*command: str) -> None:
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        sys.exit(f"bootstrap_venv: {' '.join(command)} failed:\n{done.stdout.strip()}\n{_HELP}")
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1])

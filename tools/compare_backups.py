@@ -94,7 +94,7 @@ def killed_while_writing(jobs: ForkedJobs, folder: Path, backup: dict) -> str:
         place = folder / str(trial)
         # From outside: a thread of the process itself would wait until Python's lock is free, which is between writes.
         started = jobs.start(job, place)
-        while not (any((place / "backup").glob("*")) or started.ended.done()):
+        while not (any((place / "backup").glob("*")) or started.process.poll() is not None):
             time.sleep(0.01)
         time.sleep(chance.uniform(0.5, 1.5))
         started.kill()
@@ -133,7 +133,6 @@ def compare(folder: Path) -> list[tuple[str, str, str]]:
                 with contextlib.redirect_stdout(io.StringIO()):  # what the jobs print
                     outcome = trials.outcome(case)
                 verdicts.setdefault(case.name, {})[side] = verdict(outcome)
-            trials.close()
             writing = f"killed while writing, {_KILLS_WHILE_WRITING} times"
             every_step = backup({"save_freq": 1})
             verdicts.setdefault(writing, {})[side] = killed_while_writing(jobs, folder / side / "w", every_step)

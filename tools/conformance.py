@@ -21,8 +21,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.conformance.in_scope import STRATEGIES  # noqa: E402
-from tests.conformance.keras_tests import Outcomes, files, run_file  # noqa: E402
+from tests.conformance.in_scope import KERAS_DISTRIBUTION, STRATEGIES  # noqa: E402
+from tests.conformance.keras_tests import DISTRIBUTION, Outcomes, files, keras_directory, run_file  # noqa: E402
 
 KNOWN = ROOT / "tests/conformance/known.json"
 PAGE = ROOT / "docs/features.md"
@@ -91,8 +91,10 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.write and (arguments.only or not arguments.all):
         parser.error("--write renews the whole table: give --all as well, and not --only")
-    strategies = [s for s in STRATEGIES if s != "Horovod" or find_spec("horovod")] if arguments.all else list(COMPARED)
+    left_out = {KERAS_DISTRIBUTION, "" if find_spec("horovod") else "Horovod"}
+    strategies = [s for s in STRATEGIES if s not in left_out] if arguments.all else list(COMPARED)
     found = run(strategies, arguments.jobs, arguments.only)
+    of_distribution = run_file(keras_directory() / DISTRIBUTION, KERAS_DISTRIBUTION) if not arguments.only else {}
     print(table(found))
     passed = {test for test, (outcome, _) in found["none"].items() if outcome == "passed"}
     broken = [f"{test}: {reason}" for test, (_, reason) in found["none"].items() if test.endswith("::(all)")]
@@ -100,6 +102,8 @@ def main() -> int:
         print("Without a strategy Keras' tests could not be run.", *broken, sep="\n")
         return 1
     failed, known = failures(found), json.loads(KNOWN.read_text()) if KNOWN.exists() else {}
+    # Without tfdist, most of these cannot run.
+    failed[KERAS_DISTRIBUTION] = {test: why for test, (outcome, why) in of_distribution.items() if outcome != "passed"}
     if arguments.write:
         # A reason that somebody has written stays.
         new = {
@@ -112,8 +116,8 @@ def main() -> int:
         KNOWN.write_text(json.dumps({**known, **new}, indent=2) + "\n")
         PAGE.write_text(_TABLE.sub(lambda _: table(found), PAGE.read_text()))
         return 0
-    compared = {strategy: tests for strategy, tests in failed.items() if strategy in COMPARED}
-    differences = compare(compared, known, passed)
+    compared = {strategy: tests for strategy, tests in failed.items() if strategy in (*COMPARED, KERAS_DISTRIBUTION)}
+    differences = compare(compared, known, passed | of_distribution.keys())
     print("\n".join(differences) or "as in tests/conformance/known.json")
     return bool(differences)
 

@@ -26,46 +26,53 @@ ROWS = {
     "Mirrored": ["tests/logical/test_features.py::test_equals_one_process"],
     "MultiWorker": [
         "tests/cluster/test_features.py::test_equals_one_process",
+        "tests/cluster/test_features.py::test_with_two_devices_each_equals_one_process",
         "tests/cluster/test_features.py::test_the_rest_equals_one_process",
+    ],
+    "FullySharded": [
+        "tests/logical/test_fully_sharded.py::test_equals_one_process",
+        "tests/cluster/test_fully_sharded.py::test_equals_one_process",
+        "tests/cluster/test_fully_sharded.py::test_all_that_is_exchanged_equals_one_process",
     ],
     "Horovod": [
         "tests/horovod/test_features.py::test_weights_are_those_of_one_process_but_for_rounding",
-        "tests/horovod/test_features.py::test_equals_one_process_as_well",
+        "tests/horovod/test_features.py::test_equals_one_process",
     ],
     "servers, sync": [f"{SERVERS}::test_synchronous_training_equals_one_process"],
     "servers, async": [f"{SERVERS}::test_one_execution_at_a_time_equals_one_process"],
 }
-# A test that is about one row, which is no parameter of it.
-OF_ONE_ROW = {"tests/horovod/test_features.py::test_uneven_batches_equal_one_process": "UNEVEN"}
 REFUSED = f"{SERVERS}::test_what_is_refused"
 
-STRATEGIES = ("Mirrored", "MultiWorker", "Horovod", "servers", "Pipeline", "HostOffload")
+STRATEGIES = ("Mirrored", "MultiWorker", "FullySharded", "Horovod", "servers", "Pipeline", "HostOffload")
 # What else is tested: a part of a test's parameters in brackets; without, all of its cases.
 _RESUME, _PIPELINE = "tests/fault_tolerance", "tests/logical/test_pipeline"
+_AS_ONE = "tests/cluster/test_as_one_process.py"
 TOPICS = {
-    "`fit` outside of the scope, and inside": {
+    "`fit` inside and outside the scope": {
         "Mirrored": ROWS["Mirrored"],
         "MultiWorker": ROWS["MultiWorker"],
+        "FullySharded": ROWS["FullySharded"],
         "Horovod": ROWS["Horovod"],
         "servers": [*ROWS["servers, sync"], *ROWS["servers, async"]],
     },
-    "reading weights and state inside of the scope": {
-        name: [f"tests/cluster/test_inside_scope.py::test_reading_is_local_and_the_same_inside_and_outside[{kind}]"]
-        for name, kind in (("MultiWorker", "MultiWorkerMirroredStrategy"), ("Horovod", "HorovodStrategy"))
+    "a model created in the scope, and compiled, built, extended or quantized outside": {
+        "Mirrored": ["tests/logical/test_outside_of_the_scope.py::test_equals_one_process[names]"],
+        "MultiWorker": [f"{_AS_ONE}::test_section[finished_outside_of_the_scope]"],
+    },
+    "reading weights and state inside the scope": {
+        "MultiWorker": [f"{_AS_ONE}::test_section[reading_inside_and_outside]"],
+        "Horovod": [f"{_AS_ONE}::test_over_horovod[reading_inside_and_outside]"],
     },
     "saved and loaded models": {
-        "MultiWorker": ["tests/cluster/test_saving.py::TestSaving::test_saved_and_loaded_at_once"],
-        "servers": [
-            "tests/parameter_server/test_saving.py::test_a_saved_model_is_the_same_with_and_without_the_strategy"
-        ],
+        "MultiWorker": ["tests/cluster/test_saving.py::test_section[all_formats]"],
+        "FullySharded": ["tests/cluster/test_fully_sharded.py::test_files_and_backups_hold_whole_weights"],
+        "servers": ["tests/parameter_server/test_saving.py::test_section[whole_model]"],
         "Pipeline": [f"{_PIPELINE}_fit.py::test_saved_model_goes_on"],
         "HostOffload": ["tests/logical/test_host_offload.py::test_files"],
     },
     "callbacks that write files": {
-        "MultiWorker": [
-            "tests/cluster/test_callbacks.py::TestCallbacks::test_callbacks_write_the_files_of_one_process"
-        ],
-        "servers": ["tests/parameter_server/test_saving.py::test_checkpoints_of_epochs_and_of_batches"],
+        "MultiWorker": ["tests/cluster/test_saving.py::test_section[callbacks_that_write]"],
+        "servers": ["tests/parameter_server/test_saving.py::test_section[checkpoints]"],
         "Pipeline": [f"{_PIPELINE}_fit.py::test_callbacks"],
     },
     "`on_chief`": {
@@ -73,48 +80,47 @@ TOPICS = {
             name: [f"tests/logical/test_chief_only.py::test_every_strategy_has_a_chief[{name}]"]
             for name in ("Mirrored", "Pipeline", "HostOffload")
         },
-        "MultiWorker": ["tests/cluster/test_on_chief.py::TestOnChief::test_the_chief_sees_what_one_process_sees"],
-        "Horovod": ["tests/horovod/test_on_chief.py::test_the_first_process_has_the_callback"],
+        "MultiWorker": ["tests/cluster/test_on_chief.py::test_on_two_processes"],
+        "Horovod": ["tests/horovod/test_callbacks.py::test_two_processes"],
         "servers": ["tests/cluster/test_on_chief.py::test_with_parameter_servers"],
     },
     "`model.stop_training` on some processes": {
         "MultiWorker": ["tests/cluster/test_stop_training.py::test_all_leave_after_the_same_step"],
-        "Horovod": ["tests/horovod/test_stop_training.py::test_all_leave_after_the_same_step"],
+        "Horovod": ["tests/cluster/test_stop_training.py::test_over_horovod"],
     },
-    "`BackupAndRestore`: killed or interrupted, and resumed": {
-        "Mirrored": [f"{_RESUME}/test_resume_models.py::test_kill[two devices]"],
+    "resuming after a kill or interruption (`BackupAndRestore`)": {
+        "Mirrored": [f"{_RESUME}/test_resume.py::test_kill[two devices]"],
         "MultiWorker": [f"{_RESUME}/test_resume_workers.py::test_killed"],
+        "FullySharded": ["tests/cluster/test_fully_sharded.py::test_files_and_backups_hold_whole_weights"],
         "Horovod": ["tests/horovod/test_launch.py::test_a_killed_rank_changes_nothing"],
-        "servers": ["tests/parameter_server/test_saving.py::test_a_backup_is_gone_on_with"],
+        "servers": ["tests/parameter_server/test_saving.py::test_section[backups]"],
         "Pipeline": [f"{_PIPELINE}_fit.py::test_backup_and_restore"],
     },
-    "resumed with another number of processes": {
+    "resuming with another number of processes": {
         "MultiWorker": [f"{_RESUME}/test_resume_workers.py::test_another_number_of_workers"],
-        "Horovod": ["tests/horovod/test_elastic.py::test_a_killed_rank_does_not_restart_the_other"],
     },
-    "a process dies, and `tfdist run` goes on": {
-        "MultiWorker": [f"{_RESUME}/test_fault_rows.py::test_rows_of_the_table"],
+    "`tfdist run` continues after a process dies": {
+        "MultiWorker": [f"{_RESUME}/test_drill.py::test_a_training_survives"],
         "Horovod": ["tests/horovod/test_launch.py::test_a_killed_rank_changes_nothing"],
-        "servers": ["tests/cluster/test_servers.py::test_the_launcher_replaces_a_worker_alone"],
+        "servers": ["tests/launcher/test_parameter_server_training.py::test_lost_processes_cost_nothing"],
     },
-    "training loops of your own": {
+    "your own training loops": {
         "Mirrored": ["tests/logical/test_own_loops.py::test_equals_one_device"],
-        "MultiWorker": ["tests/cluster/test_own_loops.py::test_equals_one_process[MultiWorkerMirroredStrategy]"],
-        "Horovod": ["tests/cluster/test_own_loops.py::test_equals_one_process[HorovodStrategy]"],
+        "MultiWorker": [f"{_AS_ONE}::test_section[loops_of_ones_own]"],
+        "Horovod": [f"{_AS_ONE}::test_over_horovod[loops_of_ones_own]"],
     },
     "memory policies change nothing": {
         "Mirrored": [
             "tests/logical/test_memory_transparency.py::test_every_mode_on_two_replicas",
-            "tests/logical/test_memory_transparency.py::test_equal_to_plain_training_on_two_replicas",
         ],
-        "MultiWorker": ["tests/cluster/test_memory_policies.py::test_weights_are_those_of_plain_training"],
-        "Pipeline": [
-            f"{_PIPELINE}_memory.py::test_equal_bit_for_bit",
-            f"{_PIPELINE}_memory.py::test_equal_to_one_process",
+        "MultiWorker": [
+            "tests/cluster/test_memory_policies.py::test_weights_are_those_of_plain_training_and_all_processes_choose_the_same"
         ],
+        "FullySharded": ["tests/logical/test_fully_sharded.py::test_deep_models_equal_one_process"],
+        "Pipeline": [f"{_PIPELINE}_memory.py::test_equal_bit_for_bit"],
         "HostOffload": ["tests/logical/test_host_offload.py::test_equal_to_plain_training"],
     },
-    "models, optimizers and losses beside those of the table": {
+    "other models, optimizers and losses": {
         "Pipeline": [
             f"{_PIPELINE}_models.py::test_equals_one_process",
             f"{_PIPELINE}_optimizers.py::test_equals_one_process",
@@ -192,13 +198,7 @@ def cell(column: str, row: str) -> str:
                 return "✗" if daily else "(✗)"
         different = tests.PER_SHARD | tests.LOGGED_BEFORE if mode == "sync" else ()
         return tier(ROWS[column], row, "≠" if row in different else "=")
-    found = tier(ROWS[column], row)
-    for place, name in OF_ONE_ROW.items():
-        module = importlib.import_module(place.split("::")[0].removesuffix(".py").replace("/", "."))
-        if found == _NEVER and place.split("::")[0] in ROWS[column][0] and getattr(module, name) == row:
-            (((), daily),) = cases(place)
-            return "=" if daily else "(=)"
-    return found
+    return tier(ROWS[column], row)
 
 
 def feature_table(stock: dict[str, str]) -> str:

@@ -21,11 +21,12 @@ def main(arguments: list[str]) -> int:
     from tools.surface.commands import commands
     from tools.surface.environment import environment
     from tools.surface.events import events
+    from tools.surface.messages import messages
     from tools.surface.names import names
     from tools.surface.supervision import exit_codes, progress
 
     folder = Path(arguments[0]) if arguments else FROZEN
-    for part in (names, commands, events, progress, environment, exit_codes):
+    for part in (names, commands, events, messages, progress, environment, exit_codes):
         (folder / f"{part.__name__}.txt").write_text("".join(f"{line}\n" for line in part()), encoding="utf-8")
     return 0
 

@@ -21,7 +21,7 @@ _OUTSIDE = (
     "examples/*.py",
     "examples/README.md",
     "examples/kubeflow/*.yaml",
-    "tests/memory/test_pipeline_peak.py",
+    "tests/memory/test_held.py",
 )
 
 

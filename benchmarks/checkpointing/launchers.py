@@ -33,9 +33,9 @@ class Launcher:
     env: Mapping[str, str] = field(default_factory=dict)
 
 
-def _tfdist(folder: Path, warmth: str) -> list[str]:
+def _tfdist(folder: Path) -> list[str]:
     return [
-        *(sys.executable, "-m", "tfdist", "run", "-n", str(RANKS), "--cpus-per-worker", "1", warmth),
+        *(sys.executable, "-m", "tfdist", "run", "-n", str(RANKS), "--cpus-per-worker", "1"),
         *("--max-restarts", str(_RESTARTS), "--hang-timeout", str(HANG_TIMEOUT), "--output", "all"),
         *("--log-dir", str(folder / "logs"), "-m", f"{__package__}.keras_worker"),
         *(str(folder), str(SAVE_EVERY), str(_MOST_STEPS)),
@@ -58,7 +58,6 @@ _TORCH_ENV = {
 }
 
 LAUNCHERS = {
-    "tfdist": Launcher("tfdist run", "tfdist", lambda folder: _tfdist(folder, "--warm")),
-    "tfdist-cold": Launcher("tfdist run --no-warm", "tfdist", lambda folder: _tfdist(folder, "--no-warm")),
+    "tfdist": Launcher("tfdist run", "tfdist", _tfdist),
     "torchrun": Launcher("torchrun, PyTorch DDP (gloo)", "torch", _torchrun, _TORCH_ENV),
 }

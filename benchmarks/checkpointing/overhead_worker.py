@@ -16,19 +16,13 @@ from benchmarks.checkpointing.saving import ASYNCHRONOUS, KERAS, SAVINGS, Sample
 from benchmarks.data_parallel.measure import StepClock
 
 
-def main(cores: str, rounds: str, result: str) -> None:
-    """Measures, and writes the samples as JSON.
-
-    Args:
-        cores: that of the training, and another one.
-        rounds: how often each saving is measured.
-        result: the file to write.
-    """
-    numbers = [int(core) for core in cores.split(",")]
+def main(text: str, path: str) -> None:
+    """Measures, on the first core and another one, and writes the samples."""
+    settings = json.loads(text)
     # Before TensorFlow makes its threads, which inherit it.
-    os.sched_setaffinity(0, numbers[:1])
-    _let_new_threads_use(numbers)
-    Path(result).write_text(json.dumps(measure(int(rounds))))
+    os.sched_setaffinity(0, settings["cores"][:1])
+    _let_new_threads_use(settings["cores"])
+    Path(path).write_text(json.dumps(measure(settings["rounds"])))
 
 
 def _let_new_threads_use(cores: Sequence[int]) -> None:

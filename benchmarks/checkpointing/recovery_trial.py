@@ -10,11 +10,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from benchmarks.checkpointing.launchers import LAUNCHERS
+from benchmarks.checkpointing.launchers import LAUNCHERS, Launcher
 from benchmarks.checkpointing.recovery import SAVE_EVERY, Failure, Recovery, failures_of_run, last_of, recovery, victim
 from benchmarks.checkpointing.step_log import Step, StepReader, stop_after
-from benchmarks.data_parallel.processes import Command, TrialError, run_together
-from benchmarks.data_parallel.trial import Setting
+from benchmarks.children import Children
+from benchmarks.data_parallel.peers import installed
+from benchmarks.data_parallel.processes import Command, TrialError, run_together, say
+from benchmarks.data_parallel.trial import make_environ
 
 _TICK = 0.01
 # Enough for every rank to learn of it before the training is there.
@@ -33,8 +35,8 @@ class Schedule(NamedTuple):
     """
 
     repeats: int
-    settle: float
-    between: float
+    settle: float = 10.0
+    between: float = 3.0
 
 
 class Saboteur:
@@ -91,18 +93,31 @@ class Saboteur:
         return None
 
 
-def run(name: str, schedule: Schedule, setting: Setting) -> list[tuple[Failure, Recovery]]:
-    """Runs a launcher, whose name is a key of `LAUNCHERS`, and returns how it got over each failure.
+def measure(children: Children, samples: int, quick: bool) -> list[dict]:
+    """One record for each failure of each launcher that is installed; none of a launcher whose run has failed."""
+    records = []
+    for name, launcher in LAUNCHERS.items():
+        if not installed(launcher.package):
+            say(f"{launcher.title} is left out: install it by `pip install {launcher.package}`.")
+            continue
+        say(f"{launcher.title} ...")
+        try:
+            found = _run(children, launcher, Schedule(1, 2.0) if quick else Schedule(samples))
+        except TrialError as error:
+            say(f"failed: {error}")
+            continue
+        for failure, again in found:
+            say(f"  {failure.title}: training again after {again.seconds:.2f} s, {again.redone} steps redone")
+            records.append({"launcher": name, "failure": failure.title, **again._asdict()})
+    return records
 
-    Raises:
-        TrialError: if the run fails or takes too long.
-    """
-    launcher = LAUNCHERS[name]
+
+def _run(children: Children, launcher: Launcher, schedule: Schedule) -> list[tuple[Failure, Recovery]]:
     with tempfile.TemporaryDirectory(prefix="tfdist-bench-") as path:
         folder = Path(path)
-        command = Command(tuple(launcher.words(folder)), {**setting.environ, **launcher.env}, setting.cores)
+        command = Command(tuple(launcher.words(folder)), make_environ(os.environ, launcher.env), children.cores)
         with Saboteur(folder, schedule) as saboteur:
-            run_together([command], folder, setting.deadline)
+            run_together([command], folder, children.deadline)
         expected = len(failures_of_run(schedule.repeats))
         if len(saboteur.recoveries) != expected:
             raise TrialError(

@@ -6,6 +6,9 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from benchmarks.children import Children
+from benchmarks.data_parallel.processes import say
+
 ASYNCHRONOUS = "asynchronous"
 SYNCHRONOUS = "synchronous"
 KERAS = "keras"
@@ -109,3 +112,12 @@ def ratios(samples: Sequence[Sample]) -> dict[Saving, list[float]]:
             without = statistics.median([*before.milliseconds, *after.milliseconds])
             found.setdefault(sample.saving, []).extend(each / without for each in sample.milliseconds)
     return found
+
+
+def measure(children: Children, samples: int, quick: bool) -> list:
+    """Samples, in the order in which they were taken, with each kind of backup once a round."""
+    rounds = 1 if quick else samples
+    say(f"overhead of backups, {rounds} rounds ...")
+    return children.python(
+        f"{__package__}.overhead_worker", {"cores": children.cores, "rounds": rounds}, children.cores
+    )

@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.children import Children, say
+from benchmarks.children import Children
+from benchmarks.data_parallel.processes import say
 
 MODEL = "ResNet50"
 ROWS = 8

@@ -7,7 +7,8 @@ import os
 import sys
 from pathlib import Path
 
-from benchmarks.children import Children, say
+from benchmarks.children import Children
+from benchmarks.data_parallel.processes import say
 
 MODELS = ("CNN", "Transformer block")
 ROWS = 32

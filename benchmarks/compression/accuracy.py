@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks import markdown
-from benchmarks.children import Children, say
+from benchmarks.children import Children
+from benchmarks.data_parallel.processes import say
 
 # By what is written into a script.
 METHODS = (

@@ -5,17 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 from benchmarks.data_parallel import machine, table, trial
 from benchmarks.data_parallel.arguments import parse
 from benchmarks.data_parallel.measure import Summary
 from benchmarks.data_parallel.peers import Row, Trial, in_turns, make_rows, split_available, variants_available
-from benchmarks.data_parallel.processes import TrialError
+from benchmarks.data_parallel.processes import TrialError, end_on_sigterm, say
 from benchmarks.data_parallel.workload import Workload
 
 README = Path(__file__).with_name("README.md")
@@ -24,19 +22,18 @@ README = Path(__file__).with_name("README.md")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the benchmark; returns 1 if a trial failed."""
     options = parse(arguments)
-    # As KeyboardInterrupt does: unwinds, so that the processes of the trial are ended.
-    signal.signal(signal.SIGTERM, _leave)
+    end_on_sigterm()
     peers, reasons = split_available(options.peers)
     variants, more_reasons = variants_available(options.variants)
     for reason in reasons + more_reasons:
-        _say(reason)
+        say(reason)
     try:
         workloads = [_workload(options, model) for model in options.models]
         rows = [row for workload in workloads for row in make_rows(peers, variants, workload)]
     except ValueError as error:
-        _say(str(error))
+        say(str(error))
         return 2
-    setting = trial.Setting(options.cores, options.deadline, trial.make_environ(os.environ, dict(options.env)))
+    setting = trial.Setting(options.cores, options.deadline, trial.make_environ(os.environ, {}))
     facts = machine.describe(options.cores)
     runs = measure(rows, options.rounds, setting)
     samples: dict[Trial, list[list[float]]] = {}
@@ -47,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(report)
     if options.json:
         plain = [{**run, "trial": _plain(run["trial"])} for run in runs]
-        content = {"machine": facts, "env": dict(options.env), "rows": records, "runs": plain}
+        content = {"machine": facts, "rows": records, "runs": plain}
         options.json.write_text(json.dumps(content, indent=1) + "\n")
     if options.write_readme:
         README.write_text(table.fill(README.read_text(), report))
@@ -65,7 +62,7 @@ def measure(rows: Sequence[Row], rounds: int, setting: trial.Setting) -> list[di
         except TrialError as error:
             outcome["error"] = str(error)
             shown = f"failed: {error}"
-        _say(f"round {number + 1} of {rounds}, {_name(this)}: {shown}")
+        say(f"round {number + 1} of {rounds}, {_name(this)}: {shown}")
         runs.append(outcome)
     return runs
 
@@ -91,15 +88,6 @@ def _name(this: Trial) -> str:
 
 def _plain(this: Trial) -> dict:
     return {"peer": this.peer, **vars(this.workload)}
-
-
-def _say(text: str) -> None:
-    # To stderr: stdout is the table.
-    print(text, file=sys.stderr, flush=True)
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

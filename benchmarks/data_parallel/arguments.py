@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.argument_types import count, names
+from benchmarks.argument_types import count, first_two_cores, names
 from benchmarks.data_parallel.models import MODELS
 from benchmarks.data_parallel.peers import PEERS, VARIANTS
 
@@ -16,7 +15,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Reads the command line; ends the program with exit code 2 and a message if it is wrong.
 
     Example:
-        >>> parse(["--models", "mlp", "--rounds", "1", "--cores", "0,1"]).models
+        >>> parse(["--models", "mlp", "--rounds", "1"]).models
         ['mlp']
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.data_parallel", description=__doc__)
@@ -34,34 +33,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--steps", type=count, default=40, help="steps of a window (default: %(default)s)")
     add("--warmup", type=count, default=60, help="steps before the first window (default: %(default)s)")
     add("--batch", type=count, default=64, help="rows of each process in a step (default: %(default)s)")
-    add("--cores", type=_cores, help="the two cores, such as 0,2 (default: the first two usable ones)")
     add("--deadline", type=float, default=300.0, help="seconds that a trial may take (default: %(default)s)")
-    add("--env", type=_variable, action="append", default=[], help="KEY=VALUE for all processes (repeatable)")
     add("--json", type=Path, metavar="FILE", help="write all samples there")
     add("--write-readme", action="store_true", help="put the result into the README of this benchmark")
     options = parser.parse_args(arguments)
-    usable = sorted(os.sched_getaffinity(0))
-    if options.cores is None:
-        options.cores = tuple(usable[:2])
-    if len(options.cores) != 2 or not set(options.cores) <= set(usable):
-        found, expected = _listed(options.cores), _listed(usable)
-        parser.error(f"cores {found}: expected two of {expected}. Choose them by --cores, or use a larger machine.")
+    options.cores = first_two_cores(parser)
     return options
-
-
-def _cores(text: str) -> tuple[int, ...]:
-    parts = text.split(",")
-    if len(set(parts)) != 2 or not all(part.isdigit() for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected two different numbers of cores, such as 0,1")
-    return tuple(sorted(int(part) for part in parts))
-
-
-def _variable(text: str) -> tuple[str, str]:
-    name, separator, value = text.partition("=")
-    if not separator or not name:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected KEY=VALUE, such as TF_ENABLE_ONEDNN_OPTS=0")
-    return name, value
-
-
-def _listed(cores: Sequence[int]) -> str:
-    return ",".join(str(core) for core in cores)

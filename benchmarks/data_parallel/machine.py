@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-from tfdist.launcher.machine import versions
+from tfdist.launcher.plan import versions
 
 _PEER_PACKAGES = ("tf_keras", "torch")
 _CPU_INFO = Path("/proc/cpuinfo")

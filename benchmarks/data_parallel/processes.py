@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import signal
 import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 from tfdist.launcher.guardian import Guardian
-from tfdist.launcher.terminal import last_lines
+from tfdist.launcher.output import last_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 _TICK = 0.05
@@ -132,6 +137,36 @@ def run_together(commands: Sequence[Command], folder: Path, deadline: float) -> 
                     f"not done after {deadline:g} s; expected less. Give more time by --deadline, or train fewer steps."
                 )
             time.sleep(_TICK)
+
+
+def result_of(make: Callable[[Path, str], Sequence[Command]], deadline: float) -> Any:
+    """Runs processes, and returns what one of them writes as JSON.
+
+    Args:
+        make: returns the processes, given a folder for what they write and the file for the result.
+        deadline: seconds that they may take.
+
+    Raises:
+        TrialError: if one fails, or time is up.
+    """
+    with tempfile.TemporaryDirectory(prefix="tfdist-bench-") as folder:
+        result = Path(folder, "result.json")
+        run_together(make(Path(folder), str(result)), Path(folder), deadline)
+        return json.loads(result.read_text())
+
+
+def end_on_sigterm() -> None:
+    """Has SIGTERM unwind, as KeyboardInterrupt does, so that the processes that measure are ended."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
+
+
+def say(text: str) -> None:
+    """Progress; to stderr, as stdout is the tables."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def _start(command: Command, log: Path) -> subprocess.Popen:

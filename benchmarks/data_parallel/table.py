@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from benchmarks.data_parallel.measure import Summary, efficiency, relative_time
 from benchmarks.data_parallel.models import MODELS, count_parameters
 from benchmarks.data_parallel.peers import Row, Trial
+from benchmarks.markdown import table
 
 BEGIN = "<!-- result -->"
 END = "<!-- /result -->"
 _HEADER = ("Framework", "1 process, ms", "2 processes, ms", "Efficiency", "Time / tfdist's", "Drift")
-_MISSING = "failed"
+_MISSING, _SPREAD = "failed", "{median:.2f} ({lowest:.2f}-{highest:.2f})"
 
 Samples = Mapping[Trial, Sequence[Sequence[float]]]
 
@@ -54,9 +55,8 @@ def as_markdown(records: Sequence[Mapping]) -> str:
     parts = []
     for model in dict.fromkeys(record["model"] for record in records):
         shape = MODELS[model]
-        lines = [_line(_HEADER), "|---|--:|--:|--:|--:|--:|"]
-        lines += [_line(_cells(record)) for record in records if record["model"] == model]
-        parts.append(f"{shape.title}, {count_parameters(shape):,} parameters:\n\n" + "\n".join(lines))
+        lines = [_cells(record) for record in records if record["model"] == model]
+        parts.append(f"{shape.title}, {count_parameters(shape):,} parameters:\n\n{table(_HEADER, lines, left=1)}")
     return "\n\n".join(parts)
 
 
@@ -95,19 +95,8 @@ def _cells(record: Mapping) -> tuple[str, ...]:
     share, relative = record["efficiency"], record["relative_time"]
     return (
         record["title"],
-        _milliseconds(record["one"]),
-        _milliseconds(record["two"]),
+        *(_MISSING if one is None else _SPREAD.format(**one) for one in (record["one"], record["two"])),
         "" if share is None else f"{share:.0%}",
         "" if relative is None else f"{relative:.2f}",
         "" if record["two"] is None else f"{record['two']['drift']:.2f}",
     )
-
-
-def _milliseconds(summary: Mapping | None) -> str:
-    if summary is None:
-        return _MISSING
-    return f"{summary['median']:.2f} ({summary['lowest']:.2f}-{summary['highest']:.2f})"
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.data_parallel.peers import PEERS, Trial
-from benchmarks.data_parallel.processes import Command, run_together
+from benchmarks.data_parallel.processes import Command, result_of
 from tfdist.cluster.ports import reserve
 
 _ALWAYS = {
@@ -51,7 +51,7 @@ def make_environ(environ: Mapping[str, str], own: Mapping[str, str]) -> dict[str
 
 
 def make_commands(
-    trial: Trial, setting: Setting, ports: Sequence[int], result: Path, log_dir: Path
+    trial: Trial, setting: Setting, ports: Sequence[int], folder: Path, result: str
 ) -> tuple[Command, ...]:
     """The processes of a trial; those of tfdist are started by its own launcher, the others here.
 
@@ -59,40 +59,37 @@ def make_commands(
         trial: what to run.
         setting: where to run it.
         ports: one for each process.
+        folder: for the logs of `tfdist run`.
         result: file that the process with rank 0 writes.
-        log_dir: folder for the logs of `tfdist run`.
     """
     module = f"{__package__}.{PEERS[trial.peer].worker}"
-    program = ("-m", module, trial.workload.to_json(), str(result))
+    program = ("-m", module, trial.workload.to_json(), result)
     python = sys.executable
     if trial.workload.processes == 1:
         return (Command((python, *program), setting.environ, setting.cores[:1]),)
     if trial.peer == "tfdist":
         launcher = ("-m", "tfdist", "run", "-n", "2", "--cpus-per-worker", "1", "--grace", "2", "--output", "all")
-        words = (python, *launcher, "--transport", trial.workload.transport, "--log-dir", str(log_dir), *program)
+        words = (python, *launcher, "--transport", trial.workload.transport, "--log-dir", f"{folder}/logs", *program)
         return (Command(words, setting.environ, setting.cores),)
-    places = _tf_config(ports) if trial.peer == "tf_keras" else _torch_variables(ports)
+    addresses = [f"127.0.0.1:{port}" for port in ports]
+    places = (tensorflow_places if trial.peer == "tf_keras" else torch_places)(addresses)
     return tuple(
         Command((python, *program), {**setting.environ, **place}, (core,))
         for place, core in zip(places, setting.cores, strict=True)
     )
 
 
-def _tf_config(ports: Sequence[int]) -> list[dict[str, str]]:
-    cluster = {"worker": [f"127.0.0.1:{port}" for port in ports]}
-    tasks = [{"type": "worker", "index": rank} for rank in range(len(ports))]
-    return [{"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})} for task in tasks]
+def tensorflow_places(addresses: Sequence[str]) -> list[dict[str, str]]:
+    """What tells each worker of a cluster who it is."""
+    tasks = [{"type": "worker", "index": rank} for rank in range(len(addresses))]
+    return [{"TF_CONFIG": json.dumps({"cluster": {"worker": list(addresses)}, "task": task})} for task in tasks]
 
 
-def _torch_variables(ports: Sequence[int]) -> list[dict[str, str]]:
-    # The interface is named because gloo otherwise asks for the address of the host's name, which may have none.
-    common = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(ports[0]),
-        "WORLD_SIZE": str(len(ports)),
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    return [{**common, "RANK": str(rank)} for rank in range(len(ports))]
+def torch_places(addresses: Sequence[str], device: str = "lo") -> list[dict[str, str]]:
+    """The same for PyTorch. The device is named: gloo otherwise asks for the address of the host's name."""
+    host, port = addresses[0].split(":")
+    common = {"MASTER_ADDR": host, "MASTER_PORT": port, "WORLD_SIZE": str(len(addresses)), "GLOO_SOCKET_IFNAME": device}
+    return [{**common, "RANK": str(rank)} for rank in range(len(addresses))]
 
 
 def run(trial: Trial, setting: Setting) -> dict:
@@ -102,11 +99,5 @@ def run(trial: Trial, setting: Setting) -> dict:
         TrialError: if it fails or takes too long.
         ClusterError: if there are no free ports.
     """
-    with (
-        tempfile.TemporaryDirectory(prefix="tfdist-bench-") as name,
-        reserve(trial.workload.processes) as ports,
-    ):
-        folder = Path(name)
-        result = folder / "result.json"
-        run_together(make_commands(trial, setting, ports.ports, result, folder / "logs"), folder, setting.deadline)
-        return json.loads(result.read_text())
+    with reserve(trial.workload.processes) as ports:
+        return result_of(functools.partial(make_commands, trial, setting, ports.ports), setting.deadline)

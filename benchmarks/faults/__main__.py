@@ -14,7 +14,7 @@ from benchmarks.data_parallel.table import fill, machine_line
 from benchmarks.faults.measure import Machine
 from benchmarks.faults.rows import ROWS
 from benchmarks.faults.table import table
-from tfdist.launcher.drill.trial import Interrupted
+from tfdist.launcher.drill.faults import Interrupted
 from tfdist.launcher.guardian import Guardian
 from tfdist.launcher.operating_system import SignalInbox
 

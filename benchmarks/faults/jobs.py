@@ -11,15 +11,15 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from benchmarks.checkpointing.step_log import StepReader
-from tfdist.checkpoint.folder_lock import VARIABLE
+from tfdist.checkpoint.manifest import VARIABLE
 from tfdist.cluster.ports import reserve
-from tfdist.launcher.drill.trial import Trial
-from tfdist.launcher.failure import exit_code
+from tfdist.launcher.drill.faults import Trial
 from tfdist.launcher.guardian import Guardian
 from tfdist.launcher.operating_system import SignalInbox, spawn
+from tfdist.launcher.policy import exit_code
 from tfdist.supervision.events import of_kind
 from tfdist.supervision.exit_codes import REFUSED
 
@@ -33,49 +33,8 @@ START_TIMEOUT = 20.0
 HANG_TIMEOUT = 8.0
 
 
-class Job(Protocol):
-    """A training that faults strike.
-
-    Attributes:
-        folder: of the training.
-        log: the steps that it has done.
-        ranks: how many processes note steps.
-    """
-
-    folder: Path
-    log: StepReader
-    ranks: int
-
-    def start(self) -> None:
-        """Starts it."""
-
-    def signal(self, rank: int, number: signal.Signals) -> None:
-        """Sends a signal to a process."""
-
-    def terminate(self) -> None:
-        """Asks all of it to end, as a scheduler does that wants the machine back."""
-
-    def tend(self) -> None:
-        """Starts again what has ended and should not have; to be called often."""
-
-    def detected(self, struck: float) -> float | None:
-        """When something was known about the fault, as `time.monotonic`; None: not yet."""
-
-    def has_ended(self, rank: int, since: float) -> bool:
-        """Whether a process has failed since then."""
-
-    def code(self) -> int | None:
-        """The exit code once all has ended."""
-
-    def refuses(self) -> bool:
-        """Whether it has said that it would fail again; then nobody starts it again."""
-
-    def close(self) -> None:
-        """Ends all of it."""
-
-
 class UnderRun:
-    """`tfdist run`, which is started again where it was killed or has ended itself. See `Job`.
+    """`tfdist run`, which is started again where it was killed or has ended itself.
 
     Args:
         folder: of the training.
@@ -83,6 +42,9 @@ class UnderRun:
         inbox: the signals to this process.
         options: of `tfdist run`.
         ranks: how many processes note steps.
+
+    Attributes:
+        log: the steps that it has done.
     """
 
     def __init__(
@@ -99,6 +61,7 @@ class UnderRun:
         return self._trials[-1]
 
     def start(self) -> None:
+        """Starts it."""
         arguments = ["-n", "2", "--max-restarts", "20", "--hang-timeout", f"{HANG_TIMEOUT:g}"]
         words = [*self._options, _PROGRAM, str(self.folder), "--start-timeout", f"{START_TIMEOUT:g}"]
         logs = self.folder / f"logs-{len(self._trials)}"
@@ -107,12 +70,15 @@ class UnderRun:
         self._trials.append(trial.__enter__())
 
     def signal(self, rank: int, number: signal.Signals) -> None:
+        """Sends a signal to a process."""
         self.trial.signal(self.trial.names[rank], number)
 
     def terminate(self) -> None:
+        """Asks all of it to end, as a scheduler does that wants the machine back."""
         self.trial.terminate()
 
     def tend(self) -> None:
+        """Starts again what has ended and should not have; to be called often."""
         if self.trial.code not in (None, 0, REFUSED):
             self._ended.append(time.monotonic())
             self.trial.__exit__()
@@ -120,6 +86,7 @@ class UnderRun:
             self.start()
 
     def detected(self, struck: float) -> float | None:
+        """When something was known about the fault, as `time.monotonic`; None: not yet."""
         # The events tell the time of day.
         offset = time.time() - time.monotonic()
         events = [event for trial in self._trials for event in trial.events]
@@ -127,20 +94,24 @@ class UnderRun:
         return min((when for when in (*times, *self._ended) if when >= struck), default=None)
 
     def has_ended(self, rank: int, since: float) -> bool:
+        """Whether a process has failed since then."""
         return self.detected(since) is not None
 
     def code(self) -> int | None:
+        """The exit code once all has ended."""
         return self.trial.code
 
     def refuses(self) -> bool:
+        """Whether it has said that it would fail again; then nobody starts it again."""
         return self.trial.code == REFUSED
 
     def close(self) -> None:
+        """Ends all of it."""
         self.trial.__exit__()
 
 
 class Plain:
-    """Processes with TF_CONFIG, each of which is started again a second after it has failed. See `Job`.
+    """Processes with TF_CONFIG, each of which is started again a second after it has failed. As `UnderRun`.
 
     Args:
         folder: of the training.
@@ -232,3 +203,7 @@ class Plain:
             process.wait()
             self._guardian.remove(process.pid)
         self._ports.close()
+
+
+# A training that faults strike.
+Job = UnderRun | Plain

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import tempfile
 import time
@@ -15,9 +14,10 @@ from benchmarks.checkpointing.step_log import stop_after
 from benchmarks.faults import SAVE_EVERY
 from benchmarks.faults.jobs import Job, Plain, UnderRun
 from benchmarks.faults.rows import PLAIN, RUN, Row
+from tests.small_disks import small_disk
 from tests.system.hosts import Hosts
 from tfdist.launcher.drill.comparison import compare
-from tfdist.launcher.drill.trial import Interrupted, TrialError
+from tfdist.launcher.drill.faults import Interrupted, TrialError
 from tfdist.launcher.guardian import Guardian
 from tfdist.launcher.operating_system import SignalInbox
 from tfdist.supervision.exit_codes import REFUSED
@@ -70,7 +70,7 @@ class Machine:
                     return record
                 reference = self._reference(row)
                 different = compare(reference, job.folder / "backups", _END)
-        except (TrialError, TimeoutError) as error:
+        except (TrialError, TimeoutError, subprocess.CalledProcessError) as error:
             record["result"] = str(error)
             return record
         record["result"] = "other: " + "; ".join(different[:3]) if different else "identical"
@@ -111,7 +111,7 @@ class Machine:
         stop_after(folder, _STEPS)
         with ExitStack() as stack:
             if row.name == "disk-full":
-                _mount(folder / "backups", stack)
+                stack.enter_context(small_disk(folder / "backups", "16m"))
             if under == RUN:
                 job = UnderRun(folder, self._guardian, self._inbox, row.options, row.ranks)
             elif row.name in ("cut", "cut-start"):
@@ -157,16 +157,3 @@ class Machine:
 
 def _step(job: Job) -> int:
     return max((step.step for step in job.log.read()), default=0)
-
-
-def _mount(folder: Path, stack: ExitStack) -> None:
-    """A small disk of its own for a folder.
-
-    Raises:
-        TrialError: this user may mount nothing here.
-    """
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)]
-    if subprocess.run(command, capture_output=True).returncode:
-        raise TrialError(f"not tried: user {os.getuid()} may mount no file system here")
-    stack.callback(subprocess.run, ["umount", "--lazy", str(folder)], check=True)

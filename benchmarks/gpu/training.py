@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks import markdown
 from benchmarks.asking import Answering, answering
-from benchmarks.children import Children, say
-from benchmarks.data_parallel.processes import Command
+from benchmarks.children import Children
+from benchmarks.data_parallel.processes import Command, say
 
 # Windows of each variant for one of the benchmark's samples.
 _WINDOWS = 4

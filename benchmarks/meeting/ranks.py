@@ -18,7 +18,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.children import Children, say
+from benchmarks.children import Children
+from benchmarks.data_parallel.processes import say
 from benchmarks.markdown import spread, table
 
 CASES = [(kind, size) for kind in ("barrier", "rendezvous") for size in (1000, 2000)]
@@ -103,7 +104,7 @@ def main(text: str, path: str) -> None:
 
 def _barrier(size: int) -> tuple[Callable[[], object], Callable[[int], object]]:
     from tfdist.cluster import ClusterConfig
-    from tfdist.cluster.barrier import meet
+    from tfdist.cluster.meeting import meet
 
     # Of ports that are below those of outgoing connections, only that of the chief is used.
     config = ClusterConfig({"worker": [f"127.0.0.1:{20000 + rank}" for rank in range(size)]})
@@ -117,9 +118,7 @@ def _barrier(size: int) -> tuple[Callable[[], object], Callable[[int], object]]:
 
 
 def _rendezvous(size: int) -> tuple[Callable[[], object], Callable[[int], object]]:
-    from tfdist.cluster.rendezvous import attend
-    from tfdist.cluster.rendezvous.registration import Registration
-    from tfdist.cluster.rendezvous.server import MeetingServer
+    from tfdist.cluster.rendezvous import Registration, attend, listen, receive
 
     secret = secrets.token_bytes(32)
 
@@ -128,9 +127,9 @@ def _rendezvous(size: int) -> tuple[Callable[[], object], Callable[[int], object
         return Registration(rank, size, 20000 + rank, None, "127.0.0.1", name, 1000 + rank, "0,1,2,3")
 
     def come(rank: int) -> None:
-        assert len(attend(own(rank), [("127.0.0.1", 20000)], secret, _TIMEOUT)["addresses"]) == size
+        assert len(attend(own(rank), [("127.0.0.1", 20000)], secret, _TIMEOUT)[0]["addresses"]) == size
 
-    return lambda: MeetingServer(own(0), [20000], secret).meet(_TIMEOUT), come
+    return lambda: receive(own(0), listen(own(0), [20000], secret), _TIMEOUT), come
 
 
 def _crowd(come: Callable[[int], object], ranks: range, ready: threading.Barrier, go: threading.Event) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from benchmarks.children import Children, say
+from benchmarks.children import Children
+from benchmarks.data_parallel.processes import say
 from benchmarks.memory.shapes import DEPTH_OF_XLA, DEPTHS, SHAPES
 from benchmarks.memory.variants import ON_DEVICE
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from benchmarks.children import Children, say
+from benchmarks.children import Children
+from benchmarks.data_parallel.processes import say
 from benchmarks.memory.shapes import DEPTHS
 from benchmarks.memory.variants import OFFLOAD, PLAIN, RECOMPUTE, RECOMPUTE_SWAP, SWAP
 

@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager.polymorphic_function.concrete_function import ConcreteFunction
 
-from tfdist.memory.estimation.trace import short_device
+from tfdist.memory.estimate import short_device
 
 v1 = tf.compat.v1
 # What they return is there before and after: variables, arguments and constants.

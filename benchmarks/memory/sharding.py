@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks.children import Children, say
+from benchmarks.children import Children
+from benchmarks.data_parallel.processes import say
 from benchmarks.memory.shapes import SHARDED
 
 MIRRORED, WORKERS = "MirroredStrategy, 2 logical CPUs", "MultiWorkerMirroredStrategy, 2 processes"

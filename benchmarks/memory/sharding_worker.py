@@ -38,9 +38,9 @@ def main(text: str, path: str) -> None:
             model = keras.Sequential([keras.Input(shape.batch_shape[1:]), *layers])
             optimizer = keras.optimizers.Adam()
             model.compile(tfdist.ShardedOptimizer(optimizer) if sharded else optimizer, "mse", jit_compile=False)
-            before = _bytes_of_variables()
+            before = bytes_of_variables()
             model.optimizer.build(model.trainable_variables)
-        after = _bytes_of_variables()
+        after = bytes_of_variables()
         # The first device of this process; all have as much, the first one the counter, too.
         device = min(after)
         records.append({"sharded": sharded, "slot_bytes": after[device] - before.get(device, 0)})
@@ -53,7 +53,7 @@ def main(text: str, path: str) -> None:
         Path(path).write_text(json.dumps(found))
 
 
-def _bytes_of_variables() -> dict[str, int]:
+def bytes_of_variables() -> dict[str, int]:
     """By device, of all TensorFlow variables that exist in this process, whoever keeps them."""
     from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 

@@ -5,19 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 from benchmarks.argument_types import first_two_cores, names
-from benchmarks.children import say
 from benchmarks.data_parallel import machine
-from benchmarks.data_parallel.processes import Command, TrialError, run_together
+from benchmarks.data_parallel.processes import Command, TrialError, end_on_sigterm, result_of, say
 from benchmarks.data_parallel.table import fill, machine_line
-from benchmarks.data_parallel.trial import make_environ
+from benchmarks.data_parallel.trial import make_environ, tensorflow_places, torch_places
 from benchmarks.network.links import ADDRESSES, DEVICE, NETWORKS, Network, joined
 from benchmarks.network.table import table
 
@@ -30,8 +26,7 @@ PORT = 29400
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the benchmark; returns 1 if a trial failed."""
     options = parse(arguments)
-    # As KeyboardInterrupt does: unwinds, so that processes and namespaces go.
-    signal.signal(signal.SIGTERM, _leave)
+    end_on_sigterm()
     facts = machine.describe(options.cores)
     found: dict = {"machine": facts, "alone": {}, "records": []}
     settings = {"warmup": options.warmup, "windows": options.windows, "steps": options.steps}
@@ -88,41 +83,20 @@ def _trial(
     settings: dict,
     options: argparse.Namespace,
 ) -> dict:
-    processes = max(1, len(namespaces))
-    with tempfile.TemporaryDirectory(prefix="tfdist-bench-") as folder:
-        result = Path(folder, "result.json")
-        text = json.dumps({**settings, "method": method, "processes": processes})
-        program = (sys.executable, "-m", f"{__package__}.{WORKERS[peer]}", text, str(result))
+    text = json.dumps({**settings, "method": method, "processes": max(1, len(namespaces))})
+    program = (sys.executable, "-m", f"{__package__}.{WORKERS[peer]}", text)
+    addresses = [f"{address}:{PORT}" for address in ADDRESSES]
+    places = tensorflow_places(addresses) if peer == "tfdist" else torch_places(addresses, DEVICE)
+
+    def commands(folder: Path, result: str) -> list[Command]:
         if network is None:
-            commands = [Command(program, make_environ(os.environ, {}), options.cores[:1])]
-        else:
-            commands = [
-                Command(
-                    ("ip", "netns", "exec", namespace, *program),
-                    make_environ(os.environ, _place(peer, rank)),
-                    (core,),
-                )
-                for rank, (namespace, core) in enumerate(zip(namespaces, options.cores, strict=True))
-            ]
-        run_together(commands, Path(folder), options.deadline)
-        return json.loads(result.read_text())
+            return [Command((*program, result), make_environ(os.environ, {}), options.cores[:1])]
+        return [
+            Command(("ip", "netns", "exec", namespace, *program, result), make_environ(os.environ, place), (core,))
+            for namespace, place, core in zip(namespaces, places, options.cores, strict=True)
+        ]
 
-
-def _place(peer: str, rank: int) -> dict[str, str]:
-    if peer == "tfdist":
-        cluster = {"worker": [f"{address}:{PORT}" for address in ADDRESSES]}
-        return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": rank}})}
-    return {
-        "MASTER_ADDR": ADDRESSES[0],
-        "MASTER_PORT": str(PORT),
-        "WORLD_SIZE": "2",
-        "RANK": str(rank),
-        "GLOO_SOCKET_IFNAME": DEVICE,
-    }
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
+    return result_of(commands, options.deadline)
 
 
 if __name__ == "__main__":

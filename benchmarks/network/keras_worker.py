@@ -6,15 +6,13 @@ import json
 import sys
 from typing import Any
 
-from benchmarks.network.shape import BATCH, BLOCKS, HEADS, LEARNING_RATE, LENGTH, MOMENTUM, VOCABULARY, WIDTH
+from benchmarks.network.shape import BATCH, LEARNING_RATE, MOMENTUM, SHAPE, Shape
 from benchmarks.network.windows import Windows
 
 
 def main(text: str, path: str) -> None:
     """Trains, and lets the chief write what it took."""
     import keras
-    import numpy as np
-    import tensorflow as tf
 
     import tfdist
     from tfdist.compression import PowerSGD, TopK
@@ -24,11 +22,9 @@ def main(text: str, path: str) -> None:
     is_alone = settings["processes"] == 1
     strategy = tfdist.MultiWorkerMirroredStrategy(compression=methods[settings["method"]])
     keras.utils.set_random_seed(1)
-    rows = BATCH * settings["processes"]
-    batch = np.random.default_rng(1).integers(0, VOCABULARY, (rows, LENGTH + 1)).astype("int32")
-    dataset = tf.data.Dataset.from_tensors((batch[:, :-1], batch[:, 1:])).repeat()
+    dataset = repeated_batch(SHAPE, BATCH * settings["processes"])
     with strategy.scope():
-        model = build(keras)
+        model = build(SHAPE, keras.optimizers.SGD(LEARNING_RATE, momentum=MOMENTUM))
     windows = Windows(settings, is_alone)
 
     class Timer(keras.callbacks.Callback):
@@ -40,19 +36,29 @@ def main(text: str, path: str) -> None:
         windows.write(path, float(history["loss"][0]))
 
 
-def build(keras: Any) -> Any:
+def repeated_batch(shape: Shape, rows: int) -> Any:
+    """Always the same tokens, with the next ones to predict."""
+    import numpy as np
+    import tensorflow as tf
+
+    batch = np.random.default_rng(1).integers(0, shape.vocabulary, (rows, shape.length + 1)).astype("int32")
+    return tf.data.Dataset.from_tensors((batch[:, :-1], batch[:, 1:])).repeat()
+
+
+def build(shape: Shape, optimizer: Any) -> Any:
     """The model, compiled."""
+    import keras
+
     layers = keras.layers
-    tokens = keras.Input((LENGTH,), dtype="int32")
-    x = layers.Embedding(VOCABULARY, WIDTH)(tokens)
-    for _ in range(BLOCKS):
+    tokens = keras.Input((shape.length,), dtype="int32")
+    x = layers.Embedding(shape.vocabulary, shape.width)(tokens)
+    for _ in range(shape.blocks):
         y = layers.LayerNormalization()(x)
-        x = x + layers.MultiHeadAttention(HEADS, WIDTH // HEADS)(y, y, use_causal_mask=True)
+        x = x + layers.MultiHeadAttention(shape.heads, shape.width // shape.heads)(y, y, use_causal_mask=True)
         y = layers.LayerNormalization()(x)
-        x = x + layers.Dense(WIDTH)(layers.Dense(4 * WIDTH, activation="gelu")(y))
-    model = keras.Model(tokens, layers.Dense(VOCABULARY)(layers.LayerNormalization()(x)))
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.SGD(LEARNING_RATE, momentum=MOMENTUM), loss, jit_compile=False)
+        x = x + layers.Dense(shape.width)(layers.Dense(4 * shape.width, activation="gelu")(y))
+    model = keras.Model(tokens, layers.Dense(shape.vocabulary)(layers.LayerNormalization()(x)))
+    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
     return model
 
 

@@ -80,7 +80,7 @@ def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True)
 
 
-def sent_bytes() -> int:
+def sent_bytes(device: str = DEVICE) -> int:
     """What this process' namespace has sent over the link so far, with all headers."""
-    with open(f"/sys/class/net/{DEVICE}/statistics/tx_bytes") as file:
+    with open(f"/sys/class/net/{device}/statistics/tx_bytes") as file:
         return int(file.read())

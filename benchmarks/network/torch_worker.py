@@ -11,20 +11,22 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from benchmarks.network.shape import BATCH, BLOCKS, HEADS, LEARNING_RATE, LENGTH, MOMENTUM, VOCABULARY, WIDTH
+from benchmarks.network.shape import BATCH, LEARNING_RATE, MOMENTUM, SHAPE, Shape
 from benchmarks.network.windows import Windows
 
 
 class LanguageModel(nn.Module):
     """The model of keras_worker."""
 
-    def __init__(self) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        width = shape.width
+        self.embedding = nn.Embedding(shape.vocabulary, width)
         block = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
-        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, **block) for _ in range(BLOCKS))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
-        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(LENGTH))
+        blocks = [nn.TransformerEncoderLayer(width, shape.heads, 4 * width, **block) for _ in range(shape.blocks)]
+        self.blocks = nn.ModuleList(blocks)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, shape.vocabulary)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(shape.length))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits of the next tokens."""
@@ -32,6 +34,13 @@ class LanguageModel(nn.Module):
         for block in self.blocks:
             x = block(x, src_mask=self.mask, is_causal=True)
         return self.head(self.norm(x))
+
+
+def own_rows(shape: Shape, rows: int, rank: int, processes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A rank's tokens, and the next ones, which are to be predicted."""
+    batch = torch.randint(0, shape.vocabulary, (rows * processes, shape.length + 1))
+    own = batch[rank * rows : (rank + 1) * rows]
+    return own[:, :-1], own[:, 1:].flatten()
 
 
 def main(text: str, path: str) -> None:
@@ -54,9 +63,8 @@ def main(text: str, path: str) -> None:
 def train(settings: dict[str, Any], rank: int, path: str, is_alone: bool) -> float:
     """One training."""
     torch.manual_seed(1)
-    rows = torch.randint(0, VOCABULARY, (BATCH * settings["processes"], LENGTH + 1))[rank * BATCH : (rank + 1) * BATCH]
-    inputs, targets = rows[:, :-1], rows[:, 1:].reshape(-1)
-    model: nn.Module = LanguageModel()
+    inputs, targets = own_rows(SHAPE, BATCH, rank, settings["processes"])
+    model: nn.Module = LanguageModel(SHAPE)
     if not is_alone:
         model = nn.parallel.DistributedDataParallel(model)
         if settings["method"] == "bf16":
@@ -68,7 +76,7 @@ def train(settings: dict[str, Any], rank: int, path: str, is_alone: bool) -> flo
     windows = Windows(settings, is_alone)
     for step in range(windows.total):
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(inputs).reshape(-1, VOCABULARY), targets)
+        loss = nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets)
         loss.backward()
         optimizer.step()
         windows.ended(step + 1)

@@ -6,10 +6,11 @@ import contextlib
 import functools
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterator, Sequence
 
 from benchmarks.asking import Answering, answering
+from benchmarks.children import Children
 from benchmarks.data_parallel.processes import Command
 from benchmarks.data_parallel.trial import make_environ
 from tfdist.cluster.ports import reserve
@@ -21,23 +22,8 @@ _THREADS = {
 }
 
 
-@dataclass(frozen=True)
-class Setting:
-    """Where and how long processes run.
-
-    Attributes:
-        cores: the first one is for the chief, the ps and the single process, the second one for all workers.
-        deadline: seconds that an answer may take.
-        pythons: the interpreter of each peer.
-    """
-
-    cores: tuple[int, int]
-    deadline: float
-    pythons: Mapping[str, str]
-
-
 @contextlib.contextmanager
-def started(peer: str, workers: int, setting: Setting) -> Iterator[Answering]:
+def started(peer: str, workers: int, children: Children) -> Iterator[Answering]:
     """Starts a peer's processes, and ends them at the end of the `with` block. The chief answers (`chief.Chief`).
 
     Raises:
@@ -45,27 +31,29 @@ def started(peer: str, workers: int, setting: Setting) -> Iterator[Answering]:
     """
     with contextlib.ExitStack() as stack:
         ports = stack.enter_context(reserve(workers + 2)).ports if workers else []
-        commands = functools.partial(make_commands, peer, workers, setting, ports)
-        cluster = stack.enter_context(answering(commands, setting.deadline))
+        commands = functools.partial(make_commands, peer, workers, children.cores, ports)
+        cluster = stack.enter_context(answering(commands, children.deadline))
         pids = cluster.processes.pids
         by_job = {"worker": pids[1 : 1 + workers], "ps": pids[1 + workers :]} if workers else {}
         cluster.ask("meet", pids=by_job, ports=list(ports))
         yield cluster
 
 
-def make_commands(peer: str, workers: int, setting: Setting, ports: Sequence[int], address: str) -> tuple[Command, ...]:
+def make_commands(
+    peer: str, workers: int, cores: Sequence[int], ports: Sequence[int], address: str
+) -> tuple[Command, ...]:
     """The processes of a peer: chief, workers and ps, or a single one.
 
     Args:
         peer: key of `PEERS`.
         workers: how many; 0 for a single process.
-        setting: where to run them.
+        cores: the first one is for the chief, the ps and the single process, the second one for all workers.
         ports: of chief, workers and ps, in this order.
         address: of the socket for requests.
     """
     module = f"{__package__}.{'tf_keras_process' if peer == 'tf_keras' else 'keras_process'}"
-    words = (setting.pythons[peer], "-m", module, address)
-    first, second = setting.cores
+    words = (sys.executable, "-m", module, address)
+    first, second = cores
     if not workers:
         return (Command(words, make_environ(os.environ, _THREADS), (first,)),)
     jobs = {"chief": ports[:1], "worker": ports[1 : 1 + workers], "ps": ports[1 + workers :]}

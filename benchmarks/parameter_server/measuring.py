@@ -3,43 +3,48 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks.asking import Answering
-from benchmarks.data_parallel.processes import TrialError
-from benchmarks.parameter_server.clusters import Setting, started
-from benchmarks.parameter_server.trials import Trial, by_case
+from benchmarks.children import Children
+from benchmarks.data_parallel.peers import installed
+from benchmarks.data_parallel.processes import TrialError, say
+from benchmarks.parameter_server.clusters import started
+from benchmarks.parameter_server.trials import PEERS, Trial, by_case, trials_of
+
+# Seconds that a sample takes.
+_SECONDS, _SECONDS_IF_QUICK = 1.0, 0.2
 
 Samples = dict[Trial, list[dict]]
 
 
-def measure(trials: Sequence[Trial], repeats: int, seconds: float, setting: Setting) -> tuple[Samples, dict]:
-    """Measures trials, each as often as the others, in turns; all clusters are there from the beginning to the end.
+def of(part: str) -> Callable[[Children, int, bool], list[dict]]:
+    """What measures a part: one record for each trial, with its samples or with what went wrong.
 
-    Args:
-        trials: what to measure.
-        repeats: how many samples of each trial.
-        seconds: that a sample takes.
-        setting: where processes run.
-
-    Returns:
-        The samples of each trial, and what went wrong: a text for each trial that failed.
-
-    Raises:
-        TrialError: if a cluster does not start.
+    Each is measured as often as the others, in turns; all clusters are there from the beginning to the end.
     """
-    samples: Samples = {}
-    errors: dict[Trial, str] = {}
-    with contextlib.ExitStack() as stack:
-        clusters = {}
-        for peer, workers in dict.fromkeys(trial.cluster for trial in trials):
-            say(f"starting {peer} with {workers} workers ...")
-            clusters[peer, workers] = stack.enter_context(started(peer, workers, setting))
-        for of_case in by_case(trials):
-            say(f"{of_case[0].case.title} ...")
-            _measure_case(of_case, repeats, seconds, clusters, samples, errors)
-    return samples, errors
+
+    def measure(children: Children, samples: int, quick: bool) -> list[dict]:
+        peers = [peer for peer in PEERS if peer != "tf_keras" or installed(peer)]
+        if len(peers) < len(PEERS):
+            say(f"{PEERS['tf_keras']} is left out: install it by `pip install tf_keras`.")
+        trials = trials_of(part, peers, quick)
+        found: Samples = {}
+        errors: dict[Trial, str] = {}
+        rounds, seconds = (min(samples, 2), _SECONDS_IF_QUICK) if quick else (samples, _SECONDS)
+        with contextlib.ExitStack() as stack:
+            clusters = {}
+            for peer, workers in dict.fromkeys(trial.cluster for trial in trials):
+                say(f"starting {peer} with {workers} workers ...")
+                clusters[peer, workers] = stack.enter_context(started(peer, workers, children))
+            for of_case in by_case(trials):
+                say(f"{of_case[0].case.title} ...")
+                _measure_case(of_case, rounds, seconds, clusters, found, errors)
+        return [
+            {"trial": trial.to_dict(), "samples": found.get(trial, []), "error": errors.get(trial)} for trial in trials
+        ]
+
+    return measure
 
 
 def _measure_case(
@@ -77,8 +82,3 @@ def _measure_case(
 def name_of(trial: Trial) -> str:
     """Framework, options and number of workers, for messages."""
     return f"{trial.title}{f', {trial.workers} workers' if trial.workers else ''}"
-
-
-def say(text: str) -> None:
-    """Progress; to stderr, as stdout is the tables."""
-    print(text, file=sys.stderr, flush=True)

@@ -24,17 +24,13 @@ _HEADER = (
 _SHOWN_FOR_FAILED = "failed"
 
 
-def report(parts: Mapping[str, tuple[Sequence[Trial], Mapping[Trial, Sequence[Mapping]]]]) -> str:
-    """A table for each case of each part.
-
-    Args:
-        parts: trials and their samples, by part.
-    """
+def table_of(records: Sequence[Mapping]) -> str:
+    """A table for each case of a part."""
+    samples = {Trial.from_dict(record["trial"]): record["samples"] for record in records}
     tables = []
-    for trials, samples in parts.values():
-        for of_case in by_case(trials):
-            lines = [_cells(trial, samples) for trial in of_case]
-            tables.append(f"### {of_case[0].case.title}\n\n{table(_HEADER, lines, left=1)}")
+    for of_case in by_case(list(samples)):
+        lines = [_cells(trial, samples) for trial in of_case]
+        tables.append(f"{of_case[0].case.title}:\n\n{table(_HEADER, lines, left=1)}")
     return "\n\n".join(tables)
 
 

@@ -142,12 +142,13 @@ def _embedding() -> list[Trial]:
     return trials
 
 
+# By name: the title, and what makes the trials.
 PARTS = {
-    "dense": lambda: _speeds(Case("dense")),
-    "wide": lambda: _speeds(Case("wide")),
-    "sleep": _sleep,
-    "inflight": lambda: _inflight(Case("dense")),
-    "embedding": _embedding,
+    "dense": ("A small model", lambda: _speeds(Case("dense"))),
+    "wide": ("A larger model", lambda: _speeds(Case("wide"))),
+    "sleep": ("Steps that overlap", _sleep),
+    "inflight": ("Steps in flight", lambda: _inflight(Case("dense"))),
+    "embedding": ("Rows of a table", _embedding),
 }
 
 
@@ -159,7 +160,7 @@ def trials_of(part: str, peers: Collection[str], quick: bool = False) -> list[Tr
         peers: which can be measured.
         quick: leave out most of them, but no kind.
     """
-    trials = [trial for trial in PARTS[part]() if trial.peer in peers]
+    trials = [trial for trial in PARTS[part][1]() if trial.peer in peers]
     return [trial for trial in trials if _is_quick(trial)] if quick else trials
 
 

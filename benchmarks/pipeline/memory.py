@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from benchmarks.children import Children, say
+from benchmarks.children import Children
+from benchmarks.data_parallel.processes import say
 
 STAGES = 4
 MICROBATCHES = 8

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks.children import Children, say
+from benchmarks.children import Children
 from benchmarks.data_parallel.peers import installed
+from benchmarks.data_parallel.processes import say
 from benchmarks.pipeline.shapes import SHAPES
 
 STAGES = 2

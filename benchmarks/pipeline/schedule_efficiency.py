@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.children import Children, say
+from benchmarks.children import Children
 from benchmarks.data_parallel.measure import StepClock
+from benchmarks.data_parallel.processes import say
 
 DEVICES = (2, 4, 8)
 MICROBATCHES = (4, 16, 32)

@@ -30,13 +30,13 @@ def main(text: str, path: str) -> None:
         modules = _layers(shape)
         steps = [_whole_step(modules, batch)]
         pids = [os.getpid()]
-        records = _measure(settings, steps, pids)
+        records = measure(settings, steps, pids)
     else:
         dist.init_process_group("gloo")
         announce(settings["folder"], dist.get_rank())
         pids = announced(settings["folder"], dist.get_world_size())
         steps = [_stage_step(shape, batch, variant["microbatches"]) for variant in settings["variants"]]
-        records = _measure(settings, steps, pids)
+        records = measure(settings, steps, pids)
         # Rank 0 serves the rendezvous: it must not leave before the others.
         dist.barrier()
     if not dist.is_initialized() or dist.get_rank() == 0:
@@ -90,17 +90,18 @@ def _stage_step(shape: Shape, batch: torch.Tensor, microbatches: int) -> Callabl
     return step
 
 
-def _measure(settings: dict, steps: list[Callable[[], None]], pids: list[int]) -> list[dict]:
+def measure(settings: dict, steps: list[Callable[[], None]], pids: list[int]) -> list[dict]:
+    """Windows of all variants in turns; a record of each."""
     counts = [_steps_of_window(step) for step in steps]
     windows = [Windows(pids) for _ in steps]
     for _ in range(settings["samples"]):
         for step, count, window in zip(steps, counts, windows, strict=True):
             step()
-            _together()
+            together()
             window.begin()
             for _ in range(count):
                 step()
-            _together()
+            together()
             window.end(count)
     return [
         {"variant": variant, "steps": count, **window.record}
@@ -110,7 +111,7 @@ def _measure(settings: dict, steps: list[Callable[[], None]], pids: list[int]) -
 
 def _steps_of_window(step: Callable[[], None]) -> int:
     step()
-    _together()
+    together()
     began = time.perf_counter()
     step()
     step()
@@ -120,7 +121,8 @@ def _steps_of_window(step: Callable[[], None]) -> int:
     return steps_of_window(seconds.item())
 
 
-def _together() -> None:
+def together() -> None:
+    """Waits for all ranks."""
     if dist.is_initialized():
         dist.barrier()
 

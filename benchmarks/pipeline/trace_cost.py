@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.children import Children, say
+from benchmarks.children import Children
+from benchmarks.data_parallel.processes import say
 
 DEVICES = (2, 4)
 MICROBATCHES = (4, 8, 16, 32)

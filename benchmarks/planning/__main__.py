@@ -9,13 +9,14 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.children import Children, say
+from benchmarks.children import Children
+from benchmarks.data_parallel.processes import say
 from benchmarks.data_parallel.table import fill
 from benchmarks.planning.table import render
 
 _README = Path(__file__).with_name("README.md")
 _MODULE = "benchmarks.planning.worker"
-_FAMILIES = ("one device", "MultiWorker", "Horovod")
+_FAMILIES = ("one device", "MultiWorker")
 
 
 def main() -> None:

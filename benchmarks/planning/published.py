@@ -1,6 +1,6 @@
 """What tfdist.planning predicts for figures that others have published: `python -m benchmarks.planning.published`.
 
-With `--write-docs` it renews the table in docs/planning.md.
+With `--write-readme` it renews the table in README.md beside it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tfdist.planning.hardware import PRESETS, Device, Hardware, Link, all_reduce
 from tfdist.planning.pipelines import pipeline
 from tfdist.planning.profile import LayerProfile, ModelProfile, Sample, StepCost
 
-DOCS = Path(__file__).parents[2] / "docs" / "planning.md"
+README = Path(__file__).parent / "README.md"
 # GPipe, arXiv 1811.06965, table 2: training throughput of partitions K and micro-batches M; K = 2 and M = 1 is 1.
 _GPIPE = {
     "GPipe, Transformer-48": {
@@ -160,5 +160,5 @@ def render(found: list[Figure]) -> str:
 if __name__ == "__main__":
     text = render(figures())
     print(text)
-    if "--write-docs" in sys.argv:
-        DOCS.write_text(fill(DOCS.read_text(), text))
+    if "--write-readme" in sys.argv:
+        README.write_text(fill(README.read_text(), text, "<!-- published -->", "<!-- /published -->"))

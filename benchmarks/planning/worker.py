@@ -23,7 +23,7 @@ def _plan(settings: dict[str, Any]) -> list[dict[str, Any]]:
 
     build, rows = MODELS[settings["model"]]
     found = tfdist.plan(build(), rows, devices=2, hardware=Hardware.from_json(settings["hardware"]))
-    best = found.recommendation.best
+    best = found.best
     return [{**dataclasses.asdict(row), "best": row is best} for row in found.rows]
 
 
@@ -34,7 +34,7 @@ def _train(settings: dict[str, Any]) -> list[float] | None:
 
     import tfdist
     from benchmarks.planning.models import MODELS
-    from tfdist.memory.estimation.batch import batch_of
+    from tfdist.memory.estimate import batch_of
 
     build, rows = MODELS[settings["model"]]
     strategy = getattr(tfdist, settings["strategy"])(**settings["options"]) if settings["strategy"] else None

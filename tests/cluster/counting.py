@@ -49,9 +49,9 @@ def one_hot_rows() -> tuple[np.ndarray, np.ndarray]:
     return np.eye(ROWS, dtype="float32"), np.zeros((ROWS, 1), "float32")
 
 
-def times_seen(strategy: Any, *data: Any, **arguments: object) -> list[float]:
-    """How often `fit` sees each row in `EPOCHS` epochs of batches of `SIZE` rows."""
-    model = counting_model(strategy, Seen, ROWS, float(SIZE))
+def times_seen(strategy: Any, *data: Any, rows: int = ROWS, **arguments: object) -> list[float]:
+    """How often `fit` sees each of `rows` rows in `EPOCHS` epochs of batches of `SIZE` rows."""
+    model = counting_model(strategy, Seen, rows, float(SIZE))
     model.fit(*data, epochs=EPOCHS, verbose=0, **arguments)
     return (-model.get_weights()[0][:, 0]).tolist()
 

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import threading
 import time
 from pathlib import Path
 
-import keras
 import tensorflow as tf
 from tensorflow.python.eager import context
 
 from tfdist.cluster import ClusterConfig, ClusterError, discover
-from tfdist.cluster.barrier import meet
 from tfdist.runtime.servers import await_servers, connect, serve
-from tfdist.supervision.progress import ProgressWriter
 
 SIZE = 50
 START_TIMEOUT = 90.0
@@ -25,7 +21,8 @@ START_TIMEOUT = 90.0
 
 def tell(**found: object) -> None:
     """One line of what the test asserts."""
-    print(json.dumps(found), flush=True)
+    # In one piece: a thread of tfdist's, and other processes, write to the same log.
+    os.write(1, f"\n{json.dumps(found)}\n".encode())
 
 
 def wait_for(name: str) -> None:
@@ -90,44 +87,6 @@ def endless(cluster: ClusterConfig) -> None:
     wait_for("stop")
 
 
-def absent(cluster: ClusterConfig) -> None:
-    """The others come to the barrier, but have no server."""
-    wait_for("imported")
-    start = time.monotonic()
-    try:
-        connect(cluster, 6.0)
-    except ClusterError as error:
-        tell(error=str(error), seconds=time.monotonic() - start)
-
-
-def restarted(cluster: ClusterConfig) -> None:
-    """Kills a server at the second step of the first life; `tfdist run` starts both processes again."""
-    writer = ProgressWriter.from_environment()
-    assert writer is not None
-    first_life = os.environ["TFDIST_RESTART"] == "0"
-    chain = Chain(connect(cluster, START_TIMEOUT, role=lambda rank: f"stage {rank}"))
-    writer.begin()
-    for step in range(1, 4):
-        if first_life and step == 2:
-            os.kill(int(Path("server-0").read_text()), signal.SIGKILL)
-        tell(sum=float(chain.step()), step=step, restart=os.environ["TFDIST_RESTART"])
-        writer.report("training", step)
-    writer.report("done", 3)
-
-
-def preempted(cluster: ClusterConfig) -> None:
-    """At SIGTERM it needs the servers once more, a while later, and ends with the code of a preemption."""
-    chain = Chain(connect(cluster, START_TIMEOUT))
-    asked = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: asked.set())
-    chain.step()
-    Path("ready").touch()
-    asked.wait()
-    time.sleep(1.0)
-    tell(saved=float(chain.step()))
-    sys.exit(77)
-
-
 class Pool:
     """A variable on the parameter server, read by the workers."""
 
@@ -177,38 +136,11 @@ def pool(cluster: ClusterConfig) -> None:
             tell(read=servers.read())
 
 
-def replaced(cluster: ClusterConfig) -> None:
-    """Loses a worker after the first step; `tfdist run` starts another one in its place."""
-    writer = ProgressWriter.from_environment()
-    assert writer is not None
-    servers = Pool(cluster)
-    writer.begin()
-    tell(read=servers.read())
-    writer.report("training", 1)
-    while "serves chief 0" not in Path("logs/worker-1.log").read_text():
-        time.sleep(0.01)
-    os.kill(int(Path("server-worker-1-0").read_text()), signal.SIGKILL)
-    assert servers.back.wait(START_TIMEOUT)
-    servers.reconnect()
-    tell(read=servers.read())
-    writer.report("training", 2)
-
-
 def main(what: str) -> None:
     cluster = discover()
     if cluster.rank == 0:
-        programs = (steps, endless, absent, restarted, preempted, pool, replaced)
-        {program.__name__: program for program in programs}[what](cluster)
-    elif what == "absent":
-        Path("imported").touch()
-        meet(cluster, START_TIMEOUT, {"same.tensorflow": tf.__version__, "same.keras": keras.__version__})
-        wait_for("stop")
-    elif what == "replaced":
-        task = f"{cluster.task_type}-{cluster.task_index}"
-        Path(f"server-{task}-{os.environ['TFDIST_REPLACEMENT'] or 0}").write_text(str(os.getpid()))
-        serve(cluster, START_TIMEOUT)
+        {program.__name__: program for program in (steps, endless, pool)}[what](cluster)
     else:
-        Path(f"server-{os.environ.get('TFDIST_RESTART', cluster.rank)}").write_text(str(os.getpid()))
         serve(cluster, START_TIMEOUT)
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import functools
 import re
 
+import numpy as np
 import pytest
 
+from tests.tiers import daily
 from tfdist.testing import run_local
 
 pytestmark = pytest.mark.cluster
 
 
-def sums(transport: str) -> dict[str, list[str]]:
+def sums(transport: str) -> dict[str, list]:
     """Runs on every process: the sums over processes in the traced train functions of several models."""
     import keras
     import tensorflow as tf
@@ -37,8 +39,9 @@ def sums(transport: str) -> dict[str, list[str]]:
 
     plain = tfdist.MultiWorkerMirroredStrategy(transport=transport, start_timeout=60)
     found = {
-        "metrics": of_train_step(plain, lambda: mlp(metrics=["accuracy", keras.metrics.AUC()])()),
-        "uneven": of_train_step(plain, mlp(), batches(*rows(81))),
+        "metrics, uneven": of_train_step(
+            plain, lambda: mlp(metrics=["accuracy", keras.metrics.AUC()])(), batches(*rows(81))
+        ),
         "adam, clipped": of_train_step(plain, mlp(optimizer=lambda: keras.optimizers.Adam(clipnorm=1.0))),
         "global BatchNormalization": of_train_step(plain, mlp(layers.BatchNormalization)),
     }
@@ -64,7 +67,27 @@ def sums(transport: str) -> dict[str, list[str]]:
         " ".join(layer for layer, name in gradients.items() if any(re.match(name, node) for node in before))
         for before in sorted((_before(node, step) for node in step if _is_sum(node)), key=len)
     ]
+    found["own rows"] = own_rows(plain)
     return found
+
+
+def own_rows(strategy: object) -> list:
+    """This process' rows of the sum of large and of small matrices, and the operations that exchanged them."""
+    import tensorflow as tf
+
+    from tfdist.steps.reduce import reduce_scatter
+
+    rank = strategy._peers.rank
+    rows = tf.range(60_000.0)[:, None] * tf.constant([[1.0, 10.0 + rank]])
+
+    @tf.function
+    def scatter() -> list[tf.Tensor]:
+        given = [rows, tf.cast(rows[:40], tf.float64), tf.cast(rows[:40], tf.bfloat16)]
+        return strategy.run(lambda: reduce_scatter([tf.identity(one) for one in given]))
+
+    operations = scatter.get_concrete_function().graph.get_operations()
+    kinds = [one.type for one in operations if one.type.startswith(("Collective", "PyFunc"))]
+    return [kinds, *(tf.cast(one, tf.float64).numpy() for one in scatter())]
 
 
 def _is_sum(node: object) -> bool:
@@ -97,8 +120,7 @@ def results(transport: str) -> list[dict[str, list[str]]]:
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
-        ("metrics", 1),
-        ("uneven", 1),
+        ("metrics, uneven", 1),
         ("adam, clipped", 1),
         # Statistics forward, their gradients backward, and the gradients.
         ("global BatchNormalization", 3),
@@ -114,16 +136,13 @@ def test_number_of_sums(model, expected, transport, operation):
         assert found[model] == [operation] * expected, f"rank {rank}"
 
 
-def test_slices_travel_as_sums_do():
+@pytest.mark.parametrize(
+    ("transport", "operation"), daily([("direct", "PyFunc"), ("tensorflow", "CollectiveGatherV2")], "direct")
+)
+def test_slices(transport, operation):
     """The gradient of a table: which operation; whether it is right, the feature table tells."""
-    for found in results("direct"):
-        assert found["embedding"] == ["PyFunc"]
-
-
-@pytest.mark.exhaustive
-def test_slices_over_collectives_of_tensorflow():
-    for found in results("tensorflow"):
-        assert "CollectiveGatherV2" in found["embedding"]
+    for found in results(transport):
+        assert operation in found["embedding"]
 
 
 @pytest.mark.parametrize("transport", ["direct", pytest.param("tensorflow", marks=pytest.mark.exhaustive)])
@@ -131,3 +150,15 @@ def test_the_first_bucket_is_sent_before_the_last_gradient_exists(transport):
     for found in results(transport):
         layers = ["dense0", "dense1", "dense2", "dense3"]
         assert found["buckets"] == [" ".join(layers[-n:]) for n in (1, 2, 3, 4)]
+
+
+@pytest.mark.parametrize(
+    ("transport", "operation"), daily([("direct", "PyFunc"), ("tensorflow", "CollectiveAllToAllV2")], "direct")
+)
+def test_own_rows(transport, operation):
+    for rank, found in enumerate(results(transport)):
+        kinds, *parts = found["own rows"]
+        assert kinds == [operation] * 3
+        for part, size, tolerance in zip(parts, [60_000, 40, 40], [0, 0, 2.0**-7], strict=True):
+            own = np.arange(size / 2)[:, None] + rank * size / 2
+            np.testing.assert_allclose(part, own * [[2.0, 21.0]], rtol=tolerance)

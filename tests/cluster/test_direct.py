@@ -17,7 +17,6 @@ pytestmark = pytest.mark.cluster
 CASES: dict[str, tuple[dict[str, Any], int, int]] = {
     "one process": ({}, 1, 1),
     "as it is": ({}, 1, 1),
-    "over TensorFlow": ({"transport": "tensorflow"}, 1, 1),
     "in small buckets": ({"bucket_bytes": 100_000}, 1, 1),
     "several steps in an execution": ({}, 1, 3),
     "bf16": ({"compression": "bf16"}, 1, 1),
@@ -69,10 +68,10 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any], tolerance: flo
     np.testing.assert_allclose(found["predictions"], expected["predictions"], atol=10 * tolerance)
 
 
-@pytest.mark.parametrize("tolerance", [1e-5, 2e-2])
-def test_another_training_is_told_apart(tolerance: float) -> None:
+@pytest.mark.exhaustive
+def test_another_training_is_told_apart() -> None:
     """Negative control: half of the learning rate."""
     (other,) = run_local(train, workers=1, timeout=120, args=({}, 1, 0.005))
     (expected,) = results("one process")
     with pytest.raises(AssertionError, match="Mismatched elements"):
-        assert_equal(other, expected, tolerance)
+        assert_equal(other, expected, tolerance=2e-2)

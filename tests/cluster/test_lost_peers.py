@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -48,26 +49,19 @@ def train(folder: Path, size: int, transport: str, *arguments: str) -> tuple[lis
             env = {**os.environ, "TF_CONFIG": config, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
             env["TFDIST_TRANSPORT"] = transport
             processes.append(forked(["train.py", *arguments], folder / f"log-{index}", folder, env, index))
-        codes: dict[int, int | None] = {}
-        for index, process in enumerate(processes):
-            stopped = arguments == (str(index), "stop")
-            codes[index] = None if stopped else process.wait(_DEADLINE)
-        return places, [(codes[index], (folder / f"log-{index}").read_text()) for index in range(size)]
+        stopped = int(arguments[0]) if arguments[1] == "stop" else None
+        codes = [None if index == stopped else process.wait(_DEADLINE) for index, process in enumerate(processes)]
+        return places, [(code, (folder / f"log-{index}").read_text()) for index, code in enumerate(codes)]
     finally:
         for process in processes:
             process.kill()
 
 
-def ways_to_go() -> list:
-    cases = [(0, "kill", -9), (1, "kill", -9), (2, "raise", 1)]
-    found = [
-        pytest.param(*case, way, id=f"{way}, rank {case[0]}") for way in ("direct", "tensorflow") for case in cases
-    ]
-    return daily(found, "direct, rank 0")
+WAYS = [(0, "kill", -9, "direct"), (1, "kill", -9, "tensorflow"), (2, "raise", 1, "direct")]
 
 
 @pytest.mark.timeout(_DEADLINE + 30)
-@pytest.mark.parametrize(("rank", "how", "code", "transport"), ways_to_go())
+@pytest.mark.parametrize(("rank", "how", "code", "transport"), daily(WAYS, "0"))
 def test_who_is_gone_is_named_below_the_traceback(rank, how, code, transport, tmp_path):
     places, results = train(tmp_path, 3, transport, str(rank), how)
     assert results[rank][0] == code
@@ -92,49 +86,26 @@ def test_who_is_gone_is_named_below_the_traceback(rank, how, code, transport, tm
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(_DEADLINE + 30)
-@pytest.mark.parametrize("rank", [0, 1])
-def test_who_is_stopped_is_not_waited_for(rank, tmp_path):
+def test_who_is_stopped_is_not_waited_for(tmp_path):
     # TensorFlow's coordination service has told the others, which wait for shared memory.
-    _, results = train(tmp_path, 3, "direct", str(rank), "stop")
-    for survivor in {0, 1, 2} - {rank}:
-        found, text = results[survivor]
+    _, (_, *results) = train(tmp_path, 3, "direct", "0", "stop")
+    for found, text in results:
         print(text)
         assert found == 1
         assert "Collective sum of the replicas: Collective ops is aborted by: " in text
 
 
-def test_which_exceptions_are_about_peers():
-    import tensorflow as tf
-
-    from tfdist.runtime.lost_peers import is_about_peers
-
-    reset = tf.errors.UnavailableError(None, None, "recvmsg:Connection reset by peer")
-    led_to = RuntimeError("not saved")
-    led_to.__cause__ = reset
-    assert is_about_peers(reset) and is_about_peers(led_to)
-    assert is_about_peers(tf.errors.InternalError(None, None, "Collective ops is aborted by: ..."))
-    own = [ValueError("Collective"), KeyboardInterrupt(), tf.errors.InternalError(None, None, "Blas GEMM failed"), None]
-    assert not any(map(is_about_peers, [*own, tf.errors.InvalidArgumentError(None, None, "Collective")]))
-
-
 def test_what_is_said_of_whom(monkeypatch):
-    from tfdist.runtime.lost_peers import GONE, SILENT, THERE, lost, state_of
+    from tfdist.runtime.job import GONE, SILENT, THERE, lost, state_of
 
     with socket.create_server(("127.0.0.1", 0)) as there:
         place = f"127.0.0.1:{there.getsockname()[1]}"
         assert state_of(place, 1.0) == THERE
     assert state_of(place, 1.0) == GONE
-
-    def no_answer(place: tuple[str, int], timeout: float) -> None:
-        raise TimeoutError(f"{place}: {timeout}")
-
     with monkeypatch.context() as patched:
-        patched.setattr(socket, "create_connection", no_answer)
+        patched.setattr(socket, "create_connection", mock.Mock(side_effect=TimeoutError))
         assert state_of(place, 1.0) == SILENT
     assert lost({"worker 1 (b:1)": THERE}) == ""
-    assert lost({"worker 1 (b:1)": SILENT, "worker 2 (c:1)": THERE}).startswith(
-        "worker 1 (b:1) does not answer: a host that is down, hangs or is cut off; what it has printed"
-    )
     both = lost({"worker 1 (b:1)": GONE, "worker 2 (c:1)": GONE, "worker 3 (d:1)": SILENT})
     assert both.startswith("worker 1 (b:1), worker 2 (c:1) are gone, and worker 3 (d:1) does not answer")
     assert "; the first of them to end is the cause; what they have printed, and the log" in both
@@ -142,7 +113,7 @@ def test_what_is_said_of_whom(monkeypatch):
 
 
 def test_nothing_else_changes_what_is_shown(monkeypatch):
-    from tfdist.runtime import lost_peers
+    from tfdist.runtime import job
 
     shown: list[type] = []
     with ports.reserve(2) as reservation:
@@ -152,9 +123,11 @@ def test_nothing_else_changes_what_is_shown(monkeypatch):
         shown.append(kind)
 
     monkeypatch.setattr(sys, "excepthook", before)
-    monkeypatch.setattr(lost_peers, "_ask", lambda cluster: pytest.fail("asked"))
-    lost_peers.name_lost_peers(cluster, {"TFDIST_RUN_ID": "1"})
+    monkeypatch.setattr(job, "_ask", lambda cluster: pytest.fail("asked"))
+    monkeypatch.setenv("TFDIST_RUN_ID", "1")
+    job.name_lost_peers(cluster)
     assert sys.excepthook is before  # the launcher names whoever failed
-    lost_peers.name_lost_peers(cluster, {})
+    monkeypatch.delenv("TFDIST_RUN_ID")
+    job.name_lost_peers(cluster)
     sys.excepthook(ValueError, ValueError("Collective"), None)
     assert shown == [ValueError]

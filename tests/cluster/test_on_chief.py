@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import time
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
 
-from tests.cluster.attempt import attempt, error_of, found_on
+from tests.cluster.attempt import attempt, found_on
 from tests.features.table import batches, mlp, rows
 from tfdist.testing import run_local
 
@@ -45,24 +44,6 @@ class Recorder(keras.callbacks.Callback):
             self.epochs.append({**arguments[1], "steps": int(self.model.optimizer.iterations.numpy())})
 
 
-class Stop(keras.callbacks.Callback):
-    """Ends the fit in its second epoch."""
-
-    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-        if epoch == 1:
-            self.model.stop_training = True
-
-    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        """Keras calls this one in turn."""
-
-
-class Evaluating(keras.callbacks.Callback):
-    """Needs the other processes."""
-
-    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-        self.model.evaluate(*rows(32), verbose=0)
-
-
 def build(strategy: Any) -> keras.Model:
     keras.utils.set_random_seed(7)
     with strategy.scope():
@@ -85,117 +66,76 @@ def recorded(strategy: Any, folder: str = "") -> dict[str, Any]:
     return {"made": Recorder.made, "calls": calls, "epochs": epochs, "history": first.history, "w": model.get_weights()}
 
 
-def with_backup(strategy: Any, folder: str) -> dict[str, Any]:
-    """What a counter on the chief counts in a fit that fails once, and is resumed."""
-    import tfdist
-
-    class Counter(keras.callbacks.Callback):
-        def __init__(self) -> None:
-            super().__init__()
-            self.steps = 0
-
-        def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-            self.steps += 1
-
-    class Interrupt(keras.callbacks.Callback):
-        def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
-            if epoch == 1:
-                raise InterruptedError
-
-    counters: list[Counter] = []
-    for is_second in (False, True):
-        backup = tfdist.callbacks.BackupAndRestore(folder, asynchronous=False)
-        callbacks = [tfdist.callbacks.on_chief(lambda: counters.append(Counter()) or counters[-1]), backup]
-        model = build(strategy)
-        arguments = {"batch_size": 16, "epochs": 3, "shuffle": False, "verbose": 0}
-        try:
-            history = model.fit(*rows(96), callbacks=callbacks if is_second else [*callbacks, Interrupt()], **arguments)
-        except InterruptedError:
-            assert not is_second
-    return {"steps": [counter.steps for counter in counters], "epochs": history.epoch, "w": model.get_weights()}
+def assert_logs(seen: dict[str, Any]) -> None:
+    """The callback has seen what the history has."""
+    for name, values in seen["history"].items():
+        assert [epoch[name] for epoch in seen["epochs"][:2]] == values
 
 
 def everything(folder: str) -> dict[str, Any]:
-    """Runs on every process."""
+    """Runs on every process; each section asserts what it is about."""
     import tensorflow as tf
 
     import tfdist
 
     strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout=60, peer_timeout=60)
-    one = tf.distribute.get_strategy()
-    found = {"recorded": attempt("recorded", recorded, strategy), "alone": attempt("alone", recorded, one)}
-    # Not in a strategy's scope, but a process of a job: it reports if it is the first.
-    found["backup"] = attempt("backup", with_backup, strategy, f"{folder}/backup")
+    is_chief = strategy.is_chief
+    on_chief = tfdist.callbacks.on_chief
 
-    def stopped() -> list[int]:
-        callbacks = [tfdist.callbacks.on_chief(Stop()), everywhere := Recorder()]
-        build(strategy).fit(*rows(32), batch_size=16, epochs=4, verbose=0, callbacks=callbacks)
-        return [everywhere.calls.count(f"on_epoch_end {epoch}") for epoch in range(4)]
-
-    found["stopped"] = attempt("stopped", stopped)
-    found["refused"] = error_of(tfdist.callbacks.on_chief, keras.callbacks.EarlyStopping("loss"))
-    began, evaluating = time.monotonic(), tfdist.callbacks.on_chief(Evaluating)
-    found["evaluating"] = error_of(build(strategy).fit, *rows(32), epochs=2, verbose=0, callbacks=[evaluating])
-    found["seconds"] = time.monotonic() - began
-    return found
-
-
-@functools.cache
-def results() -> list[dict[str, Any]]:
-    import tempfile
-
-    with tempfile.TemporaryDirectory(prefix="tfdist-chief-") as folder:
-        return run_local(everything, args=(folder,), timeout=_DEADLINE)
-
-
-@pytest.mark.timeout(_DEADLINE + 30)
-class TestOnChief:
-    def test_the_chief_sees_what_one_process_sees(self):
-        seen, alone = found_on(results(), 0, "recorded"), found_on(results(), 0, "alone")
-        assert seen["made"] == 1
-        assert seen["calls"] == alone["calls"]
-        assert {call.split()[0] for call in seen["calls"]} == set(_HOOKS)
-        assert len(seen["epochs"]) == len(alone["epochs"]) == 4
-        for own, expected in zip(seen["epochs"], alone["epochs"], strict=True):
-            assert own == pytest.approx(expected, abs=1e-5)
-
-    def test_the_chief_logs_what_the_history_has(self):
-        seen = found_on(results(), 0, "recorded")
-        for name, values in seen["history"].items():
-            assert [epoch[name] for epoch in seen["epochs"][:2]] == values
-
-    def test_nothing_is_made_elsewhere(self):
-        seen = found_on(results(), 1, "recorded")
-        assert (seen["made"], seen["calls"]) == (0, [])
-        assert found_on(results(), 1, "alone")["made"] == 0
-
-    def test_the_training_is_not_changed(self, rank):
-        seen, alone = found_on(results(), rank, "recorded"), found_on(results(), 0, "alone")
+    def the_chief_sees_what_one_process_sees() -> None:
+        seen, alone = recorded(strategy), recorded(tf.distribute.get_strategy())
         for own, expected in zip(seen["w"], alone["w"], strict=True):
             np.testing.assert_allclose(own, expected, atol=1e-5)
+        # Also without a strategy's scope: it is a process of a job, and reports if it is the first.
+        assert alone["made"] == seen["made"] == int(is_chief)
+        assert seen["calls"] == alone["calls"]
+        assert {call.split()[0] for call in seen["calls"]} == ({*_HOOKS} if is_chief else set())
+        assert len(seen["epochs"]) == (4 if is_chief else 0)
+        for own, expected in zip(seen["epochs"], alone["epochs"], strict=True):
+            assert own == pytest.approx(expected, abs=1e-5)
+        if is_chief:
+            assert_logs(seen)
 
-    def test_a_backup_has_its_state(self):
-        chief, other = found_on(results(), 0, "backup"), found_on(results(), 1, "backup")
-        assert chief["steps"] == [6, 18], "it goes on counting where the backup was made"
-        assert other["steps"] == []
-        assert chief["epochs"] == other["epochs"]
-        for own, expected in zip(other["w"], chief["w"], strict=True):
-            np.testing.assert_array_equal(own, expected)
+    def a_backup_has_its_state() -> list[np.ndarray]:
+        """A counter on the chief counts in a fit that fails once, and is resumed."""
 
-    def test_all_stop_if_it_stops(self, rank):
-        """Seen by a callback that all have, and that is called on all."""
-        assert found_on(results(), rank, "stopped") == [1, 1, 0, 0]
+        class Counter(keras.callbacks.Callback):
+            steps = 0
 
-    def test_what_has_to_run_everywhere_is_refused(self, rank):
-        kind, message = results()[rank]["refused"]
-        assert kind == "ValueError"
-        assert message.startswith("Received: on_chief(EarlyStopping). Expected: a callback that only reports")
+            def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+                self.steps += 1
 
-    def test_one_that_evaluates_ends_on_all(self, rank):
-        kind, message = results()[rank]["evaluating"]
-        assert kind == "PeerTimeoutError", message
-        assert "A callback that calls evaluate, predict or fit has to do so on every process" in message
-        assert results()[rank]["seconds"] < 60
+        def interrupt(epoch: int, logs: dict | None) -> None:
+            if epoch == 1:
+                raise InterruptedError
+
+        counters: list[Counter] = []
+
+        def fit(*more: Any) -> list[np.ndarray]:
+            backup = tfdist.callbacks.BackupAndRestore(folder, asynchronous=False)
+            counter = on_chief(lambda: counters.append(Counter()) or counters[-1])
+            model, arguments = build(strategy), {"batch_size": 16, "epochs": 3, "shuffle": False, "verbose": 0}
+            model.fit(*rows(96), callbacks=[counter, backup, *more], **arguments)
+            return model.get_weights()
+
+        with pytest.raises(InterruptedError):
+            fit(keras.callbacks.LambdaCallback(on_epoch_begin=interrupt))
+        weights = fit()
+        # It goes on counting where the backup was made.
+        assert [counter.steps for counter in counters] == [6, 18][: 2 * is_chief]
+        return weights
+
+    sections = [the_chief_sees_what_one_process_sees, a_backup_has_its_state]
+    return {section.__name__: attempt(section.__name__, section) for section in sections}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(_DEADLINE + 30)
+def test_on_two_processes(tmp_path):
+    results = run_local(everything, args=(str(tmp_path),), timeout=_DEADLINE)
+    for name in results[0]:
+        chief, other = (found_on(results, rank, name) for rank in (0, 1))
+        np.testing.assert_equal(chief, other)
 
 
 def on_servers() -> dict[str, Any]:
@@ -211,5 +151,4 @@ def test_with_parameter_servers():
     (seen,) = run_local(on_servers, workers=2, ps=1, timeout=_DEADLINE)
     assert seen["made"] == 1
     assert {"on_epoch_end 0", "on_epoch_end 1", "on_train_end "} <= set(seen["calls"])
-    for name, values in seen["history"].items():
-        assert [epoch[name] for epoch in seen["epochs"][:2]] == values
+    assert_logs(seen)

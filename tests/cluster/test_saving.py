@@ -1,10 +1,13 @@
-"""Saving to the same path on every process: the chief writes each file once, and every process can load it at once."""
+"""Files with the same paths on every process: the chief writes each once, and every process can read it at once."""
 
 from __future__ import annotations
 
+import csv
 import functools
-import os
+import json
+import logging
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,73 +16,74 @@ import pytest
 from keras import layers
 
 from tests.cluster.attempt import found_on
-from tests.cluster.file_checks import DEADLINE, FileChecks, built, gap, on_two_processes
+from tests.cluster.file_checks import DEADLINE, built, gap, on_two_processes
+from tests.cluster.writes import Writes
 from tests.features.table import mlp, rows
+from tests.tiers import daily
 from tfdist.compat.scopes import outside_of_scope
 from tfdist.testing import run_local
 
 pytestmark = pytest.mark.cluster
 
-FORMATS = ("model.keras", "only.weights.h5", "model.h5", "export")
+
+def assert_written(strategy: Any, writes: Writes, *names: str) -> None:
+    """The chief has written these, and no other process anything."""
+    assert {*writes.paths} == ({*names} if strategy.is_chief else set())
 
 
-class CountsBatches(keras.Model):
-    """A model with a metric of its own, whose state is spread over all replicas."""
-
-    def __init__(self, **arguments: object) -> None:
-        super().__init__(**arguments)
-        self.out = layers.Dense(1, activation="sigmoid")
-        self.seen = keras.metrics.Mean(name="seen")
-
-    def call(self, x: object) -> object:
-        return self.out(x)
-
-    def train_step(self, data: tuple) -> dict:
-        logs = super().train_step(data)
-        self.seen.update_state(keras.ops.mean(data[0], axis=1))
-        return {**logs, "seen": self.seen.result()}
-
-
-def all_formats(strategy: object, folder: Path) -> dict[str, float]:
-    """Saves in every format and loads at once; returns the largest difference of predictions, by format."""
+def all_formats(strategy: Any, folder: Path, writes: Writes) -> None:
+    """Loads at once what was saved."""
     import tensorflow as tf
 
     x, y = rows(96)
     model = built(strategy)
     model.fit(x, y, batch_size=16, epochs=1, verbose=0)
     expected = model.predict(x, verbose=0)
-    model.save(folder / FORMATS[0])
-    gaps = {FORMATS[0]: gap([expected], [keras.models.load_model(folder / FORMATS[0])(x)])}
-    model.save_weights(folder / FORMATS[1])
+    for name in ("model.keras", "model.h5"):
+        model.save(folder / name)
+        assert gap([expected], [keras.models.load_model(folder / name)(x)]) < 1e-5
+    model.save_weights(folder / "only.weights.h5")
     other = mlp(layers.BatchNormalization, optimizer=lambda: keras.optimizers.Adam(0.01))()
-    other.load_weights(folder / FORMATS[1])
-    gaps[FORMATS[1]] = gap([expected], [other(x)])
-    model.save(folder / FORMATS[2])
-    gaps[FORMATS[2]] = gap([expected], [keras.models.load_model(folder / FORMATS[2])(x)])
-    model.export(folder / FORMATS[3], verbose=False)
+    other.load_weights(folder / "only.weights.h5")
+    assert gap([expected], [other(x)]) < 1e-5
+    model.export(folder / "export", verbose=False)
     # TensorFlow runs what it loads in a scope on replicas only.
     with outside_of_scope():
-        exported = tf.saved_model.load(folder / FORMATS[3])
-        gaps[FORMATS[3]] = gap([expected], [exported.serve(x)])
+        exported = tf.saved_model.load(folder / "export")
+        assert gap([expected], [exported.serve(x)]) < 1e-5
+    names = {path.removeprefix("all_formats/").partition("/")[0] for path in writes.paths}
+    assert names == ({"model.keras", "model.h5", "only.weights.h5", "export"} if strategy.is_chief else set())
     with strategy.scope():
-        again = keras.models.load_model(folder / FORMATS[0])
+        again = keras.models.load_model(folder / "model.keras")
     for one in (model, again):
         one.fit(x, y, batch_size=16, epochs=1, shuffle=False, verbose=0)
-    gaps["training goes on after load_model"] = gap(model.get_weights(), again.get_weights())
-    return gaps
+    assert gap(model.get_weights(), again.get_weights()) < 1e-5
 
 
-def own_path(strategy: object, folder: Path) -> float:
-    """Saves to a path that other processes do not have."""
-    model = built(strategy)
-    path = folder / f"of-rank-{strategy._peers.rank}" / "model.keras"
-    path.parent.mkdir()
-    model.save(path)
-    return gap(model.get_weights(), keras.models.load_model(path).get_weights())
+def a_path_of_each_rank(strategy: Any, folder: Path, writes: Writes) -> None:
+    """As in TensorFlow's tutorial: written at once by its rank, and named."""
+    messages = told()
+    model, rank = built(strategy), strategy._peers.rank
+    if strategy.is_chief:
+        model.save(folder / "first.keras")  # the chief alone
+    model.save(folder / "both.keras")
+    began = time.monotonic()
+    for name in ("model", "again"):
+        model.save(folder / f"{name}-{rank}.keras")
+    assert time.monotonic() - began < 4.0  # 5 s are waited for silence
+    own = [f"{folder.name}/{name}-{rank}.keras" for name in ("model", "again")]
+    assert {*own} <= {*writes.paths}
+    last = keras.models.load_model(folder / f"again-{rank}.keras")
+    assert gap(model.get_weights(), last.get_weights()) == 0.0
+    text = (
+        f"Received: {folder}/model-1.keras to save, while the chief saves {folder}/model-0.keras. This process writes "
+        "it. Expected: the same path on all processes: the chief alone writes it then, and all can load it."
+    )
+    assert messages == [text][:rank]
 
 
-def slow_rewrite(strategy: object, folder: Path) -> float:
-    """Saves to the path of a checkpoint; the chief takes its time. Whoever loads it next gets the last version."""
+def saving_over_a_checkpoint(strategy: Any, folder: Path, writes: Writes) -> None:
+    """The chief takes its time: who loads the file next gets the last version."""
     path = folder / "again.weights.h5"
     model = built(strategy)
     checkpoint = keras.callbacks.ModelCheckpoint(path, save_weights_only=True)
@@ -91,89 +95,120 @@ def slow_rewrite(strategy: object, folder: Path) -> float:
     model.save_weights(path)
     expected = model.get_weights()
     model.load_weights(path)
-    return gap(expected, model.get_weights())
+    assert gap(expected, model.get_weights()) == 0.0
 
 
-def metric_attribute(strategy: object, folder: Path) -> dict:
-    """Trains, saves and loads a model with a metric of its own."""
-
-    def build() -> keras.Model:
-        model = CountsBatches()
-        model.build((None, 8))
-        model.compile("sgd", "binary_crossentropy")
-        return model
-
-    model = built(strategy, build)
-    x, y = rows(96)
-    history = model.fit(x, y, batch_size=16, epochs=1, verbose=0)
-    path = folder / "metric.keras"
-    model.save(path)
-    loaded = keras.models.load_model(path, custom_objects={"CountsBatches": CountsBatches})
-    return {
-        "mean": float(x.mean()),
-        "logged": history.history["seen"][-1],
-        "read": float(model.seen.result()),
-        "weights": gap(model.get_weights(), loaded.get_weights()),
-    }
+def checkpoints(strategy: Any, folder: Path) -> list[dict[str, float]]:
+    """Trains with callbacks that write files; returns the lines of the log."""
+    model, steps = built(strategy), folder / "step-{epoch}-{batch}.weights.h5"
+    # A learning rate of 0 after the first epoch would make "best" arbitrary; this one overshoots in the second.
+    callbacks = [
+        keras.callbacks.LearningRateScheduler(lambda epoch: 0.01 if epoch == 0 else 5.0),
+        keras.callbacks.ModelCheckpoint(folder / "best.keras", monitor="val_loss", save_best_only=True),
+        keras.callbacks.ModelCheckpoint(steps, save_freq=2, save_weights_only=True),
+        keras.callbacks.CSVLogger(folder / "log.csv"),
+    ]
+    fit = functools.partial(model.fit, *rows(96), batch_size=16, epochs=3, shuffle=False, verbose=0)
+    losses = fit(validation_data=rows(42, seed=2), callbacks=callbacks).history["val_loss"]
+    assert min(losses) < max(losses) - 0.01, "the losses do not tell the epochs apart"
+    best = keras.models.load_model(folder / "best.keras").evaluate(*rows(42, seed=2), batch_size=16, verbose=0)[0]
+    assert best == pytest.approx(min(losses), abs=1e-5)
+    with (folder / "log.csv").open() as file:
+        return [{name: float(value) for name, value in line.items()} for line in csv.DictReader(file)]
 
 
-def everything(checks: FileChecks) -> None:
-    """Runs on every process."""
-    checks.note("formats", all_formats, checks.strategy, checks.folder)
-    checks.note("own path", own_path, checks.strategy, checks.folder)
-    checks.note("rewrite", slow_rewrite, checks.strategy, checks.folder)
-    checks.note("metric attribute", metric_attribute, checks.strategy, checks.folder)
+def callbacks_that_write(strategy: Any, folder: Path, writes: Writes) -> None:
+    lines = checkpoints(strategy, folder)
+    steps = [f"step-{epoch}-{batch}.weights.h5" for epoch in (1, 2, 3) for batch in (2, 4, 6)]
+    names = sorted(["best.keras", "log.csv", *steps])
+    assert sorted(path.name for path in folder.iterdir()) == names
+    assert_written(strategy, writes, *(f"{folder.name}/{name}" for name in names))
+    once = [path for path in writes.paths if "best" not in path]
+    assert sorted(once) == sorted({*once})
+    losses = [line["val_loss"] for line in lines]
+    improvements = [loss < min(losses[:i], default=9e9) for i, loss in enumerate(losses)]
+    assert writes.paths.count(f"{folder.name}/best.keras") == (sum(improvements) if strategy.is_chief else 0)
+    alone = folder.with_name(f"alone-{strategy._peers.rank}")
+    alone.mkdir()
+    with outside_of_scope():
+        expected = checkpoints(None, alone)
+    assert [line["epoch"] for line in lines] == [0, 1, 2]
+    for line, one in zip(lines, expected, strict=True):
+        assert line == pytest.approx(one, rel=1e-3, abs=1e-5)
+
+
+def tensorboard_of_keras(strategy: Any, folder: Path, writes: Writes) -> dict[str, list[str]]:
+    """Returns the processes that wrote an event file, by folder; their id is part of the file's name."""
+    callback = keras.callbacks.TensorBoard(folder)
+    built(strategy).fit(*rows(96), batch_size=16, verbose=0, validation_data=rows(16), callbacks=[callback])
+    found: dict[str, list[str]] = {}
+    for path in folder.rglob("*tfevents*"):
+        found.setdefault(path.parent.name, []).append(path.name.split(".")[-3])
+    assert sorted(found) == ["train", "validation"]
+    return found
+
+
+def interrupted_training(strategy: Any, folder: Path, writes: Writes) -> None:
+    """Is gone on with by Keras' own BackupAndRestore."""
+    folder.rmdir()
+    steps: list[int] = []
+
+    def interrupt(batch: int, logs: object) -> None:
+        steps.append(batch)
+        if len(steps) == 9:  # the third one of the second epoch
+            raise InterruptedError
+
+    def fit(*callbacks: Any) -> tuple[keras.Model, list[int]]:
+        model = built(strategy)
+        return model, model.fit(*rows(96), batch_size=16, epochs=3, shuffle=False, verbose=0, callbacks=callbacks).epoch
+
+    with pytest.raises(InterruptedError):
+        fit(keras.callbacks.BackupAndRestore(folder), keras.callbacks.LambdaCallback(on_train_batch_end=interrupt))
+    assert json.loads((folder / "training_metadata.json").read_text())["epoch"] == 1
+    model, epochs = fit(keras.callbacks.BackupAndRestore(folder))
+    assert epochs == [1, 2] and int(model.optimizer.iterations) == 18
+    assert not folder.exists(), "the backup must be gone after training"
+    assert gap(model.get_weights(), fit()[0].get_weights()) < 1e-5
+    names = ("latest.weights.h5", "training_metadata.json")
+    assert_written(strategy, writes, *(f"{folder.name}/{name}" for name in names))
+
+
+def the_last_call_is_save(strategy: Any, folder: Path, writes: Writes) -> None:
+    """On rank 1, a moment later than on the chief, which stays until its file is heard of."""
+    model = built(strategy)
+    time.sleep(3.0 * strategy._peers.rank)
+    model.save(folder / "model.keras")
+    assert gap(model.get_weights(), keras.models.load_model(folder / "model.keras").get_weights()) == 0.0
+
+
+SECTIONS = {
+    section.__name__: section
+    for section in (
+        all_formats,
+        a_path_of_each_rank,
+        saving_over_a_checkpoint,
+        tensorboard_of_keras,
+        callbacks_that_write,
+        interrupted_training,
+        the_last_call_is_save,
+    )
+}
+
+
+# The others train for long.
+DAILY = ("all_formats", "a_path_of_each_rank", "saving_over_a_checkpoint", "the_last_call_is_save")
 
 
 @functools.cache
-def results() -> list[dict]:
-    return on_two_processes(everything)
-
-
-def check(rank: int, name: str) -> Any:
-    return found_on(results(), rank, name)
+def results(is_daily: bool) -> list[dict[str, Any]]:
+    return on_two_processes(*(section for name, section in SECTIONS.items() if (name in DAILY) == is_daily))
 
 
 @pytest.mark.timeout(DEADLINE + 30)
-class TestSaving:
-    @pytest.mark.parametrize("name", [*FORMATS, "training goes on after load_model"])
-    def test_saved_and_loaded_at_once(self, rank, name):
-        assert check(rank, "formats")[name] < 1e-5
-
-    def test_chief_alone_writes_formats(self):
-        written, nothing = (seen["formats writes"] for seen in results())
-        assert sorted({path.split(os.sep)[0] for path in written}) == sorted(FORMATS)
-        assert nothing == []
-
-    def test_path_with_the_rank_is_written_by_that_rank(self, rank):
-        assert check(rank, "own path") == 0.0
-        seen = results()[rank]
-        assert set(seen["own path writes"]) == {f"of-rank-{rank}/model.keras"}
-        assert seen["timings"]["own path"] < 15.0
-
-    def test_saving_over_a_checkpoint_waits_for_the_chief(self, rank):
-        assert check(rank, "rewrite") == 0.0
-
-    def test_metric_attribute(self, rank):
-        seen = check(rank, "metric attribute")
-        assert seen["logged"] == pytest.approx(seen["mean"], abs=1e-5)
-        assert seen["read"] == pytest.approx(seen["mean"], abs=1e-5)
-        assert seen["weights"] == 0.0
-
-
-def at_the_end(folder: str) -> float:
-    """A program whose last call is `save`; on rank 1, a moment later than on the chief."""
-    import tfdist
-
-    strategy = tfdist.MultiWorkerMirroredStrategy()
-    model = built(strategy)
-    time.sleep(3.0 * strategy._peers.rank)
-    model.save(Path(folder) / "model.keras")
-    return gap(model.get_weights(), keras.models.load_model(Path(folder) / "model.keras").get_weights())
-
-
-def test_the_chief_stays_until_its_file_is_heard_of(tmp_path):
-    assert run_local(at_the_end, args=(str(tmp_path),), timeout=DEADLINE) == [0.0, 0.0]
+@pytest.mark.parametrize("name", daily(SECTIONS, *DAILY))
+def test_section(name):
+    chief, other = (found_on(results(name in DAILY), rank, name) for rank in (0, 1))
+    assert chief == other
 
 
 def only_on_the_chief(folder: str) -> float:
@@ -192,3 +227,46 @@ def test_the_chief_waits_for_nobody_who_has_ended_without_asking(tmp_path):
     ended = run_local(only_on_the_chief, args=(str(tmp_path),), timeout=DEADLINE)
     # Long before the chief would have waited in vain.
     assert time.time() - max(ended) < 30.0 and max(ended) > began
+
+
+def told() -> list[str]:
+    """What tfdist says from now on of what it has received."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    handler.addFilter(lambda record: record.getMessage().startswith("Received: "))
+    logging.getLogger("tfdist").addHandler(handler)
+    return messages
+
+
+def two_lines(folder: str) -> list[str]:
+    """Has a ModelCheckpoint with the rank, too, and saves when the chief has ended."""
+    import tfdist
+
+    strategy = tfdist.MultiWorkerMirroredStrategy()
+    model, rank, messages = built(strategy), strategy._peers.rank, told()
+    checkpoint = keras.callbacks.ModelCheckpoint(Path(folder) / f"epoch-{rank}.keras")
+    logger = keras.callbacks.CSVLogger(Path(folder) / f"log-{rank}.csv")
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        model.fit(*rows(16), batch_size=16, verbose=0, callbacks=[checkpoint, logger])
+    messages += [str(one.message) for one in found if str(one.message).startswith("Received: ModelCheckpoint")]
+    time.sleep(1.0 * rank)
+    path = Path(folder) / ("other.keras" if rank else "chief.keras")
+    model.save(path)
+    assert gap(model.get_weights(), keras.models.load_model(path).get_weights()) == 0.0
+    return messages
+
+
+@pytest.mark.exhaustive
+def test_a_path_that_the_chief_has_not_is_written_when_it_has_ended(tmp_path):
+    (message,), other = run_local(two_lines, args=(str(tmp_path),), timeout=DEADLINE)
+    names = ["chief.keras", "epoch-0.keras", "log-0.csv", "other.keras"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    assert message.startswith(
+        f"Received: ModelCheckpoint of {tmp_path}/epoch-1.keras, CSVLogger of {tmp_path}/log-1.csv, on worker 1 ("
+    )
+    assert f"has ModelCheckpoint of {tmp_path}/epoch-0.keras, CSVLogger of {tmp_path}/log-0.csv. Expected" in message
+    assert [text.partition(". This")[0] for text in other] == [
+        f"Received: {tmp_path}/other.keras to save, while the chief saves {tmp_path}/chief.keras"
+    ]

@@ -15,6 +15,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 # The trainer, all callbacks, and Keras' own tests of strategies.
 PATTERNS = ("trainers/trainer_test.py", "callbacks/*_test.py", "backend/tensorflow/*distribute*_test.py")
+# Keras' own tests of keras.distribution, for `STRATEGIES["keras.distribution"]` alone.
+DISTRIBUTION = "distribution/distribution_lib_test.py"
 # The longest takes four minutes on an idle core, and on a slow one four times as long.
 DEADLINE = 1800
 

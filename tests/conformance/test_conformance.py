@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from importlib.util import find_spec
 
 import pytest
 
-from tests.conformance.keras_tests import files, run_file
-from tools.conformance import compare, failures, table
+from tests.conformance.in_scope import KERAS_DISTRIBUTION
+from tests.conformance.keras_tests import DISTRIBUTION, files, keras_directory, run_file
+from tools.conformance import KNOWN, compare, failures, table
 
 FILES = {path.name: path for path in files()}
 
@@ -20,9 +22,7 @@ needs_jax = pytest.mark.skipif(
 @pytest.mark.parametrize(
     ("name", "strategy", "options"),
     [
-        pytest.param("lambda_callback_test.py", "Mirrored", [], marks=pytest.mark.exhaustive),
         pytest.param("reduce_lr_on_plateau_test.py", "MultiWorker", [], marks=pytest.mark.exhaustive),
-        pytest.param("optimizer_distribute_test.py", "Mirrored", [], marks=pytest.mark.exhaustive),
         pytest.param("trainer_test.py", "Mirrored", ["-k", "nested_inputs or fit_flow_jit"], marks=needs_jax),
     ],
 )
@@ -31,6 +31,17 @@ def test_sample(name, strategy, options):
     assert outcomes, "no test ran"
     failed = {test: reason for test, (outcome, reason) in outcomes.items() if outcome == "failed"}
     assert not failed
+
+
+@pytest.mark.cluster
+@pytest.mark.exhaustive
+def test_keras_own_tests_of_its_distribution_api():
+    if not (path := keras_directory() / DISTRIBUTION).exists():
+        pytest.skip("this Keras comes without its tests")
+    outcomes = run_file(path, KERAS_DISTRIBUTION)
+    failed = {KERAS_DISTRIBUTION: {test: why for test, (outcome, why) in outcomes.items() if outcome != "passed"}}
+    assert compare(failed, json.loads(KNOWN.read_text()), set(outcomes)) == []
+    assert len(outcomes) >= 38
 
 
 @pytest.mark.cluster

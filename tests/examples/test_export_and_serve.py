@@ -25,17 +25,6 @@ def needs_images() -> None:
     pytest.importorskip("sklearn", reason="needs the extra `examples`")
 
 
-@pytest.mark.exhaustive
-def test_served_predictions_are_those_of_the_model(example, tmp_path: Path) -> None:
-    printed = example(NAME, "--epochs=2", run=["-n", "2"])
-    ((difference,),) = [re.findall(r"^served predictions differ by (\S+) at most$", printed, re.MULTILINE)]
-    assert float(difference) < 1e-5
-    ((accuracy,),) = [re.findall(r"^test accuracy: ([\d.]+); exported: served/1$", printed, re.MULTILINE)]
-    assert float(accuracy) > 0.8
-    assert (tmp_path / "served" / "1" / "saved_model.pb").stat().st_size > 1000
-    assert "unhealthy" not in printed
-
-
 @contextmanager
 def serving(folder: Path) -> Iterator[str]:
     """A server in a process of its own; gives its address."""
@@ -64,7 +53,11 @@ def ask(address: str, content: bytes | None = None) -> tuple[int, Any]:
 @pytest.mark.exhaustive
 def test_the_server_speaks_as_tensorflow_serving(example, tmp_path: Path) -> None:
     assert "served has no exported model" in example(NAME, "--serve", fails=True)
-    example(NAME, "--epochs=1")
+    printed = example(NAME, "--epochs=2", run=["-n", "2"])
+    ((difference,),) = [re.findall(r"^served predictions differ by (\S+) at most$", printed, re.MULTILINE)]
+    assert float(difference) < 1e-5
+    ((accuracy,),) = [re.findall(r"^test accuracy: ([\d.]+); exported: served/1$", printed, re.MULTILINE)]
+    assert float(accuracy) > 0.8
     with serving(tmp_path) as address:
         status = {"error_code": "OK", "error_message": ""}
         state = {"version": "1", "state": "AVAILABLE", "status": status}
@@ -73,7 +66,6 @@ def test_the_server_speaks_as_tensorflow_serving(example, tmp_path: Path) -> Non
         code, answer = ask(f"{address}:predict", json.dumps({"instances": [image, image]}).encode())
         assert code == 200
         first, second = answer["predictions"]
-        assert len(first) == 10
         assert sum(first) == pytest.approx(1.0, abs=1e-5)
         assert first == pytest.approx(second, abs=1e-6)
         blank = [[[0.0]] * 8] * 8

@@ -13,7 +13,7 @@ from tests.examples.conftest import EXAMPLES
 
 FILES = sorted(EXAMPLES.glob("*.py"))
 # What `pip install` gets by these names; all else is of Python itself.
-PACKAGES = {"keras", "keras_hub", "numpy", "sklearn", "tensorflow", "tfdist"}
+PACKAGES = {"keras", "keras_hub", "numpy", "sklearn", "tensorflow", "tensorflow_datasets", "tfdist"}
 
 
 def imported(path: Path) -> set[str]:

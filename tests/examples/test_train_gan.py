@@ -34,31 +34,6 @@ def test_fit_on_two_workers_and_a_loop_alone_train_the_same(example, tmp_path: P
     assert struct.unpack(">II", (tmp_path / "gan.png").read_bytes()[16:24]) == (64, 64)
     assert (tmp_path / "generator.keras").stat().st_size > 10_000
     alone = ["--loop", "--images-path=alone.png", "--model-path=alone.keras"]
-    np.testing.assert_allclose(losses(example("train_gan.py", *SMALL, *alone)), two, atol=2e-3)
-
-
-@pytest.mark.exhaustive
-def test_a_loop_on_two_workers_and_fit_alone_train_the_same(example) -> None:
-    two = losses(example("train_gan.py", *SMALL, "--loop", run=["-n", "2"]))
-    one = losses(example("train_gan.py", *SMALL))
-    other = losses(example("train_gan.py", *SMALL, "--seed=2"))
+    one, other = (losses(example("train_gan.py", *SMALL, *alone, *seed)) for seed in ([], ["--seed=2"]))
     np.testing.assert_allclose(one, two, atol=2e-3)
     assert np.abs(other - one).max() > 5e-3
-
-
-@pytest.mark.exhaustive
-def test_images_become_like_those_of_the_data(example, tmp_path: Path) -> None:
-    from PIL import Image
-    from sklearn.datasets import load_digits
-
-    example("train_gan.py", run=["-n", "2"])
-    made = np.asarray(Image.open(tmp_path / "gan.png"), dtype=float) / 255
-    wanted = load_digits().images / 16
-    assert made.mean() == pytest.approx(wanted.mean(), abs=0.1)
-    assert made.std() == pytest.approx(wanted.std(), abs=0.1)
-    # The corners of all images are dark, and their middles are not.
-    images = made.reshape(8, 8, 8, 8).swapaxes(1, 2).reshape(64, 8, 8)
-    assert images[:, ::7, ::7].mean() < 0.15
-    assert images[:, 2:6, 2:6].mean() > 0.35
-    # They differ from each other as much as those of the data.
-    assert images.std(axis=0).mean() > 0.5 * wanted.std(axis=0).mean()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import subprocess
@@ -13,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.examples.conftest import EXAMPLES, values
+from tests.examples.conftest import values
 
 SMALL = ["--model=small", "--image-size=32", "--batch-size=64", "--epochs=3", "--warm-up=1"]
 
@@ -26,18 +25,6 @@ def accuracy_of(printed: str) -> float:
 
 
 @pytest.mark.exhaustive
-def test_two_workers_that_read_their_own_images_learn(example, tmp_path: Path) -> None:
-    printed = example("train_resnet.py", "--synthetic", *SMALL, run=["-n", "2"])
-    losses = values(printed, "loss")
-    assert len(losses) == 3
-    assert losses[2] < 0.6 * losses[0]
-    # By chance: 0.125.
-    assert accuracy_of(printed) > 0.4
-    assert (tmp_path / "resnet.keras").stat().st_size > 100_000
-    assert "ran out of data" not in printed
-
-
-@pytest.mark.exhaustive
 def test_two_workers_that_read_all_train_what_one_trains(example) -> None:
     options = ["--synthetic", *SMALL, "--read=all"]
     two = values(example("train_resnet.py", *options, run=["-n", "2"]), "loss")
@@ -46,37 +33,6 @@ def test_two_workers_that_read_all_train_what_one_trains(example) -> None:
     assert len(one) == 3
     assert two == pytest.approx(one, abs=0.02)
     assert other != pytest.approx(one, abs=0.02)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("precision", ["mixed_bfloat16", "mixed_float16"])
-def test_mixed_precision_and_xla(example, tmp_path: Path, precision: str) -> None:
-    pytest.importorskip("tensorboard")
-    options = [f"--precision={precision}", "--xla", "--tensorboard=logs"]
-    printed = example("train_resnet.py", "--synthetic", *SMALL, *options, run=["-n", "2"])
-    losses = values(printed, "loss")
-    assert losses[2] < 0.7 * losses[0]
-    assert accuracy_of(printed) > 0.3
-    assert [path for path in (tmp_path / "logs").rglob("events.out.tfevents.*") if path.parent.name == "train"]
-
-
-@pytest.mark.exhaustive
-def test_the_network_of_keras(example) -> None:
-    printed = example(
-        "train_resnet.py", "--synthetic", "--image-size=32", "--epochs=1", "--warm-up=0", "--batch-size=128"
-    )
-    # One epoch without a warm-up need not make it better.
-    assert math.isfinite(values(printed, "loss")[0])
-    assert 0.0 <= accuracy_of(printed) <= 1.0
-
-
-@pytest.mark.exhaustive
-def test_a_worker_that_is_killed_changes_nothing(warm_launch, tmp_path: Path) -> None:
-    script = [str(EXAMPLES / "train_resnet.py"), "--synthetic", *SMALL, "--save-freq=2"]
-    started = warm_launch("", command=["drill", "--json", "--only", "kill-worker", *script])
-    result = started.finish(500)
-    assert result.code == 0, f"{result.out[-3000:]}\n{result.err[-3000:]}"
-    assert '"identical"' in result.out
 
 
 # --- Files ----------------------------------------------------------------------------------------------------------
@@ -140,20 +96,3 @@ def test_files_are_written_from_folders_and_trained_on(example, tmp_path: Path) 
         assert "6/6 - " in printed
         # By chance: 0.33.
         assert accuracy_of(printed) > 0.6
-
-
-@pytest.mark.exhaustive
-def test_what_cannot_be_read_is_said(example, tmp_path: Path) -> None:
-    pytest.importorskip("PIL", reason="makes the images")
-    write_images(tmp_path / "images", "train", 4)
-    write_images(tmp_path / "images", "validation", 1)
-    expected = "images/validation/CLASS has 3 JPEG files, expected --shards 4 or more"
-    words = ["--write-records=images", "--data=records"]
-    assert expected in example("train_resnet.py", *words, "--shards=4", fails=True)
-    assert "images/none/train has no folders" in example(
-        "train_resnet.py", "--write-records=images/none", words[1], fails=True
-    )
-    assert "expected either --data FOLDER or --synthetic" in example("train_resnet.py", fails=True)
-    example("train_resnet.py", *words, "--shards=1")
-    printed = example("train_resnet.py", words[1], *SMALL, "--batch-size=4", run=["-n", "2"], fails=True)
-    assert "received 1 files for 2 workers, expected at least one for each of them" in printed

@@ -18,12 +18,6 @@ def jobs() -> Iterator[ForkedJobs]:
 
 
 @pytest.fixture(scope="module")
-def trials(
-    request: pytest.FixtureRequest, jobs: ForkedJobs, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Trials]:
-    """The trials of a module; those of all its tests that are to run begin with the first one."""
-    made = Trials(jobs, tmp_path_factory.mktemp("trials"))
-    items = [item for item in request.session.items if item.module is request.module and hasattr(item, "callspec")]
-    made.begin(item.callspec.params["case"] for item in items if "case" in item.callspec.params)
-    yield made
-    made.close()
+def trials(jobs: ForkedJobs, tmp_path_factory: pytest.TempPathFactory) -> Trials:
+    """The trials of a module."""
+    return Trials(jobs, tmp_path_factory.mktemp("trials"))

@@ -6,24 +6,23 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import threading
-from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.fault_tolerance.job import Job
 from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.ports import reserve
+from tfdist.launcher.local.fork_server import ForkedProcess, ForkServer
 from tfdist.supervision.exit_codes import PREEMPTED
 
 SOURCE = Path(__file__).parents[2]
-SECONDS = 120
 # For the others to notice that one has failed.
 _MOMENT = 3.0
 
@@ -43,54 +42,56 @@ class Ended:
     result: dict[str, Any] | None
 
 
-class ForkedJobs:
-    """Starts training jobs; a context manager that leaves no process behind. Threads may share it."""
+@dataclasses.dataclass
+class Started:
+    """A process that was started, and where it prints and writes what it observes; it ends by SIGALRM in time."""
 
-    def __init__(self) -> None:
-        environment = {**os.environ, "PYTHONPATH": str(SOURCE), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    process: ForkedProcess
+    log_path: Path
+    result_path: Path
+
+    def kill(self) -> None:
+        """Kills it, if it still runs."""
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, signal.SIGKILL)
+
+    def wait(self) -> Ended:
+        """Waits for its end."""
+        code = self.process.wait()
+        result = pickle.loads(self.result_path.read_bytes()) if self.result_path.exists() else None
+        return Ended(code, self.log_path.read_text(errors="replace"), result)
+
+
+class ForkedJobs:
+    """Starts training jobs; a context manager. Threads may share it.
+
+    Args:
+        environment: of all jobs, beside that of this process.
+    """
+
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        self._environment = {**os.environ, "PYTHONPATH": str(SOURCE), "TF_CPP_MIN_LOG_LEVEL": "3"}
         # A library's threads do not survive a fork, and several processes run at a time.
-        environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "-1"}
-        environment |= {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2"}
-        self._server = subprocess.Popen(
-            [sys.executable, "-m", "tests.fault_tolerance.fork_server"],
-            cwd=SOURCE,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
+        self._environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "-1"}
+        self._environment |= {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2", **(environment or {})}
+        self._server = ForkServer(self._environment)
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
-        self._started: dict[int, Future[int]] = {}
-        self._ended: dict[int, Future[int]] = {}
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
 
-    def _read(self) -> None:
-        for line in self._server.stdout:
-            number, what, value = line.split()
-            {"started": self._started, "ended": self._ended}[what][int(number)].set_result(int(value))
-        for future in [*self._started.values(), *self._ended.values()]:
-            if not future.done():
-                future.set_exception(RuntimeError("the fork server has ended"))
-
-    def start(self, job: Job, folder: Path, environment: dict[str, str] | None = None) -> Started:
+    def start(self, job: Job, folder: Path, environment: Mapping[str, str] | None = None) -> Started:
         """Starts a job whose working directory is `folder`."""
         folder.mkdir(parents=True, exist_ok=True)
         with self._lock:
             number = next(self._numbers)
-            self._started[number], self._ended[number] = Future(), Future()
-            log, result = folder / f"log-{number}", folder / f"result-{number}"
-            request = {
-                "number": number,
-                "job": {**dataclasses.asdict(job), "folder": str(folder), "result": str(result)},
-                "log": str(log),
-                "environment": environment or {},
-                "seconds": SECONDS,
-            }
-            print(json.dumps(request), file=self._server.stdin, flush=True)
-        return Started(self._started[number], self._ended[number], log, result)
+            asked, log, result = (folder / f"{what}-{number}" for what in ("job", "log", "result"))
+            asked.write_text(json.dumps(dataclasses.asdict(job)))
+            words = ["-m", "tests.fault_tolerance.training", str(asked), str(result)]
+            with log.open("ab") as output:
+                env = {**self._environment, **(environment or {})}
+                process = self._server.start(words, env, output.fileno(), str(folder))
+        assert process is not None, "the fork server has ended"
+        return Started(process, log, result)
 
     def run(self, job: Job, folder: Path) -> Ended:
         """Runs a job to its end."""
@@ -102,65 +103,23 @@ class ForkedJobs:
         Once one has failed, the others get a moment to say what they make of it, and are killed.
         """
         with reserve(len(jobs)) as ports:
+            addresses = [f"127.0.0.1:{port}" for port in ports.ports]
             started = []
             for rank, job in enumerate(jobs):
-                addresses = [f"127.0.0.1:{port}" for port in ports.ports]
                 cluster = ClusterConfig({"worker": addresses}, "worker", rank).to_json()
                 variables = {"TF_CONFIG": cluster, "TFDIST_CLUSTER": cluster, "TFDIST_LOG_DIR": str(folder)}
                 started.append(self.start(job, folder, variables))
-            ends = [process.ended for process in started]
-            while not all(end.done() for end in ends):
-                wait(ends, SECONDS, FIRST_COMPLETED)
-                ends = [end for end in ends if not end.done()]
-                if any(process.has_failed for process in started):
-                    wait(ends, _MOMENT)
-                    for process in started:
-                        process.kill()
-                    break
-            return [process.wait() for process in started]
+            end = math.inf
+            while None in (codes := [one.process.poll() for one in started]) and time.monotonic() < end:
+                if end == math.inf and not {*codes} <= {None, 0, PREEMPTED}:
+                    end = time.monotonic() + _MOMENT
+                time.sleep(0.02)
+            for one in started:
+                one.kill()
+            return [one.wait() for one in started]
 
     def __enter__(self) -> ForkedJobs:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._server.stdin.close()
-        try:
-            self._server.wait(20)
-        except subprocess.TimeoutExpired:
-            self._server.kill()
-            self._server.wait()
-        self._reader.join()
-
-
-@dataclasses.dataclass
-class Started:
-    """A process that was started.
-
-    Attributes:
-        started: becomes its process id.
-        ended: becomes its exit code.
-        log_path: where it prints to.
-        result_path: where it writes what it observes.
-    """
-
-    started: Future[int]
-    ended: Future[int]
-    log_path: Path
-    result_path: Path
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether it has ended otherwise than complete or preempted."""
-        return self.ended.done() and self.ended.result() not in (0, PREEMPTED)
-
-    def kill(self) -> None:
-        """Kills it, if it still runs."""
-        if not self.ended.done():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.started.result(SECONDS), signal.SIGKILL)
-
-    def wait(self) -> Ended:
-        """Waits for its end; past its deadline the process ends by SIGALRM."""
-        code = self.ended.result(2 * SECONDS)
-        result = pickle.loads(self.result_path.read_bytes()) if self.result_path.exists() else None
-        return Ended(code, self.log_path.read_text(errors="replace"), result)
+        self._server.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import threading
 from typing import Any
 
 import keras
@@ -20,8 +19,8 @@ class Kill(keras.callbacks.Callback):
 
     Args:
         when: name of the callback method, such as "on_train_batch_begin"; "after the save" for the end of an epoch
-            once the backup has been asked for; "some time" after training has begun.
-        number: at which call of that method in this process; for "some time", in seconds.
+            once the backup has been asked for.
+        number: at which call of that method in this process.
         signal_number: which signal; `None` raises RuntimeError instead.
     """
 
@@ -31,16 +30,10 @@ class Kill(keras.callbacks.Callback):
         calls = itertools.count(1)
 
         def method(*args: Any, **kwargs: Any) -> None:
-            if when == "some time":
-                if next(calls) == 1:
-                    timer = threading.Timer(number, self.send)
-                    timer.daemon = True
-                    timer.start()
-            elif next(calls) == number:
+            if next(calls) == number:
                 self.send()
 
-        names = {"after the save": "on_epoch_end", "some time": "on_train_batch_begin"}
-        setattr(self, names.get(when, when), method)
+        setattr(self, "on_epoch_end" if when == "after the save" else when, method)
         # Where the backup puts what has to see what it has done.
         self.comes_last = when == "after the save"
 

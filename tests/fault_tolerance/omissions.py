@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable
 from typing import Any
 
-from tfdist.checkpoint.shared_store import SharedStore
-from tfdist.checkpoint.store import Checkpoint
+from tfdist.checkpoint.store import Checkpoint, SharedStore
 from tfdist.checkpoint.training_state import TrainingState
-from tfdist.inspection import random_state
+from tfdist.inspection.model_state import random_state
 
 
 def _without(chosen: Callable[[str, str], bool]) -> Callable[[Checkpoint], Checkpoint]:
@@ -47,23 +45,13 @@ def _callback(name: str) -> Callable[[Checkpoint], Checkpoint]:
 
 
 OMISSIONS: dict[str, Callable[[Checkpoint], Checkpoint]] = {
-    "seeds": _without(lambda name, path: "seed" in path),
     "optimizer": _without(lambda name, path: name.startswith("optimizer/")),
     "rests": _without(lambda name, path: name.startswith("compression/")),
-    "learning rate": _without(lambda name, path: "learning_rate" in path),
-    "iterations": _without(lambda name, path: "iteration" in path),
-    "BatchNormalization": _without(lambda name, path: "moving_variance" in path),
     "metrics": _without(lambda name, path: name.startswith("metrics/")),
-    "EarlyStopping": _callback("EarlyStopping"),
-    "ReduceLROnPlateau": _callback("ReduceLROnPlateau"),
-    "ModelCheckpoint": _callback("ModelCheckpoint"),
-    "History": _callback("History"),
     "Keeper": _callback("Keeper"),
-    "random numbers": _meta(random=lambda state: random_state.capture()),
+    "random numbers": _meta(random=lambda state: random_state()),
     "CSV": _meta(csv=lambda lengths: {}),
     "batches": _meta(position=lambda position: {**position, "taken": 0}),
-    "Grain state": _meta(position=lambda position: {**position, "grain": json.dumps({"next_index": 0})}),
-    "orders": _meta(position=lambda position: {**position, "made": 1}),
     "validations": _meta(validations=lambda count: 0),
     "nothing": lambda checkpoint: checkpoint,
 }

@@ -1,16 +1,12 @@
 """A training that Keras' OrbaxCheckpoint saves, and that goes on where it was, as Keras' documentation shows.
 
-`python orbax_program.py FOLDER EPOCHS STRATEGY [KILL]`: with KILL, the process that writes is killed while it saves
-that epoch, unless the folder has an earlier one already that it has begun with. Prints what came of it as JSON.
+`python orbax_program.py FOLDER EPOCHS STRATEGY` prints what came of it as JSON.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -41,23 +37,16 @@ def build() -> keras.Model:
 
 
 class Counted(keras.callbacks.OrbaxCheckpoint):
-    """Counts what it saves, and dies while it does."""
+    """Counts what it saves."""
 
-    saves, kill = 0, None
+    saves = 0
 
     def _save_checkpoint(self, step: int, logs: Any = None) -> None:
         self.saves += 1
-        if step == self.kill:
-            threading.Thread(target=self._die_while_it_is_written, args=(f"{step}.orbax-checkpoint-tmp",)).start()
         super()._save_checkpoint(step, logs)
 
-    def _die_while_it_is_written(self, name: str) -> None:
-        while not os.path.exists(os.path.join(self.directory, name)):
-            pass
-        os.kill(os.getpid(), signal.SIGKILL)
 
-
-def main(folder: str, epochs: int, name: str, kill: int | None = None) -> None:
+def main(folder: str, epochs: int, name: str) -> None:
     """Trains, from the newest checkpoint on."""
     strategy = strategy_of(name)
     keras.utils.set_random_seed(1)
@@ -68,7 +57,6 @@ def main(folder: str, epochs: int, name: str, kill: int | None = None) -> None:
     if found:
         model.load_weights(folder)
     callback = Counted(folder, max_to_keep=3)
-    callback.kill = None if found else kill
     # The order of the rows does not depend on how many epochs there were before.
     begin = found[-1] + 1 if found else 0
     model.fit(
@@ -81,4 +69,4 @@ def main(folder: str, epochs: int, name: str, kill: int | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]) if sys.argv[4:] else None)
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])

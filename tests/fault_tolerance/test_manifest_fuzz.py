@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
-import enum
 import json
 import random
 import shutil
@@ -13,71 +11,21 @@ import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-import tfdist
-from tests.fault_tolerance.test_earlier_backup import EARLIER
+from tests.fault_tolerance.test_earlier_backup import EARLIER, fit
+from tfdist.checkpoint.callback_state import MISSING, NO_OBJECTS, NotRestoredError, decode
 from tfdist.checkpoint.manifest import DamagedCheckpointError, UnknownFormatError, decode_manifest, encode_manifest
-from tfdist.checkpoint.plain_data import decode, encode
 from tfdist.checkpoint.store import CheckpointStore
 from tfdist.checkpoint.training_state import check_meta, fault_of_meta
-from tfdist.inspection.object_state import MISSING, NO_OBJECTS, NotRestoredError
 
-# Few in each run of the tests, more in the exhaustive ones.
-FEW, MANY = (
-    settings(max_examples=count, deadline=None, derandomize=count < 1000, suppress_health_check=list(HealthCheck))
-    for count in (150, 2000)
-)
-TIERS = [FEW, pytest.param(MANY, marks=pytest.mark.exhaustive)]
-called: list[str] = []
-
-
-class Trap(enum.Enum):
-    A = 1
-
-    @classmethod
-    def _missing_(cls, value: object) -> None:
-        called.append("enum")
-
-
-class Triple(NamedTuple):
-    x: int
-    y: int
-
-
-class TrapTuple(Triple):
-    def __new__(cls, *items: Any) -> TrapTuple:
-        called.append("named tuple")
-        return super().__new__(cls, *items)
-
-
-@dataclasses.dataclass
-class TrapRecord:
-    best: float
-
-    def __post_init__(self) -> None:
-        called.append("dataclass")
-
-    @property
-    def spring(self) -> None:
-        called.append("getter")
-
-    @spring.setter
-    def spring(self, value: object) -> None:
-        called.append("setter")
-
-
-def function(*arguments: Any) -> None:
-    called.append("function")
-
-
+few = settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 REFERENCES = [
     "os:system",
     "builtins:eval",
@@ -91,14 +39,27 @@ REFERENCES = [
     ":",
     "os",
     "os:system:id",
-    *(f"{__name__}:{name}" for name in ("Trap", "TrapTuple", "TrapRecord", "function", "TrapRecord.spring", "called")),
 ]
 KINDS = [
     *("float", "complex", "bytes", "bytearray", "path", "timedelta", "datetime", "date", "time", "array", "tensor"),
     *("buffer", "enum", "namedtuple", "dataclass", "OrderedDict", "Counter", "dict", "defaultdict", "list", "tuple"),
     *("set", "frozenset", "deque", "generator", "random", "variable", "variables", "state", "elsewhere", "scalar", "x"),
 ]
-WORDS = [*REFERENCES, *KINDS, "PCG64", "mtrand", "BitGenerator", "seed", "0x1.8p+1", "inf", "|O", "<U2", "i4,O", "best"]
+WORDS = [
+    *REFERENCES,
+    *KINDS,
+    "value",
+    "PCG64",
+    "mtrand",
+    "BitGenerator",
+    "seed",
+    "0x1.8p+1",
+    "inf",
+    "|O",
+    "<U2",
+    "i4,O",
+    "best",
+]
 leaves = st.one_of(
     st.none(),
     st.booleans(),
@@ -124,7 +85,19 @@ ARRAYS = {"x": np.ones(2), "best": np.array([b"a"], object), "": np.zeros((0, 3)
 
 # An audit hook cannot be taken away: it looks only while it is told to.
 watched: list[list[str]] = []
-FORBIDDEN = ("import", "exec", "compile", "os.", "subprocess.", "socket.", "ctypes.", "shutil.", "pickle.", "marshal.")
+FORBIDDEN = (
+    "open",
+    "import",
+    "exec",
+    "compile",
+    "os.",
+    "subprocess.",
+    "socket.",
+    "ctypes.",
+    "shutil.",
+    "pickle.",
+    "marshal.",
+)
 
 
 def audit(event: str, arguments: tuple) -> None:
@@ -144,34 +117,29 @@ def hook() -> None:
 
 @contextlib.contextmanager
 def nothing_is_called() -> Iterator[None]:
-    called.clear()
     modules = set(sys.modules)
     watched.append([])
     try:
         yield
     finally:
         events = watched.pop()
-    assert (called, events, set(sys.modules) - modules) == ([], [], set())
+    assert (events, set(sys.modules) - modules) == ([], set())
 
 
 def presents() -> list[Any]:
-    record = object.__new__(TrapRecord)
-    record.best = 1.0
     return [
         NO_OBJECTS,
         MISSING,
         None,
         [1, {}],
         {"best": random.Random(1)},
-        record,
         np.random.default_rng(1),
         tf.Variable(1.0),
     ]
 
 
-@pytest.mark.parametrize("tier", TIERS, ids=["few", "many"])
-def test_any_data_are_restored_or_refused(tier: settings) -> None:
-    @tier
+def test_any_data_are_restored_or_refused() -> None:
+    @few
     @given(values, st.integers(0, len(presents()) - 1))
     def check(value: Any, which: int) -> None:
         present = presents()[which]
@@ -182,8 +150,7 @@ def test_any_data_are_restored_or_refused(tier: settings) -> None:
     check()
 
 
-@pytest.mark.parametrize("tier", TIERS, ids=["few", "many"])
-def test_any_bytes_are_a_manifest_or_none(tier: settings) -> None:
+def test_any_bytes_are_a_manifest_or_none() -> None:
     fields = st.fixed_dictionaries(
         {},
         optional={
@@ -194,7 +161,7 @@ def test_any_bytes_are_a_manifest_or_none(tier: settings) -> None:
         },
     )
 
-    @tier
+    @few
     @example("\0b")  # UTF-16, if one looks at its first bytes
     @given(st.one_of(values.map(json.dumps), fields.map(json.dumps), st.text(max_size=40)))
     def check(text: str) -> None:
@@ -248,15 +215,14 @@ def text_of(found: dict) -> bytes:
     return b'%s,\n"crc32": "%08x"}\n' % (body, zlib.crc32(body))
 
 
-@pytest.mark.parametrize("tier", TIERS, ids=["few", "many"])
-def test_a_real_manifest_with_other_parts(tmp_path: Path, tier: settings) -> None:
+def test_a_real_manifest_with_other_parts(tmp_path: Path) -> None:
     shutil.copytree(EARLIER / "backup", tmp_path / "backup")
     store = CheckpointStore(tmp_path / "backup", writer=False)
     [name] = store.names()
     store.open(name)
     path = tmp_path / "backup" / name / "manifest.json"
 
-    @tier
+    @few
     @given(mutated())
     def check(found: dict) -> None:
         path.write_bytes(text_of(found))
@@ -269,27 +235,9 @@ def test_a_real_manifest_with_other_parts(tmp_path: Path, tier: settings) -> Non
     check()
 
 
-def fit(folder: Path) -> Any:
-    keras.utils.set_random_seed(1)
-    hidden = [keras.layers.Dense(4), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)]
-    model = keras.Sequential([keras.Input((3,)), *hidden, keras.layers.Dense(1)], name="model")
-    model.compile(keras.optimizers.Adam(0.1), "mse", metrics=["mae"])
-    x = np.random.default_rng(0).normal(size=(32, 3)).astype("float32")
-    callbacks = [
-        tfdist.callbacks.BackupAndRestore(folder, 1000, max_to_keep=1, asynchronous=False),
-        keras.callbacks.ReduceLROnPlateau("loss", patience=1),
-        keras.callbacks.LambdaCallback(on_train_batch_begin=lambda batch, logs: None),
-    ]
-    return model.fit(x, x[:, :1], batch_size=4, epochs=3, callbacks=callbacks, verbose=0)
-
-
 CHANGES: dict[str, tuple[tuple, Any]] = {
     "a command in History": (("meta", "callbacks", 0, "state"), {"dict": [["history", {"enum": ["os:system", "id"]}]]}),
-    "no meta data": (("meta",), {}),
     "an epoch of another type": (("meta", "epoch"), "1"),
-    "a random state that is none": (("meta", "random"), [1, 2, 3, 4]),
-    "callbacks that are none": (("meta", "callbacks"), [1]),
-    "a position that is none": (("meta", "position"), {}),
     "no tensors": (("tensors",), {}),
 }
 
@@ -298,8 +246,7 @@ CHANGES: dict[str, tuple[tuple, Any]] = {
 def test_a_fit_that_begins_with_it(tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # a final error replaces it
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("os.system", lambda command: called.append(command))
-    called.clear()
+    monkeypatch.setattr("os.system", lambda command: pytest.fail(f"it has called {command}"))
     shutil.copytree(EARLIER / "backup", tmp_path / "backup")
     found, (path, value) = raw(), CHANGES[change]
     owner = found
@@ -309,22 +256,9 @@ def test_a_fit_that_begins_with_it(tmp_path: Path, change: str, monkeypatch: pyt
     [manifest] = tmp_path.glob("backup/checkpoint-*/manifest.json")
     manifest.write_bytes(text_of(found))
     if change == "a command in History":
-        with pytest.warns(UserWarning, match="cannot be restored: this program has no enum os.system"):
-            fit(tmp_path / "backup")
+        with pytest.warns(UserWarning, match=r"\.history is in the backup and cannot be restored"):
+            fit(tmp_path / "backup", lambda model, step: None)
     else:
         with pytest.raises(ValueError, match=r"is not a backup of a fit: it|Received: a backup without"):
-            fit(tmp_path / "backup")
+            fit(tmp_path / "backup", lambda model, step: None)
         assert manifest.exists()
-    assert called == []
-
-
-def test_what_a_callbacks_object_raises_is_not_taken_for_damage() -> None:
-    class Mine:
-        def get_state(self) -> int:
-            return 1
-
-        def set_state(self, state: int) -> None:
-            raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"):
-        decode(encode(Mine(), {}, "mine"), {}, Mine())

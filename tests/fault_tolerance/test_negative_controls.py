@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.fault_tolerance.job import CALLBACKS, Job
+from tests.fault_tolerance.job import Job
 from tests.fault_tolerance.trials import KILLED, Case, Trials, about, at
 from tests.tiers import daily
 
@@ -14,15 +14,13 @@ pytestmark = pytest.mark.slow
 
 # In the fourth epoch; the best one was the third.
 KILL = at(18)
-IN_THE_FIFTH_EPOCH = {**KILL, "number": 23}
 AT_A_BOUNDARY = {"when": "writing", "stage": "tensors", "number": 3}
 BY_STEPS = {"save_freq": 4, "asynchronous": False}
 COMPRESSED = {"model": "matrices", "strategy": "mirrored", "compression": "PowerSGD"}
-ALL = {"callbacks": CALLBACKS, "validation": "arrays", "epochs": 7}
 
 
 def without(name: str, *expected: str, kill: dict[str, Any] = KILL, **options: Any) -> Any:
-    job = Job(**{"backup": BY_STEPS, "callbacks": ("csv", "plateau"), "validation": "", "epochs": 4, **options})
+    job = Job(backup=BY_STEPS).light.with_(**{"callbacks": ("csv", "plateau"), **options})
     return pytest.param(Case(f"without {name}", (job.with_(kill=kill), job.with_(leave_out=name))), expected, id=name)
 
 
@@ -30,32 +28,16 @@ def without(name: str, *expected: str, kill: dict[str, Any] = KILL, **options: A
     ("case", "expected"),
     daily(
         [
-            without("seeds", "weights", "seed", "history"),
             without("optimizer", "weights", "optimizer"),
-            without("learning rate", "weights", "optimizer"),
-            without("iterations", "weights", "optimizer"),
-            without("BatchNormalization", "weights", "history", validation="arrays"),
             without("metrics", "history"),
             without("rests", "weights", "compression", **COMPRESSED),
-            without("EarlyStopping", "early", **ALL),
-            without("ReduceLROnPlateau", "plateau", "optimizer", kill=IN_THE_FIFTH_EPOCH, **ALL),
-            without("ModelCheckpoint", "best", **ALL),
-            without("History", "history", "epochs"),
+            without("Keeper", "keeper", callbacks=("keeper", "csv")),
             without("random numbers", "observer", "weights", data="PyDataset", epochs=5),
             without("batches", "observer", "weights", data="shuffle"),
-            without("orders", "observer", "weights", data="shuffle"),
             without("CSV", "csv", kill=AT_A_BOUNDARY, backup={}),
             without("validations", "history", data="shuffle", validation="shuffle"),
         ],
-        *(
-            "seeds",
-            "optimizer",
-            "iterations",
-            "metrics",
-            "ModelCheckpoint",
-            "History",
-        ),
-        *("batches", "orders"),
+        "batches",
     ),
 )
 def test_left_out_state_is_noticed(case: Case, expected: tuple[str, ...], trials: Trials) -> None:

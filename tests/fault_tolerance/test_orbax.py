@@ -1,4 +1,4 @@
-"""Keras' OrbaxCheckpoint under tfdist's strategies: one process writes, in the background, and may be killed."""
+"""Keras' OrbaxCheckpoint under tfdist's strategies: one process writes, in the background."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ PROGRAM = Path(__file__).with_name("orbax_program.py")
 pytestmark = [pytest.mark.exhaustive, pytest.mark.slow]
 
 
-def train(folder: Path, epochs: int, strategy: str, *kill: int, code: int = 0) -> list[dict[str, Any]]:
-    """Runs the program, with "workers" on two of them that are restarted once; returns what each has printed."""
-    words = [str(PROGRAM), str(folder), str(epochs), strategy, *map(str, kill)]
+def train(folder: Path, epochs: int, strategy: str) -> list[dict[str, Any]]:
+    """Runs the program, with "workers" on two of them; returns what each has printed."""
+    words = [str(PROGRAM), str(folder), str(epochs), strategy]
     logs = folder.with_name(f"{folder.name}-logs")
-    options = ["run", "-n", "2", "--output", "all", "--max-restarts", "1", "--log-dir", str(logs)]
+    options = ["run", "-n", "2", "--output", "all", "--log-dir", str(logs)]
     command = ["-m", "tfdist", *options, *words] if strategy == "workers" else words
     done = subprocess.run(
         [sys.executable, *command],
@@ -33,7 +33,7 @@ def train(folder: Path, epochs: int, strategy: str, *kill: int, code: int = 0) -
         text=True,
         timeout=280,
     )
-    assert done.returncode == code, f"exit code {done.returncode}:\n{done.stdout}"
+    assert done.returncode == 0, done.stdout
     return [json.loads(line[line.index("{") :]) for line in done.stdout.splitlines() if '{"begin"' in line]
 
 
@@ -41,7 +41,7 @@ def epochs_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.parametrize("strategy", ["mirrored", pytest.param("workers", marks=pytest.mark.cluster)])
+@pytest.mark.parametrize("strategy", [pytest.param("workers", marks=pytest.mark.cluster)])
 def test_goes_on_with_the_newest_checkpoint(strategy: str, tmp_path: Path) -> None:
     whole = train(tmp_path / "whole", 4, strategy)
     first = train(tmp_path / "parts", 2, strategy)
@@ -55,16 +55,3 @@ def test_goes_on_with_the_newest_checkpoint(strategy: str, tmp_path: Path) -> No
     assert {str(run["sums"]) for run in second} == {str(run["sums"]) for run in whole}
     # Would a difference be seen?
     assert {str(run["sums"]) for run in first}.isdisjoint(str(run["sums"]) for run in second)
-
-
-@pytest.mark.parametrize("strategy", ["mirrored", pytest.param("workers", marks=pytest.mark.cluster)])
-def test_killed_while_it_saves(strategy: str, tmp_path: Path) -> None:
-    whole = train(tmp_path / "whole", 4, strategy)
-    folder = tmp_path / "killed"
-    if strategy == "mirrored":
-        assert train(folder, 4, strategy, 2, code=-9) == []
-        assert "2" not in epochs_in(folder)
-    resumed = train(folder, 4, strategy, 2)
-    assert [run["begin"] for run in resumed] == [2] * len(whole)
-    assert epochs_in(folder) == ["1", "2", "3"]
-    assert {str(run["sums"]) for run in resumed} == {str(run["sums"]) for run in whole}

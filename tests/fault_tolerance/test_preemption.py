@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,17 +21,16 @@ def sigterm(number: int, when: str = "on_train_batch_begin", which: int = signal
 
 
 LIGHT = Job(backup={}).light
-WITHIN = interrupted("within an epoch", Job(backup={}), sigterm(9))
+
+
+def two_backups(folder: Path) -> None:
+    """The first epoch's, and the one of the signal."""
+    assert len(list((folder / "backup").iterdir())) == 2
+
+
+WITHIN = interrupted("within an epoch", LIGHT, sigterm(9), between=two_backups)
 CASES = [
     (WITHIN, "SIGTERM: stopped after step 12 of epoch 2, which is saved; exit code 77"),
-    (
-        interrupted("twice", LIGHT.with_(backup={"save_freq": 4}), sigterm(9), sigterm(3)),
-        "SIGTERM: stopped after step 6 of epoch 3, which is saved; exit code 77",
-    ),
-    (
-        interrupted("at the last step of an epoch", LIGHT, sigterm(10)),
-        "SIGTERM: stopped after step 15 of epoch 2, which is saved; exit code 77",
-    ),
     (
         interrupted("in validation", LIGHT.with_(validation="arrays"), sigterm(4, "on_test_batch_begin")),
         "SIGTERM: stopped after epoch 2, which is saved; exit code 77",
@@ -38,10 +38,6 @@ CASES = [
     (
         interrupted("between epochs", LIGHT, sigterm(2, "on_epoch_end")),
         "SIGTERM: stopped after epoch 2, which is saved; exit code 77",
-    ),
-    (
-        interrupted("a dataset", LIGHT.with_(data="shuffle"), sigterm(9)),
-        "SIGTERM: stopped after step 12 of epoch 2, which is saved; exit code 77",
     ),
     (
         interrupted(
@@ -54,7 +50,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("case", "said"),
-    daily(CASES, "within an epoch", "between epochs"),
+    daily(CASES, "within an epoch"),
     ids=lambda value: str(value) if isinstance(value, Case) else "",
 )
 def test_no_step_is_lost(case: Case, said: str, trials: Trials) -> None:
@@ -63,42 +59,6 @@ def test_no_step_is_lost(case: Case, said: str, trials: Trials) -> None:
     assert said in outcome.runs[-2].log
     assert outcome.differences == []
     assert sum(outcome.steps) == outcome.reference.result["steps of this process"]
-
-
-@pytest.mark.parametrize("case", [Case("one save", WITHIN.jobs[:1])], ids=str)
-def test_one_save(case: Case, trials: Trials) -> None:
-    outcome = trials.outcome(case)
-    assert outcome.codes == [PREEMPTED]
-    assert outcome.steps == [9]
-    # The first epoch's, and this one.
-    assert len(list((outcome.folder / "backup").iterdir())) == 2
-
-
-@pytest.mark.exhaustive
-def test_data_whose_position_cannot_be_saved(trials: Trials) -> None:
-    outcome = trials.outcome(interrupted("generator", LIGHT.with_(data="from_generator"), sigterm(9)))
-    assert outcome.codes == [PREEMPTED, 0]
-    assert (
-        "SIGTERM: stopped after step 9 of epoch 2, which is not saved: no position within an epoch can be found again; "
-        "exit code 77"
-    ) in outcome.runs[0].log
-    assert outcome.differences == []
-
-
-def test_signals_are_left_alone_on_request(trials: Trials) -> None:
-    job = LIGHT.with_(backup={"preemption_signal": None})
-    outcome = trials.outcome(interrupted("no signal", job, sigterm(9)))
-    assert outcome.codes == [-signal.SIGTERM, 0]
-    assert outcome.differences == []
-
-
-@pytest.mark.exhaustive
-def test_the_last_epoch_is_finished_first(trials: Trials) -> None:
-    job = LIGHT.with_(epochs=2)
-    outcome = trials.outcome(Case("the last epoch", (job.with_(kill=sigterm(2, "on_epoch_end")), job)))
-    assert outcome.codes == [PREEMPTED, 0]
-    assert outcome.steps == [10, 0]
-    assert outcome.differences == []
 
 
 @pytest.mark.exhaustive

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
-from collections.abc import Iterator
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests import small_disks
-from tests.fault_tolerance.forked_jobs import ForkedJobs
 from tests.fault_tolerance.job import Job
 from tests.fault_tolerance.test_preemption import sigterm
-from tests.fault_tolerance.trials import Case, Trials, at, differences
-from tfdist.supervision.exit_codes import PREEMPTED, UNSAVED
+from tests.fault_tolerance.trials import Case, Trials, at
+from tfdist.checkpoint import backup_and_restore
+from tfdist.supervision.exit_codes import UNSAVED
+from tfdist.supervision.progress import SAVED
 
 pytestmark = pytest.mark.slow
 
@@ -28,21 +26,12 @@ def limited(asynchronous: bool, **changes: Any) -> Job:
     return JOB.with_(backup={**JOB.backup, "asynchronous": asynchronous}, hook="small files only", **changes)
 
 
-CASES = {
-    asynchronous: Case(
-        f"limited, asynchronous={asynchronous}", (JOB.with_(kill=at(8)), limited(asynchronous, kill=sigterm(3)), JOB)
-    )
-    for asynchronous in (False, True)
-}
+LIMITED = Case("limited", (JOB.with_(kill=at(8)), limited(True, kill=sigterm(3)), JOB))
 
 
-@pytest.mark.parametrize(
-    "case",
-    [CASES[True], pytest.param(CASES[False], marks=pytest.mark.exhaustive)],
-    ids=str,
-)
-def test_it_says_what_is_lost(case: Case, trials: Trials) -> None:
-    outcome = trials.outcome(case)
+@pytest.mark.exhaustive
+def test_it_says_what_is_lost(trials: Trials) -> None:
+    outcome = trials.outcome(LIMITED)
     assert outcome.codes == [-signal.SIGKILL, UNSAVED, 0]
     said = re.search(r"SIGTERM: stopped after .*", outcome.runs[1].log)[0]
     assert re.fullmatch(
@@ -56,62 +45,45 @@ def test_it_says_what_is_lost(case: Case, trials: Trials) -> None:
     assert outcome.differences == []
 
 
-NOTHING = Case("nothing at all", (limited(False, kill=sigterm(3)),))
-# One backup an epoch: the limit is for the log, too, and a warning of each is there.
-LAST = Case(
-    "at the end of the fit",
-    (limited(False, epochs=1, kill=sigterm(1, "on_epoch_end")).with_(backup={"asynchronous": False}),),
-)
-
-
-@pytest.mark.parametrize("case", [NOTHING, pytest.param(LAST, marks=pytest.mark.exhaustive)], ids=str)
-def test_it_says_that_there_is_no_backup(case: Case, trials: Trials) -> None:
-    outcome = trials.outcome(case)
+def test_it_says_that_there_is_no_backup(trials: Trials) -> None:
+    outcome = trials.outcome(Case("nothing at all", (limited(False, kill=sigterm(3)),)))
     assert outcome.codes == [UNSAVED]
-    where = "at the end of the fit" if case is LAST else r"after step \d+ of epoch 1"
     assert re.search(
-        rf"SIGTERM: stopped {where}, which is not saved\. {UNWRITTEN}trains from the beginning, since there is no "
-        rf"backup; exit code {UNSAVED}",
+        rf"SIGTERM: stopped after step \d+ of epoch 1, which is not saved\. {UNWRITTEN}trains from the beginning; "
+        rf"exit code {UNSAVED}",
         outcome.log,
     ), outcome.log
 
 
-def events(folder: Path, kind: str) -> list[dict[str, Any]]:
-    lines = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
-    return [event for event in lines if event["event"] == kind]
+def test_data_without_a_position_cannot_be_saved_within_an_epoch(trials: Trials) -> None:
+    job = Job(backup={}, data="from_generator").light
+    outcome = trials.outcome(Case("from a generator", (job.with_(kill=sigterm(9)), job)))
+    assert outcome.codes == [UNSAVED, 0]
+    assert re.search(
+        r"SIGTERM: stopped after step \d+ of epoch 2, which is not saved\. The data have no position within an epoch: "
+        r"it runs Python code .* A new start goes on from the last backup, checkpoint-0000000\d, of epoch 1; exit "
+        r"code 74",
+        outcome.runs[0].log,
+    ), outcome.runs[0].log
+    assert outcome.differences == []
 
 
-@pytest.mark.cluster
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.exhaustive)])
-def test_all_workers_end_with_the_same_code(jobs: ForkedJobs, tmp_path: Path, rank: int) -> None:
-    job = limited(True, strategy="workers", model="light, replicated")
-    ended = jobs.run_workers([job.with_(kill=sigterm(4) if r == rank else None) for r in range(2)], tmp_path)
-    log = "\n".join(run.log for run in ended)
-    assert [run.code for run in ended] == [UNSAVED, UNSAVED], log
-    assert re.search(rf"SIGTERM: stopped after .*, which is not saved\. {UNWRITTEN}trains from the beginning", log), log
-    assert len(events(tmp_path, "unsaved")) == 2 and events(tmp_path, "preempted") == []
+def test_who_has_saved_says_so_before_it_waits_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine the grace period may end meanwhile; the launcher then knows that all is saved."""
 
+    class WaitsError(Exception):
+        pass
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A folder with room for the first backups of a job, but not for all."""
-    with small_disks.small_disk(tmp_path / "backup", "400k"):
-        yield tmp_path
+    def wait(*arguments: Any) -> None:
+        raise WaitsError
 
-
-@pytest.mark.mount
-@pytest.mark.exhaustive
-def test_a_full_disk(trials: Trials, small_disk: Path) -> None:
-    first = trials.jobs.run(JOB.with_(kill=at(8)), small_disk)
-    assert first.code == -signal.SIGKILL, first.log
-    filler = small_disk / "backup" / "filler"
-    small_disks.fill(filler)
-    second = trials.jobs.run(JOB.with_(kill=sigterm(3)), small_disk)
-    assert second.code == UNSAVED, second.log
-    assert re.search(r"which is not saved\. .*No space left on device.* goes on from the last backup", second.log)
-    filler.unlink()
-    third = trials.jobs.run(JOB.with_(kill=sigterm(3)), small_disk)
-    assert third.code == PREEMPTED, third.log
-    fourth = trials.jobs.run(JOB, small_disk)
-    assert fourth.code == 0, fourth.log
-    assert differences(trials.jobs.run(JOB.reference, small_disk / "reference"), fourth) == []
+    said: list[str] = []
+    reporter = SimpleNamespace(report=lambda phase, step: said.append(phase))
+    monkeypatch.setattr(backup_and_restore.ProgressWriter, "from_environment", lambda: reporter)
+    backup = object.__new__(backup_and_restore.FitBackup)
+    backup._place, backup._peers = backup_and_restore._Place(), SimpleNamespace(gather=wait)
+    for writes, failure, expected in ((False, None, []), (True, "a full disk", []), (True, None, [SAVED])):
+        backup._is_chief = writes
+        with pytest.raises(WaitsError):
+            backup._leave("after step 1", "is saved", failure)
+        assert said == expected

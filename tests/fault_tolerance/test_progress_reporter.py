@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -14,16 +13,13 @@ pytestmark = pytest.mark.cluster
 
 def reports() -> dict[str, Any]:
     """Runs in a process of its own: what can be read at each callback, over a fit, a prediction and a resumed fit."""
-    import contextlib
     import os
 
     import keras
     import numpy as np
 
-    from tfdist.runtime.progress_callback import ProgressReporter
-    from tfdist.steps.common_hooks import install
+    from tfdist.strategies.hooks import install
     from tfdist.supervision.progress import VARIABLE, ProgressFile, ProgressWriter
-    from tfdist.supervision.time_spent import STEPS, VALIDATION, time_spent
 
     install()
     file = ProgressFile()
@@ -64,43 +60,13 @@ def reports() -> dict[str, Any]:
         return list(seen)
 
     found["fit"] = fit(Spy(), epochs=2, validation_data=data, validation_batch_size=6)
-    model.compile("sgd", "mse", steps_per_execution=3)
-    found["steps_per_execution"] = fit(Spy())
-    model.compile("sgd", "mse")
     model.predict(data[0], verbose=0)
-    seen.clear()
     look("predicted")
-    found["predict"] = list(seen)
+    found["predicted"] = seen[-1]
     spy = Spy()
     spy.resumes_at = 30
     found["resumed"] = fit(spy)
     found["anew"] = fit(Spy())
-    # Of three batches the second execution has one.
-    model.compile("sgd", "mse", steps_per_execution=2)
-    found["uneven"] = fit(Spy(), epochs=2)
-
-    class Fails(keras.callbacks.Callback):
-        def on_test_begin(self, logs=None):
-            time_spent().goes_into(STEPS)
-            time_spent().begin(VALIDATION)
-            raise KeyError
-
-    with contextlib.suppress(KeyError):
-        model.fit(*data, verbose=0, callbacks=[Fails()], validation_data=data)
-    before = time_spent().read()
-    time.sleep(0.1)
-    found["spent after a fit that failed"] = [
-        seconds - before[kind] for kind, seconds in time_spent().read().items() if seconds != before[kind]
-    ]
-
-    callbacks = keras.callbacks.CallbackList([], model=model)
-    found["reporters"] = sum(isinstance(callback, ProgressReporter) for callback in callbacks.callbacks)
-    reporter = callbacks.callbacks[0]
-    start = time.perf_counter()
-    for batch in range(10000):
-        reporter.on_train_batch_begin(batch)
-        reporter.on_train_batch_end(batch)
-    found["seconds per batch"] = (time.perf_counter() - start) / 10000
     return found
 
 
@@ -124,22 +90,7 @@ def test_steps_and_phases_of_a_fit(found: dict[str, Any]) -> None:
         ("epoch 1", "saving", 6, None),
         ("end", "done", 6, None),
     ]
-
-
-def test_several_steps_at_once(found: dict[str, Any]) -> None:
-    steps = [step for event, _, step, _ in found["steps_per_execution"] if event.startswith("batch")]
-    assert steps == [3]
-
-
-def test_executions_that_do_not_divide_an_epoch(found: dict[str, Any]) -> None:
-    assert [(event, step) for event, _, step, _ in found["uneven"] if event.startswith(("batch", "epoch", "end"))] == [
-        *[("batch 1", 2), ("batch 3", 3), ("epoch 0", 3)],
-        *[("batch 1", 5), ("batch 3", 6), ("epoch 1", 6), ("end", 6)],
-    ]
-
-
-def test_a_prediction_afterwards_leaves_the_fit_done(found: dict[str, Any]) -> None:
-    assert found["predict"] == [("predicted", "done", 3, None)]
+    assert found["predicted"] == ("predicted", "done", 6, None)
 
 
 def test_a_resumed_fit_counts_on(found: dict[str, Any]) -> None:
@@ -152,12 +103,3 @@ def test_a_resumed_fit_counts_on(found: dict[str, Any]) -> None:
         ("done", 33, 30),
     ]
     assert found["anew"][-1] == ("end", "done", 3, None)
-
-
-def test_a_fit_that_has_failed_spends_no_more_time(found: dict[str, Any]) -> None:
-    assert found["spent after a fit that failed"] == []
-
-
-def test_one_reporter_that_costs_little(found: dict[str, Any]) -> None:
-    assert found["reporters"] == 1
-    assert found["seconds per batch"] < 10e-6

@@ -15,14 +15,13 @@ from tests.fault_tolerance.job import Job
 from tests.fault_tolerance.trials import KILLED, Case, Trials, at
 from tests.tiers import daily
 from tfdist.checkpoint.store import CheckpointStore
+from tfdist.supervision.exit_codes import REFUSED
 
 pytestmark = pytest.mark.slow
 
 KILL = at(8)
 BACKUP = {"save_freq": 1, "asynchronous": False}
 JOB = Job(epochs=3, callbacks=("csv",), validation="", backup=BACKUP)
-PYTHON_CODE = "it runs Python code (from_generator, py_function or numpy_function), whose state is unknown"
-USE_TENSORFLOW = "; use a keras.utils.PyDataset, or operations of TensorFlow"
 
 
 def at_ends_of_epochs(name: str, reason: str, data: str, **options: Any) -> Any:
@@ -32,30 +31,19 @@ def at_ends_of_epochs(name: str, reason: str, data: str, **options: Any) -> Any:
 
 OBSTACLES = [
     at_ends_of_epochs(
-        "generator", "the data come from a generator, not a dataset", "generator", fit={"steps_per_epoch": 15}
-    ),
-    at_ends_of_epochs("from_generator", PYTHON_CODE + USE_TENSORFLOW, "from_generator"),
-    at_ends_of_epochs("py_function", PYTHON_CODE + USE_TENSORFLOW, "py_function"),
-    at_ends_of_epochs(
-        "parallel random map",
-        "it draws random numbers in parallel (RandomUniform), in no fixed order; use tf.random.stateless_*, or map "
-        "without num_parallel_calls",
-        "parallel random map",
+        "generator", "the data come from a Generator, not a tf.data.Dataset", "generator", fit={"steps_per_epoch": 15}
     ),
     at_ends_of_epochs(
         "augmentation layer",
-        "it changes a variable (a Keras augmentation layer counts its random numbers), which begins anew; put the "
-        "layer into the model, or use tf.image.stateless_random_* in map",
+        "it changes a variable (a Keras augmentation layer counts its random numbers), which starts at 0 again; put "
+        "the layer into the model, or use tf.image.stateless_random_* in map",
         "augmentation layer",
     ),
-    *(
-        at_ends_of_epochs(
-            f"PyDataset that draws from {source}",
-            "Noisy.__getitem__ draws from the global random state of Python, NumPy or TensorFlow; draw from a "
-            "generator that is made from the index instead, such as np.random.default_rng(index)",
-            f"PyDataset, {source}",
-        )
-        for source in ("random", "np.random")
+    at_ends_of_epochs(
+        "PyDataset that draws",
+        "Noisy.__getitem__ draws from the global random state of Python, NumPy or TensorFlow; draw from a "
+        "generator that is made from the index instead, such as np.random.default_rng(index)",
+        "PyDataset, np.random",
     ),
     at_ends_of_epochs(
         "PyDataset that changes",
@@ -65,7 +53,7 @@ OBSTACLES = [
     ),
 ]
 # Their data begin anew with each process or epoch, so that even a resumed epoch sees the same.
-SAME_AGAIN = ("generator", "from_generator", "py_function")
+SAME_AGAIN = ("generator",)
 
 
 @pytest.mark.exhaustive
@@ -75,8 +63,7 @@ def test_resumes_at_ends_of_epochs_and_says_so(case: Case, reason: str, trials: 
     assert outcome.codes == [KILLED, 0]
     warning = (
         f"UserWarning: BackupAndRestore saves at the ends of epochs only: {reason}. After a kill, the epoch that it "
-        "interrupted is trained again from its beginning. It and the later ones get the data that the new process "
-        "gives, which need not be those of an uninterrupted run."
+        "interrupted is trained again from its beginning, on the data that the new process gives."
     )
     for run in outcome.runs:
         assert run.log.count(warning) == 1
@@ -100,32 +87,14 @@ CHANGES = [
         "a wider model",
         r"StateMismatchError: The backup is of another model or optimizer\. Received: model/2 is \S*kernel with shape "
         r"\[4, 9\] and dtype float32\. Expected, as saved: \S*kernel with shape \[4, 8\] and dtype float32\. Build and "
-        r"compile the model as before, or pass another backup_dir to begin anew\.",
+        r"compile the model as before, or pass another backup_dir to start over\.",
         model="wider",
-    ),
-    changed(
-        "a deeper model",
-        r"StateMismatchError: .* Received: model/11 is \S+/kernel with shape \[1, 1\] and dtype float32\. Expected, as "
-        r"saved: not there\.",
-        model="deeper",
-    ),
-    changed(
-        "another optimizer",
-        r"StateMismatchError: .* Received: optimizer class/0 is SGD\. Expected, as saved: Adam\.",
-        model="sgd",
     ),
     changed(
         "another batch size",
         r"ValueError: The backup was made within an epoch of other data\. Received: number of batches: 8\. Expected, "
-        r"as saved: 15\. Pass the same data \(with the same seeds\) as before, or another backup_dir to begin anew\.",
+        r"as saved: 15\. Pass the same data \(with the same seeds\) as before, or another backup_dir to start over\.",
         fit={"batch_size": 8},
-    ),
-    changed(
-        "another order",
-        r"ValueError: The backup was made within an epoch of other data\. Received: seeds of its shuffling: "
-        r"\[\[1, 9\]\]\. Expected, as saved: \[\[1, \d+\]\]\.",
-        before={"data": "shuffle"},
-        data="another shuffle",
     ),
     changed(
         "data that cannot be resumed",
@@ -143,10 +112,10 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize(("case", "error"), daily(CHANGES, "a wider model", "another batch size"))
+@pytest.mark.parametrize(("case", "error"), daily(CHANGES))
 def test_refuses_what_does_not_fit_the_backup(case: Case, error: str, trials: Trials) -> None:
     outcome = trials.outcome(case)
-    assert outcome.codes == [KILLED, 1]
+    assert outcome.codes == [KILLED, 1 if case.name == "two backups" else REFUSED]
     last = outcome.log.strip().splitlines()[-1]
     assert re.match(rf"(\w+\.)*{error}", last), last
     assert outcome.steps[1] == 0
@@ -163,13 +132,8 @@ def test_refuses_what_does_not_fit_the_backup(case: Case, error: str, trials: Tr
             "Received: save_freq=0. Expected 'epoch', a number of steps from 1, or a duration such as '10min', '30s' "
             "or '2h'.",
         ),
-        ({"save_freq": True}, "Received: save_freq=True. Expected 'epoch', a number"),
-        ({"save_freq": "10 parsecs"}, "Received: save_freq='10 parsecs'. Expected 'epoch', a number"),
         ({"delete_checkpoint": "no"}, "Received: delete_checkpoint='no'. Expected: True or False."),
-        ({"double_checkpoint": 2}, "Received: double_checkpoint=2. Expected: True or False."),
         ({"max_to_keep": 0}, "Received: max_to_keep=0. Expected: an integer of at least 1, since the newest backup"),
-        ({"max_to_keep": True}, "Received: max_to_keep=True. Expected: an integer of at least 1"),
-        ({"backup_dir": 7}, "Received: backup_dir=7. Expected: the path of a folder, such as 'backup'."),
         ({"backup_dir": ""}, "Received: backup_dir=''. Expected: the path of a folder, such as 'backup'."),
     ],
 )
@@ -201,6 +165,6 @@ def test_a_folder_that_cannot_be(trials: Trials, tmp_path: Path) -> None:
     assert ended.code == 1
     assert (
         "OSError: BackupAndRestore cannot use its folder. Received: backup_dir 'backup': [Errno 17] File exists: "
-        "'backup'. Expected: a folder that this process can make and write to. Pass another backup_dir."
+        f"'{tmp_path}/backup'. Expected: a folder that this process can make and write to. Pass another backup_dir."
     ) in ended.log
     assert ended.result["steps of this process"] == 0

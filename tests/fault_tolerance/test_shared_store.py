@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import io
 import os
-import tarfile
+import sys
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,14 +14,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tests.fault_tolerance.numbered import write_numbers
 from tests.fault_tolerance.test_store_read_errors import failing, with_format
-from tfdist.checkpoint import fit_identity, manifest, shared_store
-from tfdist.checkpoint.manifest import DamagedBackupsError, UnknownFormatError
-from tfdist.checkpoint.shared_store import SharedStore, unpack
-from tfdist.checkpoint.store import Checkpoint, CheckpointStore
-from tfdist.storage import patience
+from tfdist.checkpoint import manifest, store
+from tfdist.checkpoint.backup_and_restore import BackupAndRestore
+from tfdist.checkpoint.manifest import UnknownFormatError
+from tfdist.checkpoint.store import Checkpoint, CheckpointStore, SharedStore
+from tfdist.compat.keras import StrategyTraits
+from tfdist.runtime.chief import SyncCallback, _files_of
+from tfdist.storage import base
 
 _SECONDS = 60.0
 
@@ -31,87 +33,60 @@ class Meeting:
     """Where the ranks of a job exchange values."""
 
     def __init__(self, size: int) -> None:
-        self.size = size
         self.arrivals = threading.Barrier(size, timeout=_SECONDS)
-        self.values: dict[int, Any] = {}
+        self.values: list[Any] = [None] * size
 
-    def gather(self, rank: int, value: Any) -> list:
-        self.values[rank] = value
+    def exchange(self, rank: int, topic: str, value: Any) -> list:
+        self.values[rank] = topic, value
         self.arrivals.wait()
-        found = [self.values[r] for r in range(self.size)]
+        found = list(self.values)
         self.arrivals.wait()
-        return found
+        assert {other for other, _ in found} == {topic}, found
+        return [value for _, value in found]
 
 
 class FakePeers:
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.rank, self._meeting = rank, meeting
-        self.names = [f"worker {r}" for r in range(meeting.size)]
+        self.names = [f"worker {r}" for r in range(len(meeting.values))]
 
     def gather(self, topic: str, value: Any, purpose: str) -> list:
-        return [found for _, found in self.exchange(topic, value)]
-
-    def exchange(self, topic: str, value: Any) -> list:
-        found = self._meeting.gather(self.rank, (topic, value))
-        assert {other for other, _ in found} == {topic}, found
-        return found
+        return self._meeting.exchange(self.rank, topic, value)
 
     def acknowledge(self, topic: str, purpose: str) -> None:
-        self.exchange(topic, None)
+        self.gather(topic, None, purpose)
 
 
-def broadcast(strategy: Any, peers: FakePeers, data: bytes | None) -> bytes:
-    return peers.gather("broadcast", data, "take over")[0]
-
-
-# How the ranks open files, by their threads, where that is not as usual.
-_opens: dict[int, Callable] = {}
-
-
-def _open(*args: Any, **options: Any) -> Any:
-    return _opens.get(threading.get_ident(), open)(*args, **options)
+def _strategy(meeting: Meeting, rank: int) -> SimpleNamespace:
+    hooks = StrategyTraits()
+    hooks.peers = FakePeers(meeting, rank)
+    return SimpleNamespace(_keras_hooks=hooks)
 
 
 @pytest.fixture(autouse=True)
 def light(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "PAUSES", (0.001, 0.001))
-    monkeypatch.setattr(shared_store, "broadcast_bytes", broadcast)
-    monkeypatch.setattr(manifest, "open", _open, raising=False)
-    monkeypatch.setattr(fit_identity.sys, "excepthook", fit_identity.sys.excepthook)  # `is_final` replaces it
+    monkeypatch.setattr(base, "PAUSES", (0.001, 0.001))
+    monkeypatch.setattr(
+        store, "broadcast_bytes", lambda strategy, peers, data: peers.gather("broadcast", data, "take over")[0]
+    )
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # `is_final` replaces it
 
 
-def begin(folders: list[Path], change: Callable[[int, SharedStore], None]) -> list[Checkpoint | BaseException | None]:
+def begin(folders: list[Path]) -> list[Checkpoint | BaseException | None]:
     """What each rank gets when it begins: a checkpoint, none, or an error."""
     meeting = Meeting(len(folders))
 
     def run(rank: int) -> Checkpoint | BaseException | None:
-        store = SharedStore(str(folders[rank]), 3, SimpleNamespace(_peers=FakePeers(meeting, rank)))
+        store = SharedStore(str(folders[rank]), 3, _strategy(meeting, rank))
         try:
-            change(rank, store)
             return store.newest(lambda meta: True)
         except Exception as error:
             return error
         finally:
             store.release()
 
-    _opens.clear()
     with ThreadPoolExecutor(len(folders)) as ranks:
         return list(ranks.map(run, range(len(folders)), timeout=_SECONDS))
-
-
-def read_by(rank: int, part: str, times: float = float("inf")) -> Callable[[int, SharedStore], None]:
-    """One rank's disk fails."""
-    error = OSError(errno.EIO, "Input/output error")
-
-    def change(other: int, store: SharedStore) -> None:
-        if other == rank:
-            _opens[threading.get_ident()] = failing(open, part, times, error)
-
-    return change
-
-
-def nothing(rank: int, store: SharedStore) -> None:
-    """All goes well."""
 
 
 def assert_all(found: list, kind: type[Exception], text: str) -> None:
@@ -126,74 +101,103 @@ def shared(tmp_path: Path) -> Path:
     return tmp_path / "shared"
 
 
-def test_the_chiefs_disk_fails_for_all(shared: Path) -> None:
-    found = begin([shared] * 3, read_by(0, "00000002/state.index"))
+def test_the_chiefs_disk_fails_for_all(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = OSError(errno.EIO, "Input/output error")
+    failing_open = failing(open, "00000002/state.index", float("inf"), error)
+    monkeypatch.setattr(manifest, "open", failing_open, raising=False)
+    found = begin([shared] * 3)
     assert_all(found, OSError, "checkpoint-00000002 cannot be read, also after 3 attempts: state.index: [Errno 5]")
 
 
-def test_a_moments_error_on_any_rank_changes_nothing(shared: Path) -> None:
-    for rank in range(2):
-        found = begin([shared] * 2, read_by(rank, "00000002/", times=1))
-        assert [checkpoint.name for checkpoint in found] == ["checkpoint-00000002"] * 2
-
-
-def test_who_cannot_read_is_sent_it(shared: Path) -> None:
-    found = begin([shared] * 3, read_by(1, f"{shared}/checkpoint-"))
-    assert [checkpoint.meta for checkpoint in found] == [{"number": 1}] * 3
+def test_all_get_what_the_chief_reads(shared: Path, tmp_path: Path) -> None:
+    """An earlier job may have left another one of the same name; two processes see the chief's, or nothing."""
+    another = CheckpointStore(tmp_path / "another")
+    assert [another.write({"number": 7}, {}) for _ in range(2)][1] == "checkpoint-00000002"
+    found = begin([shared, shared, tmp_path / "another", tmp_path / "absent"])
+    assert [checkpoint.meta for checkpoint in found] == [{"number": 1}] * 4
     for checkpoint in found:
         np.testing.assert_array_equal(checkpoint.tensors["value"], np.full([1000], 1, np.float32))
 
 
-def test_a_later_format_refuses_all(shared: Path) -> None:
-    path = shared / "checkpoint-00000002" / "manifest.json"
-    path.write_bytes(with_format(path.read_bytes(), 2))
-    for size in (1, 2):
-        found = begin([shared] * size, nothing)
-        assert_all(found, UnknownFormatError, "checkpoint-00000002 is of another version of tfdist")
-    assert sorted(entry.name for entry in shared.glob("checkpoint-*")) == ["checkpoint-00000001", "checkpoint-00000002"]
+@pytest.mark.parametrize("name", ["_piece", "_append"])
+def test_a_disk_that_fails_while_a_backup_is_sent_fails_for_all(
+    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """That of the chief, or that of one of two others, which is full."""
+    whole, failed = getattr(store, name), []
+
+    def fail_once(*arguments: Any) -> Any:
+        if not failed:
+            failed.append(arguments)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return whole(*arguments)
+
+    monkeypatch.setattr(store, name, fail_once)
+    found = begin([shared, tmp_path / "absent", tmp_path / "absent as well"])
+    assert_all(found, OSError, "The backup could not be sent to all processes. Received: worker ")
 
 
-def test_all_damaged_for_all(shared: Path) -> None:
-    for path in shared.glob("*/state.index"):
-        path.unlink()
-    assert_all(begin([shared] * 2, nothing), DamagedBackupsError, "holds 2 checkpoint(s), but none that is complete")
+def test_a_chief_whose_disk_is_empty(shared: Path, tmp_path: Path) -> None:
+    found = begin([tmp_path / "empty", shared])
+    assert_all(found, ValueError, f"of worker 0, which writes them, but one of worker 1 in {shared}. ")
 
 
 def test_nobody_begins_anew_beside_a_folder_that_cannot_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "listdir", failing(os.listdir, f"{tmp_path}/other", float("inf")))
-    found = begin([tmp_path / "mine", tmp_path / "other"], nothing)
-    assert_all(found, OSError, f"{tmp_path}/other of worker 1, which may have one, cannot be read: ")
+    found = begin([tmp_path / "mine", tmp_path / "other"])
+    assert_all(found, OSError, "worker 1, which may have one, cannot read its folder: [Errno 116]")
 
 
-def test_what_cannot_be_sent_or_taken_over_ends_all(
-    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_later_format_refuses_all(shared: Path) -> None:
+    path = shared / "checkpoint-00000002" / "manifest.json"
+    path.write_bytes(with_format(path.read_bytes(), 2))
+    for size in (1, 2):
+        found = begin([shared] * size)
+        assert_all(found, UnknownFormatError, "checkpoint-00000002 is of another version of tfdist")
+    assert sorted(entry.name for entry in shared.glob("checkpoint-*")) == ["checkpoint-00000001", "checkpoint-00000002"]
+
+
+def test_backups_that_cannot_be_removed_at_the_end_cost_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folders = [shared, tmp_path / "elsewhere"]
-    with monkeypatch.context() as patch:
-        patch.setattr(shared_store, "packed", failing(shared_store.packed, "checkpoint-", float("inf")))
-        assert_all(
-            begin(folders, nothing), OSError, "checkpoint-00000002 cannot be read: [Errno 116] Stale file handle"
-        )
-    full = OSError(errno.ENOSPC, "No space left on device")
-    monkeypatch.setattr(
-        shared_store, "unpack", failing(shared_store.unpack, "checkpoint-", float("inf"), full, where=1)
-    )
-    text = "worker 1 cannot take over the backup of the chief: [Errno 28] No space left on device"
-    assert_all(begin(folders, nothing), OSError, text)
+    """On NFS, a file that somebody still reads stays in the folder under another name."""
+    store = SharedStore(str(tmp_path), 1, tf.distribute.get_strategy())
+    store.write({}, dict)
+
+    def refuse(path: str) -> None:
+        raise tf.errors.FailedPreconditionError(None, None, f"{path}; Directory not empty")
+
+    monkeypatch.setattr(tf.io.gfile, "rmtree", refuse)
+    with pytest.warns(RuntimeWarning) as caught:
+        store.clear()
+    assert [str(warning.message) for warning in caught] == [
+        f"The backups in {tmp_path} cannot be removed: {tmp_path}/checkpoint-00000001; Directory not empty. Remove "
+        "them before you train there again."
+    ]
+    store.release()
+    assert os.listdir(tmp_path) == ["checkpoint-00000001"]
 
 
-@pytest.mark.parametrize("name", ["../outside", "/tmp/outside", "..", "link"])
-def test_unpacking_writes_plain_files_into_its_folder_alone(tmp_path: Path, name: str) -> None:
-    content = io.BytesIO()
-    with tarfile.open(fileobj=content, mode="w") as archive:
-        member = tarfile.TarInfo(name)
-        if name == "link":
-            member.type, member.linkname = tarfile.SYMTYPE, "/etc/passwd"
-        archive.addfile(member)
-    with pytest.raises(ValueError, match="which is not a plain file"):
-        unpack(content.getvalue(), str(tmp_path / "folder"))
-    assert list((tmp_path / "folder").iterdir()) == []
-    with pytest.raises(ValueError, match="is not whole"):
-        unpack(b"not an archive", str(tmp_path / "another"))
+def test_another_fit_of_the_process_goes_on_with_the_folder(tmp_path: Path) -> None:
+    """One that failed has released nothing."""
+    first, second = (SharedStore(str(tmp_path / name), 1, tf.distribute.get_strategy()) for name in ("", "."))
+    second.write({}, dict)
+    second.release()
+    first.release()
+    assert os.listdir(tmp_path) == ["checkpoint-00000001"]
+
+
+def test_folders_by_rank_are_named(tmp_path: Path) -> None:
+    meeting, backups = Meeting(2), [BackupAndRestore(tmp_path / str(rank)) for rank in range(2)]
+
+    def run(rank: int) -> None:
+        together = SyncCallback(contextlib.ExitStack(), (), _files_of([backups[rank]]))
+        strategy = _strategy(meeting, rank)
+        together._model = SimpleNamespace(distribute_strategy=strategy, optimizer=None, _initial_epoch=None)
+        together.on_train_begin()
+
+    named = "of .*/1, on worker 1, which does not write it: .* has BackupAndRestore of .*/0"
+    with pytest.warns(UserWarning, match=named), ThreadPoolExecutor(2) as ranks:
+        list(ranks.map(run, range(2), timeout=_SECONDS))

@@ -83,5 +83,5 @@ def test_all_damaged_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
         f"{tmp_path} holds 2 checkpoint(s), but none that is complete and unaltered:\n"
         f"  {names[1]}: state.index is missing\n"
         f"  {names[0]}: manifest.json (0 bytes) is incomplete or is not a manifest\n"
-        f"To begin the training anew, move the folder away: mv {tmp_path} {tmp_path}.damaged"
+        f"To start over, move the folder away: mv {tmp_path} {tmp_path}.damaged"
     )

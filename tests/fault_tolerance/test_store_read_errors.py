@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import zlib
@@ -11,20 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tensorflow as tf
 
 from tests.fault_tolerance.numbered import write_numbers
 from tfdist.checkpoint import manifest
 from tfdist.checkpoint.manifest import (
     DamagedCheckpointError,
     UnknownFormatError,
-    UnreadableCheckpointError,
     decode_manifest,
     encode_manifest,
-    verify_checkpoint,
 )
 from tfdist.checkpoint.store import CheckpointStore
-from tfdist.storage import patience
+from tfdist.storage import base
 
 pytestmark = pytest.mark.filterwarnings("error::UserWarning")
 
@@ -34,7 +30,7 @@ NEWEST = "checkpoint-00000003"
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "PAUSES", (0.001, 0.001))
+    monkeypatch.setattr(base, "PAUSES", (0.001, 0.001))
 
 
 def failing(
@@ -63,15 +59,11 @@ class Failing:
             self._patch.setattr(os, "listdir", failing(os.listdir, self._store.directory, times))
         elif what == "look":
             self._patch.setattr(os, "stat", failing(os.stat, f"{NEWEST}/manifest.json", times))
-        elif what == "tensors":
-            train = tf.compat.v1.train
-            error = tf.errors.DataLossError(None, None, "Unable to open table file: Stale file handle")
-            self._patch.setattr(train, "NewCheckpointReader", failing(train.NewCheckpointReader, NEWEST, times, error))
         else:
             self._patch.setattr(manifest, "open", failing(open, f"{NEWEST}/{what}", times), raising=False)
 
 
-PLACES = ["list", "look", "manifest.json", "state.index", "state.data-00000-of-00001", "tensors"]
+PLACES = ["list", "look", "manifest.json", "state.index", "state.data-00000-of-00001"]
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -103,44 +95,6 @@ def test_a_disk_that_stays_away_is_an_error(tmp_path: Path, monkeypatch: pytest.
     assert store.names() == [*names[1:], "checkpoint-00000004"]
 
 
-@pytest.mark.parametrize("times", [1, float("inf")])
-@pytest.mark.parametrize("place", ["list", "look"])
-def test_a_writer_that_begins_removes_nothing_then(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, times: float
-) -> None:
-    store = CheckpointStore(tmp_path)
-    names = write_numbers(store, 3)
-    with monkeypatch.context() as patch, contextlib.suppress(OSError):
-        Failing(patch, store).start(place, times)
-        CheckpointStore(tmp_path)
-    assert CheckpointStore(tmp_path, writer=False).names() == names
-
-
-def test_damage_that_was_none_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = CheckpointStore(tmp_path)
-    names = write_numbers(store, 2)
-    data = tmp_path / names[1] / "state.index"
-    content = data.read_bytes()
-    data.write_bytes(bytes(len(content)))
-    with pytest.warns(UserWarning, match="is damaged"):
-        assert store.newest().name == names[0]
-    data.write_bytes(content)
-    store.write({}, {})
-    assert store.names() == [*names, "checkpoint-00000003"]
-
-
-def test_a_written_backup_counts_though_old_ones_cannot_be_looked_at(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_numbers(CheckpointStore(tmp_path, max_to_keep=1), 1)
-    store = CheckpointStore(tmp_path, max_to_keep=1)
-    with monkeypatch.context() as patch:
-        patch.setattr(manifest, "open", failing(open, "00000001/manifest.json", float("inf")), raising=False)
-        with pytest.warns(UserWarning, match=r"Old checkpoints in .* cannot be removed now: .*Stale"):
-            assert store.write({}, {}) == "checkpoint-00000002"
-    assert store.names() == ["checkpoint-00000001", "checkpoint-00000002"]
-
-
 def with_format(content: bytes, number: int) -> bytes:
     body = content.replace(b'"format": 1', b'"format": %d' % number).rpartition(b",\n")[0]
     return b'%s,\n"crc32": "%08x"}\n' % (body, zlib.crc32(body))
@@ -164,19 +118,8 @@ def test_a_later_format_is_refused_and_stays(tmp_path: Path, form: Callable[[byt
         store.newest()
     assert str(caught.value).startswith(f"The checkpoint {tmp_path}/{name} is of another version of tfdist: ")
     assert "this version of tfdist reads 1. It is left as it is. Use the version of tfdist" in str(caught.value)
-    names = write_numbers(store, 2)
-    assert store.names() == [name, names[1]]
-    store.clear()
     assert os.listdir(tmp_path) == [name]
     assert path.read_bytes() == content
-
-
-def test_an_unreadable_file_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    [name] = write_numbers(CheckpointStore(tmp_path), 1)
-    error = OSError(errno.EIO, "Input/output error")
-    monkeypatch.setattr(manifest, "open", failing(open, "state.index", float("inf"), error), raising=False)
-    with pytest.raises(UnreadableCheckpointError, match=r"state.index: \[Errno 5\] Input/output error"):
-        verify_checkpoint(f"{tmp_path}/{name}")
 
 
 @pytest.mark.parametrize(
@@ -185,14 +128,11 @@ def test_an_unreadable_file_is_no_damage(tmp_path: Path, monkeypatch: pytest.Mon
         ({"files": {}}, "manifest.json does not list state.index"),
         ({"tensors": {"other": {"dtype": "float32", "shape": [1000]}}}, "lists a tensor 'other', which state.index"),
         ({"tensors": {"value": {"dtype": "variant", "shape": [1000]}}}, "lists a tensor 'value', which state.index"),
-        ({"tensors": {"value": {"dtype": "float32", "shape": [10**30]}}}, "lists a tensor 'value', which state.index"),
+        ({"tensors": {"value": {"dtype": "float32", "shape": [10**30]}}}, "its tensors.value.shape is 1000"),
         ({"files": {"../../secret": {"size": 1, "crc32": 1}}}, "lists a file '../../secret', which is not the name"),
-        ({"files": {"/etc/passwd": {"size": 1, "crc32": 1}}}, "lists a file '/etc/passwd', which is not the name"),
         ({"files": {"a" * 300: {"size": 1, "crc32": 1}}}, "which is not the name of one in its folder"),
-        ({"files": {"state.index": {"size": "1", "crc32": 1}}}, "does not say size and checksum of state.index"),
-        ({"files": [1]}, "manifest.json has no list of files"),
-        ({"tensors": {"value": {"dtype": "float32"}}}, "does not say dtype and shape of the tensor 'value'"),
-        ({"meta": 1}, "manifest.json has no meta data"),
+        ({"files": {"state.index": {"size": "1", "crc32": 1}}}, "its files.state.index.size is '1'"),
+        ({"meta": 1}, "its meta is 1"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

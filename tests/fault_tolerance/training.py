@@ -8,6 +8,7 @@ import pickle
 import random
 import resource
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,13 +20,13 @@ import tensorflow as tf
 
 import tfdist
 from tests.fault_tolerance import datasets, omissions
-from tests.fault_tolerance.job import Job
+from tests.fault_tolerance.job import SECONDS, Job
 from tests.fault_tolerance.kills import Kill, while_writing
 from tests.fault_tolerance.models import MODELS, rows_of
 from tests.fault_tolerance.own_callbacks import Forgetful, Keeper, Thing
-from tfdist.compat.hooks import hooks_of
-from tfdist.inspection import model_parts, replica_values
-from tfdist.steps import common_hooks
+from tfdist.compat.keras import hooks_of
+from tfdist.inspection.model_state import optimizers_of, parts_of, parts_of_variable, seed_generators_of
+from tfdist.strategies.hooks import install
 
 
 class Observer(keras.callbacks.Callback):
@@ -54,16 +55,13 @@ class Steps(keras.callbacks.Callback):
         Steps.count += 1
 
 
-def train(request: dict[str, Any]) -> None:
-    """Runs a job; its observations go to `request["result"]`."""
-    folder, result = request.pop("folder"), request.pop("result")
-    job = Job(**request)
-    os.chdir(folder)
+def train(job: Job, result: str) -> None:
+    """Runs a job; its observations go to a file."""
     print(f"--- {job}", flush=True)
     # Keras does not compile deterministic operations by XLA; TensorFlow wants a seed for them.
     if "XLA" not in job.model and job.seed is not None:
         tf.config.experimental.enable_op_determinism()
-    common_hooks.install()
+    install()
     if job.seed is not None:
         keras.utils.set_random_seed(job.seed)
     if job.leave_out:
@@ -101,6 +99,8 @@ def _strategy(name: str | None, compression: Any) -> tf.distribute.Strategy:
         return tf.distribute.get_strategy()
     if name == "workers":
         return tfdist.MultiWorkerMirroredStrategy(peer_timeout=30, compression=compression)
+    if name == "sharded":
+        return tfdist.FullyShardedStrategy(peer_timeout=30)
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
     return tfdist.MirroredStrategy(["CPU:0", "CPU:1"], compression=compression)
@@ -125,7 +125,8 @@ def _fit(job: Job, model: keras.Model, number: int) -> dict[str, Any]:
         if module is tfdist:  # most look at what is left
             options = {"delete_checkpoint": False, **options}
         chosen += [module.callbacks.BackupAndRestore(folder, **options) for _ in range(times)]
-    arguments = {**datasets.arguments(job.data), **datasets.validation(job.validation), "verbose": 0, **job.fit}
+    with model.distribute_strategy.scope():
+        arguments = {**datasets.arguments(job.data), **datasets.validation(job.validation), "verbose": 0, **job.fit}
     history = model.fit(**arguments, epochs=job.epochs, callbacks=chosen)
     return _observe(model, history, observer, callbacks, job)
 
@@ -139,13 +140,13 @@ def _observe(model: keras.Model, history: Any, observer: Observer, callbacks: di
     seen: dict[str, Any] = {f"weights/{v.path}/{i}": np.asarray(v) for i, v in enumerate(model.variables)}
     if not model.optimizer.built:  # it was, if it was restored; a train_step with optimizers of its own never uses it
         model.optimizer.build(model.trainable_variables)
-    for k, optimizer in enumerate(model_parts.optimizers_of(model)):
-        for part in (optimizer, *model_parts.parts_of(optimizer)):
+    for k, optimizer in enumerate(optimizers_of(model)):
+        for part in (optimizer, *parts_of(optimizer)):
             seen |= {f"optimizer/{k}/{part.name}/{i}/{v.name}": np.asarray(v) for i, v in enumerate(part.variables)}
     for name, variable in _kept_by_compression(model).items():
-        parts = replica_values.parts_of_variable(variable)
+        parts = parts_of_variable(variable)
         seen |= {f"compression/{name}/{i}": part.numpy() for i, part in enumerate(parts)}
-    seen |= {f"seed/{i}": np.asarray(g.state) for i, g in enumerate(model_parts.seed_generators_of(model))}
+    seen |= {f"seed/{i}": np.asarray(g.state) for i, g in enumerate(seed_generators_of(model))}
     seen |= {f"history/{name}": np.asarray(values, "float64") for name, values in history.history.items()}
     seen["epochs"] = list(history.epoch)
     seen |= {f"observer/{name}": value for name, value in vars(observer).items() if not name.startswith("_")}
@@ -154,9 +155,8 @@ def _observe(model: keras.Model, history: Any, observer: Observer, callbacks: di
     for name, callback in callbacks.items():
         for attribute in _ATTRIBUTES.get(name, ()):
             seen[f"{name}/{attribute}"] = getattr(callback, attribute)
-    for name in {"csv", "one csv"}.intersection(callbacks):
-        if os.path.exists(callbacks[name].filename):
-            seen["csv"] = Path(callbacks[name].filename).read_bytes()
+    if "csv" in callbacks and os.path.exists(callbacks["csv"].filename):
+        seen["csv"] = Path(callbacks["csv"].filename).read_bytes()
     if "checkpoint" in callbacks and os.path.exists(callbacks["checkpoint"].filepath):
         model.load_weights(callbacks["checkpoint"].filepath)
         seen |= {f"best/{i}": value for i, value in enumerate(model.get_weights())}
@@ -174,8 +174,6 @@ CALLBACKS: dict[str, Callable[[int], keras.callbacks.Callback]] = {
     "csv": lambda n: keras.callbacks.CSVLogger(f"log-{n}.csv"),
     "gs checkpoint": lambda n: keras.callbacks.ModelCheckpoint("gs://bucket/models/epoch-{epoch:02d}.keras"),
     "schedule": lambda n: keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.9),
-    "progress bar": lambda n: keras.callbacks.ProgbarLogger(),
-    "one csv": lambda n: keras.callbacks.CSVLogger("log.csv", append=True),
     "keeper": lambda n: Keeper(),
     "forgetful": lambda n: Forgetful(Thing()),
 }
@@ -190,16 +188,6 @@ _ATTRIBUTES = {
 def _limit_file_size() -> None:
     # Large enough for a log, too small for the tensors of a model.
     resource.setrlimit(resource.RLIMIT_FSIZE, (4_000, resource.RLIM_INFINITY))
-
-
-def _backup_of_each_rank() -> None:
-    rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
-    original = tfdist.callbacks.BackupAndRestore.__init__
-
-    def init(self: Any, folder: str, **options: Any) -> None:
-        original(self, f"{folder}-{rank}", **options)
-
-    tfdist.callbacks.BackupAndRestore.__init__ = init
 
 
 def _disk_of_each_rank() -> None:
@@ -237,8 +225,13 @@ def _set_seed(seed: int) -> Callable[[], None]:
 HOOKS: dict[str, Callable[[], None]] = {
     "another seed": _set_seed(8),
     "small files only": _limit_file_size,
-    "a backup of each rank": _backup_of_each_rank,
     "a disk of each rank": _disk_of_each_rank,
     "SIGTERM after a fit that failed": _instead_of_failing(_be_terminated),
     "another fit after one that failed": _instead_of_failing(lambda fit: fit()),
 }
+
+
+if __name__ == "__main__":
+    # Whatever becomes of the tests, the process does not outlive this.
+    signal.alarm(SECONDS)
+    train(Job(**json.loads(Path(sys.argv[1]).read_text())), sys.argv[2])

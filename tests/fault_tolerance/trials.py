@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 import re
 import shutil
-import threading
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -17,11 +15,6 @@ from tests.fault_tolerance.forked_jobs import Ended, ForkedJobs
 from tests.fault_tolerance.job import Job
 
 KILLED = -9
-# As many as a small machine has cores.
-_AT_ONCE = 2
-
-T = TypeVar("T")
-R = TypeVar("R")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +104,7 @@ def about(names: Iterable[str]) -> set[str]:
 
 
 class Trials:
-    """Runs cases, two at a time, each once.
+    """Runs cases, each once.
 
     Args:
         jobs: where their processes come from.
@@ -121,59 +114,34 @@ class Trials:
     def __init__(self, jobs: ForkedJobs, folder: Path) -> None:
         self.jobs = jobs
         self.folder = folder
-        self._pool = ThreadPoolExecutor(_AT_ONCE)
-        self._outcomes: dict[str, Future[Outcome]] = {}
-        self._references: dict[str, Future[Ended]] = {}
-        self._beginnings: dict[str, Future[tuple[Path, list[Ended]]]] = {}
-        self._lock = threading.Lock()
-
-    def begin(self, cases: Iterable[Case]) -> None:
-        """Lets cases run in the background, in this order."""
-        for case in cases:
-            if case.name not in self._outcomes:
-                self._outcomes[case.name] = self._pool.submit(self._run, case)
+        self._outcomes: dict[str, Outcome] = {}
+        self._runs: dict[str, tuple[Path, list[Ended]]] = {}
 
     def outcome(self, case: Case) -> Outcome:
-        """Waits for a case; shows what its processes printed (pytest keeps it to itself if the test passes)."""
-        self.begin([case])
-        outcome = self._outcomes[case.name].result()
+        """Runs a case; shows what its processes printed (pytest keeps it to itself if the test passes)."""
+        if case.name not in self._outcomes:
+            self._outcomes[case.name] = self._run(case)
+        outcome = self._outcomes[case.name]
         for run in (outcome.reference, *outcome.runs):
             print(f"=== exit code {run.code}\n{run.log}")
         return outcome
-
-    def close(self) -> None:
-        """Begins no further case, and waits for those that have begun."""
-        self._pool.shutdown(cancel_futures=True)
 
     def _run(self, case: Case) -> Outcome:
         folder = self.folder / re.sub(r"\W+", "-", case.name)
         runs: list[Ended] = []
         if case.jobs[1:]:
             # Cases that differ in what follows share it.
-            before, runs = self._once(self._beginnings, case.jobs[:-1], self._begin)
+            before, runs = self._once(case.jobs[:-1])
             shutil.copytree(before, folder)
         if case.between is not None:
             case.between(folder)
         runs = [*runs, self.jobs.run(case.jobs[-1], folder)]
-        reference = self._once(self._references, case.reference or case.jobs[-1].reference, self._refer)
+        (reference,) = self._once((case.reference or case.jobs[-1].reference,))[1]
         return Outcome(runs, reference, folder)
 
-    def _begin(self, jobs: tuple[Job, ...], number: int) -> tuple[Path, list[Ended]]:
-        folder = self.folder / f"beginning-{number}"
-        return folder, [self.jobs.run(job, folder) for job in jobs]
-
-    def _refer(self, job: Job, number: int) -> Ended:
-        return self.jobs.run(job, self.folder / f"reference-{number}")
-
-    def _once(self, futures: dict[str, Future[R]], what: T, run: Callable[[T, int], R]) -> R:
-        """Runs something if nobody else has begun to; waits for it."""
-        with self._lock:
-            is_first = repr(what) not in futures
-            future = futures.setdefault(repr(what), Future())
-            number = len(futures)
-        if is_first:
-            try:
-                future.set_result(run(what, number))
-            except BaseException as error:
-                future.set_exception(error)
-        return future.result()
+    def _once(self, jobs: tuple[Job, ...]) -> tuple[Path, list[Ended]]:
+        """Runs jobs in a folder of their own, unless that was done before."""
+        if repr(jobs) not in self._runs:
+            folder = self.folder / f"jobs-{len(self._runs)}"
+            self._runs[repr(jobs)] = folder, [self.jobs.run(job, folder) for job in jobs]
+        return self._runs[repr(jobs)]

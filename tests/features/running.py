@@ -16,7 +16,9 @@ import pytest
 import tensorflow as tf
 
 from tests.features import reference
+from tests.features.selection import WHOLE
 from tests.features.table import FEATURES
+from tests.models import in_scope
 
 # By row: the largest differences by name, why it was skipped, or the traceback.
 Found = dict[str, dict[str, float] | str]
@@ -33,8 +35,7 @@ def inside_scope() -> Iterator[None]:
     def within(method: Callable) -> Callable:
         @functools.wraps(method)
         def called(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-            with model.distribute_strategy.scope():
-                return method(model, *args, **kwargs)
+            return in_scope(model.distribute_strategy, lambda: method(model, *args, **kwargs))
 
         return called
 
@@ -42,9 +43,22 @@ def inside_scope() -> Iterator[None]:
         yield
 
 
-def as_written(name: str, turn: int) -> contextlib.AbstractContextManager[None]:
-    """Every other row trains inside of the scope; with a `turn` of 1, those that with 0 do not."""
-    return inside_scope() if (list(FEATURES).index(name) + turn) % 2 == 0 else contextlib.nullcontext()
+def differences_of(strategy: tf.distribute.Strategy, name: str, place: Path, turn: int = 0) -> dict[str, float]:
+    """What a row finds. Every other row trains inside of the scope; with a `turn` of 1, those that with 0 do not.
+
+    Args:
+        strategy: the strategy.
+        name: of the row.
+        place: where what one process computes is kept for other runs.
+        turn: 0 or 1.
+    """
+    with contextlib.ExitStack() as within:
+        if name not in WHOLE:
+            within.enter_context(reference.only_fit())
+        within.enter_context(reference.remembered(name, place))
+        if (list(FEATURES).index(name) + turn) % 2 == 0:
+            within.enter_context(inside_scope())
+        return FEATURES[name](strategy)
 
 
 def run_rows(strategy: tf.distribute.Strategy, names: list[str], place: Path, turn: int = 0) -> Found:
@@ -54,14 +68,13 @@ def run_rows(strategy: tf.distribute.Strategy, names: list[str], place: Path, tu
         strategy: the strategy.
         names: of the rows.
         place: where what one process computes is kept for other runs.
-        turn: see `as_written`.
+        turn: see `differences_of`.
     """
     found: Found = {}
     for name in names:
         print("feature:", name, flush=True)
         try:
-            with reference.remembered(name, place), as_written(name, turn):
-                found[name] = FEATURES[name](strategy)
+            found[name] = differences_of(strategy, name, place, turn)
         except unittest.SkipTest as reason:
             found[name] = f"skipped: {reason}"
         except Exception:

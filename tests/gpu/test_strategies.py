@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import keras
@@ -14,6 +15,7 @@ from keras import layers
 import tfdist
 from tests.compressed_by_hand import POWER_SGD, Low, assert_close, by_hand, distance, sgd, trained
 from tests.features.table import mlp, rows
+from tests.logical.test_fully_sharded import DATA, deep
 from tests.logical.test_memory_transparency import Trained, train
 from tfdist.compression import TopK
 from tfdist.memory import MemoryPolicy
@@ -117,3 +119,15 @@ def test_mixed_precision_with_a_loss_scale(gpus: list[str]) -> None:
             keras.config.set_dtype_policy(before)
 
     assert_transparent(tfdist.MirroredStrategy(gpus), build, rows(64), batch_size=16, tolerance=2e-2)
+
+
+@pytest.mark.parametrize("changes", [{}, {"reshard_after_forward": False}, {"memory": "recompute"}])
+def test_parts_of_weights_equal_one_process(gpus: list[str], changes: dict[str, Any]) -> None:
+    """Norms of gradients clip: those of all parts together. Each GPU has a part."""
+    strategy = tfdist.FullyShardedStrategy(**changes)
+    build = partial(deep, lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.05))
+    assert_transparent(strategy, build, DATA, batch_size=16, tolerance=_TOLERANCE)
+    with strategy.scope():
+        parts = deep().trainable_variables[0].value.values
+    assert {":".join(part.device.split(":")[-2:]) for part in parts} >= set(gpus)
+    assert len({part.shape for part in parts}) == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.launcher.conftest import launch, launches, warm_launch
-from tfdist.launcher.machine import versions
+from tfdist.launcher.plan import versions
 from tfdist.strategies.horovod.installation import problem
 
 __all__ = ["launch", "launches", "warm_launch"]

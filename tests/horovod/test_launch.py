@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import sys
-import textwrap
 import time
 from pathlib import Path
 
@@ -131,36 +130,3 @@ def test_a_killed_rank_ends_a_job_of_horovodrun(script, launch):
     assert time.monotonic() - began < 100
     assert not (script.parent / "never.npz").exists()
     started.assert_nothing_is_left(10)
-
-
-@pytest.mark.exhaustive
-def test_a_rank_that_gives_up_is_not_waited_for(launch, tmp_path):
-    program = """
-        import sys, keras, numpy as np, tfdist
-        strategy = tfdist.HorovodStrategy()
-
-        class Fails(keras.callbacks.Callback):
-            def on_train_batch_end(self, batch, logs=None):
-                if not strategy.is_chief and batch == 2:
-                    raise OSError("no more data")
-
-        with strategy.scope():
-            model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-            model.compile("sgd", "mse")
-        try:
-            model.fit(np.ones((40, 4)), np.ones((40, 1)), batch_size=4, verbose=0, callbacks=[Fails()])
-        except OSError:
-            sys.exit(3)
-    """
-    began = time.monotonic()
-    (tmp_path / "gives_up.py").write_text(textwrap.dedent(program))
-    result = launch("", command=tfdist_run("--max-restarts", "0", str(tmp_path / "gives_up.py"))).finish(100)
-    # Which of the two is seen to fail first is open.
-    assert result.code in (1, 3), result.err
-    assert time.monotonic() - began < 60
-
-
-def test_options_that_contradict_each_other(script, launch):
-    result = launch("", command=tfdist_run("--ps", "1", str(script))).finish(30)
-    assert result.code == 2
-    assert "--transport horovod and --ps: expected only one of them." in result.err

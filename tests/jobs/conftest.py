@@ -61,7 +61,7 @@ class Tfdist:
             time.sleep(0.1)
 
     def processes(self) -> list[int]:
-        """All processes that have the folder of these jobs in their environment: runners, launchers, workers."""
+        """All processes that have the folder of these jobs in their environment: jobs, launchers, workers."""
         found = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit() and int(entry.name) != os.getpid():
@@ -69,14 +69,6 @@ class Tfdist:
                     if f"{VARIABLE}={self.records.folder}\0".encode() in (entry / "environ").read_bytes():
                         found.append(int(entry.name))
         return found
-
-    def runner(self) -> int | None:
-        """The process that works off the queue."""
-        for pid in self.processes():
-            with contextlib.suppress(OSError):
-                if b"tfdist.jobs.local.runner" in Path("/proc", str(pid), "cmdline").read_bytes():
-                    return pid
-        return None
 
     def logs(self) -> str:
         """All that was printed, for a test that fails."""

@@ -24,10 +24,8 @@ def line(age: float = 0, **fields: Any) -> str:
     [
         ({}, "epoch 3, step 20"),
         ({"epochs": 10, "steps": 40, "loss": 0.12345}, "epoch 3/10, step 20/40, loss 0.1235"),
-        ({"epochs": 10, "steps": None, "seconds_per_step": 1.0}, "epoch 3/10, step 20"),
-        # 20 steps of this epoch, and 7 epochs of 40.
-        ({"epochs": 10, "steps": 40, "seconds_per_step": 0.8}, "epoch 3/10, step 20/40, about 4 min left"),
-        ({"epochs": 3, "steps": 20, "seconds_per_step": 0.8}, "epoch 3/3, step 20/20"),
+        ({"epochs": 10, "steps": 40, "seconds_left": 240.0}, "epoch 3/10, step 20/40, about 4 min left"),
+        ({"epochs": 3, "steps": 20, "seconds_left": 0.0}, "epoch 3/3, step 20/20"),
         ({"age": 100, "loss": 1.0}, "epoch 3, step 20, loss 1 (2 min ago)"),
     ],
 )
@@ -38,7 +36,7 @@ def test_a_line_in_words(fields: dict[str, Any], text: str) -> None:
 
 
 def test_time_that_has_passed_since_is_not_left() -> None:
-    progress = Progress(time.time() - 25, 1, 0, epochs=1, steps=100, seconds_per_step=1.0)
+    progress = Progress(time.time() - 25, 1, 0, epochs=1, steps=100, seconds_left=100.0)
     assert progress.shown() == "epoch 1/1, step 0/100, about 75 s left"
     assert progress.shown(is_running=False) == "epoch 1/1, step 0/100"
 

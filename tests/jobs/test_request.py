@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tfdist.jobs.request import Request, SubmitError, default_name, seconds_of
-from tfdist.jobs.slurm.script import for_slurm
+from tfdist.jobs.slurm_script import for_slurm
 from tfdist.jobs.status import in_words
 from tfdist.launcher.arguments import Target
 
@@ -44,15 +44,14 @@ def test_times_as_they_are_written() -> None:
     ("more", "words"),
     [
         ({"target": Target("script", ())}, ["no program", "tfdist submit --scheduler slurm -n 4 train.py"]),
-        ({"scheduler": "kubernetes"}, ["--scheduler kubernetes: received no image", "--image", "docker/Dockerfile"]),
-        ({"image": "x"}, ["--image and --scheduler slurm", "leave it out"]),
-        ({"volumes": {"a": "/b"}, "scheduler": "local"}, ["--volume and --scheduler local", "leave it out"]),
+        ({"scheduler": "kubernetes"}, ["--scheduler kubernetes and no --image"]),
+        ({"image": "x"}, ["--image and --scheduler slurm", "--image for Kubernetes only"]),
+        ({"volumes": {"a": "/b"}, "scheduler": "local"}, ["--volume and --scheduler local"]),
         ({"name": "a b"}, ["--name 'a b'", "at most 63 letters"]),
         ({"name": "-a"}, ["a letter or a digit first"]),
-        ({"env": {"TFDIST_TOKEN": "x"}}, ["--env TFDIST_TOKEN=...", "get TFDIST_TOKEN from tfdist", "leave it out"]),
-        ({"env": {"TFDIST_TRANSPORT": "x"}}, ["--env TFDIST_TRANSPORT=...", "use --transport"]),
-        ({"transport": "horovod", "ps": 1}, ["--transport horovod and --ps 1", "leave --transport out"]),
-        ({"env": {"TF_CONFIG": "x"}}, ["--env TF_CONFIG=...", "leave it out"]),
+        ({"env": {"TFDIST_TOKEN": "x"}}, ["--env TFDIST_TOKEN=...", "tfdist sets this one itself"]),
+        ({"env": {"TFDIST_TRANSPORT": "x"}}, ["--env TFDIST_TRANSPORT=...", "--transport"]),
+        ({"transport": "horovod", "ps": 1}, ["--transport horovod and --ps 1"]),
         ({"env": {"A B": "x"}}, ["--env A B=...", "the name of an environment variable"]),
     ],
 )
@@ -78,9 +77,7 @@ def test_the_number_of_processes() -> None:
     ],
 )
 def test_the_name_of_a_job_is_that_of_its_program(target: Target, name: str) -> None:
-    request = Request("local", target)
-    assert (default_name(target), request.name, request.is_named) == (name, name, False)
-    assert Request("local", target, name="mine").is_named
+    assert default_name(target) == Request("local", target).name == name
 
 
 def test_thread_counts_only_where_cores_are_known() -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from tests.launcher.conftest import SOURCE
 from tests.unit.pages import PAGES, Block, blocks_of, side
-from tfdist.launcher.machine import versions
+from tfdist.launcher.plan import versions
 from tfdist.strategies.horovod.installation import problem
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -29,6 +29,7 @@ NOT_RUN = {
     "docs/clusters/sagemaker.md": "needs an account of Amazon SageMaker",
     "docs/clusters/vertex-ai.md": "needs an account of Google Cloud",
     "docs/remote-storage.md": "needs a bucket",
+    "docs/tensorflow-datasets.md": "fragments about data that are not there; the example is a whole script",
 }
 # Pages with tests of their own.
 ELSEWHERE = {
@@ -45,7 +46,7 @@ WHOLE_DIFFS = (
     "docs/moving/from-tf-keras.md",
 )
 # Packages that tfdist does not require.
-NEEDS = {"docs/memory.md": "matplotlib", "docs/monitoring.md": "tensorboard", "docs/orbax.md": "orbax"}
+NEEDS = {"docs/monitoring.md": "tensorboard", "docs/orbax.md": "orbax"}
 # What fragments take for granted.
 GIVEN = """
 import keras
@@ -68,6 +69,7 @@ WITH_FRAGMENTS = ("README.md", "docs/fault-tolerance.md", "docs/submit.md")
 UNDER_THE_LAUNCHER = {
     "docs/choosing.md": (("-n", "2"), "equal"),
     "docs/data-parallel.md": (("-n", "2"), "trained"),
+    "docs/fully-sharded.md": (("-n", "2"), "saved"),
     "docs/moving/from-horovod.md": (("-n", "2"), None),
     "docs/moving/from-tf-distribute.md": (("-n", "2"), None),
     "docs/own-loops.md": (("-n", "2"), "trained for 3 epochs"),

@@ -2,25 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
-
-
-def test_exit_code_and_last_lines_of_the_failing_process(launch) -> None:
-    script = """
-        if index == 1:
-            for number in range(40): print("step", number)
-            time.sleep(0.3)
-            sys.exit(3)
-        time.sleep(60)
-    """
-    started = launch(script, "-n", "3")
-    result = started.finish()
-    assert result.code == 3
-    assert "tfdist: worker 1 failed with exit code 3; its last lines:\n  step 20\n" in result.err
-    assert "\n  step 39\ntfdist: its complete log: tfdist-logs/" in result.err
-    assert result.err.endswith("/worker-1.log\n")
-    assert "step 19" not in result.err
-    started.assert_nothing_is_left()
 
 
 def test_command_that_cannot_be_executed(launch, tmp_path) -> None:
@@ -33,3 +16,13 @@ def test_command_that_cannot_be_executed(launch, tmp_path) -> None:
     assert "Exec format error" in result.err
     assert "Traceback" not in result.err
     started.assert_nothing_is_left()
+
+
+def test_a_traceback_is_printed_once_where_output_and_messages_go_to_one_place(launch) -> None:
+    fails = "raise ValueError('no such column') if index == 0 else time.sleep(60)"
+    result = launch(fails, stderr=subprocess.STDOUT).finish()
+    assert (result.code, result.out.count("ValueError: no such column")) == (1, 1)
+    assert "tfdist: worker 0 failed with exit code 1; its last lines are above\n" in result.out
+    # To a program that reads errors alone, it is told in full.
+    result = launch(fails).finish()
+    assert (result.err.count("ValueError: no such column"), result.out.count("ValueError: no such column")) == (1, 1)

@@ -20,9 +20,9 @@ ROLES = """
     replacement = os.environ["TFDIST_REPLACEMENT"]
     def note():
         facts = {"pid": os.getpid(), "config": os.environ["TF_CONFIG"], "replacement": replacement}
+        print("up", replacement or 0, flush=True)
         Path(f"{name}-{replacement or 0}.tmp").write_text(json.dumps(facts))
         Path(f"{name}-{replacement or 0}.tmp").rename(f"{name}-{replacement or 0}")
-        print("up", replacement or 0, flush=True)
     def await_file(*names):
         while not all(Path(n).exists() for n in names): time.sleep(0.01)
     def drive(until):
@@ -64,7 +64,7 @@ def test_usage_errors(arguments: list[str], text: str) -> None:
 
 def test_a_killed_worker_is_replaced_alone(launch) -> None:
     script = "if job != 'chief': note(); serve()\ndrive(until='end')\nprint('complete', flush=True)"
-    started = launch(ps_program(script), "--ps", "1", "--no-warm")
+    started = launch(ps_program(script), "--ps", "1")
     started.wait_for_file("trained", "worker-0-0", "ps-0-0")
     before = facts(started, "worker-1-0")
     os.kill(before["pid"], signal.SIGKILL)
@@ -91,23 +91,4 @@ def test_a_killed_worker_is_replaced_alone(launch) -> None:
         "number": 1,
         "delay": 0.0,
     }
-    started.assert_nothing_is_left()
-
-
-@pytest.mark.exhaustive
-def test_a_worker_that_fails_is_replaced_and_its_helpers_do_not_hold_its_place(launch) -> None:
-    script = """
-        if name == "worker-1" and not replacement:
-            subprocess.Popen(["sleep", "60"])
-            await_file("trained")
-            note()
-            sys.exit(5)
-        if job != "chief": note(); serve()
-        await_file("worker-0-0", "ps-0-0")
-        drive(until="worker-1-1")
-    """
-    started = launch(ps_program(script), "--ps", "1", "--no-warm")
-    result = started.finish()
-    assert result.code == 0, result.err
-    assert "worker 1 failed with exit code 5 (tfdist-logs/" in result.err
     started.assert_nothing_is_left()

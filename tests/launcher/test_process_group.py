@@ -15,13 +15,12 @@ import pytest
 
 from tests.launcher.conftest import wait_until
 from tfdist.launcher import process
-from tfdist.launcher.failure import Failure
-from tfdist.launcher.group import ProcessGroup
 from tfdist.launcher.guardian import Guardian
 from tfdist.launcher.operating_system import spawn
-from tfdist.launcher.process import start_unpinned
-from tfdist.launcher.run_plan import ProcessPlan
-from tfdist.launcher.terminal import Terminal
+from tfdist.launcher.output import Terminal
+from tfdist.launcher.plan import ProcessPlan
+from tfdist.launcher.policy import Failure
+from tfdist.launcher.process import ProcessGroup, start_unpinned
 
 
 class Trial:
@@ -184,7 +183,7 @@ def test_sigterm_goes_to_a_python_program_alone(
     arguments = (str(tmp_path / "ready"), str(patience))
     command = (*wrapper, sys.executable, "-I", "-S", "-c", WAIT_FOR_SIGTERM, *arguments)
     one = process.Process(ProcessPlan("worker", 0, command, os.environ), tmp_path, start_program=start_unpinned)
-    one.start(None)
+    one.start()
     try:
         wait_until((tmp_path / "ready").exists, 10, "its handler")
         one.signal(signal.SIGTERM)

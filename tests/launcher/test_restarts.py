@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-
-import pytest
 
 from tests.launcher.training import events, of_kind, program
 
@@ -27,7 +23,7 @@ def fails_once(how: str) -> str:
 
 
 def test_a_killed_worker_is_replaced(launch, tmp_path) -> None:
-    started = launch(fails_once("kill()"), "--no-warm")
+    started = launch(fails_once("kill()"))
     result = started.finish()
     assert (result.code, result.out) == (0, "[worker 0] workers 2\n"), result.err
     assert re.fullmatch(
@@ -53,7 +49,7 @@ def test_a_killed_worker_is_replaced(launch, tmp_path) -> None:
 
 
 def test_a_stopped_process_is_named(launch, tmp_path) -> None:
-    started = launch(fails_once("os.kill(os.getpid(), signal.SIGSTOP)"), "--no-warm", "--hang-timeout", "1")
+    started = launch(fails_once("os.kill(os.getpid(), signal.SIGSTOP)"), "--hang-timeout", "1")
     result = started.finish()
     assert result.code == 0, result.err
     assert re.search(
@@ -64,31 +60,3 @@ def test_a_stopped_process_is_named(launch, tmp_path) -> None:
     (failure,) = of_kind(tmp_path, "failure")
     assert (failure["kind"], failure["exit_code"], failure["step"]) == ("hang", 124, 10)
     started.assert_nothing_is_left()
-
-
-@pytest.mark.exhaustive
-def test_an_elastic_run_goes_on_with_one_fewer(launch, tmp_path) -> None:
-    started = launch(fails_once("kill()"), "--no-warm", "-n", "1:3")
-    result = started.finish()
-    assert (result.code, result.out) == (0, "[worker 0] workers 2\n")
-    again = "restart 1 of 3 with 2 workers"
-    assert f"worker 2 was killed by SIGKILL at step 10; {again}\ntfdist: {again}: training again" in result.err
-    assert [event["workers"] for event in of_kind(tmp_path, "start")] == [3, 2]
-    started.assert_nothing_is_left()
-
-
-@pytest.mark.exhaustive
-def test_nothing_outlives_a_launcher_that_is_killed_after_a_restart(launch) -> None:
-    script = """
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        train(10)
-        if restart == 0 and index == 1: kill()
-        if restart == 1: Path(name).touch()
-        wait()
-    """
-    started = launch(program(script), "--no-warm")
-    started.wait_for_file("worker-0", "worker-1")
-    assert len(started.marked()) == 1 + 1 + 2  # launcher, guardian, workers
-    os.kill(started.popen.pid, signal.SIGKILL)
-    started.popen.wait(5)
-    started.assert_nothing_is_left(within=2.0)

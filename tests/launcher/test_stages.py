@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-import signal
 from inspect import cleandoc
 
 import pytest
 from click.testing import CliRunner
 
-from tests.launcher.conftest import wait_until
-from tests.launcher.training import events, of_kind, program
+from tests.launcher.training import program
 from tfdist.launcher.arguments import Stages, stages_of
 from tfdist.launcher.command import main
-from tfdist.launcher.failure import Overdue, suspect
-from tfdist.launcher.machine import Machine
+from tfdist.launcher.plan import Machine, PlanError, RunOptions, plan_run
 from tfdist.launcher.run import announcement
-from tfdist.launcher.run_plan import PlanError, RunOptions, plan_run
-from tfdist.supervision.progress import Progress
 
 # What tfdist.runtime.servers does, without TensorFlow: a lock is free when its owner's process is gone.
 SERVE = """
@@ -89,37 +84,24 @@ def test_announcement() -> None:
     assert announcement(RunOptions(3, stages=Stages(3)), "logs", show_all=False) == (
         "3 workers (3 stages) on this machine; output of the other 2 goes to logs/"
     )
-    assert announcement(RunOptions(2, evaluator=True, stages=Stages(1, 2)), "logs", show_all=True) == (
-        "2 workers (2 replicas of 1 stage) and 1 evaluator on this machine; complete logs in logs/"
+    assert announcement(RunOptions(2, stages=Stages(1, 2)), "logs", show_all=True) == (
+        "2 workers (2 replicas of 1 stage) on this machine; complete logs in logs/"
     )
 
 
 def test_plan() -> None:
-    options = RunOptions(2, evaluator=True, stages=Stages(2))
+    options = RunOptions(2, stages=Stages(2))
     inherited = {"TFDIST_STAGES": "7", "TFDIST_REPLICAS": "7"}
     plans = plan_run(options, ["t"], Machine((0, 1)), [2001, 2002], inherited, "r", "/logs")
     assert [(plan.name, plan.serves, plan.shown) for plan in plans] == [
         ("worker 0", False, True),
         ("worker 1", True, False),
-        ("evaluator 0", False, False),
     ]
-    assert [(plan.env["TFDIST_STAGES"], plan.env["TFDIST_REPLICAS"]) for plan in plans] == [("2", "1")] * 3
+    assert [(plan.env["TFDIST_STAGES"], plan.env["TFDIST_REPLICAS"]) for plan in plans] == [("2", "1")] * 2
     plans = plan_run(RunOptions(2), ["t"], Machine((0, 1)), [2001, 2002], inherited, "r", "/logs")
     assert not any(plan.serves or "TFDIST_STAGES" in plan.env or "TFDIST_REPLICAS" in plan.env for plan in plans)
     with pytest.raises(PlanError, match="--env TFDIST_REPLICAS"):
         RunOptions(env={"TFDIST_REPLICAS": "2"})
-
-
-def test_a_stopped_server_is_named_and_a_silent_one_is_not() -> None:
-    seen = {"worker 0": Progress(1.0, 1, "starting", 0)}
-    overdue = Overdue("worker 0", 600.0, True)
-    silence = "no progress for 600 s (--start-timeout)"
-    assert (
-        suspect(overdue, seen, {"worker 0": "sleeping", "worker 1": "stopped"}).text
-        == f"is stopped (process state T): {silence}"
-    )
-    assert suspect(overdue, seen, {"worker 0": "sleeping", "worker 1": "stopped"}).name == "worker 1"
-    assert suspect(overdue, seen, {"worker 0": "S", "worker 1": "S"}).text == f"stands still at step 0: {silence}"
 
 
 def test_every_process_learns_the_stages_and_replicas(launch) -> None:
@@ -136,63 +118,4 @@ def test_every_process_learns_the_stages_and_replicas(launch) -> None:
     assert "tfdist: 4 workers (2 replicas of 2 stages) on this machine; output of the other 3 goes to" in result.err
     told = [json.loads((started.folder / f"worker-{index}").read_text()) for index in range(4)]
     assert told == [["2", "2", 4]] * 4
-    started.assert_nothing_is_left()
-
-
-def test_a_killed_server_restarts_all(launch, tmp_path) -> None:
-    script = """
-        if index == 2 and restart == 0:
-            while not Path("begun").exists(): time.sleep(0.01)
-            kill()
-        if index: serve()
-        writer.begin()
-        writer.report("training", 1)
-        Path("begun").touch()
-        if restart == 0:
-            time.sleep(0.3)
-            print("tensorflow.python.framework.errors_impl.UnavailableError: gone"); sys.exit(1)
-        writer.resumed(1)
-        writer.report("training", 2)
-        print("restart", restart, flush=True)
-    """
-    started = launch(stages(script), "--stages", "3", "--max-restarts", "1", "--no-warm")
-    result = started.finish()
-    assert result.code == 0, result.err
-    assert "[worker 0] restart 1\n" in result.out
-    assert "worker 2 was killed by SIGKILL at step 1; restart 1 of 1" in result.err
-    starts = of_kind(tmp_path, "start")
-    assert [list(start["processes"]) for start in starts] == [["worker 0", "worker 1", "worker 2"]] * 2
-    assert not set(starts[0]["processes"].values()) & set(starts[1]["processes"].values())
-    (failure,) = of_kind(tmp_path, "failure")
-    assert (failure["task"], failure["kind"]) == ("worker 2", "signal")
-    started.assert_nothing_is_left()
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("code", [0, 3, 77])
-def test_a_preempted_driver_is_served_until_it_has_saved(launch, tmp_path, code: int) -> None:
-    script = f"""
-        if index:
-            def answer():
-                while True:
-                    if Path("ask").exists(): Path(f"answer-{{index}}").touch()
-                    time.sleep(0.01)
-            threading.Thread(target=answer, daemon=True).start()
-            serve()
-        def save(*_):
-            time.sleep(0.5)
-            Path("ask").touch()
-            while not (Path("answer-1").exists() and Path("answer-2").exists()): time.sleep(0.01)
-            sys.exit({code})
-        signal.signal(signal.SIGTERM, save)
-        while not (Path("serving-1").exists() and Path("serving-2").exists()): time.sleep(0.01)
-        Path("ready").touch()
-        train(100000)
-    """
-    started = launch(stages(script), "--stages", "3")
-    started.wait_for_file("ready")
-    wait_until(lambda: len(of_kind(tmp_path, "start")) == 1, 5, "the event")
-    started.popen.send_signal(signal.SIGTERM)
-    assert started.finish().code == code
-    assert [event["event"] for event in events(tmp_path)] == ["start", "preempted" if code == 77 else "interrupted"]
     started.assert_nothing_is_left()

@@ -32,15 +32,6 @@ def script(count: int, last: str) -> str:
     return ALL_REDUCE.replace("COUNT", str(count)).replace("LAST", last)
 
 
-def test_all_reduce_over_the_reserved_ports(warm_launch) -> None:
-    started = warm_launch(script(10, "pass"), "-n", "2")
-    result = started.finish(120)
-    assert result.code == 0, result.err
-    assert [line for line in result.out.splitlines() if "sum" in line] == ["[worker 0] sum 3.0"] * 10
-    assert started.log("worker-1").count("sum 3.0\n") == 10
-    started.assert_nothing_is_left()
-
-
 @pytest.mark.parametrize(
     ("last", "code", "words"),
     daily(
@@ -50,7 +41,6 @@ def test_all_reduce_over_the_reserved_ports(warm_launch) -> None:
                 1,
                 ["worker 1 failed with exit code 1;", "\n  ValueError: the culprit\n"],
             ),
-            ("os._exit(3)", 3, ["worker 1 failed with exit code 3;"]),
             ("os.kill(os.getpid(), signal.SIGKILL)", 137, ["worker 1 was killed by SIGKILL (exit code 137"]),
         ],
         "os.kill(os.getpid(), signal.SIGKILL)",
@@ -60,6 +50,7 @@ def test_the_culprit_is_named_not_its_peer(warm_launch, last: str, code: int, wo
     started = warm_launch(script(1000000, last), "-n", "2")
     result = started.finish(120)
     assert result.code == code, result.err
+    assert "[worker 0] sum 3.0\n" * 5 in result.out
     for word in words:
         assert word in result.err
     started.assert_nothing_is_left()
@@ -75,6 +66,7 @@ def test_sigterm_that_tensorflow_swallows(warm_launch) -> None:
     started.assert_nothing_is_left()
 
 
+@pytest.mark.exhaustive
 def test_a_program_that_ends_where_others_wait_for_it_is_named(warm_launch) -> None:
     started = warm_launch(
         """

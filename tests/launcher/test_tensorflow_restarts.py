@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 
+import numpy as np
 import pytest
+
+from tests.launcher.test_goodput import goodput
+from tests.launcher.training import of_kind
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
@@ -16,21 +21,22 @@ FIT = """
 
     class Fault(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
+            if EPOCHS > 2: time.sleep(0.1)
             if os.environ["TFDIST_RESTART"] == "0" and index == 1 and batch == 6: FAULT
 
     with strategy.scope():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
-    data = np.random.default_rng(0).normal(size=(40, 4)), np.ones((40, 1))
+    data = np.random.default_rng(0).normal(size=(39, 4)), np.ones((39, 1))
     callbacks = [Fault(), tfdist.callbacks.BackupAndRestore('FOLDER', save_freq=2, asynchronous=False)]
-    history = model.fit(*data, batch_size=4, epochs=2, shuffle=False, verbose=0, callbacks=callbacks)
+    history = model.fit(*data, batch_size=4, epochs=EPOCHS, verbose=0, callbacks=callbacks)
     print("loss", *history.history["loss"])
 """
 
 
-def losses(warm_launch, folder: str, fault: str, *options: str) -> tuple[str, str]:
+def losses(warm_launch, folder: str, fault: str, *options: str, epochs: int = 2) -> tuple[str, str]:
     """The losses of a run with a fault at the seventh step, and what the launcher said."""
-    script = FIT.replace("FAULT", fault).replace("FOLDER", f"backup-{folder}")
+    script = FIT.replace("FAULT", fault).replace("FOLDER", f"backup-{folder}").replace("EPOCHS", str(epochs))
     started = warm_launch(script, "--log-dir", folder, *options)
     result = started.finish(120)
     assert result.code == 0, result.err
@@ -39,6 +45,7 @@ def losses(warm_launch, folder: str, fault: str, *options: str) -> tuple[str, st
     return line, result.err
 
 
+@pytest.mark.exhaustive
 def test_neither_a_killed_worker_nor_a_hang_changes_the_result(warm_launch) -> None:
     expected, said = losses(warm_launch, "undisturbed", "pass")
     assert "restart" not in said
@@ -56,3 +63,76 @@ def test_neither_a_killed_worker_nor_a_hang_changes_the_result(warm_launch) -> N
         said,
     )
     assert [after_kill, after_hang] == [expected, expected]
+
+
+@pytest.mark.exhaustive
+def test_a_run_that_shrinks_grows_again_and_its_result_is_the_same(warm_launch, tmp_path) -> None:
+    options = ("--log-dir", "logs", "-n", "1:2", "--regrow-after", "2")
+    expected, _ = losses(warm_launch, "undisturbed", "pass", epochs=12)
+    seen, _ = losses(warm_launch, "killed", "os.kill(os.getpid(), signal.SIGKILL)", *options, epochs=12)
+    events = map(json.loads, (tmp_path / "logs" / "events.jsonl").read_text().splitlines())
+    workers = [event["workers"] for event in events if event["event"] == "start"]
+    assert workers == [2, 1, 2]
+    numbers = [[float(word) for word in line.split("loss ")[1].split()] for line in (seen, expected)]
+    np.testing.assert_allclose(*numbers, rtol=1e-5)
+
+
+KERAS_BACKUP = """
+    import keras, numpy as np, tensorflow as tf, tfdist
+
+    class Fault(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            time.sleep(0.05)
+            if os.environ["TFDIST_RESTART"] == "0" and index == 1 and int(self.model.optimizer.iterations) == 34:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    keras.utils.set_random_seed(1)
+    with tfdist.MultiWorkerMirroredStrategy().scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x, y = np.random.default_rng(0).normal(size=(40, 4)), np.ones((40, 1))
+    backup = keras.callbacks.BackupAndRestore("backup")
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(4).filter(lambda x, y: True)  # of unknown size
+    model.fit(data, epochs=5, verbose=0, callbacks=[Fault(), backup])
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_backup_of_keras_counts_as_one(warm_launch) -> None:
+    """It is taken up behind three epochs of ten steps, and not at the beginning."""
+    started = warm_launch(KERAS_BACKUP)
+    result = started.finish(120)
+    assert result.code == 0, result.err
+    assert re.search(r"restart 1 of 3: training again after \d+\.\d s, 4 steps redone\n", result.err), result.err
+    (again,) = of_kind(started.folder, "training-again")
+    assert (again["resumed_step"], again["steps_redone"]) == (30, 4)
+    (failure,) = goodput(started)["interruptions"]
+    assert failure["steps_redone"] == 4
+    seconds = goodput(started)["seconds"]
+    assert 0 < failure["redone"] < seconds["training"]
+
+
+ON_ONE_RANK = """
+    import keras, numpy as np, tfdist
+
+    class Own(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if index == 1 and batch == 3:
+                self.model.predict(x, verbose=0)
+
+    with tfdist.MultiWorkerMirroredStrategy().scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x, y = np.random.default_rng(0).normal(size=(40, 4)), np.ones((40, 1))
+    model.fit(x, y, batch_size=4, epochs=5, verbose=0, callbacks=[Own()])
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_callback_that_calls_predict_on_one_rank(warm_launch) -> None:
+    result = warm_launch(ON_ONE_RANK, "--hang-timeout", "6", "--max-restarts", "0").finish(120)
+    assert result.code == 124, result.err
+    assert (
+        "stands still at step 4, as do all others: worker 1 waits for the others to start fit, evaluate or predict, "
+        "and worker 0 does not come to that. Look for a call that only some processes make"
+    ) in result.err

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 # Of the replicas of mirrored strategies, unless a test wants others.
@@ -25,3 +27,14 @@ def four_devices() -> list[str]:
     names = [device.name for device in tf.config.list_logical_devices("CPU")]
     assert len(names) == 4
     return names
+
+
+@pytest.fixture
+def in_float64() -> Iterator[None]:
+    import keras
+
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    yield
+    keras.config.set_floatx("float32")
+    keras.config.set_dtype_policy("float32")

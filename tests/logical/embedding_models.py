@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.models import assert_arrays
+
 ROWS = 11
 WIDTH = 3
 
@@ -51,8 +53,7 @@ def state(model: Any) -> list[np.ndarray]:
 
 def assert_same(model: Any, other: Any, tolerance: float = 1e-6) -> None:
     """The weights of two models differ by `tolerance` at most."""
-    for weight, expected in zip(state(model), state(other), strict=True):
-        np.testing.assert_allclose(weight, expected, rtol=0, atol=tolerance)
+    assert_arrays(state(model), state(other), tolerance=tolerance)
 
 
 def apply_function(optimizer: Any, variable: Any, ids: list[int], values: np.ndarray, dense: bool = False) -> Any:

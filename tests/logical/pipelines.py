@@ -17,6 +17,7 @@ from keras import layers
 
 import tfdist
 from tests.features.reference import only_fit
+from tests.models import assert_arrays
 from tfdist.testing import differences, train_and_observe
 
 BATCH = 16
@@ -129,7 +130,7 @@ def assert_trains_equally(
     With `whole=False`, weights and history only.
     """
     strategy = strategy or pipeline()
-    reference = micro_batched(build, strategy._planner.num_microbatches) if stateful else build
+    reference = micro_batched(build, strategy._options.num_microbatches) if stateful else build
     expected = one_process(reference, data, **arguments)
     assert_equal(expected, observe(strategy, build, data, **arguments), tolerance)
 
@@ -145,3 +146,20 @@ def after_one_step(
     seen = {f"weight {i}": v.numpy() for i, v in enumerate(model.weights)}
     seen |= {f"optimizer {i}": np.asarray(v) for i, v in enumerate(model.optimizer.variables)}
     return model, seen | {f"history {i}": np.asarray(v) for i, v in enumerate(history.history.values())}
+
+
+def both(train: Callable[[keras.Model], Any], build: Callable[[], keras.Model]) -> list[tuple[Any, list[np.ndarray]]]:
+    """What a function in the scope returns for a model of one process, and for one of a pipeline; and the weights."""
+    results = []
+    for strategy in (tf.distribute.get_strategy(), pipeline()):
+        with strategy.scope():
+            keras.utils.set_random_seed(7)
+            model = build()
+            results.append((train(model), model.get_weights()))
+    return results
+
+
+def assert_same(expected: Any, received: Any) -> None:
+    expected, received = ([x for x in tf.nest.flatten(of) if x is not None] for of in (expected, received))
+    assert len(expected) == len(received) > 0
+    assert_arrays(expected, received, tolerance=1e-5)

@@ -14,25 +14,17 @@ from tensorflow.python.distribute import mirrored_run, mirrored_strategy
 
 import tfdist
 from tests.features.table import FEATURES, batches, rows
-from tests.tiers import daily
+from tests.models import in_scope, ready
 
 # For ever: a cluster of one replica needed a sum, which needed that cluster.
 WAITED = "a train_step without call, layers built in it (as in Keras' VAE and DCGAN examples)"
-# Where compiling, or what TensorFlow does without where it compiles for GPUs, could make a difference.
-ROWS = (
-    "last batch of one row (81 rows)",
-    "BatchNormalization",
-    "gradient_accumulation_steps",
-    "steps_per_execution, uneven",
-    "mixed_float16",
-    "Embedding and Adam (sparse gradients)",
-    "masked sequences, a loss per time step",
-    "BatchNormalization in a custom train_step, uneven",
-    "ragged input",
-    "train_on_batch, test_on_batch, predict_on_batch",
-    WAITED,
-    "state that layers and a train_step keep (centre, counts, momentum encoder, memory bank)",
-)
+# Where compiling, or what TensorFlow does without where it compiles for GPUs, could make a difference; and replicas.
+ROWS = [
+    ("gradient_accumulation_steps", 1),
+    (WAITED, 1),
+    ("BatchNormalization", 2),
+    ("ragged input", 2),
+]
 
 
 @contextlib.contextmanager
@@ -51,16 +43,11 @@ def with_gpus() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("name", daily(ROWS, "mixed_float16"))
-def test_one_replica_that_keras_compiles(name: str) -> None:
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("name", "replicas"), ROWS)
+def test_replicas_that_keras_compiles(name: str, replicas: int) -> None:
     with with_gpus():
-        assert FEATURES[name](tfdist.MirroredStrategy(["CPU:0"])), "nothing was compared"
-
-
-@pytest.mark.parametrize("name", daily(ROWS, "ragged input"))
-def test_two_replicas_that_keras_compiles(name: str) -> None:
-    with with_gpus():
-        assert FEATURES[name](tfdist.MirroredStrategy(["CPU:0", "CPU:1"])), "nothing was compared"
+        assert FEATURES[name](tfdist.MirroredStrategy(["CPU:0", "CPU:1"][:replicas])), "nothing was compared"
 
 
 @keras.saving.register_keras_serializable(package="tfdist_tests")
@@ -72,12 +59,13 @@ class WithRows(keras.layers.Layer):
             return tf.identity(x)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("as_dataset", [False, True])
 def test_a_layer_that_fails_without_rows(mirrored, as_dataset: bool) -> None:
     x, y = rows(33)
-    with mirrored.scope():
-        model = keras.Sequential([keras.Input((8,)), WithRows(), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
+    model = in_scope(
+        mirrored, lambda: ready(keras.Sequential([keras.Input((8,)), WithRows(), keras.layers.Dense(1)]), "sgd", "mse")
+    )
     data = (batches(x, y),) if as_dataset else (x, y)
     model.fit(*data, batch_size=None if as_dataset else 16, verbose=0)
     model.evaluate(*data, batch_size=None if as_dataset else 16, verbose=0)

@@ -42,7 +42,6 @@ DEVICES = ["CPU:0", "CPU:1"]
         (lambda: tfdist.ParameterServerStrategy(start_timeout=-1), "start_timeout=-1", "a positive number"),
         (lambda: tfdist.callbacks.BackupAndRestore(3), "backup_dir=3", "the path of a folder"),
         (lambda: tfdist.callbacks.TensorBoard(3), "log_dir=3", "the path of a folder"),
-        (lambda: tfdist.callbacks.PipelineTimeline(3), "path=3", "the path of a picture"),
     ],
 )
 def test_refusals(make: Callable, received: str, expected: str):

@@ -8,6 +8,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tests.models import in_scope, ready
+
 X, Y = np.ones((4, 8), "float32"), np.ones((4, 1), "float32")
 
 
@@ -33,9 +35,7 @@ class NoCall(keras.Model):
 
 
 def warned(strategy: tf.distribute.Strategy, build: type) -> list[warnings.WarningMessage]:
-    with strategy.scope():
-        model = build()
-        model.compile("sgd", "mse")
+    model = in_scope(strategy, lambda: ready(build(), "sgd", "mse"))
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         model.fit(X, Y, batch_size=4, verbose=0)

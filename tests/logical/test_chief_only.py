@@ -9,6 +9,8 @@ import pytest
 
 import tfdist
 from tests.features.table import mlp, rows
+from tests.models import in_scope
+from tests.tiers import daily
 from tfdist.callbacks import on_chief
 
 
@@ -33,23 +35,6 @@ class Bare(keras.callbacks.Callback):
         self.batches += 1
 
 
-class Subclassed(keras.Model):
-    """A model that is built by `fit`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense = keras.layers.Dense(1)
-
-    def call(self, x: Any) -> Any:
-        return self.dense(x)
-
-
-def subclassed() -> keras.Model:
-    model = Subclassed()
-    model.compile("sgd", "mse")
-    return model
-
-
 # Host offloading needs something to part.
 DEEPER = [lambda: keras.layers.Dense(16, "relu")] * 4
 STRATEGIES = {
@@ -60,15 +45,11 @@ STRATEGIES = {
 
 
 def fit(strategy: Any, build: Any, callbacks: list) -> dict:
-    if strategy is None:
-        model = build()
-    else:
-        with strategy.scope():
-            model = build()
+    model = build() if strategy is None else in_scope(strategy, build)
     return model.fit(*rows(32), batch_size=16, epochs=2, verbose=0, callbacks=callbacks).history
 
 
-@pytest.mark.parametrize("name", ["Mirrored", *STRATEGIES])
+@pytest.mark.parametrize("name", daily(["Mirrored", *STRATEGIES], "Mirrored", "Pipeline"))
 def test_every_strategy_has_a_chief(mirrored, name):
     strategy, epochs, bare = STRATEGIES[name]() if name in STRATEGIES else mirrored, Epochs(), Bare()
     history = fit(strategy, mlp(*DEEPER), [on_chief(epochs), on_chief(lambda: [bare])])
@@ -76,12 +57,6 @@ def test_every_strategy_has_a_chief(mirrored, name):
     assert {metric: [logs[metric] for _, logs in epochs.seen] for metric in history} == history
     assert bare.batches == 4
     assert epochs.params["epochs"] == 2
-
-
-def test_a_model_that_fit_builds(mirrored):
-    epochs = Epochs()
-    fit(mirrored, subclassed, [on_chief(epochs)])
-    assert len(epochs.seen) == 2
 
 
 def test_a_function_is_called_when_the_first_fit_begins_and_once():
@@ -92,33 +67,6 @@ def test_a_function_is_called_when_the_first_fit_begins_and_once():
     for _ in range(2):
         model.fit(*rows(16), verbose=0, callbacks=[logger])
     assert [len(one.seen) for one in made] == [2]
-
-
-def test_a_loop_of_ones_own():
-    epochs = Epochs()
-    callbacks = keras.callbacks.CallbackList([on_chief(epochs)], model=mlp()())
-    callbacks.on_epoch_end(3, {"loss": 1.0})
-    assert epochs.seen == [(3, {"loss": 1.0})]
-
-
-class Last(keras.callbacks.Callback):
-    """Says in which thread it was called."""
-
-    threads: set[str]
-
-    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        import threading
-
-        self.threads.add(threading.current_thread().name)
-
-
-@pytest.mark.parametrize("wrap", [on_chief, lambda callback: callback], ids=["on the chief", "as it is"])
-def test_methods_of_batches_are_called_in_turn(wrap):
-    """As Keras calls those that it knows from the start."""
-    last = Last()
-    last.threads = set()
-    mlp()().fit(*rows(32), verbose=0, callbacks=[wrap(last)])
-    assert last.threads == {"MainThread"}
 
 
 REFUSED = {
@@ -141,7 +89,7 @@ def test_what_has_to_run_everywhere_is_refused(name):
         mlp()().fit(*rows(16), verbose=0, callbacks=[on_chief(REFUSED[name])])
 
 
-@pytest.mark.parametrize("given", [None, 3, "csv", [Epochs()], lambda folder: Epochs(), Epochs().on_epoch_end])
+@pytest.mark.parametrize("given", [None, 3, "csv", [Epochs()]])
 def test_other_things_are_refused(given):
     with pytest.raises(ValueError, match="Expected: a callback of Keras, or a function without arguments"):
         on_chief(given)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import doctest
 import importlib
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,34 +16,24 @@ from tfdist.compat.upstream import framework_config
 FOLDER = Path(tfdist.__file__).parent
 # Modules of which some examples (`# doctest: +SKIP`) cannot run here, with what they need.
 SKIPPED = {
-    "checkpoint.fit_identity": "changes how this process ends",
-    "jobs.slurm.engine": "asks Slurm",
-    "launcher.attempt": "a launcher's processes",
+    "checkpoint.store": "changes how this process ends",
     "launcher.drill.drill": "a launcher that is killed several times",
-    "launcher.drill.trial": "a launcher that is killed",
-    "launcher.group": "a launcher's processes",
-    "launcher.horovod.options": "a program that lists hosts",
+    "launcher.drill.faults": "a launcher that is killed",
     "launcher.local.fork_server": "this process would fork those of later tests from the example's server",
     "launcher.process": "a worker's plan",
     "launcher.supervisor": "workers to watch",
-    "launcher.warm.preloaded": "takes modules away from this process",
-    "launcher.warm.zygote": "a worker's plan",
-    "runtime.lost_peers": "changes how this process ends",
-    "runtime.server_process": "changes how this process ends",
+    "runtime.job": "changes how this process ends",
     "runtime.servers": "a cluster",
     "strategies.parameter_server.dispatcher": "a cluster",
-    "strategies.parameter_server.predict_runner": "a cluster",
     "strategies.parameter_server.runner": "a cluster",
     "strategies.parameter_server.strategy": "a cluster",
-    "strategies.parameter_server.transfer": "a cluster",
+    "strategies.parameter_server.data": "a cluster",
     "tuning.tune_run": "a script that searches",
 }
-# They import it.
-OF_HOROVOD = ("launcher.horovod.driver", "launcher.horovod.elastic")
 # The first one measures this machine; the others take seconds, and other tests of `make test` do what they do.
 SLOW = (
-    *("planning.automatic", "callbacks.tensorboard", "callbacks.pipeline_timeline", "memory.estimation.choosing"),
-    *("memory.estimation.report", "optimizers.sharded_optimizer", "strategies.multi_worker", "testing.transparency"),
+    *("callbacks.tensorboard", "memory.budget"),
+    *("optimizers.sharded_optimizer", "strategies.multi_worker", "testing.transparency"),
 )
 
 
@@ -69,8 +58,6 @@ def unseeded():
 
 @pytest.mark.parametrize("name", daily(MODULES, *(MODULES.keys() - set(SLOW))))
 def test_examples(name, tmp_path, monkeypatch, four_devices, unseeded):
-    if name in OF_HOROVOD:
-        pytest.importorskip("horovod", reason="Horovod is not installed: `make horovod` builds it")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     result = doctest.testmod(importlib.import_module(f"tfdist.{name}"))
@@ -83,10 +70,9 @@ def test_every_example_that_is_skipped_has_a_reason():
 
 def test_all_examples_are_found():
     finder = doctest.DocTestFinder()
-    names = [name for name in MODULES if name not in OF_HOROVOD or find_spec("horovod") is not None]
     found = {
         name: sum(len(test.examples) for test in finder.find(importlib.import_module(f"tfdist.{name}")))
-        for name in names
+        for name in MODULES
     }
-    written = {name: sum(line.lstrip().startswith(">>>") for line in MODULES[name].splitlines()) for name in names}
+    written = {name: sum(line.lstrip().startswith(">>>") for line in MODULES[name].splitlines()) for name in MODULES}
     assert found == written

@@ -9,35 +9,35 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.inspection import model_parts
+from tests.models import in_scope, ready
+from tfdist.inspection import model_state
 
 X, Y = np.ones((4, 8), "float32"), np.ones((4, 1), "float32")
 
 
 def built(strategy: tf.distribute.Strategy) -> keras.Model:
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
+    model = in_scope(
+        strategy, lambda: ready(keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)]), "sgd", "mse")
+    )
     return model
 
 
 def walks(model: keras.Model, method: str = "train_on_batch") -> int:
     """How often attributes of layers are looked at in a call."""
-    with mock.patch.object(model_parts, "items_of", wraps=model_parts.items_of) as items:
+    with mock.patch.object(model_state, "items_of", wraps=model_state.items_of) as items:
         getattr(model, method)(X, Y)
     return items.call_count
 
 
-@pytest.mark.parametrize("kind", ["replicas", "no strategy"])
-def test_batches_are_not_checked_again(mirrored, kind):
-    model = built(mirrored if kind == "replicas" else tf.distribute.get_strategy())
+def test_batches_are_not_checked_again(mirrored):
+    model = built(mirrored)
     assert walks(model) > 0
     walks(model)
     assert [walks(model), walks(model)] == [0, 0]
     walks(model, "test_on_batch")
     walks(model, "test_on_batch")
     assert [walks(model), walks(model, "test_on_batch")] == [0, 0]
-    with mirrored.scope() if kind == "replicas" else tf.distribute.get_strategy().scope():
+    with mirrored.scope():
         model.compile("adam", "mse")
     assert walks(model) > 0, "compile may have brought anything"
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tfdist.cluster.key_value import ProcessGoneError
+from tfdist.cluster.server import ProcessGoneError
 from tfdist.runtime import peers
 from tfdist.runtime.peers import Peers, PeerTimeoutError
 
@@ -23,14 +23,12 @@ class Texts:
         self._texts: dict[str, str] = {}
         self._changed = threading.Condition()
         self.reads = 0
+        self.gone: set[int | None] = set()
 
     def set(self, name: str, text: str) -> None:
-        self.decide(name, text)
-
-    def decide(self, name: str, text: str) -> str:
         with self._changed:
+            self._texts[name] = text
             self._changed.notify_all()
-            return self._texts.setdefault(name, text)
 
     def delete(self, name: str) -> None:
         with self._changed:
@@ -39,7 +37,9 @@ class Texts:
     def get(self, name: str, seconds: float, of: int | None = None) -> str | None:
         self.reads += 1
         with self._changed:
-            self._changed.wait_for(lambda: name in self._texts, seconds)
+            self._changed.wait_for(lambda: name in self._texts or of in self.gone, seconds)
+            if name not in self._texts and of in self.gone:
+                raise ProcessGoneError
             return self._texts.get(name)
 
 
@@ -89,16 +89,6 @@ def test_what_comes_after_the_last_look_counts():
     assert chief.hear("step/1/1", 1, "take a step") == "told"
 
 
-def test_what_is_told_is_not_waited_for():
-    """A process says that it waits, and hears it a moment later."""
-    store = Late("tfdist/step/1/1", times=3)
-    chief = Peers(NAMES, 0, 60, store)
-    chief.tell("step/1/0", 1)
-    store.set("tfdist/waits/1", json.dumps([1, 0, "step/1/0", "take a step"]))
-    store.set("tfdist/step/1/1", json.dumps("told"))
-    assert chief.hear("step/1/1", 1, "take a step") == "told"
-
-
 def test_what_is_not_told_ends_the_wait():
     store = Texts()
     store.set("tfdist/waits/1", json.dumps([1, 0, "later/1/0", "save"]))
@@ -108,7 +98,9 @@ def test_what_is_not_told_ends_the_wait():
 
 @pytest.mark.timeout(60)
 def test_a_process_that_was_killed_is_not_waited_for():
-    chief = Peers(NAMES, 0, 600, Texts(), is_gone=lambda rank: rank == 1)
+    store = Texts()
+    store.gone.add(1)
+    chief = Peers(NAMES, 0, 600, store)
     with pytest.raises(ProcessGoneError, match=r"waited for worker 1 \(b:1\) to take a step, and that process is gone"):
         chief.hear("step/1/1", 1, "take a step")
     chief.wait_until_left(600)
@@ -119,12 +111,9 @@ def test_a_process_that_was_killed_is_not_waited_for():
 )
 def test_what_a_process_did_last_is_found_after_its_end(name: str, expected: str | None):
     store = Texts()
-
-    def is_gone(rank: int) -> bool:
-        store.set(f"tfdist/{name}", json.dumps(True))
-        return True
-
-    chief = Peers(NAMES, 0, 60, store, is_gone)
+    store.set(f"tfdist/{name}", json.dumps(True))
+    store.gone.add(1)
+    chief = Peers(NAMES, 0, 60, store)
     if expected is None:
         assert chief.hear("step/1/1", 1, "take a step") is True
     else:
@@ -153,7 +142,8 @@ def test_an_exchange_takes_two_reads_a_process_and_leaves_nothing_behind():
 @pytest.mark.parametrize("gone", [False, True])
 def test_all_are_told_who_has_not_come(gone: bool):
     store, names = Texts(), ["chief", "worker 1", "worker 2", "worker 3"]
-    everyone = [Peers(names, rank, 1.0, store, is_gone=lambda rank: gone and rank == 2) for rank in (0, 1, 3)]
+    store.gone |= {2} if gone else set()
+    everyone = [Peers(names, rank, 1.0, store) for rank in (0, 1, 3)]
     with ThreadPoolExecutor(3) as pool:
         futures = [pool.submit(own.gather, "stop", 1, "train") for own in everyone]
         failures = [future.exception(20) for future in futures]
@@ -162,6 +152,7 @@ def test_all_are_told_who_has_not_come(gone: bool):
     assert "chief waited " in str(failures[0]) and "for worker 2 to train, and " in str(failures[0])
 
 
+@pytest.mark.exhaustive
 def test_one_that_comes_in_the_time_of_rank_0_is_in_time_for_all(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(peers, "_FIRST_POLL_SECONDS", 0.1)
     monkeypatch.setattr(peers, "_POLL_SECONDS", 0.2)
@@ -191,24 +182,3 @@ def test_who_waited_for_an_exchange_that_is_over_is_not_taken_to_wait():
         time.sleep(0.5)
         assert not late.done()
         assert worker.gather("stop", 1, "train") == late.result() == [0, 1]
-
-
-def test_of_all_its_waits_a_process_leaves_the_last_one_behind(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(peers, "_FIRST_POLL_SECONDS", 0.01)
-    monkeypatch.setattr(peers, "_LOOK_SECONDS", 0.01)
-    store, times = Texts(), 10
-    everyone = [Peers(NAMES, rank, 60, store) for rank in range(2)]
-
-    def exchange(own: Peers) -> list:
-        results = []
-        for number in range(times):
-            if number % 2 == own.rank:
-                time.sleep(0.1)  # the other one says that it waits
-            results.append(own.gather("stop", own.rank, "train"))
-        return results
-
-    with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(exchange, everyone)) == [[[0, 1]] * times] * 2
-    assert sorted(store._texts) == [f"tfdist/stop/{times}/all", "tfdist/waits/0", "tfdist/waits/1"]
-    numbers = [json.loads(store._texts[f"tfdist/waits/{rank}"])[0] for rank in range(2)]
-    assert min(numbers) >= times // 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
 
 import keras
 import numpy as np
@@ -12,9 +11,8 @@ import tensorflow as tf
 from keras import layers
 
 import tfdist
-from tests.logical.pipelines import numbers, pipeline
-from tfdist.layer_graph.graph import functional_of
-from tfdist.strategies.pipeline.validation import why_not_decomposable
+from tests.logical.pipelines import assert_same, both, numbers, pipeline
+from tests.models import ready
 
 pytestmark = pytest.mark.usefixtures("four_devices")
 
@@ -25,31 +23,11 @@ def build() -> keras.Model:
     inputs = keras.Input((8,))
     hidden = layers.Dense(8, activation="tanh", name="first")(inputs)
     hidden = layers.Dense(8, activation="tanh", name="second")(hidden)
-    model = keras.Model(inputs, layers.Dense(3, name="last")(hidden))
-    model.compile(keras.optimizers.SGD(0.1), "mse")
-    return model
-
-
-def both(use: Callable[[keras.Model], object]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """What `use` makes of a model's weights on one device, and in a pipeline."""
-    results = []
-    for strategy in (tf.distribute.get_strategy(), pipeline()):
-        keras.utils.set_random_seed(3)
-        with strategy.scope():
-            model = build()
-            use(model)
-        results.append([np.asarray(w) for w in model.get_weights()])
-    return results[0], results[1]
+    return ready(keras.Model(inputs, layers.Dense(3, name="last")(hidden)), keras.optimizers.SGD(0.1), "mse")
 
 
 def fit(model: keras.Model, **more) -> None:
     model.fit(X, Y, batch_size=8, verbose=0, shuffle=False, **more)
-
-
-def assert_equal(use: Callable[[keras.Model], object]) -> None:
-    plain, pipelined = both(use)
-    for expected, received in zip(plain, pipelined, strict=True):
-        np.testing.assert_allclose(received, expected, atol=1e-6)
 
 
 def test_a_layer_that_is_thawed_is_trained_with_another_loss() -> None:
@@ -65,7 +43,7 @@ def test_a_layer_that_is_thawed_is_trained_with_another_loss() -> None:
         fit(model)
         assert not np.allclose(model.get_layer("first").kernel, before[-1])
 
-    assert_equal(use)
+    assert_same(*both(use, build))
 
 
 def test_models_that_share_layers() -> None:
@@ -77,26 +55,7 @@ def test_models_that_share_layers() -> None:
         assert not np.allclose(features.predict(X, verbose=0), first)
         np.testing.assert_allclose(features.predict(X, verbose=0), features(X), atol=1e-6)
 
-    assert_equal(use)
-
-
-def test_adapters_are_trained() -> None:
-    def use(model: keras.Model) -> None:
-        fit(model)
-        model.get_layer("second").enable_lora(2)
-        model.compile(keras.optimizers.SGD(0.1), "mse")
-        fit(model)
-
-    assert_equal(use)
-
-
-@pytest.mark.exhaustive
-def test_a_loss_of_the_instance() -> None:
-    def use(model: keras.Model) -> None:
-        model.compute_loss = lambda x, y, y_pred, sample_weight, training=True: tf.reduce_mean(tf.abs(y_pred - y) ** 3)
-        fit(model)
-
-    assert_equal(use)
+    assert_same(*both(use, build))
 
 
 def test_a_step_of_the_instance() -> None:
@@ -110,44 +69,7 @@ def test_a_step_of_the_instance() -> None:
         model.train_step = types.MethodType(train_step, model)
         fit(model)
 
-    assert_equal(use)
-
-
-class OverRows(keras.losses.MeanSquaredError):
-    """Divides by what only the whole batch knows, though it is called a mean squared error."""
-
-    def call(self, y_true, y_pred):
-        return super().call(y_true, y_pred) / tf.reduce_max(tf.abs(y_true))
-
-
-def test_what_needs_the_whole_batch() -> None:
-    model = build()
-    functional = functional_of(model)
-    assert why_not_decomposable(model, functional) is None
-    model.compile("sgd", OverRows())
-    assert why_not_decomposable(model, functional) == "the loss 'mean_squared_error' may look at several rows at once"
-    model.compute_loss = lambda **_: 0.0
-    assert why_not_decomposable(model, functional) == "the model has a compute_loss of its own"
-    model.train_step = lambda data: {}
-    assert why_not_decomposable(model, functional) == "the model has a train_step of its own"
-
-
-@pytest.mark.exhaustive
-def test_a_subclass_of_a_loss_of_keras() -> None:
-    def use(model: keras.Model) -> None:
-        model.compile(keras.optimizers.SGD(0.1), OverRows())
-        fit(model)
-
-    assert_equal(use)
-
-
-@pytest.mark.exhaustive
-def test_small_batches_for_validation() -> None:
-    def use(model: keras.Model) -> None:
-        fit(model, validation_data=(X[:5], Y[:5]), validation_batch_size=2)
-        assert model.evaluate(X[:5], Y[:5], batch_size=2, verbose=0) > 0
-
-    assert_equal(use)
+    assert_same(*both(use, build))
 
 
 class Penalized(keras.Model):
@@ -167,8 +89,7 @@ class Penalized(keras.Model):
 def test_gradients_of_gradients_are_refused() -> None:
     with pipeline().scope():
         inputs = keras.Input((8,))
-        model = Penalized(inputs, layers.Dense(1)(layers.Dense(4, activation="tanh")(inputs)))
-        model.compile("sgd", "mse")
+        model = ready(Penalized(inputs, layers.Dense(1)(layers.Dense(4, activation="tanh")(inputs))), "sgd", "mse")
     with pytest.raises(NotImplementedError, match="Received: a gradient of gradients"):
         fit(model)
 
@@ -184,12 +105,12 @@ class Spectral(layers.Layer):
 
 def test_what_cannot_be_right_is_refused() -> None:
     with pipeline().scope():
-        model = keras.Sequential([keras.Input((8,)), Spectral(), layers.Dense(3)])
-        model.compile("sgd", "mse")
-        recurrent = keras.Sequential(
-            [keras.Input((4, 2), batch_size=8), layers.LSTM(3, stateful=True), layers.Dense(1)]
+        model = ready(keras.Sequential([keras.Input((8,)), Spectral(), layers.Dense(3)]), "sgd", "mse")
+        recurrent = ready(
+            keras.Sequential([keras.Input((4, 2), batch_size=8), layers.LSTM(3, stateful=True), layers.Dense(1)]),
+            "sgd",
+            "mse",
         )
-        recurrent.compile("sgd", "mse")
         sparse = keras.Model(i := keras.Input((8,), sparse=True), layers.Dense(3)(layers.Dense(4)(i)))
     with pytest.raises(ValueError, match="a layer assigns to its trainable variable"):
         fit(model)

@@ -19,7 +19,6 @@ DRAWN = re.compile(r"([\w-]+): (\d+) stages(?: of (\d+) chunks)?, (\d+) micro-ba
 
 @pytest.mark.exhaustive
 def test_programs_print_what_stands_below_them(four_devices, tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     compared = 0
@@ -34,17 +33,12 @@ def test_programs_print_what_stands_below_them(four_devices, tmp_path, monkeypat
             compared += 1
         else:
             assert printed.getvalue() == ""
-    assert compared == 5
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["timeline.json", "timeline.png"]
+    assert compared == 4
 
 
 def test_schedules_are_drawn_as_they_are():
     drawn = [(match, text) for kind, text in BLOCKS if kind == "text" and (match := DRAWN.match(text))]
-    assert [match[1] for match, _ in drawn] == ["gpipe", "1f1b", "eager-1f1b", "interleaved"]
+    assert [match[1] for match, _ in drawn] == ["gpipe", "1f1b", "interleaved"]
     for match, text in drawn:
         name, stages, chunks, microbatches = match.groups()
         assert text == draw(make_schedule(name, int(stages), int(microbatches), int(chunks or 1))) + "\n"
-
-
-def test_the_picture_is_a_picture():
-    assert (PAGE.parent / "pictures" / "pipeline_timeline.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

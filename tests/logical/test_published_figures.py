@@ -1,4 +1,4 @@
-"""What is predicted for published figures: the table of docs/planning.md is the one that is computed."""
+"""What is predicted for published figures: the table of benchmarks/planning/README.md is the one that is computed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def figures() -> list[published.Figure]:
 
 
 @pytest.mark.exhaustive
-def test_the_table_of_the_guide(figures):
-    assert published.render(figures) in published.DOCS.read_text()
+def test_the_table_of_the_page(figures):
+    assert published.render(figures) in published.README.read_text()
 
 
 @pytest.mark.exhaustive

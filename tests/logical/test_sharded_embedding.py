@@ -8,27 +8,17 @@ import pytest
 import tensorflow as tf
 
 from tests.logical.embedding_models import ROWS, WIDTH, assert_same, embedding_model, train
+from tests.tiers import daily
 from tfdist.layers import ShardedEmbedding, sharded_embedding
 from tfdist.layers.sharded_table import ShardedTable
+from tfdist.optimizers import LazyAdam
 
-SHARDS = [1, 2, 3]
+SHARDS = [1, 3]
 OPTIMIZERS = {
-    "SGD": lambda: keras.optimizers.SGD(0.5),
-    "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
-    "Adagrad": lambda: keras.optimizers.Adagrad(0.5),
-    "Adam": lambda: keras.optimizers.Adam(0.05),
     "AdamW": lambda: keras.optimizers.AdamW(0.05, weight_decay=0.1),
     "global_clipnorm": lambda: keras.optimizers.Adam(0.05, global_clipnorm=0.01),
-    "EMA": lambda: keras.optimizers.Adam(0.05, use_ema=True, ema_overwrite_frequency=2),
-    "accumulation": lambda: keras.optimizers.Adam(0.05, gradient_accumulation_steps=2),
-    "LossScale": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.05)),
+    "LazyAdam": lambda: LazyAdam(0.05),
 }
-
-
-def _lazy_adam():
-    from tfdist.optimizers import LazyAdam
-
-    return LazyAdam(0.05)
 
 
 def _pair(shards: int, **kwargs) -> tuple[ShardedEmbedding, keras.layers.Embedding]:
@@ -59,7 +49,7 @@ def test_lookup(shards):
 
 
 @pytest.mark.parametrize("shards", SHARDS)
-@pytest.mark.parametrize("bad", [ROWS, ROWS + 1, ROWS + 2, 1000, -ROWS - 1, -ROWS - 2, -1000])
+@pytest.mark.parametrize("bad", [ROWS, ROWS + 2, -ROWS - 1])
 def test_ids_outside_of_the_table_fail(shards, bad):
     for layer in _pair(shards):
         with pytest.raises(tf.errors.InvalidArgumentError, match="is not in"):
@@ -124,29 +114,9 @@ def test_large_tables_are_drawn_by_shard(monkeypatch, seed):
     assert abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 0.05
 
 
-def test_negative_control_one_seed_for_all_shards():
-    initializer = keras.initializers.RandomNormal(seed=5)
-    np.testing.assert_array_equal(initializer((4, 2)), initializer((4, 2)))
-
-
-# Each optimizer with two numbers of shards, one of them in `make test`.
-DAILY = {"SGD": 1, "AdamW": 3, "global_clipnorm": 2}
-
-
-@pytest.mark.parametrize(
-    ("name", "shards"),
-    [
-        *DAILY.items(),
-        *(
-            pytest.param(name, shards, marks=pytest.mark.exhaustive)
-            for name in [*OPTIMIZERS, "LazyAdam"]
-            for shards in (2, 3)
-            if DAILY.get(name) != shards
-        ),
-    ],
-)
+@pytest.mark.parametrize(("name", "shards"), daily([("AdamW", 3), ("global_clipnorm", 2), ("LazyAdam", 3)], "AdamW"))
 def test_fit(name, shards):
-    make = OPTIMIZERS.get(name, _lazy_adam)
+    make = OPTIMIZERS[name]
     sharded, plain = embedding_model(shards, make()), embedding_model("plain", make())
     initial = plain.get_weights()[0]
     train(sharded)
@@ -161,9 +131,8 @@ def test_fit(name, shards):
     [
         {"embeddings_regularizer": keras.regularizers.L1L2(0.1, 0.1)},
         {"embeddings_constraint": keras.constraints.MaxNorm(0.04, axis=1)},
-        {"embeddings_constraint": keras.constraints.NonNeg()},
     ],
-    ids=["L1L2", "MaxNorm", "NonNeg"],
+    ids=["L1L2", "MaxNorm"],
 )
 def test_regularizers_and_constraints(kwargs):
     models = [embedding_model(shards, keras.optimizers.SGD(0.5), **kwargs) for shards in (3, "plain")]
@@ -195,13 +164,6 @@ def test_mixed_precision(shards):
     # Ids above 2048 are not float16 numbers.
     large = ShardedEmbedding(5000, 1, dtype="mixed_float16", weights=np.arange(5000.0)[:, None] / 8, shards=shards)
     assert float(large(np.array([4001]))[0, 0]) == np.float16(4001 / 8)
-
-
-def test_mask():
-    sharded, plain = _pair(2, mask_zero=True)
-    ids = np.array([[0, 1, 0, 2]])
-    np.testing.assert_array_equal(sharded.compute_mask(ids), plain.compute_mask(ids))
-    assert sharded(ids)._keras_mask.numpy().tolist() == [[False, True, False, True]]
 
 
 def test_number_of_shards(monkeypatch):

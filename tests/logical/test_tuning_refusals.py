@@ -1,22 +1,21 @@
-"""What `tfdist tune` does with a tuner's folders and callbacks, and which strategies it refuses."""
+"""What `tfdist tune` does with a tuner's folders and callbacks, and with a script that ends in the middle."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, NoReturn
 
+import keras_tuner
 import pytest
 
-import tfdist
-from tfdist.cluster.config import ClusterConfig
-from tfdist.strategies.validation import check_not_tuned
-from tfdist.tuning.member import MEETING, VARIABLE, Meeting, Member
+from tfdist.tuning.files import ProjectMark, write_search
+from tfdist.tuning.member import Member
 from tfdist.tuning.patches import Searches, patches
-from tfdist.tuning.shared_oracle import ProjectMark
 
-MEMBER = Member(0, 0, 2, 1, "a", "s", "/logs", 3, True)
-TWO = {"cluster": {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}, "task": {"type": "worker", "index": 0}}
+MEMBER = Member(0, 2, "s", "/logs", 3)
 
 
 def changed(name: str) -> Callable:
@@ -45,49 +44,35 @@ class TestBackups:
         assert callback.beside == "/backup-of-mine/x" and callback.epoch == 3
         assert self.moved(tmp_path).backup_dir == own
 
-    def test_a_project_made_anew_has_another_one(self, tmp_path: Path) -> None:
-        mark = ProjectMark(tmp_path)
-        assert mark.id == mark.id
-        mark.write()
-        before = self.moved(tmp_path).backup_dir
-        (tmp_path / "tfdist-search.json").unlink()
-        assert self.moved(tmp_path).backup_dir != before
 
+class TestSearch:
+    """Of a tuner other than the first."""
 
-def test_a_project_in_a_bucket_is_refused() -> None:
-    made = []
+    @pytest.fixture
+    def tuner(self, tmp_path: Path) -> keras_tuner.RandomSearch:
+        return keras_tuner.RandomSearch(lambda hp: None, "loss", 1, directory=str(tmp_path), project_name="p")
 
-    def original(self: object, oracle: object, directory: str | None = None, overwrite: bool = False) -> None:
-        made.append(directory)
+    @staticmethod
+    def searches(folder: Path, project: str) -> Searches:
+        member = Member(1, 2, "s", str(folder), 3)
+        write_search(member, 1, project=str(folder / project), over=False)
+        return Searches(member)
 
-    init = changed("BaseTuner.__init__")(original)
-    with pytest.raises(ValueError, match=r"Received: directory='gs://b/search'\. Expected: a folder on a disk"):
-        init(None, None, directory="gs://b/search")
-    init(None, None, directory="search")
-    init(None, None)
-    assert made == ["search", None]
+    @pytest.mark.parametrize(("code", "raised"), [(0, "again"), (None, "again"), (3, 3), ("no data", "no data")])
+    def test_a_script_that_leaves_it(
+        self, tmp_path: Path, tuner: keras_tuner.RandomSearch, monkeypatch: pytest.MonkeyPatch, code: Any, raised: Any
+    ) -> None:
+        """Its trial would be at work for ever."""
 
+        def start_again(why: str) -> NoReturn:
+            raise SystemExit("again")
 
-def test_the_folder_of_the_logs_may_be_that_of_the_project(tmp_path: Path) -> None:
-    """KerasTuner's oracle.json is another file; and whatever is in ours is read as nothing at worst."""
-    assert MEETING != "oracle.json"
-    for text in ('{"ongoing_trials": {}}', "[]", "3", '{"hosts": 3}', "{"):
-        (tmp_path / MEETING).write_text(text)
-        assert Meeting.read(tmp_path, "s") is None
-    Meeting("s", port=3).write(tmp_path)
-    assert Meeting.read(tmp_path, "s").port == 3
+        monkeypatch.setattr("tfdist.tuning.patches.start_again", start_again)
+        with pytest.raises(SystemExit) as found, self.searches(tmp_path, "p").search(tuner):
+            sys.exit(code)
+        assert found.value.code == raised
 
-
-class TestStrategies:
-    """One process drives these; the others would serve, and never come to the search."""
-
-    @pytest.mark.parametrize("strategy", [tfdist.ParameterServerStrategy, tfdist.PipelineStrategy])
-    def test_several_processes_are_refused(self, strategy: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv(VARIABLE, MEMBER.to_json())
-        with pytest.raises(tfdist.ClusterError, match=f"Received: {strategy.__name__} in `tfdist tune`"):
-            strategy(cluster=ClusterConfig.from_tf_config(TWO))
-
-    def test_otherwise_nothing_is(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        check_not_tuned("PipelineStrategy", ClusterConfig.from_tf_config(TWO))
-        monkeypatch.setenv(VARIABLE, MEMBER.to_json())
-        check_not_tuned("PipelineStrategy", ClusterConfig.from_tf_config({}))
+    def test_another_project_is_refused(self, tmp_path: Path, tuner: keras_tuner.RandomSearch) -> None:
+        said = rf"Received: the project folder {tmp_path}/p in tuner 1, and {tmp_path}/q in tuner 0"
+        with pytest.raises(RuntimeError, match=said), self.searches(tmp_path, "q").search(tuner):
+            pass

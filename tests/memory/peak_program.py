@@ -1,6 +1,6 @@
 """Prints what a training step adds to the memory in use at its peak, in bytes, for each mode that is asked for.
 
-python -m tests.memory.peak_program <blocks> <mode>[+xla]...
+python -m tests.memory.peak_program <blocks> <mode>...
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ def peak(blocks: int, mode: str) -> int:
     """Bytes that the last of three steps adds to what is in use before it."""
     keras.utils.set_random_seed(0)
     model = build(blocks)
-    mode, _, xla = mode.partition("+")
-    model.compile("adam", "mse", jit_compile=bool(xla))
+    model.compile("adam", "mse", jit_compile=False)
     if mode != "none":
         memory.apply(model, memory.MemoryPolicy(mode, [f"block_{index}" for index in range(blocks)]))
     x, y = np.ones((ROWS, WIDTH), "float32"), np.ones((ROWS, 1), "float32")

@@ -1,4 +1,4 @@
-"""Prints what a report estimates and measures for a training step, with and without a policy, in bytes.
+"""Prints what a report estimates for a training step, and what one needs, with and without a policy, in bytes.
 
 python -m tests.memory.report_program <model>...
 """
@@ -16,44 +16,30 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.logical.memory_models import MODELS
+from benchmarks.memory.fit_worker import peak_of_step
+from tests.logical.memory_models import MODELS, data
 from tests.memory import peak_program
 from tfdist import memory
 
-ROWS = {"dense": 8192, "resnet": 512, "transformer": 2048, "written": 2048, "unet": 1024}
+ROWS = {"resnet": 512, "transformer": 2048}
 BLOCKS = 12
-# Its skips can be computed early or late: peaks of one trace and another differ by a third.
-TRACES = {"unet": 6}
 
 
 def described(name: str) -> dict[str, dict[str, int]]:
-    """Bytes by policy: estimated and measured, of the step and of all; and whether the report has changed weights."""
-    keras.utils.set_random_seed(0)
-    if name == "blocks":
-        model, rows, loss = peak_program.build(BLOCKS), peak_program.ROWS, "mse"
-    else:
-        model, rows, loss = MODELS[name](), ROWS[name], "sparse_categorical_crossentropy"
-    model.compile("adam", loss)
-    data = None
-    if name == "written":
-        data = np.zeros((rows, 6), "int32"), np.zeros(rows, "int32")
-    before = model.get_weights()
+    """Bytes of a step by policy: estimated and measured."""
     found = {}
     for policy in ("none", "recompute"):
-        # The executor's order, and with it the peak, is another one for each trace.
-        reports = [
-            memory.report(model, None if data else rows, policy, data=data, measured=True)
-            for _ in range(TRACES.get(name, 1))
-        ]
-        devices = sorted((report["CPU:0"] for report in reports), key=lambda device: device.measured)
-        device = devices[len(devices) // 2]
-        found[policy] = {
-            "step": device.step,
-            "least step": devices[0].measured,
-            "total": device.total,
-            "measured total": device.total - device.step + device.measured,
-            "changed": not all(map(np.array_equal, before, model.get_weights())),
-        }
+        keras.utils.set_random_seed(0)
+        if name == "blocks":
+            model, rows, loss = peak_program.build(BLOCKS), peak_program.ROWS, "mse"
+            batch = [np.ones((rows, peak_program.WIDTH), "float32"), np.ones((rows, 1), "float32")]
+        else:
+            model, rows, loss = MODELS[name](), ROWS[name], "sparse_categorical_crossentropy"
+            batch = data(name, rows)
+        memory.apply(model, policy).compile("adam", loss)
+        device = memory.report(model, rows)["CPU:0"]
+        measured = peak_of_step(model, tf.data.Dataset.from_tensors(tuple(batch)).repeat(3), "CPU:0", steps=3)
+        found[policy] = {"step": device.step, "measured": measured, "rest": device.total - device.step}
     return found
 
 

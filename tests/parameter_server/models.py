@@ -73,22 +73,6 @@ def dense_model(
     return model
 
 
-class Kept(keras.layers.Layer):
-    """Subtracts a moving mean, and counts in a variable that is a sum."""
-
-    def build(self, shape: tuple) -> None:
-        self.mean = self.add_weight(shape=shape[1:], initializer="zeros", trainable=False, name="mean")
-        state = {"aggregation": "sum", "trainable": False}
-        self.total = self.add_weight(shape=(), initializer="zeros", name="total", **state)
-
-    def call(self, x: Any, training: bool = False) -> Any:
-        y = x - self.mean
-        if training:
-            self.mean.assign(0.9 * self.mean + 0.1 * keras.ops.mean(x, 0))
-            self.total.assign_add(keras.ops.sum(x) / 1000)
-        return y
-
-
 def click_model(optimizer: Any, **compile_arguments: Any) -> keras.Model:
     """A classifier of `clicks`, with an embedding and a regularizer."""
     features, ids = keras.Input((8,)), keras.Input((3,), dtype="int64")
@@ -115,18 +99,3 @@ def gaps(strategy: Any, build: Callable[[], keras.Model], x: Any, y: Any, **fit_
         seen.append((model.get_weights(), optimizer, list(history.values()), evaluated, [predicted]))
     names = ("weights", "optimizer", "history", "evaluate", "predict")
     return {name: largest(one, other) for name, one, other in zip(names, *seen, strict=True)}
-
-
-def make_optimizer(name: str) -> keras.optimizers.Optimizer:
-    optimizers = keras.optimizers
-    return {
-        "SGD": lambda: optimizers.SGD(0.1),
-        "Adam": lambda: optimizers.Adam(0.01),
-        "Adagrad": lambda: optimizers.Adagrad(0.1),
-        "AdamW": lambda: optimizers.AdamW(0.01, weight_decay=0.01),
-        "clipnorm": lambda: optimizers.SGD(0.1, momentum=0.9, clipnorm=0.1),
-        "schedule": lambda: optimizers.Adam(optimizers.schedules.ExponentialDecay(0.01, 7, 0.7)),
-        "average": lambda: optimizers.Adam(0.01, use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=5),
-        "accumulation": lambda: optimizers.Adam(0.01, gradient_accumulation_steps=3),
-        "loss scale": lambda: optimizers.LossScaleOptimizer(optimizers.Adam(0.01), 2.0**8, dynamic_growth_steps=5),
-    }[name]()

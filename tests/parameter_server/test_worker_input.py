@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.parameter_server.sections import found, part
+from tests.parameter_server.sections import found, run_sections
 from tests.tiers import daily
 from tfdist.testing import run_local
 
@@ -18,12 +17,19 @@ _DEADLINE = 240
 ROWS = 650
 ALL = ROWS * (ROWS - 1) / 2
 
+# Steps of three epochs, by the pipeline and the steps in an execution; 325 rows make 11 batches of each worker.
+ITERATIONS = {"dataset 4": 63, "function 1": 66, "distributed function 4": 66, "uneven 1": 63}
+REFUSED = {
+    "generator function": ["cannot be sent to the workers", "Python function or generator", "worker_input=False"],
+    "not a sum": ["Received: metric 'sum', whose state is not a sum, and input on the workers."],
+    "no dataset": ["Received: a dataset function that returns ndarray. Expected: a tf.data.Dataset"],
+}
+# What `make test` runs: a function of the worker, batches dealt out; one step and several in an execution.
+DAILY = ("function 1", "steps of an epoch 4", "generator function", "not a sum")
+REST = ("evaluation", *(name for name in (*ITERATIONS, *REFUSED) if name not in DAILY))
 
-# Sections of `make test`: batches dealt out, and a function of the worker; one step and several in an execution.
-DAILY = ("dataset 4", "function 1", "steps of an epoch 4", "evaluation", "generator function", "not a sum")
 
-
-def worker_input(is_daily: bool) -> dict[str, Any]:
+def worker_input(wanted: tuple[str, ...]) -> dict[str, Any]:
     """In the chief: counts and sums of the epochs."""
     import keras
     import numpy as np
@@ -53,32 +59,15 @@ def worker_input(is_daily: bool) -> dict[str, Any]:
         rows = tf.data.Dataset.from_tensor_slices((x, numbers))
         return rows.shard(context.num_input_pipelines, context.input_pipeline_id).batch(BATCH)
 
-    def of_unknown_size(context: tf.distribute.InputContext) -> tf.data.Dataset:
-        return of_worker(context).filter(lambda x, y: True)
-
     def uneven(context: tf.distribute.InputContext) -> tf.data.Dataset:
         """The first worker has 20 batches, the other one 1, of unknown number."""
         first = context.input_pipeline_id == 0
         return (data.take(20) if first else data.skip(20)).filter(lambda x, y: True)
 
-    def with_steps(steps: int) -> dict[str, Any]:
-        history = train(strategy, data.repeat(), steps, steps_per_epoch=7)
-        finite = train(strategy, data, steps, steps_per_epoch=7)
-        ends_early = train(from_chief, uneven, steps, steps_per_epoch=7)
-        return {
-            "repeated": (history["count"], history["iterations"]),
-            "finite": (finite["count"], finite["iterations"]),
-            "ends early": (ends_early["count"], ends_early["iterations"]),
-        }
-
-    def predictions() -> float:
-        model, plain = model_of(strategy), dense_model("sgd")
-        plain.set_weights(model.get_weights())
-        return largest([model.predict(data, verbose=0)], [plain.predict(data, verbose=0)])
-
     def evaluation() -> float:
         model, plain = model_of(strategy), dense_model("sgd", metrics=[Sum("sum")], loss="mse")
         plain.set_weights(model.get_weights())
+        assert largest(*([m.predict(data, verbose=0)] for m in (model, plain))) <= 1e-6
         seen, expected = (m.evaluate(data, verbose=0) for m in (model, plain))
         return max(abs(a - b) / max(abs(b), 1.0) for a, b in zip(seen, expected, strict=True))
 
@@ -86,106 +75,67 @@ def worker_input(is_daily: bool) -> dict[str, Any]:
         signature = (tf.TensorSpec([None, 8]), tf.TensorSpec([None, 1]))
         return tf.data.Dataset.from_generator(lambda: iter([(x[:8], numbers[:8])]), output_signature=signature)
 
-    sections: dict[str, Callable[[], Any]] = {
+    distributed = functools.partial(from_chief.distribute_datasets_from_function, of_worker)
+    sections = {
         "generator function": lambda: error_of(model_of(from_chief).fit, from_generator, verbose=0),
-        "generator dataset": lambda: error_of(model_of(strategy).fit, from_generator(None), verbose=0),
         "no dataset": lambda: error_of(model_of(from_chief).fit, lambda context: x, verbose=0),
         "not a sum": lambda: error_of(model_of(strategy, metric=Largest).fit, data, verbose=0),
-        "predict of a function": lambda: error_of(
-            model_of(from_chief).predict, from_chief.distribute_datasets_from_function(of_worker), verbose=0
-        ),
-        "predictions": predictions,
         "evaluation": evaluation,
+        "steps of an epoch 4": lambda: (
+            train(strategy, data.repeat(), 4, steps_per_epoch=7),
+            train(strategy, data, 4, steps_per_epoch=7),
+            train(from_chief, uneven, 4, steps_per_epoch=7),
+        ),
+        "dataset 4": lambda: train(strategy, data, 4, validation_data=data),
+        "function 1": lambda: train(from_chief, of_worker, 1, validation_data=data),
+        "distributed function 4": lambda: train(from_chief, distributed(), 4),
+        "uneven 1": lambda: train(from_chief, uneven, 1),
     }
-    for steps in (1, 4):
-        sections |= {
-            f"dataset {steps}": functools.partial(train, strategy, data, steps, validation_data=data),
-            f"function {steps}": functools.partial(train, from_chief, of_worker, steps, validation_data=data),
-            f"distributed function {steps}": lambda steps=steps: train(
-                from_chief, from_chief.distribute_datasets_from_function(of_worker), steps
-            ),
-            f"unknown size {steps}": functools.partial(train, from_chief, of_unknown_size, steps),
-            f"uneven {steps}": functools.partial(train, from_chief, uneven, steps),
-            f"steps of an epoch {steps}": functools.partial(with_steps, steps),
-        }
-    return part(sections, DAILY, is_daily)
+    return run_sections({name: sections[name] for name in wanted})
 
 
 @functools.cache
-def _results(is_daily: bool) -> dict[str, Any]:
-    (outcome,) = run_local(worker_input, workers=2, ps=1, timeout=_DEADLINE, args=(is_daily,))
-    return outcome
+def _results(wanted: tuple[str, ...]) -> dict[str, Any]:
+    return run_local(worker_input, workers=2, ps=1, timeout=_DEADLINE, args=(wanted,))[0]
 
 
 def result(name: str) -> Any:
     """What a section has found, in the part of the program that it belongs to."""
-    return found(_results(name in DAILY), name)
+    return found(_results(DAILY if name in DAILY else REST), name)
 
 
-# 325 rows make 11 batches of each worker.
-ITERATIONS = {"dataset": 63, "function": 66, "distributed function": 66, "unknown size": 66, "uneven": 63}
-
-
-@pytest.mark.parametrize("section", daily([f"{name} {steps}" for name in ITERATIONS for steps in (1, 4)], *DAILY[:2]))
+@pytest.mark.parametrize("section", daily(ITERATIONS, "function 1"))
 def test_every_row_once_an_epoch(section):
-    outcome, name = result(section), section.rpartition(" ")[0]
-    assert outcome["count"] == [float(ROWS)] * 3
-    assert outcome["sum"] == [ALL] * 3
-    assert outcome["iterations"] == ITERATIONS[name]
-    if name in ("dataset", "function"):
-        assert outcome["val_count"] == [float(ROWS)] * 3
-        assert outcome["val_sum"] == [ALL] * 3
+    outcome = result(section)
+    assert outcome["iterations"] == ITERATIONS[section]
+    for kind in ("", "val_") if section in ("dataset 4", "function 1") else ("",):
+        assert outcome[f"{kind}count"] == [float(ROWS)] * 3
+        assert outcome[f"{kind}sum"] == [ALL] * 3
 
 
-@pytest.mark.parametrize("steps", daily([1, 4], "4"))
-def test_steps_per_epoch(steps):
-    outcome = result(f"steps of an epoch {steps}")
+def test_steps_per_epoch():
+    repeated, finite, ends_early = result("steps of an epoch 4")
     # Keras rounds an epoch's steps up to whole executions.
-    whole = -(-7 // steps) * steps
-    counts, iterations = outcome["repeated"]
-    assert iterations == 3 * whole
+    assert repeated["iterations"] == 3 * 8
     # Some batch may have been the last one, of 10 rows.
-    assert sum(counts) in (3 * whole * 32, 3 * whole * 32 - 22)
-    assert outcome["finite"][1] == min(3 * whole, 21)
-    assert sum(outcome["finite"][0]) <= ROWS
+    assert sum(repeated["count"]) in (3 * 8 * 32, 3 * 8 * 32 - 22)
+    assert finite["iterations"] == 21
+    assert sum(finite["count"]) <= ROWS
     # A step that finds no data on its worker is done on another one, in the same epoch.
-    counts, iterations = outcome["ends early"]
-    assert iterations == 21
-    assert sum(counts) == ROWS
+    assert ends_early["iterations"] == 21
+    assert sum(ends_early["count"]) == ROWS
     # One that is quick comes to its last batch, of 10 rows, in the first epoch.
-    assert counts[0] in (whole * 32, whole * 32 - 22)
+    assert ends_early["count"][0] in (8 * 32, 8 * 32 - 22)
 
 
-@pytest.mark.parametrize("name", daily(["predictions", "evaluation"], "evaluation"))
-def test_predictions_and_evaluation(name):
-    assert result(name) <= 1e-6
+@pytest.mark.exhaustive
+def test_predictions_and_evaluation():
+    assert result("evaluation") <= 1e-6
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    daily(
-        [
-            (
-                "generator function",
-                ["cannot be sent to the workers", "Python function or generator", "worker_input=False"],
-            ),
-            (
-                "generator dataset",
-                ["cannot be sent to the workers", "Python function or generator", "worker_input=False"],
-            ),
-            ("no dataset", ["Received: a dataset function that returns ndarray. Expected: a tf.data.Dataset"]),
-            ("not a sum", ["Received: metric 'sum', whose state is not a sum, and input on the workers."]),
-            (
-                "predict of a function",
-                ["Received: a dataset function for predict, which needs the batches in their order"],
-            ),
-        ],
-        "generator function",
-        "not a sum",
-    ),
-)
-def test_what_is_refused(name, words):
+@pytest.mark.parametrize("name", daily(REFUSED, "generator function", "not a sum"))
+def test_what_is_refused(name):
     kind, message = result(name)
     assert kind == "ValueError"
-    for word in words:
+    for word in REFUSED[name]:
         assert word in message

@@ -68,16 +68,6 @@ def a_folder_is_removed(storage: Storage, root: str) -> None:
     assert (storage.names(f"{root}/a"), storage.names(f"{root}/ab")) == ([], ["three"])
 
 
-def one_of_two_creates(storage: Storage, root: str) -> None:
-    made = storage.create(f"{root}/a/lease", b"first")
-    if made is None:
-        assert storage.names(f"{root}/a") == []
-        return
-    assert made is True
-    assert storage.create(f"{root}/a/lease", b"second") is False
-    assert storage.read(f"{root}/a/lease") == b"first"
-
-
 CONTRACT = [
     what_was_written_is_read,
     another_content_takes_the_place_of_the_first,
@@ -85,5 +75,4 @@ CONTRACT = [
     large_files_are_copied,
     all_names_are_listed,
     a_folder_is_removed,
-    one_of_two_creates,
 ]

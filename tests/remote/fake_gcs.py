@@ -7,13 +7,11 @@ TensorFlow is replaced.
 
 from __future__ import annotations
 
-import collections
 import json
 import re
 import ssl
 import subprocess
 import threading
-import time
 import urllib.parse
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -87,17 +85,6 @@ class FakeGcs:
         """What is stored below a prefix."""
         with self.lock:
             return sorted(name for name in self.objects if name.startswith(prefix))
-
-    def count(self) -> collections.Counter:
-        """How many requests there were, by method and kind."""
-        return collections.Counter((method, kind) for method, kind, _ in self.requests)
-
-    def wait_for(self, ready: Callable[[], bool], seconds: float = 90) -> None:
-        """Waits until something is true."""
-        end = time.monotonic() + seconds
-        while not ready():
-            assert time.monotonic() < end, f"not within {seconds} s; there is: {self.names()}"
-            time.sleep(0.02)
 
 
 class _Server(ThreadingHTTPServer):

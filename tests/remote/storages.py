@@ -60,20 +60,3 @@ class Disturbed(MemoryStorage):
 
     def remove(self, path: str) -> None:
         self._change("remove", path, lambda: super(Disturbed, self).remove(path))
-
-
-class ManifestFirst(Disturbed):
-    """A wrong order: the manifest is there before the files that it names."""
-
-    def __init__(self, objects: dict[str, bytes]) -> None:
-        super().__init__(objects)
-        self._held: list[tuple[str, bytes]] = []
-
-    def upload(self, local: str, path: str) -> None:
-        content = Path(local).read_bytes()
-        if not path.endswith("manifest.json"):
-            self._held.append((path, content))
-            return
-        held, self._held = self._held, []
-        for one, data in [(path, content), *held]:
-            self._change("upload", one, lambda one=one, data=data: self.objects.__setitem__(one, data))

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 from tests.soak.soak import Soak, SoakError
-from tfdist.launcher.drill.trial import Interrupted, TrialError
+from tfdist.launcher.drill.faults import Interrupted, TrialError
 from tfdist.launcher.guardian import Guardian
 from tfdist.launcher.operating_system import SignalInbox
 

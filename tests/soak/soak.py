@@ -6,12 +6,11 @@ import collections
 import contextlib
 import itertools
 import os
-import shutil
 import signal
 import subprocess
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,16 +18,17 @@ from benchmarks.checkpointing.recovery import recovery
 from benchmarks.checkpointing.step_log import StepReader, stop_after
 from benchmarks.faults import SAVE_EVERY
 from tests.processes import marked
+from tests.small_disks import fill, small_disk
 from tests.soak.plan import Strike, strikes
 from tfdist.launcher.drill.comparison import compare
-from tfdist.launcher.drill.faults import FAULTS
-from tfdist.launcher.drill.trial import Interrupted, Trial, TrialError
+from tfdist.launcher.drill.faults import FAULTS, Interrupted, Trial, TrialError
 from tfdist.launcher.guardian import Guardian
 from tfdist.launcher.operating_system import SignalInbox
 from tfdist.supervision.events import of_kind
 from tfdist.supervision.exit_codes import PREEMPTED
 
-_PROGRAM = Path(__file__).parents[2] / "benchmarks" / "faults" / "training.py"
+_ROOT = Path(__file__).parents[2]
+_PROGRAM = _ROOT / "benchmarks" / "faults" / "training.py"
 _MARK = "SOAK_MARK"
 # Far more than a cold start takes on a machine that does other things as well.
 _HANG = 180.0
@@ -81,39 +81,6 @@ class Report:
     most_redone: int = 0
 
 
-class SmallDisk:
-    """A disk of its own for a folder, which can be full, where this user may mount one.
-
-    Args:
-        folder: an empty one.
-
-    Attributes:
-        is_own: whether there is such a disk.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)]
-        self.is_own = shutil.which("mount") is not None and subprocess.run(mount, capture_output=True).returncode == 0
-
-    @contextlib.contextmanager
-    def filled(self) -> Iterator[None]:
-        """The disk has no room, as long as the block lasts."""
-        filler = self._folder / "filler"
-        try:
-            with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-                while True:
-                    file.write(bytes(4096))
-            yield
-        finally:
-            filler.unlink()
-
-    def close(self) -> None:
-        """Takes the disk away, with all that is on it."""
-        if self.is_own:
-            subprocess.run(["umount", "--lazy", str(self._folder)], check=True)
-
-
 class Soak:
     """A training of two workers under `tfdist run`, as long as the `with` block lasts.
 
@@ -136,6 +103,8 @@ class Soak:
         # The faults that have struck since the training last went on, and the number of launchers before each.
         self._pending: list[tuple[Strike, int]] = []
         self._struck = 0.0
+        # The backups have a disk of their own, which can be full.
+        self._disk = contextlib.ExitStack()
         self._number = 0
         # The backups of a launcher that writes them before the next step are never older than the interval.
         self._synchronous = False
@@ -143,8 +112,10 @@ class Soak:
     def __enter__(self) -> Soak:
         os.environ[_MARK] = uuid.uuid4().hex
         os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
-        (self._folder / "backups").mkdir()
-        self._disk = SmallDisk(self._folder / "backups")
+        # The program is run as a file, so that Python does not look for `benchmarks` in the working directory.
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
+        with contextlib.suppress(OSError, subprocess.CalledProcessError):  # this user may not mount one
+            self._disk.enter_context(small_disk(self._folder / "backups", "64m"))
         self._start(synchronous=False)
         return self
 
@@ -164,14 +135,13 @@ class Soak:
             SoakError: the training has not survived; the text says what is wrong.
             Interrupted: this process got a signal.
         """
-        end = time.monotonic() + seconds
         self._until(lambda: self._trains, "the first steps")
         began = time.monotonic()
-        for number, strike in enumerate(strikes(self._seed, can_fill=self._disk.is_own)):
+        for number, strike in enumerate(strikes(self._seed, can_fill=os.path.ismount(self._folder / "backups"))):
             if not strike.early:
                 self._recover()
                 self._wait(max(began + number * pause - time.monotonic(), 0.0))
-            if time.monotonic() > end:
+            if time.monotonic() > began + seconds:
                 break
             self._wait(strike.wait)
             self._strike(strike)
@@ -231,10 +201,12 @@ class Soak:
                 self._trial.signal(names[rank], number)
 
     def _fill_disk(self) -> None:
-        failed, saved = (len(of_kind(self._trial.events, kind)) for kind in ("not saved", "saved"))
-        with self._disk.filled():
-            self._until(lambda: len(of_kind(self._trial.events, "not saved")) > failed, "a backup to fail")
-            saved = len(of_kind(self._trial.events, "saved"))
+        failed = len(of_kind(self._trial.events, "not saved"))
+        filler = self._folder / "backups" / "filler"
+        fill(filler)
+        self._until(lambda: len(of_kind(self._trial.events, "not saved")) > failed, "a backup to fail")
+        saved = len(of_kind(self._trial.events, "saved"))
+        filler.unlink()
         self._until(lambda: len(of_kind(self._trial.events, "saved")) > saved, "a backup after the full disk")
 
     def _recover(self) -> None:
@@ -334,7 +306,12 @@ class Soak:
 
     def _until(self, condition: Callable[[], bool], what: str) -> None:
         end = time.monotonic() + _HANG
-        while not condition():
+        while True:
+            code = self._trial.code
+            if condition():
+                return
+            if code is not None:
+                raise SoakError(f"the launcher ended with exit code {code} before {what}; see {self._trial.log_dir}")
             if time.monotonic() > end:
                 raise SoakError(f"a hang: waited {_HANG:.0f} s in vain for {what}")
             self._tick()

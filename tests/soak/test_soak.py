@@ -1,8 +1,8 @@
-"""A short soak, and the faults that a seed draws."""
+"""A short soak."""
 
 from __future__ import annotations
 
-import itertools
+import os
 import re
 import subprocess
 import sys
@@ -10,25 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.soak.plan import AT_ANY_TIME, WEIGHTS, strikes
-
+ROOT = Path(__file__).parents[2]
 DEADLINE = 540
-
-
-def test_a_seed_has_always_the_same_faults():
-    assert list(itertools.islice(strikes(5), 50)) == list(itertools.islice(strikes(5), 50))
-    assert list(itertools.islice(strikes(5), 50)) != list(itertools.islice(strikes(6), 50))
-
-
-def test_an_hour_has_every_kind_of_fault():
-    hour = list(itertools.islice(strikes(1), 200))
-    assert {strike.kind for strike in hour} == set(WEIGHTS)
-    assert {strike.kind for strike in hour if strike.early} <= set(AT_ANY_TIME)
-    assert 10 < sum(strike.early for strike in hour) < 50
-
-
-def test_without_a_disk_of_its_own_none_is_filled():
-    assert "disk-full" not in {strike.kind for strike in itertools.islice(strikes(1, can_fill=False), 200)}
 
 
 @pytest.mark.exhaustive
@@ -37,7 +20,7 @@ def test_without_a_disk_of_its_own_none_is_filled():
 @pytest.mark.timeout(600)
 class TestSoak:
     def test_a_short_one_ends_as_if_there_had_been_no_faults(self):
-        code, said = soak("--seconds", "75", "--pause", "1", "--seed", "7")
+        code, said = soak("--seconds", "15", "--pause", "1", "--seed", "7")
         assert code == 0
         assert re.search(r"^identical: [1-9]\d* faults", said, re.MULTILINE)
 
@@ -54,7 +37,11 @@ class TestSoak:
 def soak(*options: str) -> tuple[int, str]:
     """The exit code of a soak, and what it has printed."""
     words = [sys.executable, "-m", "tests.soak", *options]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    # As in a shell: tests/conftest.py sets it, for other tests.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    process = subprocess.Popen(
+        words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     try:
         said, _ = process.communicate(timeout=DEADLINE)
     finally:

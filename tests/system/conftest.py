@@ -49,18 +49,15 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 @pytest.fixture
 def own_hosts(tmp_path: Path) -> Iterator[Hosts]:
     """Hosts whose network a test may damage."""
-    yield from _hosts_in(tmp_path / "hosts", networks=1)
+    (tmp_path / "hosts").mkdir()
+    with Hosts(tmp_path / "hosts") as running:
+        yield running
 
 
 @pytest.fixture
 def own_hosts_in_two_networks(tmp_path: Path) -> Iterator[Hosts]:
     """The same with eth0 and eth1."""
-    yield from _hosts_in(tmp_path / "hosts", networks=2)
-
-
-def _hosts_in(folder: Path, networks: int) -> Iterator[Hosts]:
-    folder.mkdir()
-    with Hosts(folder, networks) as running:
+    with Hosts(tmp_path, networks=2) as running:
         yield running
 
 

@@ -30,10 +30,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--rank", type=int, help="of PowerSGD; by default gradients are sent as they are")
     options = parser.parse_args()
-    compression = tfdist.compression.PowerSGD(options.rank) if options.rank else None
-    strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout=60, compression=compression)
+    strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout=60)
     keras.utils.set_random_seed(1)
     rank = strategy._peers.rank if strategy._peers else 0
     random = np.random.default_rng(0)
@@ -47,7 +45,7 @@ def main() -> None:
     progress = Progress(options.folder / f"trains-{rank}", step=5)
     history = model.fit(x, y, batch_size=32, verbose=0, callbacks=[progress]).history
     found = {"loss": history["loss"], "replicas": strategy.num_replicas_in_sync}
-    np.save(options.folder / f"bucket-{rank}.npy", strategy._wire.bucket_bytes)
+    np.save(options.folder / f"bucket-{rank}.npy", strategy._gradient_options.bucket_bytes)
     weights = {f"weight {number}": weight for number, weight in enumerate(model.get_weights())}
     np.savez(options.folder / f"rank-{rank}.npz", **found, **weights)
 

@@ -86,16 +86,6 @@ class Sshds:
         for daemon in self._daemons.values():
             daemon.clean_up()
 
-    def forget_key(self, host: Host) -> None:
-        """The host has another key from now on than the user knows."""
-        known = self._folder / "known_hosts"
-        lines = known.read_text().splitlines(keepends=True)
-        known.write_text("".join(line for line in lines if not line.startswith(f"{host.name} ")))
-
-    def take_key_away(self) -> None:
-        """No host lets the user in any more."""
-        (self._folder / "user.pub").write_text("")
-
     def left(self, host: Host) -> list[int]:
         """What runs on a host besides its sshd."""
         sshd = self._daemons[host.name].popen.pid

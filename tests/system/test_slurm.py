@@ -10,14 +10,13 @@ import time
 import pytest
 
 from tests.cluster.test_lost_peers import PROGRAM
-from tests.launcher.conftest import SOURCE, wait_until
+from tests.launcher.conftest import wait_until
 from tests.system.jobs import FIT, MEET, TOLERANCE, Job, Jobs, assert_met, assert_trained_as
 from tests.system.slurm import Slurm
 
 pytestmark = pytest.mark.slurm
 
 _SECONDS = 60.0
-_DEMO = (f"{SOURCE}/examples/train_digits.py", "--epochs=1", "--backup-dir={folder}/backup")
 
 
 def batch(jobs: Jobs, slurm: Slurm, script: str, *options: str, env: dict[str, str] | None = None) -> Job:
@@ -45,14 +44,6 @@ def test_tasks_find_each_other(slurm, jobs, options, nodes):
     found = assert_met(job, len(nodes.split()))
     assert " ".join(task["node"] for task in found) == nodes
     assert re.fullmatch(r"Slurm step \d+\.0", found[0]["source"])
-
-
-@pytest.mark.netns
-def test_addresses_are_those_of_the_hosts(slurm_on_hosts, hosts, jobs):
-    job = jobs.start("srun", "-N3", "-n5", *MEET, on=slurm_on_hosts)
-    assert job.end(_SECONDS) == 0, job.output
-    found = assert_met(job, 5)
-    assert [place[0] for place in found[0]["places"]] == [hosts[task["node"]].address for task in found]
 
 
 def test_two_steps_on_one_node_do_not_mix(slurm, jobs):
@@ -97,31 +88,6 @@ def test_without_srun_it_says_so(slurm_here, jobs, way):
     assert task["seconds"] < 2.0
 
 
-def test_one_task_needs_no_srun(slurm_here, jobs):
-    (task,) = batch(jobs, slurm_here, " ".join(MEET), "-N1", "-n1").found()
-    assert task["rank"] == 0 and re.fullmatch(r"Slurm job \d+", task["source"])
-
-
-_LEFT_OVER = '{"cluster": {"worker": ["127.0.0.1:4001", "127.0.0.1:4002"]}, "task": {"type": "worker", "index": 0}}'
-
-
-@pytest.mark.parametrize(
-    ("env", "said"),
-    [
-        ({"WORLD_SIZE": "2"}, r"WORLD_SIZE=2, but Slurm step \d+\.0 says that the number of processes is 3"),
-        ({"TF_CONFIG": _LEFT_OVER}, r"TF_CONFIG of 2 tasks, but Slurm step \d+\.0 says that the number of tasks is 3"),
-    ],
-    ids=["WORLD_SIZE", "TF_CONFIG"],
-)
-def test_a_contradiction_is_named(slurm_here, jobs, env, said):
-    job = jobs.start("srun", "-N3", "-n3", *MEET, on=slurm_here, env=env)
-    assert job.end(_SECONDS) == 3, job.output
-    errors = [task["error"] for task in job.found()]
-    assert len(errors) == 3
-    for error in errors:
-        assert re.match(f"Received: {said}", error)
-
-
 def test_a_killed_task_ends_the_step(slurm, jobs):
     job = jobs.start("srun", "-N3", "-n3", "-K1", *MEET, on=slurm, env={"MEETING_TEST_ALL": "99"})
     while len(job.found()) < 3:
@@ -159,14 +125,3 @@ def test_training_equals_one_process(slurm_on_hosts, jobs, one_process):
     name = "weight 0"
     with pytest.raises(AssertionError, match=name):
         assert_trained_as(job, {**one_process, name: one_process[name] + 2 * TOLERANCE}, 3)
-
-
-@pytest.mark.slow
-@pytest.mark.cluster
-@pytest.mark.netns
-def test_the_example_runs_unchanged(slurm_on_hosts, jobs):
-    job = jobs.start("srun", "-N3", "-n3", "{python}", *_DEMO, "--model-path={folder}/digits.keras", on=slurm_on_hosts)
-    assert job.end(180) == 0, job.output
-    accuracies = re.findall(r"test accuracy: (0\.\d+); saved as", job.output)
-    assert len(accuracies) == 3 and len(set(accuracies)) == 1 and float(accuracies[0]) > 0.7
-    assert (job.folder / "digits.keras").stat().st_size > 100_000

@@ -22,7 +22,7 @@ class Dump:
         instead: that one.
         host: of rank 0.
         local: number among those on its host, and how many these are.
-        channel: how it learns where rank 0 is.
+        has_channel: whether rank 0 tells it where it is.
     """
 
     env: dict[str, str]
@@ -33,7 +33,7 @@ class Dump:
     instead: str
     host: str | None = None
     local: tuple[int | None, int | None] = (None, None)
-    channel: str | None = None
+    has_channel: bool = False
 
 
 _SLURM_JOB = {
@@ -154,13 +154,13 @@ DUMPS = {
         # What tfdist has set itself, for Horovod.
         *("horovodrun", 1, 2, {"TFDIST_HOROVOD": "4321"}, "single process"),
         local=(0, 1),
-        channel="horovod_store",
+        has_channel=True,
     ),
     "Open MPI": Dump(
         _OPEN_MPI,
         *("Open MPI", 1, 2, {"OMPI_COMM_WORLD_RANK": None}, "single process"),
         local=(0, 1),
-        channel="pmix",
+        has_channel=True,
     ),
     "Open MPI in Slurm": Dump(
         # The Slurm variables are those of mpirun's daemon on this node, one on each.
@@ -174,14 +174,14 @@ DUMPS = {
         },
         *("Open MPI", 5, 8, {"OMPI_COMM_WORLD_RANK": None}, "Slurm"),
         local=(0, 1),
-        channel="pmix",
+        has_channel=True,
     ),
-    "MPICH": Dump(_MPICH, "MPICH", 1, 3, {"PMI_SIZE": None}, "single process", local=(1, 2), channel="pmi"),
+    "MPICH": Dump(_MPICH, "MPICH", 1, 3, {"PMI_SIZE": None}, "single process", local=(1, 2), has_channel=True),
     "Intel MPI in LSF": Dump(
         {**_MPICH, "I_MPI_ROOT": "/opt/intel", "LSB_JOBID": "8", "LSB_MCPU_HOSTS": "a 4"},
         *("Intel MPI", 1, 3, {"PMI_SIZE": None}, "allocation"),
         local=(1, 2),
-        channel="pmi",
+        has_channel=True,
     ),
     "MVAPICH2": Dump(
         {
@@ -193,6 +193,7 @@ DUMPS = {
         },
         *("MVAPICH2", 3, 4, {"MV2_COMM_WORLD_SIZE": None}, "single process"),
         local=(1, 2),
+        has_channel=True,
     ),
     "Slurm": Dump(
         _SLURM_STEP,
@@ -257,7 +258,7 @@ DUMPS = {
         },
         *("LSF's jsrun", 2, 4, {"JSM_NAMESPACE_RANK": None}, "allocation"),
         local=(0, 1),
-        channel="pmix",
+        has_channel=True,
     ),
     "SageMaker": Dump(
         {

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist.steps import gradients
-from tfdist.steps.gradients import BUCKET_BYTES, Wire, all_reduce_sum
+from tfdist.steps.gradients import GradientOptions, all_reduce_sum
 
 MEGABYTE = 1 << 20
 
@@ -46,7 +46,7 @@ def test_buckets_begin_with_the_last(
     bucket: int | None, sizes: list[int], expected: list[int], sent: list[int]
 ) -> None:
     given = values(*sizes)
-    sums = all_reduce_sum(given, Wire(None, bucket))
+    sums = all_reduce_sum(given, GradientOptions(None, bucket))
     assert [size // 1024 for size in sent] == expected
     for value, total in zip(given, sums, strict=True):
         np.testing.assert_array_equal(total, 3 * value)
@@ -54,7 +54,7 @@ def test_buckets_begin_with_the_last(
 
 def test_dtypes_do_not_mix(sent: list[int]) -> None:
     given = [*values(1024, 1024), *values(512, 512, dtype="float64")]
-    sums = all_reduce_sum(given, Wire(None, MEGABYTE))
+    sums = all_reduce_sum(given, GradientOptions(None, MEGABYTE))
     assert [size // 1024 for size in sent] == [1024, 1024, 1024]
     assert [total.dtype for total in sums] == [value.dtype for value in given]
 
@@ -62,12 +62,8 @@ def test_dtypes_do_not_mix(sent: list[int]) -> None:
 def test_a_weight_is_that_of_each_bucket(sent: list[int]) -> None:
     given = [tf.fill([1000], np.float32("nan")), tf.ones([1000])]
     for bucket in (None, 10):
-        first, second = all_reduce_sum(given, Wire(None, bucket), weight=tf.constant(0.0))
+        first, second = all_reduce_sum(given, GradientOptions(None, bucket), weight=tf.constant(0.0))
         assert not np.any(first) and not np.any(second)
     # Half of a replica's rows.
-    (half,) = all_reduce_sum([tf.ones([1000])], Wire(None, 10), weight=tf.constant(0.5))
+    (half,) = all_reduce_sum([tf.ones([1000])], GradientOptions(None, 10), weight=tf.constant(0.5))
     np.testing.assert_array_equal(half, 1.5)
-
-
-def test_usual_models_have_one() -> None:
-    assert Wire().bucket_bytes == BUCKET_BYTES == 25 * MEGABYTE

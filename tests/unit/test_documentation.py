@@ -1,11 +1,15 @@
-"""The documentation names what exists: features have tests, links lead somewhere, the navigation has all pages."""
+"""The documentation names what exists: public names, messages, links that lead somewhere, every page."""
 
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
+import importlib.util
 import inspect
+import mmap
 import re
+from pathlib import Path
 
 import pytest
 
@@ -62,12 +66,11 @@ def entries() -> dict[str, str]:
     return dict(re.findall(r"^## (\S+)\n\n(?:.+\n)+\n::: (\S+)$", text, re.MULTILINE))
 
 
-@pytest.mark.parametrize("name", PUBLIC)
-def test_the_reference_has_every_public_name(name):
-    module = importlib.import_module(name)
+def test_the_reference_has_every_public_name():
     documented = {heading.rpartition(".")[2] for heading in entries()}
-    subpackages = {path.name for path in (ROOT / "tfdist").iterdir()}
-    assert set(module.__all__) - subpackages - documented == set()
+    subpackages = {path.stem for path in (ROOT / "tfdist").iterdir()}
+    for name in PUBLIC:
+        assert set(importlib.import_module(name).__all__) - subpackages - documented == set()
 
 
 def test_the_reference_takes_docstrings_from_where_they_are():
@@ -109,3 +112,58 @@ def test_the_files_that_contributors_are_sent_to_exist():
     assert len(rows) > 9
     for path in re.findall(r"`(tfdist/[^`]+)`", "".join(rows)):
         assert (ROOT / path).exists(), path
+    for path in re.findall(r"`([\w/]+(?:\.py|/))`", read("docs/architecture.md").replace("`tfdist/`", "")):
+        assert (ROOT / path).exists() or list((ROOT / "tfdist").rglob(path)), path
+
+
+OURS, UPSTREAM = prose("docs/troubleshooting.md").split("\n## From TensorFlow and Keras\n")
+# What is put into a message: an f-string's values, and those of logging and format.
+_PLACE = re.compile(r"%[sdr]|%\.\df")
+
+
+def quotes(text: str) -> list[str]:
+    return re.findall(r"^> `(.+)`$", text, re.MULTILINE)
+
+
+@functools.cache
+def texts() -> list[str]:
+    """All texts in the source of tfdist, with an ellipsis for what is put into them."""
+    found = []
+    for path in (ROOT / "tfdist").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(_PLACE.sub("…", node.value))
+    return found
+
+
+@pytest.mark.parametrize("quote", quotes(OURS))
+def test_messages_of_tfdist(quote):
+    assert any(quote in text for text in texts())
+
+
+def test_there_are_messages_and_others_are_not_found():
+    assert len(quotes(OURS)) > 30
+    assert not any("not all tasks came within start_timeout=… s; absent: …" in text for text in texts())
+
+
+def _files() -> list[Path]:
+    """Where the messages of TensorFlow and Keras are: in Python, and in a library."""
+    folders = {name: Path(importlib.util.find_spec(name).origin).parent for name in ("tensorflow", "keras")}
+    library = [path for path in folders["tensorflow"].glob("libtensorflow_framework.so*") if path.is_file()]
+    keras = [folders["keras"] / "src" / name for name in ("trainers", "saving")]
+    distribute = [
+        folders["tensorflow"] / "python" / "distribute" / name for name in ("cross_device_ops.py", "values.py")
+    ]
+    return [*(path for folder in keras for path in folder.rglob("*.py")), *distribute, *library]
+
+
+def test_messages_of_tensorflow_and_keras():
+    missing = set(quotes(UPSTREAM))
+    assert len(missing) > 5
+    for path in _files():
+        if path.stat().st_size:
+            with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                missing -= {quote for quote in missing if content.find(quote.encode()) >= 0}
+    assert missing == set()

@@ -69,7 +69,6 @@ def test_there_are_commands_to_parse():
     [
         ("$ tfdist rum -n 2 train.py", "No such command 'rum'"),
         ("$ srun -N4 tfdist check --quick", "No such option"),
-        ("$ tfdist run -n two train.py", "not a valid integer"),
         ("$ X=1 tfdist logs", "Missing argument"),
     ],
 )

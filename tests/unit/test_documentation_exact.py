@@ -14,28 +14,32 @@ PAGE = "docs/what-is-exact.md"
 # Ends the first cell of a row that no test holds.
 MARK = " °"
 RANDOMNESS, GUARDS = "tests/cluster/test_randomness.py", "tests/logical/test_guards.py"
+ORDER = "tests/cluster/test_order_of_data.py"
 EQUALITY, SERVERS = "tests/parameter_server/test_equality.py", "tests/parameter_server/test_asynchronous.py"
 LAYER_STATE = "tests/logical/test_layer_state.py"
 STATE = "state that layers and a train_step keep (centre, counts, momentum encoder, memory bank)"
+SAME = "tests/cluster/test_same_weights.py"
 MISTAKES = "tests/cluster/test_mistakes.py"
 
 # The beginning of each row, and what holds it: rows of the feature table, and test functions.
 EVIDENCE = {
-    "a batch that does not divide over the replicas": ["last batch uneven (90 rows)"],
-    "a last batch with fewer rows than replicas": ["last batch of one row (81 rows)", "last batch of one row, tf.data"],
+    "a batch that does not divide over the replicas": ["batches of 5 and of 3 rows, plain SGD"],
+    "a last batch with fewer rows than replicas": ["last batch of one row (81 rows)"],
     "masked time steps": [
         "masked sequences, a loss per time step",
         "loss reduced by mean_with_sample_weight",
         "loss reduced by sum",
+        "tests/logical/test_row_trial.py::test_a_loss_that_is_not_reduced",
     ],
     "`clipnorm`": ["clipnorm", "global_clipnorm", "clipvalue"],
-    "`mixed_float16`": ["mixed_float16"],
+    "`mixed_float16` with scaled": ["tests/logical/test_loss_scaling.py::test_overflow_is_that_of_each_replicas_part"],
+    "`mixed_float16` loss": ["mixed_float16"],
     "`gradient_accumulation_steps`": ["gradient_accumulation_steps"],
     "`BatchNormalization`": ["BatchNormalization", "BatchNormalization of data far from zero"],
     "`Dropout` and other layers": [f"{RANDOMNESS}::test_dropout_masks_differ_between_replicas"],
-    "`steps_per_execution`": ["steps_per_execution", "steps_per_execution, uneven"],
+    "`steps_per_execution`": ["steps_per_execution, uneven"],
     "a Python generator": ["Python generator (no batch is lost)"],
-    "state that layers or a `train_step` keep": [STATE, f"{LAYER_STATE}::test_what_replicas_compute_alike_is_not_sent"],
+    "state that layers or a `train_step` keep": [STATE],
     "`add_weight(aggregation=)` of such state": [
         STATE,
         f"{LAYER_STATE}::test_equals_one_process_with_batches_that_do_not_divide",
@@ -45,7 +49,16 @@ EVIDENCE = {
         f"{LAYER_STATE}::test_what_cannot_equal_one_process_is_warned_of_once",
         f"{LAYER_STATE}::test_rows_of_all_replicas",
     ],
-    "`keras.metrics.Sum` in a custom": ["tests/logical/test_layer_state.py::test_sums_that_a_step_counts"],
+    "a layer that pads or cuts to the longest": ["tests/logical/test_row_trial.py::test_the_longest_row_of_a_batch"],
+    "a component of a batch that is for all": [
+        "tests/logical/test_other_rows.py::test_anchors_beside_rows",
+        f"{MISTAKES}::anchors_beside_rows",
+        "labelled and unlabelled rows, of other numbers, in one batch (FixMatch)",
+    ],
+    "`keras.metrics.Sum` in a custom": [
+        "tests/logical/test_layer_state.py::test_sums_that_a_step_counts",
+        "tests/logical/test_row_trial.py::test_counts_of_a_batch",
+    ],
     "a `train_step` written for one process": [
         "custom train_step, written for one process",
         "BatchNormalization in a custom train_step, uneven",
@@ -54,30 +67,44 @@ EVIDENCE = {
     "metrics that a `train_step` logs": [
         "metrics that a train_step logs under other names",
         "metrics and other values in the logs of a train_step",
-        "loop over self.metrics in a train_step (nested logs)",
     ],
     "`train_on_batch`": ["train_on_batch, test_on_batch, predict_on_batch"],
+    "`TextVectorization` and": ["TextVectorization and ragged.to_tensor without a length, unmasked"],
     "`predict_on_batch`": ["train_on_batch, test_on_batch, predict_on_batch"],
+    "`predict`, and `strategy.gather`": ["tests/cluster/test_as_one_process.py::values_that_are_predicted"],
+    "outputs of `predict` without": [
+        "tests/logical/test_predictions.py::test_equals_one_process",
+        "tests/logical/test_predictions.py::test_a_maximum_over_the_batch_is_averaged_with_a_warning",
+    ],
     "shuffling in `fit`": [
         f"{RANDOMNESS}::test_ranks_with_seeds_of_their_own_equal_one_process_with_the_chiefs",
         f"{RANDOMNESS}::test_every_row_is_seen_once_an_epoch",
     ],
     "a metric function that returns": ["metric functions that return one value a batch"],
-    "`TerminateOnNaN`": ["tests/cluster/test_terminate_on_nan.py::test_all_processes_stop"],
+    "fits in threads": [
+        "tests/logical/test_threads.py::test_folds_in_threads_equal_folds_one_by_one",
+        "tests/logical/test_threads.py::test_a_server_predicts_while_a_model_is_trained",
+    ],
+    "`TerminateOnNaN`": ["tests/cluster/test_as_one_process.py::terminate_on_nan"],
     "several workers, one path": [
-        "tests/cluster/test_callbacks.py::test_callbacks_write_on_the_chief_alone",
-        "tests/cluster/test_saving.py::test_chief_alone_writes_formats",
+        "tests/cluster/test_saving.py::callbacks_that_write",
+        "tests/cluster/test_saving.py::all_formats",
     ],
     "multi-worker `fit`": ["tests/cluster/test_features.py::test_equals_one_process"],
-    "sums of floats": [f"{RANDOMNESS}::test_all_replicas_end_with_the_same_bits"],
-    "Dropout masks": [f"{RANDOMNESS}::test_first_replica_has_the_masks_of_one_process"],
-    "logs of a custom `train_step`": [
-        "metrics and other values in the logs of a train_step",
-        "loop over self.metrics in a train_step (nested logs)",
+    "sums of floats": [
+        f"{SAME}::test_checks_between_epochs_name_both_of_two",
+        "float64, uneven",
     ],
+    "Dropout masks": [f"{RANDOMNESS}::test_first_replica_has_the_masks_of_one_process"],
+    "`keras.random` with a whole number": [
+        "tests/logical/test_global_seeds.py::test_a_whole_number_as_seed_warns_once",
+        "tests/logical/test_global_seeds.py::test_a_generator_and_initializers_do_not_warn",
+    ],
+    "logs of a custom `train_step`": ["metrics and other values in the logs of a train_step"],
     '<a id="input"></a>`AutoShardPolicy.FILE`': [
-        "tests/cluster/test_sharding.py::test_every_row_is_seen_once_an_epoch",
-        f"{MISTAKES}::test_shards_of_the_users_own",
+        "tests/cluster/test_as_one_process.py::shards_of_files",
+        "tests/logical/test_dataset_order.py::test_one_process_has_nothing_to_shard",
+        f"{MISTAKES}::shards_of_the_users_own",
     ],
     "`activity_regularizer`": ["activity_regularizer"],
     "`compression=PowerSGD(rank)`, `TopK(fraction)`": [
@@ -99,32 +126,40 @@ EVIDENCE = {
     ],
     '`mode="async"` |': [
         f"{EQUALITY}::test_asynchronous_training_is_not_equal",
-        f"{SERVERS}::test_counters_are_exact",
-        f"{SERVERS}::test_metrics_that_are_sums_and_one_that_is_not",
+        f"{SERVERS}::counters_are_exact",
+        f"{SERVERS}::metrics_that_are_sums_and_one_that_is_not",
     ],
-    "metrics whose state is not a sum": [f"{SERVERS}::test_metrics_that_are_sums_and_one_that_is_not"],
+    "metrics whose state is not a sum": [f"{SERVERS}::metrics_that_are_sums_and_one_that_is_not"],
     "`tfdist.optimizers.LazyAdam`": [
         "tests/logical/test_lazy_adam.py::test_against_numpy",
         "tests/logical/test_lazy_adam.py::test_is_adam_where_every_row_has_a_gradient",
     ],
-    "a model, metric or optimizer created outside": [
-        f"{GUARDS}::test_optimizer_created_outside",
-        f"{GUARDS}::test_metric_created_outside",
-        f"{GUARDS}::test_layer_created_outside",
-        f"{MISTAKES}::test_a_model_without_a_scope_is_warned_of_once",
+    "a model, or an instance of a metric or optimizer, created outside": [
+        f"{GUARDS}::test_made_outside",
+        f"{MISTAKES}::a_model_without_a_scope",
     ],
-    "a compiled loss that mixes rows": ["tests/logical/test_row_mixing.py::test_losses_that_mix_rows"],
+    "layers that mix rows": [
+        "tests/logical/test_row_trial.py::test_steps_that_mix_rows",
+        "tests/logical/test_row_trial.py::test_steps_that_do_not",
+        "tests/logical/test_row_trial.py::test_steps_that_do_not_train",
+        "tests/cluster/test_as_one_process.py::steps_that_mix_rows",
+    ],
+    "`keras.metrics.Mean` in a custom": ["tests/logical/test_row_trial.py::test_counts_of_a_batch"],
+    "a compiled loss that mixes rows": ["tests/logical/test_row_trial.py::test_steps_that_mix_rows"],
     "`stateful=True`": ["tests/logical/test_guards.py::test_stateful_layers"],
-    "a dataset with `deterministic=False`": ["tests/cluster/test_order_of_data.py::test_no_order"],
+    "a dataset without an order": [f"{ORDER}::test_every_row_is_seen_once_an_epoch"],
+    "on several workers, a dataset whose rows come": [f"{ORDER}::test_every_row_is_seen_once_an_epoch"],
     "a `train_step` that is not a plain method": [
         "tests/logical/test_step_refusals.py::test_a_step_that_is_no_method",
         "tests/logical/test_step_refusals.py::test_an_optimizer_that_is_no_attribute_of_the_model",
     ],
+    "weights of which a process": [f"{SAME}::test_a_rank_that_differs_in_one_bit_is_named"],
+    "calls of `fit`, `evaluate`": [f"{SAME}::test_models_in_another_order_and_a_second_thread_are_told_by_name"],
     "float8 layers": [f"{GUARDS}::test_float8"],
     "datasets of different (known) size": [
-        f"{MISTAKES}::test_other_number_of_batches",
-        f"{MISTAKES}::test_other_components",
-        f"{MISTAKES}::test_other_number_of_rows",
+        f"{MISTAKES}::other_number_of_batches",
+        f"{MISTAKES}::other_components",
+        f"{MISTAKES}::other_number_of_rows",
         f"{RANDOMNESS}::test_datasets_that_shuffle_differently_are_refused",
     ],
 }

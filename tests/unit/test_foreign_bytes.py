@@ -3,35 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
-import socket
-import threading
-import time
-from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tfdist.cluster import ClusterConfig, ClusterError, connections, discovery, rendezvous, sockets
-from tfdist.cluster.barrier import messages
-from tfdist.cluster.barrier.chief import Chief
-from tfdist.cluster.connections import Connection
-from tfdist.cluster.connections.compressed import pack, unpack
-from tfdist.cluster.connections.connection import object_of
+from tfdist.cluster import ClusterConfig, ClusterError, discovery, meeting, rendezvous, sockets
 from tfdist.cluster.environments import slurm
 from tfdist.cluster.foreign_text import cleaned, listed
-from tfdist.cluster.key_value import KeyValueClient, KeyValueServer
-from tfdist.cluster.rendezvous import endpoints
-from tfdist.cluster.rendezvous.pmi import PmiChannel
-from tfdist.cluster.rendezvous.registration import Registration
-from tfdist.launcher.check.answers import Answer
-from tfdist.launcher.check.assembly import Assembly, Member
-from tfdist.launcher.check.check import _read_links, links_table, members_table
+from tfdist.cluster.rendezvous import Registration, endpoints
+from tfdist.json_schema import NOTHING, check, is_count, read_json
+from tfdist.launcher.check import _MEMBER, Member, _ways_schema, members_table, read_answer, ways_table
 
 SETTINGS = settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 )
 FEW = settings(SETTINGS, max_examples=40)
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
@@ -75,7 +63,7 @@ def test_any_tf_config(text: str) -> None:
 
 
 def test_brackets_that_are_too_deep() -> None:
-    with pytest.raises(ClusterError, match="whose brackets are too deep"):
+    with pytest.raises(ClusterError, match="maximum recursion depth exceeded"):
         ClusterConfig.from_tf_config("[" * 100_000)
 
 
@@ -93,7 +81,7 @@ VARIABLES = [
 VALUES = NUMBERS | HOST_LISTS | TEXT | TF_CONFIGS.map(json.dumps) | JSON.map(json.dumps)
 
 
-@settings(SETTINGS, max_examples=400)
+@settings(SETTINGS, max_examples=100)
 @given(st.dictionaries(st.sampled_from(VARIABLES), VALUES, max_size=12))
 def test_any_environment(env: dict[str, str]) -> None:
     with contextlib.suppress(ClusterError):
@@ -122,48 +110,25 @@ def test_any_address(text: object) -> None:
 # --- Messages ---------------------------------------------------------------------------------------------------------
 
 
+INTRODUCTION = meeting.introduction(ClusterConfig({"worker": ["127.0.0.1:1", "127.0.0.1:2"]}), {"same.keras": "3"})
+
+
 @SETTINGS
-@given(st.binary(max_size=200) | JSON.map(json.dumps).map(str.encode))
-def test_any_message(data: bytes) -> None:
-    with contextlib.suppress(OSError):
-        assert isinstance(object_of(data), dict)
+@given(st.builds(lambda changed: {**INTRODUCTION, **changed}, _fields(list(INTRODUCTION))) | JSON)
+def test_any_introduction(said: object) -> None:
     with contextlib.suppress(ValueError):
-        assert Registration.from_json(data)
-    with contextlib.suppress(OSError):
-        assert isinstance(unpack(data.decode("latin-1"), 1000), dict)
-
-
-def test_a_message_that_would_fill_the_memory_is_refused() -> None:
-    text = pack({"a": "x" * 10_000_000})
-    assert len(text) < 20_000
-    with pytest.raises(OSError, match="no compressed JSON object"):
-        unpack(text, 1_000_000)
-
-
-HELLO = messages.hello(ClusterConfig({"worker": ["127.0.0.1:1", "127.0.0.1:2"]}), {"same.keras": "3"}, 1)
-HELLOS = st.builds(lambda changed: {**HELLO, **changed}, _fields(list(HELLO))) | _fields(list(HELLO))
-
-
-@SETTINGS
-@given(HELLOS, JSON)
-def test_any_hello(said: dict, infos: object) -> None:
-    found = messages.read_hello(said)
-    if found is not None:
-        own = messages.hello(ClusterConfig({"worker": ["127.0.0.1:1", "127.0.0.1:2"]}), {"same.keras": "3"}, 0)
-        problems = messages.disagreements(own, found)
+        problems = meeting.disagreements(INTRODUCTION, meeting.read_introduction(said))
         assert all(problem.isprintable() and len(problem) < 20_000 for problem in problems)
-    with contextlib.suppress(OSError):
-        assert len(messages.infos_of(pack(infos), 2)) == 2
 
 
-REGISTRATION = json.loads(Registration(1, 2, 2001, None, "127.0.0.1", "node-1", 7).to_json())
+REGISTRATION = dataclasses.asdict(Registration(1, 2, 2001, None, "127.0.0.1", "node-1", 7, reached="127.0.0.1"))
 
 
 @SETTINGS
 @given(st.builds(lambda changed: {**REGISTRATION, **changed}, _fields(list(REGISTRATION))))
 def test_any_registration(content: dict) -> None:
     with contextlib.suppress(ValueError):
-        said = Registration.from_json(json.dumps(content).encode())
+        said = Registration.read(content)
         assert str(said).isprintable() and 0 < said.port < 65536
 
 
@@ -178,103 +143,6 @@ def test_any_text_is_printable_when_it_is_cleaned(text: object, most: int) -> No
 # --- Conversations ----------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _no_thread_fails(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    failures: list[threading.ExceptHookArgs] = []
-    monkeypatch.setattr(threading, "excepthook", failures.append)
-    yield
-    assert not failures, failures[0].exc_value
-
-
-def _say(port: int, data: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as stranger, contextlib.suppress(OSError):
-        stranger.sendall(data)
-        stranger.shutdown(socket.SHUT_WR)
-        while stranger.recv(65536):
-            pass
-
-
-BYTES = st.binary(max_size=300)
-FRAMES = st.lists(
-    (st.binary(max_size=80) | _fields([*HELLO, "tfdist", "challenge", "proof"]).map(json.dumps).map(str.encode)).map(
-        lambda data: len(data).to_bytes(4, "big") + data
-    ),
-    max_size=3,
-).map(b"".join)
-
-
-def test_any_bytes_to_each_meeting_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tfdist.cluster.rendezvous.server import MeetingServer
-
-    monkeypatch.setattr(messages, "HELLO_SECONDS", 2.0)
-    with _no_thread_fails(monkeypatch):
-        places = {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}
-        monkeypatch.setattr(Chief, "_bind", lambda self: sockets.bind_host("127.0.0.1", 0))
-        config = ClusterConfig(places)
-        chief = Chief(config, config.compute_tasks, {}, 60.0)
-        meeting = MeetingServer(Registration(0, 2, 2000, None, "127.0.0.1", "node-0", 7), [0], b"secret")
-        store = KeyValueServer(b"secret")
-
-        @FEW
-        @given(BYTES | FRAMES)
-        def converse(data: bytes) -> None:
-            for port in (chief.port, meeting.port, store.port):
-                _say(port, data)
-
-        converse()
-        assert not chief.present and not meeting.present and not store._texts
-        for point in (chief, meeting):
-            point.end()
-        store._listener.end()
-
-
-def test_any_request_to_the_store_of_whoever_knows_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = st.sampled_from(["join", "set", "get", "decide", "delete"]) | SCALARS
-    requests = st.lists(names | SCALARS, max_size=5).filter(lambda words: words[:1] != ["get"] or len(words) < 3) | JSON
-    with _no_thread_fails(monkeypatch), KeyValueServer(b"secret") as store:
-
-        @FEW
-        @given(st.lists(requests, min_size=1, max_size=3))
-        def ask(messages_: list) -> None:
-            connection = connections.framed(sockets.connect(("127.0.0.1", store.port), 5.0))
-            with connection, contextlib.suppress(*connections.ENDS):
-                connections.authenticate(connection, b"secret", first=False)
-                for message in messages_:
-                    connections.send(connection, message)
-                    connection.recv_bytes(deadline=time.monotonic() + 10.0)
-
-        ask()
-        client = KeyValueClient(("localhost", store.port), b"secret", 1)
-        client.set("a", "b")
-        assert client.get("a", 1.0) == "b"
-        client.close()
-
-
-@FEW
-@given(st.lists(st.binary(max_size=80), max_size=4), st.integers(0, 100))
-def test_any_bytes_on_a_connection(pieces: list[bytes], largest: int) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        one = socket.create_connection(listening.getsockname())
-        other: Connection = connections.framed(listening.accept()[0])
-    with one, other:
-        for piece in pieces:
-            one.sendall(piece)
-        one.shutdown(socket.SHUT_WR)
-        with contextlib.suppress(*connections.ENDS):
-            while True:
-                assert len(other.recv_bytes(largest, time.monotonic() + 5.0)) <= largest
-
-
-@FEW
-@given(st.lists(st.binary(max_size=60).map(lambda line: line.replace(b"\n", b" ") + b"\n"), max_size=6))
-def test_any_answers_of_mpiexec(lines: list[bytes]) -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs, contextlib.suppress(ClusterError, OSError):
-        theirs.sendall(b"".join(lines))
-        theirs.shutdown(socket.SHUT_WR)
-        PmiChannel(ours.fileno()).hear(1.0)
-
-
 @SETTINGS
 @given(_fields(["hosts", "port", "secret"]).map(json.dumps) | JSON.map(json.dumps) | st.text(max_size=40))
 def test_anything_from_a_launchers_channel(text: str) -> None:
@@ -283,19 +151,11 @@ def test_anything_from_a_launchers_channel(text: str) -> None:
         assert 0 < port < 65536 and isinstance(secret, bytes)
 
 
-def test_a_key_that_is_none(tmp_path: Path) -> None:
-    path = tmp_path / ".config" / "tfdist" / "key"
-    path.parent.mkdir(parents=True)
-    path.write_bytes(b"\xff\0" * 40)
-    from tfdist.cluster.membership import Membership
-
-    assert len(endpoints.secret_of(Membership(0, 2, "test", "job", shared_home=True), {}, tmp_path)) == 32
-
-
 # --- The check --------------------------------------------------------------------------------------------------------
 
 HOSTS_TOLD = _fields(["host", "cores", "gpus", "versions", "public"]) | st.fixed_dictionaries(
     {
+        **dict.fromkeys(("task", "address"), st.just("a:1")),
         "host": st.text(max_size=400),
         "cores": st.integers(-1, 9),
         "gpus": st.integers(0, 9),
@@ -303,33 +163,85 @@ HOSTS_TOLD = _fields(["host", "cores", "gpus", "versions", "public"]) | st.fixed
         "public": st.lists(st.text(), max_size=2),
     }
 )
-LINKS_TOLD = st.dictionaries(
-    st.sampled_from(["0", "1", "2", "x"]),
-    JSON
-    | st.fixed_dictionaries({"latency": st.floats() | SCALARS, "bandwidth": st.floats() | SCALARS})
-    | st.fixed_dictionaries({"problem": SCALARS}),
-    max_size=2,
-)
+WAYS_TOLD = st.dictionaries(st.sampled_from(["0", "1", "2", "x"]), JSON | st.floats() | st.text(), max_size=2)
 
 
 @SETTINGS
-@given(HOSTS_TOLD | JSON, LINKS_TOLD | JSON)
-def test_whatever_a_process_tells_the_check(host: object, links: object) -> None:
+@given(HOSTS_TOLD | JSON, WAYS_TOLD | JSON)
+def test_whatever_a_process_tells_the_check(host: object, ways: object) -> None:
     try:
-        members = [Member.read(Answer(host, "worker 1", "introduction"), "worker 1", "a:1")] * 2
-        tables = [members_table(members)]
-        tables.append(links_table(members, [_read_links(Answer(links, "worker 1", "links"), 2), {}]))
+        members = [Member(**read_answer(host, _MEMBER, "introduction", "worker 1"))] * 2
+        told = read_answer({"ways": ways, "sums": True}, _ways_schema(2), "ways", "worker 1")["ways"]
+        tables = [members_table(members), ways_table(members, [{int(other): way for other, way in told.items()}, {}])]
     except ClusterError as error:
-        assert "worker 1. Expected: " in str(error) and str(error).isprintable()
+        assert "of worker 1: it" in str(error) and str(error).isprintable()
     else:
         assert all(line.isprintable() for table in tables for line in table.splitlines())
 
 
-@pytest.mark.parametrize("text", ["", "[1]", "{", "[" * 100_000, '{"a": "' + "x" * 10**6 + '"}'])
-def test_a_text_that_is_no_answer(text: str) -> None:
-    member = Member("worker 0", "a:1", "node-1", 1, 0, {})
-    with KeyValueServer(b"secret", 1) as store:
-        store.set("links of 0", text)
-        with pytest.raises(ClusterError, match=r"as the links of worker 0\. Expected: a JSON object") as caught:
-            Assembly(0, [member], [1], b"", store, 1.0).receive("links", 0)
-    assert len(str(caught.value)) < 400
+SCHEMA = {"pid": int, "rate": float, "name?": (str, NOTHING), "parts": [{"size": lambda value: value in (1, 2)}]}
+GOOD: dict[str, Any] = {"pid": 7, "rate": 1, "name": None, "parts": [{"size": 1}]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({}, None),
+        ({"name": "a"}, None),
+        ({"rate": 0.5, "parts": []}, None),
+        ({"pid": 7.0}, "its pid is 7.0"),
+        ({"pid": True}, "its pid is True"),
+        ({"pid": 10**15}, "its pid is 1000000000000000"),
+        ({"rate": float("nan")}, "its rate is nan"),
+        ({"rate": "1"}, "its rate is '1'"),
+        ({"name": 5}, "its name is 5"),
+        ({"parts": {}}, "its parts is {}"),
+        ({"parts": [{"size": 1}, {"size": 3}]}, "its parts.size is 3"),
+        ({"parts": [{}]}, "its parts.size is missing"),
+        ({"new\x1b": 1}, r"it has new\x1b, which this version cannot read"),
+    ],
+)
+def test_what_fits_and_what_does_not(changes: dict[str, Any], problem: str | None) -> None:
+    text = json.dumps({**GOOD, **changes})
+    if problem is None:
+        assert read_json(text, SCHEMA) == {**GOOD, **changes}
+        return
+    with pytest.raises(ValueError) as caught:
+        read_json(text.encode(), SCHEMA)
+    assert str(caught.value) == problem
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        *[(empty, "it is empty") for empty in ("", "\0\0", " \n")],
+        *[(broken, "it is no JSON") for broken in ("{", "\xff", "[" * 100_000, "1" * 5000)],
+        ("[]", "it is []"),
+    ],
+)
+def test_what_is_no_json(text: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=r"^it is") as caught:
+        read_json(text.encode("latin-1"), {"pid": int})
+    assert str(caught.value).startswith(problem)
+
+
+def test_counts_are_those_that_tensorflow_takes() -> None:
+    check((1 << 63) - 1, is_count)
+    with pytest.raises(ValueError, match="it is 9223372036854775808"):
+        check(1 << 63, is_count)
+
+
+def test_all_other_names_may_have_one_schema() -> None:
+    check({"a": 1, "b": 2}, {...: int})
+    with pytest.raises(ValueError, match="its b is 'x'"):
+        check({"a": 1, "b": "x"}, {...: int})
+
+
+@SETTINGS
+@given(JSON)
+def test_whatever_it_is_it_fits_or_is_named(value: Any) -> None:
+    for schema in (SCHEMA, [int], (str, [SCHEMA]), {...: float}):
+        try:
+            check(value, schema)
+        except ValueError as error:
+            assert str(error).isprintable() and len(str(error)) < 300

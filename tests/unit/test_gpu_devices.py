@@ -12,7 +12,7 @@ from tfdist.cluster import gpus
 from tfdist.cluster.config import ClusterConfig
 from tfdist.runtime import job
 from tfdist.strategies import multi_worker
-from tfdist.strategies.multi_worker import _exchange_of, _MultiWorkerExtended, _options_for_devices, resolver_of
+from tfdist.strategies.multi_worker import MultiWorkerExtended, _exchange_of, _options_for_devices, resolver_of
 
 PHYSICAL = [tf.config.PhysicalDevice(f"/physical_device:GPU:{i}", "GPU") for i in range(8)]
 CLUSTER = ClusterConfig({"worker": ["a:1", "b:1"]}, "worker", 1)
@@ -31,21 +31,18 @@ def one_of_eight(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_devices_are_those_that_the_process_sees(one_of_eight: None) -> None:
     resolver = resolver_of(CLUSTER)
     assert resolver.num_accelerators() == {"GPU": 1}
-    extended = object.__new__(_MultiWorkerExtended)
+    extended = object.__new__(MultiWorkerExtended)
     devices, kind = extended._initialize_local_devices(resolver, "/job:worker/task:1")
     assert kind == "GPU"
     assert devices == ("/job:worker/task:1/device:GPU:0", "/job:worker/task:1/device:GPU:1")
 
 
-def test_gpus_exchange_by_nccl_unless_they_share_one(one_of_eight: None) -> None:
+def test_gpus_exchange_by_nccl_unless_they_share_one(request: pytest.FixtureRequest) -> None:
     kinds = tf.distribute.experimental.CommunicationImplementation
+    assert _options_for_devices(shares_gpus=False).implementation == kinds.AUTO  # CPUs
+    request.getfixturevalue("one_of_eight")
     assert _options_for_devices(shares_gpus=False).implementation == kinds.NCCL
     assert _options_for_devices(shares_gpus=True).implementation == kinds.AUTO
-
-
-def test_cpus_do_not() -> None:
-    kinds = tf.distribute.experimental.CommunicationImplementation
-    assert _options_for_devices(shares_gpus=False).implementation == kinds.AUTO
 
 
 class _Job:

@@ -1,4 +1,4 @@
-"""What can be decided about Horovod without it: places, environment, installation, and how it is built."""
+"""What can be decided about Horovod without it: places, installation, job, and how it is built."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import pytest
 
 from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.errors import ClusterError
-from tfdist.cluster.variables import chosen_transport
 from tfdist.launcher.horovod import build
-from tfdist.launcher.horovod.build import Toolchain, cuda_version, existing, has_mpi
-from tfdist.strategies.horovod import environment, installation
-from tfdist.strategies.horovod.topology import groups_of, places
+from tfdist.launcher.horovod.build import existing, settings
+from tfdist.strategies.horovod import installation, job
+from tfdist.strategies.horovod.job import places
 
 
 class TestPlaces:
@@ -52,12 +51,12 @@ class TestEnvironment:
         ],
     )
     def test_launcher(self, env, launcher, size):
-        assert (environment.launcher(env), environment.size(env)) == (launcher, size)
+        assert (job.launcher_of(env), job.size_of(env)) == (launcher, size)
 
     def test_what_horovodrun_would_set(self, monkeypatch):
         values: dict[str, str] = {}
-        monkeypatch.setattr(environment.os, "environ", values)
-        environment.describe(ClusterConfig({"worker": ["127.0.0.1:2222", "127.0.0.1:2223"]}, "worker", 1), 4444)
+        monkeypatch.setattr(job.os, "environ", values)
+        job.describe(ClusterConfig({"worker": ["127.0.0.1:2222", "127.0.0.1:2223"]}, "worker", 1), 4444)
         assert values == {
             "HOROVOD_HOSTNAME": "127.0.0.1",
             "HOROVOD_RANK": "1",
@@ -71,34 +70,14 @@ class TestEnvironment:
             "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
             "HOROVOD_GLOO_RENDEZVOUS_PORT": "4444",
             "TFDIST_HOROVOD": "4444",
-            **({} if environment.interface_of("127.0.0.1") is None else {"HOROVOD_GLOO_IFACE": "lo"}),
+            **({} if job.interface_of("127.0.0.1") is None else {"HOROVOD_GLOO_IFACE": "lo"}),
         }
 
     def test_a_chief_without_an_address(self, monkeypatch):
-        monkeypatch.setattr(environment.os, "environ", {})
+        monkeypatch.setattr(job.os, "environ", {})
         cluster = ClusterConfig({"worker": ["[::1]:2222", "127.0.0.1:2223"]}, "worker", 1)
         with pytest.raises(ClusterError, match=r"Received: ::1 as the host of the chief, which has no IPv4 address"):
-            environment.describe(cluster, 4444)
-
-
-class TestProcessSets:
-    def test_groups(self):
-        assert groups_of([None, None]) == []
-        assert groups_of([(0, 2), (1,), (0, 2)]) == [(0, 2), (1,)]
-
-    @pytest.mark.parametrize(
-        ("wanted", "text"),
-        [
-            ([(0, 1), (1,)], "process_set=[0, 1], but rank 1 has process_set=[1]"),
-            ([(0,), None], "no process_set on rank 1, and [0] on others"),
-            ([(0, 1, 2), (0, 1, 2)], "there is no rank 2 (of 2)"),
-            ([(1,), (0,)], "process_set=[1] on rank 0. Expected: a process set with the rank itself"),
-        ],
-    )
-    def test_groups_that_do_not_fit(self, wanted, text):
-        with pytest.raises(ClusterError) as error:
-            groups_of(wanted)
-        assert text in str(error.value)
+            job.describe(cluster, 4444)
 
 
 class TestInstallation:
@@ -132,55 +111,34 @@ class TestInstallation:
         assert text in problem
         assert "`tfdist horovod build`" in problem
 
-    def test_what_fits(self, built_for):
-        built_for('{"tensorflow": "2.21.0"}')
-        assert installation.problem("2.21.0") is None
-
-    def test_nothing_there(self, monkeypatch):
-        monkeypatch.setattr(installation.importlib.util, "find_spec", lambda name: None)
-        assert installation.problem("2.21.0").startswith("Horovod is not installed. `tfdist horovod build`")
-
 
 class TestBuild:
-    def test_the_change_must_fit(self):
-        with pytest.raises(build.BuildError, match=r"with 0 lines about xla_mpi_ops\.cc\. Expected: one"):
-            build.without_xla("list(APPEND TF_SOURCES a.cc)\n")
+    @pytest.fixture
+    def compilers(self, tmp_path, monkeypatch):
+        """Makes programs with these names and texts of a shell, the only ones in the PATH that it returns."""
 
-    def test_mpi_and_nccl_where_they_are(self):
-        tools = Toolchain((), mpi=True, nccl="/opt/nccl", cuda="12", path="/bin")
-        with_cuda, without = tools.settings(tensorflow_cuda="12.5.1"), tools.settings(tensorflow_cuda="")
-        assert with_cuda["HOROVOD_WITH_MPI"] == without["HOROVOD_WITH_MPI"] == "1"
-        assert "HOROVOD_WITHOUT_MPI" not in with_cuda
-        assert (with_cuda["HOROVOD_GPU_OPERATIONS"], with_cuda["HOROVOD_NCCL_HOME"]) == ("NCCL", "/opt/nccl")
-        assert "HOROVOD_GPU_OPERATIONS" not in without
+        def make(**programs: str) -> str:
+            for name, text in programs.items():
+                (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+                (tmp_path / name).chmod(0o755)
+            (tmp_path / "include").mkdir()
+            (tmp_path / "include" / "nccl.h").touch()
+            monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+            return str(tmp_path)
 
-    @pytest.mark.parametrize("cuda", ["", "1", "13"])
-    def test_a_cuda_that_is_not_tensorflows_is_left_out(self, cuda):
-        tools = Toolchain((), mpi=False, nccl="/opt/nccl", cuda=cuda, path="/bin")
-        assert "HOROVOD_GPU_OPERATIONS" not in tools.settings(tensorflow_cuda="12.5.1")
+        return make
 
-    @pytest.mark.parametrize(
-        ("told", "version"), [("Cuda compilation tools, release 13.0, V13.0.88", "13"), ("cannot execute", "")]
-    )
-    def test_the_version_of_cuda(self, tmp_path, told, version):
-        compiler = tmp_path / "nvcc"
-        compiler.write_text(f"#!/bin/sh\necho '{told}'\n")
-        compiler.chmod(0o755)
-        assert cuda_version(str(tmp_path)) == version
-        assert cuda_version(str(tmp_path / "other")) == ""
+    @pytest.mark.parametrize("said", ["release 12.9, V12.9.86", "release 13.0, V13.0.88", "release 1.0", "nothing"])
+    def test_nccl_only_with_the_cuda_of_tensorflow(self, compilers, said):
+        folder = compilers(nvcc=f"echo 'Cuda compilation tools, {said}'", python="echo 12.5.1")
+        found = settings(folder, {"NCCL_HOME": folder})
+        assert ("HOROVOD_GPU_OPERATIONS" in found) == said.startswith("release 12")
+        assert found.get("HOROVOD_NCCL_HOME", folder) == folder and "HOROVOD_WITHOUT_MPI" in found
 
-    def test_what_is_missing_is_named_with_its_remedy(self, monkeypatch, tmp_path):
-        monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-        missing = Toolchain.found({"PATH": str(tmp_path)}).missing
-        assert any("a C++ compiler: apt install g++" in line for line in missing)
-        assert any("CMake: pip install" in line for line in missing)
-
-    @pytest.mark.parametrize("has_header", [True, False])
-    def test_a_compiler_of_mpi_without_its_header_is_none(self, tmp_path, has_header):
-        compiler = tmp_path / "mpicxx"
-        compiler.write_text(f"#!/bin/sh\nexit {int(not has_header)}\n")
-        compiler.chmod(0o755)
-        assert has_mpi(str(tmp_path)) is has_header
+    def test_what_is_missing_is_named_with_its_remedy(self, tmp_path):
+        missing = build.what_is_missing(str(tmp_path))
+        assert "a C++ compiler: apt install g++" in missing
+        assert any(line.startswith("CMake: pip install") for line in missing)
 
     def test_a_wheel_is_used_again_only_for_its_tensorflow(self, tmp_path):
         tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
@@ -191,10 +149,3 @@ class TestBuild:
         assert existing(tmp_path, "2.20.0") is None
         wheel.write_bytes(b"no wheel")
         assert existing(tmp_path, "2.21.0") is None
-
-
-def test_an_unknown_transport():
-    with pytest.raises(
-        ValueError, match=r"Received: TFDIST_TRANSPORT='mpi'\. Expected one of auto, tensorflow, direct, horovod"
-    ):
-        chosen_transport({"TFDIST_TRANSPORT": "mpi"})

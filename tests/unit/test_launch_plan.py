@@ -4,9 +4,8 @@ import json
 
 import pytest
 
-from tfdist.launcher.machine import Machine
-from tfdist.launcher.run import announcement
-from tfdist.launcher.run_plan import (
+from tfdist.launcher.plan import (
+    Machine,
     PlanError,
     ProcessPlan,
     RunOptions,
@@ -15,12 +14,13 @@ from tfdist.launcher.run_plan import (
     share_cpus,
     share_gpus,
 )
+from tfdist.launcher.run import announcement
 
 TWO_CORES = Machine((0, 1))
 
 
 def make(options: RunOptions, machine: Machine = TWO_CORES, environ=None, **more) -> list[ProcessPlan]:
-    ports = range(20001, 20001 + len(options.tasks_with_port))
+    ports = range(20001, 20001 + len(options.tasks))
     return plan_run(options, ["python", "t.py"], machine, ports, environ or {}, "run-1", "/logs", **more)
 
 
@@ -57,58 +57,41 @@ def test_chief_takes_the_place_of_the_first_worker() -> None:
     assert [plan.shown for plan in plans] == [True, False, False]
 
 
-def test_chief_alone() -> None:
-    (plan,) = make(RunOptions(workers=1, chief=True))
-    assert json.loads(plan.env["TF_CONFIG"])["cluster"] == {"chief": ["127.0.0.1:20001"]}
-
-
 def test_parameter_servers_and_workers_serve_a_chief() -> None:
-    plans = make(RunOptions(workers=2, ps=1, evaluator=True))
+    plans = make(RunOptions(workers=2, ps=1))
     assert [(plan.name, plan.shown, plan.serves, plan.is_replaceable) for plan in plans] == [
         ("chief 0", True, False, False),
         ("worker 0", False, True, True),
         ("worker 1", False, True, True),
         ("ps 0", False, True, False),
-        ("evaluator 0", False, False, False),
     ]
-    assert [plan.trains for plan in plans] == [True] * 4 + [False]
-    assert json.loads(plans[4].env["TF_CONFIG"]) == {
+    assert json.loads(plans[3].env["TF_CONFIG"]) == {
         "cluster": {
             "chief": ["127.0.0.1:20001"],
             "worker": ["127.0.0.1:20002", "127.0.0.1:20003"],
             "ps": ["127.0.0.1:20004"],
         },
-        "task": {"type": "evaluator", "index": 0},
+        "task": {"type": "ps", "index": 0},
     }
     assert not any(plan.serves or plan.is_replaceable for plan in make(RunOptions(workers=2, chief=True)))
 
 
 def test_the_cores_and_gpus_are_for_the_workers_that_parameter_servers_have() -> None:
-    plans = make(RunOptions(workers=2, ps=1, evaluator=True), Machine((0, 1, 2, 3, 4), ("0", "1", "2")))
+    plans = make(RunOptions(workers=2, ps=1), Machine((0, 1, 2, 3, 4), ("0", "1", "2")))
     assert [(plan.name, plan.cpus, plan.env["CUDA_VISIBLE_DEVICES"]) for plan in plans] == [
         ("chief 0", (), ""),
         ("worker 0", (0, 1), "0"),
         ("worker 1", (2, 3), "1"),
         ("ps 0", (), ""),
-        ("evaluator 0", (), "2"),
     ]
-    assert [plan.env.get("OMP_NUM_THREADS") for plan in plans] == [None, "2", "2", None, None]
-    assert [plan.env["TF_NUM_INTEROP_THREADS"] for plan in plans] == ["5", "4", "4", "5", "5"]
+    assert [plan.env.get("OMP_NUM_THREADS") for plan in plans] == [None, "2", "2", None]
+    assert [plan.env["TF_NUM_INTEROP_THREADS"] for plan in plans] == ["5", "4", "4", "5"]
     shared = make(RunOptions(workers=3, ps=1), Machine((0, 1), ("0", "1")))
     assert [(plan.cpus, plan.env["CUDA_VISIBLE_DEVICES"]) for plan in shared] == [
         *(((), visible) for visible in ("", "0", "1", "0", ""))
     ]
     assert {plan.env["TF_FORCE_GPU_ALLOW_GROWTH"] for plan in shared} == {"true"}
     assert "TF_FORCE_GPU_ALLOW_GROWTH" not in make(RunOptions(2, ps=1), Machine((0, 1), ("0", "1")))[0].env
-
-
-def test_all_are_shown_when_asked_for() -> None:
-    assert all(plan.shown for plan in make(RunOptions(workers=3, ps=1), show_all=True))
-
-
-def test_ipv6_host_is_bracketed() -> None:
-    (plan,) = make(RunOptions(workers=1, host="::1"))
-    assert json.loads(plan.env["TF_CONFIG"])["cluster"] == {"worker": ["[::1]:20001"]}
 
 
 def test_defaults_of_a_pinned_worker() -> None:
@@ -126,14 +109,6 @@ def test_interop_threads(ps: int, cores: int, expected: str) -> None:
     assert plan.env["TF_NUM_INTEROP_THREADS"] == expected
 
 
-def test_unpinned_processes_get_no_thread_limit() -> None:
-    for plan in make(RunOptions(workers=1, ps=1), Machine((0, 1))):
-        assert plan.cpus == ()
-        assert "TF_NUM_INTRAOP_THREADS" not in plan.env
-        assert "OMP_NUM_THREADS" not in plan.env
-        assert plan.env["TF_NUM_INTEROP_THREADS"] == "4"
-
-
 def test_users_environment_beats_the_defaults_and_env_option_beats_both() -> None:
     environ = {"OMP_NUM_THREADS": "7", "TF_CPP_MIN_LOG_LEVEL": "0", "MALLOC_TOP_PAD_": "1", "MINE": "a", "OTHER": "b"}
     plan = make(RunOptions(env={"MINE": "c", "TF_CPP_MIN_LOG_LEVEL": "1"}), environ=environ)[0]
@@ -142,16 +117,6 @@ def test_users_environment_beats_the_defaults_and_env_option_beats_both() -> Non
     assert plan.env["MALLOC_TOP_PAD_"] == "1"
     assert plan.env["MINE"] == "c"
     assert plan.env["OTHER"] == "b"
-
-
-def test_each_process_knows_how_often_the_run_was_started_again() -> None:
-    assert [plan.env["TFDIST_RESTART"] for plan in make(RunOptions())] == ["0", "0"]
-    assert [plan.env["TFDIST_RESTART"] for plan in make(RunOptions(), restart=2)] == ["2", "2"]
-
-
-def test_progress_of_a_launcher_around_this_one_is_not_reported_to() -> None:
-    plan = make(RunOptions(ps=1), environ={"TFDIST_PROGRESS": "/proc/1/fd/3", "TFDIST_REPLACEMENT": "1"})[3]
-    assert (plan.name, plan.env["TFDIST_PROGRESS"], plan.env["TFDIST_REPLACEMENT"]) == ("ps 0", "", "")
 
 
 def test_inherited_cluster_is_replaced() -> None:
@@ -193,32 +158,14 @@ def test_too_few_cores() -> None:
         (RunOptions(2, gpus_per_worker=0), ("0",), {("worker", 0): (), ("worker", 1): ()}),
         (RunOptions(3), ("0", "1"), {("worker", 0): ("0",), ("worker", 1): ("1",), ("worker", 2): ("0",)}),
         (
-            RunOptions(1, ps=1, evaluator=True, gpus_per_worker=1),
+            RunOptions(1, ps=1, gpus_per_worker=1),
             ("0", "1"),
-            {("chief", 0): (), ("worker", 0): ("0",), ("ps", 0): (), ("evaluator", 0): ("1",)},
+            {("chief", 0): (), ("worker", 0): ("0",), ("ps", 0): ()},
         ),
     ],
 )
 def test_share_gpus(options: RunOptions, gpus: tuple[str, ...], expected: dict) -> None:
     assert share_gpus(options, Machine((0,), gpus)) == expected
-
-
-def test_gpus_in_the_environment() -> None:
-    plans = make(RunOptions(2), Machine((0, 1), ("2", "3")), environ={"CUDA_VISIBLE_DEVICES": "2,3"})
-    assert [plan.env["CUDA_VISIBLE_DEVICES"] for plan in plans] == ["2", "3"]
-    assert "TF_FORCE_GPU_ALLOW_GROWTH" not in plans[0].env
-    assert "CUDA_VISIBLE_DEVICES" not in make(RunOptions(2))[0].env
-
-
-def test_shared_gpu_leaves_memory_to_the_others() -> None:
-    plans = make(RunOptions(2), Machine((0, 1), ("0",)))
-    assert [plan.env["CUDA_VISIBLE_DEVICES"] for plan in plans] == ["0", "0"]
-    assert [plan.env["TF_FORCE_GPU_ALLOW_GROWTH"] for plan in plans] == ["true", "true"]
-
-
-def test_too_few_gpus() -> None:
-    with pytest.raises(PlanError, match=r"--gpus-per-worker 1: 2 processes need 2 GPUs, but 1 was found .*auto"):
-        make(RunOptions(2, gpus_per_worker=1), Machine((0, 1), ("0",)))
 
 
 @pytest.mark.parametrize(
@@ -251,9 +198,9 @@ def test_impossible_options(arguments: dict, message: str) -> None:
         (RunOptions(2), False, "2 workers on this machine; output of worker 1 goes to logs/"),
         (RunOptions(2), True, "2 workers on this machine; complete logs in logs/"),
         (
-            RunOptions(3, chief=True, evaluator=True),
+            RunOptions(3, chief=True),
             False,
-            "1 chief, 2 workers and 1 evaluator on this machine; output of the other 3 goes to logs/",
+            "1 chief and 2 workers on this machine; output of the other 2 goes to logs/",
         ),
         (
             RunOptions(2, ps=1),

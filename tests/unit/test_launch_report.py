@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,22 +11,6 @@ from tfdist.launcher import report
 from tfdist.launcher.command import main
 
 TF_CONFIG = json.dumps({"cluster": {"worker": ["localhost:1", "localhost:2"]}, "task": {"type": "worker", "index": 1}})
-
-
-def test_single_process() -> None:
-    facts = report.gather(with_devices=False, env={})
-    assert facts["cluster"] == "single process"
-    assert facts["rank"] == 0
-    assert facts["problems"] == []
-    assert facts["versions"]["python"] == sys.version.split()[0]
-    assert "devices" not in facts
-
-
-def test_cluster_of_tf_config() -> None:
-    facts = report.gather(with_devices=False, env={"TF_CONFIG": TF_CONFIG})
-    assert facts["rank"] == 1
-    assert facts["tf_config"]["cluster"] == {"worker": ["localhost:1", "localhost:2"]}
-    assert facts["environment"] == "TF_CONFIG"
 
 
 def test_a_rank_whose_peers_are_not_known_yet() -> None:
@@ -49,19 +32,6 @@ def test_problems_make_the_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 1
     assert facts["cluster"] == "invalid"
     assert "TF_CONFIG" in facts["problems"][0]
-
-
-def test_json_and_text_without_problems(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("TF_CONFIG", "TFDIST_CLUSTER", "TF_USE_LEGACY_KERAS"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("TF_NUM_INTEROP_THREADS", "3")
-    as_json = CliRunner().invoke(main, ["env", "--no-devices", "--json"])
-    assert as_json.exit_code == 0
-    assert json.loads(as_json.output)["variables"]["TF_NUM_INTEROP_THREADS"] == "3"
-    as_text = CliRunner().invoke(main, ["env", "--no-devices"])
-    assert as_text.exit_code == 0
-    assert "cluster:      single process" in as_text.output
-    assert "TF_NUM_INTEROP_THREADS" in as_text.output
 
 
 def test_secrets_are_hidden() -> None:
@@ -96,8 +66,3 @@ def test_devices(tmp_path: Path) -> None:
 def test_devices_of_a_broken_tensorflow(tmp_path: Path) -> None:
     env = stub_tensorflow(tmp_path, "raise ImportError('no libfoo')")
     assert report.devices(env) == "unknown: TensorFlow could not list its devices (ImportError: no libfoo)"
-
-
-def test_devices_have_a_deadline(tmp_path: Path) -> None:
-    env = stub_tensorflow(tmp_path, "import time; time.sleep(60)")
-    assert report.devices(env, deadline=0.5) == "unknown: TensorFlow did not list its devices within 0.5 s"

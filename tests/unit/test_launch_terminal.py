@@ -7,18 +7,18 @@ import re
 
 import pytest
 
-from tfdist.launcher.terminal import Line, LineBuffer, Move, Terminal, hidden_lines, last_lines, render
+from tfdist.launcher.output import LineBuffer, Terminal, hidden_lines, last_lines, plain
 
 BAR = "\x1b[1m1/2\x1b[0m \x1b[32m━━\x1b[0m\x1b[37m━━\x1b[0m loss: 0.5"
 
 
 def lines(data: bytes, chunk: int | None = None, colour: bool = False) -> list[str]:
     buffer = LineBuffer()
-    events = []
+    rows = []
     for start in range(0, len(data), chunk or len(data) or 1):
-        events += buffer.feed(data[start : start + (chunk or len(data))])
-    events += buffer.feed(b"", final=True)
-    return [render(event.cells, colour) for event in events if isinstance(event, Line)]
+        rows += buffer.feed(data[start : start + (chunk or len(data))])
+    rows += buffer.feed(b"", final=True)
+    return [row if colour else plain(row) for row in rows]
 
 
 @pytest.mark.parametrize(
@@ -30,18 +30,13 @@ def lines(data: bytes, chunk: int | None = None, colour: bool = False) -> list[s
         (b"\n\na\n", ["", "", "a"]),
         (b"a\r\nb\r\n", ["a", "b"]),
         (b"10%\r20%\r100%\n", ["100%"]),
-        (b"long line\rshort\n", ["shortline"]),
+        (b"long line\rshort\n", ["short"]),
         (b"long line\r\x1b[Kshort\n", ["short"]),
         (b"long line\r\x1b[2Kshort\n", ["short"]),
-        (b"abc\x1b[1Kd\n", ["   d"]),
-        (b"1/9\b\b\b2/9\n", ["2/9"]),
-        (b"\b\b\ba\n", ["a"]),
-        (b"a\x1b[3Cb\n", ["a   b"]),
-        (b"abc\x1b[2DX\n", ["aXc"]),
-        (b"abc\x1b[1GX\n", ["Xbc"]),
+        (b"\b\b\b\r2/9\n", ["2/9"]),
         (b"a\x1b[?25lb\x1b]0;title\x07c\n", ["abc"]),
         (b"a\x1bb\n", ["a"]),
-        (b"up\x1b[Aagain\n", ["again"]),
+        (b"up\x1b[Aagain\n", ["upagain"]),
         (b"end\x1b", ["end"]),
         (b"\x1b[31m\xe2\x9c\x93 ok\x1b[0m\n", ["✓ ok"]),
     ],
@@ -49,6 +44,17 @@ def lines(data: bytes, chunk: int | None = None, colour: bool = False) -> list[s
 @pytest.mark.parametrize("chunk", [None, 1, 2, 3])
 def test_final_state_of_each_line_however_it_is_cut(data: bytes, expected: list[str], chunk: int | None) -> None:
     assert lines(data, chunk) == expected
+
+
+def test_a_row_without_an_end_is_broken() -> None:
+    buffer, longest = LineBuffer(), 0
+    found = []
+    for _ in range(40):
+        found += buffer.feed(b"x" * 5000)
+        longest = max(longest, len(buffer.row))
+    assert longest <= 1 << 14 and sum(map(len, found)) + len(buffer.row) == 200000
+    # A progress bar that rewrites its row is not.
+    assert lines(b"\r".join([b"y" * 1000] * 100) + b"\n", chunk=None) == ["y" * 1000]
 
 
 def test_bytes_that_are_not_utf8_survive() -> None:
@@ -63,39 +69,10 @@ def test_keras_progress_bar(chunk: int | None) -> None:
     assert lines(written.encode(), chunk) == ["Epoch 1/1", "2/2 ━━━━ loss: 0.4"]
 
 
-def test_unfinished_line_can_be_seen() -> None:
-    buffer = LineBuffer()
-    assert buffer.feed(b"\r1/2") == []
-    assert render(buffer.cells) == "1/2"
-    assert buffer.feed(b"\r2/2") == []
-    assert render(buffer.cells) == "2/2"
-
-
-def test_vertical_moves_come_with_the_row_they_leave() -> None:
-    (event,) = LineBuffer().feed(b"second bar\x1b[1A")
-    assert isinstance(event, Move)
-    assert event.sequence == "\x1b[1A"
-    assert render(event.cells) == "second bar"
-
-
 def test_colours_are_kept_or_dropped() -> None:
     data = b"\x1b[1mbold\x1b[0m plain \x1b[31mred\x1b[0m\n"
     assert lines(data) == ["bold plain red"]
     assert lines(data, colour=True) == ["\x1b[1mbold\x1b[0m plain \x1b[31mred\x1b[0m"]
-
-
-def test_colour_reaches_over_lines() -> None:
-    assert lines(b"\x1b[31ma\nb\x1b[0m\nc\n", colour=True) == ["\x1b[31ma\x1b[0m", "\x1b[31mb\x1b[0m", "c"]
-
-
-def test_reset_within_a_sequence() -> None:
-    assert lines(b"\x1b[1mx\x1b[0;32my\x1b[m\n", colour=True) == ["\x1b[1mx\x1b[0m\x1b[0;32my\x1b[0m"]
-
-
-@pytest.mark.parametrize(("columns", "expected"), [(0, ""), (3, "a世"), (4, "a世b"), (2, "a"), (None, "a世bc")])
-def test_cut_at_columns(columns: int | None, expected: str) -> None:
-    (event,) = LineBuffer().feed("a世bc\n".encode())
-    assert render(event.cells, columns=columns) == expected
 
 
 def test_last_lines() -> None:
@@ -122,36 +99,12 @@ def test_lines_are_prefixed() -> None:
     assert stream.getvalue() == b"[worker 0] a\n[worker 0]\n[worker 1] x\n[worker 0] bc\n"
 
 
-def test_end_of_output_completes_the_line() -> None:
-    terminal, stream = pipe()
-    terminal.feed("worker 0", b"no newline")
-    terminal.feed("worker 0", b"", final=True)
-    assert stream.getvalue() == b"[worker 0] no newline\n"
-
-
-def test_pipe_gets_the_final_state_of_progress_only() -> None:
-    terminal, stream = pipe()
-    for step in range(5):
-        terminal.feed("worker 0", b"\b\b\b\r%d/4" % step)
-    assert stream.getvalue() == b""
-    terminal.feed("worker 0", b"\n")
-    assert stream.getvalue() == b"[worker 0] 4/4\n"
-
-
 def test_terminal_shows_progress_in_one_live_line() -> None:
     terminal, stream = tty()
     terminal.feed("worker 0", b"\r1/2")
     terminal.feed("worker 0", b"\r2/2")
     terminal.feed("worker 0", b"\n")
     assert stream.getvalue() == b"[worker 0] 1/2\r\x1b[K[worker 0] 2/2\r\x1b[K[worker 0] 2/2\n"
-
-
-def test_live_line_is_cut_at_the_width_and_complete_at_its_end() -> None:
-    terminal, stream = tty(columns=20)
-    terminal.feed("worker 0", b"0123456789")
-    assert stream.getvalue() == b"[worker 0] 01234567"
-    terminal.feed("worker 0", b"\n")
-    assert stream.getvalue().endswith(b"\r\x1b[K[worker 0] 0123456789\n")
 
 
 def test_lines_of_others_go_above_the_live_line() -> None:
@@ -162,49 +115,26 @@ def test_lines_of_others_go_above_the_live_line() -> None:
     assert stream.getvalue() == b"[worker 0] 1/2\r\x1b[K[worker 1] partial hello\n[worker 0] 1/2"
 
 
-def test_messages_go_above_the_live_line(capsys: pytest.CaptureFixture[str]) -> None:
-    terminal, stream = tty()
-    terminal.feed("worker 0", b"1/2")
-    terminal.message("hello")
-    assert stream.getvalue() == b"[worker 0] 1/2\r\x1b[K[worker 0] 1/2"
-    assert capsys.readouterr().err == "tfdist: hello\n"
-
-
-def test_prefix_is_dim_where_colours_are_wanted() -> None:
+def test_colours_end_with_their_row() -> None:
     terminal, stream = tty(colour=True)
-    terminal.feed("worker 0", b"\x1b[31mred\x1b[0m\n")
+    terminal.feed("worker 0", b"\x1b[31mred\n")
     assert stream.getvalue() == b"\x1b[2m[worker 0] \x1b[22m\x1b[31mred\x1b[0m\n"
-
-
-def test_cursor_moves_are_passed_on_after_the_row() -> None:
-    terminal, stream = tty()
-    terminal.feed("worker 0", b"bar 0\nbar 1\x1b[A")
-    assert stream.getvalue() == b"[worker 0] bar 0\n[worker 0] bar 1\x1b[A\r"
-    terminal.feed("worker 0", b"\rBAR 0")
-    assert stream.getvalue().endswith(b"\x1b[A\r\r\x1b[K[worker 0] BAR 0")
-
-
-def test_cursor_moves_are_dropped_in_a_pipe() -> None:
-    terminal, stream = pipe()
-    terminal.feed("worker 0", b"bar 1\x1b[Anext\n")
-    assert stream.getvalue() == b"[worker 0] next\n"
 
 
 def test_room_behind_the_prefix() -> None:
     terminal, _ = tty(columns=80)
-    assert terminal.size_inside("worker 0").columns == 69
-    assert terminal.size_inside("worker 10").columns == 68
+    assert [terminal.columns_inside(name) for name in ("worker 0", "worker 10")] == [69, 68]
+    assert pipe()[0].columns_inside("worker 0") is None
 
 
-def test_gone_reader_does_not_end_the_run() -> None:
-    class Gone(io.BytesIO):
-        def flush(self) -> None:
-            raise BrokenPipeError
-
-    terminal = Terminal(Gone(), is_tty=True, live="worker 0", columns=30)
-    terminal.feed("worker 0", b"a\n")
-    terminal.feed("worker 0", b"b\n")
-    assert terminal.is_tty is False
+def test_a_live_line_does_not_wrap() -> None:
+    terminal, stream = tty(columns=16, colour=True)
+    terminal.feed("worker 0", "\x1b[31ma世界bc\x1b[0m".encode())
+    terminal.feed("worker 0", b"\n")
+    assert stream.getvalue().decode().split("\r\x1b[K") == [
+        "\x1b[2m[worker 0] \x1b[22ma世 ",
+        "\x1b[2m[worker 0] \x1b[22m\x1b[31ma世界bc\x1b[0m\n",
+    ]
 
 
 # What TensorFlow 2.20 and 2.21 write at their start on a machine without a GPU.

@@ -8,25 +8,22 @@ from pathlib import Path
 import pytest
 
 from tfdist.checkpoint.manifest import (
-    DamagedBackupsError,
     DamagedCheckpointError,
-    FileRecord,
     Manifest,
-    TensorRecord,
     checkpoint_name,
     checkpoint_names,
-    checkpoint_number,
     committed_checkpoints,
     decode_manifest,
     encode_manifest,
-    measure_file,
     verify_checkpoint,
 )
 
 DATA = b"0123456789" * 1_000_000  # more than one chunk of reading
 META = {"epoch": 3, "done": False, "loss": 0.1 + 0.2, "best": float("inf"), "name": "é", "history": [[1], None]}
 MANIFEST = Manifest(
-    META, {"state.data": FileRecord(len(DATA), zlib.crc32(DATA))}, {"kernel": TensorRecord("bfloat16", [2, 0])}
+    META,
+    {"state.data": {"size": len(DATA), "crc32": zlib.crc32(DATA)}},
+    {"kernel": {"dtype": "bfloat16", "shape": [2, 0]}},
 )
 
 
@@ -57,26 +54,6 @@ def test_every_truncated_or_extended_manifest_is_noticed() -> None:
             decode_manifest(altered)
 
 
-def test_another_format_is_refused() -> None:
-    body = encode_manifest(MANIFEST).replace(b'"format": 1', b'"format": 2').rpartition(b",\n")[0]
-    with pytest.raises(ValueError, match=r"has the format 2, and this version of tfdist reads 1"):
-        decode_manifest(b'%s,\n"crc32": "%08x"}\n' % (body, zlib.crc32(body)))
-
-
-def test_meta_that_is_not_json_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"meta data .* must be JSON.*set is not JSON serializable.*Convert it"):
-        encode_manifest(Manifest({"names": {1}}, {}, {}))
-
-
-def test_measure_file_reads_the_whole_file(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(DATA)
-    assert measure_file(str(tmp_path / "file")) == FileRecord(10_000_000, zlib.crc32(DATA))
-
-
-def test_unaltered_checkpoint_verifies(tmp_path: Path) -> None:
-    assert verify_checkpoint(str(write_checkpoint(tmp_path / "checkpoint"))) == MANIFEST
-
-
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
@@ -98,6 +75,10 @@ def test_altered_file_is_named(tmp_path: Path, content: bytes | None, reason: st
     assert str(caught.value).startswith(f"The checkpoint {folder} is damaged: {reason}")
 
 
+def test_unaltered_checkpoint_verifies(tmp_path: Path) -> None:
+    assert verify_checkpoint(str(write_checkpoint(tmp_path / "checkpoint"))) == MANIFEST
+
+
 def test_unreadable_file_is_damage(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "checkpoint")
     (folder / "state.data").unlink()
@@ -106,17 +87,10 @@ def test_unreadable_file_is_damage(tmp_path: Path) -> None:
         verify_checkpoint(str(folder))
 
 
-def test_checkpoint_without_manifest_is_damaged(tmp_path: Path) -> None:
-    with pytest.raises(DamagedCheckpointError, match=r"manifest.json is missing"):
-        verify_checkpoint(str(tmp_path))
-
-
 def test_names_are_sorted_by_number() -> None:
     assert checkpoint_name(123456789) == "checkpoint-123456789"
     entries = ["checkpoint-123456789", "checkpoint-00000010/", "checkpoint-1", "logs", "checkpoint-00000009"]
     assert checkpoint_names(entries) == ["checkpoint-00000009", "checkpoint-00000010", "checkpoint-123456789"]
-    with pytest.raises(ValueError, match=r"'checkpoint-1' is not the name .* such as 'checkpoint-00000012'"):
-        checkpoint_number("checkpoint-1")
 
 
 def test_committed_checkpoints_have_a_manifest(tmp_path: Path) -> None:
@@ -127,22 +101,7 @@ def test_committed_checkpoints_have_a_manifest(tmp_path: Path) -> None:
     assert committed_checkpoints(str(tmp_path / "absent")) == []
 
 
-def test_damaged_backups_say_what_to_do() -> None:
-    error = DamagedBackupsError(
-        "/backup", {"checkpoint-00000002": "state.data is missing", "checkpoint-00000001": "bad"}
-    )
-    assert str(error) == (
-        "/backup holds 2 checkpoint(s), but none that is complete and unaltered:\n"
-        "  checkpoint-00000002: state.data is missing\n"
-        "  checkpoint-00000001: bad\n"
-        "To begin the training anew, move the folder away: mv /backup /backup.damaged"
-    )
-
-
 def test_verifying_imports_no_tensorflow() -> None:
-    code = (
-        "import sys, tfdist.checkpoint.manifest, tfdist.checkpoint.manifest, tfdist.checkpoint.manifest\n"
-        "print(sorted({'tensorflow', 'keras', 'numpy'} & set(sys.modules)))"
-    )
+    code = "import sys, tfdist.checkpoint.manifest\nprint(sorted({'tensorflow', 'keras', 'numpy'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr

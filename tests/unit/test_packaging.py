@@ -1,4 +1,4 @@
-"""The package's metadata and README, and the Makefile's choice of Python and of when to install."""
+"""The package: its metadata and README, what it imports, and the Makefile's choice of Python and of when to install."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -38,13 +41,12 @@ def test_the_installed_package_has_the_command_the_types_and_the_extras() -> Non
     commands = {entry.name: entry.value for entry in package.entry_points if entry.group == "console_scripts"}
     assert commands == {"tfdist": "tfdist.launcher.command:main"}
     assert package.metadata["Requires-Python"] == ">=3.10"
-    assert set(package.metadata.get_all("Provides-Extra") or ()) == {
+    assert set(package.metadata.get_all("Provides-Extra") or ()) >= {
         "gpu",
         "examples",
         "lora",
+        "tfds",
         "tune",
-        "plot",
-        "kubernetes",
         "bench",
         "package",
         "conformance",
@@ -78,24 +80,22 @@ rows[first](docs/a.md)
 """
 
 
-def test_links_of_the_readme_lead_to_the_repository() -> None:
-    at = "https://example.org/o/tfdist"
-    assert readable_anywhere(README, f"{at}/").splitlines() == [
-        f"See [what is exact]({at}/blob/HEAD/docs/what-is-exact.md), [below]({at}/blob/HEAD/README.md#limits), "
-        "[Keras](https://keras.io).",
-        "",
-        f"| [a]({at}/blob/HEAD/b.md#c) | ![plot]({at}/raw/HEAD/docs/plot.svg) |",
-        *README.splitlines()[3:],
-    ]
-
-
-def test_without_an_address_of_the_repository_no_link_is_dead() -> None:
-    assert readable_anywhere(README, None).splitlines() == [
-        "See what is exact, below, [Keras](https://keras.io).",
-        "",
-        "| a | plot |",
-        *README.splitlines()[3:],
-    ]
+@pytest.mark.parametrize(
+    ("address", "text", "row"),
+    [
+        (
+            "https://example.org/o/tfdist/",
+            "[what is exact]({0}blob/HEAD/docs/what-is-exact.md), [below]({0}blob/HEAD/README.md#limits)",
+            "| [a]({0}blob/HEAD/b.md#c) | ![plot]({0}raw/HEAD/docs/plot.svg) |",
+        ),
+        (None, "what is exact, below", "| a | plot |"),
+    ],
+)
+def test_links_of_the_readme_lead_to_the_repository_or_are_none(address: str | None, text: str, row: str) -> None:
+    first, _, third, *rest = readable_anywhere(README, address).splitlines()
+    assert first == f"See {text.format(address)}, [Keras](https://keras.io)."
+    assert third == row.format(address)
+    assert rest == README.splitlines()[3:]
 
 
 # --- The Makefile ---------------------------------------------------------------------------------------------------
@@ -127,16 +127,6 @@ def test_make_refuses_a_python_that_is_too_old(tmp_path: Path) -> None:
 
 
 @needs_make
-def test_make_says_so_when_there_is_no_python(tmp_path: Path) -> None:
-    tools = tmp_path / "bin"
-    tools.mkdir()
-    (tools / "sh").symlink_to("/bin/sh")
-    done = make(tmp_path, ".venv/.made", path=str(tools))
-    assert done.returncode == 2
-    assert "no Python found. Install Python 3.10 or newer" in done.stderr
-
-
-@needs_make
 def test_make_takes_the_newest_python_that_runs(tmp_path: Path) -> None:
     tools = tmp_path / "bin"
     tools.mkdir()
@@ -148,17 +138,37 @@ def test_make_takes_the_newest_python_that_runs(tmp_path: Path) -> None:
     assert '"python3.12" tools/bootstrap_venv.py .venv' in done.stdout
 
 
-@needs_make
-def test_make_installs_once_and_again_when_the_requirements_change(tmp_path: Path) -> None:
-    venv = tmp_path / ".venv"
-    venv.mkdir()
-    for name in ("Makefile", "pyproject.toml", "setup.py", ".venv/.made"):
-        (tmp_path / name).touch()
-    make(tmp_path, "help")
-    for stamp in (".made", ".test"):
-        (venv / stamp).touch()
-        os.utime(venv / stamp, (2e9, 2e9))
-    shutil.copy(ROOT / "Makefile", tmp_path)
-    assert "up to date" in make(tmp_path, "--dry-run", ".venv/.test").stdout
-    os.utime(venv / ".test", (1e9, 1e9))
-    assert "python tools/install.py -e '.[test]'" in make(tmp_path, "--dry-run", ".venv/.test").stdout
+# --- What it imports ------------------------------------------------------------------------------------------------
+
+UPSTREAM = ROOT / "tfdist/compat/upstream.py"
+PRIVATE = ("keras.src", "tensorflow.python", "tensorflow.core", "tensorflow.compiler")
+
+
+def test_private_names_are_those_of_one_file_and_each_is_used_and_explained():
+    tree, used, others = ast.parse(UPSTREAM.read_text()), set(), []
+    [names] = [node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "__all__"]
+    for path in {*(ROOT / "tfdist").rglob("*.py")} - {UPSTREAM}:
+        if not any(name in path.read_text() for name in (*PRIVATE, "tfdist.compat.upstream")):
+            continue  # parsing all takes seconds
+        for node in ast.walk(ast.parse(path.read_text())):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            others += [f"{path.relative_to(ROOT)}: {module}" for module in modules if module.startswith(PRIVATE)]
+            used |= {alias.name for alias in node.names} if modules == ["tfdist.compat.upstream"] else set()
+    assert others == []
+    rows = re.findall(r"^\| (.+?) \|", ast.get_docstring(tree), re.MULTILINE)[1:]
+    assert used == set(ast.literal_eval(names)) == {name for row in rows for name in row.split(", ")}
+
+
+def test_no_tensorflow_before_it_is_needed():
+    code = """
+        import sys, tfdist, tfdist.cluster, tfdist.launcher.command, tfdist.testing
+        import tfdist.cluster.preflight, tfdist.cluster.meeting, tfdist.cluster.ports
+        import tfdist.launcher.drill.drill, tfdist.strategies.pipeline.schedule
+        from tfdist.launcher.command import main
+        from tfdist.testing import run_local
+        tfdist.discover(), tfdist.ClusterConfig, tfdist.ClusterError, dir(tfdist), dir(tfdist.testing)
+        for name in main.list_commands(None): main.get_command(None, name)
+        assert not {"tensorflow", "keras", "numpy"} & set(sys.modules)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=60)

@@ -6,10 +6,9 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     "tfdist",
     submod_attrs={
         "callbacks.chief_only": ["on_chief"],
-        "callbacks.pipeline_timeline": ["PipelineTimeline"],
         "callbacks.tensorboard": ["TensorBoard"],
         "checkpoint.backup_and_restore": ["BackupAndRestore"],
-        "checkpoint.folder_lock": ["FolderInUseError"],
+        "checkpoint.lock": ["FolderInUseError"],
         "checkpoint.store": ["CheckpointStore", "DamagedBackupsError"],
     },
 )

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import keras
 
-from tfdist.runtime.chief_only import ChiefOnly
-from tfdist.steps.common_hooks import install
+from tfdist.runtime.chief import ChiefOnly
+from tfdist.strategies.hooks import install
 
 
 def on_chief(

@@ -1,22 +1,59 @@
-"""`tfdist.callbacks.BackupAndRestore`: a fit that was killed goes on as if it had not been."""
+"""`tfdist.callbacks.BackupAndRestore`: a fit that was killed goes on as if it had not been.
+
+The life of the backups of a fit, from top to bottom:
+
+    on_train_begin     begin ---- the newest backup? ---> _resume: model, place, position in the data
+                         |                                   |
+    on_epoch_begin     epoch_begins / epoch_begun ---- _restore_the_rest: callbacks, random state
+                         |
+    after each step    _after_step ---- is one due? ----> _save: snapshot, then written beside the training
+                         |       `----- a signal? ------> _preempt: _save, all exit with code 77
+    on_epoch_end       epoch_ended ---- is one due? ----> _save
+                         |
+    on_train_end       ended ---- the last backup, or none is left
+
+Behind it: `schedule` (when), `training_state`, `callback_state` and `position` (what), `store`, `manifest` and `lock`
+(where).
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import logging
 import os
 import signal
-from collections.abc import Callable
-from typing import Any
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import keras
 import tensorflow as tf
 
 from tfdist.arguments import check_path
-from tfdist.checkpoint.fit_backup import FitBackup
-from tfdist.checkpoint.folder_lock import drill_folder
-from tfdist.checkpoint.save_schedule import SaveSchedule
-from tfdist.runtime.callback_order import Arranged
-from tfdist.steps.common_hooks import install
+from tfdist.checkpoint import callback_state, training_state
+from tfdist.checkpoint.manifest import drill_folder
+from tfdist.checkpoint.position import DataPosition, ReadData
+from tfdist.checkpoint.schedule import BackgroundWriter, PreemptionSignal, SaveSchedule
+from tfdist.checkpoint.store import Checkpoint, SharedStore, is_final
+from tfdist.checkpoint.training_state import TrainingState, check_meta, fault_of_meta
+from tfdist.compat.keras import hooks_of
+from tfdist.compat.upstream import get_random_seed
+from tfdist.inspection.datasets import batch_specification, draws_seeds, latest_iterator, replay
+from tfdist.inspection.model_state import random_state
+from tfdist.runtime.agreement import CommonStop, Request
+from tfdist.runtime.chief import Arranged, is_the_chiefs
 from tfdist.storage.selection import check_remote_path, scheme_of
+from tfdist.strategies.hooks import build_for_steps, install
+from tfdist.supervision.events import EventLog
+from tfdist.supervision.exit_codes import PREEMPTED, UNSAVED
+from tfdist.supervision.progress import DONE, SAVED, ProgressWriter
+from tfdist.supervision.time_spent import SAVING, time_spent
+
+_log = logging.getLogger("tfdist")
+
+_WITHOUT_STATE = (keras.callbacks.ProgbarLogger, CommonStop)
 
 
 class BackupAndRestore(Arranged):
@@ -28,9 +65,8 @@ class BackupAndRestore(Arranged):
     writes, all restore, and another number of workers may go on.
 
     The position within an epoch is found again for arrays, `tf.data` pipelines whose seeds are set
-    (`keras.utils.set_random_seed`), `keras.utils.PyDataset`, Grain datasets, and `dataset_fn`. With other data
-    (generators, Python code in a pipeline, random numbers without seeds) it saves at the ends of epochs only, and says
-    so.
+    (`keras.utils.set_random_seed`), `keras.utils.PyDataset`, and `dataset_fn`. With other data (generators, Grain,
+    Python code in a pipeline, random numbers without seeds) it saves at the ends of epochs only, and says so.
 
     Under `tfdist drill` (TFDIST_DRILL_DIR is set) it uses a folder of the drill with the last part of `backup_dir` as
     its name, and keeps the last backup, which the drill compares; the script's own folder is left alone.
@@ -41,8 +77,8 @@ class BackupAndRestore(Arranged):
     Args:
         backup_dir: folder of the backups: local, in a bucket that TensorFlow reaches (`gs://`), or one that fsspec
             reaches with a package that you install (`s3://` with s3fs, ...). Only the chief needs to reach it: the
-            others are sent what it reads. Every fit needs a folder of its own, except several in one script that each
-            start makes in the same order.
+            others are sent what it reads; under `FullyShardedStrategy` all write their parts to it. Every fit needs a
+            folder of its own, except several in one script that each start makes in the same order.
         save_freq: `"epoch"`, a number of training steps, or a duration: `"30s"`, `"10min"`, `"2h"`.
         double_checkpoint: whether at least two backups stay, as in Keras; `max_to_keep` says how many.
         delete_checkpoint: whether the backups are deleted when the fit has finished. With `False`, a script that has
@@ -72,8 +108,6 @@ class BackupAndRestore(Arranged):
         >>> backup = tfdist.callbacks.BackupAndRestore("backup", save_freq=100)
         >>> history = model.fit(np.ones((8, 4)), np.ones((8, 1)), callbacks=[backup], verbose=0)
     """
-
-    _keeps_on_disk = True
 
     def __init__(
         self,
@@ -130,12 +164,6 @@ class BackupAndRestore(Arranged):
         self._others = [callback for callback in callbacks if callback is not self and callback not in last]
         return [_First(self), *self._others, self, *last]
 
-    def _abandon(self) -> None:
-        """Leaves a fit that an exception has ended. tfdist calls the fit again in this process."""
-        fit, self._fit = self._fit, None
-        if fit is not None:
-            fit.abandon()
-
     def on_train_begin(self, logs: dict | None = None) -> None:
         self._fit.begun()
 
@@ -176,16 +204,466 @@ class _First(keras.callbacks.Callback):
         self._backup._fit.batch_ended(batch)
 
 
-# Keeps the state of a fit in the memory of all processes of an elastic job, where the user keeps none on disk.
+@dataclasses.dataclass
+class _Place:
+    """Where training is.
 
-# At most so many steps are done again when a process is lost. Each time the state is kept costs about a copy of it.
-_STEPS = 16
+    Attributes:
+        epoch: the current epoch, or at the end of one the next.
+        steps: training steps of it that are done.
+        total: training steps since the beginning of the fit, over restarts.
+    """
+
+    epoch: int = 0
+    steps: int = 0
+    total: int = 0
+
+    def __str__(self) -> str:
+        return f"step {self.steps} of epoch {self.epoch + 1}" if self.steps else f"epoch {self.epoch}"
 
 
-class ElasticBackup(BackupAndRestore):
-    """`BackupAndRestore` without a folder on disk; added to a fit by tfdist."""
+class FitBackup:
+    """The backups of one fit.
 
-    def __init__(self) -> None:
-        super().__init__("memory", save_freq=_STEPS, asynchronous=False, preemption_signal=None)
+    Args:
+        options: the callback, for its options and its model.
+        callback_list: Keras' list of callbacks.
+        others: the callbacks whose state belongs to the fit.
+    """
 
-    _keeps_on_disk = False
+    def __init__(self, options: Any, callback_list: Any, others: Sequence[keras.callbacks.Callback]) -> None:
+        self._options = options
+        self._model = model = options.model
+        self._callback_list = callback_list
+        self._everyone = others
+        # The others only show something, run on the chief alone, or agree with other processes: they change no result.
+        self._others = [c for c in others if not (isinstance(c, _WITHOUT_STATE) or is_the_chiefs(c))]
+        strategy = model.distribute_strategy
+        hooks = hooks_of(strategy)
+        self._peers, self._agreement = hooks.peers, hooks.agreement
+        self._is_chief = getattr(strategy, "is_chief", True)
+        self._store = SharedStore(_folder_of_fit(options.backup_dir), options.max_to_keep, strategy)
+        self._writer = BackgroundWriter(options.asynchronous, self._warn_not_written)
+        self._schedule = SaveSchedule(options.save_freq)
+        self._signal = PreemptionSignal(options.preemption_signal, model)
+        self._stop_at_end = False
+        self._events = EventLog.from_environment()
+        self._state = TrainingState(model)
+        self._place = _Place()
+        self._kept: str | None = None  # the last backup that is written, in words
+        self._failure: str | None = None  # why a later one is not
+        self._validations = 0
+        self._validation_order: dict = {}
+        self._resumed: Checkpoint | None = None
+        self._was_done = False
+        self._entries: list[dict] = []
+        self._named_as_unsaved: set[tuple[int, str]] = set()
+        self._until_begun = contextlib.ExitStack()
+        self._at_epoch_end = False
+        self._batches_ended = 0  # of the current epoch
+
+    # Beginning
+
+    def begin(self) -> None:
+        """Before any other callback begins: finds the backup, and puts the model into its state."""
+        iterator = latest_iterator(self._model)
+        if iterator is None:
+            raise RuntimeError("Received: BackupAndRestore outside of Model.fit. Expected: fit(..., callbacks=[...]).")
+        self._signal.install()
+        self._epochs = self._callback_list.params["epochs"]
+        self._settings = callback_state.settings(self._others)
+        self._identity = training_state.identity_of(self._model, self._store.directory)
+        self._position = DataPosition(self._model, iterator, self._options.dataset_fn, self._after_step)
+        if self._agreement is not None:
+            self._agreement.begin(self._model)
+        checkpoint = self._store.newest(self._is_wanted)
+        if hooks_of(self._model.distribute_strategy).keeps_parts:
+            self._store.check_that_all_see()
+        if self._position.obstacle is not None:
+            _warn(
+                f"BackupAndRestore saves at the ends of epochs only: {self._position.obstacle}. After a kill, the "
+                "epoch that it interrupted is trained again from its beginning, on the data that the new process gives."
+            )
+        if self._is_chief and (reason := self._position.not_repeatable) is not None:
+            self._events.write("not repeatable", reason=reason)
+        if checkpoint is not None:
+            self._resume(iterator, checkpoint)
+
+    def _resume(self, iterator: Any, checkpoint: Checkpoint) -> None:
+        meta, model = checkpoint.meta, self._model
+        began = time.monotonic()
+        if not hooks_of(model._distribute_strategy).is_data_parallel:  # those are built before their first step
+            build_for_steps(model, batch_specification(iterator))
+        try:
+            check_meta(meta, f"{self._store.directory}/{checkpoint.name}")
+            self._state.make_global_seed_generator(meta["variables"])
+            lost = self._state.make_compression(meta["variables"], checkpoint.tensors)
+            self._state.check(meta["variables"], checkpoint.tensors, with_metrics=meta["steps"] > 0)
+            self._check_identity(meta)
+            self._entries = callback_state.matching(self._others, self._settings, meta["callbacks"])
+            self._position.resume(meta["epoch"], meta["position"], checkpoint.tensors)
+        except ValueError as error:
+            raise is_final(error) from None  # it is no better another time
+        self._state.load(checkpoint.tensors)
+        self._place = _Place(meta["epoch"], meta["steps"], meta["total"])
+        self._kept = f"{checkpoint.name}, of {self._place}"
+        self._validations = meta["validations"]
+        self._validation_order = meta.get("validation order", {})
+        self._resumed = checkpoint
+        if self._is_chief:
+            callback_state.resume_csv(self._everyone, meta["csv"], self._until_begun, meta["done"])
+        over = self._is_over(meta)
+        self._was_done = meta["done"] and over
+        model._initial_epoch = max(self._epochs, 1) if over else meta["epoch"]
+        if (reporter := ProgressWriter.from_environment()) is not None and not over:
+            reporter.resumed(meta["total"])
+        self._events.write(
+            "resumed", checkpoint=checkpoint.name, epoch=meta["epoch"], step=meta["total"], seconds=_since(began)
+        )
+        if self._is_chief:
+            new = [type(c).__name__ for c, entry in zip(self._others, self._entries, strict=True) if entry is None]
+            gone = [saved["class"] for saved in meta["callbacks"] if not any(saved is used for used in self._entries)]
+            if new or gone:
+                _warn(
+                    "The backup is of a fit with other callbacks. Not in the backup, and begin as new: "
+                    f"{', '.join(new) or 'none'}. In the backup only, and left out: {', '.join(gone) or 'none'}."
+                )
+            if lost:
+                _warn(
+                    f"The backup has rests of compressed gradients ({len(lost)} arrays) that the compression of this "
+                    "fit cannot take over. They are left out; all else goes on as it was saved."
+                )
+            self._say_where_it_goes_on(meta, checkpoint.name, over)
+
+    def _say_where_it_goes_on(self, meta: dict, name: str, over: bool) -> None:
+        folder = self._store.directory
+        start_over = f"delete the folder {folder} or pass another backup_dir."
+        if over:
+            _log.warning("The fit is finished: %s/%s. To start over, %s", folder, name, start_over)
+        else:
+            where = f"step {meta['steps']} of epoch {meta['epoch'] + 1}, after {meta['total']} steps in all"
+            _log.warning("The fit goes on at %s: %s/%s", where, folder, name)
+        if meta["epoch"] > self._epochs:
+            _warn(
+                f"Received: epochs={self._epochs}. The finished fit has {meta['epoch']} epochs. To train for fewer, "
+                f"{start_over}"
+            )
+
+    def _check_identity(self, meta: dict) -> None:
+        found = training_state.difference(meta["identity"], self._identity, meta["epochs"] != self._epochs)
+        if found is not None:
+            folder = self._store.directory
+            raise ValueError(
+                f"The backup is of another fit. {found} The folder is {folder}. To train this one, delete that folder "
+                "or pass another backup_dir; to go on with the saved one, make the model and compile it as before."
+            )
+        if self._is_chief and None not in (meta["seed"], now := get_random_seed()) and meta["seed"] != now:
+            _warn(
+                f"Received: keras.utils.set_random_seed({now}). The backup is of a fit with the seed {meta['seed']}, "
+                "and goes on with that one."
+            )
+
+    def _is_wanted(self, meta: dict) -> bool:
+        return fault_of_meta(meta) is not None or not meta["done"] or self._is_over(meta)
+
+    def _is_over(self, meta: dict) -> bool:
+        """Whether a backup leaves nothing to train. A finished fit that is to have more epochs goes on."""
+        return meta["stopped"] or meta["epoch"] >= self._epochs
+
+    def begun(self) -> None:
+        """After all other callbacks have begun."""
+        self._until_begun.close()
+        self._schedule.saved(self._place.total)
+        if self._resumed is not None and self._is_over(self._resumed.meta):
+            self._restore_the_rest()  # no epoch begins
+
+    # Epochs
+
+    def epoch_begins(self, epoch: int) -> None:
+        """Before any other callback's `on_epoch_begin`: restores a backup that was made between two epochs."""
+        if self._resumed is None:
+            self._place = _Place(epoch, 0, self._place.total)
+        self._position.epoch = epoch
+        self._batches_ended = 0
+        if self._resumed is not None and self._place.steps == 0:
+            self._restore_the_rest()
+
+    def epoch_begun(self) -> None:
+        """After all other callbacks' `on_epoch_begin`: restores a backup that was made within an epoch."""
+        if self._resumed is not None:
+            self._restore_the_rest()
+        self._model._initial_epoch = None  # Keras would begin the next fit there, too
+
+    def _restore_the_rest(self) -> None:
+        checkpoint, self._resumed = self._resumed, None
+        self._state.load(checkpoint.tensors)
+        callback_state.restore(self._others, self._settings, self._entries, checkpoint.tensors)
+        self._position.leave_random_state(checkpoint.meta["random"])
+        if self._place.steps:
+            self._show_metrics_of_empty_epoch()
+
+    def _show_metrics_of_empty_epoch(self) -> None:
+        """Gives Keras the metrics of an epoch of which no step is left; it would take them from the logs of a step."""
+        original = self._model._get_metrics_result_or_logs
+
+        def result_or_logs(logs: Any) -> Any:
+            del self._model._get_metrics_result_or_logs
+            return original(logs) if logs else self._model.get_metrics_result()
+
+        object.__setattr__(self._model, "_get_metrics_result_or_logs", result_or_logs)
+
+    def batch_ended(self, batch: int) -> None:
+        """Before any other callback's `on_train_batch_end`."""
+        self._batches_ended = batch + 1
+
+    def _after_step(self, steps: int) -> None:
+        """After each execution of steps, with the number of steps of the epoch that are done."""
+        steps = self._within_epoch(steps)
+        self._place.total += steps - self._place.steps
+        self._place.steps = steps
+        stop, save = self._signal.received, self._schedule.due_by_time
+        if self._agreement is not None:
+            if stop:
+                self._agreement.request(Request.PREEMPT)
+            if save and self._is_chief:
+                self._agreement.request(Request.SAVE)
+            agreed = self._agreement.take(Request.PREEMPT, Request.SAVE)
+            stop, save = Request.PREEMPT in agreed, Request.SAVE in agreed
+        if stop:
+            self._preempt()
+        if not (save or self._schedule.due_after_step(self._place.total)):
+            return
+        size = self._position.steps_per_epoch
+        if self._position.obstacle is not None or (size is not None and steps >= size):
+            self._at_epoch_end = True
+        elif self._agreement is None and self._writer.is_busy:
+            return  # still due after the next step
+        else:
+            self._save(mid_epoch=True)
+
+    def _within_epoch(self, steps: int) -> int:
+        # Keras counts the last execution of an epoch as if it was a whole one.
+        return min(steps, self._position.steps_per_epoch or steps)
+
+    def validation_begins(self) -> None:
+        """Before a validation. After a restart, makes the iterators that earlier validations have made."""
+        iterator = getattr(self._model, "_eval_epoch_iterator", None)
+        if iterator is None:
+            return
+        if iterator is not getattr(self, "_validated", None):
+            data = ReadData(self._model, iterator)
+            data.put_in_order()
+            data.give(self._validation_order)
+            self._validation_order = data.order
+            source = data.source
+            if self._validations and isinstance(source, tf.data.Dataset) and draws_seeds(source):
+                made = self._validations * (1 if iterator._num_batches is None else 2)
+                replay(source, lambda: iter(iterator._get_iterator()), made, self._validations)
+        self._validated = iterator
+        self._validations += 1
+
+    def epoch_ended(self) -> None:
+        """After all other callbacks' `on_epoch_end`."""
+        # Keras asks for no further step once `stop_training` is set: `_after_step` has not seen the last one.
+        unseen = max(0, self._within_epoch(self._batches_ended) - self._place.steps)
+        self._place = _Place(self._place.epoch + 1, 0, self._place.total + unseen)
+        stop, save = self._signal.received, self._schedule.due_by_time
+        if self._peers is not None:
+            flags = self._peers.gather("backup-epoch-end", [stop, save], "finish the epoch")
+            stop, save = any(flag for flag, _ in flags), flags[0][1]
+        is_last = self._model.stop_training or self._place.epoch >= self._epochs
+        self._stop_at_end = stop
+        if stop and not is_last:
+            self._preempt()
+        # Objects that were made since then belong to the backup as well, such as a seed generator that was used late.
+        self._state = TrainingState(self._model)
+        due = self._at_epoch_end or self._schedule.due_after_step(self._place.total)
+        if save or due or is_last or self._schedule.every_epoch:
+            self._wait_for_writer()
+            self._save(mid_epoch=False)
+        self._at_epoch_end = False
+
+    # Saving
+
+    def _wait_for_writer(self) -> None:
+        with time_spent().during(SAVING):
+            self._writer.wait()
+
+    def _save(self, mid_epoch: bool, done: bool = False) -> None:
+        """Takes a snapshot, a collective with several workers; the chief writes it, and each process its own parts."""
+        with time_spent().during(SAVING):
+            if self._callback_list._async_train:
+                self._callback_list._flush_futures()
+            hooks_of(self._model._distribute_strategy).settle(self._model)
+            began = time.monotonic()
+            place = dataclasses.replace(self._place)
+            self._schedule.saved(place.total)
+            tensors: dict[str, Any] = self._state.snapshot(with_metrics=mid_epoch, is_kept=self._is_chief)
+            number = self._peers.count("backup part") if self._peers is not None and self._state.is_in_parts else None
+            if not self._is_chief:
+                if number is not None:
+                    self._writer.submit(lambda: self._store.write_part(number, lambda: _take_copies(tensors)))
+                return
+            with contextlib.ExitStack() as unless_written:
+                if number is not None:
+                    unless_written.callback(self._store.skip, number)
+                if self._writer.is_busy:
+                    return
+                entries = callback_state.capture(self._others, self._settings, tensors, self._state.parts)
+                self._name_what_is_not_saved(entries)
+                meta = {
+                    **dataclasses.asdict(place),
+                    "done": done,
+                    "stopped": not mid_epoch and bool(self._model.stop_training),
+                    "validations": self._validations,
+                    "validation order": self._validation_order,
+                    "variables": self._state.description,
+                    "identity": self._identity,
+                    "epochs": self._epochs,
+                    "seed": get_random_seed(),
+                    "callbacks": entries,
+                    "csv": callback_state.csv_lengths(self._everyone),
+                    "position": self._position.state(tensors, mid_epoch),
+                    "random": random_state(),
+                }
+                unless_written.pop_all()
+            taken = _since(began)
+
+            def write() -> None:
+                began = time.monotonic()
+                name = self._store.write(meta, lambda: _take_copies(tensors), number)
+                self._kept, self._failure = f"{name}, of {place}", None
+                self._events.write(
+                    "saved",
+                    checkpoint=name,
+                    epoch=place.epoch,
+                    step=place.total,
+                    snapshot_seconds=taken,
+                    seconds=_since(began),
+                )
+
+            self._writer.submit(write)
+
+    def _name_what_is_not_saved(self, entries: list[dict]) -> None:
+        """Warns of callbacks' attributes that are in no backup, once."""
+        for number, entry in enumerate(entries):
+            names = [name for name in entry["unsaved"] if (number, name) not in self._named_as_unsaved]
+            self._named_as_unsaved.update((number, name) for name in names)
+            if names:
+                _warn(
+                    f"{entry['class']}: not saved: {', '.join(names)}. After a kill the callback goes on without; if "
+                    "that matters, give it get_state(), which returns plain data, and set_state(state)."
+                )
+
+    def _preempt(self) -> NoReturn:
+        """Saves, and ends the process; all workers do so after the same step."""
+        place, mid_epoch = self._place, self._place.steps > 0
+        lost = mid_epoch and self._position.obstacle is not None
+        if (reporter := ProgressWriter.from_environment()) is not None:
+            reporter.report(DONE, place.total)  # saving may take longer than any step has: not a hang
+        self._wait_for_writer()
+        if lost:
+            self._leave(f"after {place}", "", f"The data have no position within an epoch: {self._position.obstacle}.")
+        self._save(mid_epoch)
+        self._wait_for_writer()
+        self._leave(f"after {place}", "is saved", self._failure)
+
+    def _leave(self, where: str, what: str, failure: str | None) -> NoReturn:
+        """Ends the process, once all others know that they have to end, too, and with which exit code."""
+        reporter = ProgressWriter.from_environment()
+        if reporter is not None and self._is_chief and failure is None:
+            # Before the others are waited for: on a busy machine, the launcher may kill this process meanwhile.
+            reporter.report(SAVED, self._place.total)
+        if self._peers is not None:
+            failure = self._peers.gather("preempted", failure, "save before it exits")[0]
+            self._peers.acknowledge("saved", "hear whether the backup is saved")
+        if failure is not None:
+            what = "is not saved"
+        at = {"epoch": self._place.epoch, "step": self._place.total}
+        self._events.write("preempted" if failure is None else "unsaved", **at)
+        if failure is None and reporter is not None:
+            reporter.report(SAVED, self._place.total)
+        if self._is_chief:
+            begin = f"goes on from the last backup, {self._kept}" if self._kept else "trains from the beginning"
+            rest = "" if failure is None else f". {failure} A new start {begin}"
+            name, code = self._options.preemption_signal.name, PREEMPTED if failure is None else UNSAVED
+            _log.warning("%s: stopped %s, which %s%s; exit code %d", name, where, what, rest, code)
+        self._signal.uninstall()
+        self._store.release()
+        raise SystemExit(PREEMPTED if failure is None else UNSAVED)
+
+    def ended(self) -> None:
+        """After all other callbacks have ended."""
+        self._model._initial_epoch = None
+        self._wait_for_writer()
+        # A process that gets the signal will be started again, and must then find that nothing is left to train.
+        delete = self._options.delete_checkpoint and not self._stop_at_end
+        if not (self._was_done or delete):
+            self._save(mid_epoch=False, done=True)
+        self._writer.close()
+        if delete and self._is_chief:
+            self._store.clear()
+        self._store.release()
+        if delete and self._is_chief:
+            _remove_if_empty(self._options.backup_dir)
+        training_state.forget(self._model)
+        key = _key(self._options.backup_dir)
+        _finished[key] = _finished.get(key, 0) + 1
+        if self._stop_at_end:
+            self._leave("at the end of the fit", "is complete", self._failure)
+        self._signal.uninstall()
+
+    def _warn_not_written(self, error: Exception) -> None:
+        self._events.write("not saved", error=str(error))
+        self._failure = str(error)
+        _warn(
+            f"A backup could not be written; training goes on, and the last good one is kept. {error}", RuntimeWarning
+        )
+
+
+def _warn(text: str, category: type[Warning] = UserWarning) -> None:
+    warnings.warn(text, category, stacklevel=3)
+
+
+def _since(began: float) -> float:
+    return round(time.monotonic() - began, 4)
+
+
+def _take_copies(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Copies the tensors, and empties the dictionary that had them.
+
+    While a snapshot shares a variable's buffer, the next step has to copy it before it writes, in the threads of the
+    training. Once this copy is made, steps write in place again.
+    """
+    copies = {}
+    while tensors:
+        name, value = tensors.popitem()
+        if isinstance(value, tf.Tensor) and value.dtype != tf.variant:
+            with tf.device("CPU:0"):
+                value = tf.raw_ops.DeepCopy(x=value) if "CPU" in value.device else tf.identity(value)
+        copies[name] = value
+    return copies
+
+
+# How many fits with a backup folder have come to their end in this process: a script may call `fit` several times.
+_finished: dict[str, int] = {}
+
+
+def _folder_of_fit(backup_dir: str) -> str:
+    """The folder of the next (or interrupted) fit: `backup_dir` for the first one, then `backup_dir/fit-2`, ...
+
+    A script that is started again makes the same fits in the same order, and finds the finished ones finished.
+    """
+    number = _finished.get(_key(backup_dir), 0) + 1
+    return backup_dir if number == 1 else f"{backup_dir.rstrip('/')}/fit-{number}"
+
+
+def _remove_if_empty(backup_dir: str) -> None:
+    """Removes the folder of the fit that ends, if nothing is left in it. Call it before this one is counted."""
+    for folder in dict.fromkeys([_folder_of_fit(backup_dir), backup_dir]):
+        with contextlib.suppress(OSError):  # another job may write to it by now; remote stores have no folders
+            os.rmdir(folder)
+
+
+def _key(backup_dir: str) -> str:
+    return backup_dir if "://" in backup_dir else os.path.abspath(backup_dir)

@@ -1,30 +1,50 @@
 """The state of the other callbacks of a fit, taken from their attributes.
 
 Keras' callbacks keep what they know in attributes: EarlyStopping's `wait`, `best` and `best_weights`,
-ReduceLROnPlateau's `cooldown_counter`, History's `history`. Everything that `plain_data` can express is saved. A
+ReduceLROnPlateau's `cooldown_counter`, History's `history`. Everything that `encode` can express is saved. A
 callback that keeps something else has `get_state()`, which returns plain data, and `set_state(data)`.
+
+Numbers, text, bytes, dates, paths, arrays, tensors and containers of all these come back as new objects. Objects that
+hold a state (variables, metrics, random number generators, and everything with `get_state` and `set_state`) are made by
+the new process, and get their state back in place. No class or function is looked up by a name that a backup has.
+
+What the program made stays: a path, a command or an option is no state of the training. Write access to the folder of
+the backups must not be enough to turn a callback to another file or command. So text comes back only where the class'
+own methods assign it (`self.phase = "cooling"`), or in a list or a dict that began without text; and an argument of the
+constructor stays unless methods assign it and it is no text.
 """
 
 from __future__ import annotations
 
+import base64
 import collections
+import contextlib
+import datetime
+import dis
+import enum
 import functools
 import inspect
 import io
 import json
 import logging
+import pathlib
+import random
 import threading
 import types
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.checkpoint.plain_data import NotPlainError, decode, encode
-from tfdist.inspection.object_state import NotRestoredError
+from tfdist.inspection.model_state import is_kept_per_replica, parts_of_variable
+
+# Passed in place of the object that this process has: there are none since only data are read (those of a
+# `get_state()`), or this one is missing.
+NO_OBJECTS = object()
+MISSING = object()
 
 _NOT_STATE = ("_model", "model", "params")
 # Values of these types are the same in every process, or no backup could bring them back.
@@ -34,12 +54,275 @@ _STATELESS = (
     *(tf.types.experimental.PolymorphicFunction, tf.summary.SummaryWriter, tf.data.Dataset, tf.distribute.Strategy),
 )
 
+# These run in every process before a backup is restored.
+_BEFORE = ("__init__", "__new__", "set_model", "set_params", "on_train_begin")
+_OBJECTS = ("variable", "variables", "generator", "random", "state", "array", "tensor", "elsewhere")
+
+
+class NotRestoredError(ValueError):
+    """A state cannot be put back: this process has no object like the one that it was taken from."""
+
+
+class _ObjectError(Exception):
+    """What an object of the user's has raised, which is its cause."""
+
+
+# What is raised where a state is not what `encode` has made.
+_MALFORMED = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, tf.errors.OpError)
+# The kinds of dtypes for booleans, numbers and complex numbers; a checkpoint does not keep other arrays exactly.
+_NUMBERS = "biufc"
+_SEQUENCES = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+_MAPPINGS = {"OrderedDict": collections.OrderedDict, "Counter": collections.Counter, "dict": dict}
+_WITH_HEAD = ("deque", "defaultdict")
+_CONTAINERS = (*_SEQUENCES, *_MAPPINGS, *_WITH_HEAD)
+_FACTORIES = {kind.__name__: kind for kind in (list, dict, set, int, float, str, collections.Counter)}
+_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
+_VARIABLES = (tf.Variable, keras.Variable)
+_DATES = (datetime.datetime, datetime.date, datetime.time)
+
+
+class NotPlainError(TypeError):
+    """A value that cannot be saved exactly."""
+
+
+def encode(value: Any, arrays: dict[str, Any], prefix: str, elsewhere: Collection[int] = ()) -> Any:
+    """Plain data as JSON, and its arrays in `arrays`, under names that begin with `prefix`.
+
+    Args:
+        value: what to save.
+        arrays: receives arrays and tensors.
+        prefix: of their names.
+        elsewhere: ids of objects whose state is saved elsewhere; only their place is noted.
+
+    Raises:
+        NotPlainError: if it cannot be saved exactly.
+
+    Example:
+        >>> encode({"best": 0.5, ("a", 1): {3}}, {}, "mine")
+        {'dict': [['best', {'float': '0x1.0000000000000p-1'}], [{'tuple': ['a', 1]}, {'set': [3]}]]}
+    """
+
+    def inner(item: Any) -> Any:
+        return encode(item, arrays, prefix, elsewhere)
+
+    def put(array: Any) -> str:
+        name = f"{prefix}/{len(arrays)}"
+        arrays[name] = array
+        return name
+
+    if value is None:
+        return None
+    if id(value) in elsewhere:
+        return {"elsewhere": True}
+    for encoder in (_scalar, _array, _collection, _object):
+        if (encoded := encoder(value, inner, put)) is not None:
+            return encoded
+    raise NotPlainError(
+        f"Received: a {type(value).__qualname__}. Expected: numbers, text, bytes, dates, paths, arrays, tensors, and "
+        "containers of them. Convert it."
+    )
+
+
+def _scalar(value: Any, inner: Callable, put: Callable) -> Any:
+    if isinstance(value, (enum.Enum, np.generic)):
+        return None
+    if isinstance(value, float):
+        return {"float": float(value).hex()}  # exact, and JSON has no infinity
+    if isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, complex):
+        return {"complex": [value.real.hex(), value.imag.hex()]}
+    if isinstance(value, (bytes, bytearray)):
+        return {type(value).__name__: base64.b64encode(value).decode()}
+    if isinstance(value, pathlib.Path):
+        return {"path": str(value)}
+    if type(value) in _DATES and isinstance(getattr(value, "tzinfo", None), (type(None), datetime.timezone)):
+        return {type(value).__name__: value.isoformat()}
+    if type(value) is datetime.timedelta:
+        return {"timedelta": [value.days, value.seconds, value.microseconds]}
+    return None
+
+
+def _array(value: Any, inner: Callable, put: Callable) -> Any:
+    if isinstance(value, tf.Tensor) and hasattr(value, "numpy") and value.dtype not in (tf.variant, tf.resource):
+        return {"tensor": put(value)}
+    if not isinstance(value, (np.ndarray, np.generic)) or isinstance(value, np.ma.MaskedArray):
+        return None
+    if value.dtype.kind not in _NUMBERS:
+        return None
+    return {"array": put(np.array(value)), "scalar": isinstance(value, np.generic)}
+
+
+def _collection(value: Any, inner: Callable, put: Callable) -> Any:
+    if isinstance(value, dict):
+        pairs = [[inner(key), inner(item)] for key, item in value.items()]
+        if isinstance(value, collections.defaultdict):
+            factory = value.default_factory
+            if factory is not None and _FACTORIES.get(factory.__name__) is not factory:
+                raise NotPlainError(
+                    f"Received: a defaultdict of {factory!r}. Expected: one of {', '.join(_FACTORIES)}."
+                )
+            return {"defaultdict": [factory and factory.__name__, pairs]}
+        return {next(name for name, kind in _MAPPINGS.items() if isinstance(value, kind)): pairs}
+    if isinstance(value, collections.deque):
+        return {"deque": [value.maxlen, [inner(item) for item in value]]}
+    if isinstance(value, tuple) and type(value) is not tuple:
+        return None
+    for name, kind in _SEQUENCES.items():
+        if isinstance(value, kind):
+            items = [inner(item) for item in value]
+            # A set of texts has another order in each process.
+            return {name: sorted(items, key=json.dumps) if kind in (set, frozenset) else items}
+    return None
+
+
+def decode(value: Any, arrays: Mapping[str, Any], present: Any = NO_OBJECTS) -> Any:
+    """The value that `encode` was given. A container of the user's own type comes back as a plain one.
+
+    Args:
+        value: what `encode` returned.
+        arrays: what it has put there.
+        present: the value that this process has; objects in it that hold a state get it back.
+
+    Raises:
+        NotRestoredError: for a state without its object, and for what `encode` does not return.
+        Exception: whatever an object's `set_state` raises.
+    """
+    try:
+        return _decode(value, arrays, present)
+    except NotRestoredError:
+        raise
+    except _ObjectError as error:
+        raise error.__cause__ from None
+    except _MALFORMED as error:
+        raise NotRestoredError(f"it is not what a backup holds ({type(error).__name__}: {error})") from error
+
+
+def _decode(value: Any, arrays: Mapping[str, Any], present: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if not value:
+        raise NotRestoredError("it is not what a backup holds (an empty object)")
+    kind, content = next(iter(value.items()))
+    if kind in _DECODERS:
+        return _DECODERS[kind](content)
+    if kind == "tensor":
+        return tf.convert_to_tensor(arrays[content])
+    if kind == "array":
+        array = np.array(arrays[content])
+        return array[()] if value.get("scalar") else array
+    if kind in _MAPPINGS or kind == "defaultdict":
+        return _mapping_of(kind, content, arrays, present)
+    if kind in _SEQUENCES or kind == "deque":
+        return _sequence_of(kind, content, arrays, present)
+    return _put_back(kind, content, present, lambda item: _decode(item, arrays, NO_OBJECTS), arrays)
+
+
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    "float": float.fromhex,
+    "complex": lambda parts: complex(*map(float.fromhex, parts)),
+    "bytes": base64.b64decode,
+    "bytearray": lambda text: bytearray(base64.b64decode(text)),
+    "path": pathlib.Path,
+    "timedelta": lambda parts: datetime.timedelta(*parts),
+    **{kind.__name__: kind.fromisoformat for kind in _DATES},
+}
+
+
+def _mapping_of(kind: str, content: Any, arrays: Mapping[str, Any], present: Any) -> dict:
+    factory, pairs = content if kind == "defaultdict" else (None, content)
+    keys = [_decode(key, arrays, NO_OBJECTS) for key, _ in pairs]
+    items = [(key, _decode(item, arrays, _part(present, key))) for key, (_, item) in zip(keys, pairs, strict=True)]
+    if kind == "defaultdict":
+        return collections.defaultdict(_FACTORIES.get(factory), items)
+    return _MAPPINGS[kind](dict(items))
+
+
+def _sequence_of(kind: str, content: Any, arrays: Mapping[str, Any], present: Any) -> Any:
+    limit, items = content if kind == "deque" else (None, content)
+    decoded = [_decode(item, arrays, _part(present, i)) for i, item in enumerate(items)]
+    return collections.deque(decoded, limit) if kind == "deque" else _SEQUENCES[kind](decoded)
+
+
+def _part(present: Any, key: Any) -> Any:
+    """A part of the value that this process has; NO_OBJECTS or MISSING if there is none."""
+    if present is NO_OBJECTS:
+        return NO_OBJECTS
+    try:
+        return present[key]
+    except (LookupError, TypeError):
+        return MISSING
+
+
+def _object(value: Any, encode: Callable, put: Callable) -> Any:
+    """The state of a variable, a metric, a random number generator, or anything with `get_state` and `set_state`."""
+    if (variables := _variables_of(value)) is not None:
+        if any(is_kept_per_replica(variable) for variable in variables):
+            return None  # reading it is a collective, and only one process writes backups
+        names = [put(np.array(parts_of_variable(variable)[0].read_value())) for variable in variables]
+        return {"variable": names[0]} if isinstance(value, _VARIABLES) else {"variables": names}
+    if isinstance(value, np.random.Generator):
+        return {"generator": [type(value.bit_generator).__name__, encode(value.bit_generator.state)]}
+    if isinstance(value, random.SystemRandom):
+        return {"elsewhere": True}  # it has no state
+    if isinstance(value, random.Random):
+        return {"random": encode(value.getstate())}
+    if hasattr(value, "get_state") and hasattr(value, "set_state") and not isinstance(value, type):
+        return {"state": encode(value.get_state())}
+    return None
+
+
+def _variables_of(value: Any) -> list[Any] | None:
+    if isinstance(value, _VARIABLES):
+        return [value]
+    if isinstance(value, keras.Metric):
+        return list(value.variables)
+    if isinstance(value, (keras.random.SeedGenerator, tf.random.Generator)):
+        return [value.state]
+    return None
+
+
+def _put_back(kind: str, state: Any, present: Any, decode: Callable[[Any], Any], arrays: Mapping[str, Any]) -> Any:
+    """Puts a state that `_object` has returned into the object of this process; returns that object, or a new one."""
+    if kind == "generator":
+        name, state = state
+        if not isinstance(present, np.random.Generator) or type(present.bit_generator).__name__ != name:
+            if name not in _GENERATORS:
+                raise NotRestoredError(f"NumPy has no random number generator {name}")
+            present = np.random.Generator(getattr(np.random, name)())
+        present.bit_generator.state = decode(state)
+        return present
+    if kind == "random":
+        present = present if isinstance(present, random.Random) else random.Random()
+        present.setstate(decode(state))
+        return present
+    if present is NO_OBJECTS and kind == "variable":
+        return np.array(arrays[state])
+    if present is not NO_OBJECTS and present is not MISSING:
+        if kind == "elsewhere":
+            return present
+        if kind == "state" and hasattr(present, "set_state"):
+            state = decode(state)
+            try:
+                present.set_state(state)
+            except Exception as error:
+                raise _ObjectError from error
+            return present
+        names = [state] if kind == "variable" else state
+        variables = _variables_of(present)
+        if kind != "state" and variables is not None and len(variables) == len(names):
+            for variable, name in zip(variables, names, strict=True):
+                for part in parts_of_variable(variable):
+                    part.assign(tf.constant(arrays[name], part.dtype))
+            return present
+    raise NotRestoredError("this process has no such object in its place")
+
 
 def settings(callbacks: Sequence[keras.callbacks.Callback]) -> list[dict[str, str]]:
     """The arguments of each callback that it keeps under their names, as they are before the training."""
     found = []
     for callback in callbacks:
-        parameters = _parameters_of(callback)
+        parameters = _parameters_of(type(callback))
         values = {name: _as_text(value) for name, value in vars(callback).items() if name in parameters}
         found.append({name: text for name, text in values.items() if text is not None})
     return found
@@ -84,7 +367,7 @@ def capture(
         entries.append(
             {
                 "class": type(callback).__name__,
-                # The function that compares values cannot be saved; Keras chooses it anew.
+                # The function that compares values cannot be saved; Keras chooses it again.
                 "compares": getattr(callback, "monitor_op", None) is not None,
                 "settings": own,
                 "state": state,
@@ -105,7 +388,7 @@ def _state_of(
             raise NotPlainError(
                 f"{type(callback).__name__}.get_state() returned what cannot be saved. {error}"
             ) from None
-    parameters = _parameters_of(callback)
+    parameters = _parameters_of(type(callback))
     pairs, unsaved = [], []
     for name, value in vars(callback).items():
         # Arrays that the user has passed (validation data, say) are there again in the next process.
@@ -121,10 +404,6 @@ def _state_of(
             arrays.update(own)
     # What else Keras' own callbacks keep is no state.
     return {"dict": pairs}, [] if type(callback).__module__.startswith("keras.") else unsaved
-
-
-def _parameters_of(callback: keras.callbacks.Callback) -> Mapping[str, Any]:
-    return inspect.signature(type(callback).__init__).parameters
 
 
 def _holds_arrays(value: Any) -> bool:
@@ -184,6 +463,8 @@ def restore(
                 continue
             present = getattr(callback, name, None)
             try:
+                if _is_programs_own(callback, name, present, saved):
+                    raise NotRestoredError("it is text or an argument of this program, which a backup does not change")
                 value = decode(saved, arrays, present)
             except NotRestoredError as error:
                 warnings.warn(
@@ -203,7 +484,8 @@ def _attributes(state: Any) -> list[tuple[str, Any]]:
     return [
         (pair[0], pair[1])
         for pair in pairs
-        if isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str) and not pair[0].startswith("__")
+        if isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str)
+        if not pair[0].startswith("__") and pair[0] not in _NOT_STATE
     ]
 
 
@@ -221,3 +503,132 @@ def _set(callback: keras.callbacks.Callback, name: str, present: Any, value: Any
         present.extend(value)
     else:
         setattr(callback, name, value)
+
+
+def _parameters_of(cls: type) -> Mapping[str, Any]:
+    """The parameters of the constructors of a class and of those that it inherits from.
+
+    Example:
+        >>> class Mine(Exception):
+        ...     def __init__(self, path, **rest): ...
+        >>> "path" in _parameters_of(type("Its", (Mine,), {}))
+        True
+    """
+    own = [inspect.signature(base.__init__).parameters for base in cls.__mro__ if "__init__" in vars(base)]
+    return {name: parameter for parameters in own for name, parameter in parameters.items()}
+
+
+def _is_programs_own(owner: Any, name: str, present: Any, saved: Any) -> bool:
+    """Whether an attribute has to stay as it is, instead of getting back what a backup has for it.
+
+    Args:
+        owner: whose attribute it is.
+        name: of the attribute.
+        present: its value, before the training goes on.
+        saved: what the backup has, as `encode` returns it.
+    """
+    try:
+        own = encode(present, {}, "")
+    except (NotPlainError, RecursionError):
+        if callable(present) and _kind(saved) not in _OBJECTS:
+            return True
+        own = {"elsewhere": True}
+    if own == saved:
+        return False
+    assigned = _assigned_by(type(owner))
+    is_received, kind = name in _parameters_of(type(owner)), _kind(own)
+    texts = dict(_texts(own))
+    if name in assigned and not (is_received and texts):
+        return False
+    if is_received and name not in assigned and kind not in (*_CONTAINERS, *_OBJECTS):
+        return True
+    if kind in _CONTAINERS and not texts and not is_received:
+        return False
+    try:
+        found = list(_texts(saved))
+        return any(texts.get(place) != text for place, text in found) or (() in texts and not found)
+    except (TypeError, ValueError, LookupError, RecursionError):
+        return True  # it is not what a backup holds
+
+
+def _kind(encoded: Any) -> str | None:
+    return next(iter(encoded), None) if isinstance(encoded, dict) else None
+
+
+def _texts(encoded: Any, place: tuple = ()) -> Iterator[tuple[tuple, str]]:
+    """All text in what `encode` has returned, except for the keys of dicts, and where it is."""
+    if isinstance(encoded, str):
+        yield place, encoded
+    kind = _kind(encoded)
+    content = encoded[kind] if kind else None
+    if kind in ("path", "bytes", "bytearray"):
+        yield place, content
+    elif kind in _CONTAINERS:
+        items = content[1] if kind in _WITH_HEAD else content
+        for key, item in items if kind in (*_MAPPINGS, "defaultdict") else enumerate(items):
+            yield from _texts(item, (*place, json.dumps(item if kind in ("set", "frozenset") else key)))
+
+
+@functools.cache
+def _assigned_by(cls: type) -> frozenset[str]:
+    """The attributes that the methods of a class assign once training has begun."""
+    assigned: set[str] = set()
+    for base in cls.__mro__:
+        for name, member in vars(base).items():
+            function = inspect.unwrap(getattr(member, "fget", None) or getattr(member, "__func__", member))
+            if name not in _BEFORE:
+                for code in _codes_of(getattr(function, "__code__", None)):
+                    assigned.update(step.argval for step in dis.get_instructions(code) if step.opname == "STORE_ATTR")
+    return frozenset(assigned)
+
+
+def _codes_of(code: types.CodeType | None) -> Iterator[types.CodeType]:
+    if code is not None:
+        yield code
+        for constant in code.co_consts:
+            if isinstance(constant, types.CodeType):
+                yield from _codes_of(constant)
+
+
+def csv_lengths(callbacks: Sequence[keras.callbacks.Callback]) -> dict[str, int]:
+    """Bytes in the file of each CSVLogger that writes on this process, by its file name."""
+    loggers = [c for c in callbacks if isinstance(c, keras.callbacks.CSVLogger) and c.csv_file is not None]
+    return {logger.filename: _length(logger.filename) for logger in loggers}
+
+
+def resume_csv(
+    callbacks: Sequence[keras.callbacks.Callback],
+    saved: Mapping[str, int],
+    until_begun: contextlib.ExitStack,
+    is_finished: bool,
+) -> None:
+    """Lets the loggers append to their files, which are cut to the lengths that they had.
+
+    The rows of epochs that are trained again must not be in a file twice.
+
+    Args:
+        callbacks: all of a fit, before their `on_train_begin`.
+        saved: what `csv_lengths` returned.
+        until_begun: closed after their `on_train_begin`; then the loggers are as the user made them.
+        is_finished: whether the fit is finished: then later fits may have written to its files.
+    """
+    for logger in callbacks:
+        if isinstance(logger, keras.callbacks.CSVLogger) and logger.filename in saved:
+            until_begun.callback(setattr, logger, "append", logger.append)
+            logger.append = True
+            if not is_finished and _length(logger.filename) > saved[logger.filename]:
+                _cut_csv(logger.filename, saved[logger.filename])
+
+
+def _cut_csv(path: str, length: int) -> None:
+    with tf.io.gfile.GFile(path, "rb") as file:
+        kept = file.read(length)
+    # A copy is written first: a kill must not leave half of the user's file.
+    beside = f"{path}.tfdist-rewound"
+    with tf.io.gfile.GFile(beside, "wb") as file:
+        file.write(kept)
+    tf.io.gfile.rename(beside, path, overwrite=True)
+
+
+def _length(path: str) -> int:
+    return tf.io.gfile.stat(path).length if tf.io.gfile.exists(path) else 0

@@ -1,51 +1,78 @@
-"""The manifest of a checkpoint: what a checkpoint's folder must hold, and whether it does. Uses no TensorFlow."""
+"""The folder of a checkpoint: its name, what its manifest lists, and whether that is there. Uses no TensorFlow."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import os
 import re
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from tfdist.storage import patience
-from tfdist.storage.patience import NOT_A_FILE, entries_of, is_there, patiently
+from tfdist.json_schema import ANY_OBJECT, anything, check, is_count, read_json
+from tfdist.storage import base
+from tfdist.storage.base import NOT_A_FILE, entries_of, is_there, patiently
 
 # Whatever a later format changes, it keeps the manifest's name and its field "format": by these it is left alone here.
 FORMAT = 1
 MANIFEST_NAME = "manifest.json"
+# Set by `tfdist drill` for the processes that it starts.
+VARIABLE = "TFDIST_DRILL_DIR"
 
 # The checksum is the file's last entry and covers every byte before it, so that no altered bit goes unnoticed.
 _MANIFEST_TEXT = re.compile(rb'(\{.*),\n"crc32": "([0-9a-f]{8})"\}\n', re.DOTALL)
+_FIELDS = {
+    "meta": ANY_OBJECT,
+    "files": {...: {"size": is_count, "crc32": is_count}},
+    "tensors": {...: {"dtype": str, "shape": [is_count]}},
+    **ANY_OBJECT,
+}
+_NAME = re.compile(r"checkpoint-\d{8,}")
 # Large, since a busy Python thread makes this one wait after each chunk.
 _CHUNK_BYTES = 8 << 20
 
 
-@dataclass(frozen=True)
-class FileRecord:
-    """The size and the checksum of one file."""
+class DamagedCheckpointError(ValueError):
+    """A checkpoint's folder does not hold what was written to it.
 
-    size: int
-    crc32: int
+    Attributes:
+        reason: What is wrong with it.
+    """
+
+    def __init__(self, folder: str, reason: str) -> None:
+        self.reason = reason
+        super().__init__(f"The checkpoint {folder} is damaged: {reason}. Use another checkpoint, and remove this one.")
 
 
-@dataclass(frozen=True)
-class TensorRecord:
-    """The type and the shape of one tensor."""
+class UnknownFormatError(ValueError):
+    """A checkpoint of a format that this version of tfdist does not know. It may be intact."""
 
-    dtype: str
-    shape: list[int]
+
+class UnreadableCheckpointError(OSError):
+    """The disk fails where a checkpoint is read. The checkpoint may be intact."""
+
+    def __init__(self, folder: str, reason: str) -> None:
+        super().__init__(
+            f"The checkpoint {folder} cannot be read, also after {len(base.PAUSES) + 1} attempts: {reason}. It may "
+            "be intact: nothing is removed, and no older one is used in its place. Start again once the disk can be "
+            "read; or, to go on without this checkpoint, move it to another folder."
+        )
+
+
+class DamagedBackupsError(ValueError):
+    """A folder holds checkpoints, but none that can be loaded; the text says what is wrong with each."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is in a checkpoint: the writer's own data, the files and the tensors in them."""
+    """What is in a checkpoint: the writer's own data, the files and the tensors in them, as in `_FIELDS`."""
 
     meta: dict[str, Any]
-    files: dict[str, FileRecord]
-    tensors: dict[str, TensorRecord]
+    files: dict[str, dict[str, int]]
+    tensors: dict[str, dict[str, Any]]
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -54,20 +81,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     Raises:
         TypeError: If `meta` holds what JSON cannot express.
     """
-    fields = {
-        "format": FORMAT,
-        "meta": manifest.meta,
-        "files": {name: asdict(record) for name, record in manifest.files.items()},
-        "tensors": {name: asdict(record) for name, record in manifest.tensors.items()},
-    }
-    try:
-        text = json.dumps(fields)
-    except TypeError as error:
-        raise TypeError(
-            f"The meta data of a checkpoint must be JSON (dict, list, str, int, float, bool, None), but {error}. "
-            "Convert it, or save it as a tensor."
-        ) from error
-    body = text[:-1].encode()
+    body = json.dumps({"format": FORMAT, **vars(manifest)})[:-1].encode()
     return b'%s,\n"crc32": "%08x"}\n' % (body, zlib.crc32(body))
 
 
@@ -80,86 +94,49 @@ def decode_manifest(content: bytes) -> Manifest:
     """
     match = _MANIFEST_TEXT.fullmatch(content)
     if match is None:
-        # A later format may have its checksum elsewhere.
-        _check_format(_json_object(content) or {"format": FORMAT})
-        raise ValueError(f"{MANIFEST_NAME} ({len(content)} bytes) is incomplete or is not a manifest")
+        with contextlib.suppress(_NotAsWrittenError):
+            _fields_of(content)  # a later format may have its checksum elsewhere
+        raise _NotAsWrittenError(f"{MANIFEST_NAME} ({len(content)} bytes) is incomplete or is not a manifest")
     body, expected = match[1], int(match[2], 16)
     if zlib.crc32(body) != expected:
-        raise ValueError(f"{MANIFEST_NAME} has the checksum {zlib.crc32(body):08x} instead of {expected:08x}")
-    fields = _json_object(body + b"}")
-    if fields is None:
-        raise ValueError(f"{MANIFEST_NAME} is not JSON")
-    _check_format(fields)
-    meta = fields.get("meta")
-    if not isinstance(meta, dict):
-        raise ValueError(f"{MANIFEST_NAME} has no meta data")
-    files = {name: _file_record(name, record) for name, record in _entries(fields, "files")}
-    tensors = {name: _tensor_record(name, record) for name, record in _entries(fields, "tensors")}
-    return Manifest(meta, files, tensors)
+        raise _NotAsWrittenError(f"{MANIFEST_NAME} has the checksum {zlib.crc32(body):08x} instead of {expected:08x}")
+    fields = _fields_of(body + b"}")
+    for name in fields["files"]:
+        # Files are read by these names: they must not lead out of the folder.
+        if not (name.isprintable() and len(os.fsencode(name)) <= 255) or "/" in name or name in ("", ".", ".."):
+            shown = ascii(name)[:60]
+            raise _NotAsWrittenError(
+                f"{MANIFEST_NAME} lists a file {shown}, which is not the name of one in its folder"
+            )
+    return Manifest(fields["meta"], fields["files"], fields["tensors"])
 
 
-def _json_object(content: bytes) -> dict[str, Any] | None:
+class _NotAsWrittenError(ValueError):
+    """Bytes that are no manifest, or a file that is not as it lists."""
+
+
+def _fields_of(content: bytes) -> dict[str, Any]:
+    """What is in a manifest. The format is looked at first: others may have other fields."""
     try:
-        fields = json.loads(content.decode())  # of bytes, json guesses the encoding, and imports what decodes it
-    except (ValueError, RecursionError):
-        return None
-    return fields if isinstance(fields, dict) else None
+        fields = read_json(content, {"format": anything, **ANY_OBJECT})
+        if type(found := fields["format"]) is int and found == FORMAT:
+            check(fields, _FIELDS)
+            return fields
+    except ValueError as error:
+        raise _NotAsWrittenError(f"{MANIFEST_NAME} is not one: {error}") from None
+    raise UnknownFormatError(
+        f"{MANIFEST_NAME} has the format {ascii(found)[:60]}, and this version of tfdist reads {FORMAT}"
+    )
 
 
-def _check_format(fields: Mapping[str, Any]) -> None:
-    if "format" not in fields:
-        raise ValueError(f"{MANIFEST_NAME} names no format")
-    found = fields["format"]
-    if type(found) is not int or found != FORMAT:
-        raise UnknownFormatError(
-            f"{MANIFEST_NAME} has the format {_short(found)}, and this version of tfdist reads {FORMAT}"
-        )
-
-
-def _entries(fields: Mapping[str, Any], what: str) -> Iterable[tuple[str, Any]]:
-    entries = fields.get(what)
-    if not isinstance(entries, dict):
-        raise ValueError(f"{MANIFEST_NAME} has no list of {what}")
-    return entries.items()
-
-
-def _file_record(name: str, record: Any) -> FileRecord:
-    # Files are read by these names: they must not lead out of the folder.
-    if not (name.isprintable() and len(os.fsencode(name)) <= 255) or "/" in name or name in ("", ".", ".."):
-        raise ValueError(f"{MANIFEST_NAME} lists a file {_short(name)}, which is not the name of one in its folder")
-    if not (_has_fields(record, "size", "crc32") and all(map(_is_count, record.values()))):
-        raise ValueError(f"{MANIFEST_NAME} does not say size and checksum of {name}")
-    return FileRecord(**record)
-
-
-def _tensor_record(name: str, record: Any) -> TensorRecord:
-    is_whole = _has_fields(record, "dtype", "shape") and isinstance(record["dtype"], str)
-    if not (is_whole and isinstance(record["shape"], list) and all(map(_is_count, record["shape"]))):
-        raise ValueError(f"{MANIFEST_NAME} does not say dtype and shape of the tensor {_short(name)}")
-    return TensorRecord(**record)
-
-
-def _has_fields(record: Any, *names: str) -> bool:
-    return isinstance(record, dict) and record.keys() == set(names)
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _short(value: Any) -> str:
-    text = ascii(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."
-
-
-def measure_file(path: str) -> FileRecord:
+def measure_file(path: str) -> dict[str, int]:
     """Reads a file, and returns its size and its checksum."""
     size = checksum = 0
     with open(path, "rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
             size += len(chunk)
             checksum = zlib.crc32(chunk, checksum)
-    return FileRecord(size, checksum)
+    return {"size": size, "crc32": checksum}
 
 
 def read_file(path: str) -> bytes:
@@ -188,47 +165,29 @@ def verify_checkpoint(folder: str, shown: str | None = None) -> Manifest:
         UnknownFormatError: If another version of tfdist wrote it, in a format of its own.
         UnreadableCheckpointError: If the disk fails, again and again. The checkpoint may be intact.
     """
-    shown = shown or folder
+    shown, name = shown or folder, MANIFEST_NAME
     try:
-        manifest = decode_manifest(read_file(os.path.join(folder, MANIFEST_NAME)))
+        manifest = decode_manifest(read_file(os.path.join(folder, name)))
+        for name, expected in manifest.files.items():
+            found = patiently(functools.partial(measure_file, os.path.join(folder, name)))
+            if found["size"] != expected["size"]:
+                raise _NotAsWrittenError(f"{name} has {found['size']} bytes instead of {expected['size']}")
+            if (crc32 := found["crc32"]) != expected["crc32"]:
+                raise _NotAsWrittenError(f"{name} has the checksum {crc32:08x} instead of {expected['crc32']:08x}")
     except FileNotFoundError:
-        raise DamagedCheckpointError(shown, f"{MANIFEST_NAME} is missing") from None
+        raise DamagedCheckpointError(shown, f"{name} is missing") from None
     except NOT_A_FILE as error:
-        raise DamagedCheckpointError(shown, f"{MANIFEST_NAME} cannot be read: {error}") from error
+        raise DamagedCheckpointError(shown, f"{name} cannot be read: {error}") from error
     except OSError as error:
-        raise UnreadableCheckpointError(shown, f"{MANIFEST_NAME}: {error}") from error
+        raise UnreadableCheckpointError(shown, f"{name}: {error}") from error
     except UnknownFormatError as error:
         raise UnknownFormatError(
             f"The checkpoint {shown} is of another version of tfdist: {error}. It is left as it is. Use the version "
             "of tfdist that wrote it; or, to go on without it, move it to another folder."
         ) from None
-    except ValueError as error:
+    except _NotAsWrittenError as error:
         raise DamagedCheckpointError(shown, str(error)) from error
-    for name, expected in manifest.files.items():
-        if fault := _file_fault(folder, name, expected, shown):
-            raise DamagedCheckpointError(shown, f"{name} {fault}")
     return manifest
-
-
-def _file_fault(folder: str, name: str, expected: FileRecord, shown: str) -> str | None:
-    try:
-        found = patiently(lambda: measure_file(os.path.join(folder, name)))
-    except FileNotFoundError:
-        return "is missing"
-    except NOT_A_FILE as error:
-        return f"cannot be read: {error}"
-    except OSError as error:
-        raise UnreadableCheckpointError(shown, f"{name}: {error}") from error
-    if found.size != expected.size:
-        return f"has {found.size} bytes instead of {expected.size}"
-    if found.crc32 != expected.crc32:
-        return f"has the checksum {found.crc32:08x} instead of {expected.crc32:08x}"
-    return None
-
-
-# The names of checkpoints' folders, such as `checkpoint-00000012`. Uses no TensorFlow.
-
-_NAME = re.compile(r"checkpoint-(\d{8,})")
 
 
 def checkpoint_name(number: int) -> str:
@@ -243,16 +202,10 @@ def checkpoint_name(number: int) -> str:
 def checkpoint_number(name: str) -> int:
     """Returns the number in the name of a checkpoint's folder.
 
-    Raises:
-        ValueError: If it is not such a name.
-
     >>> checkpoint_number("checkpoint-00000012")
     12
     """
-    match = _NAME.fullmatch(name)
-    if match is None:
-        raise ValueError(f"{name!r} is not the name of a checkpoint: give one such as {checkpoint_name(12)!r}")
-    return int(match[1])
+    return int(name.removeprefix("checkpoint-"))
 
 
 def checkpoint_names(entries: Iterable[str]) -> list[str]:
@@ -271,58 +224,21 @@ def committed_checkpoints(directory: str) -> list[str]:
     return [name for name in names if is_there(os.path.join(directory, name, MANIFEST_NAME))]
 
 
-# Damage: the errors of checkpoints that are not what was written. Uses no TensorFlow.
+def drill_folder(backup_dir: str, env: Mapping[str, str]) -> str | None:
+    """The folder to use instead of `backup_dir` in a drill, so that each of its runs has backups of its own.
 
+    Args:
+        backup_dir: what the script asked for, local or remote.
+        env: the environment of the process.
 
-class DamagedCheckpointError(ValueError):
-    """A checkpoint's folder does not hold what was written to it.
+    Returns:
+        A local folder; None if this is no drill.
 
-    Attributes:
-        folder: The checkpoint's folder.
-        reason: What is wrong with it.
+    Example:
+        >>> drill_folder("gs://bucket/backup/", {"TFDIST_DRILL_DIR": "/tmp/drill"})
+        '/tmp/drill/backup'
     """
-
-    def __init__(self, folder: str, reason: str) -> None:
-        self.folder = folder
-        self.reason = reason
-        super().__init__(f"The checkpoint {folder} is damaged: {reason}. Use another checkpoint, and remove this one.")
-
-
-class UnknownFormatError(ValueError):
-    """A checkpoint of a format that this version of tfdist does not know. It may be intact."""
-
-
-class UnreadableCheckpointError(OSError):
-    """The disk fails where a checkpoint is read. The checkpoint may be intact.
-
-    Attributes:
-        folder: The checkpoint's folder.
-        reason: What fails.
-    """
-
-    def __init__(self, folder: str, reason: str) -> None:
-        self.folder = folder
-        self.reason = reason
-        super().__init__(
-            f"The checkpoint {folder} cannot be read, also after {len(patience.PAUSES) + 1} attempts: {reason}. It may "
-            "be intact: nothing is removed, and no older one is used in its place. Start again once the disk can be "
-            "read; or, to go on without this checkpoint, move it to another folder."
-        )
-
-
-class DamagedBackupsError(ValueError):
-    """A folder holds checkpoints, but none that can be loaded.
-
-    Attributes:
-        directory: The folder.
-        reasons: What is wrong with each checkpoint.
-    """
-
-    def __init__(self, directory: str, reasons: Mapping[str, str]) -> None:
-        self.directory = directory
-        self.reasons = dict(reasons)
-        lines = "".join(f"\n  {name}: {reason}" for name, reason in reasons.items())
-        super().__init__(
-            f"{directory} holds {len(reasons)} checkpoint(s), but none that is complete and unaltered:{lines}\n"
-            f"To begin the training anew, move the folder away: mv {directory} {directory}.damaged"
-        )
+    root = env.get(VARIABLE)
+    if not root:
+        return None
+    return os.path.join(root, os.path.basename(os.path.normpath(backup_dir)))

@@ -6,25 +6,54 @@ Weights, seeds, optimizer, metrics, and what compression has not sent yet. Varia
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Collection, Mapping
+import hashlib
+import json
+import re
+import reprlib
+import warnings
+import weakref
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat.hooks import hooks_of
-from tfdist.compat.upstream import global_seed_generator
-from tfdist.inspection import random_state
-from tfdist.inspection.global_seeds import is_used
-from tfdist.inspection.model_parts import metrics_of, optimizers_of, parts_of, seed_generators_of
-from tfdist.inspection.replica_values import combine, gather, is_kept_per_replica, parts_of_variable, scatter
+from tfdist.checkpoint.store import ROWS
+from tfdist.compat.keras import hooks_of
+from tfdist.compat.upstream import Functional, global_seed_generator
+from tfdist.inspection.model_state import (
+    combine,
+    gather,
+    is_kept_per_replica,
+    is_random_state,
+    is_sharded,
+    is_used,
+    metrics_of,
+    optimizers_of,
+    parts_of,
+    parts_of_variable,
+    scatter,
+    seed_generators_of,
+)
+from tfdist.json_schema import ANY_OBJECT, NOTHING, anything, check, is_count
 
 _PER_REPLICA = "replicas"
 _COMPRESSION = "compression"
 # All other seed generators belong to a layer, and their states to the model's variables.
 _GLOBAL_SEED = "seeds/0"
+
+_COMPILED = ("loss", "loss_weights", "metrics", "weighted_metrics")
+# Where a class is defined, what a batch looked like, and seeds: they do not tell one model from another.
+_LEFT_OUT = ("module", "registered_name", "shared_object_id", "build_config", "build_input_shape", "seed")
+_LONGEST = 64
+_RATE = "learning_rate"
+_VERSION = "keras"
+
+# The fits that have begun in this process, and may have failed: the training has changed the learning rate since.
+_begun: weakref.WeakKeyDictionary[keras.Model, tuple[str, weakref.ref, dict]] = weakref.WeakKeyDictionary()
 
 
 class StateMismatchError(ValueError):
@@ -55,7 +84,7 @@ class TrainingState:
             "metrics": list(model.metrics_variables),
             # Metrics that Keras does not know, and does not reset at the beginning of an epoch.
             "other metrics": [variable for metric in metrics_of(model) for variable in metric.variables],
-            "optimizer": [v for o in optimizers_of(model) for part in [o, *parts_of(o)] for v in part.variables],
+            "optimizer": [variable for optimizer in self._optimizers for variable in optimizer.variables],
         }
         seen: set[int] = set()
         variables: dict[str, Any] = {}
@@ -63,6 +92,15 @@ class TrainingState:
             own = [v for v in members if not (id(v) in seen or seen.add(id(v)))]
             variables.update({f"{group}/{i}": variable for i, variable in enumerate(own)})
         return variables
+
+    @property
+    def _optimizers(self) -> list[Any]:
+        return [part for optimizer in optimizers_of(self._model) for part in [optimizer, *parts_of(optimizer)]]
+
+    @property
+    def is_in_parts(self) -> bool:
+        """Whether each process has a part of it."""
+        return any(map(is_sharded, self._variables.values()))
 
     @property
     def _of_compression(self) -> dict[str, Any]:
@@ -86,15 +124,14 @@ class TrainingState:
     def _fixed_description(self) -> dict[str, list]:
         description = _described(self._variables)
         # Other optimizers may have variables of the same shapes, with another meaning.
-        optimizers = [part for optimizer in optimizers_of(self._model) for part in [optimizer, *parts_of(optimizer)]]
-        return description | {f"optimizer class/{i}": ["", [], type(o).__name__] for i, o in enumerate(optimizers)}
+        names = [type(optimizer).__name__ for optimizer in self._optimizers]
+        return description | {f"optimizer class/{i}": ["", [], name] for i, name in enumerate(names)}
 
     @functools.cached_property
     def parts(self) -> frozenset[int]:
         """The ids of all objects whose state this is. Callbacks that refer to one of them need not save it."""
         model, variables = self._model, list(self._variables.values())
-        optimizers = [part for optimizer in optimizers_of(model) for part in [optimizer, *parts_of(optimizer)]]
-        owners = [model, *model._flatten_layers(), *optimizers, *metrics_of(model), *seed_generators_of(model)]
+        owners = [model, *model._flatten_layers(), *self._optimizers, *metrics_of(model), *seed_generators_of(model)]
         within = [part for variable in variables for part in [variable._value, *parts_of_variable(variable)]]
         return frozenset(map(id, [*owners, *variables, *within]))
 
@@ -152,14 +189,15 @@ class TrainingState:
                 raise StateMismatchError(
                     f"The backup is of another model or optimizer. Received: {name} is {_words(received)}. Expected, "
                     f"as saved: {_words(expected)}. Build and compile the model as before, or pass another backup_dir "
-                    "to begin anew."
+                    "to start over."
                 )
+        in_rows = _pieces(tensors)
         for name in self._variables:
             is_needed = with_metrics or not name.startswith("metrics/")
-            if is_needed and name not in tensors and f"{_PER_REPLICA}/{name}" not in tensors:
+            if is_needed and not in_rows.get(name) and not {name, f"{_PER_REPLICA}/{name}"}.intersection(tensors):
                 raise StateMismatchError(
                     f"Received: a backup without a value of {name}, {_words(description[name])}. Expected: one of "
-                    "every variable. Use another backup, or pass another backup_dir to begin anew."
+                    "every variable. Use another backup, or pass another backup_dir to start over."
                 )
 
     def snapshot(self, with_metrics: bool, is_kept: bool = True) -> dict[str, tf.Tensor]:
@@ -169,7 +207,8 @@ class TrainingState:
 
         Args:
             with_metrics: whether metrics are in the middle of an epoch, so that their values are needed.
-            is_kept: whether this process needs what compression keeps on all replicas, as much as all their weights.
+            is_kept: whether this process writes more than its rows of sharded variables. What compression keeps on all
+                replicas is as much as all their weights.
         """
         tensors: dict[str, tf.Tensor] = {}
         per_replica: dict[str, Any] = {}
@@ -178,6 +217,9 @@ class TrainingState:
                 continue
             if is_kept_per_replica(variable):
                 per_replica[f"{_PER_REPLICA}/{name}"] = variable
+            elif is_sharded(variable):
+                rows = variable.value.own_rows()
+                tensors.update({f"{ROWS}{name}/{first}": value for first, value in rows.items()})
             else:
                 # Shares the buffer: TensorFlow copies it when the next step writes to the variable.
                 tensors[name] = parts_of_variable(variable)[0].read_value()
@@ -192,20 +234,52 @@ class TrainingState:
             (value,) = gather(self._model.distribute_strategy, [variable])
             if is_kept:
                 tensors[f"{_PER_REPLICA}/{name}"] = value
-        return tensors
+        return tensors if is_kept else {name: v for name, v in tensors.items() if name.startswith(ROWS)}
 
     def load(self, tensors: Mapping[str, np.ndarray]) -> None:
         """Puts a snapshot back. It may be of another number of replicas, or without any strategy."""
+        in_rows = _pieces(tensors)
         for name, variable in (self._variables | self._of_compression).items():
             whole, replicas = tensors.get(name), tensors.get(f"{_PER_REPLICA}/{name}")
+            if name in in_rows:
+                pieces = {first: tensors[key] for first, key in in_rows[name].items()}
+                if is_sharded(variable):
+                    variable.value.assign_rows(functools.partial(rows_between, pieces))
+                    continue
+                shape = tuple(variable.shape)
+                whole = np.concatenate(list(pieces.values())).reshape(-1)[: int(np.prod(shape))].reshape(shape)
             if name in self._lost or (whole is None and replicas is None):
                 continue
             if is_kept_per_replica(variable):
                 values = whole[np.newaxis] if replicas is None else replicas
                 scatter(self._model.distribute_strategy, variable, values)
                 continue
+            if is_sharded(variable):
+                variable.value.assign(whole)
+                continue
             for part in parts_of_variable(variable):
                 part.assign(tf.constant(combine(variable, replicas) if whole is None else whole, dtype=part.dtype))
+
+
+def _pieces(tensors: Collection[str]) -> dict[str, dict[int, str]]:
+    """Of each variable that is there in rows, of any number of replicas: the names of its tensors, by the first row."""
+    found: dict[str, dict[int, str]] = {}
+    for key in tensors:
+        if key.startswith(ROWS):
+            name, _, first = key.removeprefix(ROWS).rpartition("/")
+            found.setdefault(name, {})[int(first)] = key
+    return {name: dict(sorted(pieces.items())) for name, pieces in found.items()}
+
+
+def rows_between(pieces: Mapping[int, np.ndarray], begin: int, end: int) -> np.ndarray:
+    """Rows of a whole that is there in pieces, by their first rows, in order.
+
+    Example:
+        >>> rows_between({0: np.array([[0], [1]]), 2: np.array([[2], [3]])}, 1, 3).tolist()
+        [[1], [2]]
+    """
+    parts = [rows[max(begin - first, 0) : max(end - first, 0)] for first, rows in pieces.items()]
+    return np.concatenate(parts)
 
 
 def _described(variables: Mapping[str, Any]) -> dict[str, list]:
@@ -222,76 +296,34 @@ def _words(description: list | None) -> str:
 # The rest of a backup: what `FitBackup` writes beside the tensors, as JSON.
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
 def _is_seed(value: Any) -> bool:
     return value is None or type(value) is int
 
 
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def _is_variables(value: Any) -> bool:
-    return isinstance(value, dict) and all(_is_variable(entry) for entry in value.values())
-
-
 def _is_variable(entry: Any) -> bool:
-    return isinstance(entry, list) and list(map(type, entry)) == [str, list, str] and all(map(_is_count, entry[1]))
+    return isinstance(entry, list) and list(map(type, entry)) == [str, list, str] and all(map(is_count, entry[1]))
 
 
-def _is_callbacks(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(entry, dict) and _has(entry, _CALLBACK) for entry in value)
+def _is_slot(slot: Any) -> bool:
+    return isinstance(slot, list) and 0 < len(slot) < 3 and None not in slot and all(map(_is_seed, slot))
 
 
-def _is_position(value: Any) -> bool:
-    if not (isinstance(value, dict) and _has(value, _POSITION)):
-        return False
-    begin = value.get("random at begin")
-    return begin is None or random_state.is_state(begin)
-
-
-def _is_lengths(value: Any) -> bool:
-    return isinstance(value, dict) and all(map(_is_count, value.values()))
-
-
-def _is_object(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def _has(entry: Mapping[str, Any], fields: Mapping[str, Callable[[Any], bool]]) -> bool:
-    return all(name in entry and fits(entry[name]) for name, fits in fields.items())
-
-
-_CALLBACK: dict[str, Callable[[Any], bool]] = {
-    "class": lambda value: isinstance(value, str),
-    "compares": _is_flag,
-    "settings": _is_object,
-    "state": lambda value: True,  # `plain_data.decode` looks into it
-    "unsaved": lambda value: isinstance(value, list),
+# Earlier versions knew no order, and no number of iterators that were used.
+_ORDER = {"order?": [_is_slot], **ANY_OBJECT}
+_CALLBACK = {
+    **{"class": str, "compares": bool, "settings": ANY_OBJECT, "unsaved": [anything], **ANY_OBJECT},
+    "state": anything,  # `callback_state.decode` looks into it
 }
-_POSITION: dict[str, Callable[[Any], bool]] = {
-    "made": _is_count,
-    "taken": _is_count,
-    "steps": _is_count,
-    "goes on": _is_flag,
-    "batches": lambda value: value is None or _is_count(value),
-    "facts": _is_object,
-    "array seed": _is_seed,
-    "global seed": _is_seed,
+_POSITION = {
+    **{"made": is_count, "taken": is_count, "steps": is_count, "goes on": bool, "batches": (NOTHING, is_count)},
+    **{"facts": ANY_OBJECT, "array seed": _is_seed, "global seed": _is_seed, "used?": is_count, **_ORDER},
+    "random at begin?": (NOTHING, is_random_state),
 }
-_META: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("epoch", "steps", "total", "validations", "epochs"), _is_count),
-    **dict.fromkeys(("done", "stopped"), _is_flag),
-    "seed": _is_seed,
-    "variables": _is_variables,
-    "identity": _is_object,
-    "callbacks": _is_callbacks,
-    "csv": _is_lengths,
-    "position": _is_position,
-    "random": random_state.is_state,
+_META = {
+    **dict.fromkeys(("epoch", "steps", "total", "validations", "epochs"), is_count),
+    **{"done": bool, "stopped": bool, "seed": _is_seed, "variables": {...: _is_variable}, "identity": ANY_OBJECT},
+    **{"callbacks": [_CALLBACK], "csv": {...: is_count}, "position": _POSITION, "random": is_random_state},
+    **{"validation order?": _ORDER, **ANY_OBJECT},
 }
 
 
@@ -300,14 +332,12 @@ def fault_of_meta(meta: Mapping[str, Any]) -> str | None:
 
     Example:
         >>> fault_of_meta({"epoch": -1})
-        'its epoch is -1'
+        'its steps is missing'
     """
-    for name, fits in _META.items():
-        if name not in meta:
-            return f"it has no {name}"
-        if not fits(meta[name]):
-            text = ascii(meta[name])
-            return f"its {name} is {text if len(text) <= 60 else text[:60] + '...'}"
+    try:
+        check(meta, _META)
+    except ValueError as error:
+        return str(error)
     return None
 
 
@@ -318,3 +348,161 @@ def check_meta(meta: Mapping[str, Any], path: str) -> None:
             f"{path} is not a backup of a fit: {fault}. Move it to another folder to go on without it, or pass another "
             "backup_dir."
         )
+
+
+def identity_of(model: keras.Model, folder: str) -> dict[str, Any]:
+    """What identifies the fit that begins, as JSON. A fit that is tried again in this process keeps its identity.
+
+    Args:
+        model: before its state is restored.
+        folder: of the backups.
+    """
+    before, optimizer, identity = _begun.get(model, ("", lambda: None, {}))
+    if before != folder or optimizer() is None or optimizer() is not model.optimizer:
+        identity = _describe(model)
+        if model.optimizer is not None:
+            _begun[model] = (folder, weakref.ref(model.optimizer), identity)
+    return identity
+
+
+def forget(model: keras.Model) -> None:
+    """Notes that a model's fit has ended: the next one begins with the learning rate that this one has left."""
+    _begun.pop(model, None)
+
+
+def _describe(model: keras.Model) -> dict[str, Any]:
+    compiled = getattr(getattr(model, "_compile_config", None), "config", {})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Keras warns of lambdas that cannot be loaded safely
+        found = {
+            "model": _architecture(model),
+            "optimizers": [_configuration(optimizer) for optimizer in optimizers_of(model)],
+            **{name: _serialised(compiled.get(name)) for name in _COMPILED},
+        }
+        found = normalised(found)
+    return {**found, "replicas": model.distribute_strategy.num_replicas_in_sync, _VERSION: keras.__version__}
+
+
+def _architecture(model: keras.Model) -> Any:
+    if isinstance(model, (keras.Sequential, Functional)):
+        with contextlib.suppress(Exception):  # a layer that has no configuration
+            return model.get_config()
+    return [_configuration(layer) for layer in model._flatten_layers()]
+
+
+def _configuration(part: Any) -> dict[str, Any]:
+    try:
+        return {"class_name": type(part).__name__, "config": part.get_config()}
+    except Exception:  # whatever a user's class raises
+        return {"class_name": type(part).__name__}
+
+
+def _serialised(value: Any) -> Any:
+    try:
+        return keras.saving.serialize_keras_object(value)
+    except Exception:
+        return value
+
+
+def normalised(config: Any) -> Any:
+    """A configuration as JSON, without the counters in names: the same in every process that makes the same model.
+
+    Example:
+        >>> normalised({"name": "dense_7", "config": {"units": (3,), "seed": 5}})
+        {'name': 'dense', 'config': {'units': [3]}}
+    """
+    counts: dict[str, int] = {}
+    names: dict[str, str] = {}
+    for name in _names_in(config):
+        base = re.sub(r"_\d+$", "", name)
+        if name not in names:
+            number = counts[base] = counts.get(base, -1) + 1
+            names[name] = f"{base}_{number}" if number else base
+    return json.loads(json.dumps(_plain(config, names)))
+
+
+def _names_in(config: Any) -> Iterator[str]:
+    if isinstance(config, dict):
+        if isinstance(config.get("name"), str):
+            yield config["name"]
+        config = list(config.values())
+    if isinstance(config, (list, tuple)):
+        for item in config:
+            yield from _names_in(item)
+
+
+def _plain(value: Any, names: dict[str, str]) -> Any:
+    if isinstance(value, dict):
+        if value.get("class_name") == "__lambda__":
+            return "<lambda>"  # its code tells in which line it stands
+        items = {names.get(str(key), str(key)): item for key, item in value.items() if key not in _LEFT_OUT}
+        if isinstance(items.get("batch_shape"), (list, tuple)):
+            items["batch_shape"] = items["batch_shape"][1:]
+        return {key: _plain(item, names) for key, item in items.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_plain(item, names) for item in value]
+        return items if len(items) <= _LONGEST else f"{len(items)} items, {_digest(json.dumps(items))}"
+    if isinstance(value, str):
+        value = names.get(value, value)
+        return value if len(value) <= _LONGEST else f"{len(value)} characters, {_digest(value)}"
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist(), names)
+    return getattr(value, "__name__", type(value).__name__)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def difference(saved: dict[str, Any], now: dict[str, Any], more_epochs: bool) -> str | None:
+    """The first difference between two identities, in words; `None` if it is the same fit.
+
+    A learning rate may depend on the number of replicas, and a schedule of learning rates on the number of epochs:
+    such numbers are not compared if those are different. Nor are options of layers that only one of two versions of
+    Keras has.
+
+    Example:
+        >>> difference({"optimizers": [{"momentum": 0.9}]}, {"optimizers": [{"momentum": 0.5}]}, more_epochs=False)
+        'Received: optimizers[0].momentum is 0.5. Expected, as saved: 0.9.'
+    """
+    scaled = saved.get("replicas") != now.get("replicas")
+
+    def may_differ(path: str, one: Any, other: Any) -> bool:
+        if path == "replicas":
+            return True
+        if not path.startswith("optimizers") or not all(type(value) in (int, float) for value in (one, other)):
+            return False
+        return scaled or (more_epochs and f"{_RATE}." in path)
+
+    if saved.get(_VERSION) != now.get(_VERSION):
+        saved, now = _what_both_have(saved, now), _what_both_have(now, saved)
+    for path, one, other in _differences(saved, now, ""):
+        if not may_differ(path, one, other):
+            return f"Received: {path} is {_shown(other)}. Expected, as saved: {_shown(one)}."
+    return None
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.7g}" if isinstance(value, float) else reprlib.repr(value)
+
+
+def _what_both_have(one: Any, other: Any) -> Any:
+    """A configuration without the keys that the other one lacks."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return {key: _what_both_have(one[key], other[key]) for key in one if key in other and key != _VERSION}
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        return [_what_both_have(*pair) for pair in zip(one, other, strict=True)]
+    return one
+
+
+def _differences(saved: Any, now: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(saved, dict) and isinstance(now, dict):
+        for key in dict.fromkeys([*now, *saved]):
+            yield from _differences(saved.get(key), now.get(key), f"{path}.{key}".lstrip("."))
+    elif isinstance(saved, list) and isinstance(now, list) and len(saved) == len(now):
+        for number, (one, other) in enumerate(zip(saved, now, strict=True)):
+            yield from _differences(one, other, f"{path}[{number}]")
+    elif repr(saved) != repr(now):  # not a number is equal to itself here
+        yield path, saved, now

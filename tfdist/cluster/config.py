@@ -49,16 +49,14 @@ class ClusterConfig:
     def __post_init__(self) -> None:
         if isinstance(self.jobs, _NoCluster):
             return
-        jobs, problems = validation.normalise(self.jobs)
-        if jobs or not problems:  # otherwise "empty" would only repeat what is known
-            problems += validation.job_problems(jobs)
-        if jobs:
-            problems += validation.task_problems(jobs, self.task_type, self.task_index)
-        if problems:
+        try:
+            jobs = validation.read_jobs(self.jobs)
+            index = validation.read_task(jobs, self.task_type, self.task_index)
+        except ClusterError as error:
             prefix = "" if self.source == "argument" else f"{self.source}: "
-            raise ClusterError(prefix + problem for problem in problems)
+            raise ClusterError(prefix + problem for problem in error.problems) from None
         object.__setattr__(self, "jobs", jobs)
-        object.__setattr__(self, "task_index", validation.as_index(self.task_index))
+        object.__setattr__(self, "task_index", index)
 
     @classmethod
     def single_process(cls, source: str = "single process") -> ClusterConfig:
@@ -86,31 +84,19 @@ class ClusterConfig:
             >>> ClusterConfig.from_tf_config(text).address
             'b:2222'
         """
-        content, problems = validation.parse(value, source) if isinstance(value, str) else (value, [])
-        problems = [f"{source}: {problem}" for problem in problems]
-        task = content.get("task")
-        config = None
+        content = validation.parse(value, source) if isinstance(value, str) else value
         # Kubeflow's TFJob with enableDynamicWorker tells each worker its own address and those of the ps.
-        jobs = content.get("cluster", content.get("sparseCluster"))
+        jobs, task = content.get("cluster", content.get("sparseCluster")), content.get("task")
         if jobs is None:
-            problems += [f"{source}: {problem}" for problem in validation.without_cluster(content)]
-            config = cls.single_process(source)
-        elif isinstance(task, Mapping) and {"type", "index"} <= task.keys():
-            try:
-                config = cls(jobs, task["type"], task["index"], source)  # type: ignore[arg-type]
-            except ClusterError as error:
-                problems += error.problems
-        else:
-            got = "missing" if task is None else repr(task)
-            jobs, found = validation.normalise(jobs)
-            found += validation.job_problems(jobs) if jobs or not found else []
-            found.append(
-                f'"task" is {got}; add "task": {{"type": "worker", "index": 0}} with the values of this process'
+            if problem := validation.without_cluster(content):
+                raise ClusterError(f"{source}: {problem}")
+            return cls.single_process(source)
+        if not isinstance(task, Mapping) or not {"type", "index"} <= task.keys():
+            raise ClusterError(
+                f'{source}: "task" is {task!r}; add "task": {{"type": "worker", "index": 0}} with the values of this '
+                "process"
             )
-            problems += [f"{source}: {problem}" for problem in found]
-        if config is None or problems:
-            raise ClusterError(problems)
-        return config
+        return cls(jobs, task["type"], task["index"], source)
 
     def to_tf_config(self) -> dict[str, object]:
         """The content of TF_CONFIG: jobs without gaps as lists, others as mappings; `{}` for a single process.

@@ -19,8 +19,6 @@ _log = logging.getLogger("tfdist")
 _RAY = "RAY_"
 # The cluster of a process that has met the others.
 _met: dict[Membership, ClusterConfig] = {}
-# By what the processes of a cluster have known each other when they met; not in the description, which is printed.
-_secrets: dict[str, bytes] = {}
 
 
 def discover(env: Mapping[str, str] | None = None, timeout: float = 300.0) -> ClusterConfig:
@@ -63,7 +61,7 @@ def find(env: Mapping[str, str] | None = None) -> ClusterConfig | Membership:
     environment = next(environment for environment in ENVIRONMENTS if environment.detect(env))
     found = environment.read(env)
     if isinstance(found, ClusterConfig):
-        problems = _against_launcher(found, env) if environment is TF_CONFIG else []
+        problems = left_over(found, env) if environment is TF_CONFIG else []
     else:
         # What a person has set for tfdist overrides everything.
         problems = contradictions(found, env) if environment is not BY_HAND else []
@@ -72,15 +70,6 @@ def find(env: Mapping[str, str] | None = None) -> ClusterConfig | Membership:
     if isinstance(found, Membership) and found.size == 1:
         return ClusterConfig.single_process(found.source)
     return found
-
-
-def secret_of(config: ClusterConfig) -> bytes | None:
-    """The secret by which the processes of a cluster have met, if they have, and nobody else can know it.
-
-    Example:
-        >>> secret_of(ClusterConfig({"worker": ["a:1", "b:1"]}))
-    """
-    return _secrets.get(config.fingerprint())
 
 
 def contradictions(found: Membership, env: Mapping[str, str]) -> list[str]:
@@ -107,50 +96,40 @@ def contradictions(found: Membership, env: Mapping[str, str]) -> list[str]:
     ]
 
 
-def tf_config_contradictions(config: ClusterConfig, found: Membership, env: Mapping[str, str]) -> list[str]:
-    """Why TF_CONFIG, which may be left over from another job, does not fit the system: a line, or nothing.
+def left_over(config: ClusterConfig, env: Mapping[str, str]) -> list[str]:
+    """Why TF_CONFIG, which may be left over from another job, does not fit the launcher: a line, or nothing.
 
-    The number of tasks has to be the same. With parameter servers or an evaluator, whoever wrote TF_CONFIG decides
-    which task comes first; otherwise the ranks have to be the same as well. If the system has a single task, that one
-    may have started others.
+    The number of tasks has to be the same. If the launcher has a single one, that may have started others.
 
     Example:
         >>> config = ClusterConfig({"worker": ["a:1", "b:1"]}, "worker", 1)
-        >>> tf_config_contradictions(config, Membership(1, 2, "Slurm step 17.0", "job"), {})
+        >>> left_over(config, {"PMI_RANK": "1", "PMI_SIZE": "3"})[0].partition(".")[0]
+        'Received: TF_CONFIG of 2 tasks, but MPICH says that there are 3'
+        >>> left_over(config, {"PMI_RANK": "1", "PMI_SIZE": "2"})
         []
-        >>> tf_config_contradictions(config, Membership(1, 3, "Slurm step 17.0", "job"), {})[0].partition(".")[0]
-        'Received: TF_CONFIG of 2 tasks, but Slurm step 17'
     """
-    if found.size == 1 or any(name.startswith(_RAY) for name in env):
+    launcher = next((environment for environment in RANK_LAUNCHERS if environment.detect(env)), None)
+    if launcher is None or any(name.startswith(_RAY) for name in env):
         return []
+    try:
+        found = launcher.read(env)
+    except ClusterError:
+        return []  # with TF_CONFIG nothing else has to be known
     own = (config.task_type, config.task_index)
     tasks = [(job, index) for job, index, _ in config.tasks()] or [own]
     count = len(tasks) + (own not in tasks)  # an evaluator beside the cluster
-    if count != found.size:
-        given, said = f"of {count} task{'' if count == 1 else 's'}", f"number of tasks is {found.size}"
-    elif {job for job, _ in (*tasks, own)} <= {"chief", "worker"} and config.rank != found.rank:
-        given, said = f"of rank {config.rank} ({config.task_type} {config.task_index})", f"rank is {found.rank}"
-    else:
+    if found.size in (1, count):
         return []
     return [
-        f"Received: TF_CONFIG {given}, but {found.source} says that the {said}. Expected: the same. Unset TF_CONFIG, "
-        "without which tfdist asks the system; if it is right, pass "
-        'cluster=tfdist.ClusterConfig.from_tf_config(os.environ["TF_CONFIG"]) to the strategy'
+        f"Received: TF_CONFIG of {count} task{'' if count == 1 else 's'}, but {found.source} says that there are "
+        f"{found.size}. Expected: the same. Unset TF_CONFIG, without which tfdist asks the system; if it is right, "
+        'pass cluster=tfdist.ClusterConfig.from_tf_config(os.environ["TF_CONFIG"]) to the strategy'
     ]
-
-
-def _against_launcher(config: ClusterConfig, env: Mapping[str, str]) -> list[str]:
-    launcher = next((environment for environment in RANK_LAUNCHERS if environment.detect(env)), None)
-    if launcher is None:
-        return []
-    try:
-        return tf_config_contradictions(config, launcher.read(env), env)
-    except ClusterError:
-        return []  # with TF_CONFIG nothing else has to be known
 
 
 def _complete(found: Membership, timeout: float, env: Mapping[str, str]) -> ClusterConfig:
     # Imported here because `find` needs no network, and this takes a while to load.
+    from tfdist.cluster.meeting import keep
     from tfdist.cluster.rendezvous import meet
 
     tasks = roles(found.size, optional_number(env, SERVERS) or 0)
@@ -162,7 +141,6 @@ def _complete(found: Membership, timeout: float, env: Mapping[str, str]) -> Clus
     sharing = [rank for rank, devices in enumerate(seen) if devices == seen[found.rank]]
     config = ClusterConfig(jobs, *tasks[found.rank], source=found.source)
     config = dataclasses.replace(config, local_rank=sharing.index(found.rank), local_size=len(sharing))
-    if result["secret"] is not None:
-        _secrets[config.fingerprint()] = result["secret"]
+    keep(config, result["store"])
     _log.info("met %d processes on %d hosts: %s", found.size, len(set(result["hosts"])), config)
     return config

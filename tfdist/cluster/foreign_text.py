@@ -35,3 +35,13 @@ def listed(names: list[str], more: int = 0, shown: int = 20) -> str:
     """
     more += max(0, len(names) - shown)
     return ", ".join(names[:shown]) + (f" and {more} more" if more else "")
+
+
+def whole_number(text: str) -> int | None:
+    """The number from 0 that a text is; None if it is none, or far too large.
+
+    Example:
+        >>> [whole_number(text) for text in ("12", "-1", "\u00b2", "", "9" * 5000)]
+        [12, None, None, None, None]
+    """
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 16 else None

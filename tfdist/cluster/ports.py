@@ -41,7 +41,7 @@ class Reservation:
         self.close()
 
 
-def reserve(count: int, host: str = "127.0.0.1", low: int = _LOW, high: int | None = None) -> Reservation:
+def reserve(count: int, host: str = "127.0.0.1", low: int | None = None, high: int | None = None) -> Reservation:
     """Reserves ports on this machine, safely against other reservations made at the same time.
 
     The ports are held on every interface whatever the host is, because TensorFlow's server binds to every interface.
@@ -49,7 +49,7 @@ def reserve(count: int, host: str = "127.0.0.1", low: int = _LOW, high: int | No
     Args:
         count: How many.
         host: The address under which the processes will be reached; checked to be one of this machine.
-        low: The lowest port to use.
+        low: The lowest port to use; 20000 by default.
         high: The end of the range (not used itself). By default the start of the range from which the system takes
             the ports of outgoing connections, so that no such connection is in the way.
 
@@ -64,8 +64,12 @@ def reserve(count: int, host: str = "127.0.0.1", low: int = _LOW, high: int | No
         ...     len(set(reservation.ports))
         2
     """
-    _check_host(host)
-    high = default_range(low)[1] if high is None else high
+    if not sockets.is_own(host):
+        raise ClusterError(
+            f"host {host!r} is not an address of this machine; use {own_loopback()}, or one that `ip address` shows"
+        )
+    usual = default_range()
+    low, high = low or usual[0], high or usual[1]
     candidates = range(low, high)
     # The system's randomness: processes forked at the same moment must not walk the same way.
     start = random.SystemRandom().randrange(len(candidates)) if candidates else 0
@@ -118,8 +122,8 @@ def ephemeral_low(path: Path = _LINUX_RANGE) -> int:
         return _USUAL_EPHEMERAL
 
 
-def default_range(low: int = _LOW) -> tuple[int, int]:
-    """The ports that are used where none are named: those from `low` to where those of outgoing connections begin.
+def default_range() -> tuple[int, int]:
+    """The ports that are used where none are named: those from 20000 to where those of outgoing connections begin.
 
     Example:
         >>> default_range()[0]
@@ -127,7 +131,7 @@ def default_range(low: int = _LOW) -> tuple[int, int]:
     """
     high = ephemeral_low()
     # If the ports of outgoing connections begin below, none would be left. They never take a port that is held.
-    return low, (high if high > low else max(_USUAL_EPHEMERAL, min(low + 10000, 65536)))
+    return _LOW, (high if high > _LOW else _USUAL_EPHEMERAL)
 
 
 def _hold(port: int) -> socket.socket | None:
@@ -143,12 +147,11 @@ def _hold(port: int) -> socket.socket | None:
     return holder
 
 
-def _check_host(host: str) -> None:
-    try:
-        is_own = sockets.is_own(host)
-    except socket.gaierror as error:
-        raise ClusterError(f"host {host!r} has no address ({error.strerror}); use 127.0.0.1 or a known name") from None
-    if not is_own:
-        raise ClusterError(
-            f"host {host!r} is not an address of this machine; use 127.0.0.1 or an address that `ip address` shows"
-        )
+def own_loopback() -> str:
+    """The address of this machine for itself: 127.0.0.1, or ::1 where there is no IPv4.
+
+    Example:
+        >>> own_loopback()
+        '127.0.0.1'
+    """
+    return next((host for host in ("127.0.0.1", "::1") if sockets.is_own(host)), "127.0.0.1")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import socket
 import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -48,17 +47,16 @@ def check(config: ClusterConfig, env: Mapping[str, str] | None = None) -> list[s
     return problems
 
 
-def require(config: ClusterConfig, env: Mapping[str, str] | None = None) -> None:
+def require(config: ClusterConfig) -> None:
     """Refuses what `check` finds.
 
     Raises:
         ClusterError: If there is any problem.
 
     Example:
-        >>> require(ClusterConfig.single_process(), env={})
+        >>> require(ClusterConfig.single_process())
     """
-    problems = check(config, env)
-    if problems:
+    if problems := check(config):
         raise ClusterError(problems)
 
 
@@ -75,7 +73,7 @@ def is_on(env: Mapping[str, str], name: str) -> bool:
 
 
 def _tensorflow() -> list[str]:
-    # Only if somebody else has imported it: a check must not import, let alone initialise, TensorFlow.
+    # Only if the program has imported it: a check must not import, let alone initialise, TensorFlow.
     module = sys.modules.get("tensorflow.python.eager.context")
     if module is None:
         return []
@@ -92,33 +90,24 @@ def _hosts(config: ClusterConfig) -> list[str]:
     places = {(job, index): sockets.split_address(place)[0] for job, index, place in config.tasks()}
     hosts = sorted(set(places.values()))
     with ThreadPoolExecutor(max_workers=min(16, len(hosts))) as pool:  # a name server that is down costs seconds a name
-        found = dict(zip(hosts, pool.map(_resolve, hosts), strict=True))
+        found = dict(zip(hosts, pool.map(sockets.addresses_of, hosts), strict=True))
     problems = []
-    mixed = any(isinstance(addresses, set) and not _all_loopback(addresses) for addresses in found.values())
+    mixed = any(addresses and not _all_loopback(addresses) for addresses in found.values())
     for (job, index), host in places.items():
-        addresses = found[host]
-        if isinstance(addresses, str):
-            problems.append(
-                f"{job} {index}: the host {host!r} cannot be resolved ({addresses}); "
-                "correct the name, add it to /etc/hosts, or use an IP address"
-            )
-            continue
         # The /etc/hosts of this machine may map its own name to 127.0.1.1. A loopback address that is written in the
         # cluster, however, misleads the others.
         misleads = (job, index) != (config.task_type, config.task_index) or sockets.is_loopback(host)
-        if mixed and misleads and _all_loopback(addresses):
+        if not found[host]:
             problems.append(
-                f"{job} {index}: the host {host!r} is only a loopback address here ({', '.join(sorted(addresses))}), "
+                f"{job} {index}: the host {host!r} cannot be resolved; correct the name, add it to /etc/hosts, or use "
+                "an IP address"
+            )
+        elif mixed and misleads and _all_loopback(found[host]):
+            problems.append(
+                f"{job} {index}: the host {host!r} is only a loopback address here ({', '.join(sorted(found[host]))}), "
                 "but other tasks are on the network; use the address that every machine reaches it by"
             )
     return problems
-
-
-def _resolve(host: str) -> set[str] | str:
-    try:
-        return {str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
-    except (OSError, UnicodeError) as error:
-        return sockets.reason_of(error)
 
 
 def _all_loopback(addresses: set[str]) -> bool:
@@ -128,27 +117,20 @@ def _all_loopback(addresses: set[str]) -> bool:
 def _own_port(config: ClusterConfig, must_be_local: bool) -> list[str]:
     host, port = sockets.split_address(config.address)
     task = f"{config.task_type} {config.task_index}"
-    if must_be_local:
-        try:
-            is_own = sockets.is_own(host)
-        except (socket.gaierror, UnicodeError):
-            return []  # reported with the other hosts
-        if not is_own:
-            return [
-                f"{task}: {config.address} is not an address of this machine; "
-                "set the task type and index of this process to the task that runs here, or correct the address; "
-                "if it is forwarded to this machine (NAT, the published port of a container), "
-                f"set {SKIP_ADDRESS_CHECK}=1"
-            ]
+    if must_be_local and not sockets.is_own(host):
+        return [
+            f"{task}: {config.address} is not an address of this machine; "
+            "set the task type and index of this process to the task that runs here, or correct the address; "
+            "if it is forwarded to this machine (NAT, the published port of a container), "
+            f"set {SKIP_ADDRESS_CHECK}=1"
+        ]
     try:
         sockets.bind_everywhere(port, reuse=True).close()
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            shown = f"`ss -ltnp 'sport = :{port}'` shows it"
-            why = f"address already in use: another process listens there; stop it ({shown})"
-        elif error.errno == errno.EACCES:
-            why = "permission denied: ports below 1024 are for the administrator; start it as one"
-        else:
-            why = f"{error.strerror}; correct the address"
+        remedies = {
+            errno.EADDRINUSE: f"another process listens there; stop it (`ss -ltnp 'sport = :{port}'` shows it)",
+            errno.EACCES: "ports below 1024 are for the administrator; start it as one",
+        }
+        why = f"{sockets.reason_of(error).lower()}: {remedies.get(error.errno, 'correct the address')}"
         return [f"{task}: cannot bind port {port} of {config.address}: {why}, or choose another port"]
     return []

@@ -4,9 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import ipaddress
+import os
+import random
+import re
 import socket
 import struct
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
+_ADDRESS = re.compile(r"(\[(?P<ipv6>[^][\s]+)]|(?P<host>[^][:/\s]+)):(?P<port>[0-9]{1,5})")
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -22,22 +34,12 @@ def split_address(address: str) -> tuple[str, int]:
         >>> split_address("[::1]:2222")
         ('::1', 2222)
     """
-    if not isinstance(address, str):
-        raise ValueError(f'address {address!r} is not text; write it as "host:port"')
-    if "://" in address:
-        raise ValueError(f'address {address!r} starts with a protocol; write only "host:port"')
-    if address != address.strip() or any(character.isspace() for character in address):
-        raise ValueError(f'address {address!r} contains white space; write it as "host:port"')
-    host, colon, port = address.rpartition(":")
-    if not colon or not host or not port or address.endswith("]"):
-        raise ValueError(f'address {address!r} has no host or no port; write it as "host:port"')
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-    elif ":" in host:
-        raise ValueError(f'address {address!r} is ambiguous; write an IPv6 address in brackets, as "[::1]:2222"')
-    if not (port.isascii() and port.isdigit() and 1 <= int(port) <= 65535):
-        raise ValueError(f"address {address!r} has port {port}; use a number from 1 to 65535")
-    return host, int(port)
+    found = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
+    if found is None or not 1 <= int(found["port"]) <= 65535:
+        raise ValueError(
+            f'address {address!r} is not of the form "host:port", or "[::1]:port", with a port from 1 to 65535'
+        )
+    return found["ipv6"] or found["host"], int(found["port"])
 
 
 def join_address(host: str, port: int) -> str:
@@ -58,20 +60,6 @@ def reason_of(error: BaseException) -> str:
         ('Connection refused', 'EOFError')
     """
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
-
-
-def is_known(host: str | None) -> bool:
-    """Whether a host name has an address here.
-
-    Example:
-        >>> is_known("localhost"), is_known("no.such.host.invalid")
-        (True, False)
-    """
-    try:
-        socket.getaddrinfo(host, None)
-    except (OSError, UnicodeError):
-        return False
-    return True
 
 
 def is_loopback(host: str) -> bool:
@@ -158,22 +146,31 @@ def bind_host(host: str, port: int) -> socket.socket:
 
 
 def is_own(host: str) -> bool:
-    """Whether a host is this machine.
-
-    Raises:
-        socket.gaierror: If it has no address; UnicodeError if it cannot be a name.
+    """Whether a host is this machine; not, if its name cannot be resolved.
 
     Example:
-        >>> is_own("localhost"), is_own("192.0.2.7")
-        (True, False)
+        >>> is_own("localhost"), is_own("192.0.2.7"), is_own("no.such.host.invalid")
+        (True, False, False)
     """
     try:
         bind_host(host, 0).close()
-    except socket.gaierror:
-        raise
-    except OSError as error:
-        return error.errno in (errno.EADDRINUSE, errno.EACCES)
+    except (OSError, UnicodeError) as error:
+        return getattr(error, "errno", None) in (errno.EADDRINUSE, errno.EACCES)
     return True
+
+
+def addresses_of(host: str) -> set[str]:
+    """The addresses of a host; none if its name cannot be resolved.
+
+    Example:
+        >>> addresses_of("127.0.0.1")
+        {'127.0.0.1'}
+    """
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return set()
+    return {plain(str(entry[4][0])) for entry in found}
 
 
 def close_without_trace(connection: socket.socket) -> None:
@@ -181,6 +178,84 @@ def close_without_trace(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):  # the other end may be gone already: nothing is left to linger then
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()
+
+
+def notice_end(connected: socket.socket, probes: int = 6) -> None:
+    """Lets the system notice, 10 s and 5 s a probe later, that the other host is gone, and send what is small at once.
+
+    A machine that has lost its power closes no connection.
+    """
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", probes)):
+        if hasattr(socket, name):
+            connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+class _HasNumber(Protocol):
+    def fileno(self) -> int:
+        """The number of an open file; -1 once it is closed."""
+
+
+_own: weakref.WeakSet[_HasNumber] = weakref.WeakSet()
+
+
+def keep_from_children(connection: _HasNumber) -> None:
+    """Closes a connection in processes that are forked later: it ends with this process, whatever they still do."""
+    _begin()
+    _own.add(connection)
+
+
+def _close_copies() -> None:
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for connection in _own:
+        if (number := connection.fileno()) >= 0:
+            os.dup2(nowhere, number)  # closing it later closes nothing else
+    os.close(nowhere)
+    _own.clear()
+
+
+_begin = functools.cache(functools.partial(os.register_at_fork, after_in_child=_close_copies))
+
+
+class UnreachedError(Exception):
+    """An attempt that failed; the text says why."""
+
+
+def keep_trying(
+    attempts: Mapping[str, Callable[[float], T]],
+    deadline: float,
+    problems: dict[str, str],
+    waiting: Callable[[], object] = lambda: None,
+) -> T:
+    """Makes attempts in turn until one of them succeeds; each is made at least once.
+
+    Args:
+        attempts: By the place at which they are made. Each is given the seconds that are left, a tenth at least, and
+            raises an `UnreachedError` or an OSError if it fails.
+        deadline: Until when to try, on `time.monotonic`'s clock.
+        problems: Is filled with why the last attempt at each place has failed.
+        waiting: Is called after each round.
+
+    Raises:
+        UnreachedError: If none has succeeded.
+    """
+    pause = _FIRST_PAUSE
+    while True:
+        for place, attempt in attempts.items():
+            if place in problems and time.monotonic() >= deadline:
+                break
+            try:
+                return attempt(max(0.1, deadline - time.monotonic()))
+            except (UnreachedError, OSError) as problem:
+                problems[place] = str(problem)
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise UnreachedError
+        waiting()
+        # A generator of its own: the program's random numbers stay those that it would get alone.
+        time.sleep(min(pause * random.SystemRandom().uniform(0.5, 1.0), left))
+        pause = min(2 * pause, _LONGEST_PAUSE)
 
 
 def _bind(family: int, host: str, port: int, reuse: bool) -> socket.socket:

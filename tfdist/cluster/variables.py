@@ -13,11 +13,14 @@ MEETING = "TFDIST_MEETING"
 TOKEN = "TFDIST_TOKEN"
 # How many of the ranks are parameter servers.
 SERVERS = "TFDIST_PS"
-# Names a run of `tfdist run`: whoever has it belongs to that run.
+# Names a run of `tfdist run`: a process that has it belongs to that run.
 RUN_ID = "TFDIST_RUN_ID"
 # What carries the collectives of `tfdist.MultiWorkerMirroredStrategy`; `tfdist run --transport` sets it everywhere.
 TRANSPORT_VARIABLE = "TFDIST_TRANSPORT"
 AUTO, TENSORFLOW, DIRECT, HOROVOD = TRANSPORTS = ("auto", "tensorflow", "direct", "horovod")
+
+# After how many batches, besides at the end of an epoch, processes compare their weights; 0: never.
+CHECK_WEIGHTS = "TFDIST_CHECK_WEIGHTS"
 
 # Variables that say how to compute, and where Python and its libraries are. Others, keys of a cloud among them, belong
 # to this host; --env sends one of them on purpose.

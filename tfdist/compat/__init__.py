@@ -1,15 +1,18 @@
-"""The only place where tfdist changes private functions of TensorFlow and Keras. Of tfdist it imports storage alone."""
+"""The only place where tfdist changes functions of TensorFlow and Keras; it imports storage and cluster alone."""
 
 from __future__ import annotations
 
-from tfdist.compat.hooks import KerasHooks, use_without_strategy
+from typing import Any
+
+from tfdist.compat.preparation import prepare_in_turn
 
 
-def install(without_strategy: KerasHooks) -> None:
+def install(without_strategy: Any, in_step: Any) -> None:
     """Installs every patch, once; never at import.
 
     Args:
-        without_strategy: what is asked for models that have no tfdist strategy.
+        without_strategy: `StrategyHooks` that are asked for models that have no tfdist strategy.
+        in_step: a module of functions for what stands in a step.
 
     Raises:
         RuntimeError: if Keras does not compute with TensorFlow.
@@ -20,22 +23,18 @@ def install(without_strategy: KerasHooks) -> None:
         raise RuntimeError(
             f"Received: Keras with the backend {backend!r}. Expected: 'tensorflow', which it is without KERAS_BACKEND."
         )
-    use_without_strategy(without_strategy)
+    from tfdist.compat.keras import use
+
+    use(without_strategy, in_step)
     for patch in patches():
         patch.install()
+    prepare_in_turn()
 
 
 def patches() -> list:
     """All patches, in the order in which they are installed."""
     # Keras is imported with them.
-    from tfdist.compat import (
-        deferred_captures,
-        keras_files,
-        keras_sharded_slots,
-        keras_state,
-        keras_steps,
-        keras_trainer,
-    )
+    from tfdist.compat import cache_files, deferred_captures, keras, keras_files, scopes
 
-    modules = [deferred_captures, keras_steps, keras_trainer, keras_state, keras_sharded_slots, keras_files]
+    modules = [deferred_captures, keras, keras_files, scopes, cache_files]
     return [patch for module in modules for patch in module.PATCHES]

@@ -8,12 +8,22 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.util
 import logging
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 # First and last version (major.minor) with which the patches were tested.
-TESTED = {"tensorflow": ("2.20", "2.21"), "keras": ("3.12", "3.15"), "keras_tuner": ("1.4", "1.4")}
+TESTED = {
+    "tensorflow": ("2.20", "2.21"),
+    "keras": ("3.12", "3.15"),
+    "keras_hub": ("0.25", "0.32"),
+    "keras_tuner": ("1.4", "1.4"),
+    "tensorflow_datasets": ("4.9", "4.9"),
+}
 
 _log = logging.getLogger("tfdist")
 _warned: set[str] = set()
@@ -64,12 +74,17 @@ class Patch:
         replacement._tfdist_original = original
         setattr(owner, name, replacement)
 
-    def original(self) -> Callable | None:
-        """The function as upstream wrote it (for canary tests); `None` if there is none."""
+    def current(self) -> Any:
+        """What is in its place; `None` if there is nothing."""
         module_name, _, path = self.target.partition(":")
         found: Any = importlib.import_module(module_name)
         for name in path.split("."):
             found = getattr(found, name, None) if self.is_new else getattr(found, name)
+        return found
+
+    def original(self) -> Callable | None:
+        """The function as upstream wrote it; `None` if there is none."""
+        found = self.current()
         return getattr(found, "_tfdist_original", found)
 
     def _warn_if_untested(self) -> None:
@@ -117,3 +132,45 @@ def _version(package: str) -> str:
 
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2])
+
+
+def after_import(package: str, change: Callable[[], None]) -> None:
+    """Calls a function once a package is imported; at once, if it is.
+
+    Args:
+        package: its name, without a dot.
+        change: called without arguments.
+    """
+    if package in sys.modules:
+        change()
+    else:
+        sys.meta_path.insert(0, _Importer(package, change))
+
+
+class _Importer:
+    """Imports a package as the import system would, and changes it then."""
+
+    def __init__(self, package: str, change: Callable[[], None]) -> None:
+        self._package, self._change = package, change
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Knows one package, which a program may look for without importing it."""
+        if fullname != self._package:
+            return None
+        sys.meta_path.remove(self)
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            sys.meta_path.insert(0, self)
+        if spec is None or spec.loader is None:
+            return spec
+        run = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            run(module)
+            self._change()
+
+        spec.loader.exec_module = exec_module
+        return spec

@@ -13,7 +13,7 @@ tries the next one.
 | Names | What for | Public, or what would replace them |
 |---|---|---|
 | TFEpochIterator, pythonify_logs | `fit` step by step: parameter servers, and which step a strategy is given | hooks for strategies in Keras' trainer, keras issue 20585 |
-| ArrayDataAdapter, GrainDatasetAdapter, PyDatasetAdapter, TFDatasetAdapter, data_adapter_utils | what kind of data `fit` was given, and how it is shuffled | - |
+| ArrayDataAdapter, PyDatasetAdapter, TFDatasetAdapter, data_adapter_utils | what kind of data `fit` was given, and how it is shuffled | - |
 | model_supports_jit | what `jit_compile="auto"` means | - |
 | Functional, unpack_singleton, Node | layers of a model as a graph: pipelines, memory | `keras.models.clone_model(call_function=)` does a part |
 | CallContext | calls of layers that are run again | - |
@@ -24,26 +24,28 @@ tries the next one.
 | is_default | whether a method is Keras' own | - |
 | no_automatic_dependency_tracking | attributes that are no state of a model | - |
 | losses | which functions are Keras' own | - |
+| current_path | which layer a message is about | - |
 | compute_output_spec | shapes, without computing | `keras.KerasTensor` calls |
 | mirrored_strategy, collective_strategy, one_device_strategy, parameter_server_strategy | the extended classes that strategies subclass | `tf.distribute.StrategyExtended` is public, its subclasses are not |
 | cross_device_ops | sums over the processes without TensorFlow's servers | `tf.distribute.CrossDeviceOps` is public, that of several processes is not |
 | distribute_lib, distribute_utils, device_util, mirrored_run | contexts and threads of replicas | `tf.distribute.ReplicaContext` is public in parts |
 | values, DistributedValues, DistributedVariable, SyncOnReadVariable, PerReplicaSpec | what a replica has of a variable or a batch | `Strategy.experimental_local_results` reads them |
 | input_lib, input_util, data_distribute, IteratorSpec, NoneTensorSpec | distributed datasets | `tf.distribute.DistributedDataset` is public without its constructor |
-| coordinator_context, coordinator_values | what a worker of parameter servers is sent | `tf.distribute.coordinator` is public in parts |
+| coordinator_context, coordinator_values | what a worker of parameter servers is sent; a dataset from its graph | `tf.distribute.coordinator` is public in parts |
 | _DefaultDistributionStrategy | whether there is no strategy | `tf.distribute.has_strategy()` for the current one |
 | context, executor, framework_config | devices, the eager context of this process | `tf.config`, in parts |
 | record | gradients of blocks that are run again | `tf.custom_gradient` traces more |
 | func_graph, FuncGraph, ControlFlowFuncGraph, atomic_function, get_read_write_resource_inputs | what is in a traced function | `tf.__internal__.FuncGraph` |
 | ops, op_def_registry, gradients_util | operations and their gradients | `tf.GradientTape`, in parts |
 | trackable, CheckpointInitialValue | variables whose first value is in a checkpoint | - |
-| attr_value_pb2, config_pb2 | messages | `tf.compat.v1.ConfigProto` |
-| device_lib, flops_registry, deprecation | memory of devices; counting operations; quiet warnings | - |
+| attr_value_pb2, config_pb2, dataset_options_pb2, graph_pb2 | messages | `tf.compat.v1.ConfigProto` |
+| device_lib, flops_registry, deprecation, nest | memory of devices; counting operations; quiet warnings; paths | - |
 """  # noqa: E501
 
 from keras.src.backend import compute_output_spec
 from keras.src.backend.common import global_state
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
+from keras.src.backend.common.name_scope import current_path
 from keras.src.backend.common.stateless_scope import get_stateless_scope, in_stateless_scope
 from keras.src.backend.common.variables import AutocastScope, get_autocast_scope
 from keras.src.backend.tensorflow.trainer import TFEpochIterator
@@ -54,7 +56,6 @@ from keras.src.ops.node import Node
 from keras.src.random.seed_generator import global_seed_generator
 from keras.src.trainers.data_adapters import data_adapter_utils
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
-from keras.src.trainers.data_adapters.grain_dataset_adapter import GrainDatasetAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from keras.src.trainers.trainer import model_supports_jit
@@ -62,7 +63,7 @@ from keras.src.utils import is_default
 from keras.src.utils.python_utils import pythonify_logs
 from keras.src.utils.rng_utils import get_random_seed
 from keras.src.utils.tracking import no_automatic_dependency_tracking
-from tensorflow.core.framework import attr_value_pb2
+from tensorflow.core.framework import attr_value_pb2, dataset_options_pb2, graph_pb2
 from tensorflow.core.protobuf import config_pb2
 from tensorflow.python.client import device_lib
 from tensorflow.python.data.experimental.ops import distribute as data_distribute
@@ -102,7 +103,7 @@ from tensorflow.python.ops.control_flow_v2_func_graphs import ControlFlowFuncGra
 from tensorflow.python.profiler.internal import flops_registry
 from tensorflow.python.trackable import base as trackable
 from tensorflow.python.trackable.base import CheckpointInitialValue
-from tensorflow.python.util import deprecation
+from tensorflow.python.util import deprecation, nest
 
 __all__ = [
     "ArrayDataAdapter",
@@ -114,7 +115,6 @@ __all__ = [
     "DistributedVariable",
     "FuncGraph",
     "Functional",
-    "GrainDatasetAdapter",
     "IteratorSpec",
     "Node",
     "NoneTensorSpec",
@@ -133,8 +133,10 @@ __all__ = [
     "coordinator_context",
     "coordinator_values",
     "cross_device_ops",
+    "current_path",
     "data_adapter_utils",
     "data_distribute",
+    "dataset_options_pb2",
     "deprecation",
     "device_lib",
     "device_util",
@@ -152,6 +154,7 @@ __all__ = [
     "global_seed_generator",
     "global_state",
     "gradients_util",
+    "graph_pb2",
     "in_stateless_scope",
     "input_lib",
     "input_util",
@@ -160,6 +163,7 @@ __all__ = [
     "mirrored_run",
     "mirrored_strategy",
     "model_supports_jit",
+    "nest",
     "no_automatic_dependency_tracking",
     "one_device_strategy",
     "op_def_registry",

@@ -18,22 +18,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import re
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any, NamedTuple, Protocol
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.inspection.replica_values import parts_of_variable
-from tfdist.steps.collectives import all_reduce
+from tfdist.inspection.model_state import parts_of_variable
 from tfdist.steps.gradients import all_reduce_sum, buckets, pack, scale, unpack, weighted
 from tfdist.steps.keras_step import local_replica, shadowed
-from tfdist.steps.local_values import agreed
+from tfdist.steps.reduce import agreed, all_reduce
 
 # As `_make` names them: the number of a weight, and what is kept for it.
 _NAME = re.compile(r"(0|[1-9][0-9]{0,5})/([a-z]+)")
@@ -80,12 +78,9 @@ class Method(Protocol):
 
     Attributes:
         start_step: before this step of the optimizer, gradients are sent as they are.
-        local_clipnorm: the largest norm of a replica's gradients, times the square root of the number of replicas;
-            `None` for any.
     """
 
     start_step: int
-    local_clipnorm: float | None
 
     def slots(self, shape: tuple[int, ...]) -> dict[str, Slot] | None:
         """What is kept for a weight of this shape; `None` if it is not worth compressing."""
@@ -151,16 +146,11 @@ class Compressor:
         wanted: list[dict[str, str] | None] = []
         missing: dict[str, tuple[Any, Slot]] = {}
         for weight, gradient in zip(weights, gradients, strict=True):
-            of_weight = None
             is_dense = isinstance(gradient, tf.Tensor) and gradient.shape.is_fully_defined()
-            if is_dense and id(weight) in numbers:
-                of_weight = self.method.slots(tuple(weight.shape))
-            if of_weight is None:
-                wanted.append(None)
-                continue
-            names = {kind: f"{numbers[id(weight)]}/{kind}" for kind in of_weight}
+            slots = self.method.slots(tuple(weight.shape)) if is_dense and id(weight) in numbers else None
+            names = slots and {kind: f"{numbers[id(weight)]}/{kind}" for kind in slots}
             wanted.append(names)
-            missing.update({names[kind]: (weight, slot) for kind, slot in of_weight.items()})
+            missing.update({names[kind]: (weight, slot) for kind, slot in (slots or {}).items()})
         kept = self._kept.get(optimizer, {})
         missing = {name: slot for name, slot in missing.items() if name not in kept}
         if missing:
@@ -231,7 +221,7 @@ class Compressor:
             weights: the variables that these are gradients of.
             others: what else is added up; it is not compressed.
             share: with what this replica's values are multiplied (float32 scalar).
-            bucket_bytes: as in `tfdist.steps.gradients.Wire`; of what is compressed, not of what is sent.
+            bucket_bytes: as in `tfdist.steps.gradients.GradientOptions`; of what is compressed, not of what is sent.
             settings: what `prepared` has yielded.
 
         Returns:
@@ -245,18 +235,14 @@ class Compressor:
         loss_scale = getattr(optimizer, "dynamic_scale", None)
         loss_scale = 1.0 if loss_scale is None else _part(loss_scale).read_value()
         for i in chosen:
-            values[i] = scale(tf.cast(values[i], computed(dtypes[i])), share / loss_scale)
-        if self.method.local_clipnorm is not None and chosen:
-            clipped = _clipped([values[i] for i in chosen], self.method.local_clipnorm)
-            for i, one in zip(chosen, clipped, strict=True):
-                values[i] = one
+            values[i] = scale(tf.cast(values[i], computed(dtypes[i])), share / tf.cast(loss_scale, share.dtype))
         results: list = [None] * len(values)
         finite: list[tf.Tensor] = []
         following: list[tuple[Kept, Next]] = []
         for bucket in buckets(values, bucket_bytes):
             compressed = [i for i in bucket if i in chosen]
             plain = [i for i in bucket if i not in chosen]
-            packed = [weighted(share, pack([values[i] for i in plain]))] if plain else []
+            packed = weighted(share, [pack([values[i] for i in plain])] if plain else [])
             if compressed:
                 of_bucket = [values[i] for i in compressed], [kept[i] for i in compressed]
                 found = self._sums(optimizer, *of_bucket, packed, settings)
@@ -293,7 +279,7 @@ class Compressor:
 
         def whole() -> Sums:
             of_each = [method.whole(gradient, of, settings) for gradient, of in zip(gradients, kept, strict=True)]
-            totals = sum_of([*(sent for sent, _ in of_each), *others], noted=False)
+            totals = sum_of([*(sent for sent, _ in of_each), *others])
             is_finite = tf.reduce_all([all_finite(total) for total in totals])
             following = [
                 {kind: found.get(kind, variable.read_value()) for kind, variable in of.items()}
@@ -324,9 +310,9 @@ def _keep(following: Sequence[tuple[Kept, Next]], is_finite: tf.Tensor) -> None:
     tf.cond(is_finite, assign, lambda: tf.constant(False))
 
 
-def sum_of(values: Sequence[tf.Tensor], noted: bool = True) -> list[tf.Tensor]:
+def sum_of(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Sums over all replicas of tensors of one dtype, in one collective."""
-    return unpack(all_reduce(pack(values), differentiable=False, noted=noted), values)
+    return unpack(all_reduce(pack(values), differentiable=False), values)
 
 
 def computed(dtype: tf.DType) -> tf.DType:
@@ -334,29 +320,15 @@ def computed(dtype: tf.DType) -> tf.DType:
     return dtype if dtype.size >= 4 else tf.float32
 
 
-def check_method(start_step: Any, local_clipnorm: Any) -> None:
-    """Raises ValueError for what no method can use."""
+def check_start(start_step: Any) -> None:
+    """Raises ValueError unless it is a number of steps."""
     if isinstance(start_step, bool) or not isinstance(start_step, Integral) or start_step < 0:
         raise ValueError(f"Received: start_step={start_step!r}. Expected: a number of steps, 0 or more.")
-    if local_clipnorm is not None and not (isinstance(local_clipnorm, Real) and local_clipnorm > 0):
-        raise ValueError(f"Received: local_clipnorm={local_clipnorm!r}. Expected: a positive number, or None.")
 
 
 def all_finite(value: tf.Tensor) -> tf.Tensor:
     """Whether all elements are finite, a boolean scalar."""
     return tf.reduce_all(tf.math.is_finite(value)) if value.dtype.is_floating else tf.constant(True)
-
-
-def _clipped(gradients: Sequence[tf.Tensor], norm: float) -> list[tf.Tensor]:
-    """This replica's weighted gradients, clipped together to `norm / sqrt(replicas)`.
-
-    Each replica has a part of the global gradient, and independent parts of N replicas have a norm that is smaller by
-    sqrt(N). What is clipped is lost: it does not come back as a rest. Lin et al., section 3.3.
-    """
-    replicas = tf.distribute.get_replica_context().num_replicas_in_sync
-    squares = [tf.cast(tf.reduce_sum(tf.square(gradient)), tf.float32) for gradient in gradients]
-    factor = tf.minimum(1.0, norm / math.sqrt(replicas) / tf.sqrt(tf.add_n(squares)))
-    return [gradient * tf.cast(factor, gradient.dtype) for gradient in gradients]
 
 
 def _part(variable: Any) -> tf.Variable:

@@ -25,7 +25,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.arguments import check_count
-from tfdist.compression.compressor import Kept, Next, Slot, Sums, all_finite, check_method, sum_of
+from tfdist.compression.compressor import Kept, Next, Slot, Sums, all_finite, check_start, sum_of
 
 # A matrix is sent as it is if its factors have more than so much of its size.
 _MOST = 0.5
@@ -48,9 +48,7 @@ class PowerSGD:
         rank: number of columns of the two matrices, at least 1. Memory: a copy of each large weight on each replica.
         start_step: before this step of the optimizer, gradients are sent as they are; a hundred or so help where
             training begins with a high learning rate.
-        local_clipnorm: clips the gradients of each replica, all together, to this norm divided by the square root of
-            the number of replicas before they are compressed; `None` for no clipping. The optimizer's own `clipnorm`,
-            `global_clipnorm` and `clipvalue` act on the sum, after it.
+            The optimizer's `clipnorm`, `global_clipnorm` and `clipvalue` act on the sum.
 
     Raises:
         ValueError: for a `rank` or `start_step` that is no whole number, or too small.
@@ -66,11 +64,10 @@ class PowerSGD:
 
     rank: int = 4
     start_step: int = 0
-    local_clipnorm: float | None = None
 
     def __post_init__(self) -> None:
         check_count("rank", self.rank)
-        check_method(self.start_step, self.local_clipnorm)
+        check_start(self.start_step)
 
     def numbers(self, shape: Sequence[int]) -> int:
         """How many numbers are sent for a gradient of this shape.

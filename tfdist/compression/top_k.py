@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfdist.compression.compressor import Kept, Next, Slot, Sums, all_finite, check_method, sum_of
-from tfdist.steps.collectives import all_gather
+from tfdist.compression.compressor import Kept, Next, Slot, Sums, all_finite, check_start, sum_of
+from tfdist.steps.reduce import all_gather
 
 # Smaller weights are sent as they are: biases, scales.
 _SMALLEST = 1024
@@ -56,7 +56,6 @@ class TopK:
         momentum_correction: takes the momentum of `keras.optimizers.SGD` before elements are left out, as the paper
             does, not after. The velocity does not have the learning rate in it, unlike Keras'.
         start_step: as in `PowerSGD`.
-        local_clipnorm: as in `PowerSGD`.
 
     Raises:
         ValueError: for a `fraction` out of (0, 1]; and in the first step with `momentum_correction`, for an optimizer
@@ -74,7 +73,6 @@ class TopK:
     fraction: float = 0.01
     momentum_correction: bool = False
     start_step: int = 0
-    local_clipnorm: float | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.fraction, bool) or not isinstance(self.fraction, Real) or not 0 < self.fraction <= 1:
@@ -82,7 +80,7 @@ class TopK:
                 f"Received: fraction={self.fraction!r}. Expected: a share of the elements, more than 0 and at most 1, "
                 "such as 0.01."
             )
-        check_method(self.start_step, self.local_clipnorm)
+        check_start(self.start_step)
 
     def slots(self, shape: tuple[int, ...]) -> dict[str, Slot] | None:
         """As in `Method`."""
@@ -115,8 +113,7 @@ class TopK:
             if getattr(optimizer, name) is not None:
                 raise ValueError(
                     f"Received: TopK(momentum_correction=True) with SGD({name}={getattr(optimizer, name)!r}). "
-                    "Expected: an optimizer without it, which would act on the velocity and not on the gradient. To "
-                    "clip gradients, use TopK(local_clipnorm=...)."
+                    "Expected: an optimizer without it, which would act on the velocity and not on the gradient."
                 )
         return _Momentum(optimizer.momentum, optimizer.nesterov), {"momentum": 0.0, "nesterov": False}
 

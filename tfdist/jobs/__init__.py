@@ -1,4 +1,4 @@
-"""Jobs: submit, status, logs, cancel and monitor, with a queue on this machine, Slurm or Kubernetes.
+"""Jobs: submit, status, logs, cancel and monitor, on this machine, Slurm or Kubernetes.
 
 Each submitted job is kept as one JSON file, beside a folder with what the job needs and writes. Scheduling is left to
 the system that runs it. Nothing in this package imports TensorFlow, Keras or NumPy.

@@ -14,37 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.shell_completion import CompletionItem
 
 from tfdist.jobs import SCHEDULERS
 from tfdist.jobs.engine import engine_of
-from tfdist.jobs.local.runner import ensure_runner
 from tfdist.jobs.record import Record, Records
 from tfdist.jobs.request import Request, SubmitError, seconds_of
 from tfdist.jobs.status import RUNNING, Status
 from tfdist.launcher.arguments import TARGET, TRANSPORT_OPTION, ScriptCommand, read_env
 
 _SHOWN = 20
-_SCHEDULER_HELP = "What runs the job."
-_ALL_HELP = f"Without JOB: list all jobs, not only the last {_SHOWN}."
-_PS_HELP = "Number of parameter servers; a chief is started as well, which drives the -n workers."
-_IMAGE_HELP = "Kubernetes: container image with tfdist and the program."
-_VOLUME_HELP = "Kubernetes: mount a persistent volume claim, for data and backups (repeatable)."
-_TIME_HELP = "Time limit of a run, such as 2h, 90m or 1d12h. On Slurm the job is saved and requeued then."
-_PACK_HELP = "Keep the workers on as few hosts as possible."
-_RESTARTS_HELP = "How often the training is started again after a failure."
-_GRACE_HELP = "Seconds between SIGTERM and SIGKILL, for the backup."
-_DRY_RUN_HELP = "Print what the scheduler would be given, and do nothing."
 
 
-class _Duration(click.ParamType):
-    name = "TIME"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        try:
-            return value if isinstance(value, int) else seconds_of(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
+def _read_time(ctx: click.Context, param: click.Parameter, text: str | None) -> int | None:
+    try:
+        return None if text is None else seconds_of(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
 
 
 def _read_volumes(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
@@ -61,57 +46,61 @@ def _read_volumes(ctx: click.Context, param: click.Parameter, values: tuple[str,
 def _errors() -> Iterator[None]:
     try:
         yield
-        sys.stdout.flush()
     except BrokenPipeError:
-        # Nobody reads any more. Without this, Python would try to write the rest again when it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
-    except KeyboardInterrupt as error:
-        if not error.args:
-            raise
-        print(f"tfdist: interrupted. {error}", file=sys.stderr)
-        sys.exit(1)
-    except (SubmitError, OSError) as error:
-        print(f"tfdist: {error}", file=sys.stderr)
-        sys.exit(1)
-
-
-def _records() -> Records:
-    records = Records.of_user(os.environ)
-    # Every command starts the runner of the local queue again if it was killed.
-    ensure_runner(records)
-    return records
-
-
-def _known_jobs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Ids of jobs that begin with what is typed."""
-    with contextlib.suppress(SubmitError, OSError):
-        jobs = Records.of_user(os.environ).all()
-        return [CompletionItem(job.id, help=job.name) for job in jobs if job.id.startswith(incomplete)]
-    return []
-
-
-def _known_runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Ids of jobs; where none begins with what is typed, it is a folder."""
-    return _known_jobs(ctx, param, incomplete) or [CompletionItem(incomplete, type="dir")]
+        raise  # nobody reads any more: click ends the command
+    except OSError as error:
+        raise SubmitError(str(error)) from None
 
 
 @click.command(cls=ScriptCommand, short_help="Submit a script as a job: to this machine, Slurm or Kubernetes.")
-@click.option("--scheduler", type=click.Choice(SCHEDULERS), default="local", show_default=True, help=_SCHEDULER_HELP)
+@click.option(
+    "--scheduler", type=click.Choice(SCHEDULERS), default="local", show_default=True, help="What runs the job."
+)
 @click.option("-n", "--workers", type=click.IntRange(min=1), default=2, show_default=True, help="Training processes.")
-@click.option("--ps", type=click.IntRange(min=0), default=0, show_default=True, help=_PS_HELP)
+@click.option(
+    "--ps",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Number of parameter servers; a chief is started as well, which drives the -n workers.",
+)
 @TRANSPORT_OPTION
 @click.option("--cpus-per-worker", type=click.IntRange(min=1), metavar="K", help="Cores of each process.")
 @click.option("--gpus-per-worker", type=click.IntRange(min=0), metavar="K", help="GPUs of each process.")
-@click.option("--image", metavar="IMAGE", help=_IMAGE_HELP)
-@click.option("--volume", "volumes", multiple=True, metavar="CLAIM:/PATH", callback=_read_volumes, help=_VOLUME_HELP)
+@click.option("--image", metavar="IMAGE", help="Kubernetes: container image with tfdist and the program.")
+@click.option(
+    "--volume",
+    "volumes",
+    multiple=True,
+    metavar="CLAIM:/PATH",
+    callback=_read_volumes,
+    help="Kubernetes: mount a persistent volume claim, for data and backups (repeatable).",
+)
 @click.option("--name", default="", metavar="NAME", help="Name of the job.  [default: that of the script]")
-@click.option("--time", "time_limit", type=_Duration(), help=_TIME_HELP)
-@click.option("--pack", is_flag=True, help=_PACK_HELP)
-@click.option("--max-restarts", type=click.IntRange(min=0), default=3, show_default=True, help=_RESTARTS_HELP)
-@click.option("--grace", type=click.IntRange(min=1), default=60, show_default=True, help=_GRACE_HELP)
+@click.option(
+    "--time",
+    "time_limit",
+    metavar="TIME",
+    callback=_read_time,
+    help="Slurm, Kubernetes: time limit of a run, such as 2h, 90m or 1d12h. On Slurm it is saved and requeued then.",
+)
+@click.option("--pack", is_flag=True, help="Keep the workers on as few hosts as possible.")
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(min=0),
+    default=3,
+    show_default=True,
+    help="How often the training is started again after a failure.",
+)
+@click.option(
+    "--grace",
+    type=click.IntRange(min=1),
+    default=60,
+    show_default=True,
+    help="Seconds between SIGTERM and SIGKILL, for the backup.",
+)
 @click.option("--env", multiple=True, metavar="KEY=VALUE", callback=read_env, help="Set a variable (repeatable).")
-@click.option("--dry-run", is_flag=True, help=_DRY_RUN_HELP)
+@click.option("--dry-run", is_flag=True, help="Print what the scheduler would be given, and do nothing.")
 @click.pass_context
 def submit(ctx: click.Context, dry_run: bool, **options: Any) -> None:
     """Submit SCRIPT, unchanged, as a job, and print the job's id.
@@ -121,51 +110,51 @@ def submit(ctx: click.Context, dry_run: bool, **options: Any) -> None:
     """
     with _errors():
         request = Request(target=ctx.meta[TARGET], **options)
-        engine = engine_of(request.scheduler, _records())
+        engine = engine_of(request.scheduler, Records.of_user(os.environ))
         click.echo(engine.dry_run(request) if dry_run else engine.submit(request).id, nl=not dry_run)
 
 
 @click.command(short_help="Show the state of a job, or list the last ones.")
-@click.argument("job", required=False, shell_complete=_known_jobs)
-@click.option("-a", "--all", "everything", is_flag=True, help=_ALL_HELP)
+@click.argument("job", required=False)
+@click.option(
+    "-a", "--all", "everything", is_flag=True, help=f"Without JOB: list all jobs, not only the last {_SHOWN}."
+)
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 def status(job: str | None, everything: bool, as_json: bool) -> None:
     """Show the state of a job, and epoch, step, loss and remaining time of its training.
 
     Without JOB, list the jobs that have been submitted here, the newest last, with their state.
     """
-    if job is not None and everything:
-        raise click.UsageError(f"--all and the job {job}: expected only one of them.")
     with _errors():
         if job is None:
-            _show_all(_records(), everything, as_json)
+            _show_all(Records.of_user(os.environ), everything, as_json)
         else:
-            _show(_records(), job, as_json)
+            _show(Records.of_user(os.environ), job, as_json)
 
 
 @click.command(short_help="Show the output of a job.")
-@click.argument("job", shell_complete=_known_jobs)
+@click.argument("job")
 @click.option("-f", "--follow", is_flag=True, help="Until the job is over.")
 def logs(job: str, follow: bool) -> None:
     """Show what a job has printed; with -f, also what it prints from now on, until it is over."""
     with _errors(), contextlib.suppress(KeyboardInterrupt):
-        records = _records()
+        records = Records.of_user(os.environ)
         record = records.load(job)
         engine_of(record.scheduler, records).logs(record, sys.stdout.buffer, follow)
 
 
 @click.command(short_help="End a job.")
-@click.argument("job", shell_complete=_known_jobs)
+@click.argument("job")
 def cancel(job: str) -> None:
     """End a job: it gets SIGTERM and its grace, in which tfdist.callbacks.BackupAndRestore saves the training."""
     with _errors():
-        records = _records()
+        records = Records.of_user(os.environ)
         record = records.load(job)
         click.echo(engine_of(record.scheduler, records).cancel(record))
 
 
 @click.command(short_help="Watch a run: how far each process is, restarts, backups, remaining time.")
-@click.argument("run", metavar="[JOB|FOLDER]", required=False, shell_complete=_known_runs)
+@click.argument("run", metavar="[JOB|FOLDER]", required=False)
 @click.option("--once", is_flag=True, help="Print what is to be seen now, and end. So it is without a terminal.")
 def monitor(run: str | None, once: bool) -> None:
     """Watch a run of `tfdist run` or a job of `tfdist submit` until it is over.
@@ -189,27 +178,28 @@ def monitor(run: str | None, once: bool) -> None:
 
 
 @click.command(short_help="Show what the wall time of a run went into: steps, restarts, waiting for data, ...")
-@click.argument("run", metavar="[JOB|FOLDER]", required=False, shell_complete=_known_runs)
-@click.option("--per-day", is_flag=True, help="Also for each day.")
+@click.argument("run", metavar="[JOB|FOLDER]", required=False)
 @click.option("--per-failure", is_flag=True, help="Also what each failure, or other interruption, has cost.")
 @click.option("--json", "as_json", is_flag=True, help="All of it as JSON.")
-def goodput(run: str | None, per_day: bool, per_failure: bool, as_json: bool) -> None:
+def goodput(run: str | None, per_failure: bool, as_json: bool) -> None:
     """Show what the wall time of a run went into: each second belongs to one kind.
 
     FOLDER is where the run's logs are, as `tfdist run` says at its start; by default the newest one in tfdist-logs.
     docs/monitoring.md says what the kinds are. The run may still go on: it does not notice.
     """
     # rich takes a while to import.
-    from tfdist.jobs.goodput import report
+    from tfdist.jobs.goodput import as_json as for_programs
+    from tfdist.jobs.goodput import as_tables, read
     from tfdist.jobs.monitor import find, width
     from tfdist.plain_text import plain_text
 
     with _errors():
-        found = report.report_of(find(run, Path(), os.environ), time.time())
+        source = find(run, Path(), os.environ)
+        found = (source.title, *read(source, time.time()))
         if as_json:
-            click.echo(json.dumps(report.as_json(found), indent=1))
+            click.echo(json.dumps(for_programs(*found), indent=1))
         else:
-            click.echo(plain_text(*report.as_tables(found, per_day, per_failure), width=width()))
+            click.echo(plain_text(*as_tables(*found, per_failure), width=width()))
 
 
 def _show(records: Records, job: str, as_json: bool) -> None:
@@ -218,8 +208,6 @@ def _show(records: Records, job: str, as_json: bool) -> None:
     now, progress = engine.status(record), engine.progress(record)
     if as_json:
         more = {"progress": dataclasses.asdict(progress) if progress else None}
-        if progress:
-            more["progress"]["seconds_left"] = progress.seconds_left
         click.echo(json.dumps({**_facts(record, now), **more}, indent=1))
         return
     click.echo(f"{record.id}  {record.name}  {now}")
@@ -228,12 +216,14 @@ def _show(records: Records, job: str, as_json: bool) -> None:
     servers = f", {record.ps} parameter server{'s' if record.ps > 1 else ''}" if record.ps else ""
     click.echo(f"  {record.workers} worker{'s' if record.workers > 1 else ''}{servers}: {shlex.join(record.program)}")
     click.echo(f"  {record.folder}")
+    if number := record.details.get("job"):
+        click.echo(f"  {record.scheduler}'s job {number}")
 
 
 def _show_all(records: Records, everything: bool, as_json: bool) -> None:
     found = [(record, _status(records, record)) for record in records.all()[0 if everything else -_SHOWN :]]
     for problem in records.unreadable():
-        click.echo(f"tfdist: {problem}. The folder of the job is still there; remove the file to forget it", err=True)
+        click.echo(f"tfdist: {problem}", err=True)
     if as_json:
         click.echo(json.dumps([_facts(record, status) for record, status in found], indent=1))
         return
@@ -245,15 +235,14 @@ def _show_all(records: Records, everything: bool, as_json: bool) -> None:
         click.echo(f"{record.id:{width}}  {record.name:{names}}  {status}")
 
 
-def _status(records: Records, record: Record) -> Status | str:
+def _status(records: Records, record: Record) -> Status:
     """The status of a job. A scheduler that does not answer must not hide the jobs of the others."""
     try:
         return engine_of(record.scheduler, records).status(record)
     except (SubmitError, OSError) as error:
-        return f"unknown: {error}"
+        return Status("unknown", str(error))
 
 
-def _facts(record: Record, status: Status | str) -> dict[str, Any]:
-    state = {"state": "unknown", "detail": status} if isinstance(status, str) else dataclasses.asdict(status)
+def _facts(record: Record, status: Status) -> dict[str, Any]:
     facts = {name: value for name, value in dataclasses.asdict(record).items() if name != "details"}
-    return {**facts, **state}
+    return {**facts, "job": record.details.get("job"), **dataclasses.asdict(status)}

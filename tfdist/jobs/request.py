@@ -6,10 +6,13 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+import click
 
 from tfdist.cluster.variables import AUTO, HOROVOD, SERVERS, TOKEN, TRANSPORT_VARIABLE
 from tfdist.launcher.arguments import Target
-from tfdist.launcher.run_plan import RESERVED, runtime_defaults
+from tfdist.launcher.plan import RESERVED, runtime_defaults
 from tfdist.supervision.events import VARIABLE as EVENT_LOG
 
 # These variables tell a process of a job what it is.
@@ -23,7 +26,7 @@ _WRITTEN = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
 _CLOCK = re.compile(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)")
 
 
-class SubmitError(Exception):
+class SubmitError(click.ClickException):
     """A job cannot be submitted, found or ended; the text says what was received, what was expected and what to do.
 
     Example:
@@ -32,6 +35,15 @@ class SubmitError(Exception):
         tfdist.jobs.request.SubmitError: Received: ... Expected: ...
     """
 
+    def show(self, file: Any = None) -> None:
+        """Prints it, where a command ends with it."""
+        click.echo(f"tfdist: {self.message}", file=file, err=True)
+
+
+def _check(is_right: object, received: str, expected: str) -> None:
+    if not is_right:
+        raise SubmitError(f"Received: {received}. Expected: {expected}")
+
 
 class UnansweredError(SubmitError):
     """The scheduler has not said whether it did what it was asked to do."""
@@ -39,7 +51,7 @@ class UnansweredError(SubmitError):
 
 @dataclass(frozen=True)
 class Request:
-    """A job that somebody wants to run.
+    """A job to be run.
 
     Attributes:
         scheduler: one of tfdist.jobs.SCHEDULERS.
@@ -57,7 +69,6 @@ class Request:
         grace: seconds between SIGTERM and SIGKILL.
         env: additional environment variables.
         volumes: mount path by name of a persistent volume claim, for Kubernetes.
-        is_named: whether the user has chosen the name.
 
     Raises:
         SubmitError: for values that are invalid or contradict each other.
@@ -82,49 +93,23 @@ class Request:
     grace: int = 60
     env: Mapping[str, str] = field(default_factory=dict)
     volumes: Mapping[str, str] = field(default_factory=dict)
-    is_named: bool = field(init=False, default=True)
 
     def __post_init__(self) -> None:
-        if not self.target.words:
-            raise SubmitError(
-                "Received: no program. Expected: a script, as in tfdist submit --scheduler slurm -n 4 train.py"
-            )
-        if self.scheduler == "kubernetes" and not self.image:
-            raise SubmitError(
-                "--scheduler kubernetes: received no image. Expected: --image with the name of a container image that "
-                "has the program and tfdist in it; docker/Dockerfile is the base of one"
-            )
-        if self.scheduler != "kubernetes" and (self.image or self.volumes):
-            option = "--image" if self.image else "--volume"
-            raise SubmitError(
-                f"Received: {option} and --scheduler {self.scheduler}. Expected: {option} for Kubernetes only, because "
-                "here the program runs as it is installed: leave it out"
-            )
+        on_kubernetes, option = self.scheduler == "kubernetes", "--image" if self.image else "--volume"
+        _check(self.target.words, "no program", "a script, as in tfdist submit --scheduler slurm -n 4 train.py")
+        _check(self.image or not on_kubernetes, "--scheduler kubernetes and no --image", "an image with your program")
+        is_right = on_kubernetes or not (self.image or self.volumes)
+        _check(is_right, f"{option} and --scheduler {self.scheduler}", f"{option} for Kubernetes only")
+        is_right = not self.ps or self.transport != HOROVOD
+        _check(is_right, f"--transport {self.transport} and --ps {self.ps}", "only one of them")
         if not self.name:
-            object.__setattr__(self, "is_named", False)
             object.__setattr__(self, "name", default_name(self.target))
-        if not _NAME.fullmatch(self.name):
-            raise SubmitError(
-                f"Received: --name {self.name!r}. Expected: at most 63 letters, digits, dots, hyphens and underscores, "
-                "a letter or a digit first"
-            )
-        if self.ps and self.transport == HOROVOD:
-            raise SubmitError(
-                f"Received: --transport {self.transport} and --ps {self.ps}. Expected: only one of them, because "
-                "Horovod connects processes that train copies of one model: leave --transport out"
-            )
+        words = "at most 63 letters, digits, dots, hyphens and underscores, a letter or a digit first"
+        _check(_NAME.fullmatch(self.name), f"--name {self.name!r}", words)
         for name in self.env:
-            if name in _OWN:
-                instead = "use --transport" if name == TRANSPORT_VARIABLE else "leave it out"
-                raise SubmitError(
-                    f"Received: --env {name}=... Expected: other variables, because a submitted job's processes get "
-                    f"{name} from tfdist: {instead}"
-                )
-            if not _VARIABLE.fullmatch(name):
-                raise SubmitError(
-                    f"Received: --env {name}=... Expected: the name of an environment variable, of letters, digits "
-                    "and underscores"
-                )
+            words = "--transport" if name == TRANSPORT_VARIABLE else "another variable: tfdist sets this one itself"
+            _check(name not in _OWN, f"--env {name}=...", words)
+            _check(_VARIABLE.fullmatch(name), f"--env {name}=...", "the name of an environment variable")
 
     @property
     def tasks(self) -> int:
@@ -133,7 +118,7 @@ class Request:
 
     @property
     def of_all(self) -> dict[str, str]:
-        """What all processes are told about the job, whatever its scheduler tells them.
+        """The variables that all processes get, under every scheduler.
 
         Example:
             >>> Request("slurm", Target("script", ("train.py",)), ps=1).of_all

@@ -1,18 +1,18 @@
-"""The state of a run, which its events tell, and the events in words."""
+"""The state of a run, or of a search of `tfdist tune`, which its events tell, and the events in words."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tfdist.jobs.status import LAST_EVENTS, Progress, is_number
+from tfdist.jobs.status import Progress, is_number
+from tfdist.json_schema import check
 from tfdist.supervision.events import Event
 from tfdist.supervision.exit_codes import UNSAVED
 from tfdist.supervision.identity import Identity
-from tfdist.supervision.search_state import SearchState, is_of_search
-from tfdist.supervision.search_state import in_one_line as of_search_in_one_line
 
 STARTING = "starting"
 RUNNING = "running"
@@ -21,8 +21,6 @@ ENDED = "ended"
 _LAUNCHER = "launcher"
 # How many of the last events are shown.
 _SHOWN = 8
-# Fields of an event of progress that are shown as they are.
-_SHOWN_FIELDS = ("rank", "host", "pid", "steps_per_second", "data_wait")
 
 
 @dataclass
@@ -32,30 +30,22 @@ class RankState:
     Attributes:
         name: such as "worker 1".
         state: one of those of this module, or how it has ended.
+        pid: its number, as far as the launcher tells.
         progress: its last line; None before the first one.
-        rank: among the processes that train.
-        host: where it runs.
-        pid: its number there.
-        steps_per_second: lately.
-        data_wait: share of the time in which it waited for data, lately.
+        last: the event of that.
     """
 
     name: str
     state: str = STARTING
-    progress: Progress | None = None
-    rank: int | None = None
-    host: str | None = None
     pid: int | None = None
-    steps_per_second: float | None = None
-    data_wait: float | None = None
+    progress: Progress | None = None
+    last: Event = field(default_factory=dict)
 
-
-@dataclass
-class Checkpoint:
-    """The last backup: when it was complete, in seconds since 1970, and after how many steps it was taken."""
-
-    time: float
-    step: int
+    @property
+    def rank(self) -> float:
+        """Its rank among the processes that train; infinite for others."""
+        rank = self.last.get("rank")
+        return rank if isinstance(rank, int) else math.inf
 
 
 @dataclass
@@ -65,13 +55,13 @@ class RunState:
     Attributes:
         ranks: its processes, by name.
         restarts: how often processes were started again, alone or all together.
-        checkpoint: the last backup.
+        saved: the event of the last backup.
         started: when it began, in seconds since 1970.
         last: time of the last event.
         ended: when it ended.
         ending: how; None while it runs, as far as the events tell.
         launcher: the launcher's process.
-        search: what a search of `tfdist tune` has found; None for other runs.
+        search: the event of a search's begin with the last counts of its trials; None for other runs.
         notable: time and text of the last events that are no progress.
 
     Example:
@@ -83,26 +73,24 @@ class RunState:
 
     ranks: dict[str, RankState] = field(default_factory=dict)
     restarts: int = 0
-    checkpoint: Checkpoint | None = None
+    saved: Event | None = None
     started: float | None = None
     last: float | None = None
     ended: float | None = None
     ending: str | None = None
     launcher: Identity | None = None
-    search: SearchState | None = None
+    search: Event | None = None
     notable: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=_SHOWN))
 
     @property
     def chief(self) -> RankState | None:
         """The process whose progress is shown for the run: the training process with the lowest rank."""
         trained = [one for one in self.ranks.values() if one.progress is not None]
-        return min(trained, key=lambda one: one.rank or 0, default=None)
+        return min(trained, key=lambda one: one.rank, default=None)
 
     def add(self, event: Event) -> None:
-        """Takes in one event. Unknown and damaged events change nothing."""
-        name, kind, time = event.get("name"), event.get("event"), event.get("time")
-        if not (isinstance(name, str) and isinstance(kind, str) and isinstance(time, (int, float))):
-            return
+        """Takes in one event of `events_in`. Unknown and damaged ones change nothing."""
+        name, kind, time = event["name"], event["event"], event["time"]
         self.last = time
         if self.started is None:
             self.started = time
@@ -111,104 +99,103 @@ class RunState:
         if text is not None and text not in [known for _, known in list(self.notable)[-1:]]:
             self.notable.append((time, text))
         if kind == "progress":
-            self._progress(name, event)
+            progress = Progress.of(event)
+            if progress is not None:
+                rank = self.ranks.setdefault(name, RankState(name))
+                rank.state = RUNNING if self.ending is None else rank.state
+                rank.progress, rank.last = progress, event
         elif kind == "saved":
-            step = event.get("step")
-            self.checkpoint = Checkpoint(time, step if isinstance(step, int) else 0)
-        elif is_of_search(event):
-            self.search = self.search or SearchState()
-            self.search.add(event)
+            self.saved = event
+        elif _is_of_search(event):
+            begun, counts = event if kind == "search" else self.search or {}, event.get("counts")
+            self.search = {**begun, **counts} if isinstance(counts, dict) else begun
         elif name == _LAUNCHER:
             self._launcher(kind, time, event)
-
-    def _progress(self, name: str, event: Event) -> None:
-        progress = Progress.of(event)
-        if progress is None:
-            return
-        rank = self.ranks.setdefault(name, RankState(name))
-        rank.state = RUNNING if self.ending is None else rank.state
-        rank.progress = progress
-        for field_name in _SHOWN_FIELDS:
-            value = event.get(field_name)
-            fits = isinstance(value, str) if field_name == "host" else is_number(value)
-            setattr(rank, field_name, value if fits else None)
 
     def _launcher(self, kind: str, time: float, event: Event) -> None:
         if kind == "start":
             self.started = time if self.ending is not None else self.started
             self.ended = self.ending = None
             self.launcher = _identity(event.get("launcher"))
-            self._start(event.get("processes") or {})
+            self._start(event.get("processes"))
         elif kind in ("failure", "loss", "replacement"):
-            self._leave(event)
             self.restarts += kind == "replacement"
+            rank = self.ranks.get(str(event.get("task")))
+            if rank is not None:
+                rank.state = RESTARTING if kind == "replacement" else f"{ENDED}, {ending_of_process(event)}"
         elif kind == "restart":
             self.restarts += 1
             for rank in self.ranks.values():
                 rank.state = RESTARTING
-        elif kind in LAST_EVENTS:
-            self.ended, self.ending = time, end_of(event)
+        elif (ending := end_of(event)) is not None:
+            self.ended, self.ending = time, ending
             how = f"{ENDED}, exit code 0" if kind == "complete" else ENDED
             for rank in self.ranks.values():
                 rank.state = rank.state if rank.state.startswith(ENDED) else how
 
     def _start(self, processes: Any) -> None:
-        if not isinstance(processes, Mapping):
-            return
         before, self.ranks = self.ranks, {}
-        for name, pid in processes.items():
-            self.ranks[name] = RankState(name, pid=pid if isinstance(pid, int) else None)
-            if name in before:
-                # Shown until the process, started again, reports its own progress.
-                self.ranks[name].progress, self.ranks[name].rank = before[name].progress, before[name].rank
-                self.ranks[name].host = before[name].host
-
-    def _leave(self, event: Event) -> None:
-        rank = self.ranks.get(str(event.get("task")))
-        if rank is not None:
-            rank.state = RESTARTING if event["event"] == "replacement" else f"{ENDED}, {ending_of_process(event)}"
+        for name, pid in processes.items() if isinstance(processes, Mapping) else ():
+            # Its progress is shown until the process, started again, reports its own.
+            known = before.get(name, RankState(name))
+            last = {part: known.last.get(part) for part in ("rank", "host")}
+            self.ranks[name] = RankState(name, STARTING, pid if isinstance(pid, int) else None, known.progress, last)
 
 
 def _identity(fields_of_it: Any) -> Identity | None:
     try:
-        found = Identity(**fields_of_it)
-    except TypeError:
+        check(fields_of_it, {"pid": int, "start": int, "boot": str})
+    except ValueError:
         return None
-    known = isinstance(found.pid, int) and isinstance(found.start, int) and isinstance(found.boot, str)
-    return found if known else None
+    return Identity(**fields_of_it)
+
+
+def search_in_words(search: Event) -> str:
+    """How far a search is.
+
+    Example:
+        >>> counts = {"done": 1, "running": 2, "best": 0.25, "best_trial": "0"}
+        >>> search_in_words({"max_trials": 8, "objective": "loss", **counts})
+        '1 of 8 trials done, 2 running; best loss 0.25 (trial 0)'
+    """
+    best, most, done = search.get("best"), search.get("max_trials"), search.get("done", 0)
+    score = f"; best {search.get('objective')} {best:.6g} (trial {search.get('best_trial')})" if is_number(best) else ""
+    return f"{f'{done} of {most}' if most else done} trials done, {search.get('running', 0)} running{score}"
+
+
+_LINES = {
+    "failure": "{cause}",
+    "restart": "restart {restart} with {workers} workers",
+    "training-again": "training again after {seconds:.1f} s, {steps_redone} steps redone",
+    "replacement": "{cause}; started again alone",
+    "loss": "{cause}; not started again",
+    "resumed": "goes on after step {step}{backup}",
+    "not saved": "a backup could not be written: {error}",
+    "unsaved": "stopped after step {step}, and could not save",
+    "preempted": "stopped after step {step}, to be started again",
+    "trial-again": "{name} takes up trial {trial} again",
+    "trial-ended": "trial {trial} {status}: score {score}",
+}
 
 
 def in_one_line(event: Event) -> str | None:
-    """An event as a line; None for an event that is not worth a line.
+    """An event as a line; None for an event that is not worth a line, or damaged.
 
     Example:
         >>> in_one_line({"name": "launcher", "event": "restart", "restart": 1, "workers": 2, "delay": 0.0})
         'restart 1 with 2 workers'
     """
-    name, get = event.get("name"), event.get
-    kind = event.get("event")
-    if name == "launcher":
-        if kind == "failure":
-            return f"{get('cause') or get('task')}{_after_step(event)}"
-        if kind == "restart":
-            workers = get("workers")
-            return f"restart {get('restart')} with {workers} worker{'' if workers == 1 else 's'}"
-        if kind == "training-again":
-            return f"training again after {_seconds(get('seconds'))}, {get('steps_redone')} steps redone"
-        if kind == "replacement":
-            return f"{get('cause')}; started again alone"
-        if kind == "loss":
-            return f"{get('cause')}; not started again"
-        return end_of(event)
-    if is_of_search(event):
-        return of_search_in_one_line(event)
-    if kind == "resumed":
-        return f"goes on after step {get('step')}, with backup {get('checkpoint')}"
-    if kind == "not saved":
-        return f"a backup could not be written: {get('error')}"
-    if kind == "unsaved":
-        return f"stopped after step {get('step')}, and could not save"
-    return f"stopped after step {get('step')}, to be started again" if kind == "preempted" else None
+    ending = end_of(event) if event["name"] == _LAUNCHER else None
+    backup = event.get("checkpoint")
+    try:
+        more = {"backup": f", with backup {backup}" if backup else ""}
+        return ending or _LINES[event["event"]].format_map({**event, **more})
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _is_of_search(event: Event) -> bool:
+    return event["event"] in ("search", "searched") or event["event"].startswith("trial")
 
 
 def end_of(event: Event) -> str | None:
@@ -237,12 +224,3 @@ def ending_of_process(event: Event) -> str:
         ('exit code 3', 'it stood still')
     """
     return "it stood still" if event.get("kind") == "hang" else f"exit code {event.get('exit_code')}"
-
-
-def _after_step(event: Event) -> str:
-    step = event.get("step")
-    return f" at step {step}" if step and f"step {step}" not in str(event.get("cause")) else ""
-
-
-def _seconds(value: Any) -> str:
-    return f"{value:.1f} s" if isinstance(value, (int, float)) else "some time"

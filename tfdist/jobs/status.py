@@ -8,20 +8,15 @@ from dataclasses import dataclass
 
 from tfdist.supervision.events import Event
 from tfdist.supervision.exit_codes import REFUSED, UNSAVED
-from tfdist.supervision.remaining import steps_left
 
 QUEUED = "queued"
 RUNNING = "running"
 SUCCEEDED = "succeeded"
 FAILED = "failed"
 CANCELLED = "cancelled"
-# The job was running or waiting, and is gone; nobody knows how it ended.
+# Its scheduler does not know it: it is gone, and nobody knows how it ended, or it was never taken.
 LOST = "lost"
-# Its scheduler was asked to take it, has not answered, and does not show it.
-UNCONFIRMED = "unconfirmed"
 OVER = (SUCCEEDED, FAILED, CANCELLED, LOST)
-# The last event of a launcher is one of these.
-LAST_EVENTS = ("complete", "gave-up", "interrupted", "preempted")
 # No number of a training is as large.
 _MOST = 1e30
 # Seconds after which the age of a progress is shown: the chief writes every ten seconds, except in long steps and
@@ -108,10 +103,10 @@ class Progress:
         epochs: how many there will be; this and the following are None if unknown.
         steps: how many an epoch has.
         loss: of this epoch so far.
-        seconds_per_step: since the last start, with everything between steps.
+        seconds_left: from then to the end of the fit, at its speed so far.
 
     Example:
-        >>> Progress(time.time(), 3, 20, 10, 40, 0.12345, 1.0).shown()
+        >>> Progress(time.time(), 3, 20, 10, 40, 0.12345, 300.0).shown()
         'epoch 3/10, step 20/40, loss 0.1235, about 5 min left'
     """
 
@@ -121,7 +116,7 @@ class Progress:
     epochs: int | None = None
     steps: int | None = None
     loss: float | None = None
-    seconds_per_step: float | None = None
+    seconds_left: float | None = None
 
     @classmethod
     def of(cls, event: Event) -> Progress | None:
@@ -134,13 +129,6 @@ class Progress:
         ):
             return None
         return cls(**fields)
-
-    @property
-    def seconds_left(self) -> float | None:
-        """Seconds from that event to the end of the training at the same speed; None if unknown."""
-        if self.epochs is None or self.steps is None or self.seconds_per_step is None:
-            return None
-        return steps_left(self.epoch, self.epochs, self.step, self.steps) * self.seconds_per_step
 
     def shown(self, is_running: bool = True, now: float | None = None) -> str:
         """As a line, with the remaining time of a training that is running.

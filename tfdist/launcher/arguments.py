@@ -17,7 +17,6 @@ from tfdist.cluster.variables import RUN_ID, TRANSPORT_VARIABLE, TRANSPORTS
 AUTO = "auto"
 # Where a command finds its `Target`, in the meta of click's context.
 TARGET = "tfdist.launcher.target"
-_IS_PARSED = "tfdist.launcher.is_parsed"
 STAGES, REPLICAS = STAGE_VARIABLES = ("TFDIST_STAGES", "TFDIST_REPLICAS")
 
 # Paths that need not be there yet; the Tab key completes them.
@@ -272,27 +271,13 @@ class ScriptCommand(click.Command):
         }
         own, target = split(args, with_value)
         ctx.meta[TARGET] = target
-        rest = super().parse_args(ctx, own)
-        ctx.meta[_IS_PARSED] = True
-        return rest
-
-    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        # For completion: what is typed after the script is none of these options, even if it has the name of one.
-        return [] if _IS_PARSED in ctx.meta and _has_begun(ctx) else super().get_params(ctx)
+        return super().parse_args(ctx, own)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        if incomplete.startswith("-") and not _has_begun(ctx):
-            return super().shell_complete(ctx, incomplete)
-        return [CompletionItem(incomplete, type="file")]
+        return super().shell_complete(ctx, incomplete) or [CompletionItem(incomplete, type="file")]
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
         return ["[OPTIONS]", "SCRIPT", "[ARGS]..."]
-
-
-def _has_begun(ctx: click.Context) -> bool:
-    """Whether a command line has come to the program."""
-    target: Target = ctx.meta[TARGET]
-    return bool(target.words) or target.kind != "script"
 
 
 def read_env(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:

@@ -5,13 +5,10 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import click
 from click.core import ParameterSource
-from click.shell_completion import CompletionItem
 
 from tfdist.launcher.arguments import (
     FILE,
@@ -25,76 +22,48 @@ from tfdist.launcher.arguments import (
     WorkerRange,
     read_env,
 )
-from tfdist.launcher.completion import SHELLS, THIS_SHELL
-from tfdist.launcher.hosts.options import hosts_options, run_anywhere
+from tfdist.launcher.operating_system import open_standard_streams
 
 _WORKERS_HELP = (
-    "Number of training processes; MIN:MAX begins with MAX, goes on with fewer when some die.  "
+    "Number of training processes; MIN:MAX begins with MAX, goes on with fewer when some die, and grows again.  "
     "[default: number of GPUs that CUDA_VISIBLE_DEVICES or nvidia-smi names; 2 without GPUs]"
 )
 _STAGES_HELP = "Instead of -n: a process for each of the K stages that tfdist.PipelineStrategy cuts a model into."
 _REPLICAS_HELP = "With --stages: R copies of the whole pipeline, K*R processes in all.  [default: 1]"
 _HANG_HELP = "Without progress for so long, a process counts as hung.  [default: what is unusual for it, 30 at least]"
+_HOSTS_HELP = (
+    "Run on these hosts, which are reached by ssh: HOST, or HOST:PROCESSES, separated by commas.  "
+    "[default of PROCESSES: a host's number of GPUs; 1 without GPUs]"
+)
+_HOSTFILE_HELP = "The same from a file, with a line for each host: HOST, HOST:8 or HOST slots=8; # begins a comment."
+_SSH_HELP = "How to call ssh, with options: 'ssh -F my_config'."
+_PYTHON_HELP = "Python of the other hosts.  [default: the path of this one]"
 _PS_HELP = "Number of parameter servers; a chief is started as well, which drives the -n workers."
-_DISCOVERY_HELP = "Elastic: prints host:slots for each host that can be used now. With --transport horovod -n MIN:MAX."
-_INTERFACE_HELP = "Elastic: the network interface that all hosts share; needed with a single host (lo)."
 _RESTARTS_HELP = "How often to start all processes again after one failed; with --ps, also a lost worker alone."
 _START_HELP = "Seconds from the call of fit to the first step, until the run counts as hung."
-_WARM_HELP = "Keep a process that has imported TensorFlow, from which restarted processes are forked."
+_REGROW_HELP = "With -n MIN:MAX: seconds after which a run that lacks workers saves, and starts with more; inf: never."
 _DRILL_HANG_HELP = "For the fault that hangs a worker.  [default: from the time between two backups]"
-_ONLY_HELP = "Only this fault (repeatable): kill-worker, kill-chief, hang, corrupt, truncate, disk-full or preempt."
+_ONLY_HELP = (
+    "Only this fault (repeatable): kill-worker, kill-chief, hang, corrupt, truncate, disk-full, preempt or shrink."
+)
 _KEEP_GOING_HELP = "Go on after a fault that the training did not survive unchanged."
 _LOGS_HELP = "Folder of the logs.  [default: tfdist-logs/<date-time>-<pid>]"
 _DRILL_LOGS_HELP = "Folder of logs and backups.  [default: tfdist-logs/drill-<date-time>]"
 _WHEEL_HELP = "Where to put it.  [default: ~/.cache/tfdist/horovod/tensorflow-...]"
-_INSTALL_HELP = "Let the Tab key complete command lines of tfdist, in new shells.  [default: the shell of this one]"
 _ELSEWHERE = {
     **dict.fromkeys(("submit", "status", "logs", "cancel", "monitor", "goodput"), "tfdist.jobs.command"),
     "plan": "tfdist.planning.command",
     "tune": "tfdist.tuning.command",
 }
 _POSITIVE = click.FloatRange(min=0, min_open=True)
-_GRACE_HELP = "Seconds before SIGKILL; also until an evaluator is stopped once the training has ended."
 
 
 def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
     if value and not ctx.resilient_parsing:
-        from tfdist.launcher.machine import own_version
+        from tfdist.launcher.plan import own_version
 
         click.echo(f"tfdist {own_version()}")
         ctx.exit()
-
-
-def _install_completion(ctx: click.Context, param: click.Parameter, shell: str | None) -> None:
-    if shell is None or ctx.resilient_parsing:
-        return
-    from tfdist.launcher.completion.installation import install, wanted_shell
-
-    try:
-        done = install(wanted_shell(shell), ctx.command, os.environ, Path.home())
-    except OSError as error:
-        print(f"tfdist: {error}", file=sys.stderr)
-        ctx.exit(1)
-    for line in done:
-        click.echo(f"tfdist: {line}")
-    ctx.exit()
-
-
-def _show_completion(ctx: click.Context, param: click.Parameter, shell: str | None) -> None:
-    if shell is None or ctx.resilient_parsing:
-        return
-    from tfdist.launcher.completion.installation import script_of, wanted_shell
-
-    click.echo(script_of(wanted_shell(shell), ctx.command), nl=False)
-    ctx.exit()
-
-
-def _of_a_shell(name: str, callback: Callable[..., None], text: str) -> Callable[[Any], Any]:
-    """An option that may be given a shell, and acts at once."""
-    choice = click.Choice((*SHELLS, THIS_SHELL))
-    about = {"metavar": f"[{'|'.join(SHELLS)}]", "help": text}
-    once = {"is_flag": False, "flag_value": THIS_SHELL, "is_eager": True, "expose_value": False}
-    return click.option(name, type=choice, callback=callback, **once, **about)
 
 
 class _Commands(click.Group):
@@ -108,18 +77,12 @@ class _Commands(click.Group):
             return super().get_command(ctx, name)
         return getattr(importlib.import_module(_ELSEWHERE[name]), name)
 
-    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        # Without what describes them: importing all of them takes longer than the Tab key may.
-        names = [CompletionItem(name) for name in self.list_commands(ctx) if name.startswith(incomplete)]
-        return [*names, *click.Command.shell_complete(self, ctx, incomplete)]
-
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version, help="Version.")
-@_of_a_shell("--install-completion", _install_completion, _INSTALL_HELP)
-@_of_a_shell("--show-completion", _show_completion, "Print what --install-completion would write.")
 def main() -> None:
     """Distributed training for Keras 3 on TensorFlow."""
+    open_standard_streams()
 
 
 @main.command(cls=ScriptCommand, short_help="Run a script as a cluster on this machine, or on hosts.")
@@ -128,22 +91,22 @@ def main() -> None:
 @click.option("--replicas", type=click.IntRange(min=1), metavar="R", help=_REPLICAS_HELP)
 @click.option("--ps", type=int, default=0, show_default=True, help=_PS_HELP)
 @click.option("--chief", is_flag=True, help='Let the first worker be the job "chief".')
-@click.option("--evaluator", is_flag=True, help="Start an evaluator, too; it may outlast the training by --grace.")
 @TRANSPORT_OPTION
-@hosts_options
-@click.option("--host-discovery", metavar="PROGRAM", type=FILE, help=_DISCOVERY_HELP)
-@click.option("--interface", metavar="NAME", help=_INTERFACE_HELP)
+@click.option("--hosts", metavar="HOST:N,...", help=_HOSTS_HELP)
+@click.option("--hostfile", metavar="FILE", type=FILE, help=_HOSTFILE_HELP)
+@click.option("--ssh", metavar="COMMAND", default="ssh", show_default=True, help=_SSH_HELP)
+@click.option("--remote-python", metavar="PATH", help=_PYTHON_HELP)
 @click.option("--cpus-per-worker", type=CountOrAuto(1), default="auto", show_default=True, help="Cores of each one.")
 @click.option("--gpus-per-worker", type=CountOrAuto(0), default="auto", show_default=True, help="GPUs of each one.")
 @click.option("--env", multiple=True, metavar="KEY=VALUE", callback=read_env, help="Set a variable (repeatable).")
 @click.option("--log-dir", metavar="DIR", type=FOLDER, help=_LOGS_HELP)
-@click.option("--grace", type=click.FloatRange(min=0), default=10, show_default=True, help=_GRACE_HELP)
+@click.option("--grace", type=click.FloatRange(min=0), default=30, show_default=True, help="Seconds before SIGKILL.")
 @click.option("--output", type=click.Choice(["chief", "all"]), default="chief", help="Whose output to show.")
 @click.option("--host", metavar="ADDRESS", default="127.0.0.1", show_default=True, help="Address of the cluster.")
 @click.option("--max-restarts", type=click.IntRange(min=0), default=3, show_default=True, help=_RESTARTS_HELP)
 @click.option("--hang-timeout", type=SecondsOrAuto(), default="auto", help=_HANG_HELP)
 @click.option("--start-timeout", type=_POSITIVE, default=600, show_default=True, help=_START_HELP)
-@click.option("--warm/--no-warm", default=True, show_default=True, help=_WARM_HELP)
+@click.option("--regrow-after", type=_POSITIVE, default=300, show_default=True, help=_REGROW_HELP)
 @click.pass_context
 def run(ctx: click.Context, **options: Any) -> None:
     """Run SCRIPT, unchanged, as a cluster on this machine, or on several hosts (--hosts).
@@ -151,25 +114,42 @@ def run(ctx: click.Context, **options: Any) -> None:
     SCRIPT is a Python file, -m MODULE, or -- COMMAND for any other program; all that follows it is passed to it.
     The output of the first process is shown, that of all goes to the logs. The exit code is 0 when all processes
     succeed, otherwise that of the first one that failed. 77: stopped, and saved; start it again. 74: stopped, and could
-    not save. 78: it would fail again. 255: a host is lost.
+    not save. 78: it would fail again. 124: a hang. 255: a
+    host is lost.
 
     TensorFlow listens on all addresses of this machine, whatever --host says, and asks nobody for a password. Where
     others can reach it, use a firewall, or a network of its own: unshare --net --map-root-user sh -c 'ip link set lo
     up; exec tfdist run ...'. tfdist check warns of public addresses.
     """
     from tfdist.cluster.errors import ClusterError
-    from tfdist.launcher.run_plan import PlanError
+    from tfdist.launcher.plan import PlanError
 
     target: Target = ctx.meta[TARGET]
     given = [name for name in options if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
     try:
-        code = run_anywhere(target, given, options)
+        if options["hosts"] is not None or options["hostfile"] is not None:
+            from tfdist.launcher.hosts.run import run_on_hosts
+
+            code = run_on_hosts(target, **options, given=given)
+        else:
+            from tfdist.launcher.run import run_local
+
+            code = run_local(target, **options, given=given)
     except PlanError as error:
+        _tell_job(error, 2)
         raise click.UsageError(str(error)) from None
     except (ClusterError, OSError) as error:
+        _tell_job(error, code := 1)
         print(f"tfdist: {error}", file=sys.stderr)
-        code = 1
     ctx.exit(code)
+
+
+def _tell_job(error: Exception, code: int) -> None:
+    """Writes to the event log of a job, which names that file, why its run has not begun."""
+    from tfdist.supervision.events import VARIABLE, EventLog
+
+    if path := os.environ.get(VARIABLE):
+        EventLog(None, "launcher", path).write("gave-up", reason=str(error), exit_code=code)
 
 
 @main.command(cls=ScriptCommand, short_help="Try out whether a script survives kills, hangs, damaged backups, ...")
@@ -186,10 +166,11 @@ def drill(ctx: click.Context, as_json: bool, **options: Any) -> None:
 
     The script needs tfdist.callbacks.BackupAndRestore; its backups go to a folder of the drill. It is run here several
     times, with its own arguments: what else it writes is overwritten. The exit code is 0 if each disturbed run ends
-    with the same weights, optimizer and history as the undisturbed one, bit for bit, otherwise 1.
+    with the same weights, optimizer and history as the undisturbed one, bit for bit, otherwise 1. "shrink", which goes
+    on with one worker fewer and grows again, has to do all steps.
     """
     from tfdist.launcher.drill.drill import DrillOptions, run_drill
-    from tfdist.launcher.run_plan import PlanError
+    from tfdist.launcher.plan import PlanError
 
     try:
         code = run_drill(ctx.meta[TARGET], DrillOptions(**options), as_json)
@@ -238,11 +219,11 @@ def build(wheel_dir: str | None, force: bool) -> None:
 def check(ctx: click.Context, timeout: float, no_tensorflow: bool) -> None:
     """Start it as the training is started: srun tfdist check, mpirun tfdist check, in each pod, ...
 
-    The processes find each other, and rank 0 prints who is there, what they run, latency and bandwidth between them,
-    and whether TensorFlow sums up right. The last line is "ready", or the first thing to mend; the exit code then is 1.
-    It warns of hosts with public addresses, since TensorFlow asks nobody who connects for a password.
+    The processes find each other, and rank 0 prints who is there, what they run, how long connections between them
+    take, and whether TensorFlow sums up right. The last line is "ready", or the first thing to mend; the exit code then
+    is 1. It warns of hosts with public addresses: TensorFlow does not authenticate connections.
     """
-    from tfdist.launcher.check.check import check as run_check
+    from tfdist.launcher.check import check as run_check
 
     ctx.exit(run_check(timeout, with_tensorflow=not no_tensorflow))
 

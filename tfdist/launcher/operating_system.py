@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import signal
@@ -12,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import BinaryIO
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -23,9 +21,7 @@ def spawn(
     command: Sequence[str],
     output: int,
     env: Mapping[str, str] | None = None,
-    folder: str | None = None,
     pass_fds: Sequence[int] = (),
-    stdin: bytes = b"",
     before_exec: Callable[[], None] | None = None,
 ) -> subprocess.Popen[bytes]:
     """Starts a program in a session of its own, away from this process' terminal.
@@ -34,9 +30,7 @@ def spawn(
         command: argument vector.
         output: file descriptor for its standard output and error, or `subprocess.DEVNULL`.
         env: its whole environment; None = this process' own.
-        folder: to work in; None = this process' own.
         pass_fds: file descriptors that it inherits.
-        stdin: all that it can read from its standard input.
         before_exec: runs between fork and exec; not where this process has several threads.
 
     Raises:
@@ -46,27 +40,30 @@ def spawn(
         >>> spawn(["true"], subprocess.DEVNULL).wait()
         0
     """
-    with contextlib.ExitStack() as stack:
-        source = stack.enter_context(_in_memory(stdin)) if stdin else subprocess.DEVNULL
-        return subprocess.Popen(
-            command,
-            env=None if env is None else dict(env),
-            cwd=folder,
-            stdin=source,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            pass_fds=pass_fds,
-            preexec_fn=before_exec,
-        )
+    return subprocess.Popen(
+        command,
+        env=None if env is None else dict(env),
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        pass_fds=pass_fds,
+        preexec_fn=before_exec,
+    )
 
 
-def _in_memory(content: bytes) -> BinaryIO:
-    """A file without a name, to be read from its beginning."""
-    file = open(os.memfd_create("tfdist-input"), "w+b")  # noqa: SIM115
-    file.write(content)
-    file.seek(0)
-    return file
+def end_within(seconds: float, process: subprocess.Popen[bytes]) -> None:
+    """Waits so long for the end of a process, and then kills it. In state D it is left: a disk does not answer.
+
+    Example:
+        >>> end_within(1.0, spawn(["true"], subprocess.DEVNULL))
+    """
+    for _ in range(2):
+        try:
+            process.wait(seconds)
+            return
+        except subprocess.TimeoutExpired:
+            process.kill()
 
 
 def die_with_parent(parent: int) -> Callable[[], None]:
@@ -92,6 +89,20 @@ def die_with_parent(parent: int) -> Callable[[], None]:
                 os._exit(128 + signal.SIGKILL)  # it ended before the kernel was asked to tell us
 
     return promise
+
+
+def open_standard_streams() -> None:
+    """Lets those that were closed (`>&-`) lead to nowhere: whatever is opened later would get their numbers.
+
+    Example:
+        >>> open_standard_streams()  # nothing is closed here
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest number that is free
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
 
 
 @contextmanager
@@ -138,7 +149,7 @@ class SignalInbox:
     def __enter__(self) -> SignalInbox:
         if threading.current_thread() is not threading.main_thread():
             return self
-        for number in (*_STOP_SIGNALS, signal.SIGWINCH):
+        for number in _STOP_SIGNALS:
             # nohup ignores SIGHUP so that the run outlives its terminal.
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue

@@ -1,17 +1,16 @@
-"""One process of a run: how it is started, heard and ended."""
+"""The processes of an attempt: started, heard, watched and ended together."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
-import fcntl
+import functools
 import os
-import pty
+import selectors
 import signal
-import struct
 import subprocess
 import sys
-import termios
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,9 +18,13 @@ from typing import BinaryIO, Protocol
 
 import psutil
 
+from tfdist.launcher.guardian import Guardian
 from tfdist.launcher.operating_system import die_with_parent, spawn
-from tfdist.launcher.run_plan import ProcessPlan
-from tfdist.launcher.terminal import last_lines
+from tfdist.launcher.output import Terminal, Writer, last_lines, write_all
+from tfdist.launcher.plan import REPLACEMENT, ProcessPlan
+from tfdist.launcher.policy import Failure
+from tfdist.supervision.exit_codes import PREEMPTED
+from tfdist.supervision.progress import SAVED, VARIABLE, Progress, ProgressFile
 
 _TAIL_BYTES = 64 * 1024
 _CHUNK = 64 * 1024
@@ -63,12 +66,12 @@ def start_afresh(plan: ProcessPlan, output: int) -> subprocess.Popen[bytes]:
     die_with_launcher = die_with_parent(os.getpid())
 
     def before_exec() -> None:
-        # Between fork and exec. The launcher has one thread only, so that Python is safe there.
+        # Between fork and exec. No other thread of the launcher holds a lock that is taken here (see output.py).
         die_with_launcher()
         if plan.cpus:
             os.sched_setaffinity(0, plan.cpus)
 
-    return spawn(plan.command, output, plan.env, stdin=plan.stdin, before_exec=before_exec)
+    return spawn(plan.command, output, plan.env, before_exec=before_exec)
 
 
 def start_unpinned(plan: ProcessPlan, output: int) -> subprocess.Popen[bytes]:
@@ -76,19 +79,24 @@ def start_unpinned(plan: ProcessPlan, output: int) -> subprocess.Popen[bytes]:
 
     So the program has to pin itself to cores, and to ask the kernel to end it with this process.
     """
-    return spawn(plan.command, output, plan.env, stdin=plan.stdin)
+    return spawn(plan.command, output, plan.env)
 
 
 class Process:
     """A process in a process group of its own, away from the launcher's terminal.
 
-    Its whole output goes to a log; that of a shown process passes through the launcher, which reads `output`.
+    Its whole output passes through the launcher, which reads `output`, to a log: a full disk costs the log, never the
+    training.
 
     Args:
         plan: what to run.
         log_dir: folder of the logs; None where somebody else keeps the log of what is shown.
         continues: what it is that continues a log, such as "restart 1"; empty: the log is a new one.
         start_program: starts what is planned.
+        files: writes the log.
+
+    Raises:
+        OSError: the log of a process that continues none cannot be made; or a link is in its place.
 
     Attributes:
         plan: what it runs.
@@ -100,7 +108,12 @@ class Process:
     """
 
     def __init__(
-        self, plan: ProcessPlan, log_dir: Path | None, continues: str = "", start_program: StartProgram = start_afresh
+        self,
+        plan: ProcessPlan,
+        log_dir: Path | None,
+        continues: str = "",
+        start_program: StartProgram = start_afresh,
+        files: Writer | None = None,
     ) -> None:
         self.plan = plan
         self.log_path = log_dir / plan.log_name if log_dir else Path(os.devnull)
@@ -111,19 +124,21 @@ class Process:
         self._reaped = False
         self._killed_at: float | None = None
         self.left_behind = self.lost = ""
-        self._log, self._log_start = _open_log(self.log_path, continues)
+        self._files = files or Writer()
+        self._log: BinaryIO | None = None
+        self._has_log = log_dir is not None
+        self._tail = b""
+        if self._has_log:
+            self._make_log(continues)
 
-    def start(self, size: os.terminal_size | None) -> None:
-        """Starts the process; with a size, a shown one gets a pseudo-terminal of that size instead of a pipe.
+    def start(self) -> None:
+        """Starts the process.
 
         Raises:
             OSError: the command cannot be run.
         """
         self._started_at = time.monotonic()
-        if not self.plan.shown:
-            self._program = self._start_program(self.plan, self._log.fileno())
-            return
-        self.output, inner = os.pipe() if size is None else _open_terminal(size)
+        self.output, inner = os.pipe()
         try:
             self._program = self._start_program(self.plan, inner)
         finally:
@@ -157,15 +172,17 @@ class Process:
             data = os.read(self.output, _CHUNK)
         except BlockingIOError:
             return b""
-        except OSError:
-            data = b""  # EIO: nobody has the pseudo-terminal open any more
         if data:
-            # A full disk costs the log, not the training.
-            with contextlib.suppress(OSError):
-                self._log.write(data)
+            self.hear(data)
         else:
             self.close_output()
         return data
+
+    def hear(self, data: bytes) -> None:
+        """Takes what it has printed."""
+        self._tail = (self._tail + data)[-_TAIL_BYTES:]
+        if self._has_log:
+            self._files.do(len(data), functools.partial(self._write_log, data))
 
     def close_output(self) -> None:
         """Stops reading: a process that left the group may keep the other end open for ever."""
@@ -220,25 +237,34 @@ class Process:
             self._killed_at = time.monotonic()
         self.signal(signal.SIGKILL)
 
-    def resize(self, size: os.terminal_size) -> None:
-        """Gives its pseudo-terminal another size."""
-        if self.output is not None:
-            _set_size(self.output, size)
-
     def tail(self, count: int) -> tuple[str, ...]:
-        """The last lines it has logged, even if the program has deleted the log; none if it cannot be read."""
-        log = self._log.fileno()
-        try:
-            size = os.fstat(log).st_size
-            # pread, because the process shares this file's position.
-            return last_lines(os.pread(log, _TAIL_BYTES, max(size - _TAIL_BYTES, self._log_start)), count)
-        except OSError:
-            return ()
+        """The last lines it has printed."""
+        return last_lines(self._tail, count)
 
     def close(self) -> None:
         """Closes its files."""
         self.close_output()
-        self._log.close()
+        if self._log is not None:
+            self._files.do(0, self._log.close)
+
+    def _make_log(self, continues: str) -> None:
+        problem: list[OSError] = []
+
+        def make() -> None:
+            try:
+                self._log = _open_log(self.log_path, continues)
+            except OSError as error:
+                problem.append(error)
+                raise
+
+        self._files.call(make)
+        if problem and (not continues or problem[0].errno == errno.ELOOP):
+            raise problem[0]
+
+    def _write_log(self, data: bytes) -> None:
+        if self._log is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        write_all(self._log.fileno(), data)
 
     def _is_stuck(self) -> bool:
         return self._killed_at is not None and time.monotonic() - self._killed_at > _KILL_SECONDS
@@ -266,17 +292,17 @@ def process_state(pid: int) -> str:
         return ""
 
 
-def _open_log(path: Path, continues: str) -> tuple[BinaryIO, int]:
-    """Opens a log, which a restart continues, and says where this process's own part begins."""
+def _open_log(path: Path, continues: str) -> BinaryIO:
+    """Opens a log, which a restart continues."""
     if not continues:
-        return open(path, "w+b", buffering=0, opener=_no_link), 0
+        return open(path, "wb", buffering=0, opener=_no_link)
     path.parent.mkdir(parents=True, exist_ok=True)  # the program may have deleted it
     log = open(path, "a+b", buffering=0, opener=_no_link)  # noqa: SIM115
     with contextlib.suppress(OSError):
         size = os.fstat(log.fileno()).st_size
         open_line = size > 0 and os.pread(log.fileno(), 1, size - 1) != b"\n"
         log.write(b"\n" * open_line + f"--- {continues} ---\n".encode())
-    return log, os.fstat(log.fileno()).st_size
+    return log
 
 
 def _no_link(path: str, flags: int) -> int:
@@ -309,14 +335,233 @@ def _where(pid: int) -> str:
     return f" in {function}" if function not in ("", "0") else ""
 
 
-def _open_terminal(size: os.terminal_size) -> tuple[int, int]:
-    outer, inner = pty.openpty()
-    attributes = termios.tcgetattr(inner)
-    attributes[1] &= ~termios.ONLCR  # lines end with "\n" in the log, as they do through a pipe
-    termios.tcsetattr(inner, termios.TCSANOW, attributes)
-    _set_size(outer, size)
-    return outer, inner
+_TICK = 0.02
+_TAIL_LINES = 200
+# More than a pipe holds when its process ends. Helpers may go on printing into it for ever.
+_LAST_CHUNKS = 64
+_LAST_BYTES = 256 * 1024
 
 
-def _set_size(terminal: int, size: os.terminal_size) -> None:
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", size.lines, size.columns, 0, 0))
+class ProcessGroup:
+    """All processes of a plan. None of them outlives the `with` block.
+
+    Args:
+        plans: the processes, that with rank 0 first.
+        log_dir: folder of the logs; None: see `Process`.
+        terminal: where their output goes.
+        guardian: ends them if the launcher is killed.
+        restart: how often the run has been started again.
+        start_program: starts what is planned.
+
+    Attributes:
+        processes: the processes in the order of the plans.
+
+    Raises:
+        OSError: on entry; a process could not be started, and those already started have been killed.
+
+    Example:
+        >>> with ProcessGroup(plans, Path("logs"), terminal, guardian) as group:  # doctest: +SKIP
+        ...     while not group.is_over:
+        ...         group.tick()
+    """
+
+    def __init__(
+        self,
+        plans: Sequence[ProcessPlan],
+        log_dir: Path | None,
+        terminal: Terminal,
+        guardian: Guardian,
+        restart: int = 0,
+        start_program: StartProgram = start_afresh,
+    ) -> None:
+        self._terminal = terminal
+        self._guardian = guardian
+        self._selector = selectors.DefaultSelector()
+        self._log_dir = log_dir
+        self._files = Writer()
+        self._loses = False
+        self._start_program = start_program
+        self._progress_files: dict[str, ProgressFile] = {}
+        self._continues = f"restart {restart}" if restart else ""
+        self.processes = [self._made(plan, self._continues) for plan in plans]
+        self._started: list[Process] = []
+
+    def _made(self, plan: ProcessPlan, continues: str) -> Process:
+        env = {**plan.env, **self._room_for(plan)}
+        if not plan.serves:
+            file = self._progress_files[plan.name] = ProgressFile()
+            env[VARIABLE] = file.value
+        return Process(dataclasses.replace(plan, env=env), self._log_dir, continues, self._start_program, self._files)
+
+    def _room_for(self, plan: ProcessPlan) -> dict[str, str]:
+        """How wide a progress bar may be that is shown behind the name of its process."""
+        columns = self._terminal.columns_inside(plan.name) if plan.shown and not plan.env.get("COLUMNS") else None
+        return {"COLUMNS": str(columns)} if columns else {}
+
+    def __enter__(self) -> ProcessGroup:
+        try:
+            for process in self.processes:
+                self._start(process)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill()
+        while not self.is_over:
+            self._poll_processes()
+            time.sleep(_TICK)
+        for process in self.processes:
+            process.close()
+        self._files.close()
+        if lost := self._files.dropped:
+            self._terminal.message(f"{lost} bytes are missing in the logs in {self._log_dir}/: {self._files.problem}")
+        for file in self._progress_files.values():
+            file.close()
+        self._selector.close()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no process that was started exists any more."""
+        return all(process.is_over for process in self._started)
+
+    @property
+    def workers(self) -> int:
+        """The number of workers: of those that can be replaced, if there are any, otherwise of all."""
+        return sum(process.plan.is_replaceable for process in self.processes) or len(self.processes)
+
+    @property
+    def running(self) -> list[Process]:
+        """The processes that have not ended."""
+        return [process for process in self.processes if process.status is None]
+
+    def tick(self) -> list[Process]:
+        """Passes output on for a moment and returns the processes that were found to have ended."""
+        self._hear()
+        if self._files.dropped and not self._loses:
+            self._loses = True
+            self._terminal.message(f"the logs in {self._log_dir}/ are not complete any more: {self._files.problem}")
+        return self._poll_processes()
+
+    def progress(self) -> dict[str, Progress | None]:
+        """The last report of each training process that makes reports, by name."""
+        return {name: file.read() for name, file in self._progress_files.items()}
+
+    def status(self, process: Process) -> int | None:
+        """The returncode of a process. That of one which died after it had saved, since its end took long, is 77."""
+        if process.status is not None and process.status < 0:
+            report = self.progress().get(process.plan.name)
+            if report is not None and report.phase == SAVED:
+                return PREEMPTED
+        return process.status
+
+    def failure(self, process: Process, status: int, hang: str = "") -> Failure:
+        """Describes what became of a process, with the last lines of its log."""
+        self.read_available(process)
+        tail = tuple(line for line in process.tail(_TAIL_LINES) if not self._terminal.hides(line))
+        log_path = str(process.log_path)
+        # A pipe may lead elsewhere than the messages do.
+        was_shown = process.plan.shown and self._terminal.shows_both
+        return Failure(process.plan.name, status, tail, log_path, hang, host=process.plan.host, was_shown=was_shown)
+
+    def replace(self, process: Process, number: int) -> Process:
+        """Starts a process in the place of one that is over; the log goes on.
+
+        Args:
+            process: one of `processes`.
+            number: of the replacement, which the new process finds in its environment.
+
+        Raises:
+            OSError: it could not be started.
+        """
+        plan = dataclasses.replace(process.plan, env={**process.plan.env, REPLACEMENT: str(number)})
+        successor = self._made(plan, f"replacement {number}")
+        self.processes[self.processes.index(process)] = successor
+        self._started.remove(process)
+        process.close()
+        self._start(successor)
+        return successor
+
+    def add(self, plan: ProcessPlan) -> Process:
+        """Starts one more process.
+
+        Raises:
+            OSError: it could not be started.
+        """
+        process = self._made(plan, self._continues)
+        self.processes.append(process)
+        self._start(process)
+        return process
+
+    def read_available(self, process: Process) -> None:
+        """Reads what a process has printed so far, within limits."""
+        heard = 0
+        for _ in range(_LAST_CHUNKS):
+            if process.output is None or heard >= _LAST_BYTES:
+                return
+            data = self._read_output(process)
+            if not data:
+                return
+            heard += len(data)
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to every process that has not ended, and to its helpers."""
+        for process in self.running:
+            process.signal(number)
+
+    def kill(self) -> None:
+        """Kills every process and all helpers at once."""
+        for process in self._started:
+            process.kill()
+
+    def _start(self, process: Process) -> None:
+        process.start()
+        self._started.append(process)
+        self._guardian.add(process.group, process.plan.env.get("TFDIST_RUN_ID", ""))
+        if process.output is not None:
+            self._selector.register(process.output, selectors.EVENT_READ, process)
+
+    @property
+    def _is_behind(self) -> bool:
+        """Whether who prints had better wait: much waits to be written, and moves."""
+        return self._terminal.is_behind or self._files.is_behind
+
+    def _hear(self) -> None:
+        ready = self._selector.select(_TICK)
+        if self._is_behind:
+            time.sleep(_TICK)
+        for key, _ in ready:
+            if not self._is_behind:
+                self._read_output(key.data)
+
+    def _read_output(self, process: Process) -> bytes:
+        descriptor = process.output
+        data = process.read()
+        if process.output is None:
+            self._selector.unregister(descriptor)  # type: ignore[arg-type]
+        if process.plan.shown:
+            self._terminal.feed(process.plan.name, data, final=process.output is None)
+        return data
+
+    def _poll_processes(self) -> list[Process]:
+        ended = []
+        for process in self._started:
+            if process.is_over:
+                continue
+            if process.poll():
+                ended.append(process)
+            if process.is_over:
+                self._guardian.remove(process.group)
+                self._read_rest(process)
+                if process.left_behind:
+                    self._terminal.message(process.left_behind)
+        return ended
+
+    def _read_rest(self, process: Process) -> None:
+        self.read_available(process)
+        if process.output is not None:
+            self._selector.unregister(process.output)
+            process.close_output()
+            if process.plan.shown:
+                self._terminal.feed(process.plan.name, b"", final=True)

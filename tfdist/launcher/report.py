@@ -15,7 +15,7 @@ from tfdist.cluster.discovery import find
 from tfdist.cluster.errors import ClusterError
 from tfdist.cluster.membership import Membership
 from tfdist.cluster.preflight import check
-from tfdist.launcher.machine import versions
+from tfdist.launcher.plan import versions
 
 _RELEVANT = ("TF_", "TFDIST_", "CUDA_", "NCCL_", "KERAS_", "OMP_")
 # From which clusters are discovered.

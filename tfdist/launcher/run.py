@@ -10,19 +10,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from tfdist.cluster.ports import reserve
+from tfdist.cluster.ports import own_loopback, reserve
 from tfdist.cluster.variables import HOROVOD
+from tfdist.folders import current_folder, default_log_dir
 from tfdist.launcher.arguments import Target, stages_of
-from tfdist.launcher.horovod.options import (
-    ElasticOptions,
-    check_hosts,
-    check_options,
-    elastic_announcement,
-    elastic_environment,
-)
-from tfdist.launcher.machine import Machine, versions
-from tfdist.launcher.restarts import RestartPolicy
-from tfdist.launcher.run_plan import (
+from tfdist.launcher.output import Terminal, hidden_lines
+from tfdist.launcher.plan import (
+    Machine,
     PlanError,
     ProcessPlan,
     RunOptions,
@@ -31,10 +25,11 @@ from tfdist.launcher.run_plan import (
     share_cpus,
     share_gpus,
     shares_gpus,
+    versions,
 )
+from tfdist.launcher.policy import RestartPolicy
+from tfdist.launcher.process import start_afresh
 from tfdist.launcher.supervisor import ClusterRun, Patience, Prepare
-from tfdist.launcher.terminal import Terminal, hidden_lines
-from tfdist.log_folders import default_log_dir
 from tfdist.strategies.horovod import installation
 
 
@@ -45,7 +40,6 @@ def run_local(
     replicas: int | None,
     ps: int,
     chief: bool,
-    evaluator: bool,
     cpus_per_worker: int | str,
     gpus_per_worker: int | str,
     env: Mapping[str, str],
@@ -56,39 +50,33 @@ def run_local(
     max_restarts: int,
     hang_timeout: float | None,
     start_timeout: float,
-    warm: bool,
+    regrow_after: float,
     transport: str,
-    host_discovery: str | None,
-    interface: str | None,
     given: Collection[str] = (),
+    **of_hosts: object,
 ) -> int:
     """Runs a program as a cluster on this machine and returns the exit code.
 
-    `given` names the options that do not have their defaults by themselves.
+    `given` names the options that do not have their defaults by themselves; those of `of_hosts` do nothing here.
 
     Raises:
         PlanError: the options ask for something that is not there.
         ClusterError: there are no free ports.
         OSError: the logs cannot be written or the program cannot be started.
     """
+    for name in of_hosts:
+        if name in given:
+            raise PlanError(f"--{name.replace('_', '-')}: expected --hosts or --hostfile, too. Leave it out without.")
     machine = Machine.this_one()
     try:
         parts = stages_of(workers, stages, replicas, ps, chief)
         count = parts.workers if parts else default_workers(machine, gpus_per_worker)
         fewest, most = workers or (count, count)
         check_workers(fewest, most, ps)
-        options = RunOptions(most, ps, chief, evaluator, cpus_per_worker, gpus_per_worker, env, host, parts, transport)
+        host = host if "host" in given else own_loopback()
+        options = RunOptions(most, ps, chief, cpus_per_worker, gpus_per_worker, env, host, parts, transport)
         command = target.command()
         check_transport(transport)
-        if (host_discovery or interface) and transport != HOROVOD:
-            raise ValueError(
-                "--host-discovery and --interface are for elastic jobs: expected --transport horovod, too. Without it, "
-                "-n MIN:MAX goes on with fewer processes after a restart of all."
-            )
-        if interface and not host_discovery:
-            raise ValueError("--interface: expected --host-discovery, too. Other jobs use the addresses of --host.")
-        if host_discovery:
-            check_options(given, has_range=workers is not None)
     except ValueError as error:
         raise PlanError(str(error)) from None
     run_id = new_run_id()
@@ -96,29 +84,15 @@ def run_local(
     shown_folder = shortest(folder)
     show_all = output == "all"
     hidden = hidden_lines(show_all, {**os.environ, **env})
-    if host_discovery:
-        asked = (command, fewest, most, host_discovery, interface, show_all, grace, max_restarts)
-        elastic = ElasticOptions(*asked, frozenset(env))
-        notices = check_hosts(elastic)
-        folder.mkdir(parents=True, exist_ok=True)
-        terminal = Terminal.standard(live="worker 0", env=os.environ, hidden=hidden)
-        for text in (elastic_announcement(elastic, str(shown_folder)), *notices):
-            terminal.message(text)
-        of_run = {"TFDIST_RUN_ID": run_id, "TFDIST_LOG_DIR": str(folder)}
-        variables = {**elastic_environment(os.environ, env, machine, most), **of_run}
-        # Needs Horovod.
-        from tfdist.launcher.horovod.elastic import ElasticRun
-
-        return ElasticRun(elastic, variables, shown_folder, terminal).run()
     check_shares(options, machine)
     folder.mkdir(parents=True, exist_ok=True)
     first_job, first_index = options.tasks[0]
     terminal = Terminal.standard(live=f"{first_job} {first_index}", env=os.environ, hidden=hidden)
     announce(options, machine, terminal, str(shown_folder), show_all)
     prepare = preparation(options, command, machine, os.environ, run_id, str(folder), show_all)
-    policy = RestartPolicy(max_restarts, min_workers=fewest if fewest < most else None)
+    policy = RestartPolicy(max_restarts, fewest if fewest < most else None, regrow_after)
     patience = Patience(grace, hang_timeout, start_timeout)
-    return ClusterRun(prepare, most, policy, shown_folder, terminal, patience, warm and max_restarts > 0).run()
+    return ClusterRun(prepare, most, policy, shown_folder, terminal, patience, start_afresh).run()
 
 
 def check_workers(fewest: int, most: int, ps: int) -> None:
@@ -144,7 +118,7 @@ def new_run_id() -> str:
 
 def log_folder(given: str | os.PathLike[str] | None, run_id: str) -> Path:
     """The absolute folder of the logs: the one that the user has given, or the default."""
-    return Path(given or default_log_dir(run_id, os.getcwd(), tempfile.gettempdir())).absolute()
+    return Path(given or default_log_dir(run_id, current_folder(), tempfile.gettempdir())).absolute()
 
 
 def check_shares(options: RunOptions, machine: Machine) -> None:
@@ -171,7 +145,7 @@ def preparation(
     @contextmanager
     def prepare(count: int, restart: int) -> Iterator[list[ProcessPlan]]:
         now = replace(options, workers=count)
-        with reserve(len(now.tasks_with_port), host=options.host) as reservation:
+        with reserve(len(now.tasks), host=options.host) as reservation:
             of_run = (command, machine, reservation.ports, environ, run_id)
             yield plan_run(now, *of_run, log_dir=log_dir, show_all=show_all, restart=restart)
 
@@ -217,6 +191,6 @@ def _plural(job: str) -> str:
 def shortest(folder: Path) -> Path:
     """Relative to the current folder where it lies below that."""
     try:
-        return folder.relative_to(os.getcwd())
+        return folder.relative_to(current_folder())
     except ValueError:
         return folder

@@ -1,28 +1,42 @@
-"""A run with its restarts: one attempt after another until the training is complete, or given up."""
+"""A run: attempts, one after another, until the training is complete, or given up.
+
+An attempt is a loop over what happens to its processes: output, ends, signals, progress, time. What to do about it,
+policy.py decides.
+"""
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tfdist.launcher.attempt import ClusterAttempt, Ending, Loss, Replacements, Surroundings
-from tfdist.launcher.failure import Failure, Watchdog, counted, exit_code
-from tfdist.launcher.group import ProcessGroup
 from tfdist.launcher.guardian import Guardian
 from tfdist.launcher.operating_system import SignalInbox
-from tfdist.launcher.process import StartProgram
-from tfdist.launcher.restarts import GiveUp, Incident, Recovery, Replacement, Restart, RestartPolicy, used_up
-from tfdist.launcher.run_plan import ProcessPlan
-from tfdist.launcher.terminal import Terminal
-from tfdist.launcher.warm.zygote import WarmStarts
-from tfdist.supervision.events import EventLog
-from tfdist.supervision.exit_codes import PREEMPTED, UNSAVED
+from tfdist.launcher.output import Terminal, Writer
+from tfdist.launcher.plan import ProcessPlan
+from tfdist.launcher.policy import (
+    Failure,
+    GiveUp,
+    Incident,
+    Recovery,
+    Replacement,
+    Restart,
+    RestartPolicy,
+    Watchdog,
+    choose,
+    counted,
+    exit_code,
+    suspect,
+    used_up,
+)
+from tfdist.launcher.process import Process, ProcessGroup, StartProgram
+from tfdist.supervision.events import FILE_NAME, EventLog
+from tfdist.supervision.exit_codes import HUNG, PREEMPTED, UNSAVED
 from tfdist.supervision.identity import Identity
 from tfdist.supervision.progress import Progress
 
@@ -31,8 +45,36 @@ _TICK = 0.05
 _UNUSUAL = 2.0
 _TOO_SOON = "ended before the training began again"
 
+# After a failure that looks like the consequence of another: how long the culprit may take to end as well.
+_MOMENT = 2.0
+# Once a peer has failed nothing can be saved any more; TensorFlow swallows SIGTERM, so most of this is waiting.
+FAILURE_GRACE = 2.0
+# Wrappers such as `uv run` pass the Ctrl-C on that we already got from the terminal.
+_SAME_KEY_PRESS = 0.3
+
 # Given the number of training processes and that of the restart, holds the ports and yields the plans.
 Prepare = Callable[[int, int], AbstractContextManager[Sequence[ProcessPlan]]]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How an attempt ended.
+
+    Attributes:
+        code: exit code of the run, if this was the end of it.
+        failure: the process to blame, if one failed.
+        incident: the same with all that is known; None if the processes were being stopped already.
+        decision: what was decided about that.
+        interrupt: the signal that the launcher got, if any.
+        error: why the processes could not be started, if they could not.
+    """
+
+    code: int
+    failure: Failure | None = None
+    incident: Incident | None = None
+    decision: Restart | GiveUp | None = None
+    interrupt: signal.Signals | None = None
+    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -45,7 +87,7 @@ class Patience:
         start_timeout: until the first step.
     """
 
-    grace: float = 10.0
+    grace: float = 30.0
     hang_timeout: float | None = None
     start_timeout: float = 600.0
 
@@ -60,18 +102,16 @@ class Supervisor:
         policy: decides about restarts.
         log_dir: folder of the logs; it exists.
         terminal: where output and messages go.
-        warm: whether to keep a process ready for quick restarts, once the program trains.
+        grace: seconds between a signal that is passed on and SIGKILL.
     """
 
-    def __init__(
-        self, workers: int, policy: RestartPolicy, log_dir: Path, terminal: Terminal, warm: bool = False
-    ) -> None:
+    def __init__(self, workers: int, policy: RestartPolicy, log_dir: Path, terminal: Terminal, grace: float) -> None:
         self._workers = workers
         self._policy = policy
         self._log_dir = log_dir
-        self._terminal = terminal
-        self._warm = warm
-        self._events = EventLog(str(log_dir), "launcher")
+        self.terminal, self.grace = terminal, grace
+        self._files = Writer()
+        self._events = EventLog(str(log_dir), "launcher", do=self._files.do)
         self._recovery: Recovery | None = None
 
     def run(self) -> int:
@@ -81,31 +121,46 @@ class Supervisor:
             OSError: a process could not be started; those already started have been killed.
             ClusterError: there are no free ports.
         """
+        try:
+            return self._run()
+        finally:
+            self._files.close()
+            if self._files.dropped:
+                self.terminal.message(f"{FILE_NAME} in {self._log_dir}/ is not complete: {self._files.problem}")
+            self.terminal.finish()
+
+    def _run(self) -> int:
         restart = Restart(0, self._workers, 0.0)
-        with SignalInbox() as inbox, Guardian() as guardian, WarmStarts(guardian, self._warm) as starts:
+        with SignalInbox() as inbox, Guardian() as guardian:
             while True:
-                ending = self._attempt(restart, inbox, guardian, starts)
+                ending = self._attempt(restart, inbox, guardian)
                 if not isinstance(ending.decision, Restart) or ending.interrupt is not None:
                     return self._conclude(ending)
                 restart = ending.decision
                 assert ending.incident is not None
                 self._announce(ending.incident, restart)
-                if (number := _wait_to_restart(restart.delay, inbox, starts.worth_waiting)) is not None:
-                    self._terminal.message(f"{number.name} received: not restarted")
+                if (number := _wait_to_restart(restart.delay, inbox)) is not None:
+                    self.terminal.message(f"{number.name} received: not restarted")
                     self._events.write("interrupted", signal=number.name, exit_code=exit_code(-number))
                     return exit_code(-number)
 
-    def _attempt(self, restart: Restart, inbox: SignalInbox, guardian: Guardian, starts: WarmStarts) -> Ending:
+    def _attempt(self, restart: Restart, inbox: SignalInbox, guardian: Guardian) -> Ending:
         raise NotImplementedError
 
     def _note_start(self, restart: int, workers: int, processes: Mapping[str, int]) -> None:
         what = {"restart": restart, "workers": workers, "processes": processes}
         self._events.write("start", **what, launcher=asdict(Identity.of(os.getpid())))
 
-    def _decide(self, incident: Incident) -> Restart | GiveUp:
+    def decide(self, incident: Incident) -> Restart | GiveUp:
+        """What to do about a failure that ends an attempt, while its processes still exist."""
         self._end_recovery(_TOO_SOON)
         decision = self._policy.decide(incident)
+        if incident.asked:
+            self.terminal.message(
+                "the run will not grow: it has not saved on SIGTERM, as BackupAndRestore does by its preemption_signal="
+            )
         failure = incident.failure
+        assert failure is not None
         self._events.write(
             "failure",
             task=failure.name,
@@ -119,11 +174,12 @@ class Supervisor:
 
     def _announce(self, incident: Incident, restart: Restart) -> None:
         self._events.write("restart", restart=restart.number, workers=restart.workers, delay=restart.delay)
-        self._recovery = Recovery(incident, restart, self._policy.limit)
+        self._recovery = Recovery(incident, restart, f"{self._policy.used} of {self._policy.limit}")
         when = f" in {restart.delay:g} s" if restart.delay else ""
-        self._terminal.message(f"{incident.cause}; {self._recovery.name}{when}")
+        self.terminal.message(f"{incident.cause}; {self._recovery.name}{when}")
 
-    def _on_progress(self, progress: Mapping[str, Progress | None]) -> None:
+    def note_progress(self, progress: Mapping[str, Progress | None]) -> None:
+        """Is called at every tick with what the training processes report."""
         if self._recovery is not None and self._recovery.is_complete(progress):
             outcome = self._recovery.outcome(progress, time.monotonic())
             self._events.write("training-again", **asdict(outcome))
@@ -131,7 +187,7 @@ class Supervisor:
 
     def _end_recovery(self, how: str) -> None:
         if self._recovery is not None:
-            self._terminal.message(f"{self._recovery.name}: {how}")
+            self.terminal.message(f"{self._recovery.name}: {how}")
             self._recovery = None
 
     def _conclude(self, ending: Ending) -> int:
@@ -140,7 +196,7 @@ class Supervisor:
             self._events.write("preempted", exit_code=ending.code)
         elif ending.error:
             self._events.write("gave-up", reason=ending.error, exit_code=ending.code)
-            self._terminal.message(ending.error)
+            self.terminal.message(ending.error)
         elif ending.failure is not None:
             reason = ending.decision.reason if isinstance(ending.decision, GiveUp) else ""
             self._events.write("gave-up", reason=reason, exit_code=ending.code)
@@ -148,7 +204,7 @@ class Supervisor:
         elif ending.interrupt is not None:
             self._events.write("interrupted", signal=ending.interrupt.name, exit_code=ending.code)
             if ending.code == UNSAVED:
-                self._terminal.message(
+                self.terminal.message(
                     f"stopped by {ending.interrupt.name}, and could not save (exit code {UNSAVED}): what was trained "
                     "since the last backup is lost; its output says why, and where it goes on"
                 )
@@ -158,9 +214,9 @@ class Supervisor:
 
     def _report(self, failure: Failure, incident: Incident | None, reason: str) -> None:
         """Tells the user which failure has ended the run, and why nothing is started again."""
-        self._terminal.message(failure.report())
+        self.terminal.message(failure.report())
         if reason:
-            self._terminal.message(reason)
+            self.terminal.message(reason)
 
 
 class TrainingRun(Supervisor):
@@ -172,7 +228,6 @@ class TrainingRun(Supervisor):
         log_dir: folder of the logs; it exists.
         terminal: where output and messages go.
         patience: how long to wait for what.
-        warm: whether to keep a process ready for quick restarts, once the program trains.
     """
 
     def __init__(
@@ -182,59 +237,86 @@ class TrainingRun(Supervisor):
         log_dir: Path,
         terminal: Terminal,
         patience: Patience,
-        warm: bool = False,
     ) -> None:
-        super().__init__(workers, policy, log_dir, terminal, warm)
+        super().__init__(workers, policy, log_dir, terminal, patience.grace)
         self._patience = patience
         self._started_at = 0.0
         self._has_reported = False
         self._preparation = 0.0
+        self._looked_at = 0.0
+        self._room: Future[int] | None = None
 
-    def _attempt(self, restart: Restart, inbox: SignalInbox, guardian: Guardian, starts: WarmStarts) -> Ending:
-        with self._started(restart, inbox, guardian, starts) as group:
+    def _attempt(self, restart: Restart, inbox: SignalInbox, guardian: Guardian) -> Ending:
+        with self._started(restart, inbox, guardian) as group:
             self._started_at, self._has_reported = time.monotonic(), False
+            self._looked_at, self._room = self._started_at, None
             # Whether the program trains, and how long it takes to prepare for that, is known from the first time.
             due = self._started_at + _UNUSUAL * self._preparation if restart.number else None
             watchdog = Watchdog(self._patience.hang_timeout, self._patience.start_timeout, due)
             processes = {process.plan.name: process.group for process in group.processes}
             self._note_start(restart.number, group.workers, processes)
-            on_progress = functools.partial(self._note_progress, starts)
-            replacements = Replacements(group, self._replace, starts.worth_waiting)
-            around = Surroundings(group, inbox, self._terminal, self._patience.grace, self._decide, on_progress)
-            return ClusterAttempt(around, watchdog, replacements).run()
+            return ClusterAttempt(self, group, inbox, watchdog).run()
 
     def _started(
-        self, restart: Restart, inbox: SignalInbox, guardian: Guardian, starts: WarmStarts
+        self, restart: Restart, inbox: SignalInbox, guardian: Guardian
     ) -> AbstractContextManager[ProcessGroup]:
         """The processes of an attempt, as long as the `with` block lasts."""
         raise NotImplementedError
 
-    def _replace(self, loss: Loss) -> Replacement | None:
-        failure, replacement = loss.failure, self._policy.replace(loss.failure.name, loss.lived)
+    def replace(self, failure: Failure, lived: float, left: int) -> Replacement | None:
+        """What to do about a worker that the others can do without for a while; None leaves its place empty.
+
+        Args:
+            failure: what became of it.
+            lived: for how many seconds it had existed.
+            left: how many workers there are without it, those included that are about to be started again.
+        """
+        replacement = self._policy.replace(failure.name, lived)
         lost = {"task": failure.name, "kind": _kind(failure), "cause": failure.cause, "exit_code": failure.exit_code}
         what = f"{failure.cause} ({failure.log_path})"
         if replacement is not None:
             number, delay = replacement.number, replacement.delay
             self._events.write("replacement", **lost, log=failure.log_path, number=number, delay=delay)
             when = f" in {delay:g} s" if delay else ""
-            self._terminal.message(
+            self.terminal.message(
                 f"{what}; started again{when} (replacement {number} of {self._policy.limit}), the others go on"
             )
-        elif loss.left:
-            self._events.write("loss", **lost, log=failure.log_path, workers=loss.left)
-            self._terminal.message(
+        elif left:
+            self._events.write("loss", **lost, log=failure.log_path, workers=left)
+            self.terminal.message(
                 f"{what}; not started again: {used_up(self._policy.used)}; the training goes on with "
-                f"{counted(loss.left, 'worker')}"
+                f"{counted(left, 'worker')}"
             )
         return replacement
 
-    def _note_progress(self, starts: WarmStarts, progress: Mapping[str, Progress | None]) -> None:
+    def more_workers(self, workers: int, progress: Mapping[str, Progress | None]) -> int:
+        """With how many workers to go on instead of these; 0: with these."""
+        if self._room is None:
+            lacks = workers < self._workers and self._recovery is None
+            if lacks and self._policy.may_grow(progress, time.monotonic() - self._looked_at):
+                self._room = self._look_for_room()
+            return 0
+        if not self._room.done():
+            return 0
+        room, self._room, self._looked_at = min(self._room.result(), self._workers), None, time.monotonic()
+        return room if room > workers else 0
+
+    def grow(self, workers: int, incident: Incident) -> Restart:
+        """Goes on with so many workers, once all have saved."""
+        return self._policy.grow(workers, incident.at)
+
+    def _look_for_room(self) -> Future[int]:
+        """For how many workers there is room: on one machine, for as many as there were."""
+        found: Future[int] = Future()
+        found.set_result(self._workers)
+        return found
+
+    def note_progress(self, progress: Mapping[str, Progress | None]) -> None:
+        """Is called at every tick."""
         if not self._has_reported and any(progress.values()):
             self._has_reported = True
             self._preparation = max(self._preparation, time.monotonic() - self._started_at)
-        if any(report is not None and report.has_trained for report in progress.values()):
-            starts.prepare(self._preparation)
-        self._on_progress(progress)
+        super().note_progress(progress)
 
 
 class ClusterRun(TrainingRun):
@@ -247,11 +329,11 @@ class ClusterRun(TrainingRun):
         log_dir: folder of the logs; it exists.
         terminal: where output and messages go.
         patience: how long to wait for what.
-        warm: whether to keep a process ready for quick restarts, once the program trains.
-        start_program: starts what is planned; by default it is started in the quickest way there is.
+        start_program: starts what is planned.
 
     Example:
-        >>> ClusterRun(prepare, 2, RestartPolicy(3), Path("logs"), terminal, Patience()).run()  # doctest: +SKIP
+        >>> run = ClusterRun(prepare, 2, RestartPolicy(3), folder, terminal, Patience(), start_afresh)  # doctest: +SKIP
+        >>> run.run()  # doctest: +SKIP
         0
     """
 
@@ -263,23 +345,254 @@ class ClusterRun(TrainingRun):
         log_dir: Path,
         terminal: Terminal,
         patience: Patience,
-        warm: bool = False,
-        start_program: StartProgram | None = None,
+        start_program: StartProgram,
     ) -> None:
-        super().__init__(workers, policy, log_dir, terminal, patience, warm)
+        super().__init__(workers, policy, log_dir, terminal, patience)
         self._prepare = prepare
         self._start_program = start_program
 
     @contextmanager
-    def _started(
-        self, restart: Restart, inbox: SignalInbox, guardian: Guardian, starts: WarmStarts
-    ) -> Iterator[ProcessGroup]:
-        start = self._start_program or starts.start
+    def _started(self, restart: Restart, inbox: SignalInbox, guardian: Guardian) -> Iterator[ProcessGroup]:
         with (
             self._prepare(restart.workers, restart.number) as plans,
-            ProcessGroup(plans, self._log_dir, self._terminal, guardian, restart.number, start) as group,
+            ProcessGroup(plans, self._log_dir, self.terminal, guardian, restart.number, self._start_program) as group,
         ):
             yield group
+
+
+class Attempt:
+    """Sees a group of processes through to its end: passes on output and signals, and asks what to do about a failure.
+
+    What is specific to a kind of run is in the subclasses.
+
+    Args:
+        run: what it is an attempt of; decides.
+        group: the processes.
+        inbox: the signals to the launcher.
+    """
+
+    def __init__(self, run: Supervisor, group: ProcessGroup, inbox: SignalInbox) -> None:
+        self._run, self._group, self._inbox = run, group, inbox
+        self._terminal, self._grace = run.terminal, run.grace
+        self._failures: list[Failure] = []
+        self._first_failure_at = 0.0
+        self._incident: Incident | None = None
+        self._decision: Restart | GiveUp | None = None
+        self._progressed = False
+        self._interrupt: signal.Signals | None = None
+        self._interrupted_at = 0.0
+        self._interrupted: list[Process] = []
+        self._stopping = False
+        self._grows_to = 0
+        self._kill_at: float | None = None
+
+    def run(self) -> Ending:
+        """Returns once no process exists any more."""
+        while not self._is_over():
+            for process in self._group.tick():
+                self._note_end(process)
+            self._obey(self._inbox.take())
+            self._watch()
+            if self._kill_at is not None and time.monotonic() >= self._kill_at:
+                self._group.kill()
+            self._go_on()
+        return self._ending()
+
+    def _is_over(self) -> bool:
+        return self._group.is_over
+
+    def _note_end(self, process: Process) -> None:
+        raise NotImplementedError
+
+    def _go_on(self) -> None:
+        """What else is done at each tick."""
+
+    def _ending(self) -> Ending:
+        raise NotImplementedError
+
+    def _note_failure(self, failure: Failure) -> None:
+        if not self._failures:
+            self._first_failure_at = time.monotonic()
+        self._failures.append(failure)
+
+    def _watch(self) -> None:
+        progress = self._group.progress()
+        self._run.note_progress(progress)
+        self._progressed = self._progressed or _has_trained(progress)
+
+    def _obey(self, signals: Sequence[signal.Signals]) -> None:
+        for number in signals:
+            if self._interrupt is None:
+                self._begin_interrupt(number)
+            elif number == signal.SIGINT and time.monotonic() - self._interrupted_at > _SAME_KEY_PRESS:
+                self._kill_at = time.monotonic()
+
+    def _begin_interrupt(self, number: signal.Signals) -> None:
+        self._interrupt, self._interrupted_at = number, time.monotonic()
+        self._interrupted = self._group.running
+        again = "; press Ctrl-C again to kill them now" if number == signal.SIGINT else ""
+        count = counted(len(self._interrupted), "process", "es")
+        self._terminal.message(f"{number.name} received and passed on to {count} (SIGKILL in {self._grace:g} s{again})")
+        self._stop(number, self._grace)
+
+    def _stop(self, number: signal.Signals, grace: float) -> None:
+        self._stopping = True
+        self._group.signal(number)
+        deadline = time.monotonic() + grace
+        self._kill_at = deadline if self._kill_at is None else min(self._kill_at, deadline)
+
+    def _blame(self, failure: Failure) -> None:
+        """Asks what to do about a failure that ends the attempt."""
+        self._incident = self._incident_of(failure)
+        self._decision = self._run.decide(self._incident)
+
+    def _incident_of(self, failure: Failure | None) -> Incident:
+        return Incident(
+            failure,
+            progress=self._group.progress(),
+            progressed=self._progressed,
+            workers=self._group.workers,
+            at=self._first_failure_at if failure else time.monotonic(),
+            asked=self._grows_to > 0,
+        )
+
+
+class ClusterAttempt(Attempt):
+    """An attempt of a cluster: all processes are started together, and end together.
+
+    Args:
+        run: what it is an attempt of; decides.
+        group: the processes, which have started.
+        inbox: the signals to the launcher.
+        watchdog: judges whether the processes get on.
+    """
+
+    _run: TrainingRun
+
+    def __init__(self, run: TrainingRun, group: ProcessGroup, inbox: SignalInbox, watchdog: Watchdog) -> None:
+        super().__init__(run, group, inbox)
+        self._watchdog = watchdog
+        # Workers that are to be started again, and since when they are gone.
+        self._pending: dict[Process, tuple[Replacement, float]] = {}
+        self._preempted = False
+        self._released = False
+
+    def _note_end(self, process: Process) -> None:
+        status = self._group.status(process)
+        if process.plan.is_replaceable and status and self._is_dispensable(process):
+            return
+        if status == PREEMPTED:
+            self._note_preemption()
+        elif status and not self._stopping and not self._preempted:
+            self._note_failure(self._group.failure(process, status))
+
+    def _is_dispensable(self, process: Process) -> bool:
+        """Whether the training goes on without a worker that has failed, or with another one in its place."""
+        if self._stopping or self._preempted or self._failures:
+            return False
+        if self._training_has_ended():
+            return True
+        self._progressed = self._progressed or _has_trained(self._group.progress())
+        # On a host that is lost, another one could not be started either.
+        return self._progressed and not process.lost and self._is_replaced(process)
+
+    def _is_replaced(self, process: Process) -> bool:
+        """Has a worker replaced, or not. False: nobody is left or about to come, and the training is lost."""
+        others = [other for other in self._group.processes if other.plan.is_replaceable and other is not process]
+        left = sum(other.status is None or other in self._pending for other in others)
+        assert process.status is not None
+        decision = self._run.replace(self._group.failure(process, process.status), process.lived, left)
+        if decision is None:
+            return left > 0
+        process.kill()  # its helpers: they may hold its port
+        self._pending[process] = decision, time.monotonic()
+        return True
+
+    def _start_replacements(self) -> bool:
+        """Starts what is due by now; returns whether a place was empty that is being filled.
+
+        Raises:
+            OSError: a process could not be started.
+        """
+        was_empty = bool(self._pending)
+        for process, (replacement, since) in list(self._pending.items()):
+            if process.is_over and time.monotonic() - since >= replacement.delay:
+                del self._pending[process]
+                self._group.replace(process, replacement.number)
+        return was_empty
+
+    def _note_preemption(self) -> None:
+        """The processes save together and leave together; the slowest one has the grace period for that."""
+        if not self._stopping and not self._preempted:
+            self._kill_at = time.monotonic() + self._grace
+        if self._incident is None:
+            self._preempted = True
+            self._failures.clear()  # a peer that leaves looks like a failure to those that are still there
+
+    def _watch(self) -> None:
+        super()._watch()
+        if self._stopping or self._preempted or self._failures:
+            return
+        if not self._training_has_ended() and self._start_replacements():
+            self._watchdog.excuse(time.monotonic())  # the others may have nobody to work with
+        alive = {process.plan.name: process for process in self._group.processes if process.status is None}
+        seen = {name: report for name, report in self._group.progress().items() if name in alive}
+        overdue = self._watchdog.overdue(seen, time.monotonic())
+        if overdue is not None:
+            states = {name: process.state for name, process in alive.items()}
+            found = suspect(overdue, seen, states)
+            self._note_failure(self._group.failure(alive[found.name], HUNG, found.text))
+        elif not self._grows_to and (workers := self._run.more_workers(self._group.workers, seen)):
+            self._grows_to = workers
+            now = counted(self._group.workers, "worker")
+            self._terminal.message(f"there is room for {counted(workers, 'worker')}; saving with {now} to start again")
+            self._group.signal(signal.SIGTERM)
+
+    def _go_on(self) -> None:
+        now = time.monotonic()
+        if self._failures and not self._stopping:
+            culprit = choose(self._failures)
+            if not culprit.is_consequence or now - self._first_failure_at > _MOMENT:
+                self._end_after(culprit)
+        if not (self._failures or self._released) and self._training_has_ended():
+            self._released = True  # servers may serve for ever
+            self._stop(signal.SIGTERM, min(self._grace, FAILURE_GRACE))
+
+    def _training_has_ended(self) -> bool:
+        return all(process.status is not None or process.plan.serves for process in self._group.processes)
+
+    def _end_after(self, failure: Failure) -> None:
+        self._blame(failure)
+        if isinstance(self._decision, Restart):
+            self._stopping = True
+            self._group.kill()
+        else:
+            self._stop(signal.SIGTERM, min(self._grace, FAILURE_GRACE))
+
+    def _ending(self) -> Ending:
+        if self._failures and not self._stopping:
+            self._end_after(choose(self._failures))  # all ended within a moment
+        failure = choose(self._failures) if self._failures else None
+        if self._preempted and self._grows_to and self._interrupt is None:
+            self._incident = self._incident_of(None)
+            self._decision = self._run.grow(self._grows_to, self._incident)
+        return Ending(self._code(failure), failure, self._incident, self._decision, self._interrupt)
+
+    def _code(self, failure: Failure | None) -> int:
+        if self._preempted:
+            return PREEMPTED
+        if failure is not None:
+            return failure.exit_code
+        codes = {p.status for p in self._interrupted if p.plan.job != "ps" and not p.plan.serves}
+        if self._interrupt is None or not codes:
+            return 0
+        if len(codes) == 1 and (code := codes.pop()) is not None and code >= 0:
+            return code  # all ended by themselves and agree, for instance on "saved, start me again"
+        return exit_code(-self._interrupt)
+
+
+def _has_trained(progress: Mapping[str, Progress | None]) -> bool:
+    return any(report is not None and report.has_trained for report in progress.values())
 
 
 def _kind(failure: Failure) -> str:
@@ -288,12 +601,12 @@ def _kind(failure: Failure) -> str:
     return "signal" if failure.status < 0 else "exit"
 
 
-def _wait_to_restart(seconds: float, inbox: SignalInbox, longer: Callable[[], float]) -> signal.Signals | None:
-    """Waits so many seconds, or `longer()` if that is more; returns the signal that ended the waiting early."""
+def _wait_to_restart(seconds: float, inbox: SignalInbox) -> signal.Signals | None:
+    """Waits so many seconds; returns the signal that ended the waiting early."""
     begin = time.monotonic()
     while True:
         number = inbox.take_stop()
-        remaining = begin + max(seconds, longer()) - time.monotonic()
+        remaining = begin + seconds - time.monotonic()
         if number is not None or remaining <= 0:
             return number
         time.sleep(min(_TICK, remaining))

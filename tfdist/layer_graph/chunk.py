@@ -1,18 +1,184 @@
-"""A chunk: the consecutive calls of a model that one stage runs together."""
+"""Consecutive calls of a model as a pure function: values of variables and tensors go in and come out.
+
+A `Value` is a tensor with what Keras attaches to it. `call_purely` runs layers with other values in the place of their
+variables. A `Chunk` is the calls that one stage of a pipeline, or one block of memory, runs together.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
+from tfdist.compat.upstream import CallContext, get_keras_mask, global_state, set_keras_mask
 from tfdist.layer_graph.graph import Call, LayerGraph
-from tfdist.layer_graph.pure_call import PureResult, call_purely
-from tfdist.layer_graph.values import Value, attached, value_of
+
+
+class Value(NamedTuple):
+    """A tensor with the mask and the logits that Keras has attached to it.
+
+    Attributes:
+        tensor: the tensor.
+        mask: which of its time steps later layers should use.
+        logits: the input of the activation that has computed the tensor; some losses are more precise with it.
+    """
+
+    tensor: Any
+    mask: Any = None
+    logits: Any = None
+
+
+class Gradients(NamedTuple):
+    """The gradients of a value. Where a loss uses the logits, the tensor itself has no gradient.
+
+    Attributes:
+        tensor: the gradient of its tensor, or `None`.
+        logits: the gradient of its logits, or `None`.
+    """
+
+    tensor: tf.Tensor | None = None
+    logits: tf.Tensor | None = None
+
+
+def value_of(tensor: tf.Tensor) -> Value:
+    """The tensor with its mask and logits."""
+    tensor = tf.convert_to_tensor(tensor)
+    return Value(tensor, get_keras_mask(tensor), getattr(tensor, "_keras_logits", None))
+
+
+def attached(value: Value) -> tf.Tensor:
+    """The tensor, with mask and logits attached as Keras does it."""
+    if value.mask is not None:
+        set_keras_mask(value.tensor, value.mask)
+    if value.logits is not None:
+        value.tensor._keras_logits = value.logits
+    return value.tensor
+
+
+def pack(values: Sequence[Value]) -> tuple[list[tf.Tensor], list[tuple[bool, ...]]]:
+    """Returns all tensors in one list, and for each value, which of its parts exist."""
+    tensors = [part for value in values for part in value if part is not None]
+    return tensors, [tuple(part is not None for part in value) for value in values]
+
+
+def unpack(tensors: Iterable[tf.Tensor], layout: Sequence[tuple[bool, ...]]) -> list[Value]:
+    """The reverse of `pack`."""
+    given = iter(tensors)
+    return [Value(*(next(given) if there else None for there in parts)) for parts in layout]
+
+
+def is_differentiable(tensor: tf.Tensor | tf.TensorSpec) -> bool:
+    """Whether a tensor can have a gradient."""
+    return tensor.dtype.is_floating or tensor.dtype.is_complex
+
+
+def differentiable_parts(value: Value) -> tuple[tf.Tensor | None, tf.Tensor | None]:
+    """The tensor and the logits of a value; `None` for one that does not exist or cannot have a gradient."""
+    tensor, logits = (p if p is not None and is_differentiable(p) else None for p in (value.tensor, value.logits))
+    return tensor, logits
+
+
+def differentiable(values: Sequence[Value]) -> list[tf.Tensor]:
+    """All tensors of the values that can have a gradient, in their order."""
+    return [part for value in values for part in differentiable_parts(value) if part is not None]
+
+
+def gradients_of(values: Sequence[Value], gradients: Iterable[tf.Tensor | None]) -> list[Gradients]:
+    """The gradients of each value, from those of the tensors that `differentiable` lists."""
+    given = iter(gradients)
+    return [Gradients(*(p if p is None else next(given) for p in differentiable_parts(value))) for value in values]
+
+
+# Operations that do more than return results, so that running them twice differs from running them once.
+# These draw random numbers from a state of their own: the second run draws other numbers.
+UNSEEDED = frozenset(
+    [
+        *("RandomUniform", "RandomUniformInt", "RandomStandardNormal", "ParameterizedTruncatedNormal"),
+        *("TruncatedNormal", "RandomGamma", "RandomPoissonV2", "RandomShuffle", "Multinomial"),
+    ]
+)
+# These change variables of TensorFlow, such as the state of a `tf.random.Generator`.
+CHANGING = frozenset(
+    [
+        *("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp", "RngReadAndSkip", "RngSkip"),
+        *(
+            f"ResourceScatter{what}"
+            for what in ("Update", "Add", "Sub", "Mul", "Div", "Min", "Max", "NdUpdate", "NdAdd")
+        ),
+    ]
+)
+
+
+class PureResult(NamedTuple):
+    """The results of a pure call.
+
+    Attributes:
+        result: what the function has returned.
+        state: new values of the non-trainable variables, in their order; the old value where one did not change.
+        losses: scalars that the layers have added.
+    """
+
+    result: Any
+    state: list[tf.Tensor]
+    losses: list[tf.Tensor]
+
+
+class ImpureError(ValueError):
+    """A layer changes something that a pure function must not change."""
+
+
+def call_purely(
+    function: Callable[[], Any],
+    what: str,
+    trainable: Sequence[tuple[keras.Variable, Any]],
+    state: Sequence[tuple[keras.Variable, Any]],
+) -> PureResult:
+    """Calls a function that calls layers, with other values in the place of their variables.
+
+    Reads of a variable give the value passed here; assignments are collected and returned. So the graph has no
+    operation that reads or assigns a variable, and can be run again.
+
+    `state` are all other variables than `trainable` that the function uses. Messages call the function `what`.
+
+    Raises:
+        ImpureError: if it changes a trainable variable, or one that is not listed.
+
+    Example:
+        >>> count = keras.Variable(1.0, trainable=False)
+        >>> result = call_purely(lambda: count.assign_add(2.0), "f", [], [(count, tf.constant(5.0))])
+        >>> float(result.state[0]), float(count)
+        (7.0, 1.0)
+    """
+    with keras.StatelessScope(collect_losses=True) as scope:
+        # The constructor of the scope would cast the values to the dtype in which the surrounding layers compute, and
+        # frozen weights would come back in that dtype.
+        scope.state_mapping.update({id(v): tf.cast(value, v._dtype) for v, value in [*trainable, *state]})
+        mapped = dict(scope.state_mapping)
+        result = function()
+        new_state = [tf.convert_to_tensor(scope.get_current_value(variable)) for variable, _ in state]
+        losses = [tf.convert_to_tensor(loss) for loss in scope.losses]
+        for variable, _ in trainable:
+            if scope.get_current_value(variable) is not mapped[id(variable)]:
+                raise ImpureError(
+                    f"Received: {what}, in which a layer assigns to its trainable variable {variable.path} when it is "
+                    "called; that would be lost. Expected: layers assign to non-trainable variables only "
+                    "(`add_weight(trainable=False)`)."
+                )
+    if scope.state_mapping.keys() - mapped.keys():
+        raise ImpureError(
+            f"Received: {what}, in which a layer changes a variable that it does not own; that would be lost. "
+            "Expected: layers change their own variables only; give keras.random functions a SeedGenerator that is an "
+            "attribute of the layer."
+        )
+    return PureResult(result, new_state, losses)
+
+
+_ATTRIBUTE = "current_call_ctx"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -50,32 +216,24 @@ class Chunk:
 
     def run(
         self,
-        model: keras.Model,
         trainable: Sequence[tf.Tensor],
         state: Sequence[tf.Tensor],
         inputs: Sequence[Value],
-        training: bool,
+        context: Mapping[str, Any],
     ) -> PureResult:
         """Calls the layers, as a pure function of the variables' values and the inputs.
 
-        Args:
-            model: the model that the layers belong to.
-            trainable: the values of the trainable variables.
-            state: the values of the other variables.
-            inputs: the values with the keys `inputs`.
-            training: as in `model(x, training=training)`.
-
-        Returns:
-            The values with the keys `outputs`, the new state, and the losses that the layers have added.
+        `context` is what Keras tells layers to which it is not passed: `{"training": True}`. The result is the values
+        with the keys `outputs`.
         """
         # Keras stores masks as attributes of tensors. On copies (identities), no other user of the tensors sees them.
         own = [attached(value._replace(tensor=tf.identity(value.tensor))) for value in inputs]
         values = dict(zip(self.inputs, own, strict=True))
 
         def run() -> None:
-            with _call_context(model, training), _tracing():
+            with call_context(context), _tracing():
                 for call in self.calls:
-                    call.run(values, training)
+                    call.run(values, context["training"])
 
         _, new_state, losses = call_purely(
             run,
@@ -141,14 +299,27 @@ def _tracing() -> Iterator[None]:
         _traced.depth -= 1
 
 
+def context_values() -> dict[str, Any]:
+    """What the current Keras call tells its layers, such as whether they train.
+
+    Example:
+        >>> context_values()
+        {}
+    """
+    context = global_state.get_global_attribute(_ATTRIBUTE)
+    return {key: value for key, value in vars(context).items() if key != "entry_layer"} if context else {}
+
+
 @contextlib.contextmanager
-def _call_context(model: keras.Model, training: bool) -> Iterator[None]:
-    """Sets `training` for layers to which it is not passed, as `model(x, training=training)` does."""
-    context = model._get_call_context()
-    previous = context.get_value("training")
-    context.set_value("training", training)
+def call_context(values: Mapping[str, Any]) -> Iterator[None]:
+    """Tells layers the same in a later call. What the model has collected in its call is not touched."""
+    previous = global_state.get_global_attribute(_ATTRIBUTE)
+    # The context belongs to no layer. Keras ends a context with the layer that it belongs to.
+    context = CallContext(entry_layer=None)
+    for key, value in values.items():
+        context.set_value(key, value)
+    global_state.set_global_attribute(_ATTRIBUTE, context)
     try:
         yield
     finally:
-        context.set_value("training", previous)
-        model._maybe_reset_call_context()
+        global_state.set_global_attribute(_ATTRIBUTE, previous)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -40,12 +40,8 @@ def costs_of(graph: LayerGraph, rows: int) -> list[Cost]:
     layers with those cost at least two operations per parameter for each row and time step. What a model leaves open,
     such as the length of a sequence, counts as 128.
 
-    Args:
-        graph: the calls.
-        rows: size of a micro-batch.
-
     Raises:
-        ValueError: if `rows` is not at least 1, or the model cannot be called with 128 for its open dimensions.
+        ValueError: if the model cannot be called with 128 for its open dimensions.
 
     Example:
         >>> import keras
@@ -54,37 +50,41 @@ def costs_of(graph: LayerGraph, rows: int) -> list[Cost]:
         >>> costs_of(flatten(model._functional), rows=4)
         [Cost(flops=400.0, parameter_bytes=200.0, output_bytes=80.0, seconds=0.0, frozen_bytes=0.0)]
     """
-    _check_rows(rows)
-    # The layers are called in a graph that never runs, with placeholders for the inputs: each call adds its operations,
-    # whose shapes are all known. `StatelessScope` keeps the layers from changing their variables.
-    scratch = tf.__internal__.FuncGraph("tfdist_costs")
     costs: list[Cost] = []
     seen: set[int] = set()
-    with scratch.as_default(), keras.StatelessScope():
-        values = {key: _placeholder(*graph.shapes[key], rows) for key in graph.inputs}
-        known = 0
-        for call in graph.calls:
-            _run(call, values, graph)
-            operations = scratch.get_operations()
-            flops = _flops(call, operations[known:], values)
-            known = len(operations)
-            new = [v for v in call.variables if id(v) not in seen]
-            seen.update(map(id, new))
-            parameter_bytes = float(sum(map(_variable_bytes, new)))
-            output_bytes = float(sum(_tensor_bytes(values[key]) for key in call.outputs))
-            frozen_bytes = float(sum(_variable_bytes(v) for v in new if not v.trainable))
-            costs.append(Cost(flops, parameter_bytes, output_bytes, 0.0, frozen_bytes))
+    for call, operations, values in _called(graph, rows, training=False):
+        new = [v for v in call.variables if id(v) not in seen]
+        seen.update(map(id, new))
+        parameter_bytes = float(sum(map(_variable_bytes, new)))
+        output_bytes = float(sum(_tensor_bytes(values[key]) for key in call.outputs))
+        frozen_bytes = float(sum(_variable_bytes(v) for v in new if not v.trainable))
+        costs.append(Cost(_flops(call, operations, values), parameter_bytes, output_bytes, 0.0, frozen_bytes))
     return costs
+
+
+def _called(
+    graph: LayerGraph, rows: int, training: bool
+) -> Iterator[tuple[Call, Sequence[tf.Operation], Mapping[int, Any]]]:
+    """Calls the layers in a graph that never runs, with placeholders for the inputs.
+
+    Yields:
+        Each call, the operations that it adds, whose shapes are all known, and all values so far.
+    """
+    scratch = tf.__internal__.FuncGraph("tfdist_costs")
+    # `StatelessScope` keeps the layers from changing their variables.
+    with scratch.as_default(), keras.StatelessScope():
+        inputs = {key: graph.shapes[key] for key in graph.inputs}
+        values = {k: tf.compat.v1.placeholder(dtype, _filled(shape, rows)) for k, (shape, dtype) in inputs.items()}
+        for call in graph.calls:
+            before = len(scratch.get_operations())
+            _run(call, values, graph, training)
+            yield call, scratch.get_operations()[before:], values
 
 
 def kept_bytes(graph: LayerGraph, rows: int) -> list[float]:
     """Counts what each call makes that its backward pass reads, and what it returns, without running any.
 
     For simple layers that is what they return. An attention layer returns a small part of the scores that it keeps.
-
-    Args:
-        graph: the calls.
-        rows: size of a batch.
 
     Raises:
         ValueError: as for `costs_of`.
@@ -97,22 +97,15 @@ def kept_bytes(graph: LayerGraph, rows: int) -> list[float]:
         >>> costs_of(flatten(model), rows=1)[0].output_bytes, kept_bytes(flatten(model), rows=1)
         (2048.0, [76800.0])
     """
-    _check_rows(rows)
-    scratch = tf.__internal__.FuncGraph("tfdist_kept")
     found = []
-    with scratch.as_default(), keras.StatelessScope():
-        values = {key: _placeholder(*graph.shapes[key], rows) for key in graph.inputs}
-        for call in graph.calls:
-            before = len(scratch.get_operations())
-            _run(call, values, graph, training=True)
-            made = scratch.get_operations()[before:]
-            computed = {op.name for op in made if op.type not in NOT_COMPUTED}
-            variables = [op.outputs[0] for op in made if op.type == "ReadVariableOp"]
-            outputs = [values[key] for key in call.outputs]
-            sources = list(filter(_is_counted, [*(values[key] for key in call.inputs.values()), *variables]))
-            reads = _read_backward(list(filter(_is_counted, outputs)), sources)
-            kept = [*outputs, *(x for x in reads if x.op.name in computed and _is_counted(x))]
-            found.append(float(sum(map(_tensor_bytes, {id(x): x for x in kept}.values()))))
+    for call, made, values in _called(graph, rows, training=True):
+        computed = {op.name for op in made if op.type not in NOT_COMPUTED}
+        variables = [op.outputs[0] for op in made if op.type == "ReadVariableOp"]
+        outputs = [values[key] for key in call.outputs]
+        sources = list(filter(_is_counted, [*(values[key] for key in call.inputs.values()), *variables]))
+        reads = _read_backward(list(filter(_is_counted, outputs)), sources)
+        kept = [*outputs, *(x for x in reads if x.op.name in computed and _is_counted(x))]
+        found.append(float(sum(map(_tensor_bytes, {id(x): x for x in kept}.values()))))
     return found
 
 
@@ -136,10 +129,6 @@ def measured_costs(graph: LayerGraph, rows: int) -> list[Cost]:
     Each call is traced as a function of its own and run several times, on random numbers for floating-point inputs and
     on zeros for others; the median counts. This takes about as long as tracing the model's layers one by one.
 
-    Args:
-        graph: the calls.
-        rows: size of a micro-batch.
-
     Raises:
         ValueError: as for `costs_of`.
 
@@ -154,7 +143,7 @@ def measured_costs(graph: LayerGraph, rows: int) -> list[Cost]:
     values = {key: _sample(*graph.shapes[key], rows) for key in graph.inputs}
     seconds = []
     for call in graph.calls:
-        seconds.append(seconds_of(_compiled(call, values)))
+        seconds.append(_seconds_of(_compiled(call, values)))
         with keras.StatelessScope():
             _run(call, values, graph)
     return [cost._replace(seconds=value) for cost, value in zip(costs, seconds, strict=True)]
@@ -163,14 +152,9 @@ def measured_costs(graph: LayerGraph, rows: int) -> list[Cost]:
 def weights(costs: Sequence[Cost], balance: str) -> list[float]:
     """The weight of each call when calls are balanced over stages.
 
-    Args:
-        costs: costs of the calls.
-        balance: "flops": operations, and ten for each byte of output, which stands for the time of elementwise layers;
-            "memory": bytes of outputs and of variables, with gradients and two optimizer slots for what is trained;
-            "time": measured seconds.
-
-    Raises:
-        ValueError: for another `balance`, or "time" where nothing was measured.
+    With "flops" an operation counts, and ten for each byte of output, which stands for the time of elementwise layers;
+    with "memory" the bytes of outputs and of variables, with gradients and two optimizer slots for what is trained;
+    with "time" measured seconds.
 
     Example:
         >>> weights([Cost(flops=100, parameter_bytes=8, output_bytes=10, frozen_bytes=4)], "memory")
@@ -183,10 +167,6 @@ def weights(costs: Sequence[Cost], balance: str) -> list[float]:
         return [
             float(c.output_bytes + c.parameter_bytes + trained * (c.parameter_bytes - c.frozen_bytes)) for c in costs
         ]
-    if balance != "time":
-        raise ValueError(f"balance is {balance!r}, but must be one of 'flops', 'memory' and 'time'.")
-    if costs and not any(c.seconds for c in costs):
-        raise ValueError("balance is 'time', but the costs have no seconds: take them from measured_costs().")
     return [c.seconds for c in costs]
 
 
@@ -228,11 +208,7 @@ def _flops(call: Call, operations: Sequence[tf.Operation], values: Mapping[int, 
 
 
 def flops_of(operation: tf.Operation) -> float:
-    """Operations of one node of a graph, as TensorFlow's profiler counts them; 0 where it cannot.
-
-    Args:
-        operation: the node, of a graph with static shapes.
-    """
+    """Operations of one node of a graph, as TensorFlow's profiler counts them; 0 where it cannot."""
     shapes = [tensor.shape for tensor in (*operation.inputs, *operation.outputs)]
     if not all(shape.is_fully_defined() for shape in shapes):
         return 0.0
@@ -303,12 +279,8 @@ def _compiled(call: Call, values: Mapping[int, Any]) -> Callable[[], Any]:
     return tf.function(run, autograph=False).get_concrete_function()
 
 
-def seconds_of(run: Callable[[], Any]) -> float:
-    """How long a function takes, on whatever devices it uses: the median of some runs, after some to warm up.
-
-    Args:
-        run: the function.
-    """
+def _seconds_of(run: Callable[[], Any]) -> float:
+    """How long a function takes, on whatever devices it uses: the median of some runs, after some to warm up."""
     durations = []
     for _ in range(_WARM_UPS + _RUNS):
         begin = time.perf_counter()
@@ -316,10 +288,6 @@ def seconds_of(run: Callable[[], Any]) -> float:
         tf.test.experimental.sync_devices()
         durations.append(time.perf_counter() - begin)
     return statistics.median(durations[_WARM_UPS:])
-
-
-def _placeholder(shape: Sequence[int | None], dtype: str, rows: int) -> tf.Tensor:
-    return tf.compat.v1.placeholder(dtype, _filled(shape, rows))
 
 
 def _sample(shape: Sequence[int | None], dtype: str, rows: int) -> tf.Tensor:
@@ -350,8 +318,3 @@ def _variable_bytes(variable: keras.Variable) -> int:
 def _itemsize(dtype: Any) -> int:
     kind = tf.as_dtype(dtype)
     return _BYTES_OF_STRING if kind == tf.string else kind.size
-
-
-def _check_rows(rows: int) -> None:
-    if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
-        raise ValueError(f"rows is {rows!r}, but must be a whole number of at least 1: pass the size of a micro-batch.")

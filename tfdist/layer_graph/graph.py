@@ -10,7 +10,7 @@ from typing import Any
 import keras
 from keras import tree
 
-from tfdist.compat.upstream import Functional
+from tfdist.compat.upstream import Functional, unpack_singleton
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -128,7 +128,9 @@ def _opened(node: Any) -> Functional | None:
         return None
     given, own = tree.flatten(arguments.args[0]), inner.inputs
     try:
-        tree.assert_same_structure(tree.lists_to_tuples(arguments.args[0]), tree.lists_to_tuples(_structure(inner)))
+        tree.assert_same_structure(
+            tree.lists_to_tuples(arguments.args[0]), tree.lists_to_tuples(unpack_singleton(inner._inputs_struct))
+        )
     except ValueError:
         return None
     # Where Keras would cast or reshape the inputs, the model stays one call.
@@ -137,8 +139,3 @@ def _opened(node: Any) -> Functional | None:
         for a, b in zip(given, own, strict=True)
     )
     return inner if same else None
-
-
-def _structure(functional: Functional) -> Any:
-    structure = functional._inputs_struct
-    return structure[0] if isinstance(structure, list) and len(structure) == 1 else structure

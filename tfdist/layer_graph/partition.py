@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
+
+import numpy as np
 
 
 class Cost(NamedTuple):
@@ -40,8 +41,8 @@ def balance(
     Every part gets a call that costs something, unless too few calls do.
 
     Args:
-        costs: cost of each call.
-        parts: number of parts.
+        costs: cost of each call, 0 or more.
+        parts: number of parts, 1 or more.
         crossing: cost of a cut before each call, as long as `costs`; the first is not used. Empty: cuts are free.
         forbidden: positions at which not to cut.
 
@@ -49,7 +50,7 @@ def balance(
         The position of the first call of each part but the first.
 
     Raises:
-        ValueError: if there are fewer places to cut than cuts, a cost is negative or not finite, or lengths differ.
+        ValueError: if there are fewer places to cut than cuts.
 
     Example:
         >>> balance([4, 1, 1, 1, 1], 2)
@@ -57,7 +58,6 @@ def balance(
         >>> balance([1, 1, 1, 1], 2, crossing=[0, 1, 5, 1])
         (3,)
     """
-    _check(costs, parts, crossing)
     gaps = _gaps(costs, crossing, forbidden)
     if len(gaps) < parts - 1:
         # Too few calls cost something to give every part one.
@@ -69,38 +69,32 @@ def balance(
             f"Expected: at least as many layers as stages, with a place to cut between them (here, at most "
             f"{len(gaps) + 1} stages). Use fewer devices or fewer chunks per device, or nest fewer layers in one layer."
         )
-    sums = [0.0, *accumulate(costs)]
-    ends = [sums[gap] for gap in gaps] + [sums[-1]]
-    # What a part that begins at a gap costs is the sum at its end plus this.
-    begins = [0.0] + [(crossing[gap] if crossing else 0.0) - sums[gap] for gap in gaps]
-    chosen = _most_even(ends, begins, parts, _smallest_limit(ends, begins, parts))
-    return tuple(gaps[i] for i in chosen)
+    bounds = [0, *gaps, len(costs)]
+    sums = np.array([0.0, *accumulate(costs)])[bounds]
+    # By the numbers of the bounds at which it begins and ends: what a part costs. No part ends before it has begun.
+    loads = sums - sums[:, None]
+    if crossing:
+        loads[1:-1] += np.array(crossing)[gaps, None]
+    loads[np.tri(len(bounds), dtype=bool)] = np.inf
+    limit, _ = _best(loads, parts, np.maximum)
+    # Rounding here differs by the order of additions.
+    even = np.where(loads <= limit * (1 + 1e-12), loads**2, np.inf)
+    return tuple(bounds[i] for i in _best(even, parts, np.add)[1])
 
 
-def shares(costs: Sequence[float], cuts: Sequence[int]) -> list[float]:
-    """The share of each part in the sum of costs, from 0 to 1.
-
-    Example:
-        >>> shares([3, 1, 4], (2,))
-        [0.5, 0.5]
-    """
-    total = sum(costs)
-    bounds = [0, *cuts, len(costs)]
-    sums = [sum(costs[begin:end]) for begin, end in pairwise(bounds)]
-    return [value / total if total else 1 / len(sums) for value in sums]
-
-
-def _check(costs: Sequence[float], parts: int, crossing: Sequence[float]) -> None:
-    if isinstance(parts, bool) or not isinstance(parts, int) or parts < 1:
-        raise ValueError(f"parts is {parts!r}, but must be a whole number of at least 1: pass 1 or more.")
-    if crossing and len(crossing) != len(costs):
-        raise ValueError(
-            f"crossing has {len(crossing)} values, but there are {len(costs)} costs: give one value per call, or none."
-        )
-    for name, values in (("costs", costs), ("crossing", crossing)):
-        for position, value in enumerate(values):
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name}[{position}] is {value!r}, but must be a finite number of at least 0.")
+def _best(loads: np.ndarray, parts: int, combined: Callable[..., np.ndarray]) -> tuple[float, list[int]]:
+    """The partition whose loads combine to the least: that number, and the bounds at which its parts begin."""
+    least, began = loads[0], []
+    for _ in range(parts - 1):
+        # For each end of one more part, and each bound at which it may begin.
+        found = combined(least, loads.T)
+        began.append(found.argmin(1))
+        least = found.min(1)
+    cuts, bound = [], len(loads) - 1
+    for begins in reversed(began):
+        bound = int(begins[bound])
+        cuts.append(bound)
+    return float(least[-1]), cuts[::-1]
 
 
 def _gaps(costs: Sequence[float], crossing: Sequence[float], forbidden: Collection[int]) -> list[int]:
@@ -113,57 +107,3 @@ def _gaps(costs: Sequence[float], crossing: Sequence[float], forbidden: Collecti
             # What costs nothing goes with the call that made its input, unless that sends more.
             gaps.append(min(allowed, key=lambda p: (crossing[p] if crossing else 0.0, -p)))
     return gaps
-
-
-def _smallest_limit(ends: Sequence[float], begins: Sequence[float], parts: int) -> float:
-    """The smallest cost of the most expensive part, by bisection on whether a limit can be kept."""
-    low, high = 0.0, max(ends[-1], 1.0)
-    while not _fits(ends, begins, parts, high):
-        low, high = high, 2 * high
-    while low < (middle := (low + high) / 2) < high:
-        low, high = (low, middle) if _fits(ends, begins, parts, middle) else (middle, high)
-    return high
-
-
-def _fits(ends: Sequence[float], begins: Sequence[float], parts: int, limit: float) -> bool:
-    """Whether there is a partition in which no part costs more than a limit."""
-    reached = [True] + [False] * (len(ends) - 1)
-    for part in range(parts):
-        following = [False] * (len(ends) + 1)
-        longest = -math.inf  # how far a part may go that begins at one of the gaps so far
-        for i in range(part, len(ends)):
-            if reached[i]:
-                longest = max(longest, limit - begins[i])
-            following[i + 1] = ends[i] <= longest
-        reached = following
-    return reached[-1]
-
-
-def _most_even(ends: Sequence[float], begins: Sequence[float], parts: int, limit: float) -> list[int]:
-    """The partition within a limit that has the smallest sum of squares, as indices of gaps."""
-    gaps = len(ends) - 1
-    # Rounding in the bisection and here differ by the order of additions.
-    limit += abs(limit) * 1e-12
-    best: list[float] = [(end + begins[0]) ** 2 if end + begins[0] <= limit else math.inf for end in ends]
-    came_from: list[list[int]] = []
-    for part in range(1, parts):
-        sums, choices = [math.inf] * (gaps + 1), [-1] * (gaps + 1)
-        least_before = list(accumulate(best, min))
-        for i in range(part, gaps + 1) if part < parts - 1 else (gaps,):
-            end, least = ends[i], math.inf
-            # From short parts to long ones: once a part is too long, all that follow are.
-            for j in range(i, part - 1, -1):
-                length = end - ends[j - 1]
-                if length > limit or least_before[j - 1] + length * length >= least:
-                    break
-                load = end + begins[j]
-                if load <= limit and (total := best[j - 1] + load * load) < least:
-                    least, choices[i] = total, j - 1
-            sums[i] = least
-        best = sums
-        came_from.append(choices)
-    position, chosen = gaps, []
-    for choices in reversed(came_from):
-        position = choices[position]
-        chosen.append(position)
-    return chosen[::-1]

@@ -16,7 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import keras_sharded_slots
+from tfdist.compat.keras import save_as
 from tfdist.layers.sharded_table import ShardedTable, mark_shards, rows_of_shard, saved_form
 
 # The largest table that is drawn as a whole, in bytes. Larger ones are drawn shard by shard where that is possible.
@@ -81,14 +81,14 @@ class ShardedEmbedding(keras.layers.Layer):
 
     Row i of the table is row `i // shards` of variable number `i % shards`. A lookup reads only the rows that it needs,
     and gradients are `tf.IndexedSlices` of the rows used. Results are those of `keras.layers.Embedding`, including
-    errors for ids outside of the table (on a CPU; the message names the row of a shard, not the id).
+    errors for ids outside the table (on a CPU; the message names the row of a shard, not the id).
 
     Files (`.keras`, `.weights.h5`) hold the whole table and, for each of them, the whole table of what the optimizer
     keeps, so that they load into any number of shards and into `keras.layers.Embedding`, and the other way round.
     `get_weights` of the layer gives the whole table, too, but `get_weights` of a model, and files in the old `.h5`
     format, hold the shards. Optimizers that keep something else than one value
     for each weight (`keras.optimizers.Adafactor`) can be loaded into the same number of shards only; otherwise Keras
-    warns and starts them anew.
+    warns and restarts them at 0.
 
     What works on a whole variable works on each shard: `clipnorm`, and optimizers that use the norm of a variable
     (`Lamb`, `Adafactor`), give other numbers than with one shard.
@@ -178,7 +178,7 @@ class ShardedEmbedding(keras.layers.Layer):
         self._table = ShardedTable(variables)
         if shards > 1:
             mark_shards(self._table)
-            keras_sharded_slots.install(saved_form)
+            save_as(saved_form)
         self.built = True
 
     def _check_row_wise(self) -> None:

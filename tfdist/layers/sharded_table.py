@@ -6,7 +6,7 @@ times as many entries, and a model with another number of shards cannot load it:
 the list is stored as if the table were one variable, as it is in `keras.layers.Embedding`.
 
 A layer does not know the optimizers that will train it. So two methods of Keras' base class are replaced
-(`tfdist.compat.keras_sharded_slots`); optimizers without such a table take Keras' own path.
+(`tfdist.compat.keras.save_as`); optimizers without such a table take Keras' own path.
 """
 
 from __future__ import annotations

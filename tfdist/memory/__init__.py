@@ -7,7 +7,6 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     submod_attrs={
         "application": ["apply", "remove"],
         "policy": ["MemoryPolicy"],
-        "estimation.choosing": ["Choice", "choose"],
-        "estimation.report": ["MemoryReport", "report"],
+        "budget": ["Choice", "MemoryReport", "choose", "report"],
     },
 )

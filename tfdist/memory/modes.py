@@ -1,22 +1,31 @@
 """Puts the modes of a policy into effect on a model: for good, or for as long as a step of it is estimated.
 
-A mode works by replacing the `call` of the model, or of the layers that are its blocks (`tfdist.memory.calls`). With
-mode "auto", `tfdist.memory.automatic` chooses the modes first, and then calls `apply_modes`.
+A mode works by replacing the `call` of the model (`GraphCall`), or of the layers that are its blocks (`LayerCall`): the
+replacement runs it block by block while something is trained. With mode "auto", `tfdist.memory.application` chooses the
+modes first, and then calls `apply_modes`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
+from keras import tree
 
-from tfdist.layer_graph.graph import functional_of
-from tfdist.memory.block_plan import GraphPlan, LayerPlan, plan_graph, plan_layers
-from tfdist.memory.calls import GraphCall, LayerCall, UndecidedCall
+from tfdist.compat.keras import hooks_of
+from tfdist.compat.upstream import record, unpack_singleton
+from tfdist.inspection.model_state import is_sharded
+from tfdist.layer_graph.chunk import attached, is_traced, value_of
+from tfdist.layer_graph.graph import flatten, functional_of
+from tfdist.memory.block import GraphBlock, LayerBlock, RegularizerBlock, labelled
+from tfdist.memory.kinds import KINDS, call_block
+from tfdist.memory.order import Keeping, current_order
+from tfdist.memory.plan import GraphPlan, LayerPlan, plan_graph, plan_layers
 from tfdist.memory.policy import MemoryPolicy
 
 _log = logging.getLogger("tfdist")
@@ -25,39 +34,148 @@ _WITHOUT_XLA = "_tfdist_without_xla"
 _ON_HOST = ("recompute+swap", "swap")
 
 
-def applied(model: keras.Model) -> MemoryPolicy | None:
-    """The policy that is applied to a model, or to a part of it; `None` if there is none.
+def keeping(policy: MemoryPolicy, model: keras.Model) -> Keeping:
+    """The settings with which blocks are called in one call of a model."""
+    compiled = bool(model.compiled and model.jit_compile)
+    return Keeping(current_order(), policy.host, policy.prefetch, policy.min_bytes, compiled)
 
-    Args:
-        model: any model.
+
+def _runs_blocks(policy: MemoryPolicy) -> bool:
+    """Whether a model is run block by block here: to train it, or because its weights are elsewhere."""
+    if policy.gathers:
+        return tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
+    return policy.streams or record.could_possibly_record()
+
+
+def _is_block(policy: MemoryPolicy, variables: Sequence[keras.Variable]) -> bool:
+    """Whether layers with these variables are a block. If not, weights are gathered where a layer reads them."""
+    return not policy.gathers or (
+        any(map(is_sharded, variables)) and all(variable.aggregation != "sum" for variable in variables)
+    )
+
+
+class GraphCall:
+    """Replaces the `call` of a Functional or Sequential model: runs its layers block by block, each in its mode.
+
+    Where nothing is trained, where Keras only asks for shapes, and where the model is part of a block itself, it does
+    what the original does.
     """
+
+    def __init__(self, model: keras.Model, plan: GraphPlan, policy: MemoryPolicy):
+        self._model, self.plan, self.policy = model, plan, policy
+        self._original = type(model).call.__get__(model)
+
+    def is_current(self) -> bool:
+        """Whether the model still has the layers of its plan: a Sequential model, or one in it, may get others."""
+        functional = functional_of(self._model)
+        calls = () if functional is None else flatten(functional).calls
+        return [call.node for call in calls] == [call.node for call in self.plan.graph.calls]
+
+    def __call__(self, inputs: Any, training: bool | None = None, mask: Any = None, **kwargs: Any) -> Any:
+        symbolic = any(map(keras.backend.is_keras_tensor, tree.flatten(inputs)))
+        dense = all(isinstance(tensor, tf.Tensor) for tensor in tree.flatten(inputs))
+        elsewhere = is_traced() or kwargs or symbolic or not _runs_blocks(self.policy)
+        if elsewhere or (self.policy.gathers and not dense) or not self.is_current():
+            return self._original(inputs, training=training, mask=mask, **kwargs)
+        plan = self.plan
+        tensors = plan.functional._standardize_inputs(inputs)
+        values = {key: value_of(tensor) for key, tensor in zip(plan.graph.inputs, tensors, strict=True)}
+        if mask is not None:
+            masks = zip(plan.graph.inputs, tree.flatten(mask), strict=True)
+            values.update({key: values[key]._replace(mask=given) for key, given in masks if given is not None})
+        how = keeping(self.policy, self._model)
+        for chunk, mode, name in zip(plan.chunks, plan.modes, plan.names, strict=True):
+            if KINDS[mode] is None or not _is_block(self.policy, (*chunk.trainable, *chunk.state)):
+                with labelled(name):
+                    outputs = chunk.call([values[key] for key in chunk.inputs], bool(training))
+                values.update(zip(chunk.outputs, outputs, strict=True))
+                continue
+            block = GraphBlock(chunk, bool(training), [values[key] for key in chunk.inputs], name)
+            result = call_block(block, KINDS[mode], how)
+            values.update(zip(chunk.outputs, block.outputs(result.result), strict=True))
+            self._model._losses.extend(result.losses)
+        outputs = [attached(values[key]) for key in plan.graph.outputs]
+        return unpack_singleton(tree.pack_sequence_as(plan.functional._outputs_struct, outputs))
+
+
+class LayerCall:
+    """Replaces the `call` of a layer: runs it as one block in its mode, under the same conditions as `GraphCall`."""
+
+    def __init__(self, layer: keras.layers.Layer, name: str, mode: str, model: keras.Model, policy: MemoryPolicy):
+        self.policy, self._layer, self._name, self._mode = policy, layer, name, mode
+        self._model = weakref.ref(model)
+        self._original = type(layer).call.__get__(layer)
+
+    def is_current(self) -> bool:
+        """Whether it is a block of its model."""
+        return True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Keras also calls layers with symbolic tensors, to learn the shapes of their outputs.
+        in_block = is_traced() or not any(map(tf.is_tensor, tree.flatten((args, kwargs))))
+        if in_block or not _runs_blocks(self.policy):
+            return self._original(*args, **kwargs)
+        if KINDS[self._mode] is None or not _is_block(self.policy, self._layer.variables):
+            with labelled(self._name):
+                return self._original(*args, **kwargs)
+        block = LayerBlock(self._layer, self._name, self._original, args, kwargs)
+        result = call_block(block, KINDS[self._mode], keeping(self.policy, self._model()))
+        for loss in result.losses:
+            self._layer.add_loss(loss)
+        return block.outputs(result.result)
+
+
+def regularization_losses(model: keras.Model) -> list[tf.Tensor]:
+    """Those of the weights of a model, of which the sharded ones are gathered one by one; their losses are one sum.
+
+    It takes the place of Keras' `_get_regularization_losses`, which would gather all of them at once.
+    """
+    policy = modes_of(model)
+    weights = [v for v in model.trainable_weights if v.regularizer is not None]
+    sharded = [v for v in weights if is_sharded(v)]
+    if policy is None or not sharded:
+        return type(model)._get_regularization_losses(model)
+    total, how = tf.zeros([], sharded[0].dtype), keeping(policy, model)
+    for weight in sharded:
+        (total,) = call_block(RegularizerBlock(weight, total), KINDS[policy.mode], how).result
+    return [*(v.regularizer(v) for v in weights if not is_sharded(v)), total]
+
+
+def applied(model: keras.Model) -> MemoryPolicy | None:
+    """The policy that is applied to a model, or to a part of it; `None` if there is none."""
     automatic = automatic_of(model)
     return modes_of(model) if automatic is None else automatic.policy
 
 
 def automatic_of(model: keras.Model) -> Any | None:
-    """What chooses for a model; `None` if its policy says what is kept, or it has none.
-
-    Args:
-        model: any model.
-    """
+    """What chooses for a model; `None` if its policy says what is kept, or it has none."""
     return getattr(vars(model).get("make_train_function"), "__self__", None)
 
 
+def check_not_streamed(model: keras.Model) -> None:
+    """Refuses another policy for a model that has one of its strategy's."""
+    if hooks_of(model.distribute_strategy).streams_weights:
+        raise ValueError(
+            f"Received: a memory policy for model '{model.name}' under {type(model.distribute_strategy).__name__}, "
+            "which has one of its own. Expected: its arguments, blocks=..., prefetch=..., and no policy; or the policy "
+            "and another strategy."
+        )
+
+
 def apply_modes(model: keras.Model, policy: MemoryPolicy) -> None:
-    """Applies a policy whose modes are known, instead of those that are applied."""
+    """Applies a policy whose modes are known: replaces the calls of a model, or of its layers."""
     plan = plan_of(model, policy)
     remove_modes(model)
-    follow(model, plan, policy)
-
-
-def follow(model: keras.Model, plan: GraphPlan | LayerPlan, policy: MemoryPolicy) -> None:
-    """Replaces the calls of a model, or of its layers, so that each block is run in its mode."""
     if isinstance(plan, GraphPlan):
-        shadow_call(model, model, GraphCall(model, plan, policy))
+        calls = [(model, GraphCall(model, plan, policy))]
     else:
-        for layer, name, mode in zip(plan.layers, plan.names, plan.modes, strict=True):
-            shadow_call(model, layer, LayerCall(layer, name, mode, model, policy))
+        blocks = zip(plan.layers, plan.names, plan.modes, strict=True)
+        calls = [(layer, LayerCall(layer, name, mode, model, policy)) for layer, name, mode in blocks]
+    for layer, call in calls:
+        # Around Keras' attribute tracking, which would count the replacement as a part of the layer.
+        object.__setattr__(layer, "call", call)
+    # The train function was traced with the old calls: Keras makes a new one.
+    model.train_function = None
     if set(policy.modes) & set(_ON_HOST):
         _do_without_xla(model)
         if len(tf.config.list_logical_devices()) == 1:
@@ -71,12 +189,7 @@ def follow(model: keras.Model, plan: GraphPlan | LayerPlan, policy: MemoryPolicy
 
 @contextlib.contextmanager
 def under(model: keras.Model, policy: MemoryPolicy | None) -> Iterator[None]:
-    """Applies a policy whose modes are known, for as long as the block runs.
-
-    Args:
-        model: a model that is built.
-        policy: what is kept; `None` for everything, with blocks as they are found if the model has any.
-    """
+    """Applies a policy whose modes are known, for as long as the block runs; `None` keeps everything."""
     function, compiled, supports = model.train_function, model.jit_compile, model.supports_jit
     calls = {id(layer): (layer, vars(layer)["call"]) for layer in model._flatten_layers() if _has_call(layer)}
     without_xla = vars(model).get(_WITHOUT_XLA)
@@ -97,12 +210,7 @@ def under(model: keras.Model, policy: MemoryPolicy | None) -> Iterator[None]:
 
 
 def contents_of(model: keras.Model, policy: MemoryPolicy) -> dict[str, str]:
-    """The first and the last layer of each block, by the block's name; nothing where blocks are layers.
-
-    Args:
-        model: a model that is built.
-        policy: what is kept.
-    """
+    """The first and the last layer of each block, by the block's name; nothing where blocks are layers."""
     functional = functional_of(model)
     if functional is None or policy.blocks != "auto":
         return {}
@@ -122,12 +230,13 @@ def plan_of(model: keras.Model, policy: MemoryPolicy) -> GraphPlan | LayerPlan:
 
 
 def modes_of(model: keras.Model) -> MemoryPolicy | None:
-    """The policy whose modes are applied."""
-    return next((vars(layer)["call"].policy for layer in model._flatten_layers() if _has_call(layer)), None)
+    """The policy whose modes are applied; `None` also if the model has got other layers since."""
+    calls = (vars(layer)["call"] for layer in model._flatten_layers() if _has_call(layer))
+    return next((call.policy for call in calls if call.is_current()), None)
 
 
 def _has_call(layer: keras.layers.Layer) -> bool:
-    return isinstance(vars(layer).get("call"), (GraphCall, LayerCall, UndecidedCall))
+    return isinstance(vars(layer).get("call"), (GraphCall, LayerCall))
 
 
 def remove_modes(model: keras.Model) -> None:
@@ -140,14 +249,6 @@ def remove_modes(model: keras.Model) -> None:
     if compiled is not None:
         model.supports_jit = True
         model.jit_compile = model.jit_compile or compiled
-
-
-def shadow_call(model: keras.Model, layer: keras.layers.Layer, call: Callable) -> None:
-    """Replaces the call of a layer of a model, or of the model."""
-    # Around Keras' attribute tracking, which would count the replacement as a part of the layer.
-    object.__setattr__(layer, "call", call)
-    # The train function was traced with the old call: Keras makes a new one.
-    model.train_function = None
 
 
 def _do_without_xla(model: keras.Model) -> None:

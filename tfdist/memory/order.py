@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -23,11 +23,8 @@ def gated(groups: Sequence[Sequence[tf.Tensor]], gate: Sequence[tf.Tensor], comp
 
     Each copy is an `identity` with control dependencies on the gate, on the device of the surrounding code.
 
-    Args:
-        groups: lists of tensors.
-        gate: what to wait for.
-        compiled: whether XLA compiles it. XLA drops control dependencies, and merges what is computed twice. With
-            its optimization barriers instead, a step on a CPU needed as much as without any recomputation.
+    XLA (`compiled`) drops control dependencies, and merges what is computed twice. With its optimization barriers
+    instead, a step on a CPU needed as much as without any recomputation.
 
     Example:
         >>> [[x]] = gated([[tf.constant(1.0)]], [tf.constant(2.0)], compiled=False)
@@ -47,14 +44,10 @@ def waiting_for(gate: Sequence[tf.Tensor], compiled: bool) -> contextlib.Abstrac
 
 
 def released_together(gradients: Sequence[Any], compiled: bool) -> list[Any]:
-    """The same gradients, none of which can be used before all are there.
+    """The same gradients; each can be used only when all are there.
 
     All of them are computed from what the second run has made. If the gradient of the inputs were used at once, the
     executor might compute those of the weights much later, and keep until then what they are computed from.
-
-    Args:
-        gradients: tensors, `tf.IndexedSlices` or `None`.
-        compiled: whether XLA compiles it.
     """
     flat = tf.nest.flatten(gradients, expand_composites=True)
     [passed] = gated([[t for t in flat if t is not None]], [t for t in flat if t is not None], compiled)
@@ -80,6 +73,7 @@ class Order:
         begun: for each block, in the order of the backward pass, the gradients that it begins with.
         sent: for each block, in the order of the backward pass, the gradients of its weights that are on the host.
         on_host: what has been copied to the host, by id of the tensor, with the tensor, so that the id stays its own.
+        gathering: for each block that gathers its weights, what does so for its backward pass.
     """
 
     def __init__(self) -> None:
@@ -88,6 +82,7 @@ class Order:
         self.begun: list[list[tf.Tensor]] = []
         self.sent: list[list[tf.Tensor]] = []
         self.on_host: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
+        self.gathering: dict[int, Callable[[Sequence[Any]], None]] = {}
 
     def begin_block(self) -> int:
         """Adds a block to the forward pass; returns its place."""
@@ -117,9 +112,7 @@ class Order:
         It waits for the gradients with which the block began whose backward pass came `prefetch` blocks earlier. So
         fetching overlaps with the computation of `prefetch` blocks, and no more than these are on the device.
 
-        Args:
-            prefetch: how many blocks ahead something is fetched.
-            beginning: gradients of a block that is about to begin, and is not in `begun` yet.
+        `beginning`: gradients of a block that is about to begin, and is not in `begun` yet.
         """
         begun = [*self.begun, *beginning]
         return begun[max(0, len(begun) - 1 - prefetch)]

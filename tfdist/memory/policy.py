@@ -29,8 +29,8 @@ class MemoryPolicy:
     Args:
         mode: one of the modes, for all blocks; or modes by names of blocks, `{"encoder*": "swap"}`, where names are
             patterns as in a shell, the first that fits counts, and a block that none fits is left alone; or "auto":
-            when `fit` or `train_on_batch` knows the batch size, each block gets the mode with which a step fits into
-            `budget` for the least added time, as `tfdist.memory.choose` estimates it.
+            when `fit` or `train_on_batch` knows the batch size, those blocks are run again with which a step fits
+            into `budget` for about the least added time, as `tfdist.memory.choose` estimates it.
         blocks: what a block is. Names of layers or classes of layers: each such layer is one. "auto": consecutive
             layers of a Functional or Sequential model, cut where that keeps the least (Chen et al., arXiv 1604.06174);
             in other models, the layers of the kind that repeats most.
@@ -54,9 +54,10 @@ class MemoryPolicy:
     min_bytes: int = 1 << 16
     budget: str | int | None = None
 
-    # Which modes there are, and whether weights are on the host, too.
+    # Which modes there are, whether weights are elsewhere, and whether there means on other replicas.
     known: ClassVar[tuple[str, ...]] = MODES
     streams: ClassVar[bool] = False
+    gathers: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.is_automatic != (self.budget is not None):
@@ -66,25 +67,21 @@ class MemoryPolicy:
             )
         if self.is_automatic:
             bytes_of_budget(self.budget)
-        if not isinstance(self.mode, (str, Mapping)):
-            raise ValueError(f"Received: mode={self.mode!r}. Expected: a mode, or a dict of modes by names of blocks.")
-        if not self.modes:
+        if not isinstance(self.mode, (str, Mapping)) or not self.modes:
             raise ValueError(
-                "Received: mode={}. Expected: one mode, or modes by names of blocks: {'encoder*': 'swap'}."
+                f"Received: mode={self.mode!r}. Expected: a mode, or modes by names of blocks: {{'encoder*': 'swap'}}."
             )
         for mode in self.modes:
             if mode not in self.known and not self.is_automatic:
-                rest = "" if self.streams else "; or 'auto', with a budget"
-                raise ValueError(f"Received: mode={mode!r}. Expected one of {', '.join(map(repr, self.known))}{rest}.")
-        if isinstance(self.blocks, type) or (isinstance(self.blocks, str) and self.blocks != "auto"):
-            name = self.blocks.__name__ if isinstance(self.blocks, type) else repr(self.blocks)
-            raise ValueError(f"Received: blocks={self.blocks!r}. Expected: 'auto', or a list: [{name}].")
-        if not self.blocks or not isinstance(self.blocks, Collection):
-            raise ValueError(f"Received: blocks={self.blocks!r}. Expected: 'auto', or names or classes of layers.")
-        if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or self.prefetch < 0:
-            raise ValueError(f"Received: prefetch={self.prefetch!r}. Expected: a whole number, 0 or more.")
-        if not isinstance(self.min_bytes, (int, float)) or self.min_bytes < 0:
-            raise ValueError(f"Received: min_bytes={self.min_bytes!r}. Expected: 0 or more.")
+                raise ValueError(f"Received: mode={mode!r}. Expected one of {', '.join(map(repr, self.known))}.")
+        is_list = isinstance(self.blocks, Collection) and not isinstance(self.blocks, str)
+        if self.blocks != "auto" and not (is_list and self.blocks):
+            raise ValueError(
+                f"Received: blocks={self.blocks!r}. Expected: 'auto', or a list of names or classes of layers."
+            )
+        for name in ("prefetch", "min_bytes"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 0:
+                raise ValueError(f"Received: {name}={getattr(self, name)!r}. Expected: a whole number, 0 or more.")
 
     @property
     def is_automatic(self) -> bool:
@@ -101,11 +98,7 @@ class MemoryPolicy:
         return [self.mode] if isinstance(self.mode, str) else list(self.mode.values())
 
     def mode_of(self, block: str) -> str:
-        """The mode of a block.
-
-        Args:
-            block: its name.
-        """
+        """The mode of the block with this name."""
         if isinstance(self.mode, str):
             return self.mode
         return next((mode for pattern, mode in self.mode.items() if fnmatch.fnmatchcase(block, pattern)), "none")
@@ -136,6 +129,27 @@ class StreamPolicy(MemoryPolicy):
     streams: ClassVar[bool] = True
 
 
+@dataclasses.dataclass(frozen=True)
+class GatherPolicy(StreamPolicy):
+    """The weights of each block are gathered before it runs, forward and backward, and freed afterwards.
+
+    It is that of `tfdist.FullyShardedStrategy`, whose replicas keep parts of the weights.
+
+    Args:
+        mode: "gather"; "gather+keep": what was gathered for the forward pass stays for the backward pass; or
+            "gather+recompute": blocks keep their inputs only, and are run again.
+        blocks: as in `StreamPolicy`.
+        host: is not used.
+        prefetch: how many blocks ahead of its use a block's weights are gathered.
+        min_bytes: is not used.
+    """
+
+    mode: str = "gather"
+
+    known: ClassVar[tuple[str, ...]] = ("gather", "gather+keep", "gather+recompute")
+    gathers: ClassVar[bool] = True
+
+
 def policy_of(given: MemoryPolicy | str | None) -> MemoryPolicy | None:
     """The policy that is meant: a mode stands for a policy with this mode and nothing else.
 
@@ -151,10 +165,7 @@ def policy_of(given: MemoryPolicy | str | None) -> MemoryPolicy | None:
 
 
 def bytes_of_budget(budget: str | int) -> int:
-    """How many bytes are meant.
-
-    Args:
-        budget: a number, or text with a unit of 1000 (kB, MB, GB, TB) or 1024 (KiB, MiB, GiB, TiB).
+    """The bytes of a number, or of text with a unit of 1000 (kB, MB, GB, TB) or 1024 (KiB, MiB, GiB, TiB).
 
     Raises:
         ValueError: for anything else.

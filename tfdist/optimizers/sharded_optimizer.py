@@ -6,21 +6,23 @@ The functions at the top refuse, with the reason, what a `ShardedOptimizer` coul
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfdist.compat.hooks import hooks_of
+from tfdist.compat.keras import hooks_of
 from tfdist.compat.upstream import no_automatic_dependency_tracking
-from tfdist.inspection.model_parts import optimizers_of, parts_of
-from tfdist.inspection.replica_values import parts_of_variable
-from tfdist.optimizers.flat_bucket import in_buckets
-from tfdist.optimizers.flat_slots import FlatSlots
-from tfdist.optimizers.flat_step import AVERAGE, FlatStep
-from tfdist.steps.collectives import all_gather
+from tfdist.inspection.model_state import optimizers_of, parts_of, parts_of_variable
+from tfdist.optimizers.flat import AVERAGE, FlatSlots, FlatStep, in_buckets
+from tfdist.optimizers.in_parts import are_finite, clip_parts
+from tfdist.steps.flat_bucket import FlatBucket
+from tfdist.steps.gradients import AS_THEY_ARE, GradientOptions, all_reduce_sum, own_rows_of_sums
 from tfdist.steps.keras_step import global_replica, local_replica, shadowed
+from tfdist.steps.reduce import all_gather
 
 # They update each element by itself, and keep nothing but slots with a constant initial value.
 ELEMENTWISE = (
@@ -34,15 +36,6 @@ ELEMENTWISE = (
     keras.optimizers.Ftrl,
     keras.optimizers.Lion,
 )
-_REASONS = {
-    "Adafactor": "factors the second moments of a matrix into its rows and columns",
-    "Lamb": "scales the update of a variable by norms of the whole variable",
-    "Muon": "makes the update of a matrix orthogonal",
-    "MultiOptimizer": "has other optimizers inside",
-    "Nadam": "keeps a product over the steps, which is no slot",
-    "ScheduleFreeAdamW": "begins with momenta that are copies of the weights",
-    "LazyAdam": "updates only the rows that a batch has used",
-}
 
 
 def check_inner(optimizer: Any) -> None:
@@ -52,23 +45,10 @@ def check_inner(optimizer: Any) -> None:
         ValueError: if its slots cannot be split.
     """
     kind = type(optimizer).__name__
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        raise ValueError(
-            "Received: ShardedOptimizer(LossScaleOptimizer(...)), which would test shards of the gradients for "
-            "overflow. Expected: LossScaleOptimizer(ShardedOptimizer(...)), the other way round."
-        )
-    if kind == "ShardedOptimizer":
-        inner = type(optimizer.inner_optimizer).__name__
-        raise ValueError(
-            f"Received: ShardedOptimizer(ShardedOptimizer({inner}(...))), which has split its slots already. Expected: "
-            f"ShardedOptimizer({inner}(...)), once."
-        )
     if type(optimizer) not in ELEMENTWISE:
-        reason = _REASONS.get(kind, "may do so: tfdist does not know it")
         raise ValueError(
-            f"Received: ShardedOptimizer({kind}(...)). {kind} {reason}, and each replica sees only a shard of each "
-            f"variable. Expected: one of {', '.join(c.__name__ for c in ELEMENTWISE)}; or use {kind} without "
-            "ShardedOptimizer."
+            f"Received: ShardedOptimizer({kind}(...)). Each replica sees only a shard of each variable. Expected: one "
+            f"of {', '.join(c.__name__ for c in ELEMENTWISE)}, which update each element by itself."
         )
     if optimizer.built:
         raise ValueError(
@@ -103,7 +83,7 @@ def check_variables(variables: Sequence[Any]) -> None:
     """Checks the variables on which the optimizer is built.
 
     Raises:
-        ValueError: if a variable cannot be laid out flat; or inside of `strategy.run`.
+        ValueError: if a variable cannot be laid out flat; or inside `strategy.run`.
     """
     for variable in variables:
         if getattr(variable, "overwrite_with_gradient", False) or not tf.as_dtype(variable.dtype).is_floating:
@@ -115,7 +95,7 @@ def check_variables(variables: Sequence[Any]) -> None:
     if tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context():
         raise ValueError(
             "Received: a ShardedOptimizer that is built by its first step, on a replica. Expected: "
-            "`optimizer.build(model.trainable_variables)` in the strategy's scope before a training loop of one's own "
+            "`optimizer.build(model.trainable_variables)` in the strategy's scope before your own training loop "
             "(`fit` does so)."
         )
 
@@ -140,8 +120,9 @@ class ShardedOptimizer(keras.optimizers.Optimizer):
 
     Adam keeps two values for every weight, on every replica the same. With this optimizer each of n replicas keeps and
     updates them for an n-th of the weights, and then gets the other weights from the others. Weights, history and saved
-    files are those of the inner optimizer. The gradient is summed over the replicas as ever; gathering the weights adds
-    half as much communication, in one collective for each dtype.
+    files are those of the inner optimizer. It sends as much as plain data parallelism: each replica gets the sum of its
+    n-th of the gradients only, and gathers the weights. Where that is not possible (between processes by NCCL or
+    Horovod, in a training loop of your own), it sends half as much again.
 
     Variables are laid end to end in flat buckets, each beginning at a multiple of 64 bytes, so that parts are equal
     whatever the sizes of the variables. Without a strategy, or with one replica, it does what the inner optimizer does.
@@ -175,6 +156,9 @@ class ShardedOptimizer(keras.optimizers.Optimizer):
         Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, arXiv 1910.02054.
     """
 
+    # Whether `apply` is given what `scatter` returns, as in a step of a Keras model.
+    _is_given_rows = False
+
     def __init__(self, inner_optimizer: keras.optimizers.Optimizer | str, name: str | None = None) -> None:
         inner = keras.optimizers.get(inner_optimizer)
         check_inner(inner)
@@ -189,7 +173,7 @@ class ShardedOptimizer(keras.optimizers.Optimizer):
         self._iterations = inner._iterations
         # Keras would save the inner optimizer as well. All that has to be saved are the `variables` of this one.
         for method in ("save_own_variables", "load_own_variables"):
-            object.__setattr__(inner, method, _nothing)
+            object.__setattr__(inner, method, lambda store: None)
 
     @no_automatic_dependency_tracking
     def build(self, variables: Sequence[Any]) -> None:
@@ -204,7 +188,8 @@ class ShardedOptimizer(keras.optimizers.Optimizer):
         strategy, inner = self._distribution_strategy, self.inner_optimizer
         self._trainable_variables = list(variables)
         self._trainable_variables_indices = {self._var_key(v): i for i, v in enumerate(variables)}
-        self._buckets = in_buckets(variables, strategy.num_replicas_in_sync, inner._use_weight_decay)
+        most = getattr(strategy, "_gradient_options", AS_THEY_ARE).bucket_bytes
+        self._buckets = in_buckets(variables, strategy.num_replicas_in_sync, inner._use_weight_decay, most)
         self._slots = FlatSlots(strategy, self._buckets, variables, lambda: int(self._iterations.numpy()), self.name)
         with shadowed(inner, add_variable_from_reference=self._slots.add):
             inner.build(self._trainable_variables)
@@ -253,16 +238,38 @@ class ShardedOptimizer(keras.optimizers.Optimizer):
         for variable in trainable_variables:
             variable.assign(averages[self._get_variable_index(variable)].read_value())
 
-    def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> None:
-        # On each replica: the gradients are summed over the replicas, its shard of each bucket is updated, all shards
-        # are gathered, and only then is each variable assigned.
-        pairs = self._all_reduce_sum_gradients(list(zip(grads, trainable_variables, strict=True)))
-        grads = [tf.convert_to_tensor(grad) for grad, _ in pairs]
-        if not self.gradient_accumulation_steps:
-            grads = self._clip_gradients(grads)
-        by_variable = {self._get_variable_index(v): g for g, (_, v) in zip(grads, pairs, strict=True)}
+    def _rows(
+        self, grads: Sequence[Any], variables: Sequence[Any], rows_of: Callable[[FlatBucket, Mapping], tf.Tensor]
+    ) -> list[tf.Tensor]:
+        """This replica's rows of each gradient, from its shards of the buckets."""
+        by_index = {self._get_variable_index(v): grad for v, grad in zip(variables, grads, strict=True)}
+        found: dict[int, tf.Tensor] = {}
+        for bucket, indices in self._buckets:
+            given = {place: by_index[i] for place, i in enumerate(indices) if i in by_index}
+            if given:
+                found |= dict(zip(indices, bucket.split(self._place[1], rows_of(bucket, given)), strict=True))
+        return [found[i] for i in by_index]
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        """Which replica this is, of those of this process, and of all."""
         alone = self._distribution_strategy.num_replicas_in_sync == 1
-        replica, shard = (0, 0) if alone else (local_replica(), global_replica())
+        return (0, 0) if alone else (local_replica(), global_replica())
+
+    def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> None:
+        # On each replica: its shard of each bucket is updated, all shards are gathered, and only then is each variable
+        # assigned.
+        replica, shard = self._place
+        if not self._is_given_rows:
+            pairs = self._all_reduce_sum_gradients(list(zip(grads, trainable_variables, strict=True)))
+            grads = self._rows(
+                [grad for grad, _ in pairs],
+                trainable_variables,
+                lambda bucket, given: bucket.cut(shard, bucket.dense(given)),
+            )
+        if not self.gradient_accumulation_steps:
+            grads = clip_parts(self, self._clip_gradients, grads)
+        by_variable = {self._get_variable_index(v): g for g, v in zip(grads, trainable_variables, strict=True)}
         shards = [self._step.shard(b, replica, shard, by_variable) for b in range(len(self._buckets))]
         for (bucket, indices), whole in zip(self._buckets, all_gather(shards), strict=True):
             for i, value in zip(indices, bucket.values(whole), strict=True):
@@ -279,8 +286,44 @@ class ShardedOptimizer(keras.optimizers.Optimizer):
         return cls(inner, name=config["name"])
 
 
-def _nothing(store: Any) -> None:
-    """Saves and loads nothing."""
+def scatter(
+    sharded: ShardedOptimizer, grads: Sequence[Any], variables: Sequence[Any], weight: Any, options: GradientOptions
+) -> list[tf.Tensor]:
+    """Adds up gradients over the replicas, bucket by bucket; each replica gets its rows of them.
+
+    Args:
+        sharded: the optimizer of the variables.
+        grads: of this replica, tensors or slices.
+        variables: those of the gradients.
+        weight: as in `tfdist.steps.gradients.all_reduce_sum`.
+        options: how they travel.
+
+    Returns:
+        For each gradient this replica's rows of the sum, `[rows, width]`: what `apply` takes where `given_rows` runs.
+    """
+    if not sharded.built:
+        sharded.build(variables)
+    shard = sharded._place[1]
+
+    def rows_of_sum(bucket: FlatBucket, given: Mapping[int, Any]) -> tf.Tensor:
+        if all(isinstance(grad, tf.IndexedSlices) for grad in given.values()):
+            # A large table: a batch has few of its rows.
+            sums = all_reduce_sum(list(given.values()), options, weight)
+            return bucket.cut(shard, bucket.dense(dict(zip(given, sums, strict=True))))
+        return own_rows_of_sums([bucket.whole(bucket.dense(given))], options, weight)[0]
+
+    return sharded._rows(grads, variables, rows_of_sum)
+
+
+@contextlib.contextmanager
+def given_rows(optimizer: Any, sharded: ShardedOptimizer) -> Iterator[None]:
+    """While the block runs, `optimizer.apply`, which hands all gradients to `sharded`, takes what `scatter` returns."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(shadowed(sharded, _is_given_rows=True))
+        if optimizer is not sharded:
+            finite = functools.partial(are_finite, optimizer.check_finite)
+            stack.enter_context(shadowed(optimizer, check_finite=finite))
+        yield
 
 
 def collect_slots(model: keras.Model) -> None:
@@ -300,7 +343,7 @@ def collect_slots(model: keras.Model) -> None:
     optimizers = [part for optimizer in optimizers_of(model) for part in (optimizer, *parts_of(optimizer))]
     scattered = [one for one in optimizers if isinstance(one, ShardedOptimizer) and not one.is_collected]
     if scattered:
-        model.distribute_strategy._peers.gather(
+        hooks_of(model.distribute_strategy).peers.gather(
             "slots", None, "save the model, too (each process has a part of the slots of its ShardedOptimizer)"
         )
     for optimizer in scattered:

@@ -1,4 +1,3 @@
-from tfdist.planning.automatic import auto as auto
 from tfdist.planning.hardware import PRESETS as PRESETS
 from tfdist.planning.hardware import Device as Device
 from tfdist.planning.hardware import Hardware as Hardware

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 # Data sheets promise more than trainings in single precision get: about half of the arithmetic and three quarters of
@@ -24,11 +25,6 @@ class Device:
         operation: seconds that starting an operation takes.
         memory: bytes that it has.
         reserved: bytes that TensorFlow itself takes of that.
-        host_link: bytes a second to or from the host's memory; 0 if the device is the host.
-
-    Example:
-        >>> Device(flops=1e11, bandwidth=4e10, operation=1.5e-6, memory=8 * 10**9).scaled(0.5).flops
-        50000000000.0
     """
 
     flops: float
@@ -36,13 +32,6 @@ class Device:
     operation: float
     memory: int
     reserved: int = 0
-    host_link: float = 0.0
-
-    def scaled(self, share: float) -> Device:
-        """A device that is a share of this one, such as some of its cores."""
-        return dataclasses.replace(
-            self, flops=self.flops * share, bandwidth=self.bandwidth * share, memory=int(self.memory * share)
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,10 +68,9 @@ class Hardware:
         between: between hosts; all devices of a host share it.
         step: seconds that Keras itself adds to a step, in one process.
         cluster_step: the same in each of several processes.
-        horovod: `inside` with Horovod; `None` if it was not measured.
 
     Raises:
-        ValueError: for an unknown kind, or numbers that are not positive.
+        ValueError: for an unknown kind, or without a device.
 
     Example:
         >>> card = Device(flops=1e13, bandwidth=5e11, operation=5e-6, memory=16 * 10**9)
@@ -99,7 +87,6 @@ class Hardware:
     between: Link
     step: float = 1e-3
     cluster_step: float = 2e-3
-    horovod: Link | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in ("CPU", "GPU"):
@@ -109,32 +96,24 @@ class Hardware:
                 f"Received: per_host={self.per_host!r} and devices for {sorted(self.devices)} at work. Expected: at "
                 "least one device on a host, and what it is when it works alone (devices={1: Device(...)})."
             )
-        for device in self.devices.values():
-            positive = (device.flops, device.bandwidth, device.memory)
-            others = (device.operation, device.reserved, device.host_link)
-            # Comparisons with NaN are false.
-            if not (all(value > 0 for value in positive) and all(value >= 0 for value in others)):
-                raise ValueError(
-                    f"Received: {device}. Expected: positive flops, bandwidth and memory, and no negative numbers."
-                )
-        for link in (self.inside, self.between, self.horovod):
-            if link is not None and not (link.bandwidth > 0 and link.latency >= 0):
-                raise ValueError(f"Received: {link}. Expected: a positive bandwidth, and no negative latency.")
 
     def device(self, count: int) -> Device:
         """One of `count` devices that work together."""
         here = min(count, self.per_host)
         known = max(number for number in self.devices if number <= here)
         device = self.devices[known]
-        return device if self.kind == "GPU" else device.scaled(known / here)
+        if self.kind == "GPU":
+            return device
+        share = known / here
+        scaled = {"flops": device.flops * share, "bandwidth": device.bandwidth * share}
+        return dataclasses.replace(device, memory=int(device.memory * share), **scaled)
 
-    def link(self, count: int, horovod: bool = False) -> Link:
+    def link(self, count: int) -> Link:
         """The slowest link between `count` devices. A ring passes each border between hosts once."""
-        inside = self.horovod if horovod and self.horovod is not None else self.inside
         if count <= self.per_host:
-            return inside
-        slowest = min(inside.bandwidth, self.between.bandwidth)
-        return Link(max(inside.latency, self.between.latency), slowest)
+            return self.inside
+        slowest = min(self.inside.bandwidth, self.between.bandwidth)
+        return Link(max(self.inside.latency, self.between.latency), slowest)
 
     def to_json(self) -> str:
         """As text, for a file."""
@@ -150,22 +129,13 @@ class Hardware:
         try:
             fields: dict[str, Any] = json.loads(text)
             fields["devices"] = {int(count): Device(**device) for count, device in fields["devices"].items()}
-            for name in ("inside", "between", "horovod"):
-                if fields.get(name) is not None:
-                    fields[name] = Link(**fields[name])
+            links = {name: Link(**fields.pop(name)) for name in ("inside", "between")}
+            return cls(**fields, **links)
         except (TypeError, KeyError, AttributeError, ValueError) as error:
-            raise _unreadable(error) from None
-        try:
-            return cls(**fields)
-        except TypeError as error:
-            raise _unreadable(error) from None
-
-
-def _unreadable(error: Exception) -> ValueError:
-    return ValueError(
-        f"Received: a description of hardware that cannot be read ({error!r}). Expected: JSON with the fields of "
-        "tfdist.planning.Hardware, as `tfdist plan --calibrate --save FILE` writes it."
-    )
+            raise ValueError(
+                f"Received: a description of hardware that cannot be read ({error}). Expected: JSON with the fields of "
+                "tfdist.planning.Hardware, as `tfdist plan --calibrate --save FILE` writes it."
+            ) from None
 
 
 def ring_bytes(size: float, devices: int) -> float:
@@ -188,7 +158,7 @@ def all_reduce_seconds(size: float, devices: int, link: Link) -> float:
     return 2 * (devices - 1) * link.latency + ring_bytes(size, devices) / link.bandwidth
 
 
-def _device(teraflops: float, gigabytes_a_second: float, gigabytes: float, host: float) -> Device:
+def _device(teraflops: float, gigabytes_a_second: float, gigabytes: float) -> Device:
     memory = int(gigabytes * 1e9)
     return Device(
         teraflops * 1e12 * _ARITHMETIC,
@@ -196,7 +166,6 @@ def _device(teraflops: float, gigabytes_a_second: float, gigabytes: float, host:
         _OPERATION,
         memory,
         memory // 20,
-        host * 1e9 * _BANDWIDTH,
     )
 
 
@@ -209,29 +178,32 @@ def _hosts(name: str, device: Device, per_host: int, inside: float, network: flo
 # From data sheets, for plans of hardware that is not at hand.
 PRESETS = {
     # NVIDIA Tesla P100 PCIe: 9.3 TFLOP/s, 732 GB/s; the hosts of Horovod's published figures (arXiv 1802.05799).
-    "p100-25gbe": _hosts("hosts of 4 P100, 25 Gbit/s", _device(9.3, 732, 16, 12), 4, 12, 25),
+    "p100-25gbe": _hosts("hosts of 4 P100, 25 Gbit/s", _device(9.3, 732, 16), 4, 12, 25),
     # NVIDIA Tesla P40: 12 TFLOP/s, 346 GB/s; those of torchgpipe (arXiv 2004.09910).
-    "p40-pcie": _hosts("hosts of 8 P40", _device(12, 346, 24, 12), 8, 12, 10),
+    "p40-pcie": _hosts("hosts of 8 P40", _device(12, 346, 24), 8, 12, 10),
     # NVIDIA V100 SXM2: 15.7 TFLOP/s, 900 GB/s, NVLink 150 GB/s each way.
-    "v100-nvlink": _hosts("hosts of 8 V100, NVLink, 100 Gbit/s", _device(15.7, 900, 16, 12), 8, 150, 100),
-    # NVIDIA A100 SXM4 80 GB: 19.5 TFLOP/s without tensor cores, 2039 GB/s, NVLink 300 GB/s each way, PCIe 4.
-    "a100-nvlink": _hosts("hosts of 8 A100, NVLink, 200 Gbit/s", _device(19.5, 2039, 80, 25), 8, 300, 200),
-    # NVIDIA H100 SXM5: 67 TFLOP/s without tensor cores, 3350 GB/s, NVLink 450 GB/s each way, PCIe 5.
-    "h100-nvlink": _hosts("hosts of 8 H100, NVLink, 400 Gbit/s", _device(67, 3350, 80, 50), 8, 450, 400),
+    "v100-nvlink": _hosts("hosts of 8 V100, NVLink, 100 Gbit/s", _device(15.7, 900, 16), 8, 150, 100),
+    # NVIDIA A100 SXM4 80 GB: 19.5 TFLOP/s without tensor cores, 2039 GB/s, NVLink 300 GB/s each way.
+    "a100-nvlink": _hosts("hosts of 8 A100, NVLink, 200 Gbit/s", _device(19.5, 2039, 80), 8, 300, 200),
+    # NVIDIA H100 SXM5: 67 TFLOP/s without tensor cores, 3350 GB/s, NVLink 450 GB/s each way.
+    "h100-nvlink": _hosts("hosts of 8 H100, NVLink, 400 Gbit/s", _device(67, 3350, 80), 8, 450, 400),
 }
 
 
 def hardware_of(hardware: Hardware | str) -> Hardware:
-    """The preset with this name; a `Hardware` is returned as it is.
+    """What has this name, or is described in this file; a `Hardware` is returned as it is.
 
     Raises:
-        ValueError: for an unknown name.
+        ValueError: there is neither, or the file has no hardware in it.
     """
     if isinstance(hardware, Hardware):
         return hardware
-    if hardware not in PRESETS:
+    if hardware in PRESETS:
+        return PRESETS[hardware]
+    try:
+        return Hardware.from_json(Path(hardware).read_text())
+    except OSError:
         raise ValueError(
-            f"Received: hardware={hardware!r}. Expected: one of {', '.join(map(repr, PRESETS))}, or a "
-            "tfdist.planning.Hardware; without it, this machine is measured."
-        )
-    return PRESETS[hardware]
+            f"Received: hardware {hardware!r}. Expected: one of {', '.join(PRESETS)}, a file that "
+            "`tfdist plan --save FILE` has written, or a tfdist.planning.Hardware."
+        ) from None

@@ -7,12 +7,11 @@ from itertools import pairwise
 from typing import Any
 
 from tfdist.layer_graph.partition import balance
-from tfdist.memory.estimation.liveness import MARGIN
+from tfdist.memory.estimate import MARGIN
 from tfdist.planning.hardware import Hardware
 from tfdist.planning.prediction import IN_ONE_PROCESS, Prediction, gpus, start_of
 from tfdist.planning.profile import LayerProfile, ModelProfile, Sample
-from tfdist.strategies.pipeline.schedule import Schedule, make_schedule
-from tfdist.strategies.pipeline.timeline import Interval, idle_share, makespan, simulate
+from tfdist.strategies.pipeline.schedule import Interval, Schedule, idle_share, make_schedule, makespan, simulate
 
 SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "interleaved")
 _CHUNKS = {"interleaved": 2}
@@ -89,7 +88,8 @@ def pipeline(
         memory + micro.batch * microbatches + device.reserved,
         device.memory,
         profile.rows * max(_sent(pieces, d, stages) for d in range(stages)),
-        idle,
+        (profile.weights + profile.slots) * largest,
+        bubble=idle,
         mode=mode,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -13,12 +13,11 @@ import tensorflow as tf
 from tfdist.layer_graph.chunk import uncuttable
 from tfdist.layer_graph.costs import costs_of, crossing, flops_of, weights
 from tfdist.layer_graph.graph import flatten, functional_of
-from tfdist.memory.estimation.batch import map_rows
-from tfdist.memory.estimation.block_options import BlockCost, block_costs
-from tfdist.memory.estimation.estimate import Estimate, estimate
-from tfdist.memory.estimation.trace import OPTIMIZER, VIEWS, bytes_of
-from tfdist.memory.estimation.validation import batch_from
-from tfdist.memory.modes import under
+from tfdist.memory.budget import BlockCost, block_costs
+from tfdist.memory.estimate import OPTIMIZER, VIEWS, Estimate, batch_from, bytes_of, estimate, map_rows
+from tfdist.memory.modes import plan_of, under
+from tfdist.memory.plan import GraphPlan
+from tfdist.memory.policy import GatherPolicy
 from tfdist.planning.hardware import Device
 
 # A step is traced for the whole batch, and for one that is smaller by this factor.
@@ -27,8 +26,7 @@ _ROWS = 16
 _LOOPS = ("While", "StatelessWhile")
 
 
-@dataclasses.dataclass(frozen=True)
-class StepCost:
+class StepCost(NamedTuple):
     """What a part of a step costs.
 
     Attributes:
@@ -51,8 +49,7 @@ class StepCost:
         return self.flops / device.flops + self.bytes / device.bandwidth + self.operations * device.operation
 
 
-@dataclasses.dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """A step for a number of rows, on one device.
 
     Attributes:
@@ -64,7 +61,7 @@ class Sample:
         blocks: what each block of the model keeps and computes.
     """
 
-    rows: int
+    rows: float
     compute: StepCost
     update: StepCost
     batch: float
@@ -106,8 +103,7 @@ class ModelProfile:
         samples: a step with few rows, and one with all.
         layers: calls of layers in their order; empty if the model is no graph of layers and cannot be cut.
         normalizations: how many layers exchange batch statistics.
-        notes: what is uncertain about these numbers.
-        shapes: of the trained variables whose gradients are dense: not of embeddings.
+        gathered: bytes of the weights of each block that FullyShardedStrategy gathers, in their order.
     """
 
     name: str
@@ -118,32 +114,17 @@ class ModelProfile:
     samples: tuple[Sample, Sample]
     layers: Sequence[LayerProfile] = ()
     normalizations: int = 0
-    notes: Sequence[str] = ()
-    shapes: Sequence[tuple[int, ...]] = ()
+    gathered: Sequence[float] = ()
 
     def at(self, rows: float) -> Sample:
         """A step for another number of rows: all numbers are linear in them, with a constant part."""
         few, many = self.samples
         share = (rows - few.rows) / (many.rows - few.rows) if many.rows > few.rows else 1.0
 
-        def between(a: float, b: float) -> float:
-            return max(a + share * (b - a), 0.0)
+        def between(a: Any, b: Any) -> Any:
+            return b if isinstance(b, str) else max(a + share * (b - a), 0.0)
 
-        def cost(a: StepCost, b: StepCost) -> StepCost:
-            return StepCost(between(a.flops, b.flops), between(a.bytes, b.bytes), between(a.operations, b.operations))
-
-        blocks = [
-            BlockCost(b.name, between(a.kept, b.kept), between(a.inputs, b.inputs), between(a.flops, b.flops))
-            for a, b in zip(few.blocks, many.blocks, strict=True)
-        ]
-        return Sample(
-            round(rows),
-            cost(few.compute, many.compute),
-            cost(few.update, many.update),
-            between(few.batch, many.batch),
-            between(few.peak, many.peak),
-            blocks,
-        )
+        return tf.nest.map_structure(between, few, many)
 
 
 def profile_of(model: keras.Model, batch_size: int | None = None, data: Any = None) -> ModelProfile:
@@ -164,34 +145,17 @@ def profile_of(model: keras.Model, batch_size: int | None = None, data: Any = No
         >>> profile_of(model, 32).trainable
         200.0
     """
-    with batch_from(model, "plan", batch_size, data) as batch:
-        return _profile(model, batch)
-
-
-def _profile(model: keras.Model, batch: Any) -> ModelProfile:
-    rows = next(spec.shape[0] for spec in tf.nest.flatten(batch) if spec is not None)
-    samples, estimated = [], None
-    for count in (max(1, rows // _SMALLER), rows):
-        # A policy of the model must not change what is estimated: the plan adds the memory modes itself.
-        with under(model, None):
+    samples = []
+    # A policy of the model must not change what is estimated: the plan adds recomputation itself.
+    with batch_from(model, "plan", batch_size, data) as batch, under(model, None):
+        rows = next(spec.shape[0] for spec in tf.nest.flatten(batch) if spec is not None)
+        for count in (max(1, rows // _SMALLER), rows):
             estimated = estimate(model, with_rows(batch, count))
-        samples.append(_sample(count, estimated))
+            samples.append(_sample(count, estimated))
     device = estimated.devices[0]
-    embeddings = {
-        id(variable)
-        for layer in model._flatten_layers()
-        if isinstance(layer, keras.layers.Embedding)
-        for variable in layer.trainable_variables
-    }
     layers = layers_of(model)
-    notes = []
-    if any(op.type in _LOOPS for op in estimated.traced.graph.get_operations()):
-        notes.append("what recurrent layers compute in their loops is estimated by their parameters")
+    if any(op.type in _LOOPS for op in estimated.graph.get_operations()):
         samples = [_with_loops(sample, layers) for sample in samples]
-    if model.jit_compile:
-        notes.append("XLA merges operations: a compiled step takes less time and memory than predicted")
-    if not layers:
-        notes.append("the model is no graph of layers: it cannot be cut into stages")
     return ModelProfile(
         model.name,
         rows,
@@ -201,9 +165,28 @@ def _profile(model: keras.Model, batch: Any) -> ModelProfile:
         (samples[0], samples[1]),
         layers,
         sum(isinstance(layer, keras.layers.BatchNormalization) for layer in model._flatten_layers()),
-        notes,
-        [tuple(v.shape) for v in model.trainable_variables if id(v) not in embeddings],
+        gathered_blocks(model),
     )
+
+
+def gathered_blocks(model: keras.Model) -> list[float]:
+    """Bytes of the weights of each block that FullyShardedStrategy gathers; what is in no block is gathered at the end.
+
+    Example:
+        >>> layers = [keras.layers.Dense(10, use_bias=False) for _ in range(3)]
+        >>> gathered_blocks(keras.Sequential([keras.Input((10,)), *layers]))
+        [400.0, 400.0, 400.0]
+    """
+    # Layers that are frozen are split, too, but not weights that were made without `trainable`.
+    split = {id(v): float(_size(v)) for layer in model._flatten_layers() for v in layer._trainable_variables}
+    plan = plan_of(model, GatherPolicy())
+    if isinstance(plan, GraphPlan):
+        blocks = [(*chunk.trainable, *chunk.state) for chunk in plan.chunks]
+    else:
+        blocks = [layer.variables for layer in plan.layers]
+    sizes = [sum(split.get(id(variable), 0.0) for variable in block) for block in blocks]
+    rest = sum(split.values()) - sum(split.get(key, 0.0) for key in {id(v) for block in blocks for v in block})
+    return [size for size in (*sizes, rest) if size]
 
 
 def _sample(rows: int, estimated: Estimate) -> Sample:
@@ -211,10 +194,10 @@ def _sample(rows: int, estimated: Estimate) -> Sample:
     (device, *_) = estimated.devices
     used = {operation.name for operation in estimated.operations}
     parts: dict[bool, list[tf.Operation]] = {True: [], False: []}
-    for operation in estimated.traced.graph.get_operations():
+    for operation in estimated.graph.get_operations():
         if operation.name in used and operation.type not in VIEWS:
-            parts[estimated.traced.labels[operation.name] == OPTIMIZER].append(operation)
-    blocks = block_costs(estimated) if estimated.traced.forward else []
+            parts[estimated.labels[operation.name] == OPTIMIZER].append(operation)
+    blocks = block_costs(estimated) if estimated.forward else []
     return Sample(rows, cost_of(parts[False]), cost_of(parts[True]), device.batch, device.step, blocks)
 
 
@@ -227,7 +210,7 @@ def cost_of(operations: Sequence[tf.Operation]) -> StepCost:
 def _with_loops(sample: Sample, layers: Sequence[LayerProfile]) -> Sample:
     """The graph has the body of a loop once. The layers' work is a better estimate; backward is twice forward."""
     flops = max(sample.compute.flops, 3 * sample.rows * sum(layer.work for layer in layers))
-    return dataclasses.replace(sample, compute=dataclasses.replace(sample.compute, flops=flops))
+    return sample._replace(compute=sample.compute._replace(flops=flops))
 
 
 def layers_of(model: keras.Model) -> list[LayerProfile]:

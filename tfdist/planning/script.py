@@ -9,6 +9,7 @@ import runpy
 import sys
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import keras
 import tensorflow as tf
@@ -16,11 +17,11 @@ import tensorflow as tf
 import tfdist
 from tfdist.compat.upstream import TFEpochIterator
 from tfdist.launcher.arguments import Target
-from tfdist.memory.estimation.batch import specifications_of
+from tfdist.memory.estimate import specifications_of
 
 _STRATEGIES = (
-    *("HorovodStrategy", "HostOffloadStrategy", "MirroredStrategy", "MultiWorkerMirroredStrategy"),
-    *("ParameterServerStrategy", "PipelineStrategy"),
+    *("FullyShardedStrategy", "HorovodStrategy", "HostOffloadStrategy", "MirroredStrategy"),
+    *("MultiWorkerMirroredStrategy", "ParameterServerStrategy", "PipelineStrategy"),
 )
 
 
@@ -69,8 +70,21 @@ def model_and_batch(target: Target) -> tuple[keras.Model, Any]:
         Exception: what the script raises before its first fit.
     """
     program, *arguments = target.words
+    folder = os.getcwd() if target.kind == "module" else os.path.dirname(os.path.abspath(program))
+    signature = inspect.signature(keras.Model.fit)
+
+    def fit(*args: Any, **kwargs: Any) -> None:
+        called = signature.bind(*args, **kwargs)
+        called.apply_defaults()
+        raise _FitReached(args[0], _first_batch(**called.arguments))
+
     try:
-        with _arguments(program, arguments, target.kind), _without_strategies(), _stopped_at_fit():
+        with (
+            mock.patch.object(sys, "argv", [program, *arguments]),
+            mock.patch.object(sys, "path", [folder, *sys.path]),
+            mock.patch.dict(vars(tfdist), dict.fromkeys(_STRATEGIES, NoStrategy)),
+            mock.patch.object(keras.Model, "fit", fit),
+        ):
             if target.kind == "module":
                 runpy.run_module(program, run_name="__main__", alter_sys=True)
             else:
@@ -84,47 +98,6 @@ def model_and_batch(target: Target) -> tuple[keras.Model, Any]:
         f"Received: {program}, which has ended without a call of model.fit(). Expected: a script that calls it with "
         "these arguments. For a loop of your own, call tfdist.plan(model, batch_size) instead."
     )
-
-
-@contextlib.contextmanager
-def _arguments(program: str, arguments: list[str], kind: str) -> Iterator[None]:
-    before, path = sys.argv, list(sys.path)
-    sys.argv = [program, *arguments]
-    sys.path.insert(0, os.getcwd() if kind == "module" else os.path.dirname(os.path.abspath(program)))
-    try:
-        yield
-    finally:
-        sys.argv, sys.path[:] = before, path
-
-
-@contextlib.contextmanager
-def _without_strategies() -> Iterator[None]:
-    known = vars(tfdist)
-    before = {name: known[name] for name in _STRATEGIES if name in known}
-    known.update(dict.fromkeys(_STRATEGIES, NoStrategy))
-    try:
-        yield
-    finally:
-        for name in _STRATEGIES:
-            del known[name]
-        known.update(before)
-
-
-@contextlib.contextmanager
-def _stopped_at_fit() -> Iterator[None]:
-    before = keras.Model.fit
-    signature = inspect.signature(before)
-
-    def fit(*args: Any, **kwargs: Any) -> None:
-        called = signature.bind(*args, **kwargs)
-        called.apply_defaults()
-        raise _FitReached(args[0], _first_batch(**called.arguments))
-
-    keras.Model.fit = fit
-    try:
-        yield
-    finally:
-        keras.Model.fit = before
 
 
 def _first_batch(

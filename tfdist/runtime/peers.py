@@ -2,7 +2,7 @@
 
 Used when a dataset is distributed (every process must have the same one, and draw the same random numbers for it) and
 when a file is saved. A collective would do as well only if every process made the same calls in the same order; here
-each message has a name, every wait a deadline, and whoever is late is named.
+each message has a name, every wait a deadline, and a late process is named.
 """
 
 from __future__ import annotations
@@ -13,21 +13,20 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfdist.cluster.key_value import ProcessGoneError
-from tfdist.inspection import random_state
-from tfdist.inspection.dataset_properties import has_no_order, seeds
+from tfdist.cluster.server import ProcessGoneError, Store
+from tfdist.inspection.datasets import seeds
+from tfdist.inspection.model_state import random_state, restore_random_state
+from tfdist.supervision.progress import ProgressWriter
 
 _log = logging.getLogger("tfdist")
 _FIRST_POLL_SECONDS = 2.0
 _POLL_SECONDS = 10.0
-# For what is there already: a busy machine needs its time.
-_LOOK_SECONDS = 0.5
 _LAST_WORDS_SECONDS = 5.0
 # In place of a rank, in the name of what rank 0 has collected.
 _ALL = "all"
@@ -53,24 +52,12 @@ _REMEDIES = {
 }
 
 
-class Store(Protocol):
-    """Keeps texts by name for all processes."""
-
-    def set(self, name: str, text: str) -> None:
-        """Keeps a text."""
-
-    def decide(self, name: str, text: str) -> str:
-        """Keeps a text, unless there is one of that name; returns the one that is kept."""
-
-    def get(self, name: str, seconds: float, of: int | None = None) -> str | None:
-        """The text of that name, which the rank `of` sets, once there is one; `None` after `seconds`."""
-
-    def delete(self, name: str) -> None:
-        """Forgets a text that nobody needs any more."""
-
-
 class PeerTimeoutError(TimeoutError):
     """Another process of the job did not get where this one waits for it."""
+
+
+class ProcessLeftError(ProcessGoneError):
+    """The program of the process has come to its end."""
 
 
 class Peers:
@@ -81,22 +68,13 @@ class Peers:
         rank: rank of this process.
         timeout: how long to wait for another process, in seconds.
         store: keeps what they tell each other.
-        is_gone: whether the process of a rank is known to have ended; for a store that does not notice it.
     """
 
-    def __init__(
-        self,
-        names: list[str],
-        rank: int,
-        timeout: float,
-        store: Store,
-        is_gone: Callable[[int], bool] = lambda rank: False,
-    ):
+    def __init__(self, names: list[str], rank: int, timeout: float, store: Store):
         self.names = names
         self.rank = rank
         self.timeout = timeout
         self._store = store
-        self._is_gone = is_gone
         self._counts: dict[str, int] = {}
         self._told: set[str] = set()
         self._told_up_to: dict[tuple[str, str], int] = {}
@@ -133,34 +111,34 @@ class Peers:
             ConnectionError: if that process is known to be gone.
         """
         began = time.monotonic() if since is None else since
-        least = 0.0 if since is None else _LOOK_SECONDS  # it may be there already
         timeout = self.timeout + more if within is None else within
         poll = _FIRST_POLL_SECONDS
         while True:
             left = timeout - (time.monotonic() - began)
+            is_gone = has_left = False
             try:
-                text = self._store.get(f"tfdist/{key}", max(least, min(left, poll)), rank)
-                # In this order: what it did last, before it left or was killed, is found by the look that follows.
-                is_gone = text is None and self._is_gone(rank)
-                # What is not found after its end is final.
-                look = _LOOK_SECONDS if is_gone else 0.0
-                has_left = text is None and self._store.get(f"tfdist/left/{rank}", look, rank) is not None
-                if is_gone or has_left:
-                    text = self._store.get(f"tfdist/{key}", look, rank)
-                if is_gone and not has_left and text is None:
-                    raise ProcessGoneError
+                text = self._store.get(f"tfdist/{key}", max(0.0, min(left, poll)), rank)
             except ProcessGoneError:
-                raise ProcessGoneError(
-                    f"{self.names[self.rank]} waited for {self.names[rank]} to {purpose}, and that process is gone. "
-                    "Look into its output for why."
-                ) from None
+                text, is_gone = None, True
+            if text is None:
+                with contextlib.suppress(*([ConnectionError] if is_gone else [])):
+                    has_left = self._store.get(f"tfdist/left/{rank}", 0.0) is not None
+                    if has_left:  # what it did last comes before that
+                        text = self._store.get(f"tfdist/{key}", 0.0)
             if text is not None:
+                if poll != _FIRST_POLL_SECONDS:
+                    self._tell_launcher("")
                 return json.loads(text)
             if has_left:
                 self._check_other_waits(rank, key, purpose)
-                raise ProcessGoneError(
+                raise ProcessLeftError(
                     f"{self.names[self.rank]} waited for {self.names[rank]} to {purpose}, and that program has ended. "
                     f"{_SAME_CALLS}"
+                )
+            if is_gone:
+                raise ProcessGoneError(
+                    f"{self.names[self.rank]} waited for {self.names[rank]} to {purpose}, and that process is gone. "
+                    "Look into its output for why."
                 )
             if left <= 0:
                 raise PeerTimeoutError(
@@ -169,32 +147,41 @@ class Peers:
                 )
             if within is None:
                 if poll == _FIRST_POLL_SECONDS:
+                    self._tell_launcher(purpose)
                     self._say_that_it_waits(rank, key, purpose)
                 self._check_other_waits(rank, key, purpose)
             poll = _POLL_SECONDS
             _log.warning("%s is waiting for %s to %s", self.names[self.rank], self.names[rank], purpose)
 
+    def forget(self, key: str) -> None:
+        """Removes a value that was told, when all have heard it who need it."""
+        self._store.delete(f"tfdist/{key}")
+
+    def _tell_launcher(self, purpose: str) -> None:
+        """Lets the launcher say where this process stands still, if it does."""
+        if (writer := ProgressWriter.from_environment()) is not None:
+            writer.waits(purpose)
+
     def _say_that_it_waits(self, rank: int, key: str, purpose: str) -> None:
         """In place of what it has said last: others ask for its last wait only, and for that at any time."""
         self._waits[self.rank] += 1
-        name = f"tfdist/waits/{self.rank}"
-        self._store.delete(name)
-        self._store.set(name, json.dumps([self._waits[self.rank], rank, key, purpose]))
+        self._store.set(f"tfdist/waits/{self.rank}", json.dumps([self._waits[self.rank], rank, key, purpose]))
 
     def _check_other_waits(self, rank: int, key: str, purpose: str) -> None:
         """Ends what would last for ever: the process that this one waits for waits for something that comes later."""
-        text = self._store.get(f"tfdist/waits/{rank}", _LOOK_SECONDS, rank)
+        text = self._store.get(f"tfdist/waits/{rank}", 0.0)
         if text is not None:  # else it has not waited, or is about to say that it waits again
             self._waits[rank], *self._last_waits[rank] = json.loads(text)
         last = self._last_waits.get(rank)
         if last is None or last[0] != self.rank or self._has_told(last[1]):
             return
-        if self._store.get(f"tfdist/{key}", 0.0, rank) is not None:
+        if self._store.get(f"tfdist/{key}", 0.0) is not None:
             return  # it came after the last look, and before that process began to wait
         self.tell(f"parted/{self.rank}/{self._waits[self.rank]}", True)
         if self.rank == 0:
             # With this program ends what keeps the messages: the other one shall have seen the same.
-            self._store.get(f"tfdist/parted/{rank}/{self._waits[rank]}", 1.5 * _POLL_SECONDS, rank)
+            with contextlib.suppress(ProcessGoneError):
+                self._store.get(f"tfdist/parted/{rank}/{self._waits[rank]}", 1.5 * _POLL_SECONDS, rank)
         raise PeerTimeoutError(
             f"{self.names[self.rank]} waits for {self.names[rank]} to {purpose}, while {self.names[rank]} waits for "
             f"{self.names[self.rank]} to {last[2]}. {_SAME_CALLS} A callback that calls evaluate, predict or fit has "
@@ -268,7 +255,7 @@ class Peers:
             try:
                 values.append(self.hear(f"{place}/{rank}", rank, purpose, since=began))
             except (PeerTimeoutError, ConnectionError) as error:
-                # The others wait for this process, and are told why it has nothing to tell.
+                # The others wait for this process, and hear why it has nothing to say.
                 with contextlib.suppress(ConnectionError):
                     gone = not isinstance(error, PeerTimeoutError)
                     self._publish(f"{place}/{_ALL}", {"error": str(error), "gone": gone})
@@ -291,7 +278,7 @@ class Peers:
         return name in self._told or (number.isdecimal() and int(number) <= self._told_up_to.get((topic, who), 0))
 
     def acknowledge(self, topic: str, purpose: str) -> None:
-        """Comes after what all processes were told and before they end: rank 0, which keeps the messages, ends last."""
+        """Comes after what all processes have heard, before they end: rank 0, which keeps the messages, ends last."""
         number = self.count(topic)
         if self.rank == 0:
             for rank in range(1, len(self.names)):
@@ -307,7 +294,7 @@ class Peers:
         tf.data's and Keras' shuffling draws from these. Processes that shuffle differently would train on some rows
         twice and on others never.
         """
-        own = random_state.capture()
+        own = random_state()
         digest = hashlib.sha256(json.dumps(own).encode()).hexdigest()
         digests = self.gather("random-state", digest, "start fit, evaluate or predict")
         if len(set(digests)) == 1:
@@ -316,7 +303,7 @@ class Peers:
         if self.rank == 0:
             self.tell(key, own)
         else:
-            random_state.restore(self.hear(key, 0, "tell its random state"))
+            restore_random_state(self.hear(key, 0, "tell its random state"))
 
     def check_same_dataset(
         self, dataset: tf.data.Dataset, manual: bool = False, rows: int | None = None, glance: Sequence[float] = ()
@@ -338,12 +325,6 @@ class Peers:
             "components of a batch": str(dataset.element_spec),
             "seeds of its shuffling": [] if manual else seeds(dataset),
         }
-        if not manual and has_no_order(dataset):
-            raise ValueError(
-                "Received: a dataset with deterministic=False. Every process would have another order, and train on "
-                "some rows twice and on others never. Expected: a deterministic order; remove "
-                "`options.deterministic = False` or `map(..., deterministic=False)`."
-            )
         told = self.gather("dataset", [own_facts, list(glance)], "pass its dataset to fit, evaluate or predict")
         everyone = [facts for facts, _ in told]
         for what in own_facts:

@@ -1,32 +1,50 @@
-"""One process drives, the others serve: the chief runs the program on the devices of all, by TensorFlow's servers."""
+"""One process drives, the others serve: the chief runs the program on the devices of all, by TensorFlow's servers.
+
+A process that serves does not end before its chief, and then whatever its threads still do.
+"""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import logging
 import math
 import os
+import random
+import signal
+import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
+from types import FrameType
 from typing import NoReturn
 
 import keras
 import tensorflow as tf
 
-from tfdist.cluster import preflight
-from tfdist.cluster.barrier import meet
-from tfdist.cluster.barrier.messages import BarrierTimeoutError, JobUnderWayError, members, named
+from tfdist.cluster import preflight, sockets
 from tfdist.cluster.config import ClusterConfig, Task
 from tfdist.cluster.errors import ClusterError
+from tfdist.cluster.foreign_text import whole_number
+from tfdist.cluster.meeting import meet, members, named
+from tfdist.cluster.server import BarrierTimeoutError, JobUnderWayError, is_a_servers
+from tfdist.cluster.sockets import UnreachedError, keep_trying
 from tfdist.compat.upstream import config_pb2
-from tfdist.runtime import job, server_process
-from tfdist.runtime.job import keep_freed_pages
-from tfdist.runtime.server_process import ServerWatch, end, heed_signals, ignore_signals, say
+from tfdist.runtime import job
+from tfdist.runtime.job import keep_freed_pages, say
 
 _LONG_WAIT = 10.0
 _TICK = 1.0
 
 # Set by `tfdist run` in a worker that it has started in the place of another one.
 _REPLACEMENT = "TFDIST_REPLACEMENT"
+# Inter-op threads: a step holds one until it is done, and what it waits for needs others: with one it waits for ever.
+_LEAST_THREADS = 4
+_PAUSE = 0.5
+_CONNECT_SECONDS = 5.0
+# Refused: nobody listens there any more. Anything else may be the network's fault for a while.
+_UNREACHABLE_SECONDS = 10.0
 
 _connected: tuple[ClusterConfig, list[str]] | None = None
 _awaited: ClusterConfig | None = None
@@ -54,28 +72,28 @@ def serve(cluster: ClusterConfig, start_timeout: float) -> NoReturn:
     own, chief = _name(cluster, (cluster.task_type, cluster.task_index)), _name(cluster, cluster.compute_tasks[0])
     tasks = members(cluster, servers="ps" in cluster.jobs)
     preflight.require(cluster)
-    rejoined = _meet_or_rejoin(cluster, start_timeout)
-    ignore_signals(f"{own} serves until {chief} has ended")
-    # It serves as long as it is referred to.
-    server = tf.distribute.Server(
-        _spec(cluster, tasks), cluster.task_type, cluster.task_index, protocol="grpc", config=_config(cluster, own)
-    )
-    watch = ServerWatch(cluster.chief_address or "")
-    _reach_chief(watch, chief, start_timeout, _LONG_WAIT if rejoined else deadline - time.monotonic(), rejoined)
-    say(f"{own} serves {chief}{' again' if rejoined else ''}, as process {os.getpid()}")
-    _wait_for_end(watch)
-    # Whoever is started together with its job can find the chief of a former one, which is about to end.
-    while rejoined and not os.environ.get(_REPLACEMENT) and time.monotonic() < deadline:
-        say(f"{chief} has ended, soon after {own} had come back; {own} waits for another job until its start_timeout")
-        heed_signals()
+    server = None
+    while True:
         try:
             rejoined = _meet_or_rejoin(cluster, deadline - time.monotonic())
         except BarrierTimeoutError:
+            if server is None:
+                raise
             break
         ignore_signals(f"{own} serves until {chief} has ended")
+        # It serves as long as it is referred to.
+        server = server or tf.distribute.Server(
+            _spec(cluster, tasks), cluster.task_type, cluster.task_index, protocol="grpc", config=_config(cluster, own)
+        )
+        watch = ServerWatch(cluster.chief_address or "")
         _reach_chief(watch, chief, start_timeout, _LONG_WAIT if rejoined else deadline - time.monotonic(), rejoined)
-        say(f"{own} serves {chief}, as process {os.getpid()}")
+        say(f"{own} serves {chief}{' again' if rejoined else ''}, as process {os.getpid()}")
         _wait_for_end(watch)
+        # A worker that is started together with its job can find the chief of a former one, which is about to end.
+        if not rejoined or os.environ.get(_REPLACEMENT) or time.monotonic() >= deadline:
+            break
+        say(f"{chief} has ended, soon after {own} had come back; {own} waits for another job until its start_timeout")
+        heed_signals()
     say(f"{chief} has ended, and {own} ends as well")
     del server
     end()
@@ -219,7 +237,7 @@ def _meet_or_rejoin(cluster: ClusterConfig, timeout: float) -> bool:
     """Meets the other processes; returns true if this worker has come back to a job that is under way."""
     with_ps = "ps" in cluster.jobs
     try:
-        # What a parameter server held is lost with it: it begins anew, together with all others.
+        # What a parameter server held is lost with it: it begins again, together with all others.
         _meet(cluster, timeout, servers=with_ps, rejoin=with_ps and cluster.task_type != "ps")
     except JobUnderWayError:
         return True
@@ -258,13 +276,16 @@ def _wait_for_end(watch: ServerWatch) -> None:
 def _config(cluster: ClusterConfig, own: str) -> config_pb2.ConfigProto | None:
     if "ps" not in cluster.jobs:
         return None
-    given = server_process.given_threads()
-    if given is not None and given < server_process.LEAST:
+    configured = tf.config.threading.get_inter_op_parallelism_threads()
+    given = configured or whole_number(os.environ.get("TF_NUM_INTEROP_THREADS", "")) or 0
+    if 0 < given < _LEAST_THREADS:
         say(
-            f"{own} uses {server_process.LEAST} inter-op threads instead of {given}, with which steps beside parameter "
+            f"{own} uses {_LEAST_THREADS} inter-op threads instead of {given}, with which steps beside parameter "
             "servers can wait for each other for ever"
         )
-    return server_process.server_config(given, len(cluster.jobs["worker"]) if cluster.task_type == "ps" else 1)
+    steps = len(cluster.jobs["worker"]) if cluster.task_type == "ps" else 1
+    threads = max(given or len(os.sched_getaffinity(0)), _LEAST_THREADS - 1 + steps)
+    return config_pb2.ConfigProto(inter_op_parallelism_threads=threads)
 
 
 def _spec(cluster: ClusterConfig, tasks: tuple[Task, ...]) -> tf.train.ClusterSpec:
@@ -283,3 +304,126 @@ def log_of(name: str, index: int) -> str:
 def _device(devices: list[tf.config.LogicalDevice], task: str) -> str:
     gpu = f"{task}/device:GPU:0"
     return gpu if any(device.name == gpu for device in devices) else f"{task}/device:CPU:0"
+
+
+class ServerWatch:
+    """Holds a connection to a TensorFlow server. The kernel closes it when the process ends, however it ends.
+
+    gRPC hangs up on a connection that says nothing (after a minute); then another one is made, which only works as long
+    as the process is there. A stopped process (SIGSTOP) still exists.
+
+    Args:
+        place: `host:port` of the server.
+
+    Example:
+        >>> watch = ServerWatch("127.0.0.1:3000")  # doctest: +SKIP
+        >>> if watch.reach(within=60.0):  # doctest: +SKIP
+        ...     watch.wait()  # returns once the process is gone
+    """
+
+    def __init__(self, place: str) -> None:
+        self._place = sockets.split_address(place)
+        self._connection: socket.socket | None = None
+
+    def reach(self, within: float) -> bool:
+        """Waits until the server listens; returns whether it does.
+
+        Args:
+            within: for how many seconds to try.
+        """
+        try:
+            self._connection = keep_trying({"": lambda _: self._connect()}, time.monotonic() + within, {})
+        except UnreachedError:
+            return False
+        return True
+
+    def wait(self) -> None:
+        """Returns when the process that was reached is gone."""
+        while self._connection is not None:
+            was_a_server = self._listen(self._connection)
+            sockets.close_without_trace(self._connection)
+            self._connection = self._reconnect() if was_a_server else None
+
+    def _listen(self, connection: socket.socket) -> bool:
+        """Reads until the connection ends; returns whether a TensorFlow server was at its other end."""
+        first = True
+        with contextlib.suppress(OSError):
+            while data := connection.recv(4096):
+                if first and not is_a_servers(data):
+                    return False  # the next job's chief, at the same address
+                first = False
+        return True
+
+    def _reconnect(self) -> socket.socket | None:
+        deadline = time.monotonic() + _UNREACHABLE_SECONDS
+        while True:
+            try:
+                return self._connect()
+            except ConnectionRefusedError:
+                return None
+            except OSError:
+                if time.monotonic() >= deadline:
+                    return None
+            time.sleep(_PAUSE * random.SystemRandom().uniform(0.5, 1.0))
+
+    def _connect(self) -> socket.socket:
+        connection = sockets.connect(self._place, _CONNECT_SECONDS)
+        sockets.notice_end(connection, probes=3)
+        connection.settimeout(None)
+        return connection
+
+
+# For what the program has registered to be done at its exit: a server must not outlive its job because of it.
+_EXIT_SECONDS = 1.5
+
+
+def ignore_signals(reason: str) -> None:
+    """Answers signals that ask for an end with a line on standard error only.
+
+    Args:
+        reason: why, for that line.
+
+    Example:
+        >>> ignore_signals("worker 1 serves until worker 0 has ended")  # doctest: +SKIP
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return  # Python lets no other thread change that
+
+    def refuse(number: int, frame: FrameType | None) -> None:
+        say(f"{signal.Signals(number).name} received: {reason}")
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        # Schedulers announce a preemption by the latter ones; what the program does with them is its own affair.
+        if number in (signal.SIGTERM, signal.SIGINT) or signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, refuse)
+
+
+def heed_signals() -> None:
+    """Obeys the signals that ask for an end again.
+
+    Example:
+        >>> heed_signals()  # doctest: +SKIP
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def end(code: int = 0) -> NoReturn:
+    """Ends the process as if the program had come to its end; the threads of TensorFlow's server do not count.
+
+    Args:
+        code: its exit code.
+
+    Example:
+        >>> end()  # doctest: +SKIP
+    """
+    guard = threading.Timer(_EXIT_SECONDS, os._exit, (code,))
+    guard.daemon = True
+    guard.start()
+    atexit._run_exitfuncs()  # ends processes of multiprocessing, too
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(code)

@@ -1,1 +1,1 @@
-"""Training and test steps on several replicas: shares of a batch, collectives, gradients, layers' state, logs."""
+"""A Keras step that replicas trace, and what they exchange in it: known to optimizers, compression and strategies."""

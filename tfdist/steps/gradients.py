@@ -1,4 +1,6 @@
-"""The sums of a step: gradients, and the state that it updates, packed into few flat vectors.
+"""Gradients, and the state that a step updates, weighted and put into few buckets; reduce.py adds them up.
+
+The tensors of a bucket are packed into one matrix, or by the direct transport travel together as they are.
 
 A sum over machines takes about a millisecond whatever its size, so what replicas have to agree on travels together:
 gradients, and the moving statistics that the forward pass has updated locally. Of large models, what the end of
@@ -19,7 +21,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.steps.collectives import all_reduce
+from tfdist.steps.reduce import all_reduce, reduce_scatter, sum_of_each
 
 # Bytes to which TensorFlow aligns tensors (EIGEN_MAX_ALIGN_BYTES with AVX-512; a multiple of it with less).
 ALIGNMENT = 64
@@ -28,11 +30,11 @@ ALIGNMENT = 64
 BUCKET_BYTES = 25 << 20
 _FIRST_BYTES = 1 << 20
 
-WIRE_DTYPES = {None: None, "bf16": tf.bfloat16, "fp16": tf.float16}
+NARROW_DTYPES = {None: None, "bf16": tf.bfloat16, "fp16": tf.float16}
 
 
 @dataclasses.dataclass(frozen=True)
-class Wire:
+class GradientOptions:
     """How gradients travel.
 
     Attributes:
@@ -48,41 +50,64 @@ class Wire:
     compressor: Any = None
 
 
-AS_THEY_ARE = Wire()
+AS_THEY_ARE = GradientOptions()
 
 
 def all_reduce_sum(
     values: Sequence[tf.Tensor | tf.IndexedSlices],
-    wire: Wire = AS_THEY_ARE,
+    options: GradientOptions = AS_THEY_ARE,
     weight: tf.Tensor | None = None,
 ) -> list:
     """Sums tensors over all replicas, the dense ones of one dtype (and bucket) in one collective.
 
     Args:
         values: tensors or `tf.IndexedSlices`, with the same shapes (slices: any number of rows) on every replica.
-        wire: how they travel.
-        weight: with what this replica's values are multiplied (float32 scalar); 0 makes zeros even of NaN.
+        options: how they travel.
+        weight: with what this replica's values are multiplied (a scalar of any float dtype); 0 makes zeros even of NaN.
 
     Returns:
         A list of the sums, in the dtypes and shapes of `values`.
     """
     results: list = [None] * len(values)
-    for indices in buckets(values, wire.bucket_bytes):
-        dtype = values[indices[0]].dtype
-        packed = weighted(weight, pack([values[i] for i in indices]))
-        narrow = wire.dtype is not None and dtype.is_floating and wire.dtype.size < dtype.size
-        summed = all_reduce(tf.cast(packed, wire.dtype) if narrow else packed, differentiable=False)
-        parts = unpack(tf.cast(summed, dtype) if narrow else summed, [values[i] for i in indices])
-        for i, part in zip(indices, parts, strict=True):
+    # A bucket: values -> pack -> x weight -> narrow dtype -> all-reduce -> own dtype -> unpack -> sums. The direct
+    # transport needs no packing.
+    for indices in buckets(values, options.bucket_bytes):
+        bucket, add = [values[i] for i in indices], sum_of_each()
+        sent = _as_sent(bucket if add else [pack(bucket)], options, weight)
+        sums = add(sent) if add else [all_reduce(sent[0], differentiable=False)]
+        sums = [tf.cast(one, bucket[0].dtype) for one in sums]
+        for i, part in zip(indices, sums if add else unpack(sums[0], bucket), strict=True):
             results[i] = part
     for i, value in enumerate(values):
         if isinstance(value, tf.IndexedSlices):
-            rows = weighted(weight, value.values)
+            (rows,) = weighted(weight, [value.values])
             results[i] = all_reduce(tf.IndexedSlices(rows, value.indices, value.dense_shape))
     return results
 
 
-def buckets(values: Sequence[tf.Tensor | tf.IndexedSlices], most: int | None) -> Iterator[list[int]]:
+def own_rows_of_sums(
+    packed: Sequence[tf.Tensor], options: GradientOptions, weight: tf.Tensor | None
+) -> list[tf.Tensor]:
+    """This replica's rows of the sums of packed matrices over all replicas.
+
+    Args:
+        packed: of this replica, each with as many rows for each replica.
+        options: how they travel.
+        weight: as in `all_reduce_sum`.
+    """
+    rows = reduce_scatter(_as_sent(packed, options, weight))
+    return [tf.cast(own, one.dtype) for own, one in zip(rows, packed, strict=True)]
+
+
+def _as_sent(packed: Sequence[tf.Tensor], options: GradientOptions, weight: tf.Tensor | None) -> list[tf.Tensor]:
+    def narrow(one: tf.Tensor) -> tf.Tensor:
+        is_wider = options.dtype is not None and one.dtype.is_floating and options.dtype.size < one.dtype.size
+        return tf.cast(one, options.dtype) if is_wider else one
+
+    return [narrow(one) for one in weighted(weight, packed)]
+
+
+def buckets(values: Sequence[tf.Tensor | tf.IndexedSlices | tf.TensorSpec], most: int | None) -> Iterator[list[int]]:
     """The positions of dense tensors that travel together: of one dtype, and at most so many bytes."""
     groups: dict[tf.DType, list[int]] = {}
     for i, value in enumerate(values):
@@ -112,12 +137,13 @@ def _buckets(indices: list[int], values: Sequence[tf.Tensor], most: int | None) 
     yield bucket
 
 
-def weighted(weight: tf.Tensor | None, value: tf.Tensor) -> tf.Tensor:
-    """The value times the weight; `None` is 1."""
-    if weight is None or tf.get_static_value(weight) == 1.0:
-        return value
-    # Most batches need no pass over it.
-    return tf.cond(tf.equal(weight, 1.0), lambda: value, lambda: scale(value, weight))
+def weighted(weight: tf.Tensor | None, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """The values times the weight; `None` is 1."""
+    values = list(values)
+    if not values or weight is None or tf.get_static_value(weight) == 1.0:
+        return values
+    # Most batches need no pass over them.
+    return tf.cond(tf.equal(weight, 1.0), lambda: values, lambda: [scale(value, weight) for value in values])
 
 
 def pack(values: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -1,28 +1,58 @@
 """Recognises the step functions that Keras hands to `Strategy.run`, and holds what is known while one is traced.
 
 Keras' trainer calls `strategy.run(model.train_step, ...)`. That bound method is where a strategy meets the model it
-trains, so everything that needs the model (its optimizers, its seeds, its normalisation layers) starts here, and
-nothing of Keras has to be replaced for it. Functions of custom training loops are not recognised and keep
-`tf.distribute`'s documented semantics.
+trains, so everything that needs the model (its optimizers, its seeds, its normalisation layers) starts here.
+`begin_replica` computes the weight of a replica: its share of the rows of the batch. Functions of custom training
+loops are not recognised and keep `tf.distribute`'s documented semantics.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfdist.compat.patch import owner
-from tfdist.inspection.batch_sharding import count_rows, static_rows
+from tfdist.compat.upstream import ControlFlowFuncGraph, DistributedValues
 
 # Not `keras.Model`: some models are layers that mix Keras' trainer in.
 _Trainer = owner(keras.Model, "compile")
+
+
+@dataclasses.dataclass
+class ReplicaStep:
+    """A step on one replica of this process.
+
+    Attributes:
+        rows: how many of its rows count.
+        relative_weight: these over the mean of all replicas.
+        may_be_empty: whether it may have none.
+        state: what it has written of its layers' state: a `ReplicaState`.
+        scaled: ids of the optimizers that have scaled its loss.
+        scattered: by id, parts of gradients that were computed.
+        branches: names of the graphs of branches in which an optimizer has applied some.
+        in_parts: the weights that an optimizer works on, of which it sees this replica's parts if they are sharded.
+        agreed: in a branch of the step, whether all replicas take the same one; else `None`.
+        branch: predicate and functions of a `tf.cond` in which all meet.
+    """
+
+    rows: Any = None
+    relative_weight: Any = None
+    may_be_empty: bool = False
+    state: Any = None
+    scaled: set[int] = dataclasses.field(default_factory=set)
+    scattered: dict[int, Any] = dataclasses.field(default_factory=dict)
+    branches: set[str] = dataclasses.field(default_factory=set)
+    in_parts: Sequence[Any] = ()
+    agreed: bool | None = None
+    branch: tuple[Any, tuple] | None = None
 
 
 @dataclasses.dataclass
@@ -35,63 +65,86 @@ class KerasStep:
 
     Attributes:
         kind: "train", "test" or "predict".
-        model: the model, or `None` for "predict".
+        model: the model.
         function: what Keras wants to be run on every replica.
         on_batch: whether the data came from `*_on_batch`, not from a distributed dataset.
-        scaled_losses: (id of an optimizer, local replica) for each `scale_loss` that was called.
-        sums: what the replicas add up or gather, in this order: see `tfdist.steps.collectives`.
-        states: by local replica, what it has written of its layers' state: `tfdist.steps.layer_state`.
+        same_outputs: which outputs of a predict step, flattened, are the same on all replicas.
+        constant_outputs: which of them are so without an exchange; a static number of rows looks like one.
+        sizeless_outputs: which of them may have any number of rows, that of no replica included.
         is_compiled: whether XLA compiles what the replicas compute between their exchanges.
         exchanged: what came of the last exchange, on all replicas of this process.
+        purpose: a number, the same on all processes, and a text that tell the step from those of other models.
         global_seeds: what `keras.random` functions draw from that are given no seed, for the replicas' threads.
+        graph: where the replicas' steps are traced; `None` if they are run, or cannot exchange anything.
+        batch: shapes and dtypes of a replica's rows, as specifications of types.
+        scalars: what a `Mean` or `Sum` was given for a batch: (metric, number, whether it is averaged over the
+            replicas).
+        losses: by id, a compiled loss, and shapes and dtypes of what it was given.
+        optimizers: ids of those whose gradients are those of the global batch, and of their parts.
+        shard: the number of the part of a batch that the step is for, where one replica computes several; else `None`.
+        parts: the step on each replica of this process, by its local index.
     """
 
     kind: str
-    model: keras.Model | None
+    model: keras.Model
     function: Callable
     on_batch: bool = False
-    scaled_losses: set[tuple[int, int]] = dataclasses.field(default_factory=set)
-    sums: list[Any] = dataclasses.field(default_factory=list)
-    states: dict[int, Any] = dataclasses.field(default_factory=dict)
+    same_outputs: set[int] = dataclasses.field(default_factory=set)
+    constant_outputs: set[int] = dataclasses.field(default_factory=set)
+    sizeless_outputs: set[int] = dataclasses.field(default_factory=set)
     is_compiled: bool = False
     exchanged: list[tf.Tensor] = dataclasses.field(default_factory=list)
+    purpose: tuple[int, str] = (0, "")
     global_seeds: keras.random.SeedGenerator | None = None
-    _shares: dict[int, tuple[tf.Tensor, tf.Tensor, bool]] = dataclasses.field(default_factory=dict)
+    batch: Any = None
+    scalars: list[tuple[keras.Metric, Any, bool]] = dataclasses.field(default_factory=list)
+    losses: dict[int, tuple[keras.Loss, list[tf.TensorSpec]]] = dataclasses.field(default_factory=dict)
+    graph: tf.Graph | None = None
+    optimizers: set[int] = dataclasses.field(default_factory=set)
+    shard: tf.Tensor | None = None
+    parts: dict[int, ReplicaStep] = dataclasses.field(default_factory=lambda: collections.defaultdict(ReplicaStep))
 
-    def begin_replica(self, data: Any, rows: tf.Tensor | None, global_rows: tf.Tensor | None) -> None:
+    def begin_replica(self, fixed: int | None, rows: tf.Tensor, global_rows: tf.Tensor | None) -> None:
         """Notes this replica's number of rows and weight. Called on every replica before the step function.
 
         Args:
-            data: this replica's share of the batch.
-            rows: how many of its rows count; `None` for all.
+            fixed: number of rows of this replica's share of the batch, where that is known while tracing.
+            rows: how many of them count.
             global_rows: rows of the global batch; `None` if the dataset does not know.
         """
         context = tf.distribute.get_replica_context()
-        fixed = static_rows(data)
-        rows = count_rows(data) if rows is None else rows
         may_be_empty = fixed is None or fixed <= 1
         if global_rows is None and fixed:
             # A user's own distributed dataset with a fixed batch size on every replica.
-            relative_weight = tf.constant(1.0)
+            relative_weight = tf.constant(1.0, tf.float64)
         else:
             if global_rows is None:
                 global_rows = context.all_reduce(tf.distribute.ReduceOp.SUM, rows)
             # In this order it is 1 where all have equally many rows, without any rounding.
             relative_weight = rows * context.num_replicas_in_sync / tf.maximum(global_rows, 1)
-            relative_weight = tf.cast(relative_weight, tf.float32)
-        self._shares[local_replica()] = rows, relative_weight, may_be_empty
+        here = self.here
+        here.rows, here.relative_weight, here.may_be_empty = rows, relative_weight, may_be_empty
+
+    @property
+    def here(self) -> ReplicaStep:
+        """The step on the current replica."""
+        return self.parts[local_replica()]
+
+    def note_batch(self, data: Any) -> None:
+        """Notes shapes and dtypes of this replica's rows."""
+        self.batch = tf.nest.map_structure(_specification, data)
 
     def begin_shard(self, weight: tf.Tensor) -> None:
         """Notes this replica's weight, where the one who has cut the batch knows it.
 
         Args:
-            weight: a float32 scalar.
+            weight: a float64 scalar.
         """
-        self._shares[local_replica()] = weight, weight * self.replicas, False
+        self.here.relative_weight = weight * self.replicas
 
     @property
     def weight(self) -> tf.Tensor:
-        """Share of the current replica in the global batch, a float32 scalar in [0, 1]."""
+        """Share of the current replica in the global batch, a float64 scalar in [0, 1]."""
         return self.relative_weight / self.replicas
 
     @property
@@ -101,42 +154,114 @@ class KerasStep:
 
     @property
     def relative_weight(self) -> tf.Tensor:
-        """Rows of the current replica over the mean of all replicas, a float32 scalar."""
-        return self._shares[local_replica()][1]
+        """Rows of the current replica over the mean of all replicas, a float64 scalar."""
+        return self.here.relative_weight
+
+    def can_meet(self) -> bool:
+        """Whether the replicas can exchange values here: not in a branch or a loop of the step."""
+        return tf.executing_eagerly() or self.graph is tf.compat.v1.get_default_graph()
+
+    def as_mean(self, loss: Any) -> tf.Tensor:
+        """A loss whose gradients, weighted by rows, add up: that of a vector is that of its sum."""
+        loss = tf.convert_to_tensor(loss)
+        return tf.math.divide_no_nan(loss, tf.cast(self.weight, loss.dtype)) if loss.shape.rank else loss
 
     def adds_up(self, value: tf.Tensor) -> bool:
         """Whether the replicas' values of a traced step add up to that of the global batch."""
-        state = self.states.get(local_replica())
-        return state is not None and state.adds_up(value)
+        return self.here.state is not None and self.here.state.adds_up(value)
 
     @property
-    def counts(self) -> tf.Tensor | None:
+    def has_rows(self) -> tf.Tensor | None:
         """Whether the current replica has rows of its own, a boolean scalar; `None` if it certainly has."""
-        rows, _, may_be_empty = self._shares[local_replica()]
-        return rows > 0 if may_be_empty else None
+        return self.here.rows > 0 if self.here.may_be_empty else None
 
 
-def recognise(function: Callable) -> KerasStep | None:
-    """Returns the Keras step that `function` is, or `None` if it is something else (a user's own function)."""
+def _specification(leaf: Any) -> tf.TypeSpec | None:
+    return None if leaf is None else tf.type_spec_from_value(leaf)
+
+
+def recognise_step(function: Callable, args: tuple = (None,), kwargs: dict | None = None) -> KerasStep | None:
+    """The Keras step that `Strategy.run` is given, or `None` if it is something else (a user's own function)."""
+    if len(args) != 1 or kwargs:
+        return None
     if isinstance(function, types.MethodType) and isinstance(function.__self__, _Trainer):
         kind = {"train_step": "train", "test_step": "test"}.get(function.__name__)
         return KerasStep(kind, function.__self__, function) if kind else None
     if "make_predict_function.<locals>.one_step_on_data" in getattr(function, "__qualname__", ""):
-        return KerasStep("predict", None, function)
+        return KerasStep("predict", _predicting_model(function), function)
     return None
 
 
-def predicting_model(function: Callable) -> keras.Model:
-    """The model that Keras' predict function, as `recognise` knows it, belongs to."""
+def _predicting_model(function: Callable) -> keras.Model:
     variables = inspect.getclosurevars(inspect.unwrap(function)).nonlocals
-    return variables["self"] if "self" in variables else predicting_model(variables["step_func"])
+    return variables["self"] if "self" in variables else _predicting_model(variables["step_func"])
 
 
 def current_step() -> KerasStep | None:
     """The Keras step that is traced (or eagerly run) in this replica, or `None` outside of one."""
     if tf.distribute.in_cross_replica_context():
         return None
-    return getattr(tf.distribute.get_strategy(), "_keras_step", None)
+    return step_of(tf.distribute.get_strategy())
+
+
+def step_of(strategy: Any) -> KerasStep | None:
+    """The Keras step that a strategy's replicas trace, or `None`. They are threads: each finds it at the strategy."""
+    return getattr(strategy, "_keras_step", None)
+
+
+@contextlib.contextmanager
+def traced(strategy: Any, step: KerasStep) -> Iterator[None]:
+    """While the block runs, a strategy's replicas trace this step."""
+    before, strategy._keras_step = step_of(strategy), step
+    try:
+        yield
+    finally:
+        strategy._keras_step = before
+
+
+def xla_compiles(model: keras.Model, batch: Any = None) -> bool:
+    """Whether a step is traced of a model compiled with `jit_compile`, and XLA can compile it for this batch.
+
+    Not a ragged one: XLA compiles a cluster for each number of values, and takes that of another number.
+    """
+    of_replicas = [leaf.values if isinstance(leaf, DistributedValues) else [leaf] for leaf in tf.nest.flatten(batch)]
+    is_ragged = any(isinstance(leaf, tf.RaggedTensor) for leaves in of_replicas for leaf in leaves)
+    return bool(model.jit_compile) and not is_ragged and not tf.executing_eagerly()
+
+
+def marked_for_xla(is_compiled: bool) -> Any:
+    """A context in which traced operations are marked for XLA, if it is to compile them.
+
+    TensorFlow clusters those that XLA knows (https://www.tensorflow.org/xla#auto-clustering): collectives, and what XLA
+    has no kernel for, stay outside.
+    """
+    return tf.xla.experimental.jit_scope() if is_compiled else contextlib.nullcontext()
+
+
+class Exchanges(Exception):
+    """In a branch that replicas may not all take, they would exchange something."""
+
+
+def check_that_all_are_here() -> None:
+    """Called before replicas exchange something.
+
+    Raises:
+        Exchanges: in a branch that not all of them may take.
+        NotImplementedError: in a loop.
+    """
+    step = current_step()
+    state = None if step is None else step.here.state
+    if state is None or state.graph is None:
+        return
+    agreed, graph = step.here.agreed, tf.compat.v1.get_default_graph()
+    if agreed is False:
+        raise Exchanges
+    if agreed is None and graph is not state.graph and isinstance(graph, ControlFlowFuncGraph):
+        raise NotImplementedError(
+            f"Received: a loop (tf.while_loop, tf.map_fn, ...) in the step of model '{step.model.name}', in which "
+            "replicas exchange gradients or statistics: one that ends sooner would leave the others waiting. Expected: "
+            "a loop of Python, `for _ in range(n)`, which makes n steps of it; or optimizer.apply after the loop."
+        )
 
 
 def local_replica() -> int:
@@ -150,8 +275,9 @@ def global_replica() -> int:
 
 
 @contextlib.contextmanager
-def shadowed(owner: Any, **methods: Callable) -> Iterator[None]:
-    """Shadows methods on one instance (never on its class) until the block ends."""
+def shadowed(owner: Any, **methods: Any) -> Iterator[None]:
+    """Shadows attributes of one instance (never of its class) until the block ends. Another shadow comes back then."""
+    before = {name: vars(owner)[name] for name in methods if name in vars(owner)}
     for name, method in methods.items():
         # Past Keras' attribute tracking, which would record the functions as state of the object.
         object.__setattr__(owner, name, method)
@@ -159,4 +285,7 @@ def shadowed(owner: Any, **methods: Callable) -> Iterator[None]:
         yield
     finally:
         for name in methods:
-            object.__delattr__(owner, name)
+            if name in before:
+                object.__setattr__(owner, name, before[name])
+            else:
+                object.__delattr__(owner, name)

@@ -9,20 +9,22 @@ means over the rows.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from tfdist.compat.upstream import get_read_write_resource_inputs
-from tfdist.layer_graph.pure_call import UNSEEDED
+from tfdist.layer_graph.chunk import UNSEEDED
+from tfdist.steps.reduce import names_agreed_in
 
 
-class Local(enum.Enum):
-    """How a local value depends on the rows of the replica."""
+class Dependence(enum.Enum):
+    """How a value depends on the rows of its replica."""
 
-    ROWS = "a value for each row, along the first axis"
+    SAME = "not: it is global, the same on all replicas"
+    ROWS = "a value for each row, along the first axis; random numbers and the next batch are taken for such"
     MEAN = "linear in means over the rows"
     SUM = "linear in sums over the rows"
     COUNT = "how many rows there are, or values"
@@ -36,18 +38,19 @@ class Access(NamedTuple):
         handle: id of the variable's handle.
         operation: what reads or writes.
         is_write: which of them.
-        local: how the value that is written, or read, depends on the rows; `None` if it is global.
+        dependence: how the value that is written, or read, depends on the rows.
     """
 
     handle: int
     operation: tf.Operation
     is_write: bool
-    local: Local | None
+    dependence: Dependence
 
 
-_AGREED = "tfdist_agreed"
 # Beginnings of operations' types.
 _COLLECTIVES = ("Collective", "Nccl", "Horovod")
+# The collective that gives each replica values of its own.
+_OF_EACH = "CollectiveAllToAllV2"
 _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
 _CALLS = ("PartitionedCall", "StatefulPartitionedCall", "If", "StatelessIf", "While", "StatelessWhile", "Case")
 _CUTS = ("StridedSlice", "Transpose", "ConcatV2", "Pack", "Unpack", "SplitV")
@@ -73,24 +76,6 @@ _ELEMENTWISE = """
     """
 
 
-def agreed(values: Iterable[tf.Tensor]) -> None:
-    """Notes that tensors have the same values on all replicas: a strategy has reduced or gathered them."""
-    for value in values:
-        if tf.is_symbolic_tensor(value):
-            _names_agreed_in(value.graph).add(value.name)
-
-
-def exchanged(call: Callable[[], Any]) -> tuple[Any, bool]:
-    """What a call returns, and whether replicas have exchanged something in it."""
-    if tf.executing_eagerly():
-        return call(), False
-    graph = tf.compat.v1.get_default_graph()
-    operations, names = len(graph.get_operations()), len(_names_agreed_in(graph))
-    result = call()
-    made = graph.get_operations()[operations:]
-    return result, len(_names_agreed_in(graph)) > names or any(one.type.startswith(_COLLECTIVES) for one in made)
-
-
 class LocalValues:
     """The local values of one replica in one graph.
 
@@ -113,16 +98,20 @@ class LocalValues:
         self._graph = graph
         self._others = frozenset(others)
         # By the names of tensors, and by the ids of handles.
-        self._local: dict[str, Local] = {one.name: Local.ROWS for one in rows if tf.is_tensor(one)}
-        self._variables: dict[int, Local | None] = {id(part.handle): None for part in same}
+        self._local = {one.name: Dependence.ROWS for one in rows if tf.is_tensor(one)}
+        self._variables = {id(part.handle): Dependence.SAME for part in same}
         self._watched = {id(part.handle) for part in watched}
         # By the names of placeholders: what they stand for.
         self._captured: dict[str, int] = {}
         self.skip()
 
-    def of(self, value: tf.Tensor) -> Local | None:
-        """How a tensor depends on the rows; `None` if it is global. `accesses` has to be read before."""
-        return self._local.get(value.name)
+    def dependence_of(self, value: tf.Tensor) -> Dependence:
+        """How a tensor depends on the rows. `accesses` has to be read before."""
+        return self._local.get(value.name, Dependence.SAME)
+
+    def take_for_same(self, handle: int) -> None:
+        """Takes the value of a variable, by the id of its handle, for the same on all replicas from now on."""
+        self._variables[handle] = Dependence.SAME
 
     def skip(self) -> None:
         """Takes what was made since the last time for the same on all replicas."""
@@ -132,55 +121,58 @@ class LocalValues:
         """Goes through the operations since the last time, and tells which access watched variables."""
         operations = self._graph.get_operations()
         begin, self._seen = self._seen, len(operations)
-        names = _names_agreed_in(self._graph)
+        names = names_agreed_in(self._graph)
         for operation in _in_order(operations[begin:]):
             # A replica may have asked for another one's device.
-            if operation.device in self._others and not any(self.of(one) for one in operation.inputs):
+            if operation.device in self._others and _are_same(map(self.dependence_of, operation.inputs)):
                 continue
             handles = {one.name: self._handle(one) for one in operation.inputs if one.dtype == tf.resource}
             outputs = self._outputs(operation, handles)
-            for output, local in zip(operation.outputs, outputs, strict=True):
-                if local is not None and output.name not in names:
-                    self._local[output.name] = local
+            for output, dependence in zip(operation.outputs, outputs, strict=True):
+                if dependence is not Dependence.SAME and output.name not in names:
+                    self._local[output.name] = dependence
             if any(handle in self._variables for handle in handles.values()):
-                yield from self._of_variables(operation, handles)
+                yield from self._accesses_by(operation, handles)
 
-    def _of_variables(self, operation: tf.Operation, handles: dict[str, int | None]) -> Iterator[Access]:
+    def _accesses_by(self, operation: tf.Operation, handles: dict[str, int | None]) -> Iterator[Access]:
         reads, writes = get_read_write_resource_inputs(operation)
-        for tensor in (*reads, *writes):
-            handle, is_write = handles[tensor.name], tensor in writes
-            if handle not in self._variables:
+        # In the order of the inputs, which is the same on all replicas; these are sets.
+        for tensor in operation.inputs:
+            handle, is_write = handles.get(tensor.name), tensor in writes
+            if handle not in self._variables or not (is_write or tensor in reads):
                 continue
-            local = self._variables[handle]
+            dependence = self._variables[handle]
             if is_write:
-                given = [self.of(one) for one in operation.inputs if one.dtype != tf.resource]
+                given = [self.dependence_of(one) for one in operation.inputs if one.dtype != tf.resource]
                 if _draws_in_calls(operation):
-                    given.append(Local.MIXED)
+                    given.append(Dependence.MIXED)
                 if operation.type != "AssignVariableOp":
-                    given += [self._variables.get(other, Local.ROWS) for other in handles.values()]
-                local = _sum(given) if operation.type.startswith("Assign") else _mixed(given)
-                local = local if local in (None, Local.MEAN) else Local.MIXED
-                self._variables[handle] = local
+                    given += [self._variables.get(other, Dependence.ROWS) for other in handles.values()]
+                dependence = _join(given)
+                is_mean = dependence is Dependence.MEAN and operation.type.startswith("Assign")
+                if dependence is not Dependence.SAME and not is_mean:
+                    dependence = Dependence.MIXED
+                self._variables[handle] = dependence
             if handle in self._watched:
-                yield Access(handle, operation, is_write, local)
+                yield Access(handle, operation, is_write, dependence)
 
-    def _outputs(self, operation: tf.Operation, handles: dict[str, int | None]) -> list[Local | None]:
+    def _outputs(self, operation: tf.Operation, handles: dict[str, int | None]) -> list[Dependence]:
         kind, count = operation.type, len(operation.outputs)
-        if kind == "Const" or kind.startswith(_COLLECTIVES):
-            return [None] * count
+        if kind == "Const" or (kind.startswith(_COLLECTIVES) and kind != _OF_EACH):
+            return [Dependence.SAME] * count
         if kind == "Placeholder":
-            local = Local.ROWS if self._handle(operation.outputs[0]) is None else None
-            return [local] * count
+            is_captured = self._handle(operation.outputs[0]) is not None
+            return [Dependence.SAME if is_captured else Dependence.ROWS] * count
         given = [
-            self._variables.get(handles[one.name], Local.ROWS) if one.name in handles else self.of(one)
+            self._variables.get(handles[one.name], Dependence.ROWS) if one.name in handles else self.dependence_of(one)
             for one in operation.inputs
         ]
         if kind == "IdentityN":
             return given
         if operation.op_def.is_stateful and (kind not in (*_READS, *_CALLS) or _draws_in_calls(operation)):
             # Random numbers, the next batch.
-            return [Local.ROWS] * count
-        return [None if all(local is None for local in given) else _made_by(operation, given)] * count
+            return [Dependence.ROWS] * count
+        return [Dependence.SAME if _are_same(given) else _made_by(operation, given)] * count
 
     def _handle(self, tensor: tf.Tensor) -> int | None:
         """The id of what the graph has captured as this tensor: a variable's handle, say."""
@@ -237,43 +229,73 @@ def _called(attributes: Iterable[Any]) -> list[str]:
     return [one.name for value in attributes for one in (value.func, *value.list.func) if one.name]
 
 
-def _made_by(operation: tf.Operation, given: list[Local | None]) -> Local:
+def _are_same(given: Iterable[Dependence]) -> bool:
+    return all(one is Dependence.SAME for one in given)
+
+
+def _made_by(operation: tf.Operation, given: list[Dependence]) -> Dependence:
     """What an operation makes of its inputs, of which some are local."""
     kind, first = operation.type, given[0]
-    others_are_same = all(local is None for local in given[1:])
-    by_row = all(local in (None, Local.ROWS) for local in given)
+    others_are_same = _are_same(given[1:])
+    by_row = all(one in (Dependence.SAME, Dependence.ROWS) for one in given)
+    if Dependence.ROWS in given and operation.outputs and _moves_rows(operation, given):
+        return Dependence.MIXED
     if kind in (*_LINEAR, "ReadVariableOp"):
-        return first or Local.MIXED
+        return Dependence.MIXED if first is Dependence.SAME else first
     if kind in _SUMS:
-        return _sum(given)
-    if kind == "Mul" and None in given:
-        return first or given[1]
+        return _join(given)
+    if kind == "Mul" and Dependence.SAME in given:
+        return given[1] if first is Dependence.SAME else first
     if kind == "RealDiv" and others_are_same:
         return first
-    if kind in ("RealDiv", "DivNoNan") and given == [Local.SUM, Local.COUNT]:
-        return Local.MEAN
+    if kind in ("RealDiv", "DivNoNan") and given == [Dependence.SUM, Dependence.COUNT]:
+        return Dependence.MEAN
     if kind in ("Shape", "Size"):
-        return Local.COUNT
+        return Dependence.COUNT
     if kind in _REDUCTIONS:
-        return _reduced(operation, first)
+        return _reduction_of(operation, first)
     if kind in _CUTS:
-        if first is Local.COUNT and others_are_same:
+        if first is Dependence.COUNT and others_are_same:
             return first
-        if first is Local.MEAN or (kind in ("ConcatV2", "Pack") and _sum(given) is Local.MEAN):
-            return Local.MEAN
-        return Local.ROWS if _sum(given) is Local.ROWS and _keeps_first_axis(operation) else Local.MIXED
+        if first is Dependence.MEAN or (kind in ("ConcatV2", "Pack") and _join(given) is Dependence.MEAN):
+            return Dependence.MEAN
+        return Dependence.ROWS if _join(given) is Dependence.ROWS and _keeps_first_axis(operation) else Dependence.MIXED
     if kind in ("ArgMax", "ArgMin"):
-        return Local.ROWS if by_row and _keeps_first_axis(operation) else Local.MIXED
+        return Dependence.ROWS if by_row and _keeps_first_axis(operation) else Dependence.MIXED
     if kind in ("Softmax", "LogSoftmax"):
-        return Local.ROWS if by_row and operation.inputs[0].shape.rank != 1 else Local.MIXED
+        return Dependence.ROWS if by_row and operation.inputs[0].shape.rank != 1 else Dependence.MIXED
     if kind in _PRODUCTS and others_are_same:
         transposed = kind == "MatMul" and operation.get_attr("transpose_a")
-        return Local.MIXED if transposed else first
+        return Dependence.MIXED if transposed else first
     if kind == "GatherV2":
-        return Local.ROWS if first is None and by_row else Local.MIXED
+        return Dependence.ROWS if first is Dependence.SAME and by_row else Dependence.MIXED
     if by_row and (kind in ("Mul", "RealDiv") or kind in _ELEMENTWISE.split() or kind in _READS):
-        return Local.ROWS
-    return Local.MIXED
+        return Dependence.ROWS
+    return Dependence.MIXED
+
+
+def _moves_rows(operation: tf.Operation, given: list[Dependence]) -> bool:
+    """Whether rows may be along another axis than the first afterwards: a sum over the first is none of rows."""
+    kind, before, after = operation.type, operation.inputs[0].shape, operation.outputs[0].shape
+    first, made = (shape[0] if shape.rank else None for shape in (before, after))
+    if kind == "ExpandDims":
+        return tf.get_static_value(operation.inputs[1]) in (None, 0, -(after.rank or 0))
+    if kind == "Squeeze":
+        axes = operation.get_attr("squeeze_dims")
+        return first == 1 if not axes else 0 in axes or -(before.rank or 0) in axes
+    if kind == "Reshape":
+        # What belongs to a row stays together: unless the first axis was made of something else.
+        return after.rank == 0 or (made is not None and (not first or made % first > 0))
+    if kind == "GatherV2":
+        return tf.get_static_value(operation.inputs[2]) != 0
+    if kind == "OneHot":
+        return operation.get_attr("axis") == 0
+    if kind in (*_SUMS, "Mul", "RealDiv", "BatchMatMulV2", "BatchMatMulV3", *_ELEMENTWISE.split()):
+        # Broadcasting aligns the last axes.
+        of_rows = [one for one, how in zip(operation.inputs, given, strict=True) if how is Dependence.ROWS]
+        ranks = [one.shape.rank for one in of_rows]
+        return any(rank != after.rank for rank in ranks)
+    return False
 
 
 def _keeps_first_axis(operation: tf.Operation) -> bool:
@@ -281,9 +303,11 @@ def _keeps_first_axis(operation: tf.Operation) -> bool:
     kind = operation.type
     if kind == "StridedSlice":
         masks = [operation.get_attr(name) & 1 for name in ("begin_mask", "end_mask", "ellipsis_mask", "new_axis_mask")]
-        strides = tf.get_static_value(operation.inputs[3])
+        strides, rank = tf.get_static_value(operation.inputs[3]), operation.inputs[0].shape.rank
         whole = strides is not None and strides[0] == 1 and masks[0] and masks[1]
-        return bool((whole or masks[2]) and not masks[3])
+        # An ellipsis may stand for no axis at all.
+        several = masks[2] and strides is not None and rank is not None and rank >= len(strides)
+        return bool((whole or several) and not masks[3])
     if kind == "Transpose":
         order = tf.get_static_value(operation.inputs[1])
         return order is not None and order[0] == 0
@@ -294,33 +318,23 @@ def _keeps_first_axis(operation: tf.Operation) -> bool:
     return axis is not None and (axis > 0 or (axis < 0 and rank is not None and axis != -rank))
 
 
-def _sum(given: Iterable[Local | None]) -> Local | None:
-    kinds = {local for local in given if local is not None}
+def _join(given: Iterable[Dependence]) -> Dependence:
+    """How a sum of values depends on the rows."""
+    kinds = set(given) - {Dependence.SAME}
     if not kinds:
-        return None
-    return kinds.pop() if len(kinds) == 1 else Local.MIXED
+        return Dependence.SAME
+    return kinds.pop() if len(kinds) == 1 else Dependence.MIXED
 
 
-def _mixed(given: Iterable[Local | None]) -> Local | None:
-    return None if all(local is None for local in given) else Local.MIXED
-
-
-def _reduced(operation: tf.Operation, local: Local | None) -> Local:
-    if local is None:
-        return Local.MIXED
-    if local in (Local.MEAN, Local.SUM):
-        return local if operation.type in ("Mean", "Sum") else Local.MIXED
-    if local is Local.COUNT:
-        return local if operation.type == "Prod" else Local.MIXED
+def _reduction_of(operation: tf.Operation, dependence: Dependence) -> Dependence:
+    if dependence is Dependence.SAME:
+        return Dependence.MIXED
+    if dependence in (Dependence.MEAN, Dependence.SUM):
+        return dependence if operation.type in ("Mean", "Sum") else Dependence.MIXED
+    if dependence is Dependence.COUNT:
+        return dependence if operation.type == "Prod" else Dependence.MIXED
     axes, rank = tf.get_static_value(operation.inputs[1]), operation.inputs[0].shape.rank
     over_rows = axes is None or any(axis == 0 or axis == -(rank or 0) for axis in np.reshape(axes, -1))
-    if not over_rows or local is Local.MIXED:
-        return local
-    return {"Mean": Local.MEAN, "Sum": Local.SUM}.get(operation.type, Local.MIXED)
-
-
-def _names_agreed_in(graph: tf.Graph) -> set[str]:
-    kept = graph.get_collection_ref(_AGREED)
-    if not kept:
-        kept.append(set())
-    return kept[0]
+    if not over_rows or dependence is Dependence.MIXED:
+        return dependence
+    return {"Mean": Dependence.MEAN, "Sum": Dependence.SUM}.get(operation.type, Dependence.MIXED)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import inspect
 import os
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -15,8 +14,6 @@ from tfdist.storage.base import MOST, Storage
 _T = TypeVar("_T")
 # Where there are no folders, and making one might make a bucket.
 _BUCKETS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oci", "ocilake", "oss"}
-
-_PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "abfs": "adlfs", "abfss": "adlfs", "az": "adlfs", "oss": "ossfs"}
 
 _ANSWERS = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 
@@ -95,16 +92,6 @@ class FsspecStorage(Storage):
         with _os_errors(path):
             self._in_folder(path, lambda: self.files.pipe_file(self._path(path), content))
 
-    def create(self, path: str, content: bytes) -> bool | None:
-        if "mode" not in inspect.signature(self.files.pipe_file).parameters:
-            return None
-        try:
-            with _os_errors(path):
-                self._in_folder(path, lambda: self.files.pipe_file(self._path(path), content, mode="create"))
-        except FileExistsError:
-            return False
-        return True
-
     def _in_folder(self, path: str, write: Callable[[], _T]) -> _T:
         """Writes a file, whose folder is made if that is missing."""
         try:
@@ -136,15 +123,10 @@ def what_is_missing(scheme: str) -> str | None:
     Raises:
         ValueError: if fsspec is installed, and does not know the scheme.
     """
-    package = _PACKAGES.get(scheme)
     try:
-        registry = importlib.import_module("fsspec.registry")
-    except ImportError:
-        return f"pip install {package or 'fsspec'}"
-    try:
-        registry.get_filesystem_class(scheme)
+        importlib.import_module("fsspec.registry").get_filesystem_class(scheme)
     except ImportError as error:
-        return f"pip install {package}" if package else str(error)
+        return str(error)  # it names the package
     return None
 
 

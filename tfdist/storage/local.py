@@ -9,8 +9,7 @@ import shutil
 import tensorflow as tf
 
 from tfdist.atomic_files import sync, write_atomically
-from tfdist.storage.base import Storage
-from tfdist.storage.patience import entries_of, is_there
+from tfdist.storage.base import Storage, entries_of, is_there
 from tfdist.storage.tensorflow_files import os_errors
 
 
@@ -38,10 +37,6 @@ class LocalStorage(Storage):
     def remove(self, path: str) -> None:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             os.remove(path)
-
-    def read(self, path: str) -> bytes:
-        with open(path, "rb") as file:
-            return file.read()
 
     def write(self, path: str, content: bytes) -> None:
         write_atomically(path, content, durable=True)

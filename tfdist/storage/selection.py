@@ -73,7 +73,7 @@ def check_remote_path(name: str, path: str) -> None:
     if missing:
         raise ImportError(
             f"Received: {name} {path!r}. TensorFlow has no file system for {scheme}://, and the package by which "
-            f"fsspec has one is not installed. Install it on all machines of the job: {missing}"
+            f"fsspec has one is not installed on this machine: {missing}"
         )
 
 
@@ -104,12 +104,7 @@ def is_tensorflows(path: str) -> bool:
 def advice_for(path: str) -> str:
     """What to do about a remote path that cannot be used, as the end of a message."""
     scheme = scheme_of(path)
-    bucket = f"{scheme}://{path.removeprefix(f'{scheme}://').partition('/')[0]}"
-    ways = {
-        "gs": " (Google Cloud: the role Storage Object User; `gcloud auth application-default login`)",
-        "s3": " (s3:ListBucket, s3:GetObject, s3:PutObject and s3:DeleteObject; `aws configure`, or AWS_PROFILE)",
-    }
     return (
-        f"See that {bucket} exists, that this machine reaches it, and that its credentials may list, read, write and "
-        f"delete there{ways.get(scheme, '')}."
+        f"See that {scheme}://{path.removeprefix(f'{scheme}://').partition('/')[0]} exists, that this machine reaches "
+        "it, and that its credentials may list, read, write and delete there."
     )

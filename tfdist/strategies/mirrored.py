@@ -15,10 +15,8 @@ from tfdist.cluster.errors import ClusterError
 from tfdist.compat.upstream import mirrored_strategy
 from tfdist.compression import PowerSGD, TopK
 from tfdist.memory.policy import MemoryPolicy
-from tfdist.runtime.meters.input import InputMeter
-from tfdist.steps.common_hooks import install
-from tfdist.strategies.data_parallel import DataParallel, DataParallelExtended
-from tfdist.strategies.keras_hooks import DataParallelHooks
+from tfdist.strategies.data_parallel.strategy import DataParallel, DataParallelExtended, DataParallelHooks
+from tfdist.strategies.hooks import install
 from tfdist.strategies.validation import existing_device, own_devices
 
 # Collectives of different strategies need different keys; stock strategies begin at 0.
@@ -84,7 +82,7 @@ class MirroredStrategy(DataParallel, tf.distribute.MirroredStrategy):
         # tf.distribute.MirroredStrategy.__init__ names its extended class; this does the rest of what it does.
         extended = _MirroredExtended(self, devices=devices, cross_device_ops=cross_device_ops)
         tf.distribute.Strategy.__init__(self, extended)
-        self._input_meter = InputMeter()
+        self._begin()
         self._keras_hooks = DataParallelHooks(self)
 
 

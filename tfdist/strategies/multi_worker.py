@@ -21,14 +21,12 @@ from tfdist.cluster.variables import AUTO, DIRECT, HOROVOD, TENSORFLOW, chosen_t
 from tfdist.compat.upstream import collective_strategy
 from tfdist.compression import PowerSGD, TopK
 from tfdist.memory.policy import MemoryPolicy
-from tfdist.runtime.direct.exchange import Exchange
-from tfdist.runtime.direct.links import ExchangeError
+from tfdist.runtime.exchange import Exchange, ExchangeError
 from tfdist.runtime.job import Job, join
-from tfdist.steps.collectives import broadcast
-from tfdist.steps.common_hooks import install
-from tfdist.strategies.direct_reduction import DirectReduction
-from tfdist.strategies.job_hooks import JobHooks
-from tfdist.strategies.job_member import JobMember, JobMemberExtended
+from tfdist.steps.keras_step import local_replica
+from tfdist.steps.reduce import DirectReduction, broadcast, exchanged_rows, scattered_together
+from tfdist.strategies.data_parallel.strategy import DataParallel, DataParallelExtended, DataParallelHooks
+from tfdist.strategies.hooks import install
 from tfdist.strategies.validation import check_cluster
 
 # Collectives of different strategies need different keys; other kinds of strategies, of which the processes may have
@@ -44,7 +42,7 @@ _SHARED = (
 _log = logging.getLogger("tfdist")
 
 
-class _MultiWorkerExtended(JobMemberExtended, collective_strategy.CollectiveAllReduceExtended):
+class MultiWorkerExtended(DataParallelExtended, collective_strategy.CollectiveAllReduceExtended):
     """The part of `MultiWorkerMirroredStrategy` that `tf.distribute` calls."""
 
     # Read by upstream's initializer; true for the second strategy of a process and all further ones.
@@ -67,10 +65,31 @@ class _MultiWorkerExtended(JobMemberExtended, collective_strategy.CollectiveAllR
     def _input_position(self) -> tuple[int, int]:
         return self._num_workers, self._id_in_cluster
 
-    def _gather_of_rows(self) -> Callable[[tf.Tensor], tf.Tensor] | None:
-        # Of several replicas in a process, the first one would wait for the second.
+    def _get_cross_device_ops(self, value: Any) -> Any:
+        # Upstream takes the tensor of one of several replicas for one of the host.
+        if tf.distribute.in_cross_replica_context():
+            return super()._get_cross_device_ops(value)
+        return self._cross_device_ops
+
+    def _by_direct(self, name: str) -> Any:
+        """What `DirectReduction` has by this name; of several replicas in a process, one would wait for the other."""
         is_direct = isinstance(self._cross_device_ops, DirectReduction) and len(self.worker_devices) == 1
-        return self._cross_device_ops.gather_rows if is_direct else None
+        return getattr(self._cross_device_ops, name) if is_direct else None
+
+    def _gather_of_rows(self) -> Callable[[Sequence[tf.Tensor]], list[tf.Tensor]] | None:
+        return self._by_direct("gather_rows")
+
+    def _sum_of_each(self) -> Callable[[Sequence[tf.Tensor]], list[tf.Tensor]] | None:
+        return self._by_direct("sum_of_each")
+
+    def _scatter_of_rows(self) -> Callable[[Sequence[tf.Tensor]], list[tf.Tensor]] | None:
+        """A function that gives each replica its rows of the sums of their matrices; `None` for an all-reduce."""
+        if isinstance(self._cross_device_ops, DirectReduction):
+            return self._by_direct("scatter_rows")
+        if self._num_workers == 1 or tf.executing_eagerly() or "CPU" not in self.worker_devices[0]:
+            return None
+        rows_of_one = functools.partial(exchanged_rows, self._cross_device_ops._launchers[local_replica()])
+        return functools.partial(scattered_together, rows_of_one)
 
     def _carry_directly(self, exchange: Exchange) -> None:
         """Lets tfdist carry the sums over the processes, in place of TensorFlow's servers."""
@@ -78,7 +97,7 @@ class _MultiWorkerExtended(JobMemberExtended, collective_strategy.CollectiveAllR
         self._host_cross_device_ops = DirectReduction(exchange, self._host_cross_device_ops)
 
 
-class MultiWorkerMirroredStrategy(JobMember, tf.distribute.MultiWorkerMirroredStrategy):
+class MultiWorkerMirroredStrategy(DataParallel, tf.distribute.MultiWorkerMirroredStrategy):
     """Data parallelism over the processes of a cluster, equal to one process on the same global batches.
 
     Every process runs the same script. Build and compile a Keras model in `strategy.scope()` and call `fit`,
@@ -123,6 +142,9 @@ class MultiWorkerMirroredStrategy(JobMember, tf.distribute.MultiWorkerMirroredSt
         >>> history = model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
     """
 
+    _extended_class: type[MultiWorkerExtended] = MultiWorkerExtended
+    _hooks_class: type[DataParallelHooks] = DataParallelHooks
+
     def __new__(cls, *args: Any, **kwargs: Any) -> MultiWorkerMirroredStrategy:
         chooses_none = cls is MultiWorkerMirroredStrategy and kwargs.get("transport") is None
         if chooses_none and chosen_transport(os.environ) == HOROVOD:
@@ -159,21 +181,21 @@ class MultiWorkerMirroredStrategy(JobMember, tf.distribute.MultiWorkerMirroredSt
         if self._job and shares_gpus and config.is_chief and communication_options is None:
             _log.warning(_SHARED)
         # The upstream initializer names its extended class; this does the rest of what it does.
-        extended = _MultiWorkerExtended(
+        extended = self._extended_class(
             self,
             cluster_resolver=cluster_resolver or resolver_of(config),
             communication_options=communication_options or _options_for_devices(shares_gpus),
         )
         tf.distribute.Strategy.__init__(self, extended)
         if self._job:
-            _MultiWorkerExtended._std_server_started = True
+            MultiWorkerExtended._std_server_started = True
         if self._job and (exchange := _exchange_of(self._job, extended.worker_devices, transport, start_timeout)):
             extended._carry_directly(exchange)
-            if bucket_bytes == "auto" and exchange.number_of_hosts > 1 and self._wire.compressor is None:
+            if bucket_bytes == "auto" and exchange.number_of_hosts > 1 and self._gradient_options.compressor is None:
                 # What a method compresses is never much: its buckets need not be smaller.
-                self._wire = dataclasses.replace(self._wire, bucket_bytes=_BETWEEN_HOSTS)
-        self._begin_as_member()
-        self._keras_hooks = JobHooks(self)
+                self._gradient_options = dataclasses.replace(self._gradient_options, bucket_bytes=_BETWEEN_HOSTS)
+        self._begin()
+        self._keras_hooks = self._hooks_class(self)
 
 
 def _cuts_a_gpu() -> bool:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import json
 import os
+import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from tfdist.cluster.foreign_text import cleaned
+from tfdist.json_schema import anything, check, is_time
 
 FILE_NAME = "events.jsonl"
 # Names the file for the progress of the training, and for all events where there is no folder of logs. With
@@ -22,11 +25,13 @@ STANDARD_OUTPUT = "-"
 Event = dict[str, Any]
 # Every line begins so.
 _BEGINNING = '{"time": '
-# The year 5138. The calendar of the C library ends somewhere.
-_LATEST = 1e11
+# What all events have. Others may have written to the file, or a disk may have lost a part.
+_EVENT: dict[Any, Any] = {"time": is_time, "name": str, "event": str, ...: anything}
+# A whole number with more is none that anybody has measured; Python would not convert it to others.
+_DIGITS = 20
 # This much of the end of a log is read for its last events: the log of a run of weeks is long.
 _TAIL_BYTES = 64 * 1024
-# How long to wait for the lock of the file, and between two attempts to get it. Whoever has it writes one line.
+# How long to wait for the lock of the file, and between two attempts to get it. Its holder writes one line.
 _LOCK_SECONDS, _LOCK_PAUSE = 2.0, 0.005
 
 
@@ -41,15 +46,19 @@ class EventLog:
         folder: folder of the logs; None: events go nowhere.
         name: who writes, such as "worker 1".
         path: the file, in place of that in the folder.
+        do: writes so many bytes, by calling a function; by default that is called at once.
 
     Example:
         >>> EventLog(None, "worker 1").write("saved", step=12)
     """
 
-    def __init__(self, folder: str | None, name: str, path: str = "") -> None:
+    def __init__(
+        self, folder: str | None, name: str, path: str = "", do: Callable[[int, Callable[[], None]], None] | None = None
+    ) -> None:
         self._path = path or (os.path.join(folder, FILE_NAME) if folder else None)
         self._in_folder = not path
         self._name = name
+        self._do = do or _at_once
 
     @classmethod
     def from_environment(cls) -> EventLog:
@@ -70,19 +79,27 @@ class EventLog:
         """Appends an event as it is, with the time and the name that it has."""
         if self._path is None:
             return
-        line = json.dumps(event, default=str) + "\n"
-        with contextlib.suppress(OSError):
-            if self._path == STANDARD_OUTPUT:
-                os.write(1, line.encode())
-                return
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-            # A file that the user names may be a link, such as /dev/stdout.
-            descriptor = os.open(self._path, flags | (os.O_NOFOLLOW if self._in_folder else 0), 0o666)
-            try:
-                _lock(descriptor)
-                os.write(descriptor, line.encode())
-            finally:
-                os.close(descriptor)
+        line = (json.dumps(event, default=str) + "\n").encode()
+        self._do(len(line), functools.partial(self._write, self._path, line))
+
+    def _write(self, path: str, line: bytes) -> None:
+        if path == STANDARD_OUTPUT:
+            os.write(1, line)
+            return
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        # A file that the user names may be a link, such as /dev/stdout. In the place of ours there may be a pipe that
+        # nobody reads, and nobody waits for.
+        descriptor = os.open(path, flags | ((os.O_NOFOLLOW | os.O_NONBLOCK) if self._in_folder else 0), 0o666)
+        try:
+            _lock(descriptor)
+            os.write(descriptor, line)
+        finally:
+            os.close(descriptor)
+
+
+def _at_once(size: int, write: Callable[[], None]) -> None:
+    with contextlib.suppress(OSError):
+        write()
 
 
 def _lock(descriptor: int) -> None:
@@ -107,9 +124,9 @@ def own_name() -> str:
     """
     text = os.environ.get("TFDIST_CLUSTER") or os.environ.get("TF_CONFIG") or "{}"
     try:
-        # The tuners of a search each have a cluster of their own.
+        # Each tuner of a search is a cluster of its own.
         if of_search := os.environ.get("TFDIST_TUNE"):
-            return str(json.loads(of_search)["process"])
+            return f"tuner {json.loads(of_search)['tuner']}"
         task = json.loads(text)["task"]
         return f"{task['type']} {task['index']}"
     except (ValueError, KeyError, TypeError):
@@ -140,7 +157,7 @@ class EventStream:
     def read(self) -> list[Event]:
         """Returns the events in the whole lines that have been written since the last call."""
         try:
-            with self._path.open("rb") as file:
+            with opened(self._path) as file:
                 file.seek(self._position)
                 data = file.read()
         except FileNotFoundError:
@@ -151,6 +168,20 @@ class EventStream:
         if self._keep:
             self.events += new
         return new
+
+
+def opened(path: Path) -> BinaryIO:
+    """A log to be read. To read a pipe in its place would wait, and take what another process is to read.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        OSError: it cannot be read.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return open(descriptor, "rb")
+    os.close(descriptor)
+    raise FileNotFoundError(errno.ENOENT, "is not a file", str(path))
 
 
 def events_in(text: str) -> list[Event]:
@@ -169,19 +200,16 @@ def event_in(line: str) -> Event | None:
     if at < 0:
         return None
     try:
-        event = json.loads(line[at:])
-        return _printable(event) if _is_event(event) else None
+        event = json.loads(line[at:], parse_int=_computable)
+        check(event, _EVENT)
+        return _printable(event)
     except (ValueError, RecursionError):
         return None
 
 
-def _is_event(value: Any) -> bool:
-    """Whether a value has what all events have; others may have written to the file, or a disk may have lost a part."""
-    if not isinstance(value, dict):
-        return False
-    when = value.get("time")
-    timed = isinstance(when, (int, float)) and not isinstance(when, bool) and 0 <= when < _LATEST
-    return timed and isinstance(value.get("name"), str) and isinstance(value.get("event"), str)
+def _computable(digits: str) -> int | None:
+    """A whole number; None for one that could not be computed with, or shown."""
+    return int(digits) if len(digits) < _DIGITS else None
 
 
 def _printable(value: Any) -> Any:
@@ -208,7 +236,7 @@ def without_event(line: bytes) -> bytes:
 def last_events(log: Path) -> list[Event]:
     """The events at the end of a log; none if it cannot be read."""
     try:
-        with open(log, "rb") as file:
+        with opened(log) as file:
             file.seek(max(os.fstat(file.fileno()).st_size - _TAIL_BYTES, 0))
             return events_in(file.read().decode(errors="replace"))
     except OSError:

@@ -1,4 +1,4 @@
-"""Exit codes with a meaning of their own between a training process and whoever started it."""
+"""Exit codes with a meaning of their own between a training process and its launcher."""
 
 from __future__ import annotations
 

@@ -33,12 +33,12 @@ DONE = "done"
 # The same, after a signal: what there is to save is saved, and the process is about to end with PREEMPTED.
 SAVED = "saved"
 
-# Number of the report, time, step, step resumed from, phase; a checksum follows.
+# Number of the report, time, step, step resumed from, phase, what is waited for; a checksum follows.
 #
 #     | report 6 | its checksum | report 7 | its checksum |    report 8 replaces report 6
 #
 # A writer that the kernel stops in the middle of a report, for long on a busy machine, leaves the one before readable.
-_RECORD = struct.Struct("<Qdqq16s")
+_RECORD = struct.Struct("<Qdqq16s48s")
 _CHECKSUM = struct.Struct("<I")
 _SLOT = _RECORD.size + _CHECKSUM.size
 _SIZE = 2 * _SLOT
@@ -56,7 +56,8 @@ class Progress:
         reports: how many there have been.
         phase: one of the phases of this module.
         step: training steps of the current fit since its very beginning, over restarts.
-        resumed_step: the step at which this process took the training up again; None if it began it anew.
+        resumed_step: the step at which this process took the training up again; None if it began it.
+        waits_to: what it waits for all others to do with it, such as "finish the epoch"; empty if it does not.
     """
 
     time: float
@@ -64,6 +65,7 @@ class Progress:
     phase: str
     step: int
     resumed_step: int | None = None
+    waits_to: str = ""
 
     @property
     def has_trained(self) -> bool:
@@ -99,7 +101,7 @@ class ProgressWriter:
         """Raises OSError or ValueError if `value` is not that of a `ProgressFile` that exists."""
         self.phase = ""
         self.step = 0
-        self._reports = 0
+        self._reports, self._time = 0, 0.0
         self._resumed_step = _NOT_RESUMED
         self._unclaimed_resumption: int | None = None
         # A background thread that saves may report, too.
@@ -145,10 +147,19 @@ class ProgressWriter:
         step, self._unclaimed_resumption = self._unclaimed_resumption, None
         return step
 
-    def _write(self, phase: str, step: int) -> None:
+    def waits(self, purpose: str = "") -> None:
+        """Says what this process waits for all others to do, in the midst of its phase; empty: it waits no longer."""
+        with self._lock:
+            if self.phase:
+                self._write(self.phase, self.step, purpose)
+
+    def _write(self, phase: str, step: int, waits_to: str | None = None) -> None:
         self.phase, self.step = phase, step
         self._reports += 1
-        record = _RECORD.pack(self._reports, time.monotonic(), step, self._resumed_step, phase.encode())
+        # Who waits has got no farther: it is as silent as before.
+        self._time = time.monotonic() if waits_to is None else self._time
+        texts = (phase.encode(), (waits_to or "").encode()[:48])
+        record = _RECORD.pack(self._reports, self._time, step, self._resumed_step, *texts)
         place = self._reports % 2 * _SLOT
         self._memory[place : place + _SLOT] = record + _CHECKSUM.pack(zlib.crc32(record))
 
@@ -181,9 +192,10 @@ class ProgressFile:
                 break
         if latest is None:
             return None
-        reports, when, step, resumed, phase = latest
+        reports, when, step, resumed, *texts = latest
+        phase, waits_to = (text.rstrip(b"\0").decode(errors="replace") for text in texts)
         resumed_step = None if resumed == _NOT_RESUMED else resumed
-        return Progress(when, reports, phase.rstrip(b"\0").decode(errors="replace"), step, resumed_step)
+        return Progress(when, reports, phase, step, resumed_step, waits_to)
 
     def close(self) -> None:
         """Gives the memory back; the process can go on reporting into its own mapping. A second call does nothing."""

@@ -39,9 +39,11 @@ class TimeSpent:
         >>> spent = TimeSpent(lambda: next(now))
         >>> spent.fit_begins()
         >>> spent.goes_into(STEPS)
+        'preparing'
         >>> with spent.during(SAVING):
         ...     pass
         >>> spent.goes_into(None)
+        'steps'
         >>> {kind: seconds for kind, seconds in spent.read().items() if seconds}
         {'preparing': 2.0, 'steps': 2.5, 'saving': 0.5}
     """
@@ -51,74 +53,42 @@ class TimeSpent:
         self.waited = 0.0
         self._clock = clock
         self._totals = dict.fromkeys(KINDS, 0.0)
-        self._base: str | None = None
-        # What interrupts it, the innermost last.
-        self._interruptions: list[str] = []
+        self._kind: str | None = None
         self._since = 0.0
         # Keras calls some callbacks in threads of its own.
         self._lock = threading.RLock()
 
     def fit_begins(self) -> None:
-        """Says that a fit begins. Whatever an exception has interrupted is over."""
-        with self._lock:
-            self.fits += 1
-            self._interruptions.clear()
-            self.goes_into(PREPARING)
+        """Says that a fit begins."""
+        self.fits += 1
+        self.goes_into(PREPARING)
 
-    def fit_ends(self) -> None:
-        """Says that a fit is over, by an exception perhaps."""
+    def goes_into(self, kind: str | None) -> str | None:
+        """Says what the time goes into from now on (None: nothing of a fit); returns what it went into before."""
         with self._lock:
-            self._interruptions.clear()
-            self.goes_into(None)
-
-    def fit_is_called_again(self) -> None:
-        """Says that the next fit is the last one again, which has been abandoned."""
-        self.fits -= 1
-
-    def goes_into(self, kind: str | None) -> None:
-        """Says what the time goes into from now on, where nothing interrupts that; None: nothing of a fit."""
-        with self._lock:
-            self._settle()
-            self._base = kind
-
-    def begin(self, kind: str) -> None:
-        """Says that something interrupts what the time goes into."""
-        with self._lock:
-            self._settle()
-            self._interruptions.append(kind)
-
-    def end(self, kind: str) -> None:
-        """Says that an interruption of this kind is over; nothing happens if there is none."""
-        with self._lock:
-            if kind in self._interruptions:
-                self._settle()
-                while self._interruptions.pop() != kind:
-                    pass
+            now, before = self._clock(), self._kind
+            if before is not None:
+                self._totals[before] += now - self._since
+            self._since, self._kind = now, kind
+            return before
 
     @contextlib.contextmanager
     def during(self, kind: str) -> Iterator[None]:
         """Within it, the time goes into this kind."""
-        self.begin(kind)
+        before = self.goes_into(kind)
         try:
             yield
         finally:
-            self.end(kind)
+            self.goes_into(before)
 
     def read(self) -> dict[str, float]:
         """The seconds of each kind so far."""
         with self._lock:
-            self._settle()
+            self.goes_into(self._kind)
             return {kind: round(seconds, 3) for kind, seconds in {**self._totals, WAITING: self.waited}.items()}
-
-    def _settle(self) -> None:
-        now = self._clock()
-        kind = self._interruptions[-1] if self._interruptions else self._base
-        if kind is not None:
-            self._totals[kind] += now - self._since
-        self._since = now
 
 
 @functools.cache
 def time_spent() -> TimeSpent:
-    """That of this process."""
+    """The sums of this process."""
     return TimeSpent()

@@ -19,13 +19,11 @@ from keras_tuner.oracles import GridSearchOracle
 
 from tfdist.atomic_files import write_atomically
 from tfdist.compat.patch import Patch, inherited
-from tfdist.tuning.client import PAUSE, OracleClient, Remote, SearchEndedError
+from tfdist.tuning.files import ProjectMark, hold, read_search, turn_of
 from tfdist.tuning.member import Member
-from tfdist.tuning.service import OracleService
-from tfdist.tuning.shared_oracle import ProjectMark, SharedOracle, set_state
+from tfdist.tuning.shared_oracle import PAUSE, SharedOracle, start_again
 
 _BASE = "keras_tuner.engine.base_tuner:BaseTuner"
-_SAME_PROJECT_SECONDS = 60.0
 # Under this key the place in a grid stands in the state of its oracle.
 _GRID = "tfdist_grid"
 
@@ -38,72 +36,52 @@ class Searches:
     """
 
     def __init__(self, member: Member) -> None:
-        self._member = member
+        self.member = member
         self._number = 0
-        self._service: OracleService | None = None
 
     @contextlib.contextmanager
     def search(self, tuner: BaseTuner) -> Iterator[None]:
         """While a tuner searches, its oracle is shared with the other processes."""
         self._number += 1
-        oracle, tuner.tuner_id = tuner.oracle, self._member.id
-        if self._member.keeps_oracle:
-            yield from self._keep(tuner)
-        else:
-            tuner.oracle = client = OracleClient(oracle, self._member, self._number, Remote(self._member))
-            client.wait_for_search(self._number)
-            self._check_project(Path(tuner.project_dir))
+        member, number, project = self.member, self._number, Path(tuner.project_dir).absolute()
+        oracle, tuner.tuner_id = tuner.oracle, member.id
+        shared = SharedOracle(oracle, member, number, project)
+        if not member.tuner:
+            # KerasTuner writes its tuner's file after a trial only, and without it reads none of the others.
+            shared.begin(tuner.save)
+        elif (begun := self._wait_for(number)["project"]) != str(project):
+            raise RuntimeError(
+                f"Received: the project folder {project} in {member.name}, and {begun} in tuner 0. Expected: the same "
+                "folder in all processes, on a disk that all of them see. Give the tuner a fixed directory= and "
+                "project_name=, without random parts, dates or tempfile"
+            )
+        tuner.oracle = shared
+        try:
             yield
-            if self._member.tuner:
-                client.wait_for_search(self._number + 1)
+            if member.tuner:
+                self._wait_for(number + 1)
+            shared.get_best_trials(1)  # the script may ask its oracle: it knows all now
+        except SystemExit as error:
+            if not error.code:
+                start_again("its script has called sys.exit() in the middle of the search")
+            raise
+        finally:
             tuner.oracle = oracle
-            set_state(oracle, client.state())
-            if not self._member.tuner:
-                client.leave()
+            if not member.tuner:
+                shared.close()
 
     def may_overwrite(self, project: Path) -> bool:
         """Whether a tuner may begin its project anew: not if this is a further start, or a further tuner."""
-        mark = ProjectMark(project)
-        return self._member.keeps_oracle and not mark.is_of(self._member.search_id, self._number + 1)
+        may = not self.member.tuner and not ProjectMark(project).is_of(self.member.search_id, self._number + 1)
+        if may:
+            hold(project)  # before all that is there is removed
+        return may
 
-    @property
-    def reloads(self) -> bool:
-        """Whether a tuner that is made reads its oracle's files, which another process may be writing."""
-        return self._member.keeps_oracle
-
-    def _keep(self, tuner: BaseTuner) -> Iterator[None]:
-        oracle = tuner.oracle
-        self._service = self._service or OracleService(self._member)
-        shared = SharedOracle(oracle, self._member, self._number, Path(tuner.project_dir).absolute())
-        # KerasTuner writes this file after a trial only, and without it reads none of the others.
-        tuner.save()
-        self._service.open(shared)
-        tuner.oracle = OracleClient(oracle, self._member, self._number, self._service.answer)
-        try:
-            yield
-            self._service.wait_for_processes()
-        except SearchEndedError:
-            assert shared.failure is not None
-            raise shared.failure from None
-        finally:
-            tuner.oracle = oracle
-            shared.close()
-
-    def _check_project(self, project: Path) -> None:
-        """Sees that the tuners write to the same folder: the search would go on, but lack the others' models.
-
-        Raises:
-            RuntimeError: they do not.
-        """
-        deadline = time.monotonic() + _SAME_PROJECT_SECONDS  # a network file system may show it late
-        while not ProjectMark(project).is_of(self._member.search_id, self._number):
-            if time.monotonic() > deadline:
-                raise RuntimeError(
-                    f"Received: the project folder {project.absolute()} in {self._member.name}, in which tuner 0 has "
-                    "not begun this search. Expected: the same folder in all processes, on a disk that all of them "
-                    "see. Give the tuner a fixed directory= and project_name=, without random parts, dates or tempfile"
-                )
+    def _wait_for(self, number: int) -> dict[str, Any]:
+        """What is known of a search, once tuner 0 has begun it. If it never does, the launcher ends this process."""
+        while (search := read_search(Path(self.member.folder), self.member.search_id, number)) is None:
             time.sleep(PAUSE)
+        return search
 
 
 def _grid_state(original: Callable | None) -> Callable:
@@ -126,7 +104,7 @@ def _set_grid_state(original: Callable | None) -> Callable:
         super(GridSearchOracle, self).set_state(state)
         found = state.get(_GRID, {"order": [], "next": []})
         self._populate_next = list(found["next"])
-        before = None
+        self._ordered_ids, before = type(self._ordered_ids)(), None
         for trial_id in found["order"]:
             self._ordered_ids.insert(trial_id, before)
             before = trial_id
@@ -150,10 +128,9 @@ def patches(searches: Searches) -> tuple[Patch, ...]:
         @functools.wraps(original)
         def __init__(self: BaseTuner, *args: Any, **kwargs: Any) -> None:
             called = signature.bind(self, *args, **kwargs)
-            _check_folder(called.arguments.get("directory"))
             if called.arguments.get("overwrite"):
                 folder, name = called.arguments.get("directory") or ".", called.arguments.get("project_name")
-                project = Path(str(folder), name or "untitled_project")
+                project = Path(folder, name or "untitled_project")
                 called.arguments["overwrite"] = searches.may_overwrite(project)
             original(*called.args, **called.kwargs)
 
@@ -162,6 +139,7 @@ def patches(searches: Searches) -> tuple[Patch, ...]:
     def search(original: Callable) -> Callable:
         @functools.wraps(original)
         def search(self: BaseTuner, *args: Any, **kwargs: Any) -> Any:
+            self.oracle.verbose = kwargs.get("verbose", self.oracle.verbose)
             with searches.search(self):
                 return original(self, *args, **kwargs)
 
@@ -170,10 +148,18 @@ def patches(searches: Searches) -> tuple[Patch, ...]:
     def reload(original: Callable) -> Callable:
         @functools.wraps(original)
         def reload(self: BaseTuner) -> None:
-            if searches.reloads:
-                original(self)
-            else:
+            if searches.member.tuner:  # another process may be writing, or removing, the oracle's files
                 self.set_state(json.loads(Path(self._get_tuner_fname()).read_bytes()))
+                return
+            try:
+                with turn_of(searches.member):
+                    original(self)
+            except (ValueError, TypeError, LookupError, AttributeError) as error:
+                raise RuntimeError(
+                    f"Received: the project folder {self.project_dir}, in which a file of KerasTuner is not whole, as "
+                    f"after a power failure: {error}. Expected: the project as a search has left it. Restore it, or "
+                    "give the tuner overwrite=True"
+                ) from error
 
         return reload
 
@@ -210,29 +196,6 @@ def patches(searches: Searches) -> tuple[Patch, ...]:
         *GRID_PATCHES,
         Patch("keras_tuner:Tuner._configure_tensorboard_dir", folders, "keras_tuner", "one backup for all trials"),
     )
-
-
-def install(member: Member) -> None:
-    """Changes KerasTuner in this process.
-
-    Raises:
-        RuntimeError: what is to be changed is not there in this version.
-    """
-    for patch in patches(Searches(member)):
-        patch.install()
-
-
-def _check_folder(directory: Any) -> None:
-    """Checks where a tuner's project is to be.
-
-    Raises:
-        ValueError: not on a disk.
-    """
-    if "://" in str(directory):
-        raise ValueError(
-            f"Received: directory={str(directory)!r}. Expected: a folder on a disk that all processes of `tfdist tune` "
-            "see, in which a file can be replaced in one piece. Give the tuner such a folder, and copy it afterwards"
-        )
 
 
 def _move(callback: Any, folder: str) -> None:

@@ -13,7 +13,7 @@ _NAME = re.compile(r"TFDIST_[A-Z0-9_]*")
 
 def environment() -> list[str]:
     """Those that the package reads or sets; a name that only stands in a message is marked."""
-    return variables(sources())
+    return variables(sources("TFDIST_"))
 
 
 def variables(trees: Sources) -> list[str]:

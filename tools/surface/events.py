@@ -18,7 +18,7 @@ def events() -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         EventLog(folder, "launcher").write("kind")
         (event,) = EventStream(Path(folder)).read()
-    return [f"each line of {FILE_NAME}: {', '.join(event)}", *kinds(sources())]
+    return [f"each line of {FILE_NAME}: {', '.join(event)}", *kinds(sources("EventLog", ".write("))]
 
 
 def kinds(trees: Sources) -> list[str]:
@@ -32,7 +32,7 @@ def kinds(trees: Sources) -> list[str]:
         ['saved: step']
     """
     logs = {name for tree in trees.values() for name in _names_of_logs(tree)}
-    return sorted({line for path in trees for line in _File(path, trees).lines(logs)})
+    return sorted({line for path, tree in trees.items() for line in _File(path, tree).lines(logs)})
 
 
 def _names_of_logs(tree: ast.Module) -> set[str]:
@@ -65,9 +65,8 @@ def _without_none(annotation: ast.expr) -> str:
 class _File:
     """The calls in one file, and where what they write comes from."""
 
-    def __init__(self, path: str, trees: Sources) -> None:
-        self._path, self._trees = path, trees
-        self._nodes = nodes_of(trees[path])
+    def __init__(self, path: str, tree: ast.Module) -> None:
+        self._path, self._nodes = path, nodes_of(tree)
 
     @functools.cached_property
     def _outer(self) -> dict[ast.AST, ast.AST]:
@@ -136,7 +135,7 @@ class _File:
         for node in self._nodes:
             if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == owner:
                 owner = _without_none(node.annotation)
-        for tree in self._trees.values():
+        for tree in sources(f"class {owner}").values():
             # The class that is returned stands beside the one that returns it.
             classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
             for function in classes[owner].body if owner in classes else ():

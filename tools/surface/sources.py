@@ -12,9 +12,10 @@ _PACKAGE = Path(__file__).resolve().parents[2] / "tfdist"
 Sources = Mapping[str, ast.Module]
 
 
-def sources() -> Sources:
-    """The files of the package, by their paths."""
-    return {str(path.relative_to(_PACKAGE.parent)): parsed(str(path)) for path in sorted(_PACKAGE.rglob("*.py"))}
+def sources(*words: str) -> Sources:
+    """The files of the package that have one of these words, by their paths: parsing all takes seconds."""
+    found = [path for path in sorted(_PACKAGE.rglob("*.py")) if any(word in path.read_text() for word in words)]
+    return {str(path.relative_to(_PACKAGE.parent)): parsed(str(path)) for path in found}
 
 
 @functools.cache

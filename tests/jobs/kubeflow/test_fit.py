@@ -23,6 +23,7 @@ def controller(tmp_path: Path) -> Iterator[Controller]:
 
 def train(env: dict[str, str]) -> dict[str, Any]:
     """Runs in each process: a fit whose user has written nothing for Kubeflow."""
+    import atexit
     import os
 
     import keras
@@ -38,6 +39,7 @@ def train(env: dict[str, str]) -> dict[str, Any]:
         model.compile("sgd", "mse", metrics=["mae"])
     data = np.random.default_rng(0).normal(size=(24, 3)), np.ones((24, 1))
     history = model.fit(*data, batch_size=8, epochs=2, verbose=0, validation_data=data)
+    atexit._run_exitfuncs()  # processes of tests end without them
     return {name: values[-1] for name, values in history.history.items()}
 
 
@@ -60,6 +62,4 @@ def test_the_chief_tells_how_far_the_training_is(controller: Controller) -> None
 def test_a_training_is_the_same_whoever_listens(controller: Controller) -> None:
     controller.answer = lambda handler: handler.wfile.write(b"garbage\r\n\r\n")
     disturbed = run_local(train, 2, args=(controller.env,), timeout=180)
-    assert controller.heard
-    nobody = {**controller.env, "KUBEFLOW_TRAINER_SERVER_URL": "https://localhost:1/"}
-    assert disturbed == run_local(train, 2, args=(nobody,), timeout=180) == run_local(train, 2, args=({},), timeout=180)
+    assert controller.heard and disturbed == run_local(train, 2, args=({},), timeout=180)

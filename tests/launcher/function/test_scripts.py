@@ -178,3 +178,31 @@ def test_a_training_that_is_restarted_ends_as_if_nothing_had_happened(start):
     assert (number, restart) == ("0", "1")
     assert restarted == [losses, weights]
     assert "worker 1 was killed by SIGKILL at step 4; restart 1 of 1" in ended.err
+
+
+KILLED = """
+import os, signal, tempfile, tfdist
+def kill(pid):
+    os.kill(pid, signal.SIGKILL)
+tempfile.tempdir = "{temporary}"
+tfdist.launch(kill, (os.getpid() if {itself} else os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "60"),), workers=1)
+"""
+
+
+def test_what_a_killed_call_has_left_is_removed_by_the_next_one(start, folder):
+    """Its arguments, pickled: they may be large, or secret."""
+    (folder / "temporary").mkdir()
+    other = f"tfdist-launch-{'0' * 32}-1-2-3-of-another-host"
+    (folder / "temporary" / other).mkdir()
+    assert start(script=KILLED.format(temporary=folder / "temporary", itself=True)).finish(60).code == -9
+    left = [path.name for path in (folder / "temporary").iterdir()]
+    assert len(left) == 2
+    ended = start(script=KILLED.format(temporary=folder / "temporary", itself=False)).finish(60)
+    assert ended.code == 0, ended.err
+    assert [path.name for path in (folder / "temporary").iterdir()] == [other]
+
+
+def test_a_folder_that_was_deleted(start):
+    text = "import os, tfdist\nos.mkdir('gone'); os.chdir('gone'); os.rmdir('../gone')\ntfdist.launch(print)\n"
+    ended = start(script=text).finish(60)
+    assert ended.err.splitlines()[-1].startswith("FileNotFoundError: Received: a current folder that does not exist")

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.launcher.conftest import Launch, write_script
+from tests.launcher.conftest import Launch, wait_until, write_script
 from tests.processes import MARK
+from tfdist.launcher import guardian as guardian_program
 
-# Writes down its command line. Its user's shell over there greets; nothing of this side's environment gets there.
+# Writes down its command line, and what the agent says. Its user's shell over there greets; nothing of this side's
+# environment gets there.
 _SSH = """\
 #!/bin/sh
 tr '\\0' '\\n' < /proc/$$/cmdline >> {folder}/command-lines
@@ -26,8 +30,10 @@ if [ -e {folder}/down-$host ]; then
 fi
 echo "$$" > {folder}/agent-$host
 [ ! -e {folder}/profile-$host ] || . {folder}/profile-$host
+mkfifo {folder}/fifo-$$
+tee -a {folder}/said-$host < {folder}/fifo-$$ &
 exec env -i HOME=/ PATH=/usr/bin:/bin FAKE_HOST="$host" {mark}="${mark}" \\
-    SSH_CONNECTION="192.0.2.1 40000 127.0.0.1 22" {shell} -c "$*"
+    SSH_CONNECTION="192.0.2.1 40000 127.0.0.1 22" {shell} -c "$*" > {folder}/fifo-$$
 """
 
 
@@ -61,9 +67,28 @@ class FakeSsh:
         """What the user's shell runs first over there."""
         (self.folder / f"profile-{host}").write_text(text)
 
+    def wait_for_training(self, host: str, deadline: float) -> None:
+        """Waits until the launcher knows, or is about to read, that a process of a host has done a step.
+
+        A file that the process makes would say so too early: who loses the host then ends the run.
+        """
+        said = self.folder / f"said-{host}"
+        is_known = re.compile(r'"kind": "progress".*"step": [1-9]').search
+        wait_until(lambda: said.exists() and is_known(said.read_text()) is not None, deadline, f"training on {host}")
+
     def agent(self, host: str) -> int:
-        """The process id of the last agent of a host: in the place of ssh there is nothing but the agent."""
+        """The process id of the last agent of a host."""
         return int((self.folder / f"agent-{host}").read_text())
+
+    def lose(self, host: str) -> None:
+        """Kills the last agent of a host as if the machine had failed.
+
+        Its guardian goes first: it would kill what the other hosts run, too, since all of them are this machine.
+        """
+        agent = psutil.Process(self.agent(host))
+        for guardian in (one for one in agent.children() if guardian_program.__file__ in one.cmdline()):
+            guardian.kill()
+        agent.kill()
 
     @property
     def command_lines(self) -> str:

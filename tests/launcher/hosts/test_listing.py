@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfdist.launcher.hosts.listing import ListedHost, ListError, parse_hostfile, parse_hosts
+from tfdist.launcher.hosts.places import ListedHost, ListError, parse_hostfile, parse_hosts
 from tfdist.launcher.hosts.run import _listed
 
 

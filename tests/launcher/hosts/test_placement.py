@@ -7,22 +7,19 @@ import json
 import pytest
 
 from tfdist.launcher.arguments import AUTO, Stages
-from tfdist.launcher.hosts.connection import Facts
-from tfdist.launcher.hosts.listing import ListedHost
-from tfdist.launcher.hosts.placement import check_places, described, place, plan_hosts, ports_needed, slots_of
-from tfdist.launcher.machine import Machine
-from tfdist.launcher.run_plan import PlanError, RunOptions
+from tfdist.launcher.hosts.places import ListedHost, check_places, described, place, plan_hosts, slots_of
+from tfdist.launcher.plan import Machine, PlanError, RunOptions
 
-SMALL = Facts("1", Machine((0, 1)), "small")
-LARGE = Facts("1", Machine(tuple(range(8)), ("0", "1", "2", "3")), "large")
+SMALL = Machine((0, 1))
+LARGE = Machine(tuple(range(8)), ("0", "1", "2", "3"))
 
 
 @pytest.mark.parametrize(
-    ("slots", "facts", "each", "expected"),
+    ("slots", "machine", "each", "expected"),
     [(None, SMALL, AUTO, 1), (None, LARGE, AUTO, 4), (None, LARGE, 2, 2), (None, LARGE, 0, 1), (6, LARGE, AUTO, 6)],
 )
-def test_how_many_places_a_host_has(slots, facts, each, expected) -> None:
-    assert slots_of(ListedHost("a", slots), facts.machine, each) == expected
+def test_how_many_places_a_host_has(slots, machine, each, expected) -> None:
+    assert slots_of(ListedHost("a", slots), machine, each) == expected
 
 
 def test_workers_fill_one_host_after_the_other() -> None:
@@ -35,16 +32,6 @@ def test_workers_fill_one_host_after_the_other() -> None:
 def test_parameter_servers_are_dealt_out_and_take_no_place() -> None:
     places = place(RunOptions(workers=2, ps=3), {"a": 1, "b": 1})
     assert places == {"a": [("chief", 0), ("worker", 0), ("ps", 0), ("ps", 2)], "b": [("worker", 1), ("ps", 1)]}
-    assert ports_needed(RunOptions(workers=2, ps=3), places) == {"a": 4, "b": 2}
-
-
-@pytest.mark.parametrize(("workers", "expected"), [(3, "b"), (4, "b"), (1, "a")])
-def test_an_evaluator_is_where_there_is_room(workers: int, expected: str) -> None:
-    options = RunOptions(workers=workers, evaluator=True)
-    places = place(options, {"a": 2, "b": 2})
-    assert [host for host, tasks in places.items() if ("evaluator", 0) in tasks] == [expected]
-    # Nobody connects to it.
-    assert sum(ports_needed(options, places).values()) == workers
 
 
 def test_each_host_shares_out_its_own_cores_and_gpus() -> None:
@@ -111,10 +98,8 @@ def test_a_host_that_has_too_little_is_named(more: dict, words: str) -> None:
 
 
 def test_where_what_runs() -> None:
-    places = place(RunOptions(workers=8, ps=1, evaluator=True), {"a": 3, "b": 2, "c": 3})
-    assert described(places) == (
-        "3 hosts (a: chief 0, worker 0 to 2, ps 0; b: worker 3 and 4; c: worker 5 to 7, evaluator 0)"
-    )
+    places = place(RunOptions(workers=8, ps=1), {"a": 3, "b": 2, "c": 3})
+    assert described(places) == ("3 hosts (a: chief 0, worker 0 to 2, ps 0; b: worker 3 and 4; c: worker 5 to 7)")
     many = described(place(RunOptions(workers=20), {f"h{number}": 1 for number in range(20)}))
     assert many.startswith("20 hosts (h0: worker 0; ") and many.endswith("; h7: worker 7; and 12 more)")
     assert described({"a": [("worker", 0)]}) == "1 host (a: worker 0)"

@@ -12,15 +12,14 @@ import pytest
 
 from tests.launcher.hosts.test_connections import DEADLINE
 from tfdist.launcher.hosts import run as module
-from tfdist.launcher.hosts.connection import HostsError, Reach
-from tfdist.launcher.hosts.listing import ListedHost
-from tfdist.launcher.hosts.reached import Reached, RunFacts
+from tfdist.launcher.hosts.connection import HostsError, Reach, Reached, RunFacts
+from tfdist.launcher.hosts.places import ListedHost
 from tfdist.launcher.hosts.run import HostsRun, _Asked
 from tfdist.launcher.operating_system import SignalInbox
-from tfdist.launcher.restarts import Restart, RestartPolicy
-from tfdist.launcher.run_plan import RunOptions
+from tfdist.launcher.output import Terminal
+from tfdist.launcher.plan import RunOptions
+from tfdist.launcher.policy import Restart, RestartPolicy
 from tfdist.launcher.supervisor import Patience
-from tfdist.launcher.terminal import Terminal
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -13,7 +13,6 @@ import io
 import itertools
 import json
 import math
-import os
 import re
 import signal
 from collections.abc import Callable, Generator, Sequence
@@ -23,12 +22,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from tfdist.launcher import attempt, group, run, supervisor
+from tfdist.launcher import process, run, supervisor
 from tfdist.launcher.command import main
 from tfdist.launcher.guardian import Guardian
-from tfdist.launcher.machine import Machine
-from tfdist.launcher.run_plan import REPLACEMENT, ProcessPlan
-from tfdist.launcher.terminal import Terminal
+from tfdist.launcher.output import Terminal
+from tfdist.launcher.plan import REPLACEMENT, Machine, ProcessPlan
 from tfdist.supervision import events, progress
 
 # How often the launcher looks. A power of two: sums of such times are exact.
@@ -136,7 +134,7 @@ class SimulatedProcess:
 
     # For the launcher:
 
-    def start(self, size: os.terminal_size | None) -> None:
+    def start(self) -> None:
         self._started_at = self.world.clock.monotonic()
         self._live(self.world.program)
 
@@ -206,7 +204,7 @@ class World:
 
     def is_driven(self) -> bool:
         """Whether the last process that was started to drive others has not ended."""
-        drivers = [process for process in self.processes if process.plan.trains and not process.plan.serves]
+        drivers = [process for process in self.processes if not process.plan.serves]
         return drivers[-1].end is None
 
 
@@ -257,18 +255,18 @@ def simulate(
     for seconds, number in signals:
         clock.after(seconds, functools.partial(_send, number))
     with pytest.MonkeyPatch.context() as patch:
-        for module in (supervisor, attempt, group, progress, events):
+        for module in (supervisor, process, progress, events):
             patch.setattr(module, "time", clock)
-        for module in (supervisor, group):
+        for module in (supervisor, process):
             patch.setattr(module, "_TICK", TICK)
-        patch.setattr(group, "Process", functools.partial(SimulatedProcess, world))
-        patch.setattr(group, "selectors", SimpleNamespace(DefaultSelector=functools.partial(_Selector, clock)))
+        patch.setattr(process, "Process", functools.partial(SimulatedProcess, world))
+        patch.setattr(process, "selectors", SimpleNamespace(DefaultSelector=functools.partial(_Selector, clock)))
         patch.setattr(supervisor, "Guardian", functools.partial(_Guardian, world.guarded))
         patch.setattr(run, "Terminal", SimpleNamespace(standard=functools.partial(_Terminal, world)))
         patch.setattr(run, "Machine", SimpleNamespace(this_one=lambda: Machine((0, 1))))
         patch.chdir(folder)
         # Forking from a process with imports behind it is another matter.
-        arguments = ["run", "--no-warm", "--log-dir", "logs", *options, "train.py"]
+        arguments = ["run", "--log-dir", "logs", *options, "train.py"]
         code = main.main(arguments, standalone_mode=False)
     assert all(process.is_over for process in world.processes)
     assert not world.guarded

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from tests.launcher.policy.simulation import FOREVER, Life, Program, SimulatedProcess
@@ -69,3 +71,108 @@ def test_a_hung_process_is_left_out(simulate) -> None:
     assert [start["workers"] for start in run.of_kind("start")] == [2, 1]
     assert run.messages[0].endswith("; restart 1 of 3 with 1 worker")
     assert run.messages[1].startswith("restart 1 of 3 with 1 worker: training again after ")
+
+
+def grows(process: SimulatedProcess) -> Life:
+    """Loses its last worker at step 10, and saves when it is asked to stop."""
+    process.handlers = {signal.SIGTERM: lambda process: 77}
+    if process.restart == 0:
+        yield from process.train(10)
+        yield 0.0 if process.index == process.workers - 1 else FOREVER
+        return -9
+    yield from process.train(8 + 400, resumed=8)
+    return None
+
+
+def test_it_grows_again(simulate) -> None:
+    run = simulate(grows, "-n", "1:3", "--regrow-after", "30")
+    assert run.code == 0
+    assert [start["workers"] for start in run.of_kind("start")] == [3, 2, 3]
+    assert [(event["restart"], event["workers"]) for event in run.of_kind("restart")] == [(1, 2), (2, 3)]
+    assert run.messages == [
+        "worker 2 was killed by SIGKILL at step 10; restart 1 of 3 with 2 workers",
+        "restart 1 of 3 with 2 workers: training again after 0.0 s, 2 steps redone",
+        "there is room for 3 workers; saving with 2 workers to start again",
+        "saved at step 129; start with 3 workers",
+        "start with 3 workers: training again after 0.0 s, 121 steps redone",
+    ]
+    asked = [name for at, name, number in run.signals if number == signal.SIGTERM]
+    assert asked == ["worker 0", "worker 1"]
+
+
+@pytest.mark.parametrize(
+    ("options", "resumed", "counts"),
+    [
+        (("--regrow-after", "inf"), 8, [3, 2]),
+        (("--regrow-after", "200"), 8, [3, 2]),
+        (("--regrow-after", "30"), None, [3, 2]),
+        (("--regrow-after", "30"), 8, [3, 2, 3]),
+    ],
+    ids=["never", "later than its end", "what has no backup would begin again", "and it does"],
+)
+def test_when_it_does_not_grow(simulate, options: tuple[str, ...], resumed: int | None, counts: list[int]) -> None:
+    def program(process: SimulatedProcess) -> Life:
+        process.handlers = {signal.SIGTERM: lambda process: 77}
+        yield from process.train(200, resumed=None if process.restart == 0 else resumed)
+        return None
+
+    def loses(process: SimulatedProcess) -> Life:
+        if process.restart:
+            return (yield from program(process))
+        yield from process.train(10)
+        yield 0.0 if process.index == process.workers - 1 else FOREVER
+        return -9
+
+    run = simulate(loses, "-n", "1:3", *options)
+    assert run.code == 0
+    assert [start["workers"] for start in run.of_kind("start")] == counts
+
+
+def test_who_is_lost_again_soon_comes_later(simulate) -> None:
+    """Each time that the new worker does not last, the run waits twice as long."""
+
+    def program(process: SimulatedProcess) -> Life:
+        process.handlers = {signal.SIGTERM: lambda process: 77}
+        last = process.workers == 2
+        yield from process.train(10 + process.restart if last else 2000, resumed=process.restart + 1)
+        yield 0.0 if process.index == 1 else FOREVER
+        return -9
+
+    run = simulate(program, "-n", "1:2", "--regrow-after", "40", "--max-restarts", "3")
+    assert [start["workers"] for start in run.of_kind("start")] == [2, 1, 2, 1, 2, 1, 2]
+    times = [start["time"] for start in run.of_kind("start")]
+    assert [round(after - before) for before, after in zip(times[1::2], times[2::2], strict=True)] == [40, 80, 160]
+    assert run.code == 137 and "3 restarts used up" in run.messages[-1]
+
+
+def test_a_signal_while_it_saves_ends_it(simulate) -> None:
+    def slow(process: SimulatedProcess) -> Life:
+        life = grows(process)
+        for pause in life:
+            process.handlers = {signal.SIGTERM: _save_slowly}
+            yield pause
+        return -9 if process.restart == 0 else None
+
+    run = simulate(slow, "-n", "1:3", "--regrow-after", "30", signals=[(36.0, signal.SIGTERM)])
+    assert run.code == 77
+    assert [start["workers"] for start in run.of_kind("start")] == [3, 2]
+
+
+def _save_slowly(process: SimulatedProcess) -> Life:
+    yield 5.0
+    return 77
+
+
+def test_what_does_not_save_is_asked_once(simulate) -> None:
+    def program(process: SimulatedProcess) -> Life:
+        if process.restart == 0:
+            yield from process.train(10)
+            yield 0.0 if process.index == process.workers - 1 else FOREVER
+            return -9
+        yield from process.train(300, resumed=8)
+        return None
+
+    run = simulate(program, "-n", "1:3", "--regrow-after", "10", "--max-restarts", "1")
+    assert run.code == 0
+    assert [start["workers"] for start in run.of_kind("start")] == [3, 2, 2]
+    assert any(text.startswith("the run will not grow: it has not saved on SIGTERM") for text in run.messages)

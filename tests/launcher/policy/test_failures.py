@@ -66,12 +66,11 @@ def test_whoever_fails_is_named(
     assert len(run.signals) == 1
 
 
-@pytest.mark.parametrize("job", ["ps", "evaluator"])
-def test_parameter_servers_and_evaluators_are_named_too(simulate, job: str) -> None:
-    run = simulate(ends({f"{job} 0": (0.5, 7, "")}), "--ps", "1", "--evaluator")
+def test_parameter_servers_are_named_too(simulate) -> None:
+    run = simulate(ends({"ps 0": (0.5, 7, "")}), "--ps", "1")
     assert run.code == 7
-    assert run.messages[-1].startswith(f"{job} 0 failed with exit code 7; ")
-    assert len(run.signals) == 4
+    assert run.messages[-1].startswith("ps 0 failed with exit code 7; ")
+    assert len(run.signals) == 3
 
 
 @pytest.mark.parametrize(("grace", "patience"), [("30", 2.0), ("1", 1.0), ("0", 0.0)])

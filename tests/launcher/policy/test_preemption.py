@@ -82,14 +82,12 @@ def test_a_failure_that_was_decided_about_stays_one(simulate) -> None:
 
 def test_sigterm_to_a_run_that_saves(simulate) -> None:
     def program(process: SimulatedProcess) -> Life:
-        if process.job == "worker":
-            process.handlers[SIGTERM] = lambda process: 77
-            yield from process.train(1000)
-        yield FOREVER
+        process.handlers[SIGTERM] = lambda process: 77
+        yield from process.train(1000)
 
-    run = simulate(program, "--evaluator", signals=[(1.0, SIGTERM)])
+    run = simulate(program, signals=[(1.0, SIGTERM)])
     assert (run.code, run.kinds) == (77, ["start", "preempted"])
-    assert [name for _, name, _ in run.signals] == ["worker 0", "worker 1", "evaluator 0"]
+    assert [name for _, name, _ in run.signals] == ["worker 0", "worker 1"]
     assert run.seconds == 1.0 + 2 * TICK
 
 

@@ -234,18 +234,6 @@ def test_an_error_after_the_training_is_not_worth_another_one(simulate) -> None:
     assert run.messages[1] == "not restarted: its last fit had ended, what failed came after that"
 
 
-@pytest.mark.parametrize(("name", "restarts"), [("worker 0", 1), ("worker 1", 1), ("evaluator 0", 0)])
-def test_only_training_processes_are_worth_a_restart(simulate, name: str, restarts: int) -> None:
-    def program(process: SimulatedProcess) -> Life:
-        if process.job != "evaluator":
-            yield from process.train(20, resumed=10) if process.restart else process.train(10)
-        yield FOREVER if process.name != name and not process.restart else 2.5
-        return 0 if process.restart else 7
-
-    run = simulate(program, "--evaluator")
-    assert (run.code, len(run.of_kind("restart"))) == (0 if restarts else 7, restarts)
-
-
 def test_a_run_that_was_complete_before_the_failure(simulate) -> None:
     def program(process: SimulatedProcess) -> Life:
         if process.restart:

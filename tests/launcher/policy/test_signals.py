@@ -48,7 +48,7 @@ def ignore(process: SimulatedProcess) -> Life:
 def test_a_signal_ends_the_run(simulate, heed_hangup, number: signal.Signals, code: int, more: str) -> None:
     run = simulate(sleep, signals=[(1.0, number)])
     assert (run.code, run.seconds) == (code, 1.0 + 2 * TICK)
-    assert run.said == [(1.0, f"{number.name} received and passed on to 2 processes (SIGKILL in 10 s{more})")]
+    assert run.said == [(1.0, f"{number.name} received and passed on to 2 processes (SIGKILL in 30 s{more})")]
     assert run.signals == [(1.0, "worker 0", number), (1.0, "worker 1", number)]
     assert run.kinds == ["start", "interrupted"]
     (event,) = run.of_kind("interrupted")
@@ -75,13 +75,12 @@ def test_a_code_that_all_agree_on_is_returned(
     assert (run.seconds, run.kinds) == (1.5 + TICK, ["start", "interrupted"])
 
 
-@pytest.mark.parametrize(("evaluator", "code"), [(70, 70), (71, 143)])
-def test_the_code_of_an_evaluator_counts_and_that_of_servers_does_not(simulate, evaluator: int, code: int) -> None:
+def test_the_code_of_servers_does_not_count(simulate) -> None:
     def program(process: SimulatedProcess) -> Life:
-        process.handlers[SIGTERM] = lambda process: {"chief": 70, "evaluator": evaluator}.get(process.job, 3)
+        process.handlers[SIGTERM] = lambda process: 70 if process.job == "chief" else 3
         yield FOREVER
 
-    assert simulate(program, "--ps", "1", "--evaluator", signals=[(1.0, SIGTERM)]).code == code
+    assert simulate(program, "--ps", "1", signals=[(1.0, SIGTERM)]).code == 70
 
 
 def test_the_grace_period_ends_with_sigkill(simulate) -> None:

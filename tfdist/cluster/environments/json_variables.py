@@ -62,11 +62,10 @@ def read_cluster_spec(env: Mapping[str, str]) -> ClusterConfig:
         >>> read_cluster_spec({"CLUSTER_SPEC": spec}).address
         'a:2222'
     """
-    content, problems = validation.parse(env[_SPEC], _SPEC)
+    content = validation.parse(env[_SPEC], _SPEC)
     cluster, task = content.get("cluster"), content.get("task")
-    if problems or not isinstance(cluster, Mapping) or not isinstance(task, Mapping):
-        problems = problems or ['"cluster" or "task" is missing']
-        raise ClusterError(f"{_SPEC}: {problem}" for problem in problems)
+    if not isinstance(cluster, Mapping) or not isinstance(task, Mapping):
+        raise ClusterError(f'{_SPEC}: "cluster" or "task" is missing')
     jobs = {_JOBS.get(pool, pool): addresses for pool, addresses in cluster.items() if pool != "workerpool3"}
     own = str(task.get("type"))
     return ClusterConfig(jobs, _JOBS.get(own, own), task.get("index", 0), _SPEC)  # type: ignore[arg-type]

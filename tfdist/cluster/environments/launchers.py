@@ -26,8 +26,7 @@ class Launcher:
         filled: The variables that have a value; where people set them, a blank one counts as not set.
         unless: Whether something else has set these variables.
         host: The variable with the host of rank 0.
-        channel: By what rank 0 can tell the others its host: see `tfdist.cluster.rendezvous.channels`.
-        channel_needs: The variables that have a value if that works.
+        has_channel: Whether rank 0 tells the others its host by a channel: see `tfdist.cluster.rendezvous.channels`.
         shared_home: Whether the processes usually have the same home folder.
 
     Example:
@@ -48,8 +47,7 @@ class Launcher:
     filled: tuple[str, ...] = ()
     unless: Callable[[Mapping[str, str]], bool] | None = None
     host: str | None = None
-    channel: str | None = None
-    channel_needs: tuple[str, ...] = ()
+    has_channel: bool = False
     shared_home: bool = False
 
     def detect(self, env: Mapping[str, str]) -> bool:
@@ -65,14 +63,13 @@ class Launcher:
         Raises:
             ClusterError: If a number is missing, or is none.
         """
-        has_channel = all(text(env, name) for name in self.channel_needs)
         return Membership(
             rank=number(env, self.rank),
             size=number(env, self.size),
             source=self.name,
             job=re.sub(r"\{(.+?)\}", lambda found: _first_value(env, found[1].split("|")), self.job),
             host=text(env, self.host) if self.host else None,
-            channel=self.channel if has_channel else None,
+            has_channel=self.has_channel,
             local_rank=optional_number(env, self.local_rank),
             local_size=optional_number(env, self.local_size),
             shared_home=self.shared_home,
@@ -93,7 +90,7 @@ def _set_by_tfdist(env: Mapping[str, str]) -> bool:
     return SET_FOR_HOROVOD in env and env[SET_FOR_HOROVOD] == env.get(_GLOO_PORT)
 
 
-# Set by whoever starts the processes with a tool that tfdist does not know.
+# Set by hand, where a tool that tfdist does not know starts the processes.
 BY_HAND = Launcher(
     "TFDIST_RANK",
     *("TFDIST_RANK", "TFDIST_SIZE", "TFDIST_LOCAL_RANK", "TFDIST_LOCAL_SIZE"),
@@ -134,8 +131,7 @@ HOROVODRUN = Launcher(
     job=f"horovod-{{{_GLOO_HOST}}}:{{{_GLOO_PORT}}}",
     filled=("HOROVOD_RANK", "HOROVOD_SIZE"),
     unless=_set_by_tfdist,
-    channel="horovod_store",
-    channel_needs=(_GLOO_HOST, _GLOO_PORT),
+    has_channel=True,
 )
 # Versions 4 and 5, and IBM Spectrum MPI, which derives from it. Inside of a Slurm allocation, the ranks see the
 # SLURM_PROCID of mpirun's daemons.
@@ -143,15 +139,14 @@ OPEN_MPI = Launcher(
     "Open MPI",
     *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     job="open-mpi-{PMIX_NAMESPACE|OMPI_MCA_orte_hnp_uri}",
-    channel="pmix",
+    has_channel=True,
 )
 # mpirun_rsh; started by Hydra's mpiexec or by Slurm, MVAPICH looks like these.
 MVAPICH = Launcher(
     "MVAPICH2",
     *("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
     job="mvapich-{MPIRUN_ID}",
-    channel="pmi",
-    channel_needs=("PMI_FD",),
+    has_channel=True,
     shared_home=True,
 )
 # Hydra's mpiexec, and whatever else sets PMI_RANK and PMI_SIZE; `srun --mpi=pmi2` does, too. Nothing tells one job from
@@ -159,9 +154,9 @@ MVAPICH = Launcher(
 MPICH = Launcher(
     "MPICH",
     *("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    job="pmi",
+    job="",
     unless=slurm.has_started,
-    channel="pmi",
+    has_channel=True,
 )
 INTEL_MPI = tuple(
     dataclasses.replace(MPICH, name="Intel MPI", present=("PMI_RANK", "PMI_SIZE", own))
@@ -173,5 +168,5 @@ JSRUN = Launcher(
     "LSF's jsrun",
     *("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE"),
     job="lsf-{LSB_JOBID}-{PMIX_NAMESPACE}",
-    channel="pmix",
+    has_channel=True,
 )

@@ -64,40 +64,41 @@ def incomplete(env: Mapping[str, str]) -> list[str]:
         >>> incomplete({"WORLD_SIZE": "4"})[0].partition(".")[0]
         'Received: WORLD_SIZE=4 without RANK and MASTER_ADDR'
     """
-    problems = []
-    size = optional_number(env, "TFDIST_SIZE") or 1
-    if size > 1:
-        problems.append(
-            f"Received: TFDIST_SIZE={size}, in a process of which nothing tells the rank. Expected: TFDIST_RANK, from "
-            f"0 to {size - 1}; or a pod of an Indexed Job or a StatefulSet, whose name ends with it"
-        )
-    world = optional_number(env, "WORLD_SIZE") or 1
-    missing = [name for name in ("RANK", "MASTER_ADDR") if not text(env, name)]
-    if world > 1 and missing:
-        problems.append(
-            f"Received: WORLD_SIZE={world} without {' and '.join(missing)}. Expected: RANK, from 0 to {world - 1}, and "
-            "MASTER_ADDR, the host of rank 0, as well; or unset WORLD_SIZE to train in this process alone"
-        )
-    for rank, count in _PAIRS.items():
-        number = text(env, rank)
-        # People have other uses for a variable of that name.
-        if number.isdecimal() and not text(env, count):
-            problems.append(
-                f"Received: {rank}={number} without {count}. Expected: {count}, the number of processes, as well; or "
-                f"unset {rank} to train in this process alone"
-            )
-    if "TF_CONFIG" in env and not text(env, "TF_CONFIG"):
-        problems.append(
-            "Received: TF_CONFIG, which is set, but blank. Expected: the cluster and this process' task in it, or "
-            "unset TF_CONFIG to train in this process alone"
-        )
+    size, world = (optional_number(env, name) or 1 for name in ("TFDIST_SIZE", "WORLD_SIZE"))
     servers = optional_number(env, SERVERS) or 0
-    if servers:
-        problems.append(
+    missing = [name for name in ("RANK", "MASTER_ADDR") if not text(env, name)]
+    found = [
+        (
+            size > 1,
+            f"Received: TFDIST_SIZE={size}, in a process of which nothing tells the rank. Expected: TFDIST_RANK, from "
+            f"0 to {size - 1}; or a pod of an Indexed Job or a StatefulSet, whose name ends with it",
+        ),
+        (
+            world > 1 and missing,
+            f"Received: WORLD_SIZE={world} without {' and '.join(missing)}. Expected: RANK, from 0 to {world - 1}, and "
+            "MASTER_ADDR, the host of rank 0, as well; or unset WORLD_SIZE to train in this process alone",
+        ),
+        *(
+            (
+                # People have other uses for a variable of that name.
+                text(env, rank).isdecimal() and not text(env, count),
+                f"Received: {rank}={text(env, rank)} without {count}. Expected: {count}, the number of processes, as "
+                f"well; or unset {rank} to train in this process alone",
+            )
+            for rank, count in _PAIRS.items()
+        ),
+        (
+            "TF_CONFIG" in env and not text(env, "TF_CONFIG"),
+            "Received: TF_CONFIG, which is set, but blank. Expected: the cluster and this process' task in it, or "
+            "unset TF_CONFIG to train in this process alone",
+        ),
+        (
+            servers,
             f"Received: {SERVERS}={servers}, in a process that is none of several. Expected: tasks, of which the last "
-            "ones are parameter servers: start it by srun or mpirun, or by `tfdist run --ps`; or unset TFDIST_PS"
-        )
-    return problems
+            "ones are parameter servers: start it by srun or mpirun, or by `tfdist run --ps`; or unset TFDIST_PS",
+        ),
+    ]
+    return [problem for is_wrong, problem in found if is_wrong]
 
 
 def _allocation(env: Mapping[str, str]) -> tuple[str, str, int, str] | None:
@@ -119,7 +120,7 @@ def _allocation(env: Mapping[str, str]) -> tuple[str, str, int, str] | None:
 
 
 def program_of(arguments: Sequence[str]) -> str:
-    """What was started, as somebody would type it.
+    """What was started, as a user would type it.
 
     Args:
         arguments: as in `sys.argv`.

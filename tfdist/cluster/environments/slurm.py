@@ -109,7 +109,7 @@ def address_of(node: str) -> str:
         'localhost'
     """
     command = shutil.which("scontrol")
-    if command is None or sockets.is_known(node):
+    if command is None or sockets.addresses_of(node):
         return node
     words = [command, "show", "--oneliner", "node", node]
     try:

@@ -80,7 +80,7 @@ def meeting_place(membership: Membership, env: Mapping[str, str]) -> tuple[str |
         ('localhost', None)
     """
     given = text(env, MEETING)
-    if not given and membership.channel is not None:
+    if not given and membership.has_channel:
         return None, None  # nothing from another job on the same hosts can come through it
     if not given:
         return ("localhost" if membership.on_one_host else membership.host), None
@@ -124,12 +124,12 @@ def own_host(env: Mapping[str, str], name: str | None) -> str | None:
         return name
     known = psutil.net_if_addrs()
     found = {family: entry.address for entry in reversed(known.get(interface, ())) for family in [entry.family]}
-    for family in _FAMILIES:
-        if family in found:
-            return found[family].partition("%")[0]
-    names = ", ".join(sorted(known))
-    problem = "has no IP address" if interface in known else f"is none of this machine's, which are {names}"
-    raise ClusterError(f"Received: the network interface {interface!r}, which {problem}. Expected: one that all share")
+    for family in filter(found.get, _FAMILIES):
+        return found[family].partition("%")[0]
+    raise ClusterError(
+        f"Received: the network interface {interface!r}, which has no IP address here. Expected: one that all share, "
+        f"of {', '.join(sorted(known))}"
+    )
 
 
 def of_this_host() -> list[str]:
@@ -164,17 +164,11 @@ def check_own(host: str, env: Mapping[str, str]) -> None:
     """
     if is_on(env, SKIP_ADDRESS_CHECK) or "KUBERNETES_SERVICE_HOST" in env:
         return
-    expected = "Expected: the name or an address of the host of rank 0, on all processes"
-    try:
-        is_own = sockets.is_own(host)
-    except (socket.gaierror, UnicodeError) as error:
-        why = sockets.reason_of(error)
-        raise ClusterError(f"Received: TFDIST_MEETING with the host {host!r}: {why}. {expected}") from None
-    if not is_own:
+    if not sockets.is_own(host):
         raise ClusterError(
             f"Received: TFDIST_MEETING with the host {host!r}, which is none of the addresses of {host_name(env)}, "
-            f"where rank 0 is ({', '.join(of_this_host())}). {expected}; if connections to it are passed on to this "
-            f"one, set {SKIP_ADDRESS_CHECK}=1"
+            f"where rank 0 is ({', '.join(of_this_host())}). Expected: the name or an address of the host of rank 0, "
+            f"on all processes; if connections to it are passed on to this one, set {SKIP_ADDRESS_CHECK}=1"
         )
 
 
@@ -228,6 +222,8 @@ def _key_in(home: Path) -> bytes:
         own = path.with_name(f"key.{secrets.token_hex(8)}")
         with open(os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(secrets.token_hex(32))
+            file.flush()
+            os.fsync(file.fileno())  # else it may be empty after a power cut
         try:
             # If several processes do this at the same time, on whatever hosts, only one of them succeeds.
             os.link(own, path)
@@ -235,4 +231,7 @@ def _key_in(home: Path) -> bytes:
             pass
         finally:
             own.unlink()
-    return path.read_bytes()
+    key = path.read_bytes()
+    if not re.fullmatch(rb"[0-9a-f]{64}", key):
+        raise OSError(f"{path} has {len(key)} bytes, not the 64 hexadecimal digits of a key: remove it")
+    return key

@@ -29,13 +29,14 @@ from tfdist.launcher.drill.faults import backup_folders
 _COUNTERS = ("epoch", "steps", "total", "done", "stopped")
 
 
-def compare(reference: Path, other: Path, timeout: float) -> list[str]:
+def compare(reference: Path, other: Path, timeout: float, values: bool = True) -> list[str]:
     """What is different between the last backups of two runs; nothing if they are identical to the bit.
 
     Args:
         reference: folder of the backups of a run that was not disturbed.
         other: folder of those of another one.
         timeout: seconds that a comparison of values may take.
+        values: whether to compare more than how far both have come.
 
     Raises:
         RuntimeError: if values could not be compared.
@@ -47,11 +48,11 @@ def compare(reference: Path, other: Path, timeout: float) -> list[str]:
         return [f"fits with backups: {expected} in the reference, {found} here"]
     different: list[str] = []
     for name in expected:
-        different += _compare_newest(reference / name, other / name, timeout)
+        different += _compare_newest(reference / name, other / name, timeout, values)
     return different
 
 
-def _compare_newest(reference: Path, other: Path, timeout: float) -> list[str]:
+def _compare_newest(reference: Path, other: Path, timeout: float, values: bool) -> list[str]:
     newest = [folder / committed_checkpoints(str(folder))[-1] for folder in (reference, other)]
     try:
         mine, yours = (verify_checkpoint(str(checkpoint)) for checkpoint in newest)
@@ -59,6 +60,8 @@ def _compare_newest(reference: Path, other: Path, timeout: float) -> list[str]:
         return [str(error)]
     except (UnknownFormatError, UnreadableCheckpointError) as error:
         raise RuntimeError(f"{newest[0]} and {newest[1]} cannot be compared: {error}") from error
+    if not values:
+        return counters(mine.meta, yours.meta)
     different = differences(mine.meta, yours.meta)
     if not _same_files(newest[0], newest[1], sorted({*mine.files, *yours.files})):
         for tensor, text in _compare_tensors(newest, timeout).items():
@@ -91,13 +94,16 @@ def differences(reference: Mapping[str, Any], other: Mapping[str, Any]) -> list[
         >>> differences(meta, {**meta, "total": 9})
         ['total: 8 in the reference, 9 here']
     """
-    found = [line for name in _COUNTERS for line in _compare(reference.get(name), other.get(name), name)]
-    ours, theirs = ([entry["class"] for entry in meta["callbacks"]] for meta in (reference, other))
-    if ours != theirs:
-        return [*found, *_say("callbacks", ours, theirs)]
-    for mine, yours in zip(reference["callbacks"], other["callbacks"], strict=True):
-        found += _compare(_plain(mine["state"]), _plain(yours["state"]), mine["class"])
+    classes = ({"callbacks": [entry["class"] for entry in meta["callbacks"]]} for meta in (reference, other))
+    found = [*counters(reference, other), *_different(*classes)]
+    for mine, yours in zip(reference["callbacks"], other["callbacks"], strict=False):
+        found += _different(*(dict(_values(entry["state"], mine["class"])) for entry in (mine, yours)))
     return found
+
+
+def counters(reference: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """What is different in how far two final checkpoints are."""
+    return _different(*({name: meta.get(name) for name in _COUNTERS} for meta in (reference, other)))
 
 
 def tensor_name(name: str, meta: Mapping[str, Any]) -> str:
@@ -110,41 +116,29 @@ def tensor_name(name: str, meta: Mapping[str, Any]) -> str:
     return meta["variables"].get(name.removeprefix("replicas/"), [name])[0]
 
 
-def _compare(reference: Any, other: Any, path: str) -> Iterator[str]:
-    if type(reference) is not type(other):
-        yield from _say(path, reference, other)
-    elif isinstance(reference, dict):
-        for key in [*reference, *(key for key in other if key not in reference)]:
-            yield from _compare(reference.get(key), other.get(key), f"{path}.{key}")
-    elif isinstance(reference, list):
-        if len(reference) != len(other):
-            yield f"{path}: {len(reference)} entries in the reference, {len(other)} here"
-        for number, (mine, yours) in enumerate(zip(reference, other, strict=False)):
-            yield from _compare(mine, yours, f"{path}[{number}]")
-    elif reference != other and not (reference != reference and other != other):  # not a number is equal to itself here
-        yield from _say(path, reference, other)
+def _different(mine: Mapping[str, Any], yours: Mapping[str, Any]) -> list[str]:
+    """A line for each value that differs, by how it is written: not a number is equal to itself."""
+    texts = [{path: repr(value) for path, value in values.items()} for values in (mine, yours)]
+    found = ((path, *(of_one.get(path, "nothing") for of_one in texts)) for path in {**mine, **yours})
+    return [f"{path}: {one} in the reference, {other} here" for path, one, other in found if one != other]
 
 
-def _say(path: str, reference: Any, other: Any) -> Iterator[str]:
-    yield f"{path}: {reference!r} in the reference, {other!r} here"
-
-
-def _plain(value: Any) -> Any:
-    """The state of a callback such that it can be compared (see plain_data.py), arrays by their names."""
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    kind, content = next(iter(value.items()))
-    if kind == "float":
-        return float.fromhex(content)
-    if kind in ("dict", "OrderedDict", "Counter"):
-        return {_key(key): _plain(item) for key, item in content}
-    return _plain(content)
-
-
-def _key(key: Any) -> Any:
-    return json.dumps(key) if isinstance(key, dict) else key
+def _values(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """The single values of a callback's state (checkpoint/callback_state.py) by their paths, arrays by their names."""
+    if isinstance(value, dict) and "float" in value:
+        yield path, float.fromhex(value["float"])
+    elif isinstance(value, dict):
+        for kind, content in value.items():
+            if kind in ("dict", "OrderedDict", "Counter"):
+                for key, item in content:
+                    yield from _values(item, f"{path}.{json.dumps(key) if isinstance(key, dict) else key}")
+            else:
+                yield from _values(content, path)
+    elif isinstance(value, list):
+        for number, item in enumerate(value):
+            yield from _values(item, f"{path}[{number}]")
+    else:
+        yield path, value
 
 
 if TYPE_CHECKING:

@@ -3,42 +3,181 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich.console import Console
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
+from tfdist.folders import current_folder, default_log_dir
 from tfdist.launcher.arguments import Target
 from tfdist.launcher.drill.comparison import compare
-from tfdist.launcher.drill.faults import FEWEST_SAVES, Fault, Rhythm, faults_for, rhythm
-from tfdist.launcher.drill.outcome import (
-    DIFFERS,
-    FAILED,
-    IDENTICAL,
-    NOT_COMPARABLE,
-    NOT_TESTED,
-    Outcome,
-    Recovery,
-    recovery,
-    seconds,
-    show_table,
-    to_json,
-    was_tested,
-)
-from tfdist.launcher.drill.trial import Interrupted, Trial, TrialError
-from tfdist.launcher.failure import exit_code
+from tfdist.launcher.drill.faults import FEWEST_SAVES, Fault, Interrupted, Rhythm, Trial, TrialError, faults_for, rhythm
 from tfdist.launcher.guardian import Guardian
 from tfdist.launcher.operating_system import SignalInbox
-from tfdist.launcher.run_plan import PlanError
-from tfdist.log_folders import default_log_dir
+from tfdist.launcher.plan import PlanError
+from tfdist.launcher.policy import exit_code
 from tfdist.supervision.events import Event, of_kind
 from tfdist.supervision.exit_codes import PREEMPTED
+
+IDENTICAL = "identical"
+# All steps were done, with other numbers of workers: another number rounds otherwise, and draws other random numbers.
+COMPLETE = "complete"
+SURVIVED = (IDENTICAL, COMPLETE)
+DIFFERS = "differs"
+NOT_COMPARABLE = "not comparable"
+# The run did not come to its end, or the fault could not strike.
+FAILED = "failed"
+# The fault struck when nothing was left to train.
+NOT_TESTED = "not tested"
+_SHOWN_DETAILS = 5
+_COLUMNS = ("detected after", "training again after", "steps redone")
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """How a run recovered from a fault.
+
+    Attributes:
+        detected: seconds from the fault until it was noticed; None: it never was.
+        training_again: seconds from the fault until the training went on.
+        steps_redone: steps that were done again.
+    """
+
+    detected: float | None = None
+    training_again: float | None = None
+    steps_redone: int | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One row of the table: a fault and its outcome.
+
+    Attributes:
+        fault: name of the fault.
+        title: of the fault, for people.
+        result: one of the results of this module.
+        recovery: how the run recovered.
+        details: what differs, or what went wrong, a line each.
+    """
+
+    fault: str
+    title: str
+    result: str
+    recovery: Recovery = Recovery()
+    details: tuple[str, ...] = ()
+
+
+def recovery(events: Sequence[Event], struck: float) -> Recovery:
+    """How a run with these events recovered.
+
+    Args:
+        events: of the run; if it was started again by hand, of both runs.
+        struck: when the fault struck.
+
+    Example:
+        >>> recovery(
+        ...     [
+        ...         {"event": "failure", "time": 10.25},
+        ...         {"event": "training-again", "time": 13.0, "steps_redone": 4},
+        ...     ],
+        ...     struck=10.0,
+        ... )
+        Recovery(detected=0.25, training_again=3.0, steps_redone=4)
+    """
+    later = [event for event in events if event["time"] >= struck]
+    noticed = of_kind(later, "preempted")
+    if noticed and not of_kind(later, "failure"):
+        # The events of the processes have a step, that of the launcher has none.
+        steps = [event["step"] for event in noticed if "step" in event]
+        again = of_kind(later, "resumed")
+        redone = max(steps) - again[0]["step"] if steps and again else None
+    else:
+        noticed = of_kind(later, "failure")
+        again = of_kind(later, "training-again")
+        redone = sum(event["steps_redone"] for event in again) if again else None
+    return Recovery(_first(noticed, struck), _first(again, struck), redone)
+
+
+def was_tested(events: Sequence[Event], struck: float, steps: int) -> bool:
+    """Whether there was something left to train when a fault struck: the training went on, or was to.
+
+    Args:
+        events: as in `recovery`.
+        struck: when the fault struck.
+        steps: of the whole training.
+
+    Example:
+        >>> was_tested([{"event": "failure", "time": 10.25}, {"event": "complete", "time": 12.0}], 10.0, steps=80)
+        False
+    """
+    later = [event for event in events if event["time"] >= struck]
+    stopped = [event["step"] for event in of_kind(later, "preempted") if "step" in event]
+    return max(stopped) < steps if stopped else bool(of_kind(later, "training-again"))
+
+
+def _first(events: Sequence[Event], since: float) -> float | None:
+    return round(events[0]["time"] - since, 2) if events else None
+
+
+def show_table(outcomes: Sequence[Outcome], console: Console) -> None:
+    """Prints the table, and below it what differs or went wrong."""
+    console.print(Group(_table(outcomes), *map(_details, (row for row in outcomes if row.details))))
+
+
+def to_json(outcomes: Sequence[Outcome]) -> str:
+    """All outcomes as JSON, with all details.
+
+    Example:
+        >>> to_json([])
+        '{"identical": true, "rows": []}'
+    """
+    rows = []
+    for outcome in outcomes:
+        fields = asdict(outcome)
+        rows.append({**fields.pop("recovery"), **fields})
+    return json.dumps({"identical": all(row.result in SURVIVED for row in outcomes), "rows": rows})
+
+
+def seconds(value: float | None) -> str:
+    """A duration as it stands in the table.
+
+    Example:
+        >>> seconds(3.14159), seconds(None)
+        ('3.1 s', '-')
+    """
+    return "-" if value is None else f"{value:.1f} s"
+
+
+def _table(outcomes: Sequence[Outcome]) -> Table:
+    table = Table(box=SIMPLE_HEAD)
+    table.add_column("fault", no_wrap=True)
+    for column in _COLUMNS:
+        table.add_column(column, justify="right")
+    table.add_column("result", no_wrap=True)
+    for outcome in outcomes:
+        back = outcome.recovery
+        redone = "-" if back.steps_redone is None else str(back.steps_redone)
+        style = "green" if outcome.result in SURVIVED else "red"
+        result = Text(outcome.result, style)
+        table.add_row(outcome.title, seconds(back.detected), seconds(back.training_again), redone, result)
+    return table
+
+
+def _details(outcome: Outcome) -> RenderableType:
+    hidden = len(outcome.details) - _SHOWN_DETAILS
+    lines = [*outcome.details[:_SHOWN_DETAILS], *([f"and {hidden} more (--json shows all)"] if hidden > 0 else [])]
+    return Text(f"{outcome.fault}: {outcome.result}" + "".join(f"\n  {line}" for line in lines))
+
 
 _REFERENCE = "reference"
 _NO_BACKUPS = (
@@ -96,7 +235,7 @@ class DrillOptions:
 
 
 def run_drill(target: Target, options: DrillOptions, as_json: bool) -> int:
-    """Runs the drill, shows its result, and returns the exit code: 0 only if all rows are identical.
+    """Runs the drill, shows its result, and returns the exit code: 0 only if all rows are identical, or complete.
 
     Raises:
         PlanError: the options or the script are not there.
@@ -108,7 +247,7 @@ def run_drill(target: Target, options: DrillOptions, as_json: bool) -> int:
     except ValueError as error:
         raise PlanError(str(error)) from None
     now = f"drill-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    folder = Path(options.log_dir or default_log_dir(now, os.getcwd(), tempfile.gettempdir()))
+    folder = Path(options.log_dir or default_log_dir(now, current_folder(), tempfile.gettempdir()))
     messages = Console(stderr=True, highlight=False)
     with SignalInbox() as inbox, Guardian() as guardian:
         drill = Drill(target.typed, options, folder.absolute(), guardian, inbox, messages)
@@ -124,7 +263,7 @@ def run_drill(target: Target, options: DrillOptions, as_json: bool) -> int:
         print(to_json(outcomes))
     else:
         show_table(outcomes, Console())
-    if any(outcome.result != IDENTICAL for outcome in outcomes):
+    if any(outcome.result not in SURVIVED for outcome in outcomes):
         messages.print(f"tfdist: logs, and the backups of what is not identical: {folder}/", soft_wrap=True)
         return 1
     return 0
@@ -180,11 +319,11 @@ class Drill:
                 outcome = self._run_row(fault, natural)
             outcomes.append(outcome)
             self._say(f"  {_summary(outcome)}")
-            if outcome.result == IDENTICAL:
+            if outcome.result in SURVIVED:
                 shutil.rmtree(self._backups(fault.name), ignore_errors=True)
             elif outcome.result != NOT_TESTED and not self._options.keep_going:
                 break
-        if all(outcome.result == IDENTICAL for outcome in outcomes):
+        if all(outcome.result in SURVIVED for outcome in outcomes):
             shutil.rmtree(self._backups(_REFERENCE), ignore_errors=True)
         return outcomes
 
@@ -216,14 +355,16 @@ class Drill:
         try:
             events, struck = self._run_disturbed(fault, natural)
             back = recovery(events, struck)
-            differences = compare(self._backups(_REFERENCE), self._backups(fault.name), self._options.timeout)
-            if not differences and not was_tested(events, struck, natural.steps):
+            folders = self._backups(_REFERENCE), self._backups(fault.name)
+            differences = compare(*folders, self._options.timeout, values=not fault.shrinks)
+            grown = of_kind(events, "start")[-1]["workers"] == self._options.workers
+            if not differences and not (grown and was_tested(events, struck, natural.steps)):
                 details = (_TOO_LATE.format(pause=natural.pause),)
                 return Outcome(fault.name, fault.title, NOT_TESTED, back, details)
             if not differences:
-                return Outcome(fault.name, fault.title, IDENTICAL, back)
+                return Outcome(fault.name, fault.title, COMPLETE if fault.shrinks else IDENTICAL, back)
             if not self._is_reproducible():
-                return Outcome(fault.name, fault.title, NOT_COMPARABLE, back, (_NOT_REPRODUCIBLE,))
+                return Outcome(fault.name, fault.title, NOT_COMPARABLE, back, (_NOT_REPRODUCIBLE, *_causes(events)))
             return Outcome(fault.name, fault.title, DIFFERS, back, tuple(differences))
         except (TrialError, RuntimeError) as error:
             return Outcome(fault.name, fault.title, FAILED, back, (str(error),))
@@ -232,6 +373,9 @@ class Drill:
         """Runs the script with a fault; returns all events, and when the fault struck."""
         saves = natural.strike_after(fault.saves_before, fault.saves_left)
         options = []
+        if fault.shrinks:
+            most = self._options.workers
+            options = ["-n", f"{most - 1}:{most}", "--regrow-after", str(max(natural.pause, 0.1))]
         if fault.name == "hang" and (seconds := self._options.hang_timeout or natural.hang_timeout):
             options = ["--hang-timeout", str(seconds)]
         with self._trial(fault.name, fault.name, options) as trial:
@@ -277,6 +421,11 @@ class Drill:
 
     def _say(self, text: str) -> None:
         self._messages.print(f"tfdist drill: {text}", markup=False, soft_wrap=True)
+
+
+def _causes(events: Sequence[Event]) -> list[str]:
+    """What the script's own processes know about why it reads other data in each run."""
+    return list(dict.fromkeys(f"the data: {event['reason']}" for event in of_kind(events, "not repeatable")))
 
 
 def _summary(outcome: Outcome) -> str:

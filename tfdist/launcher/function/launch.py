@@ -6,7 +6,6 @@ import itertools
 import os
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,31 +17,27 @@ from typing import Any
 from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.discovery import find
 from tfdist.cluster.errors import ClusterError
+from tfdist.cluster.ports import own_loopback
 from tfdist.cluster.variables import RUN_ID
 from tfdist.launcher.arguments import AUTO
-from tfdist.launcher.attempt import Ending
-from tfdist.launcher.failure import Failure
 from tfdist.launcher.function.output import CallOutput, in_words_of_python
 from tfdist.launcher.function.sendable import SendingPickler, describe
-from tfdist.launcher.group import ProcessGroup
 from tfdist.launcher.guardian import Guardian
 from tfdist.launcher.local.calls import LaunchError, Outcome, call_command, read_outcome, write_call
-from tfdist.launcher.machine import Machine
 from tfdist.launcher.operating_system import SignalInbox
-from tfdist.launcher.process import start_unpinned
-from tfdist.launcher.restarts import Incident, Restart, RestartPolicy
+from tfdist.launcher.output import hidden_lines
+from tfdist.launcher.plan import Machine, PlanError, ProcessPlan, RunOptions, default_workers
+from tfdist.launcher.policy import Failure, Incident, Restart, RestartPolicy
+from tfdist.launcher.process import Process, ProcessGroup, start_unpinned
 from tfdist.launcher.run import announce, check_shares, log_folder, new_run_id, preparation, shortest
-from tfdist.launcher.run_plan import PlanError, ProcessPlan, RunOptions, default_workers
-from tfdist.launcher.supervisor import ClusterRun, Patience, Prepare
-from tfdist.launcher.terminal import hidden_lines, last_lines
-from tfdist.launcher.warm.zygote import WarmStarts
+from tfdist.launcher.supervisor import ClusterRun, Ending, Patience, Prepare
 from tfdist.supervision.exit_codes import PREEMPTED
+from tfdist.supervision.process_folders import process_folder
 from tfdist.supervision.progress import Progress
 
 _GPUS = "CUDA_VISIBLE_DEVICES"
 _START_TIMEOUT = 600.0
 _LAST_LINES, _LAST_LINES_OF_OTHERS, _OTHERS = 20, 5, 3
-_TAIL_BYTES = 64 * 1024
 # TensorFlow writes as many lines at most that are left out.
 _MOST_HIDDEN = 20
 
@@ -114,7 +109,8 @@ def launch(
     machine = Machine.this_one(environ)
     try:
         count = default_workers(machine, gpus_per_worker) if workers is None else workers
-        options = RunOptions(count, cpus_per_worker=cpus_per_worker, gpus_per_worker=gpus_per_worker, env=variables)
+        shares = {"cpus_per_worker": cpus_per_worker, "gpus_per_worker": gpus_per_worker}
+        options = RunOptions(count, **shares, env=variables, host=own_loopback())
         check_shares(options, machine)
     except PlanError as error:
         raise ValueError(in_words_of_python(str(error))) from None
@@ -123,8 +119,8 @@ def launch(
     run_id = f"{new_run_id()}-{next(_numbers)}"
     folder = log_folder(log_dir, run_id)
     show_all = output == "all"
-    with tempfile.TemporaryDirectory(prefix="tfdist-launch-") as private:
-        call = Path(private, "call")
+    with process_folder("launch") as private:
+        call = private / "call"
         try:
             write_call(call, fn, args, quiet=True, pickler=SendingPickler)
         except OSError:
@@ -167,6 +163,7 @@ class _CallRun(ClusterRun):
         timeout: for how many seconds it may last, if there is a limit.
         is_late: whether its time was up.
         output: where its processes' output goes.
+        processes: those that were started last.
     """
 
     def __init__(
@@ -179,7 +176,7 @@ class _CallRun(ClusterRun):
         patience: Patience,
         timeout: float | None,
     ) -> None:
-        super().__init__(prepare, workers, policy, log_dir, output, patience, start_program=start_unpinned)
+        super().__init__(prepare, workers, policy, log_dir, output, patience, start_unpinned)
         self.output = output
         self.timeout = timeout
         self._deadline = None if timeout is None else time.monotonic() + timeout
@@ -187,6 +184,7 @@ class _CallRun(ClusterRun):
         self.reason = ""
         self.interrupt: signal.Signals | None = None
         self.is_late = False
+        self.processes: Sequence[Process] = ()
 
     def run(self) -> int:
         """Returns the exit code, as `tfdist run` has it."""
@@ -196,15 +194,13 @@ class _CallRun(ClusterRun):
         return code
 
     @contextmanager
-    def _started(
-        self, restart: Restart, inbox: SignalInbox, guardian: Guardian, starts: WarmStarts
-    ) -> Iterator[ProcessGroup]:
-        with super()._started(restart, inbox, guardian, starts) as group:
-            self._inbox, self._group = inbox, group
+    def _started(self, restart: Restart, inbox: SignalInbox, guardian: Guardian) -> Iterator[ProcessGroup]:
+        with super()._started(restart, inbox, guardian) as group:
+            self._inbox, self._group, self.processes = inbox, group, group.processes
             yield group
 
-    def _on_progress(self, progress: Mapping[str, Progress | None]) -> None:
-        super()._on_progress(progress)
+    def note_progress(self, progress: Mapping[str, Progress | None]) -> None:
+        super().note_progress(progress)
         self.output.refresh()
         if self._inbox.is_stopping or not self._group.running:
             return  # it ends, or has ended, without that
@@ -321,7 +317,7 @@ def _error(
         late = [name for name in outcomes if name in failed or outcomes[name] is None] or list(outcomes)
         blamed, outcome = late[0], None
         lines = [f"{' and '.join(late)} did not end within {run.timeout:g} s (timeout)."]
-        lines += _quoted(blamed, _tail(run, folder, blamed, _LAST_LINES_OF_OTHERS))
+        lines += _quoted(blamed, _tail(run, blamed, _LAST_LINES_OF_OTHERS))
     elif run.interrupt is not None or code == PREEMPTED:
         sender = run.interrupt.name if run.interrupt else "a signal to one of them"
         saved = ", and have saved: call launch again to go on from there" if code == PREEMPTED else ""
@@ -330,11 +326,11 @@ def _error(
         lines = [f"{blamed} raised {outcome.text.splitlines()[0]}", "", outcome.traceback.rstrip()]
     else:
         what = str(run.failure) if run.failure else run.reason or f"{blamed} ended without a result"
-        lines = [in_words_of_python(what), *_quoted(blamed, _tail(run, folder, blamed, _LAST_LINES))]
+        lines = [in_words_of_python(what), *_quoted(blamed, _tail(run, blamed, _LAST_LINES))]
     if run.failure and run.reason:
         lines.append(in_words_of_python(run.reason))
     own = lines[-1].strip() if outcome is None else outcome.text.splitlines()[-1]
-    others = {name: _tail(run, folder, name, _LAST_LINES_OF_OTHERS) for name in outcomes if name != blamed}
+    others = {name: _tail(run, name, _LAST_LINES_OF_OTHERS) for name in outcomes if name != blamed}
     for name in [name for name, tail in others.items() if tail and own not in tail][:_OTHERS]:
         lines += _quoted(name, others[name])
     ranks = [int(name.split()[1]) for name in [blamed, *(name for name in failed if name != blamed)]]
@@ -345,11 +341,7 @@ def _quoted(name: str, lines: Sequence[str]) -> list[str]:
     return [f"--- {name}, last lines:", *(lines or ["(it printed nothing)"])]
 
 
-def _tail(run: _CallRun, folder: Path, name: str, count: int) -> tuple[str, ...]:
+def _tail(run: _CallRun, name: str, count: int) -> tuple[str, ...]:
     """The last lines that a process has printed, without those that are not shown either."""
-    try:
-        log = (folder / f"{name.replace(' ', '-')}.log").read_bytes()
-    except OSError:
-        return ()
-    lines = last_lines(log[-_TAIL_BYTES:], count + _MOST_HIDDEN)
+    lines = [line for one in run.processes if one.plan.name == name for line in one.tail(count + _MOST_HIDDEN)]
     return tuple(line for line in lines if not run.output.hides(line))[-count:]

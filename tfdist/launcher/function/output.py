@@ -11,10 +11,10 @@ import re
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any, BinaryIO, TextIO, cast
+from typing import Any
 
 from tfdist.launcher.local.calls import RAISED
-from tfdist.launcher.terminal import Terminal, render
+from tfdist.launcher.output import Terminal, outlets, plain
 
 # A write of the live line, after so many seconds; and after this part of the time that has gone by.
 _INTERVAL, _PART = 0.25, 1 / 500
@@ -34,18 +34,18 @@ class CallOutput(Terminal):
     Example:
         >>> output = CallOutput("worker 0", prefixed=False, env={})
         >>> output.feed("worker 0", b"loss: 0.9\\rloss: 0.5\\n")
+        >>> output.finish()
         loss: 0.5
     """
 
     def __init__(
         self, live: str, prefixed: bool, env: Mapping[str, str], hidden: re.Pattern[str] | None = None
     ) -> None:
-        stream = sys.stdout
-        is_tty = stream.isatty() and env.get("TERM") != "dumb" and hasattr(stream, "buffer")
-        self._in_cell = _is_of_cell(stream)
-        binary = stream.buffer if is_tty else cast(BinaryIO, _TextStream(stream))
+        shown, errors = outlets(sys.stdout, sys.stderr)
+        is_tty = shown.isatty() and env.get("TERM") != "dumb"
+        self._in_cell = _is_of_cell(sys.stdout)
         colour = (is_tty or self._in_cell) and not env.get("NO_COLOR")
-        super().__init__(binary, is_tty, colour=colour, live=live, hidden=hidden)
+        super().__init__(shown, is_tty, colour, live, hidden=hidden, errors=errors)
         self._prefixed = prefixed
         self._raised: set[str] = set()
         self._began_at = self._drawn_at = time.monotonic()
@@ -89,7 +89,7 @@ class CallOutput(Terminal):
     def _erased(self) -> str:
         if not self._in_cell:
             return super()._erased()
-        return f"\r{' ' * len(_without_colours(self._drawn))}\r"
+        return f"\r{' ' * len(plain(self._drawn))}\r"
 
     def _show_live(self) -> None:
         if not self._in_cell:
@@ -97,9 +97,9 @@ class CallOutput(Terminal):
             return
         buffer = self._buffers.get(self._live or "")
         now = time.monotonic()
-        if buffer is None or not buffer.cells or self._live in self._raised:
+        if buffer is None or not buffer.row or self._live in self._raised:
             return
-        row = self._prefix(self._live or "") + render(buffer.cells, self._colour)
+        row = self._prefix(self._live or "") + self._coloured(buffer.row)
         if row != self._drawn and now - self._drawn_at >= max(_INTERVAL, _PART * (now - self._began_at)):
             self._put(row)
             self._drawn, self._drawn_at = row, now
@@ -122,27 +122,7 @@ def in_words_of_python(text: str) -> str:
     )
 
 
-class _TextStream:
-    """The part of a binary stream that `Terminal` uses, for a stream of text."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, data: bytes) -> None:
-        self._stream.write(data.decode("utf-8", "replace"))
-
-    def flush(self) -> None:
-        self._stream.flush()
-
-    def fileno(self) -> int:
-        return self._stream.fileno()
-
-
 def _is_of_cell(stream: Any) -> bool:
     """Whether it is what ipykernel, which Jupyter, VS Code and Colab have, puts in the place of `sys.stdout`."""
     module = sys.modules.get("ipykernel.iostream")
     return module is not None and isinstance(stream, module.OutStream)
-
-
-def _without_colours(row: str) -> str:
-    return re.sub(r"\x1b\[[0-9;]*m", "", row)

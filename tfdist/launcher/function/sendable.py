@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
+import io
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 from tfdist.launcher.local.calls import CallPickler
 
-_DEPTH = 6
 _BUILD = "Build it in the function, in the scope of the strategy; weights travel as arrays (model.get_weights())"
 
 
@@ -49,38 +50,14 @@ def describe(fn: Callable[..., Any], args: Sequence[Any], error: Exception) -> s
         >>> describe(function, (), TypeError("cannot pickle '_thread.lock' object"))
         "`lock`, which `function` uses: cannot pickle '_thread.lock' object"
     """
-    found = _culprit([*_uses(fn), *((f"args[{i}]", value) for i, value in enumerate(args))], _DEPTH, set())
-    if found is None:
-        return f"`{_name(fn)}`: {error}"
-    label, reason = found
-    return f"{label if label.startswith('args[') else f'{label}, which `{_name(fn)}` uses'}: {reason}"
-
-
-def _culprit(named: Sequence[tuple[str, Any]], depth: int, seen: set[int]) -> tuple[str, Exception] | None:
-    for label, value in named:
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
+    name = _name(fn)
+    named = [(f"`{label}`, which `{name}` uses", value) for label, value in _uses(fn)]
+    for label, value in [*named, *((f"args[{i}]", value) for i, value in enumerate(args))]:
         try:
-            SendingPickler(_Nowhere()).dump(value)
-        except Exception as error:
-            # Not the parts of an object that is refused as a whole.
-            inner = (
-                None if depth == 0 or isinstance(value, _refused()) else _culprit(_parts(label, value), depth - 1, seen)
-            )
-            return inner or (label if label.startswith("args[") else f"`{label}`", error)
-    return None
-
-
-def _parts(label: str, value: Any) -> list[tuple[str, Any]]:
-    """What a value is made of, each part by what a user would write."""
-    if isinstance(value, (FunctionType, MethodType, functools.partial)):
-        return list(_uses(value))
-    if isinstance(value, dict):
-        return [(f"{label}[{key!r}]", part) for key, part in value.items()]
-    if isinstance(value, (list, tuple)):
-        return [(f"{label}[{i}]", part) for i, part in enumerate(value)]
-    return [(f"{label}.{name}", part) for name, part in getattr(value, "__dict__", {}).items()]
+            SendingPickler(io.BytesIO()).dump(value)
+        except Exception as reason:
+            return f"{label}: {reason}"
+    return f"`{name}`: {error}"
 
 
 def _uses(fn: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
@@ -89,31 +66,17 @@ def _uses(fn: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
         yield from _uses(fn.func)
         yield from ((f"partial.args[{i}]", value) for i, value in enumerate(fn.args))
         yield from fn.keywords.items()
-    elif isinstance(fn, MethodType):
+    elif inspect.ismethod(fn):
         yield "self", fn.__self__
         yield from _uses(fn.__func__)
-    elif isinstance(fn, FunctionType):
-        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-            try:
-                yield name, cell.cell_contents
-            except ValueError:
-                continue  # not assigned yet
-        yield from ((name, fn.__globals__[name]) for name in _names(fn.__code__) if name in fn.__globals__)
-        yield from ((f"{_name(fn)}.{name}", value) for name, value in vars(fn).items())
-    else:
-        yield from _parts(_name(fn), fn)
-
-
-def _names(code: CodeType) -> list[str]:
-    """The names that a function looks up, those of the functions inside it included."""
-    inner = [_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
-    return list(dict.fromkeys([*code.co_names, *(name for names in inner for name in names)]))
+    elif inspect.isfunction(fn):
+        with contextlib.suppress(ValueError):  # one of its variables has no value yet
+            found = inspect.getclosurevars(fn)
+            yield from {**found.nonlocals, **found.globals}.items()
 
 
 def _name(fn: Callable[..., Any]) -> str:
-    if isinstance(fn, functools.partial):
-        return _name(fn.func)
-    return getattr(fn, "__name__", type(fn).__name__)
+    return _name(fn.func) if isinstance(fn, functools.partial) else getattr(fn, "__name__", type(fn).__name__)
 
 
 def _kinds() -> Iterator[tuple[type, str, str]]:
@@ -129,14 +92,3 @@ def _kinds() -> Iterator[tuple[type, str, str]]:
         yield keras.Optimizer, "optimizer", _BUILD
         yield keras.Metric, "metric", _BUILD
         yield keras.Variable, "variable", _BUILD
-
-
-def _refused() -> tuple[type, ...]:
-    return tuple(kind for kind, _, _ in _kinds())
-
-
-class _Nowhere:
-    """A file for what nobody wants to have."""
-
-    def write(self, data: bytes) -> int:
-        return len(data)

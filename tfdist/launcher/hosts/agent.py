@@ -6,35 +6,34 @@ the launcher itself on the machine where that runs.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import os
 import socket
 import sys
 import time
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from tfdist.cluster.errors import ClusterError
 from tfdist.cluster.ports import Reservation, reserve
 from tfdist.cluster.rendezvous.endpoints import own_host, port_range
-from tfdist.launcher.group import ProcessGroup
 from tfdist.launcher.guardian import Guardian, kill_run
-from tfdist.launcher.hosts.frames import Channel, Message, message, output
-from tfdist.launcher.machine import Machine, own_version
-from tfdist.launcher.process import Process
-from tfdist.launcher.run_plan import RESERVED, ProcessPlan
-from tfdist.supervision.events import FILE_NAME, event_in
+from tfdist.launcher.hosts.connection import Channel, Message, line
+from tfdist.launcher.plan import RESERVED, Machine, ProcessPlan, own_version
+from tfdist.launcher.process import Process, ProcessGroup
+from tfdist.supervision.events import FILE_NAME, event_in, opened
 from tfdist.supervision.identity import this_host
 
-# The launcher's heart beats every two seconds, also while it waits for its terminal. Without it for so long, the
-# network or the launcher's machine is gone: whoever waits there for another start must not meet these processes.
+# The launcher's heart beats every two seconds. Without it for so long, the network or the launcher's machine is gone:
+# whoever waits there for another start must not meet these processes.
 SILENCE = 60.0
-BEAT = 2.0
 _HELLO_SECONDS = 60.0
 _TICK = 0.02
 # No process is heard while so much waits to be sent: it then waits itself, as it would for a slow terminal.
 _MOST_UNSENT = 1 << 20
-_PROGRESS_PAUSE, _STATE_PAUSE, _EVENTS_PAUSE = 0.1, 0.25, 0.5
+_PROGRESS_PAUSE, _EVENTS_PAUSE = 0.1, 0.5
 _SWEEPS, _SWEEP_PAUSE = 40, 0.05
 _MOST_EVENTS = 1 << 20
 
@@ -45,37 +44,23 @@ class _Reporter:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self.numbers: dict[str, int] = {}
-        self.size: os.terminal_size | None = None
 
     @property
-    def is_tty(self) -> bool:
-        return self.size is not None
+    def is_behind(self) -> bool:
+        return len(self._channel.unsent) > _MOST_UNSENT
 
-    def size_inside(self, name: str) -> os.terminal_size | None:
-        return self.size
+    def columns_inside(self, name: str) -> None:
+        """The launcher has set that."""
 
     def feed(self, name: str, data: bytes, final: bool = False) -> None:
         if data:
-            self._channel.send(output(self.numbers[name], data))
+            text = base64.b64encode(data).decode()
+            self._channel.send(line(kind="output", number=self.numbers[name], data=text))
         if final:
-            self._channel.send(message(kind="closed", name=name))
+            self._channel.send(line(kind="closed", name=name))
 
     def message(self, text: str) -> None:
-        self._channel.send(message(kind="message", text=text))
-
-
-class _Group(ProcessGroup):
-    """Is deaf while the launcher cannot hear."""
-
-    def __init__(self, channel: Channel, reporter: _Reporter, guardian: Guardian) -> None:
-        super().__init__([], None, reporter, guardian)  # type: ignore[arg-type]
-        self._channel = channel
-
-    def _hear(self) -> None:
-        if self._channel.unsent > _MOST_UNSENT:
-            time.sleep(_TICK)
-        else:
-            super()._hear()
+        self._channel.send(line(kind="message", text=text))
 
 
 class Agent:
@@ -90,9 +75,8 @@ class Agent:
         self._reporter = _Reporter(channel)
         self._processes: dict[str, Process] = {}
         self._reports: dict[str, int] = {}
-        self._states: dict[str, str] = {}
         self._over: set[Process] = set()
-        self._next = dict.fromkeys(("beat", "progress", "state", "events"), 0.0)
+        self._next = dict.fromkeys(("progress", "events"), 0.0)
         self._reservation: Reservation | None = None
         self._events: _Events | None = None
         self._hello: Message = {}
@@ -101,7 +85,10 @@ class Agent:
         """Returns when the launcher has said goodbye. If it is gone, or silent, this process ends by itself."""
         if not self._greet():
             return
-        with Guardian() as guardian, _Group(self._channel, self._reporter, guardian) as self._group:
+        with (
+            Guardian() as guardian,
+            ProcessGroup([], None, self._reporter, guardian) as self._group,  # type: ignore[arg-type]
+        ):
             while True:
                 for asked in self._channel.receive():
                     self._obey(asked)
@@ -112,7 +99,7 @@ class Agent:
                     break
                 self._report_ends(self._group.tick())
                 self._report()
-                self._channel.send()
+                self._channel.beat()
         if self._reservation is not None:
             self._reservation.close()
 
@@ -140,7 +127,8 @@ class Agent:
             "gpus": machine.gpus,
             "shares_logs": shares_logs,
         }
-        self._channel.send(bytes.fromhex(hello["greeting"]) + message(kind="hello", **answer))
+        # The shell may have left a line without an end.
+        self._channel.send(b"\n" + line(kind="hello", greeting=hello["greeting"], **answer))
         return True
 
     def _obey(self, asked: Any) -> None:
@@ -153,9 +141,6 @@ class Agent:
             process.signal(asked["number"])
         elif kind == "kill" and process is not None:
             process.kill()
-        elif kind == "resize":
-            self._reporter.size = os.terminal_size(asked["size"])
-            self._group.resize()
 
     def _prepare(self, count: int, towards: str) -> None:
         try:
@@ -163,9 +148,9 @@ class Agent:
             low, high = port_range(self._hello["variables"])
             self._reservation = reserve(count, low=low, high=high)
         except ClusterError as error:
-            self._channel.send(message(kind="error", text=str(error)))
+            self._channel.send(line(kind="error", text=str(error)))
         else:
-            self._channel.send(message(kind="ready", address=address, ports=self._reservation.ports))
+            self._channel.send(line(kind="ready", address=address, ports=self._reservation.ports))
 
     def _address(self, towards: str) -> str:
         """The address by which other hosts reach this one; that for another one, if there is nothing better."""
@@ -178,8 +163,6 @@ class Agent:
     def _start(self, asked: Message) -> None:
         name = f"{asked['job']} {asked['index']}"
         self._reporter.numbers[name] = asked["number"]
-        if asked["size"] is not None:
-            self._reporter.size = os.terminal_size(asked["size"])
         environ = {name: value for name, value in os.environ.items() if name not in RESERVED}
         # The launcher's own Python may be elsewhere here.
         command = [sys.executable if word is None else word for word in asked["command"]]
@@ -188,32 +171,24 @@ class Agent:
         try:
             self._processes[name] = process = self._group.add(plan)
         except OSError as error:
-            self._channel.send(message(kind="error", name=name, text=str(error)))
+            self._channel.send(line(kind="error", name=name, text=str(error)))
         else:
-            self._channel.send(message(kind="started", name=name, pid=process.group))
+            self._channel.send(line(kind="started", name=name, pid=process.group))
 
     def _report_ends(self, ended: list[Process]) -> None:
         for process in ended:
             self._group.read_available(process)
             self._report_progress()
-            self._channel.send(message(kind="end", name=process.plan.name, status=process.status))
+            self._channel.send(line(kind="end", name=process.plan.name, status=process.status))
         for name, process in self._processes.items():
             if process.is_over and process not in self._over:
                 self._over.add(process)
                 self._report_events()
-                self._channel.send(message(kind="over", name=name))
+                self._channel.send(line(kind="over", name=name))
 
     def _report(self) -> None:
-        if self._is_due("beat", BEAT):
-            self._channel.send(message(kind="beat"))
         if self._is_due("progress", _PROGRESS_PAUSE):
             self._report_progress()
-        if self._is_due("state", _STATE_PAUSE):
-            for name, process in self._processes.items():
-                state = process.state if process.status is None else ""
-                if state != self._states.get(name, ""):
-                    self._states[name] = state
-                    self._channel.send(message(kind="state", name=name, state=state))
         if self._is_due("events", _EVENTS_PAUSE):
             self._report_events()
 
@@ -224,8 +199,8 @@ class Agent:
                 continue
             self._reports[name] = report.reports
             what = {"reports": report.reports, "phase": report.phase, "step": report.step}
-            more = {"resumed_step": report.resumed_step, "age": now - report.time}
-            self._channel.send(message(kind="progress", name=name, **what, **more))
+            more = {"resumed_step": report.resumed_step, "age": now - report.time, "waits_to": report.waits_to}
+            self._channel.send(line(kind="progress", name=name, **what, **more))
 
     def _report_events(self) -> None:
         if self._events is None:
@@ -234,7 +209,7 @@ class Agent:
         lines = self._events.read().splitlines(keepends=True)
         own = [line for line in lines if (event := event_in(line)) and event["name"] in self._processes]
         if own:
-            self._channel.send(message(kind="events", text="".join(own)))
+            self._channel.send(line(kind="events", text="".join(own)))
 
     def _is_due(self, what: str, pause: float) -> bool:
         now = time.monotonic()
@@ -259,7 +234,7 @@ class _Events:
     def read(self) -> str:
         """The whole lines that have come since the last call."""
         try:
-            with open(self._path, "rb") as file:
+            with opened(self._path) as file:
                 file.seek(self._position)
                 data = file.read(_MOST_EVENTS)
         except OSError:
@@ -283,7 +258,7 @@ def _family(address: str) -> socket.AddressFamily:
 
 def main() -> None:
     """The agent's process."""
-    reading, writing = os.dup(0), os.dup(1)
+    reading, writing = FileIO(os.dup(0), "rb"), FileIO(os.dup(1), "wb")
     # Whatever else prints here must not get in between: it goes to standard error.
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)

@@ -1,26 +1,209 @@
-"""The launcher's connection to the agent of one host: how it is made, what is said when it fails, and how it ends."""
+"""The launcher's connections to the agents of hosts: made, spoken through, and given up when they fail.
+
+They speak in lines of JSON through the standard input and output of ssh. Before an agent's first line comes whatever
+the user's shell has printed over there. The agent's first line is the one with a greeting that only the agent can know.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import getpass
+import json
 import os
 import secrets
+import selectors
 import shlex
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import tfdist
 from tfdist.cluster import sockets
 from tfdist.cluster.foreign_text import cleaned
-from tfdist.launcher.hosts.frames import Channel, FrameError, Message, Output, message
-from tfdist.launcher.hosts.listing import ListedHost
-from tfdist.launcher.machine import Machine, own_version
+from tfdist.cluster.sockets import is_loopback, join_address
+from tfdist.json_schema import NOTHING, check
+from tfdist.launcher.hosts.places import ListedHost
+from tfdist.launcher.operating_system import end_within
+from tfdist.launcher.plan import Machine, own_version
+
+# An environment can have megabytes.
+_LONGEST = 64 << 20
+_CHUNK = 256 * 1024
+_MOST_READS = 16
+_NOISE = 4096
+
+BEAT = 2.0
+
+Message = dict[str, Any]
+
+# What an agent says, by kind.
+_PROGRESS = {"reports": int, "phase": str, "step": int, "resumed_step": (int, NOTHING), "age": float, "waits_to": str}
+_SAID: dict[str, dict[str, Any]] = {
+    "hello": {"greeting": str, "version": str, "machine": str, "cores": [int], "gpus": [str], "shares_logs": bool},
+    "ready": {"address": str, "ports": [int]},
+    "error": {"text": str, "name?": str},
+    "beat": {},
+    "message": {"text": str},
+    "events": {"text": str},
+    "output": {"number": int, "data": str},
+    "started": {"name": str, "pid": int},
+    "progress": {"name": str, **_PROGRESS},
+    "closed": {"name": str},
+    "end": {"name": str, "status": int},
+    "over": {"name": str},
+}
+
+
+def check_said(said: Message) -> None:
+    """Raises ValueError unless an agent may say this."""
+    if said["kind"] not in _SAID:
+        raise ValueError("a kind that this version does not know")
+    check(said, {"kind": str, **_SAID[said["kind"]]})
+
+
+class LineError(ValueError):
+    """A line that is no message: something else prints into the connection."""
+
+
+def line(**fields: Any) -> bytes:
+    """The line of a message.
+
+    Example:
+        >>> line(kind="beat")
+        b'{"kind": "beat"}\\n'
+    """
+    return json.dumps(fields).encode() + b"\n"
+
+
+class Lines:
+    """Finds the messages in bytes that come in pieces.
+
+    Args:
+        greeting: stands in the first message; all before that is noise. Empty: there is no noise.
+
+    Attributes:
+        noise: the end of what came before the first message.
+
+    Example:
+        >>> lines = Lines("123")
+        >>> lines.feed(b"Welcome to node-1!\\n{"), lines.feed(line(kind="hello", greeting="123")[1:])
+        ([], [{'kind': 'hello', 'greeting': '123'}])
+        >>> lines.noise
+        b'Welcome to node-1!\\n'
+    """
+
+    def __init__(self, greeting: str = "") -> None:
+        self._greeting = greeting
+        self._is_greeted = not greeting
+        self._begun = b""
+        self.noise = b""
+
+    def feed(self, data: bytes) -> list[Message]:
+        """Takes bytes, and returns what is complete.
+
+        Raises:
+            LineError: after the greeting there is something else than messages.
+        """
+        *complete, self._begun = (self._begun + data).split(b"\n")
+        found: list[Message] = []
+        for text in complete:
+            said = _read(text)
+            self._is_greeted = self._is_greeted or (said is not None and said.get("greeting") == self._greeting)
+            if not self._is_greeted:
+                self.noise = (self.noise + text + b"\n")[-_NOISE:]
+            elif said is None:
+                raise LineError(repr(text[:40]))
+            else:
+                found.append(said)
+        if len(self._begun) > _LONGEST:
+            if self._is_greeted:
+                raise LineError(repr(self._begun[:40]))
+            self._begun = b""
+        return found
+
+
+def _read(text: bytes) -> Message | None:
+    try:
+        said = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return said if isinstance(said, dict) and isinstance(said.get("kind"), str) else None
+
+
+class Channel:
+    """One end of a connection. Nothing waits here: what cannot be sent now is sent by a later call.
+
+    Args:
+        reading: unbuffered file, which belongs to the channel from now on.
+        writing: the same.
+        greeting: see `Lines`.
+
+    Attributes:
+        reading: the file.
+        lines: finds the messages.
+        heard: when something has come, on the clock of `time.monotonic`.
+        has_ended: whether nothing more can come.
+        unsent: what waits to be sent.
+    """
+
+    def __init__(self, reading: FileIO, writing: FileIO, greeting: str = "") -> None:
+        self.reading, self._writing = reading, writing
+        for file in (reading, writing):
+            os.set_blocking(file.fileno(), False)
+        self.lines = Lines(greeting)
+        self.heard = self._beaten = time.monotonic()
+        self.has_ended = False
+        self.unsent = bytearray()
+
+    def send(self, line: bytes = b"") -> None:
+        """Sends a line, or what still waits, as far as that is possible now."""
+        self.unsent += line
+        # Nobody reads it any more: that is noticed where something should come from there.
+        with contextlib.suppress(OSError, ValueError):
+            while self.unsent and (count := self._writing.write(self.unsent[:_CHUNK])):
+                del self.unsent[:count]
+
+    def beat(self) -> None:
+        """Shows the other end every now and then that this one is alive. To be called again and again."""
+        if time.monotonic() >= self._beaten + BEAT:
+            self._beaten = time.monotonic()
+            self.send(line(kind="beat"))
+        else:
+            self.send()
+
+    def receive(self) -> list[Message]:
+        """What has come since the last call.
+
+        Raises:
+            LineError: something else than messages has come.
+        """
+        found: list[Message] = []
+        # Also the end, where that is right behind: what it has caused elsewhere is known in a moment.
+        for _ in range(_MOST_READS):
+            data = None
+            with contextlib.suppress(OSError):
+                data = b"" if self.has_ended else self.reading.read(_CHUNK)
+            if data is None:
+                break
+            self.has_ended = not data
+            if self.has_ended:
+                break
+            self.heard = time.monotonic()
+            found += self.lines.feed(data)
+        return found
+
+    def close(self) -> None:
+        """Closes the connection; a second call does nothing."""
+        self._writing.close()
+        self.reading.close()
+
 
 SSH = "ssh"
 # A host that says nothing for so long is lost; sooner, if a process elsewhere has failed meanwhile: that comes from it.
@@ -41,7 +224,7 @@ _CODE = (
 )
 _END_SECONDS = 5.0
 _CODE_SECONDS = 2.0
-_SAID, _SHOWN = 8192, 500
+_MOST_SAID, _SHOWN = 8192, 500
 
 
 class HostsError(OSError):
@@ -117,9 +300,9 @@ class Facts:
 
     @classmethod
     def of(cls, told: Message) -> Facts:
-        """Raises KeyError, TypeError, ValueError or OverflowError if something else was told."""
-        cores, gpus = tuple(map(int, told["cores"])), tuple(map(str, told["gpus"]))
-        return cls(cleaned(told["version"], 100), Machine(cores, gpus), cleaned(told["machine"], 200))
+        """What is in the first message of an agent."""
+        machine = Machine(tuple(told["cores"]), tuple(told["gpus"]))
+        return cls(cleaned(told["version"], 100), machine, cleaned(told["machine"], 200))
 
 
 class Connection:
@@ -129,6 +312,7 @@ class Connection:
         host: whose agent it is.
         reach: how it is reached.
         hello: what the agent is told first.
+        is_here: whether it is on this machine.
 
     Attributes:
         host: whose agent it is.
@@ -138,40 +322,28 @@ class Connection:
         is_here: whether it is on this machine.
     """
 
-    def __init__(self, host: ListedHost, reach: Reach, hello: Message) -> None:
+    def __init__(self, host: ListedHost, reach: Reach, hello: Message, is_here: bool) -> None:
         self.host = host
         self.lost = ""
         self.facts: Facts | None = None
-        self.is_here = is_this_machine(host.name)
+        self.is_here = is_here
         self._reach = reach
         self._said = b""
-        greeting = secrets.token_bytes(16)
-        ours, theirs = os.pipe(), os.pipe()
-        errors = os.pipe()
+        greeting = secrets.token_hex(16)
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         try:
-            self._process = subprocess.Popen(
-                reach.command(host.name, self.is_here),
-                stdin=ours[0],
-                stdout=theirs[1],
-                stderr=errors[1],
-                # Away from our terminal: no Ctrl-C reaches it.
-                start_new_session=True,
-            )
+            # Away from our terminal: no Ctrl-C reaches it.
+            command = reach.command(host.name, is_here)
+            self._process = subprocess.Popen(command, bufsize=0, start_new_session=True, **pipes)
         except OSError as error:
-            for descriptor in (ours[1], theirs[0], errors[0]):
-                os.close(descriptor)
             raise HostsError(
                 f"--ssh {shlex.join(reach.ssh)}: {error.strerror}. Expected: the client of OpenSSH; install it (the "
                 "package openssh-client), or say how to call it"
             ) from None
-        finally:
-            for descriptor in (ours[0], theirs[1], errors[1]):
-                os.close(descriptor)
         self.pid = self._process.pid
-        self._errors = errors[0]
-        os.set_blocking(self._errors, False)
-        self.channel = Channel(theirs[0], ours[1], greeting)
-        self.send(**hello, greeting=greeting.hex(), is_here=self.is_here)
+        os.set_blocking(self._process.stderr.fileno(), False)
+        self.channel = Channel(self._process.stdout, self._process.stdin, greeting)
+        self.send(**hello, greeting=greeting, is_here=self.is_here)
 
     @property
     def name(self) -> str:
@@ -184,18 +356,18 @@ class Connection:
         return time.monotonic() - self.channel.heard
 
     def send(self, **fields: Any) -> None:
-        """Sends a message, or what still waits of others."""
-        self.channel.send(message(**fields) if fields else b"")
+        """Sends a message."""
+        self.channel.send(line(**fields))
 
-    def hear(self) -> list[Message | Output]:
+    def hear(self) -> list[Message]:
         """What has come since the last call; afterwards the connection may be lost."""
         if self.lost:
             return []
         self._hear_errors()
-        found: list[Message | Output] = []
+        found: list[Message] = []
         try:
             found = self.channel.receive()
-        except FrameError as error:
+        except LineError as error:
             self.lose(
                 f"something prints into the connection of host {self.name}: {error}. Expected: nothing but the agent "
                 "prints there; look for what ~/.bashrc and the like leave running in the background"
@@ -205,7 +377,15 @@ class Connection:
         elif self.facts is not None and self.silence > SILENCE:
             self.lose(f"host {self.name} does not answer any more: no sign of it for {self.silence:.0f} s")
         for told in found:
-            if isinstance(told, dict) and told["kind"] == "hello":
+            try:
+                check_said(told)
+            except ValueError as error:
+                self.lose(
+                    f"host {self.name}: its agent has said {cleaned(told, _SHOWN)} ({error}). Expected: tfdist "
+                    f"{own_version()}"
+                )
+                return []
+            if told["kind"] == "hello":
                 self._meet(told)
         return found
 
@@ -230,22 +410,11 @@ class Connection:
         self.stop()
         if self.lost or self.facts is None:  # nothing was started there
             self._process.kill()
-        try:
-            self._process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_END_SECONDS)
-        if self._errors >= 0:
-            os.close(self._errors)
-            self._errors = -1
+        end_within(_END_SECONDS, self._process)
+        self._process.stderr.close()
 
     def _meet(self, told: Message) -> None:
-        try:
-            self.facts = Facts.of(told)
-        except (KeyError, TypeError, ValueError, OverflowError):
-            self.lose(f"host {self.name}: its agent has said {cleaned(told, _SHOWN)}. Expected: tfdist {own_version()}")
-            return
+        self.facts = Facts.of(told)
         if self.facts.version != own_version():
             self.lose(
                 f"host {self.name} has tfdist {self.facts.version}, and this machine {own_version()}. Expected: the "
@@ -253,9 +422,9 @@ class Connection:
             )
 
     def _hear_errors(self) -> None:
-        with contextlib.suppress(OSError):
-            while data := os.read(self._errors, _SAID):
-                self._said = (self._said + data)[-_SAID:]
+        with contextlib.suppress(OSError, ValueError):
+            while data := self._process.stderr.read(_MOST_SAID):
+                self._said = (self._said + data)[-_MOST_SAID:]
 
     def _why_ended(self) -> str:
         """Why the connection has ended by itself."""
@@ -298,10 +467,196 @@ class Connection:
         return f"`{shlex.join((*self._reach.ssh, self.name, 'true'))}`"
 
     def _noise(self) -> str:
-        noise = _last_line(self.channel.decoder.noise)
+        noise = _last_line(self.channel.lines.noise)
         return f"; it has printed: {noise}" if noise else ""
 
 
 def _last_line(said: bytes) -> str:
     lines = [line.strip() for line in said.decode(errors="replace").splitlines() if line.strip()]
     return cleaned(lines[-1], _SHOWN).rstrip(".") if lines else ""
+
+
+# ssh itself gives up after its ConnectTimeout of ten seconds; the agent then has to be loaded, perhaps from NFS.
+_CONNECT_SECONDS = 60.0
+_READY_SECONDS = 30.0
+_TICK = 0.02
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What each agent is told about the run.
+
+    Attributes:
+        run_id: name of the run.
+        log_dir: absolute folder of the logs.
+        variables: those of this machine that go to other hosts.
+    """
+
+    run_id: str
+    log_dir: str
+    variables: Mapping[str, str]
+
+
+class Reached:
+    """The hosts that were reached, in the order in which the user has named them.
+
+    Attributes:
+        connections: by the names of the hosts.
+        problems: why others were not reached, by name.
+    """
+
+    def __init__(self) -> None:
+        self.connections: dict[str, Connection] = {}
+        self.problems: dict[str, str] = {}
+
+    @classmethod
+    def reach(
+        cls,
+        listed: Sequence[ListedHost],
+        reach: Reach,
+        run: RunFacts,
+        restart: int = 0,
+        check: Callable[[], object] = lambda: None,
+    ) -> Reached:
+        """Connects to all hosts.
+
+        Args:
+            listed: the hosts.
+            reach: how.
+            run: what the agents are told.
+            restart: how often the run has been started again.
+            check: is called again and again meanwhile; what it raises ends the waiting.
+
+        Raises:
+            HostsError: ssh cannot be run.
+        """
+        self = cls()
+        try:
+            with _probe(run.log_dir) as probe:
+                hello = {"kind": "hello", "run_id": run.run_id, "log_dir": run.log_dir}
+                more = {"variables": dict(run.variables), "probe": probe, "restart": restart}
+                # Names may take seconds to look up: nobody is connected yet, and waits.
+                here = {host.name: is_this_machine(host.name) for host in listed}
+                for host in listed:
+                    self.connections[host.name] = Connection(host, reach, {**hello, **more}, here[host.name])
+                self._wait(lambda connection: connection.facts is not None, _CONNECT_SECONDS, check)
+            for name in [name for name, connection in self.connections.items() if connection.lost]:
+                connection = self.connections.pop(name)
+                self.problems[name] = connection.lost
+                connection.close()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def prepare(self, counts: Mapping[str, int], check: Callable[[], object] = lambda: None) -> dict[str, list[str]]:
+        """Reserves ports: the addresses `host:port` that the processes of each host get.
+
+        Args:
+            counts: how many ports each host is to reserve.
+            check: as for `reach`.
+
+        Raises:
+            HostsError: a host is lost, has no ports, or no address that others could use.
+        """
+        places: dict[str, tuple[str, list[int]]] = {}
+        order = sorted(counts, key=lambda name: self.connections[name].is_here)
+        # This machine's own address is the one from which another host is reached.
+        for is_here in (False, True):
+            names = [name for name in order if self.connections[name].is_here == is_here]
+            towards = next((address for address, _ in places.values() if not is_loopback(address)), "127.0.0.1")
+            for name in names:
+                self.connections[name].send(kind="prepare", count=counts[name], towards=towards)
+            answers = self._answers(names, check)
+            places.update({name: _place(self.connections[name], answers[name], counts[name]) for name in names})
+        self._check_addresses({name: address for name, (address, _) in places.items()})
+        return {name: [join_address(address, port) for port in ports] for name, (address, ports) in places.items()}
+
+    def close(self) -> None:
+        """Ends all that runs there, and returns when the connections have ended."""
+        for connection in self.connections.values():
+            connection.stop()
+        for connection in self.connections.values():
+            connection.close()
+
+    def __enter__(self) -> Reached:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _answers(self, names: Sequence[str], check: Callable[[], object]) -> dict[str, Any]:
+        answers: dict[str, Any] = {}
+
+        def has_answered(connection: Connection) -> bool:
+            return connection.name not in names or connection.name in answers
+
+        self._wait(has_answered, _READY_SECONDS, check, answers)
+        lost = [self.connections[name].lost for name in names if self.connections[name].lost]
+        if lost:
+            raise HostsError("; ".join(lost))
+        return answers
+
+    def _wait(
+        self,
+        is_done: Callable[[Connection], bool],
+        seconds: float,
+        check: Callable[[], object],
+        answers: dict[str, Any] | None = None,
+    ) -> None:
+        """Hears all until each is done, or lost."""
+        deadline = time.monotonic() + seconds
+        while waiting := [one for one in self.connections.values() if not one.lost and not is_done(one)]:
+            check()
+            _sleep(waiting)
+            for connection in self.connections.values():
+                connection.channel.beat()
+            for connection in waiting:
+                for told in connection.hear():
+                    if answers is not None and told["kind"] in ("ready", "error"):
+                        answers[connection.name] = told
+                if time.monotonic() > deadline and not is_done(connection):
+                    connection.is_late(seconds)
+
+    def _check_addresses(self, addresses: Mapping[str, str]) -> None:
+        others = {name: address for name, address in addresses.items() if is_loopback(address)}
+        machines = {self.connections[name].facts.identity for name in addresses}  # type: ignore[union-attr]
+        if others and len(machines) > 1:
+            name = next(iter(others))
+            raise HostsError(
+                f"host {name} was reached at {others[name]}, a port that is passed on, perhaps: other hosts cannot "
+                "connect to that address. Expected: ssh reaches each host at an address that all hosts can use; or "
+                "name the network interface that they share by TFDIST_INTERFACE"
+            )
+
+
+def _place(connection: Connection, told: Any, count: int) -> tuple[str, list[int]]:
+    if told["kind"] == "ready" and len(told["ports"]) == count:
+        return cleaned(told["address"], 100), told["ports"]
+    problem = (
+        cleaned(told["text"]) if told["kind"] == "error" else f"Received: {told['ports']}. Expected: {count} ports"
+    )
+    raise HostsError(f"host {connection.name}: {problem}")
+
+
+def _sleep(connections: Sequence[Connection]) -> None:
+    """Until one of them says something, but not for long."""
+    with selectors.DefaultSelector() as selector:
+        for connection in connections:
+            selector.register(connection.channel.reading, selectors.EVENT_READ)
+        selector.select(_TICK)
+
+
+@contextmanager
+def _probe(log_dir: str) -> Iterator[str]:
+    """A file by which an agent sees whether it has the launcher's folder of logs."""
+    path = Path(log_dir, f".host-{secrets.token_hex(8)}")
+    # Where it cannot be made, nobody shares it.
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)  # the program may have deleted it
+        path.touch()
+    try:
+        yield os.fspath(path)
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()

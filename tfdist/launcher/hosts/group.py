@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
+import base64
 import dataclasses
-import math
-import os
 import selectors
 import sys
 import time
@@ -13,15 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tfdist.cluster.foreign_text import cleaned
-from tfdist.launcher.failure import Failure
-from tfdist.launcher.group import ProcessGroup
 from tfdist.launcher.guardian import Guardian
-from tfdist.launcher.hosts.connection import SUSPICIOUS, Connection, HostsError
-from tfdist.launcher.hosts.frames import Message, Output
-from tfdist.launcher.hosts.reached import Reached
-from tfdist.launcher.process import Process
-from tfdist.launcher.run_plan import ProcessPlan
-from tfdist.launcher.terminal import Terminal
+from tfdist.launcher.hosts.connection import SUSPICIOUS, Connection, HostsError, Message, Reached
+from tfdist.launcher.output import Terminal, Writer
+from tfdist.launcher.plan import ProcessPlan
+from tfdist.launcher.policy import Failure
+from tfdist.launcher.process import Process, ProcessGroup
 from tfdist.supervision.events import EventLog, events_in
 from tfdist.supervision.exit_codes import HOST_LOST
 from tfdist.supervision.progress import Progress
@@ -31,6 +26,8 @@ _START_SECONDS = 60.0
 _KILL_PAUSE = 0.2
 # What shells return for a command that cannot be run.
 _NOT_STARTED = 127
+# How long nothing is heard while much waits to be shown, or written to the logs.
+_LONGEST_PAUSE = 2.0
 # After a longer pause this process was stopped itself: the silence of others means nothing.
 _OWN_PAUSE = 5.0
 
@@ -42,26 +39,28 @@ class RemoteProcess(Process):
         plan: what to run.
         log_dir: folder of the logs, on this machine.
         continues: see `Process`.
+        files: writes the log.
         connection: to the agent.
         number: by which its output is told from that of others.
     """
 
-    def __init__(self, plan: ProcessPlan, log_dir: Path, continues: str, connection: Connection, number: int) -> None:
-        super().__init__(plan, log_dir, continues)
+    def __init__(
+        self, plan: ProcessPlan, log_dir: Path, continues: str, files: Writer, connection: Connection, number: int
+    ) -> None:
+        super().__init__(plan, log_dir, continues, files=files)
         self.connection, self.number = connection, number
         self._pid: int | None = None
-        self._state = ""
         self._has_ended = False
         self._kill_again_at = 0.0
 
-    def start(self, size: os.terminal_size | None) -> None:
+    def start(self) -> None:
         """Asks for its start."""
         self._started_at = time.monotonic()
         plan = self.plan
         # The agent's own Python may be another one.
         command = [None if word == sys.executable and not at else word for at, word in enumerate(plan.command)]
         what = {"job": plan.job, "index": plan.index, "command": command, "env": dict(plan.env), "cpus": plan.cpus}
-        more = {"serves": plan.serves, "size": size and tuple(size), "number": self.number}
+        more = {"serves": plan.serves, "number": self.number}
         self.connection.send(kind="start", **what, **more)
 
     @property
@@ -76,8 +75,8 @@ class RemoteProcess(Process):
 
     @property
     def state(self) -> str:
-        """What it is doing, as psutil has it; empty if it is not known yet."""
-        return self._state
+        """What it is doing: not known here."""
+        return ""
 
     def poll(self) -> bool:
         """True exactly once, when it is first known to have ended."""
@@ -96,28 +95,16 @@ class RemoteProcess(Process):
             self._kill_again_at = now + _KILL_PAUSE
             self.connection.send(kind="kill", name=self.plan.name)
 
-    def resize(self, size: os.terminal_size) -> None:
-        """Gives its pseudo-terminal another size."""
-        self.connection.send(kind="resize", size=tuple(size))
-
     def close_output(self) -> None:
         """Its output comes with all else from its host."""
-
-    def hear(self, data: bytes) -> None:
-        """Takes what it has printed."""
-        # A full disk costs the log, not the training.
-        with contextlib.suppress(OSError):
-            self._log.write(data)
 
     def note(self, told: Message) -> None:
         """Takes what the agent says of it."""
         kind = told["kind"]
         if kind == "started":
-            self._pid = int(told["pid"])
-        elif kind == "state":
-            self._state = cleaned(told["state"], 100)
+            self._pid = told["pid"]
         elif kind == "end" and self.status is None:
-            self._end(int(told["status"]))
+            self._end(told["status"])
         elif kind == "over" and self.status is not None:
             self._reaped = True
         elif kind == "error":
@@ -167,11 +154,12 @@ class HostsGroup(ProcessGroup):
             self._selector.register(connection.channel.reading, selectors.EVENT_READ)
 
     def _made(self, plan: ProcessPlan, continues: str) -> Process:
-        if plan.trains and not plan.serves:
+        plan = dataclasses.replace(plan, env={**plan.env, **self._room_for(plan)})
+        if not plan.serves:
             self._progress.setdefault(plan.name, None)
         number, connection = len(self._numbers), self._connections[plan.host]
         assert self._log_dir is not None
-        process = self._numbers[number] = RemoteProcess(plan, self._log_dir, continues, connection, number)
+        process = self._numbers[number] = RemoteProcess(plan, self._log_dir, continues, self._files, connection, number)
         return process
 
     def __enter__(self) -> HostsGroup:
@@ -203,7 +191,7 @@ class HostsGroup(ProcessGroup):
         return dataclasses.replace(super().failure(process, status, hang), lost="" if hang else process.lost)
 
     def _start(self, process: Process) -> None:
-        process.start(self._size_for(process))
+        process.start()
         self._started.append(process)
 
     def _wait_for_starts(self) -> None:
@@ -221,6 +209,10 @@ class HostsGroup(ProcessGroup):
                 raise HostsError(f"no process has started within {_START_SECONDS:g} s on {names}")
 
     def _hear(self) -> None:
+        # What is not heard is not known to live: not for long.
+        if self._is_behind and time.monotonic() - self._looked_at < _LONGEST_PAUSE:
+            time.sleep(_TICK)
+            return
         self._selector.select(_TICK)
         now = time.monotonic()
         has_paused, self._looked_at = now - self._looked_at > _OWN_PAUSE, now
@@ -230,10 +222,10 @@ class HostsGroup(ProcessGroup):
             for told in connection.hear():
                 try:
                     self._take(connection, told)
-                except (KeyError, TypeError, ValueError, OverflowError) as error:
+                except (KeyError, ValueError) as error:
                     connection.lose(f"host {connection.name}: its agent has said {cleaned(told, 200)} ({error!r})")
             if not connection.lost:
-                connection.send()
+                connection.channel.beat()
             elif connection.channel.reading in self._selector.get_map():
                 self._selector.unregister(connection.channel.reading)
                 self._guardian.remove(connection.pid)  # it is killed, and its number somebody else's, perhaps
@@ -257,20 +249,19 @@ class HostsGroup(ProcessGroup):
                 process.lose(process.connection.lost)
                 self._terminal.feed(process.plan.name, b"", final=True)
 
-    def _take(self, connection: Connection, told: Message | Output) -> None:
-        if isinstance(told, Output):
-            process = self._numbers[told.number]
+    def _take(self, connection: Connection, told: Message) -> None:
+        kind = told["kind"]
+        if kind == "output":
+            process, data = self._numbers[told["number"]], base64.b64decode(told["data"])
             if process.connection is not connection:
                 raise ValueError("the output of another host")
-            process.hear(told.data)
+            process.hear(data)
             if process.plan.shown:
-                self._terminal.feed(process.plan.name, told.data)
-            return
-        kind = told["kind"]
-        if kind == "message":
+                self._terminal.feed(process.plan.name, data)
+        elif kind == "message":
             self._terminal.message(f"host {connection.name}: {cleaned(told['text'])}")
         elif kind == "events":
-            self._log_events(str(told["text"]))
+            self._log_events(told["text"])
         elif "name" in told:
             process = self._of(connection, told["name"])
             if kind == "progress":
@@ -292,16 +283,12 @@ class HostsGroup(ProcessGroup):
         if process.plan.name not in self._progress:
             return
         # The clocks of two machines have nothing to do with each other.
-        age = float(told["age"])
-        if not math.isfinite(age):
-            raise ValueError("an age that is no number")
-        when = time.monotonic() - max(age, 0.0)
-        resumed = told["resumed_step"]
-        step = None if resumed is None else int(resumed)
-        report = Progress(when, int(told["reports"]), cleaned(told["phase"], 16), int(told["step"]), step)
+        when = time.monotonic() - max(told["age"], 0.0)
+        texts = cleaned(told["phase"], 16), cleaned(told["waits_to"], 48)
+        report = Progress(when, told["reports"], texts[0], told["step"], told["resumed_step"], texts[1])
         self._progress[process.plan.name] = report
 
     def _log_events(self, text: str) -> None:
         """Where the folder of logs is not shared, what is appended to its events over there belongs to ours."""
         for event in events_in(text):
-            EventLog(str(self._log_dir), event["name"]).append(event)
+            EventLog(str(self._log_dir), event["name"], do=self._files.do).append(event)

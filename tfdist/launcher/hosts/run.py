@@ -9,8 +9,10 @@ import secrets
 import shlex
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,17 +20,16 @@ from pathlib import Path
 from tfdist.cluster.foreign_text import cleaned
 from tfdist.cluster.variables import TOKEN, text, travelling
 from tfdist.launcher.arguments import Target, stages_of
-from tfdist.launcher.attempt import Ending
-from tfdist.launcher.failure import counted, exit_code
-from tfdist.launcher.group import ProcessGroup
 from tfdist.launcher.guardian import Guardian
-from tfdist.launcher.hosts import placement
-from tfdist.launcher.hosts.connection import HostsError, Reach
+from tfdist.launcher.hosts import places as places_of
+from tfdist.launcher.hosts.connection import Facts, HostsError, Reach, Reached, RunFacts
 from tfdist.launcher.hosts.group import HostsGroup
-from tfdist.launcher.hosts.listing import ListedHost, ListError, parse_hostfile, parse_hosts
-from tfdist.launcher.hosts.reached import Reached, RunFacts
+from tfdist.launcher.hosts.places import ListedHost, ListError, parse_hostfile, parse_hosts
 from tfdist.launcher.operating_system import SignalInbox
-from tfdist.launcher.restarts import Restart, RestartPolicy
+from tfdist.launcher.output import Terminal, hidden_lines
+from tfdist.launcher.plan import PlanError, RunOptions, shares_gpus
+from tfdist.launcher.policy import Restart, RestartPolicy, counted, exit_code
+from tfdist.launcher.process import ProcessGroup
 from tfdist.launcher.run import (
     announcement,
     check_transport,
@@ -37,17 +38,12 @@ from tfdist.launcher.run import (
     new_run_id,
     shortest,
 )
-from tfdist.launcher.run_plan import PlanError, RunOptions, shares_gpus
-from tfdist.launcher.supervisor import Patience, TrainingRun
-from tfdist.launcher.terminal import Terminal, hidden_lines
-from tfdist.launcher.warm.zygote import WarmStarts
+from tfdist.launcher.supervisor import Ending, Patience, TrainingRun
 from tfdist.supervision.exit_codes import HOST_LOST
 
 # Why an option does nothing with several hosts.
 _REFUSED = {
     "host": "each host has the address at which ssh has reached it; TFDIST_INTERFACE names another network",
-    "host_discovery": "Horovod's own program names the hosts",
-    "interface": "it is for --host-discovery; TFDIST_INTERFACE names the network interface that the hosts share",
 }
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 15.0
 _TICK = 0.05
@@ -89,7 +85,7 @@ class _Asked:
         """How many processes each of the hosts may have."""
         each = self.options.gpus_per_worker
         return {
-            name: placement.slots_of(connection.host, connection.facts.machine, each)
+            name: places_of.slots_of(connection.host, connection.facts.machine, each)
             for name, connection in reached.connections.items()
             if connection.facts is not None
         }
@@ -108,7 +104,7 @@ class _Ready:
 
     reached: Reached
     options: RunOptions
-    places: placement.Places
+    places: places_of.Places
     addresses: Mapping[str, list[str]]
 
 
@@ -123,7 +119,6 @@ def run_on_hosts(
     replicas: int | None,
     ps: int,
     chief: bool,
-    evaluator: bool,
     cpus_per_worker: int | str,
     gpus_per_worker: int | str,
     env: Mapping[str, str],
@@ -133,7 +128,7 @@ def run_on_hosts(
     max_restarts: int,
     hang_timeout: float | None,
     start_timeout: float,
-    warm: bool,
+    regrow_after: float,
     transport: str,
     given: Collection[str] = (),
     **refused: object,
@@ -148,7 +143,7 @@ def run_on_hosts(
         OSError: the logs cannot be written.
     """
     option = "--hosts" if hosts is not None else "--hostfile"
-    _check_options(given, option, warm)
+    _check_options(given, option)
     try:
         listed = _listed(hosts, hostfile)
         parts = stages_of(workers, stages, replicas, ps, chief)
@@ -159,7 +154,7 @@ def run_on_hosts(
     except ValueError as error:
         raise PlanError(str(error)) from None
     # How many there are is not known before the hosts are; all else is checked now.
-    asked = (ps, chief, evaluator, cpus_per_worker, gpus_per_worker, env)
+    asked = (ps, chief, cpus_per_worker, gpus_per_worker, env)
     options = RunOptions(most or 1, *asked, stages=parts, transport=transport)
     run_id, show_all = new_run_id(), output == "all"
     folder = log_folder(log_dir, run_id)
@@ -182,19 +177,19 @@ def run_on_hosts(
             count = parts.workers if parts else most or sum(slots.values())
             _check_count(count, slots, f"--stages {stages}" if parts else f"-n {most}", option)
             options = replace(options, workers=count)
-            places = placement.place(options, slots)
+            places = places_of.place(options, slots)
             facts = {name: connection.facts for name, connection in first.connections.items() if connection.facts}
-            placement.check_places(options, places, facts)
+            places_of.check_places(options, places, {name: of.machine for name, of in facts.items()})
             first_job, first_index = options.tasks[0]
             hidden = hidden_lines(
                 show_all, {**os.environ, **env}, has_driver=any(f.machine.gpus for f in facts.values())
             )
             terminal = Terminal.standard(live=f"{first_job} {first_index}", env=os.environ, hidden=hidden)
             shown = shortest(folder)
-            terminal.message(announcement(options, str(shown), show_all, placement.described(places)))
+            terminal.message(announcement(options, str(shown), show_all, places_of.described(places)))
             for text_ in _notices(options, places, facts):
                 terminal.message(text_)
-            policy = RestartPolicy(max_restarts, min_workers=fewest if 0 < fewest < count else None)
+            policy = RestartPolicy(max_restarts, fewest if 0 < fewest < count else None, regrow_after)
             patience = Patience(grace, hang_timeout, start_timeout)
             everything = replace(everything, options=options, fewest=fewest or count)
             return HostsRun(everything, first, policy, shown, terminal, patience, inbox).run()
@@ -227,31 +222,31 @@ class HostsRun(TrainingRun):
         self._asked, self._inbox = asked, inbox
         self._slots = asked.slots(first)
         self._first: Reached | None = first
+        self._here: dict[str, int] = {}
 
-    def _attempt(self, restart: Restart, inbox: SignalInbox, guardian: Guardian, starts: WarmStarts) -> Ending:
+    def _attempt(self, restart: Restart, inbox: SignalInbox, guardian: Guardian) -> Ending:
         try:
-            return super()._attempt(restart, inbox, guardian, starts)
+            return super()._attempt(restart, inbox, guardian)
         except _Interrupted as stop:
-            self._terminal.message(str(stop))
+            self.terminal.message(str(stop))
             return Ending(stop.exit_code, interrupt=stop.number)
         except (HostsError, PlanError) as error:
             is_lost = restart.number > 0 and isinstance(error, HostsError)
             return Ending(HOST_LOST if is_lost else 1, error=str(error))
 
     @contextmanager
-    def _started(
-        self, restart: Restart, inbox: SignalInbox, guardian: Guardian, starts: WarmStarts
-    ) -> Iterator[ProcessGroup]:
+    def _started(self, restart: Restart, inbox: SignalInbox, guardian: Guardian) -> Iterator[ProcessGroup]:
         check = functools.partial(_check, inbox, self._inbox)
         first, self._first = self._first, None
         ready = self._ready(first, restart, check) if first else self._reach_again(restart, check)
         asked = self._asked
         with ready.reached as reached:
-            facts = {name: connection.facts for name, connection in reached.connections.items() if connection.facts}
+            machines = {name: one.facts.machine for name, one in reached.connections.items() if one.facts}
             of_run = (asked.command, asked.environ, asked.run.run_id, asked.run.log_dir, asked.show_all)
-            of_hosts = (ready.options, ready.places, facts, ready.addresses)
-            plans = placement.plan_hosts(*of_hosts, *of_run, restart=restart.number)
-            with HostsGroup(plans, self._log_dir, self._terminal, guardian, restart.number, reached) as group:
+            of_hosts = (ready.options, ready.places, machines, ready.addresses)
+            self._here = asked.slots(reached)
+            plans = places_of.plan_hosts(*of_hosts, *of_run, restart=restart.number)
+            with HostsGroup(plans, self._log_dir, self.terminal, guardian, restart.number, reached) as group:
                 yield group
 
     def _ready(self, reached: Reached, restart: Restart, check: Callable[[], object]) -> _Ready:
@@ -262,8 +257,9 @@ class HostsRun(TrainingRun):
         """
         slots = self._asked.slots(reached)
         options = replace(self._asked.options, workers=min(restart.workers, sum(slots.values())))
-        places = placement.place(options, slots)
-        return _Ready(reached, options, places, reached.prepare(placement.ports_needed(options, places), check))
+        places = places_of.place(options, slots)
+        counts = {name: len(tasks) for name, tasks in places.items()}
+        return _Ready(reached, options, places, reached.prepare(counts, check))
 
     def _reach_again(self, restart: Restart, check: Callable[[], object]) -> _Ready:
         """Connects to the hosts once more; waits for those that do not answer, unless it goes without them.
@@ -299,6 +295,22 @@ class HostsRun(TrainingRun):
                 time.sleep(_TICK)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
+    def _look_for_room(self) -> Future[int]:
+        """Tries to reach the hosts that are missing, in a thread: ssh may take its time."""
+        found, here, asked = Future[int](), sum(self._here.values()), self._asked
+        missing = [host for host in asked.listed if host.name not in self._here]
+
+        def look() -> None:
+            room = here
+            try:
+                with contextlib.suppress(OSError), Reached.reach(missing, asked.reach, asked.run) as reached:
+                    room += sum(asked.slots(reached).values())
+            finally:  # whatever has happened: it goes on with the hosts that it has
+                found.set_result(room)
+
+        threading.Thread(target=look, name="tfdist-look-for-room", daemon=True).start()
+        return found
+
     def _shrunk(self, slots: Mapping[str, int]) -> Iterator[str]:
         """Which hosts have not the places any more that they had at first: those of GPUs, say."""
         for name, count in slots.items():
@@ -307,7 +319,7 @@ class HostsRun(TrainingRun):
 
     def _say(self, text: str) -> None:
         """Says something about the restart under way."""
-        self._terminal.message(f"{self._recovery.name}: {text}" if self._recovery else text)
+        self.terminal.message(f"{self._recovery.name}: {text}" if self._recovery else text)
 
 
 def _check(*inboxes: SignalInbox) -> None:
@@ -331,15 +343,11 @@ def _listed(hosts: str | None, hostfile: str | None) -> list[ListedHost]:
         ) from None
 
 
-def _check_options(given: Collection[str], option: str, warm: bool) -> None:
+def _check_options(given: Collection[str], option: str) -> None:
     for name, why in _REFUSED.items():
         if name in given:
             refused = f"--{name.replace('_', '-')}"
             raise PlanError(f"{refused} and {option}: expected only one of them: {why}. Leave {refused} out.")
-    if "warm" in given and warm:
-        raise PlanError(
-            f"--warm and {option}: expected only one of them: processes are not forked on other hosts. Leave it out."
-        )
 
 
 def _words(ssh: str) -> list[str]:
@@ -362,7 +370,7 @@ def _check_count(count: int, slots: Mapping[str, int], asked: str, option: str) 
         )
 
 
-def _notices(options: RunOptions, places: placement.Places, facts: Mapping[str, placement.Facts]) -> Iterator[str]:
+def _notices(options: RunOptions, places: places_of.Places, facts: Mapping[str, Facts]) -> Iterator[str]:
     """What the user should know before it starts."""
     machines: dict[str, str] = {}
     for name, of_host in facts.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,13 +10,13 @@ from typing import Any
 
 from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.ports import reserve
-from tfdist.launcher.group import ProcessGroup
 from tfdist.launcher.guardian import Guardian
 from tfdist.launcher.local.calls import LaunchError, Outcome, call_command, read_outcome, write_call
 from tfdist.launcher.local.fork_server import fork, own_environment
-from tfdist.launcher.process import Process, Program, start_unpinned
-from tfdist.launcher.run_plan import ProcessPlan
-from tfdist.launcher.terminal import Terminal
+from tfdist.launcher.output import Terminal
+from tfdist.launcher.plan import ProcessPlan
+from tfdist.launcher.process import Process, ProcessGroup, Program, start_unpinned
+from tfdist.supervision.process_folders import process_folder
 
 _LAST_LINES = 40
 
@@ -75,11 +74,10 @@ def run_local(
         [0, 1]
     """
     with (
-        tempfile.TemporaryDirectory(prefix="tfdist-local-") as folder,
+        process_folder("local") as root,
         reserve(workers + bool(ps) + ps) as ports,
         Guardian() as guardian,
     ):
-        root = Path(folder)
         write_call(root / "call", fn, args, devices_per_worker)
         plans = _plans(root, workers, ps, ports.ports, env or {})
 

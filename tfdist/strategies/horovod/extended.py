@@ -1,15 +1,130 @@
-"""The part of `HorovodStrategy` that `tf.distribute` calls."""
+"""The part of `HorovodStrategy` that `tf.distribute` calls, and Horovod's collectives, which it exchanges by.
+
+step of the one replica of this process, in one graph
+    gradients, sums of metrics ──> cast to a dtype that Horovod adds ──> matrix of unknown shape ──> hvd.allreduce
+    rows of predictions        ──> bits of a dtype that it carries   ──> matrix of unknown shape ──> hvd.allgather
+initial values of variables    ──> hvd.broadcast from rank 0
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfdist.compat.upstream import distribute_lib, distribute_utils, input_util, mirrored_strategy, trackable, values
-from tfdist.strategies.horovod.collectives import Collectives
-from tfdist.strategies.job_member import JobMemberExtended
+from tfdist.compat.upstream import (
+    distribute_lib,
+    distribute_utils,
+    func_graph,
+    input_util,
+    mirrored_strategy,
+    trackable,
+    values,
+)
+from tfdist.steps.reduce import gathered_together
+from tfdist.strategies.data_parallel.strategy import DataParallelExtended
+
+# What Horovod can add up, and what it can carry. All others travel as what is named here.
+_ADDED = (tf.uint8, tf.int8, tf.int32, tf.int64, tf.float16, tf.float32, tf.float64)
+_ADDED_AS = {tf.bfloat16: tf.float32, tf.bool: tf.int32, tf.int16: tf.int32, tf.uint16: tf.int32, tf.uint32: tf.int64}
+_CARRIED = (*_ADDED, tf.uint16, tf.int16, tf.bool)
+_CARRIED_AS = {tf.bfloat16: tf.uint16, tf.uint32: tf.int32, tf.uint64: tf.int64, tf.complex64: tf.int64}
+
+
+class Collectives:
+    """The collectives of all processes, by the module `horovod.tensorflow`, which is initialized."""
+
+    def __init__(self, horovod: Any):
+        self._horovod = horovod
+        self.size: int = horovod.size()
+        self.rank: int = horovod.rank()
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._zero = tf.Variable(0, trainable=False)
+
+    def all_reduce(self, op: tf.distribute.ReduceOp, value: tf.Tensor | tf.IndexedSlices) -> Any:
+        """Sum or mean over all processes, of a tensor or of slices; the same bits on all of them.
+
+        Raises:
+            TypeError: for a dtype that has no sum.
+        """
+        if isinstance(value, tf.IndexedSlices):
+            scaled = value.values / self.size if op == tf.distribute.ReduceOp.MEAN else value.values
+            return tf.IndexedSlices(self.all_gather(scaled), self.all_gather(value.indices), value.dense_shape)
+        dtype = value.dtype if value.dtype in _ADDED else _carrying_dtype(_ADDED_AS, value.dtype, "added up")
+        matrix = self._matrix(tf.cast(value, dtype), tf.size(value), 1)
+        summed = self._horovod.allreduce(matrix, op=self._horovod.Sum, **_named("sum"))
+        if op == tf.distribute.ReduceOp.MEAN:
+            summed = summed / tf.cast(self.size, dtype) if dtype.is_floating else summed // tf.cast(self.size, dtype)
+        return tf.cast(_shaped(summed, value), value.dtype)
+
+    def all_gather(self, value: tf.Tensor) -> tf.Tensor:
+        """The rows of all processes, which may have differently many, by rank.
+
+        Raises:
+            TypeError: for a dtype that cannot be sent.
+        """
+        matrix = self._matrix(_as_carried(value), tf.shape(value)[0], tf.reduce_prod(tf.shape(value)[1:]))
+        gathered = self._horovod.allgather(matrix, **_named("rows"))
+        gathered = tf.reshape(gathered, tf.concat([tf.shape(gathered)[:1], tf.shape(value)[1:]], 0))
+        return tf.ensure_shape(_back(gathered, value.dtype), [None, *value.shape[1:]])
+
+    def broadcast(self, value: tf.Tensor) -> tf.Tensor:
+        """The value of the first process.
+
+        Raises:
+            TypeError: for a dtype that cannot be sent.
+        """
+        matrix = self._matrix(_as_carried(value), tf.size(value), 1)
+        sent = self._horovod.broadcast(matrix, root_rank=0, **_named("first"))
+        return _back(_shaped(sent, value), value.dtype)
+
+    def _matrix(self, value: tf.Tensor, rows: tf.Tensor, columns: tf.Tensor | int) -> tf.Tensor:
+        """Reshapes to a matrix whose shape TensorFlow does not know before it runs the graph.
+
+        Horovod does not declare its operations stateful. TensorFlow would fold an operation whose input is constant
+        (a static number of rows, say): run it once while it optimizes the graph, when other processes may not. The
+        unknown shape prevents that; a reshape copies nothing.
+        """
+        return tf.reshape(value, tf.stack([rows, columns]) + self._zero)
+
+
+def _named(kind: str) -> dict[str, Any]:
+    """A name for a collective: its number in the graph. The processes match collectives by their names.
+
+    Horovod would take the name scope, which contains names of layers, and these count what else a process has built.
+    Eager collectives need no name.
+    """
+    if tf.executing_eagerly():
+        return {}
+    graph = tf.compat.v1.get_default_graph()
+    while isinstance(getattr(graph, "outer_graph", None), func_graph.FuncGraph):
+        graph = graph.outer_graph
+    graph._tfdist_collectives = number = getattr(graph, "_tfdist_collectives", 0) + 1
+    return {"name": f"tfdist_{kind}_{number}", "ignore_name_scope": True}
+
+
+def _shaped(matrix: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
+    return tf.reshape(matrix, like.shape if like.shape.is_fully_defined() else tf.shape(like))
+
+
+def _as_carried(value: tf.Tensor) -> tf.Tensor:
+    return value if value.dtype in _CARRIED else tf.bitcast(value, _carrying_dtype(_CARRIED_AS, value.dtype, "sent"))
+
+
+def _back(value: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    return value if value.dtype == dtype else tf.bitcast(value, dtype)
+
+
+def _carrying_dtype(table: dict[tf.DType, tf.DType], dtype: tf.DType, what: str) -> tf.DType:
+    if dtype not in table:
+        raise TypeError(
+            f"Received: a tensor of dtype {dtype.name}, to be {what} by Horovod. Expected: one of "
+            f"{', '.join(sorted(known.name for known in (*_CARRIED, *table)))}; convert it, or leave it out of what "
+            "the step returns."
+        )
+    return table[dtype]
 
 
 class _OwnInput(mirrored_strategy.MirroredExtended):
@@ -36,28 +151,20 @@ class _OwnInput(mirrored_strategy.MirroredExtended):
         return tf.distribute.InputContext(size, rank, size)
 
 
-class HorovodExtended(JobMemberExtended, _OwnInput):
+class HorovodExtended(DataParallelExtended, _OwnInput):
     """One replica a process, on one device; what replicas exchange, Horovod carries.
 
     Args:
         strategy: the strategy.
         device: this process' device.
-        collectives: the group of processes; `None` for a single process.
-        from_first: whether variables begin with the first process' values.
+        collectives: of all processes; `None` for a single one.
     """
 
-    def __init__(
-        self, strategy: tf.distribute.Strategy, device: str, collectives: Collectives | None, from_first: bool
-    ):
-        self.connect(collectives)
-        self._from_first = from_first
-        super().__init__(strategy, devices=[device])
-
-    def connect(self, collectives: Collectives | None) -> None:
-        """Uses the collectives of these processes from now on."""
+    def __init__(self, strategy: tf.distribute.Strategy, device: str, collectives: Collectives | None):
         self._collectives = collectives
         self._size = collectives.size if collectives else 1
         self._rank = collectives.rank if collectives else 0
+        super().__init__(strategy, devices=[device])
 
     # Who is where
 
@@ -95,15 +202,11 @@ class HorovodExtended(JobMemberExtended, _OwnInput):
         return False
 
     def _call_for_each_replica(self, fn: Callable, args: tuple, kwargs: dict) -> Any:
-        # In the thread of the caller: there is one replica, which has nobody to wait for outside of collectives.
-        context = distribute_lib.ReplicaContext(self._container_strategy(), replica_id_in_sync_group=self._rank)
-        args, kwargs = distribute_utils.select_replica(0, (args, kwargs))
-        with context, tf.device(self._devices[0]):
-            result = fn(*args, **kwargs)
-        return distribute_utils.regroup((result,))
+        # There is one replica, which has nobody to wait for outside of collectives.
+        return self._call_here(self._rank, fn, args, kwargs)
 
     def _get_variable_creator_initial_value(self, replica_id: int, device: str, primary_var: Any, **kwargs: Any) -> Any:
-        if self._collectives is None or not self._from_first:
+        if self._collectives is None:
             return super()._get_variable_creator_initial_value(replica_id, device, primary_var, **kwargs)
 
         def of_first_process() -> tf.Tensor:
@@ -134,7 +237,7 @@ class HorovodExtended(JobMemberExtended, _OwnInput):
     def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> list:
         return [self._all_reduce(reduce_op, _of_this_process(value)) for value, _ in value_destination_pairs]
 
-    def _gather_to_implementation(self, value: Any, destinations: Any, axis: int, options: Any) -> tf.Tensor:
+    def _gather_dense(self, value: Any, destinations: Any, axis: int, options: Any) -> tf.Tensor:
         value = tf.convert_to_tensor(_of_this_process(value))
         if self._collectives is None:
             return value
@@ -144,8 +247,8 @@ class HorovodExtended(JobMemberExtended, _OwnInput):
         gathered = self._collectives.all_gather(tf.transpose(value, order))
         return tf.transpose(gathered, [order.index(i) for i in range(len(order))])
 
-    def _gather_of_rows(self) -> Callable[[tf.Tensor], tf.Tensor] | None:
-        return self._collectives and self._collectives.all_gather
+    def _gather_of_rows(self) -> Callable[[Sequence[tf.Tensor]], list[tf.Tensor]] | None:
+        return self._collectives and functools.partial(gathered_together, self._collectives.all_gather)
 
     def _all_reduce(self, reduce_op: Any, value: Any) -> Any:
         if self._collectives is None:

@@ -1,7 +1,10 @@
 """The processes that Horovod connects, and how this one finds them.
 
-horovodrun         has told Horovod already who is where, and so has mpirun, if Horovod was built with MPI
+horovodrun         connects the processes, and so does mpirun, if Horovod was built with MPI
 a tfdist cluster   the processes meet at the chief, which then keeps the addresses of Horovod's connections for them
+
+Horovod's library reads these variables when it connects the processes, and again whenever it forms another group of
+them, so they are set for this process as horovodrun would have set them for it.
 """
 
 from __future__ import annotations
@@ -15,53 +18,28 @@ import secrets
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfdist.cluster import preflight
-from tfdist.cluster.barrier import meet
-from tfdist.cluster.barrier.messages import named
+from tfdist.cluster import preflight, server, sockets
 from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.discovery import find
+from tfdist.cluster.environments.launchers import HOROVODRUN, SET_FOR_HOROVOD
 from tfdist.cluster.errors import ClusterError
-from tfdist.cluster.key_value import KeyValueClient, KeyValueServer, ProcessGoneError
-from tfdist.runtime.chief_io import ChiefIO
-from tfdist.runtime.elastic import is_elastic
+from tfdist.cluster.meeting import meet, named, store_of
+from tfdist.cluster.server import Client, ProcessGoneError, Server, Store
+from tfdist.runtime.chief import ChiefIO
 from tfdist.runtime.job import Job, enter, has_failed, introduction, joined
 from tfdist.runtime.peers import Peers
-from tfdist.strategies.horovod import environment, installation
-from tfdist.strategies.horovod.collectives import Collectives
-from tfdist.strategies.horovod.topology import groups_of, process_set_of
+from tfdist.strategies.horovod import installation
+from tfdist.strategies.horovod.extended import Collectives
 
 _log = logging.getLogger("tfdist")
 _POLL_SECONDS = 10.0
+_CONNECT_SECONDS = 30.0
 # How long rank 0 keeps the messages for those that have yet to read the last ones.
 _LAST_WORDS_SECONDS = 10.0
-
-
-class _GroupStore:
-    """The part of a job's store for one group of ranks, which are numbered from 0 within it."""
-
-    def __init__(self, store: KeyValueServer | KeyValueClient, group: Sequence[int]):
-        self._store, self._group = store, group
-        self._prefix = f"group of {group[0]}/"
-
-    def set(self, name: str, text: str) -> None:
-        """See `Store` in peers.py."""
-        self._store.set(self._prefix + name, text)
-
-    def decide(self, name: str, text: str) -> str:
-        """See `Store` in peers.py."""
-        return self._store.decide(self._prefix + name, text)
-
-    def delete(self, name: str) -> None:
-        """See `Store` in peers.py."""
-        self._store.delete(self._prefix + name)
-
-    def get(self, name: str, seconds: float, of: int | None = None) -> str | None:
-        """See `Store` in peers.py."""
-        return self._store.get(self._prefix + name, seconds, None if of is None else self._group[of])
 
 
 @dataclasses.dataclass
@@ -70,8 +48,7 @@ class HorovodJob(Job):
 
     Attributes:
         horovod: the module `horovod.tensorflow`.
-        collectives: what it carries for the processes that train with this one.
-        group: the ranks of those; `None` for all.
+        collectives: what it carries.
         device: this process' device.
         store: where all processes leave messages for each other.
         failed: whether the last fit has ended by an exception.
@@ -79,9 +56,8 @@ class HorovodJob(Job):
 
     horovod: Any = None
     collectives: Collectives | None = None
-    group: tuple[int, ...] | None = None
     device: str = "CPU:0"
-    store: KeyValueServer | KeyValueClient | None = None
+    store: Store | None = None
     failed: bool = False
 
     def leave(self) -> None:
@@ -98,9 +74,9 @@ class HorovodJob(Job):
         with contextlib.suppress(Exception):
             self.horovod.shutdown()
         with contextlib.suppress(Exception):
-            if isinstance(self.store, KeyValueServer):
+            if isinstance(self.store, Server):
                 self.store.wait_until_left(_LAST_WORDS_SECONDS if not self.failed else 0.0)
-            self.store.close()
+            self.store.leave()
 
     def _wait_for_the_others(self) -> None:
         own = self.horovod.rank()
@@ -114,14 +90,11 @@ class HorovodJob(Job):
                     _log.info("rank %d has come to its end, and waits for rank %d", own, rank)
 
 
-def join(
-    cluster: ClusterConfig, ranks: Sequence[int] | None, start_timeout: float, peer_timeout: float
-) -> HorovodJob | None:
+def join(cluster: ClusterConfig, start_timeout: float, peer_timeout: float) -> HorovodJob | None:
     """Connects the processes; `None` if there is only this one.
 
     Args:
         cluster: the cluster, if tfdist knows it; otherwise a single process.
-        ranks: those that train together with this one; `None` for all.
         start_timeout: how long to wait until all are there, in seconds; horovodrun and mpirun have limits of their own.
         peer_timeout: how long to wait for another process that has not yet come to the same call, in seconds.
 
@@ -129,28 +102,28 @@ def join(
         ClusterError: if a process does not come, Horovod cannot connect them, or they do not fit together.
         ImportError: if Horovod is not installed, or was built for another TensorFlow.
     """
-    launcher = environment.launcher(os.environ) if cluster.is_single_process else None
-    group = None if ranks is None else tuple(sorted(int(rank) for rank in ranks))
+    launcher = launcher_of(os.environ) if cluster.is_single_process else None
     if launcher is None and cluster.num_workers == 1:
-        groups_of([group])
         return None
     before = joined()
     if before is not None:
-        return _again(before, cluster, group, peer_timeout)
+        return _again(before, cluster, peer_timeout)
     horovod = installation.load()
-    if not is_elastic(os.environ):
-        # There are no groups in an elastic job; and while they may be formed, a step that begins at the moment at which
-        # another process dies can slip through: it neither fails nor ends.
-        environment.allow_groups()
+    if os.environ.get("HOROVOD_ELASTIC") == "1":
+        raise ClusterError(
+            "Received: a process of Horovod's elastic driver (HOROVOD_ELASTIC=1). Expected: a fixed number of "
+            "processes; `tfdist run -n MIN:MAX` starts fewer after a failure."
+        )
     if launcher is None:
         _meet(cluster, start_timeout)
-    size = environment.size(os.environ) if launcher else cluster.num_workers
-    _initialize(horovod, None if is_elastic(os.environ) else size, launcher or "tfdist")
+    _initialize(horovod, size_of(os.environ) if launcher else cluster.num_workers, launcher or "tfdist")
     # Before anything makes TensorFlow take memory on all of them.
     device = own_device(horovod.local_rank())
-    job = _form(horovod, None if launcher else cluster, group, device, peer_timeout)
+    job = _form(horovod, None if launcher else cluster, device, peer_timeout)
     enter(job)
-    _leave_first(job)
+    # Registered once more, so that it runs before Horovod's own exit handler, which each `init` registers.
+    atexit.unregister(job.leave)
+    atexit.register(job.leave)
     return job
 
 
@@ -163,7 +136,7 @@ def is_connected_by_launcher(env: Mapping[str, str]) -> bool:
     """
     if isinstance(find(env), ClusterConfig):
         return False
-    launcher = environment.launcher(env)
+    launcher = launcher_of(env)
     return launcher == "horovodrun" or (launcher is not None and installation.load().mpi_built())
 
 
@@ -183,78 +156,52 @@ def own_device(local_rank: int) -> str:
     return "GPU:0"
 
 
-def rejoin(job: HorovodJob) -> None:
-    """Connects the processes of an elastic job anew: those that are left, and those that have come.
-
-    Waits until Horovod's driver has enough of them.
-    """
-    with contextlib.suppress(Exception):
-        job.store.close()
-    job.horovod.shutdown()
-    _initialize(job.horovod, None, "Horovod's elastic driver")
-    formed = _form(job.horovod, None, None, job.device, job.peers.timeout)
-    vars(job).update(vars(formed))
-    _leave_first(job)
-
-
-def _leave_first(job: HorovodJob) -> None:
-    """Registers `job.leave` anew, so that it runs before Horovod's own exit handler, which each `init` registers."""
-    atexit.unregister(job.leave)
-    atexit.register(job.leave)
-
-
-def _form(
-    horovod: Any,
-    cluster: ClusterConfig | None,
-    group: tuple[int, ...] | None,
-    device: str,
-    peer_timeout: float,
-) -> HorovodJob:
+def _form(horovod: Any, cluster: ClusterConfig | None, device: str, peer_timeout: float) -> HorovodJob:
     """The job of the processes that Horovod has connected; all of them come here at the same time."""
     rank = horovod.rank()
-    token = secrets.token_bytes(32)
-    server = KeyValueServer(token, horovod.size()) if rank == 0 else None
-    own = {**introduction(), "group": group, "host": socket.gethostname(), "name": environment.host(os.environ)}
-    everyone = horovod.allgather_object({**own, "port": server and server.port, "token": token if server else None})
+    own = {
+        **introduction(),
+        "host": socket.gethostname(),
+        "name": os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname(),
+    }
+    own |= {"token": secrets.token_bytes(32), "port": None}
+    hello, store = server.hello(rank, f"rank {rank}"), None
+    if cluster is not None:
+        store = store_of(cluster)
+    elif rank == 0:
+        store = Server(sockets.bind_everywhere(0, reuse=False), own["token"], horovod.size(), hello)
+        own["port"] = store.port
+    everyone = horovod.allgather_object(own)
     _check_same(everyone)
-    groups = groups_of([one["group"] for one in everyone])
     first = everyone[0]
-    local = len({one["host"] for one in everyone}) == 1
-    place = "localhost" if local else first["name"], first["port"]
-    store = server or KeyValueClient(place, first["token"], rank)
-    process_set = process_set_of(horovod, groups)
-    members = process_set.ranks or range(horovod.size())
+    if store is None:
+        local = len({one["host"] for one in everyone}) == 1
+        place = "localhost" if local else first["name"], first["port"]
+        store = Client(place, first["token"], hello, _CONNECT_SECONDS)
     if cluster is not None:
         names = named(cluster, cluster.compute_tasks)
     else:
         names = [f"rank {rank} ({one['host']})" for rank, one in enumerate(everyone)]
-    shared = _GroupStore(store, members)
-    peers = Peers([names[member] for member in members], process_set.rank(), peer_timeout, shared)
+    peers = Peers(names, rank, peer_timeout, store)
     return HorovodJob(
         cluster,
         peers,
         ChiefIO(peers),
-        everyone[members[0]]["seed"],
-        everyone[members[0]]["seed is given"],
+        first["seed"],
+        first["seed is given"],
         horovod=horovod,
-        collectives=Collectives(horovod, process_set),
-        group=group,
+        collectives=Collectives(horovod),
         device=device,
         store=store,
     )
 
 
-def _again(before: Job, cluster: ClusterConfig, group: tuple[int, ...] | None, peer_timeout: float) -> HorovodJob:
+def _again(before: Job, cluster: ClusterConfig, peer_timeout: float) -> HorovodJob:
     """The job of a former strategy of this process."""
     if not isinstance(before, HorovodJob) or (before.cluster is not None and before.cluster != cluster):
         raise ClusterError(
             f"Received: HorovodStrategy in {cluster}. Expected: {before}, which this process has joined already. Use "
             "one kind of strategy and one cluster in a process, or start another process."
-        )
-    if group is not None and group != before.group:
-        raise ClusterError(
-            f"Received: process_set={list(group)}. Expected: {before.group and list(before.group)}, as in this "
-            "process' first HorovodStrategy, or None for the same. Start another process for another group."
         )
     before.peers.timeout = peer_timeout
     return before
@@ -263,13 +210,13 @@ def _again(before: Job, cluster: ClusterConfig, group: tuple[int, ...] | None, p
 def _meet(cluster: ClusterConfig, start_timeout: float) -> None:
     """Meets the other processes and tells Horovod where they are."""
     preflight.require(cluster)
-    port = environment.start_rendezvous(cluster) if cluster.is_chief else None
+    port = start_rendezvous(cluster) if cluster.is_chief else None
     everyone = meet(cluster, timeout=start_timeout, info={**introduction(), "port": port})
-    environment.describe(cluster, everyone[0]["port"])
+    describe(cluster, everyone[0]["port"])
 
 
-def _initialize(horovod: Any, size: int | None, launcher: str) -> None:
-    """Lets Horovod connect the processes, of which there should be `size`, if that is known."""
+def _initialize(horovod: Any, size: int, launcher: str) -> None:
+    """Lets Horovod connect the processes, of which there should be `size`."""
     if not horovod.is_initialized():
         try:
             horovod.init()
@@ -278,17 +225,11 @@ def _initialize(horovod: Any, size: int | None, launcher: str) -> None:
                 f"Horovod could not connect the processes: {error}. Expected: every process can reach the others on "
                 "the network interface HOROVOD_GLOO_IFACE; the lines above tell what was tried"
             ) from None
-        if size is not None and horovod.size() != size:
-            raise ClusterError(
-                f"Received: {size} processes, started by {launcher}, of which Horovod connects {horovod.size()}: each "
-                "would train by itself. Expected: one job of all. Leave HOROVOD_CONTROLLER and HOROVOD_CPU_OPERATIONS "
-                "unset, or start it by `tfdist run --transport horovod` or `horovodrun --gloo`"
-            )
-    elif size is not None and horovod.size() != size:
+    if horovod.size() != size:
         raise ClusterError(
-            f"Received: {size} processes, started by {launcher}, and hvd.init() before tfdist.HorovodStrategy(), which "
-            f"has connected {horovod.size()}: each would train by itself. Expected: no hvd.init(), which the strategy "
-            "calls"
+            f"Received: {size} processes, started by {launcher}, of which Horovod connects {horovod.size()}. Expected: "
+            "one job of all, started by `tfdist run --transport horovod` or `horovodrun --gloo`, without "
+            "HOROVOD_CONTROLLER and HOROVOD_CPU_OPERATIONS, and without hvd.init(), which the strategy calls"
         )
 
 
@@ -298,3 +239,144 @@ def _check_same(everyone: list[dict]) -> None:
         if len(set(values)) > 1:
             listing = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
             raise ClusterError(f"{key.removeprefix('same.')} differs: {listing}; make it the same on every rank")
+
+
+# By which a launcher's processes know how many they are.
+_SIZES = {"horovodrun": "HOROVOD_SIZE", "mpirun": "OMPI_COMM_WORLD_SIZE", "mpiexec": "PMI_SIZE"}
+
+
+def launcher_of(env: Mapping[str, str]) -> str | None:
+    """The launcher that has set where the processes are: horovodrun, mpirun or mpiexec; else `None`.
+
+    Example:
+        >>> launcher_of({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"}), launcher_of({})
+        ('horovodrun', None)
+    """
+    if HOROVODRUN.detect(env):
+        return "horovodrun"
+    if env.get(_SIZES["horovodrun"]):
+        return None  # set by `describe`
+    # A single process under mpirun needs no Horovod.
+    return next((name for name, variable in _SIZES.items() if (env.get(variable) or "1") != "1"), None)
+
+
+def size_of(env: Mapping[str, str]) -> int:
+    """How many processes the launcher has started.
+
+    Example:
+        >>> size_of({"OMPI_COMM_WORLD_SIZE": "4"}), size_of({})
+        (4, 1)
+    """
+    return next((int(env[variable]) for variable in _SIZES.values() if env.get(variable)), 1)
+
+
+def start_rendezvous(cluster: ClusterConfig) -> int:
+    """Starts the server at which Horovod's connections find each other, in this process; returns its port."""
+    from horovod.runner.common.util.hosts import SlotInfo
+    from horovod.runner.http.http_server import RendezvousServer
+
+    server = RendezvousServer()
+    port = server.start()
+    server.init([SlotInfo(**place._asdict()) for place in places(_hosts(cluster))])
+    return port
+
+
+def describe(cluster: ClusterConfig, port: int) -> None:
+    """Sets what horovodrun would have set.
+
+    Args:
+        cluster: the cluster and this process' place in it.
+        port: of the server at the chief.
+
+    Raises:
+        ClusterError: if the chief has no IPv4 address.
+    """
+    place = places(_hosts(cluster))[cluster.rank]
+    chief = _hosts(cluster)[0]
+    try:
+        address = socket.gethostbyname(chief)
+    except OSError as error:
+        raise ClusterError(
+            f"Received: {chief} as the host of the chief, which has no IPv4 address here ({error}). Expected: one that "
+            "has; Horovod's connections begin over IPv4"
+        ) from None
+    variables = {f"HOROVOD_{name.upper()}": str(value) for name, value in place._asdict().items()}
+    variables |= {
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
+        SET_FOR_HOROVOD: str(port),
+    }
+    interface = interface_of(place.hostname)
+    if interface is not None and "HOROVOD_GLOO_IFACE" not in os.environ:
+        variables["HOROVOD_GLOO_IFACE"] = interface
+    os.environ.update(variables)
+
+
+def interface_of(host: str) -> str | None:
+    """The network interface of this machine that has a host's address; `None` if none has.
+
+    Example:
+        >>> interface_of("127.0.0.1")
+        'lo'
+    """
+    import psutil
+
+    try:
+        wanted = {info[4][0] for info in socket.getaddrinfo(host, None)}
+    except OSError:
+        return None
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address.split("%")[0] in wanted for address in addresses):
+            return name
+    return None
+
+
+def _hosts(cluster: ClusterConfig) -> list[str]:
+    """The host of each rank, without its port."""
+    addresses = (cluster.jobs[job][index] for job, index in cluster.compute_tasks)
+    return [address.rpartition(":")[0].strip("[]") for address in addresses]
+
+
+class Place(NamedTuple):
+    """One rank among all.
+
+    Attributes:
+        hostname: its host.
+        rank: its number.
+        local_rank: its number among the ranks of its host.
+        cross_rank: its number among the ranks with this local rank on all hosts.
+        size: how many ranks there are.
+        local_size: how many on its host.
+        cross_size: how many hosts have this local rank.
+    """
+
+    hostname: str
+    rank: int
+    local_rank: int
+    cross_rank: int
+    size: int
+    local_size: int
+    cross_size: int
+
+
+def places(hosts: Sequence[str]) -> list[Place]:
+    """The place of each rank.
+
+    Args:
+        hosts: the host of each rank, in any order.
+
+    Example:
+        >>> places(["a", "b", "a"])[2]
+        Place(hostname='a', rank=2, local_rank=1, cross_rank=0, size=3, local_size=2, cross_size=1)
+    """
+    names = list(dict.fromkeys(hosts))
+    sizes = {name: hosts.count(name) for name in names}
+    local_ranks = [hosts[:rank].count(host) for rank, host in enumerate(hosts)]
+    found = []
+    for rank, (host, local_rank) in enumerate(zip(hosts, local_ranks, strict=True)):
+        across = [name for name in names if sizes[name] > local_rank]
+        sizes_of_rank = (len(hosts), sizes[host], len(across))
+        found.append(Place(host, rank, local_rank, across.index(host), *sizes_of_rank))
+    return found

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
+from tfdist.arguments import check_seconds
 from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.errors import ClusterError
 from tfdist.compression import PowerSGD, TopK
-from tfdist.inspection import random_state, replica_values
+from tfdist.inspection.model_state import random_state_kept
 from tfdist.memory.policy import MemoryPolicy
-from tfdist.runtime.elastic import Members, is_elastic
-from tfdist.steps.common_hooks import install
+from tfdist.strategies.data_parallel.strategy import DataParallelHooks
+from tfdist.strategies.hooks import install
 from tfdist.strategies.horovod.extended import HorovodExtended
-from tfdist.strategies.horovod.job import is_connected_by_launcher, join, own_device, rejoin
-from tfdist.strategies.horovod.keras_hooks import HorovodHooks
-from tfdist.strategies.horovod.memory_folders import memory_folder
-from tfdist.strategies.horovod.validation import NARROW, check_arguments
+from tfdist.strategies.horovod.job import is_connected_by_launcher, join, own_device
 from tfdist.strategies.multi_worker import MultiWorkerMirroredStrategy, cluster_of, resolver_of
 
 
@@ -39,8 +36,6 @@ class HorovodStrategy(MultiWorkerMirroredStrategy):
             error of up to 2**-11 in each addend and partial sum, and infinity above 65504; or a method of
             `tfdist.compression`.
         bucket_bytes: as in `MultiWorkerMirroredStrategy`.
-        process_set: ranks that train together, this one among them; every process names the group it belongs to.
-            `None` for all, or for those of this process' first `HorovodStrategy`.
         cluster: as in `MultiWorkerMirroredStrategy`.
         batch_norm: as in `MultiWorkerMirroredStrategy`.
         memory: as in `MultiWorkerMirroredStrategy`.
@@ -50,10 +45,9 @@ class HorovodStrategy(MultiWorkerMirroredStrategy):
 
     Raises:
         ImportError: if Horovod is not installed, or was built for another TensorFlow.
-        tfdist.ClusterError: if a process does not come, the processes do not fit together, or `process_set` names a
-            rank that does not exist.
-        ValueError: for an unknown `compression` or `batch_norm`, a `bucket_bytes` or a limit of time
-            that is no positive number, or a `process_set` that is no list of distinct ranks.
+        tfdist.ClusterError: if a process does not come, or the processes do not fit together.
+        ValueError: for an unknown `compression` or `batch_norm`, or a `bucket_bytes` or a limit of time that is no
+            positive number.
 
     References:
         Sergeev and Del Balso, "Horovod: fast and easy distributed deep learning in TensorFlow" (arXiv 1802.05799).
@@ -74,7 +68,6 @@ class HorovodStrategy(MultiWorkerMirroredStrategy):
         *,
         compression: str | PowerSGD | TopK | None = None,
         bucket_bytes: int | str | None = "auto",
-        process_set: Sequence[int] | None = None,
         cluster: ClusterConfig | None = None,
         batch_norm: str = "global",
         memory: MemoryPolicy | str | None = None,
@@ -82,53 +75,44 @@ class HorovodStrategy(MultiWorkerMirroredStrategy):
         peer_timeout: float = 1800.0,
     ):
         install()
-        limits = {"start_timeout": start_timeout, "peer_timeout": peer_timeout}
-        check_arguments(compression, process_set, **limits)
-        if process_set is not None and is_elastic(os.environ):
-            raise ValueError(
-                f"Received: process_set={list(process_set)} in an elastic job. Expected: None; ranks change there."
-            )
+        check_seconds(start_timeout=start_timeout, peer_timeout=peer_timeout)
         self._configure_data_parallel(compression, bucket_bytes, batch_norm, memory, NARROW)
         try:
             # Horovod draws the port of its server from the program's own generator, and on rank 0 only.
-            with random_state.kept():
+            with random_state_kept():
                 if cluster is None and cluster_resolver is None and is_connected_by_launcher(os.environ):
                     cluster = ClusterConfig.single_process()
                 config = cluster_of(cluster, cluster_resolver, start_timeout)
-                self._job = join(config, process_set, start_timeout, peer_timeout)
+                self._job = join(config, start_timeout, peer_timeout)
         except (ClusterError, ImportError) as error:
             # Its text is for who has started the job; where in tfdist it was found out only hides it.
             raise error.with_traceback(None) from None
         collectives = self._job.collectives if self._job else None
         device = self._job.device if self._job else own_device(0)
-        elastic = self._job is not None and is_elastic(os.environ)
-        # Whoever comes later makes variables when the others do not: they get their values when fit begins.
-        extended = HorovodExtended(self, device, collectives, from_first=not elastic)
+        extended = HorovodExtended(self, device, collectives)
         extended._cluster_resolver = cluster_resolver or resolver_of(config)
         tf.distribute.Strategy.__init__(self, extended)
-        self._begin_as_member()
-        self._keras_hooks = HorovodHooks(self)
-        with random_state.kept():
-            self._members = Members(self.horovod) if elastic else None
-        self._memory_folder = memory_folder(self) if elastic else None
+        self._begin()
+        self._keras_hooks = _HorovodHooks(self)
 
     @property
     def horovod(self) -> Any:
         """The module `horovod.tensorflow`, initialized; `None` in a single process."""
         return self._job.horovod if self._job else None
 
-    @contextlib.contextmanager
-    def _noting_failure(self) -> Iterator[None]:
-        """Notes whether a fit fails: then this process does not wait for the others at the end of the program."""
-        if self._job is not None:
-            self._job.failed = True
-        yield
-        if self._job is not None:
-            self._job.failed = False
 
-    def _regroup(self) -> None:
-        """Connects the processes of an elastic job anew; functions that were compiled before must be dropped."""
-        with random_state.kept():
-            rejoin(self._job)
-        self.extended.connect(self._job.collectives)
-        replica_values.forget_functions()
+class _HorovodHooks(DataParallelHooks):
+    """Models of a `HorovodStrategy`: a process whose fit fails does not wait for the others at its end."""
+
+    def fit(self, fit: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
+        job = self._strategy._job
+        if job is None:
+            return super().fit(fit, model, *args, **kwargs)
+        job.failed = True
+        history = super().fit(fit, model, *args, **kwargs)
+        job.failed = False
+        return history
+
+
+# The dtypes that gradients are cast to; Horovod has no sums of bfloat16.
+NARROW = {None: None, "fp16": tf.float16}

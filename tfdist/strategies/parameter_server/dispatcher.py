@@ -92,26 +92,23 @@ class Dispatcher:
             self._changed.notify_all()
 
     def wait_below(self, limit: int) -> None:
-        """Waits until fewer than `limit` tasks are waiting or being done.
-
-        Raises:
-            Exception: what a task has raised, once; all other tasks are dropped then.
-        """
-        with self._changed:
-            self._changed.wait_for(lambda: self._error is not None or len(self._waiting) + self._running < limit)
-        self._raise()
+        """Waits until fewer than `limit` tasks are waiting or being done; raises as `wait_until`."""
+        self.wait_until(lambda: len(self._waiting) + self._running < limit)
 
     def wait_until(self, condition: Callable[[], Any]) -> None:
         """Waits until a condition holds, or no task is left. The condition is checked whenever a task is done.
 
         Raises:
-            Exception: as `wait_below`.
+            Exception: what a task has raised, once; all other tasks are dropped then.
         """
         with self._changed:
             self._changed.wait_for(
                 lambda: self._error is not None or condition() or not (self._waiting or self._running)
             )
-        self._raise()
+        if self._error is not None:
+            error = self._error
+            self.abandon()
+            raise error
 
     def join(self) -> None:
         """Waits until all tasks are done; raises as `wait_below`."""
@@ -124,12 +121,6 @@ class Dispatcher:
             self._changed.wait_for(lambda: not self._running)
             self._waiting.clear()
             self._error = None
-
-    def _raise(self) -> None:
-        if self._error is not None:
-            error = self._error
-            self.abandon()
-            raise error
 
     def _serve(self, worker: Worker) -> None:
         # This thread runs the worker's operations itself, one after the other, so it needs no asynchronous executor.

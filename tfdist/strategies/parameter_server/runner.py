@@ -1,21 +1,33 @@
-"""Stands in for a model's `train_function` and `test_function`: batches go to the workers, metrics come back."""
+"""Stands in for the functions of a model's steps: batches go to the workers, metrics and predictions come back."""
 
 from __future__ import annotations
 
 import collections
 import time
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.strategies.parameter_server.batches import BatchIterator, flatten, is_dense, rows_of, spec_of
+from tfdist.strategies.parameter_server.data import (
+    COORDINATOR,
+    BatchIterator,
+    Shard,
+    WorkerIterator,
+    fetch,
+    flatten,
+    flatten_spec,
+    is_dense,
+    local_constant,
+    rows_of,
+    spec_of,
+    unflatten,
+)
 from tfdist.strategies.parameter_server.dispatcher import Dispatcher, Task, Worker
-from tfdist.strategies.parameter_server.step_function import StepFunction, StepOutcome, Trace
-from tfdist.strategies.parameter_server.transfer import fetch
-from tfdist.strategies.parameter_server.variables import COORDINATOR
-from tfdist.strategies.parameter_server.worker_input import Shard, WorkerIterator
+from tfdist.strategies.parameter_server.step import StepFunction, StepOutcome, Trace
 
 # How often results of metrics are computed during an epoch: that takes as long as handing out a step.
 _LOG_SECONDS = 0.1
@@ -102,7 +114,7 @@ class Runner:
         self._logs = self._returned = None
 
     def forget(self) -> None:
-        """Waits until all steps are done, and drops what they add to the metrics, which begin anew.
+        """Waits until all steps are done, and drops what they add to the metrics, which begin at 0.
 
         Raises:
             Exception: what a step has raised.
@@ -215,13 +227,14 @@ class Runner:
 
     def _current_logs(self, fresh: bool) -> Any:
         now = time.monotonic()
-        if self._logs is None and self._sums is None and self._previous is not None:
-            self._returned = dict(self._previous) if isinstance(self._previous, dict) else self._previous
-            return self._returned
-        if fresh or self._logs is None or now - self._logged_at > _LOG_SECONDS or self._strategy._max_inflight == 1:
+        logs = self._logs
+        if logs is None and self._sums is None and self._previous is not None:
+            logs = self._previous
+        elif fresh or self._logs is None or now - self._logged_at > _LOG_SECONDS or self._strategy._max_inflight == 1:
             self._write_metrics()
-            self._logs, self._logged_at = self._read_logs(), now
-        self._returned = dict(self._logs) if isinstance(self._logs, dict) else self._logs
+            logs = self._logs = self._read_logs()
+            self._logged_at = now
+        self._returned = dict(logs) if isinstance(logs, dict) else logs
         return self._returned
 
     def _read_logs(self) -> Any:
@@ -251,3 +264,88 @@ def _groups(batches: list[list[tf.Tensor]]) -> list[list[list[tf.Tensor]]]:
             groups.append([tensors])
         last = key
     return groups
+
+
+class PredictRunner:
+    """Lets the workers predict some batches ahead of the one that Keras asks for, and returns them in their order.
+
+    Args:
+        strategy: a `ParameterServerStrategy`.
+        model: the model.
+
+    Example:
+        >>> model.predict_function = PredictRunner(strategy, model)  # doctest: +SKIP
+        >>> outputs = model.predict_function([next(iterator)])  # doctest: +SKIP
+    """
+
+    def __init__(self, strategy: Any, model: keras.Model):
+        self._strategy, self._model = strategy, model
+        self._dispatcher: Dispatcher = strategy._dispatcher
+        self._functions: dict[str, tuple[Any, list]] = {}
+        # Weak: data must not live longer for it.
+        self._iterator: Callable[[], BatchIterator | None] = lambda: None
+        # By the position of a batch: its predictions; `None` while a worker computes them.
+        self._results: dict[int, list[tf.Tensor] | None] = {}
+
+    def __call__(self, data: list[Any]) -> Any:
+        """Predicts.
+
+        Args:
+            data: batches, as Keras draws them for one execution.
+
+        Returns:
+            The outputs of all of them, concatenated.
+
+        Raises:
+            Exception: what the step has raised.
+        """
+        # Keras passes batches, not the iterator that they are from.
+        iterator = self._strategy._latest_batches()
+        if iterator is None or iterator.last is not data[-1]:
+            iterator = None
+        if iterator is not self._iterator() or iterator is None:
+            self._iterator = (lambda: None) if iterator is None else weakref.ref(iterator)
+            self._results = {}
+        first = iterator.issued - len(data) if iterator else 0
+        spec = iterator.spec if iterator else spec_of(data[0])
+        key = repr(spec)
+        if key not in self._functions:
+            self._functions[key] = self._traced(spec)
+        function, traced = self._functions[key]
+        for i, batch in enumerate(data):
+            self._ask(function, first + i, flatten(batch))
+        for ahead in range(self._strategy._max_inflight if iterator else 0):
+            batch = iterator.look_ahead(ahead)
+            if batch is not None:
+                self._ask(function, iterator.issued + ahead, batch)
+        positions = range(first, first + len(data))
+        self._dispatcher.wait_until(lambda: all(self._results[position] is not None for position in positions))
+        outputs = [unflatten(traced[-1], self._results.pop(position)) for position in positions]
+        return outputs[0] if len(outputs) == 1 else tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
+
+    def _ask(self, function: Callable, position: int, tensors: list[tf.Tensor]) -> None:
+        if position in self._results:
+            return
+        results = self._results
+        results[position] = None
+
+        def run(worker: Worker) -> list[tf.Tensor]:
+            return [local_constant(fetch(value)) for value in function(*tensors)]
+
+        def deliver(result: list[tf.Tensor]) -> None:
+            results[position] = result
+
+        self._dispatcher.submit(Task(run, deliver))
+
+    def _traced(self, spec: Any) -> tuple[Callable, list]:
+        """The predict step for batches of one kind, on dense tensors; the specification of what it returns is last."""
+        traced: list[Any] = []
+
+        def predict(*flat: tf.Tensor) -> list[tf.Tensor]:
+            step = self._model.predict_step
+            outputs = self._strategy._run_replica(lambda flat: step(unflatten(spec, flat)), list(flat))
+            traced.append(tf.nest.map_structure(tf.type_spec_from_value, outputs))
+            return flatten(outputs)
+
+        with self._strategy.scope():
+            return tf.function(predict, autograph=False).get_concrete_function(*flatten_spec(spec)), traced

@@ -20,26 +20,27 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.inspection.model_parts import optimizers_of, seed_generators_of
-from tfdist.steps.keras_step import KerasStep, shadowed
-from tfdist.steps.step_overrides import SEED_STRIDE
-from tfdist.strategies.parameter_server.batches import any_rows, flatten_spec, is_dense, rows_of
+from tfdist.inspection.model_state import optimizers_of
+from tfdist.steps.keras_step import KerasStep, shadowed, traced
+from tfdist.strategies.parameter_server.data import (
+    COORDINATOR,
+    Packing,
+    any_rows,
+    fetch,
+    flatten_spec,
+    is_dense,
+    rows_of,
+)
 from tfdist.strategies.parameter_server.dispatcher import Task, Worker
 from tfdist.strategies.parameter_server.runner import Runner
-from tfdist.strategies.parameter_server.step_function import StepFunction, StepOutcome, Trace
-from tfdist.strategies.parameter_server.transfer import Packing, fetch
-from tfdist.strategies.parameter_server.variables import COORDINATOR, sparse_updates
+from tfdist.strategies.parameter_server.step import StepFunction, StepOutcome, Trace, sparse_updates
 
 _SHARD = tf.TensorSpec([], tf.int64)
-_WEIGHT = tf.TensorSpec([], tf.float32)
+_WEIGHT = tf.TensorSpec([], tf.float64)
 
 
 class SynchronousRunner(Runner):
     """Trains as one process does with the same batches, whichever worker computes what.
-
-    With backup workers there are fewer shards than workers. Workers that have nothing to do then compute shards that
-    others are still computing, and the first result counts. Unlike in arXiv 1604.00981, which the idea is from, no
-    gradient is dropped: each shard counts once.
 
     Args:
         strategy: a `ParameterServerStrategy`.
@@ -49,48 +50,37 @@ class SynchronousRunner(Runner):
     def __init__(self, strategy: Any, model: keras.Model):
         super().__init__(strategy, model, "train")
         self._step: GradientStep = GradientStep(strategy, model)
-        self._relaxed: tuple[Any, Any] | None = None
 
     def _submit(self, batches: list[list[tf.Tensor]], spec: Any) -> None:
         # A shard has fewer rows than the batches that a dataset may promise.
-        trace = self._step.single(self._any_rows(spec))
+        trace = self._step.single(any_rows(spec))
         for batch in batches:
-            weights, shards = _cut(batch, spec, self._strategy._num_shards)
+            weights, shards = _cut(batch, spec, self._strategy._num_workers)
             done = self._compute(trace, weights, shards)
             self._step.apply(trace, done, weights)
             done[-1].outcome.logs = _means([shard.outcome.logs for shard in done], weights)
             self._arrived.extend(shard.outcome for shard in done)
 
-    def _any_rows(self, spec: Any) -> Any:
-        if self._relaxed is None or self._relaxed[0] is not spec:
-            self._relaxed = spec, any_rows(spec)
-        return self._relaxed[1]
-
     def _wait(self, limit: int) -> None:
-        """Does nothing: a step is done when its gradients are applied, even if a backup worker still computes."""
+        """Does nothing: a step is done when its gradients are applied."""
 
     def _compute(self, trace: ShardTrace, weights: list[float], shards: list[list[tf.Tensor]]) -> list[ShardOutcome]:
         done: list[ShardOutcome | None] = [None] * len(shards)
 
         def task(i: int) -> Task:
-            arguments = [tf.constant(i, tf.int64), tf.constant(weights[i]), *shards[i]]
+            arguments = [tf.constant(i, tf.int64), tf.constant(weights[i], tf.float64), *shards[i]]
 
-            def run(worker: Worker) -> ShardOutcome | None:
-                if done[i] is not None:
-                    return None  # another worker was faster
+            def run(worker: Worker) -> ShardOutcome:
                 return self._step.shard_outcome(trace, trace.function(*arguments))
 
-            def deliver(outcome: ShardOutcome | None) -> None:
-                if done[i] is None:
-                    done[i] = outcome
+            def deliver(outcome: ShardOutcome) -> None:
+                done[i] = outcome
 
             return Task(run, deliver)
 
-        for _ in range(2 if self._strategy._backup_workers else 1):
-            for i in range(len(shards)):
-                self._dispatcher.submit(task(i))
-        self._dispatcher.wait_until(lambda: None not in done)
-        assert None not in done
+        for i in range(len(shards)):
+            self._dispatcher.submit(task(i))
+        self._dispatcher.join()
         return done
 
 
@@ -111,9 +101,7 @@ def _means(logs: list[list[np.ndarray]], weights: list[float]) -> list[np.ndarra
     means = []
     for values in zip(*logs, strict=True):
         last = values[-1]
-        is_float = tf.as_dtype(last.dtype).is_floating
-        mean = sum(np.float64(w) * v for w, v in zip(weights, values, strict=True)) if is_float else last
-        means.append(np.asarray(mean, last.dtype))
+        means.append(_mean(values, weights) if tf.as_dtype(last.dtype).is_floating else last)
     return means
 
 
@@ -188,19 +176,17 @@ class GradientStep(StepFunction):
             variable.assign(_combined(variable, [shard.state[i] for shard in shards], weights))
         if trace.gradients is None:
             return  # nothing is trained
-        arguments = [tf.constant(weights, tf.float32), *(g for shard in shards for g in shard.gradients)]
+        arguments = [tf.constant(weights, tf.float64), *(g for shard in shards for g in shard.gradients)]
         self._apply_function(trace, len(shards))(*arguments)
 
-    def _as_trace(self, function: tf.types.experimental.ConcreteFunction) -> ShardTrace:
-        return ShardTrace(
-            function, self._traced_logs, self._traced_updates, self._traced_state, *self._traced_gradients
-        )
-
-    def _trace_once(self, spec: Any) -> tf.types.experimental.ConcreteFunction:
+    def _trace_once(self, spec: Any) -> ShardTrace:
         def step(shard: tf.Tensor, weight: tf.Tensor, *flat: tf.Tensor) -> Any:
             return self._shard_step(spec, shard, weight, list(flat))
 
-        return self._concrete(step, [_SHARD, _WEIGHT, *flatten_spec(spec)])
+        function = self._concrete(step, [_SHARD, _WEIGHT, *flatten_spec(spec)])
+        return ShardTrace(
+            function, self._traced_logs, self._traced_updates, self._traced_state, *self._traced_gradients
+        )
 
     def _shard_step(self, spec: Any, shard: tf.Tensor, weight: tf.Tensor, flat: list[tf.Tensor]) -> Any:
         captured: list[tuple[keras.optimizers.Optimizer, list, list]] = []
@@ -209,11 +195,10 @@ class GradientStep(StepFunction):
             # Tells Keras' losses and metrics the weight of this shard, so that sums and means are of the whole batch.
             step = KerasStep("train", self._model, self._step)
             step.begin_shard(weight)
-            stack.enter_context(self._strategy._traced(step))
+            step.shard = shard
+            stack.enter_context(traced(self._strategy, step))
             for optimizer in optimizers_of(self._model):
                 stack.enter_context(shadowed(optimizer, apply=_recorder(optimizer, captured)))
-            for generator in seed_generators_of(self._model):
-                stack.enter_context(shadowed(generator, next=_next_of_shard(generator, shard)))
 
         # Not only metrics but all variables that are not trained are captured, and optimizers only record their
         # gradients: the function changes nothing, so that a shard can be computed twice.
@@ -258,7 +243,7 @@ class GradientStep(StepFunction):
                 self._strategy._run_replica(replica, weights, list(tensors))
                 return tf.constant(0)
 
-            specs = [tf.TensorSpec([shards], tf.float32), *trace.gradients.specs * shards]
+            specs = [tf.TensorSpec([shards], tf.float64), *trace.gradients.specs * shards]
             self._apply_functions[key] = self._concrete(apply, specs)
         return self._apply_functions[key]
 
@@ -270,8 +255,11 @@ def _combined(variable: keras.Variable, values: Sequence[np.ndarray], weights: S
         return old + sum(value - old for value in values)
     if variable.aggregation == "only_first_replica" or not variable.value.dtype.is_floating:
         return values[0]
-    average = sum(np.float64(weight) * value for weight, value in zip(weights, values, strict=True))
-    return average.astype(values[0].dtype)
+    return _mean(values, weights)
+
+
+def _mean(values: Sequence[np.ndarray], weights: Sequence[float]) -> np.ndarray:
+    return np.asarray(sum(np.float64(w) * v for w, v in zip(weights, values, strict=True)), values[0].dtype)
 
 
 def _recorder(optimizer: keras.optimizers.Optimizer, captured: list) -> Any:
@@ -280,17 +268,6 @@ def _recorder(optimizer: keras.optimizers.Optimizer, captured: list) -> Any:
         captured.append((optimizer, list(grads), list(variables)))
 
     return apply
-
-
-def _next_of_shard(generator: keras.random.SeedGenerator, shard: tf.Tensor) -> Any:
-    original = generator.next
-
-    def next_seed(*args: Any, **kwargs: Any) -> tf.Tensor:
-        seed = original(*args, **kwargs)
-        offset = tf.cast(shard * SEED_STRIDE % 2**32, seed.dtype)
-        return seed + tf.stack([offset, tf.zeros_like(offset)])
-
-    return next_seed
 
 
 def _is_same(before: tf.Tensor, after: tf.Tensor) -> bool:
@@ -342,7 +319,8 @@ class _Gradients:
             own = [i for i in present if places[i] == place]
             sparse = [i for i in own if isinstance(gradients[i], tf.IndexedSlices)]
             dense = [i for i in own if i not in sparse]
-            packing = Packing([gradients[i].shape for i in dense], [gradients[i].dtype for i in dense])
+            # The gradient of a weight that is used sparsely, too, has no static shape.
+            packing = Packing([variables[i].shape for i in dense], [gradients[i].dtype for i in dense])
             widths = [math.prod(variables[i].shape[1:]) for i in sparse]
             self._groups.append(_Group(place[0], dense, packing, sparse, widths))
             self.specs += [tf.TensorSpec([None], place[1]), *[tf.TensorSpec([None], tf.int64)][: len(sparse)]]

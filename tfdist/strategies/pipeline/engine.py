@@ -1,4 +1,17 @@
-"""Runs the chunks of one pipeline on its micro-batches, as operations of one TensorFlow graph.
+"""One batch on its way: cut into micro-batches, and dealt out to one or several pipelines.
+
+    rows of a batch of 10 in 4 micro-batches:   0 1 2 | 3 4 5 | 6 7 | 8 9        weights 0.3 0.3 0.2 0.2
+    rows of a last batch of 3:                  0 | 1 | 2 | (none: row 0 stands in, with weight 0)
+
+Each pipeline has its share of the micro-batches, and all train the same variables, which are on the first pipeline:
+
+    pipeline 0 (with the variables)   micro-batches 0, 1   gradients ──> sum ──> update of the variables
+         │ values, once a step                                            ^
+         v                                                                │ sums of gradients, once a step
+    pipeline 1                        micro-batches 2, 3   gradients ─────┘
+
+These are as many bytes as an all-reduce moves, and there are no two copies of a weight that could ever differ. The
+optimizer's slots exist once, too.
 
 A whole training step is one graph. Each instruction of the schedule adds a call of one function to it, on the device of
 its stage. For two stages and two micro-batches in 1F1B:
@@ -14,80 +27,185 @@ with more micro-batches at a time than 1F1B keeps in memory.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfdist.layer_graph.values import Gradients, Value, pack
-from tfdist.memory.offload import from_host, is_data, to_host
+from tfdist.inspection.model_state import seed_generators_of
+from tfdist.layer_graph.chunk import Gradients, Value, pack
+from tfdist.memory.kinds import from_host, is_data, to_host
 from tfdist.memory.order import Keeping, Order
 from tfdist.memory.policy import MemoryPolicy
-from tfdist.strategies.pipeline.chunk_functions import Forward
-from tfdist.strategies.pipeline.clock import Clock
+from tfdist.strategies.data_parallel.dataset import (
+    count_rows,
+    cut_piece_or_stand_in,
+    piece_bounds,
+    rows_if,
+    static_rows,
+    warn_of_other_rows,
+)
+from tfdist.strategies.pipeline.chunk import Forward, GradientSums, added
 from tfdist.strategies.pipeline.plan import PipelinePlan
 from tfdist.strategies.pipeline.schedule import Instruction
-from tfdist.strategies.pipeline.weight_gradients import GradientSums
+
+# Distance between the seeds of pipelines (2**31 divided by the golden ratio): no two draw the same Dropout masks.
+_SEED_STRIDE = 0x4F1BBCDD
+
+
+def check_rows(rows: int, count: int) -> None:
+    """Refuses training batches with fewer rows than micro-batches."""
+    if rows < count:
+        raise ValueError(
+            f"Received: batches of {rows} rows, for {count} micro-batches. Expected: at least one row a micro-batch. "
+            "Use a larger batch size, or PipelineStrategy(num_microbatches=...) with a smaller number."
+        )
+
+
+class MicroBatches:
+    """Cuts the batches of one traced step into a fixed number of micro-batches.
+
+    Args:
+        data: the batch, any structure of tensors.
+        count: number of micro-batches.
+        may_be_fewer: whether there may be fewer rows than that.
+
+    Raises:
+        ValueError: if the batch certainly has fewer rows, and may not.
+    """
+
+    def __init__(self, data: Any, count: int, may_be_fewer: bool = False):
+        self.count = count
+        self._static_rows = static_rows(data)
+        if self._static_rows is not None:
+            if not may_be_fewer:
+                check_rows(self._static_rows, count)
+            warn_of_other_rows(data, count)
+        self.rows = self._static_rows if self._static_rows is not None else count_rows(data)
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether there may be batches with fewer rows than micro-batches (a last, partial one)."""
+        return self._static_rows is None or self._static_rows < self.count
+
+    def size(self, index: int) -> Any:
+        """Number of rows of a micro-batch: an int where the batch size is static, else an int32 scalar."""
+        return piece_bounds(self.rows, self.count, index)[1]
+
+    def weight(self, index: int) -> tf.Tensor:
+        """The share of a micro-batch in the rows of the batch, a float64 scalar."""
+        return tf.cast(self.size(index) / self.rows, tf.float64)
+
+    def cut(self, data: Any) -> list[Any]:
+        """The micro-batches of any structure of tensors with as many rows as the batch, or a multiple of them."""
+        return [cut_piece_or_stand_in(data, self.count, i, of=self.rows)[0] for i in range(self.count)]
+
+    def cut_gradient(self, gradient: tf.Tensor) -> list[tf.Tensor]:
+        """Like `cut`, but with zeros for rows that stand in."""
+        pieces = self.cut(gradient)
+        if not self.may_be_empty:
+            return pieces
+        return [tf.where(self.size(i) > 0, piece, tf.zeros_like(piece)) for i, piece in enumerate(pieces)]
+
+    def join(self, pieces: list[tf.Tensor]) -> tf.Tensor:
+        """The rows of all micro-batches, without those that stand in."""
+        if self.may_be_empty:
+            # A model may make several rows of one, so that those of stand-ins are not all beyond the batch's rows.
+            pieces = [rows_if(self.size(i) > 0, piece) for i, piece in enumerate(pieces)]
+        return tf.concat(pieces, 0)
+
+    def kept(self, index: int, new: tf.Tensor, old: tf.Tensor) -> tf.Tensor:
+        """`new`, or `old` if the micro-batch has no rows."""
+        return tf.where(self.size(index) > 0, new, old) if self.may_be_empty else new
 
 
 class PipelineRun:
-    """Micro-batches on their way through one pipeline: adds the instructions of a schedule to the graph.
+    """One batch on its way through all pipelines: adds the instructions of a schedule to the graph.
 
     Args:
         plan: the stages.
-        inputs: for each micro-batch, the model's inputs in the order of `LayerGraph.inputs`.
-        trainable: values of each chunk's trainable variables, on its device.
-        state: values of each chunk's other variables, on its device.
-        keep_state: `(micro-batch, new, old) -> value` of a variable after a micro-batch, which may be empty.
+        micro_batches: how the batch is cut: equally many micro-batches for each pipeline, in their order.
+        inputs: the model's inputs, in the order of `LayerGraph.inputs`.
+        trainable: what `read_trainable` returns.
         training: as in `model(x, training=training)`.
         differentiable: whether a backward pass may follow.
-        clock: measures when each instruction begins and ends; `None`: no times are wanted.
+
+    Attributes:
+        losses: for each micro-batch, the losses that its layers have added.
+        loss_cotangents: for each micro-batch, the gradient of these losses.
     """
 
     def __init__(
         self,
         plan: PipelinePlan,
-        inputs: Sequence[Sequence[tf.Tensor]],
+        micro_batches: MicroBatches,
+        inputs: Sequence[tf.Tensor],
         trainable: Sequence[Sequence[tf.Tensor]],
-        state: Sequence[Sequence[tf.Tensor]],
-        keep_state: Callable[[int, tf.Tensor, tf.Tensor], tf.Tensor],
         training: bool,
         differentiable: bool,
-        clock: Clock | None = None,
     ):
-        self.plan, self._training, self._differentiable = plan, training, differentiable
-        self._trainable, self._keep_state, self._clock = trainable, keep_state, clock
-        # By chunk: what layers change (moving averages, seeds) goes from each micro-batch to the next one as a tensor.
-        # The variables are written once, at the end of the step.
-        self._initial_state = [list(values) for values in state]
-        self._state = [list(values) for values in state]
+        self._plan, self._micro_batches = plan, micro_batches
+        self._training, self._differentiable = training, differentiable
+        # The number of micro-batches of each pipeline.
+        self._each = micro_batches.count // plan.replicas
         # By micro-batch: the values that chunks have computed, and the gradients of values, by the key of the value. A
         # value that several chunks take gets several gradients; its own chunk adds them up.
         self._values: list[dict[int, Value]] = [
-            dict(zip(plan.graph.inputs, map(Value, piece), strict=True)) for piece in inputs
+            dict(zip(plan.graph.inputs, map(Value, piece), strict=True)) for piece in micro_batches.cut(list(inputs))
         ]
-        self._cotangents: list[dict[int, list[Gradients]]] = [{} for _ in inputs]
-        self._loss_cotangents: list[tf.Tensor] = []
-        # By chunk and micro-batch: what the backward pass needs. By stage: what its next call waits for.
+        self._cotangents: list[dict[int, list[Gradients]]] = [{} for _ in self._values]
+        self.losses: list[list[tf.Tensor]] = [[] for _ in self._values]
+        self.loss_cotangents: Sequence[tf.Tensor] = []
+        # By chunk and micro-batch: what the backward pass needs.
         self._forwards: dict[tuple[int, int], Forward] = {}
-        self._turns: dict[int, tf.Tensor] = {}
-        self._offload: ActivationOffload | None = None
+        # By pipeline and chunk: the values of its variables. What layers change (moving averages, seeds) goes from each
+        # micro-batch to the next one as a tensor. The variables are written once, at the end of the step.
+        self._trainable, self._initial_state = self._on_all_pipelines(trainable)
+        self._state = [[list(values) for values in state] for state in self._initial_state]
+        self._begin_backward()
+        stages = [(r, s) for r in range(plan.replicas) for s in range(len(plan.devices))]
+        # By pipeline and stage: what has been sent to the host.
+        self._offloads: dict[tuple[int, int], ActivationOffload] = {}
         if differentiable and any(plan.swap):
-            self._offload = ActivationOffload(plan.policy, plan.swap, plan.devices, plan.schedule.orders)
-        self.losses: list[list[tf.Tensor]] = [[] for _ in inputs]
-        self.sums = GradientSums(plan.chunks, plan.device_of)
+            self._offloads = {
+                (r, s): ActivationOffload(plan.policy, plan.pipelines[r][s], plan.schedule.orders[s]) for r, s in stages
+            }
+        # By pipeline and stage: what its next call waits for.
+        self._turns: dict[tuple[int, int], tf.Tensor] = {}
+
+    def _on_all_pipelines(self, trainable: Sequence[Sequence[tf.Tensor]]) -> tuple[list, list]:
+        plan = self._plan
+        state = [_read([v._value for v in chunk.state], plan.device_of(chunk.index)) for chunk in plan.chunks]
+        all_trainable, all_states = [trainable], [state]
+        seeds = {id(generator.state) for generator in seed_generators_of(plan.model)}
+        for r in range(1, plan.replicas):
+            # Copies on this pipeline's devices: one transfer for each variable, for all micro-batches.
+            all_trainable.append([_read(v, plan.device_of(i, r)) for i, v in enumerate(trainable)])
+            own_state = [_read(v, plan.device_of(i, r)) for i, v in enumerate(state)]
+            all_states.append(
+                [
+                    [_reseeded(v, r) if id(k) in seeds else v for k, v in zip(chunk.state, values, strict=True)]
+                    for chunk, values in zip(plan.chunks, own_state, strict=True)
+                ]
+            )
+        return all_trainable, all_states
+
+    def _begin_backward(self) -> None:
+        plan = self._plan
+        self._sums = [
+            GradientSums(plan.chunks, functools.partial(plan.device_of, replica=r)) for r in range(plan.replicas)
+        ]
 
     def copy(self) -> PipelineRun:
-        """A run with the same forward pass, for another backward pass: it has its own copy of what that changes."""
+        """The same forward pass, for another backward pass: with its own copy of what that changes."""
         other = copy.copy(self)
-        other._forwards = dict(self._forwards)
+        other._forwards, other._turns = dict(self._forwards), dict(self._turns)
         other._cotangents = [{} for _ in self._cotangents]
-        other._turns = dict(self._turns)
-        other._offload = self._offload.copy() if self._offload is not None else None
-        other.sums = GradientSums(self.plan.chunks, self.plan.device_of)
+        other._offloads = {stage: offload.copy() for stage, offload in self._offloads.items()}
+        other._begin_backward()
         return other
 
     def execute(
@@ -95,117 +213,158 @@ class PipelineRun:
         instructions: Sequence[tuple[int, Instruction]],
         after_model: Callable[[int], list[tf.Tensor]] | None = None,
     ) -> None:
-        """Adds instructions to the graph.
+        """Adds instructions to the graph, for every pipeline. Nothing connects these: TensorFlow runs them in parallel.
 
         Args:
             instructions: `(stage, instruction)` in an order in which each has what it needs.
             after_model: called with a micro-batch once its last forward pass is in the graph; what it adds runs on that
                 stage, which waits for the tensors that it returns.
         """
-        for stage, instruction in instructions:
-            with self.on_stage(stage, instruction):
-                if self._offload is not None:
-                    begins_with = [self._turns[stage], *self._inputs_of(instruction)]
-                    self._delay_turn(stage, self._offload.begin(stage, instruction, begins_with))
-                if instruction.kind == "forward":
-                    self._forward(stage, instruction.chunk, instruction.microbatch)
-                    if after_model and instruction.chunk == len(self.plan.chunks) - 1:
-                        # The loss and its gradient come between the last forward pass and the first backward pass.
-                        self._delay_turn(stage, after_model(instruction.microbatch))
-                else:
-                    self._backward(stage, instruction.chunk, instruction.microbatch)
+        for replica, devices in enumerate(self._plan.pipelines):
+            for number, instruction in instructions:
+                stage, (kind, chunk, microbatch) = (replica, number), instruction
+                index = replica * self._each + microbatch
+                with tf.device(devices[number]), tf.name_scope(f"{kind}_{chunk}"):
+                    if stage not in self._turns:
+                        self._turns[stage] = tf.zeros([])
+                    if self._offloads:
+                        begins_with = [self._turns[stage], *self._inputs_of(kind, chunk, index)]
+                        self._delay_turn(stage, self._offloads[stage].begin(instruction, begins_with))
+                    if kind == "forward":
+                        self._forward(stage, instruction, index)
+                        if after_model and chunk == len(self._plan.chunks) - 1:
+                            # The loss and its gradient come between the last forward and the first backward pass.
+                            self._delay_turn(stage, after_model(index))
+                    else:
+                        self._backward(stage, chunk, index)
 
-    @contextlib.contextmanager
-    def on_stage(self, stage: int, instruction: Instruction) -> Iterator[None]:
-        """Places the operations of the block on a stage's device; with a clock, reads the time before and after them.
+    def _delay_turn(self, stage: tuple[int, int], tensors: Sequence[tf.Tensor | tf.Operation]) -> None:
+        """Makes the next call of a stage wait for these tensors, by an `identity` of its turn with control inputs."""
+        with tf.control_dependencies(tensors):
+            self._turns[stage] = tf.identity(self._turns[stage])
 
-        The turns put the two readings before and behind the block's call, and behind what the stage did before.
-        """
-        with tf.device(self.plan.devices[stage]), tf.name_scope(f"{instruction.kind}_{instruction.chunk}"):
-            if stage not in self._turns:
-                self._turns[stage] = tf.zeros([])
-            if self._clock is None:
-                yield
-                return
-            # An instruction begins when its inputs have arrived: their transfer is no work of this stage. `identity`
-            # is on this device, so waiting for it is waiting for the arrival.
-            needed = [*self._clock.ends_of(self.plan.schedule.requirements(instruction)), *self._inputs_of(instruction)]
-            here = [tf.identity(tensor) for tensor in needed]
-            with tf.control_dependencies([self._turns[stage], *here]):
-                began = self._clock.begin(stage, instruction)
-            self._delay_turn(stage, [began])
-            yield
-            with tf.control_dependencies([self._turns[stage]]):
-                ended = self._clock.end(stage, instruction)
-            self._delay_turn(stage, [ended])
+    # One instruction, with the tensors that it takes and leaves:
+    #
+    #   values[inputs of the chunk] ─┐                  ┌─> values[outputs of the chunk]
+    #   state after the last one ────┼─> forward call ──┼─> state for the next micro-batch
+    #   turn of the stage ───────────┘         │        └─> turn of the stage
+    #                                          └─ kept (on the device, or through the host) ──┐
+    #   cotangents[outputs of the chunk] ─┐                   ┌─> cotangents[inputs]          │
+    #   turn of the stage ────────────────┼─> backward call ──┼─> sums of weight gradients    │
+    #                                     └──────┬────────────┴─> turn of the stage           │
+    #                                            └────────────────────────────────────────────┘
+    def _forward(self, stage: tuple[int, int], instruction: Instruction, index: int) -> None:
+        (replica, _), number, values = stage, instruction.chunk, self._values[index]
+        chunk, before = self._plan.chunks[number], self._state[replica][number]
+        inputs = [values[key] for key in chunk.inputs]
+        passes = self._plan.passes(chunk, self._training, inputs, self._differentiable)
+        forward = passes.forward(self._turns[stage], self._trainable[replica][number], before, inputs)
+        self._turns[stage] = forward.turn
+        values.update(zip(chunk.outputs, forward.outputs, strict=True))
+        self._state[replica][number] = [
+            new if new is old else self._micro_batches.kept(index, new, old)
+            for new, old in zip(forward.state, before, strict=True)
+        ]
+        if forward.loss is not None:
+            self.losses[index].append(forward.loss)
+        if self._offloads and self._plan.swap[number]:
+            forward = dataclasses.replace(forward, kept=self._offloads[stage].sent(instruction, forward.kept))
+        if self._differentiable:
+            self._forwards[number, index] = forward
 
-    def value(self, index: int, key: int) -> Value:
-        """A value that the forward pass of a micro-batch has computed."""
-        return self._values[index][key]
+    def _backward(self, stage: tuple[int, int], number: int, index: int) -> None:
+        chunk, cotangents = self._plan.chunks[number], self._cotangents[index]
+        forward = self._forwards.pop((number, index))
+        if self._offloads:
+            forward = dataclasses.replace(forward, kept=self._offloads[stage].fetched(forward.kept))
+        inputs = [self._values[index][key] for key in chunk.inputs]
+        given = [_total(cotangents.pop(key, [])) for key in chunk.outputs]
+        passes = self._plan.passes(chunk, self._training, inputs, True)
+        loss_cotangent = self.loss_cotangents[index] if forward.loss is not None else None
+        self._turns[stage], of_inputs, of_weights = passes.backward(self._turns[stage], forward, given, loss_cotangent)
+        self.add_cotangents(index, chunk.inputs, of_inputs)
+        self._sums[stage[0]].add(chunk, of_weights, passes.products)
+
+    def _inputs_of(self, kind: str, number: int, index: int) -> list[tf.Tensor]:
+        chunk = self._plan.chunks[number]
+        if kind == "forward":
+            return pack([self._values[index][key] for key in chunk.inputs])[0]
+        cotangents = self._cotangents[index]
+        return [t for key in chunk.outputs for pair in cotangents.get(key, []) for t in pair if t is not None]
+
+    def outputs_of(self, index: int) -> list[Value]:
+        """The model's outputs for one micro-batch."""
+        return [self._values[index][key] for key in self._plan.graph.outputs]
+
+    def output(self, key: int) -> Value:
+        """One of the model's outputs, of the whole batch."""
+        with tf.device(self._plan.device_of_value(key)):
+            parts = zip(*(values[key] for values in self._values), strict=True)
+            return Value(*(None if part[0] is None else self._micro_batches.join(list(part)) for part in parts))
 
     def add_cotangents(self, index: int, keys: Sequence[int], cotangents: Sequence[Gradients]) -> None:
         """Adds gradients of values, for one micro-batch."""
         for key, cotangent in zip(keys, cotangents, strict=True):
             self._cotangents[index].setdefault(key, []).append(cotangent)
 
-    def gradient_of_input(self, index: int, key: int) -> tf.Tensor | None:
-        """Gradient of one of the model's inputs, for one micro-batch; `None` if there is none."""
-        return _total(self._cotangents[index].get(key, [])).tensor
+    def gradient_of_input(self, key: int) -> tf.Tensor | None:
+        """Gradient of one of the model's inputs; `None` if there is none."""
+        pieces = [_total(cotangents.get(key, [])).tensor for cotangents in self._cotangents]
+        return None if any(piece is None for piece in pieces) else self._micro_batches.join(pieces)
 
-    def changed_state(self, chunk: int) -> list[tf.Tensor | None]:
-        """A chunk's state after the last micro-batch; `None` for each variable that no layer changes."""
-        pairs = zip(self._state[chunk], self._initial_state[chunk], strict=True)
-        return [now if now is not before else None for now, before in pairs]
+    def gradients_of_chunks(self) -> list[Any]:
+        """The gradients of the first chunk's variables, then of the second one's, and so on; `None` where none is."""
+        total, *others = (sums.of_chunks() for sums in self._sums)
+        devices = [self._plan.device_of(chunk.index) for chunk in self._plan.chunks for _ in chunk.trainable]
+        for other in others:
+            for i, (device, gradient) in enumerate(zip(devices, other, strict=True)):
+                # On the first pipeline: the sum of a pipeline travels, not the gradient of each micro-batch.
+                with tf.device(device):
+                    total[i] = added(total[i], gradient)
+        return total
 
-    def set_loss_cotangents(self, cotangents: Sequence[tf.Tensor]) -> None:
-        """Sets, for each micro-batch, the gradient of the losses that layers have added."""
-        self._loss_cotangents = list(cotangents)
+    def gradients_of_variables(self) -> dict[int, Any]:
+        """The gradients by the variables' ids, on their devices; `None` for variables without one."""
+        variables = [variable for chunk in self._plan.chunks for variable in chunk.trainable]
+        total: dict[int, Any] = {}
+        for variable, gradient in zip(variables, self.gradients_of_chunks(), strict=True):
+            # Several chunks may use a variable.
+            with tf.device(self._plan.device_of(self._plan.homes[id(variable)])):
+                total[id(variable)] = added(total.get(id(variable)), gradient)
+        return total
 
-    def _delay_turn(self, stage: int, tensors: Sequence[tf.Tensor | tf.Operation]) -> None:
-        """Makes the next call of a stage wait for these tensors, by an `identity` of its turn with control inputs."""
-        with tf.control_dependencies(tensors):
-            self._turns[stage] = tf.identity(self._turns[stage])
+    def assign_state(self) -> None:
+        """Writes the layers' state after the last micro-batches to the variables that layers have changed.
 
-    def _forward(self, stage: int, index: int, microbatch: int) -> None:
-        chunk, values = self.plan.chunks[index], self._values[microbatch]
-        inputs = [values[key] for key in chunk.inputs]
-        trace = self.plan.functions(chunk, self._training).trace(inputs, self._differentiable)
-        before = self._state[index]
-        forward = trace.forward(self._turns[stage], self._trainable[index], before, inputs)
-        self._turns[stage] = forward.turn
-        values.update(zip(chunk.outputs, forward.outputs, strict=True))
-        self._state[index] = [
-            new if new is old else self._keep_state(microbatch, new, old)
-            for new, old in zip(forward.state, before, strict=True)
-        ]
-        if forward.loss is not None:
-            self.losses[microbatch].append(forward.loss)
-        if self._offload is not None:
-            kept = self._offload.sent(stage, Instruction("forward", index, microbatch), forward.kept)
-            forward = dataclasses.replace(forward, kept=kept)
-        if self._differentiable:
-            self._forwards[index, microbatch] = forward
+        Of several pipelines, statistics are averaged, weighted by rows; of whole numbers (seeds) the first one's count.
+        """
+        replicas = range(self._plan.replicas)
+        rows = [sum(self._micro_batches.weight(r * self._each + i) for i in range(self._each)) for r in replicas]
+        for chunk in self._plan.chunks:
+            with tf.device(self._plan.device_of(chunk.index)):
+                for i, variable in enumerate(chunk.state):
+                    values = [self._state[r][chunk.index][i] for r in replicas]
+                    if values[0] is self._initial_state[0][chunk.index][i]:
+                        continue
+                    if len(values) == 1 or not values[0].dtype.is_floating:
+                        variable._value.assign(values[0])
+                    else:
+                        parts = [v * tf.cast(w, v.dtype) for v, w in zip(values, rows, strict=True)]
+                        variable._value.assign(tf.add_n(parts))
 
-    def _backward(self, stage: int, index: int, microbatch: int) -> None:
-        chunk, cotangents = self.plan.chunks[index], self._cotangents[microbatch]
-        forward = self._forwards.pop((index, microbatch))
-        if self._offload is not None:
-            forward = dataclasses.replace(forward, kept=self._offload.fetched(stage, forward.kept))
-        inputs = [self._values[microbatch][key] for key in chunk.inputs]
-        given = [_total(cotangents.pop(key, [])) for key in chunk.outputs]
-        trace = self.plan.functions(chunk, self._training).trace(inputs, True)
-        loss_cotangent = self._loss_cotangents[microbatch] if forward.loss is not None else None
-        backward = trace.backward(self._turns[stage], forward, given, loss_cotangent)
-        self._turns[stage] = backward.turn
-        self.add_cotangents(microbatch, chunk.inputs, backward.inputs)
-        self.sums.add(chunk, backward.weights, trace.products)
 
-    def _inputs_of(self, instruction: Instruction) -> list[tf.Tensor]:
-        chunk = self.plan.chunks[instruction.chunk]
-        if instruction.kind == "forward":
-            return pack([self._values[instruction.microbatch][key] for key in chunk.inputs])[0]
-        cotangents = self._cotangents[instruction.microbatch]
-        return [t for key in chunk.outputs for pair in cotangents.get(key, []) for t in pair if t is not None]
+def read_trainable(plan: PipelinePlan) -> list[list[tf.Tensor]]:
+    """The values of the trainable variables of each chunk, on its device, read once for all micro-batches."""
+    return [_read([v._value for v in chunk.trainable], plan.device_of(chunk.index)) for chunk in plan.chunks]
+
+
+def _read(values: Sequence[Any], device: str) -> list[tf.Tensor]:
+    with tf.device(device):
+        return [tf.identity(value) for value in values]
+
+
+def _reseeded(state: tf.Tensor, replica: int) -> tf.Tensor:
+    return state + tf.constant([replica * _SEED_STRIDE % 2**31, 0], state.dtype)
 
 
 def _total(gradients: Sequence[Gradients]) -> Gradients:
@@ -215,93 +374,63 @@ def _total(gradients: Sequence[Gradients]) -> Gradients:
 
 
 class ActivationOffload:
-    """Moves what a micro-batch keeps for its backward pass to the host, and back before it is needed.
+    """Moves what micro-batches keep on a stage for their backward pass to the host, and back before it is needed.
 
-    instructions of a stage   F0   F1   F2   F3 ... B0   B1
-    to the host                    F0's F1's ...
-    back                                        B0's B1's     one instruction before it is needed
+    instructions of the stage   F0   F1   F2   F3 ... B0   B1
+    to the host                      F0's F1's ...
+    back                                          B0's B1's     one instruction before it is needed
 
     Before an instruction, the stage waits until what the forward pass before the last one has left is on the host.
     Otherwise the stage would run ahead of the copies, and what it leaves would pile up on the device.
 
     Args:
         policy: which host, how many instructions ahead something is fetched, and which tensors are too small.
-        swap: for each chunk, whether what it keeps is moved.
-        devices: the device of each stage.
-        orders: the instructions of each stage.
+        device: of the stage.
+        order: its instructions.
     """
 
-    def __init__(
-        self,
-        policy: MemoryPolicy,
-        swap: Sequence[bool],
-        devices: Sequence[str],
-        orders: Sequence[Sequence[Instruction]],
-    ):
-        self._swap, self._devices = swap, devices
-        self._keepings = [
-            Keeping(Order(), _host_of(device, policy.host), policy.prefetch, policy.min_bytes) for device in devices
-        ]
-        self._places = [{instruction: i for i, instruction in enumerate(order)} for order in orders]
-        # By stage, for each instruction so far: the tensors that are there when it begins. A copy back to the device
-        # waits for those of an earlier instruction.
-        self._begun: list[list[Sequence[tf.Tensor]]] = [[] for _ in devices]
-        # Ids of the tensors on the host. They stay unique: the orders of `_keepings` hold the tensors.
+    def __init__(self, policy: MemoryPolicy, device: str, order: Sequence[Instruction]):
+        self._device = device
+        self._keeping = Keeping(Order(), _host_of(device, policy.host), policy.prefetch, policy.min_bytes)
+        self._places = {instruction: i for i, instruction in enumerate(order)}
+        # For each instruction so far: the tensors that are there when it begins. A copy back to the device waits for
+        # those of an earlier instruction.
+        self._begun: list[Sequence[tf.Tensor]] = []
+        # Ids of the tensors on the host. They stay unique: the order of `_keeping` holds the tensors.
         self._copies: set[int] = set()
 
     def copy(self) -> ActivationOffload:
         """A copy for another backward pass: what was sent to the host is still there."""
         other = copy.copy(self)
-        other._begun = [list(begun) for begun in self._begun]
+        other._begun = list(self._begun)
         return other
 
-    def begin(self, stage: int, instruction: Instruction, begins_with: Sequence[tf.Tensor]) -> list[tf.Operation]:
-        """Begins an instruction; returns the copies to the host that it waits for.
-
-        Args:
-            stage: the stage.
-            instruction: the instruction.
-            begins_with: tensors that are there when it begins: its inputs, and the stage's turn.
-        """
-        self._begun[stage].append(begins_with)
-        order = self._keepings[stage].order
+    def begin(self, instruction: Instruction, begins_with: Sequence[tf.Tensor]) -> list[tf.Operation]:
+        """Begins an instruction, with its inputs and the stage's turn; returns the copies to the host it waits for."""
+        self._begun.append(begins_with)
+        order = self._keeping.order
         return order.to_wait_for(order.begin_block()) if instruction.kind == "forward" else []
 
-    def sent(self, stage: int, instruction: Instruction, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Adds copies to the host of what a forward pass has left.
-
-        Args:
-            stage: the stage.
-            instruction: the forward pass.
-            tensors: what it has left.
-
-        Returns:
-            The tensors, each on the host if it is large enough and not needed again too soon.
-        """
-        keeping, places = self._keepings[stage], self._places[stage]
-        away = places[instruction._replace(kind="backward")] - places[instruction]
+    def sent(self, instruction: Instruction, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """What a forward pass has left, each tensor on the host if it is large enough and not needed again too soon."""
+        keeping = self._keeping
+        away = self._places[instruction._replace(kind="backward")] - self._places[instruction]
         # Where that is so soon, it would be fetched back before it has been sent.
-        if not self._swap[instruction.chunk] or away <= keeping.prefetch + 1:
+        if away <= keeping.prefetch + 1:
             return list(tensors)
         place = len(keeping.order.copies) - 1
-        kept = [to_host(tensor, place, keeping) if _travels(tensor, keeping) else tensor for tensor in tensors]
+        kept = [to_host(t, place, keeping) if is_data(t) and keeping.moves(t) else t for t in tensors]
         self._copies |= {id(copied) for copied, tensor in zip(kept, tensors, strict=True) if copied is not tensor}
         return kept
 
-    def fetched(self, stage: int, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def fetched(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The tensors that `sent` has returned, on the device, for the backward pass that begins now.
 
         A copy back begins when the instruction `prefetch` places before this one begins. If it came earlier, the device
         would hold it for longer; if it came with this instruction, that would have to wait for it.
         """
-        keeping, begun = self._keepings[stage], self._begun[stage]
-        gate = begun[max(0, len(begun) - 1 - keeping.prefetch)]
-        device = self._devices[stage]
-        return [from_host(t, device, keeping, gate) if id(t) in self._copies else t for t in tensors]
-
-
-def _travels(tensor: tf.Tensor, keeping: Keeping) -> bool:
-    return is_data(tensor) and keeping.moves(tensor)
+        gate = self._begun[max(0, len(self._begun) - 1 - self._keeping.prefetch)]
+        return [from_host(t, self._device, self._keeping, gate) if id(t) in self._copies else t for t in tensors]
 
 
 def _host_of(device: str, host: str) -> str:

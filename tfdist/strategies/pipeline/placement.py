@@ -20,10 +20,10 @@ import tensorflow as tf
 from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.discovery import discover
 from tfdist.cluster.errors import ClusterError
-from tfdist.inspection.model_parts import optimizers_of, parts_of
+from tfdist.inspection.model_state import optimizers_of, parts_of
 from tfdist.runtime.servers import connect, serve
 from tfdist.steps.keras_step import shadowed
-from tfdist.strategies.validation import check_cluster, check_not_tuned, existing_device, own_devices
+from tfdist.strategies.validation import check_cluster, existing_device, own_devices
 
 _DEVICE = (str, tf.config.LogicalDevice)
 
@@ -50,7 +50,6 @@ def pipeline_devices(
     """
     check_cluster(cluster)
     config = cluster or discover(timeout=start_timeout)
-    check_not_tuned("PipelineStrategy", config)
     if config.num_workers > 1 and config.task_type not in ("chief", "worker"):
         raise ClusterError(
             f"Received: task {config.task_type} {config.task_index}. Expected: chief or worker, which a pipeline has "
@@ -98,22 +97,6 @@ def _checked(device: Any) -> str:
     )
 
 
-class SlotReferences:
-    """Remembers which variable each optimizer's slot was created for, from `colocate_with`."""
-
-    def __init__(self) -> None:
-        # Ids, not the variables: moving replaces the variable that a slot was created for.
-        self._reference_of: dict[str, str] = {}
-
-    def add(self, slot: tf.Variable, reference: tf.Variable) -> None:
-        """Remembers that `slot` belongs to `reference`."""
-        self._reference_of[slot._unique_id] = reference._unique_id
-
-    def reference(self, slot: tf.Variable) -> str | None:
-        """The unique id of the variable that a slot belongs to; `None` for what is no slot."""
-        return self._reference_of.get(slot._unique_id)
-
-
 def move(variable: keras.Variable, device: str) -> None:
     """Replaces the TensorFlow variable inside of a Keras variable by one on another device, with the same value.
 
@@ -129,27 +112,28 @@ def move(variable: keras.Variable, device: str) -> None:
     variable._value = new
 
 
-def move_slots(model: keras.Model, references: SlotReferences, moved: dict[str, keras.Variable]) -> None:
+def move_slots(model: keras.Model, owners: dict[str, str], moved: dict[str, keras.Variable]) -> None:
     """Moves the slots of a model's optimizers to the devices of their variables, which have moved already.
 
     Args:
         model: the model.
-        references: which slot belongs to which variable.
-        moved: Keras variables by the unique id of the TensorFlow variable that they had before.
+        owners: for each slot, the variable it belongs to, by the ids of their TensorFlow variables.
+        moved: Keras variables by the id of the TensorFlow variable that they had before.
     """
-    for optimizer in optimizers_of(model):
-        for part in [optimizer, *parts_of(optimizer)]:
-            for slot in part.variables:
-                reference = references.reference(slot._value)
-                variable = moved.get(reference) if reference is not None else None
-                if variable is not None:
-                    move(slot, variable._value.device)
-                    references.add(slot._value, variable._value)
-            if part.built and hasattr(part, "_trainable_variables"):
-                # The optimizer finds a variable's slots by the id of the TensorFlow variable.
-                part._trainable_variables_indices = {
-                    part._var_key(v): i for i, v in enumerate(part._trainable_variables)
-                }
+    for part in _parts(model):
+        for slot in part.variables:
+            variable = moved.get(owners.get(slot._value._unique_id))
+            if variable is not None:
+                move(slot, variable._value.device)
+                owners[slot._value._unique_id] = variable._value._unique_id
+        if part.built and hasattr(part, "_trainable_variables"):
+            # The optimizer finds a variable's slots by the id of the TensorFlow variable.
+            part._trainable_variables_indices = {part._var_key(v): i for i, v in enumerate(part._trainable_variables)}
+
+
+def _parts(model: keras.Model) -> list[Any]:
+    """The optimizers of a model, and those inside of them."""
+    return [part for optimizer in optimizers_of(model) for part in (optimizer, *parts_of(optimizer))]
 
 
 def _full(device: str) -> tf.DeviceSpec:
@@ -228,32 +212,23 @@ class LocalScalars:
 
 
 @contextlib.contextmanager
-def local_optimizers(model: keras.Model, scope: Callable[[LocalScalars | None], Any]) -> Iterator[None]:
-    """While the block runs, a model's optimizers leave gradients where they are and read their scalars once.
-
-    Args:
-        model: the model.
-        scope: called with the scalars before an optimizer updates variables, and with `None` afterwards.
-    """
+def local_optimizers(model: keras.Model, extended: Any) -> Iterator[None]:
+    """While the block runs, a model's optimizers leave gradients where they are and read their scalars once."""
     with contextlib.ExitStack() as stack:
-        for optimizer in optimizers_of(model):
-            for part in [optimizer, *parts_of(optimizer)]:
-                # With one replica there is nothing to reduce, but the all-reduce puts all gradients on one device.
-                methods = {"_all_reduce_sum_gradients": list}
-                if hasattr(part, "_iterations") and isinstance(part._iterations, keras.Variable):
-                    methods["_distributed_tf_update_step"] = _with_scalars(part, scope)
-                stack.enter_context(shadowed(part, **methods))
+        for part in _parts(model):
+            if isinstance(getattr(part, "_iterations", None), keras.Variable):
+                stack.enter_context(shadowed(part, _distributed_tf_update_step=_with_scalars(part, extended)))
         yield
 
 
-def _with_scalars(optimizer: Any, scope: Callable[[LocalScalars | None], Any]) -> Callable:
+def _with_scalars(optimizer: Any, extended: Any) -> Callable:
     original = optimizer._distributed_tf_update_step
 
     def update(distribution: Any, grads_and_vars: Sequence[Any], learning_rate: Any) -> None:
-        scope(LocalScalars(optimizer))
+        extended.scalars = LocalScalars(optimizer)
         try:
             original(distribution, grads_and_vars, learning_rate)
         finally:
-            scope(None)
+            extended.scalars = None
 
     return update

@@ -1,9 +1,12 @@
-"""Schedules of pipeline parallelism: in which order each device computes forwards and backwards of micro-batches."""
+"""Schedules of pipeline parallelism: in which order each device computes forwards and backwards, and how long it takes.
+
+This module imports neither TensorFlow nor NumPy, so that `tfdist plan` can use it and start at once.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from numbers import Integral
+import dataclasses
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 
@@ -19,11 +22,8 @@ class Instruction(NamedTuple):
     chunk: int
     microbatch: int
 
-    def __str__(self) -> str:
-        return f"{self.kind} of micro-batch {self.microbatch} through chunk {self.chunk}"
 
-
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Schedule:
     """What each device computes, in order. Chunk `c` of the model is on device `c % devices`.
 
@@ -34,11 +34,8 @@ class Schedule:
         chunks_per_device: number of chunks on each device, V.
         orders: instructions of each device.
 
-    Raises:
-        ValueError: if a count is no whole number of at least 1, or `orders` does not fit them.
-
     Example:
-        >>> schedule = one_f_one_b(devices=2, microbatches=4)
+        >>> schedule = make_schedule("1f1b", devices=2, microbatches=4)
         >>> schedule.in_flight(), schedule.bubble()
         ((2, 1), 0.2)
     """
@@ -48,21 +45,6 @@ class Schedule:
     microbatches: int
     chunks_per_device: int
     orders: tuple[tuple[Instruction, ...], ...]
-
-    def __post_init__(self) -> None:
-        _check_counts(self.devices, self.microbatches, self.chunks_per_device)
-        if len(self.orders) != self.devices:
-            raise ValueError(
-                f"Schedule {self.name!r} has {len(self.orders)} orders for {self.devices} devices: "
-                "give each device one."
-            )
-        for device, order in enumerate(self.orders):
-            for instruction in order:
-                if not 0 <= instruction.chunk < self.chunks or self.device_of(instruction.chunk) != device:
-                    raise ValueError(
-                        f"Schedule {self.name!r} has the {instruction} on device {device}, which has chunks "
-                        f"{list(range(device, self.chunks, self.devices))} only: put it on its chunk's device."
-                    )
 
     @property
     def chunks(self) -> int:
@@ -79,7 +61,7 @@ class Schedule:
         Those of the neighbouring chunks are enough, also where connections skip chunks: they need what lies before.
 
         Example:
-            >>> gpipe(2, 1).requirements(Instruction("backward", 0, 0))
+            >>> make_schedule("gpipe", 2, 1).requirements(Instruction("backward", 0, 0))
             [Instruction(kind='forward', chunk=0, microbatch=0), Instruction(kind='backward', chunk=1, microbatch=0)]
         """
         kind, chunk, microbatch = instruction
@@ -96,11 +78,10 @@ class Schedule:
         busy.
 
         Raises:
-            ValueError: if the schedule deadlocks: every device waits for another one, or for an instruction that no
-                device has.
+            ValueError: if the schedule deadlocks.
 
         Example:
-            >>> [(device, i.kind) for device, i in gpipe(2, 1).linear_order()]
+            >>> [(device, i.kind) for device, i in make_schedule("gpipe", 2, 1).linear_order()]
             [(0, 'forward'), (1, 'forward'), (1, 'backward'), (0, 'backward')]
         """
         result: list[tuple[int, Instruction]] = []
@@ -109,7 +90,9 @@ class Schedule:
         while waiting := [(d, order[positions[d]]) for d, order in enumerate(self.orders) if positions[d] < len(order)]:
             ready = [(d, i) for d, i in waiting if done.issuperset(self.requirements(i))]
             if not ready:
-                raise ValueError(f"Schedule {self.name!r} deadlocks: {self._why_stuck(waiting, done)}.")
+                raise ValueError(
+                    f"Schedule {self.name!r} deadlocks. Received: {waiting} next. Expected: one that can begin."
+                )
             for device, instruction in ready:
                 positions[device] += 1
                 done.add(instruction)
@@ -138,146 +121,64 @@ class Schedule:
         """
         return (self.devices - 1) / (self.chunks_per_device * self.microbatches + self.devices - 1)
 
-    def _why_stuck(self, waiting: list[tuple[int, Instruction]], done: set[Instruction]) -> str:
-        reasons = []
-        for device, instruction in waiting:
-            missing = next(i for i in self.requirements(instruction) if i not in done)
-            reasons.append(f"the {instruction}, next on device {device}, needs the {missing}")
-        return "; ".join(reasons)
 
-
-def gpipe(devices: int, microbatches: int) -> Schedule:
-    """All forwards, then all backwards; every micro-batch is in flight at once.
-
-    GPipe, arXiv 1811.06965. The paper takes the backwards in reverse. Here, all schedules begin with micro-batch 0: so
-    they add up gradients in the same order, and get the same sums bit for bit.
-
-        stage 0 |F0 F1 F2 F3             B0 B1 B2 B3
-        stage 1 |   F0 F1 F2 F3       B0 B1 B2 B3
-        stage 2 |      F0 F1 F2 F3 B0 B1 B2 B3
-
-    Raises:
-        ValueError: if a count is no whole number of at least 1.
-    """
-    _check_counts(devices, microbatches)
-    return _phased("gpipe", devices, microbatches, 1, [microbatches] * devices)
-
-
-def one_f_one_b(devices: int, microbatches: int) -> Schedule:
-    """One forward, one backward, in turn: as fast as GPipe, with at most K-s micro-batches in flight on stage s.
-
-    PipeDream, arXiv 1806.03377, in the form that waits for all backwards before it updates weights (PipeDream-flush).
-
-        stage 0 |F0 F1 F2       B0 F3 B1    B2    B3
-        stage 1 |   F0 F1    B0 F2 B1 F3 B2    B3
-        stage 2 |      F0 B0 F1 B1 F2 B2 F3 B3
-
-    Raises:
-        ValueError: if a count is no whole number of at least 1.
-    """
-    _check_counts(devices, microbatches)
-    return _phased("1f1b", devices, microbatches, 1, [devices - 1 - device for device in range(devices)])
-
-
-def eager_one_f_one_b(devices: int, microbatches: int) -> Schedule:
-    """1F1B that begins with more forwards: transfers take place while the devices compute.
-
-    In 1F1B a stage has nothing to do while a micro-batch is on its way to the next stage and back, and that for each
-    micro-batch. With up to 2(K-s)-1 micro-batches in flight on stage s there is something to do, as long as a transfer
-    takes no longer than half of a forward and a backward (arXiv 2211.05322).
-
-        stage 0 |F0 F1 F2 F3 F4 B0 F5 B1    B2    B3    B4    B5
-        stage 1 |   F0 F1 F2 B0 F3 B1 F4 B2 F5 B3    B4    B5
-        stage 2 |      F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5
-
-    Raises:
-        ValueError: if a count is no whole number of at least 1.
-    """
-    _check_counts(devices, microbatches)
-    return _phased("eager-1f1b", devices, microbatches, 1, [2 * (devices - 1 - device) for device in range(devices)])
-
-
-def interleaved(devices: int, microbatches: int, chunks_per_device: int) -> Schedule:
-    """1F1B with several chunks (a, b, ...) on each device: a shorter bubble for more transfers and activations.
-
-    Megatron-LM, arXiv 2104.04473. Where M is no multiple of K, this is the schedule for the next multiple, less the
-    micro-batches that do not exist; its bubble is longer than the ideal one. With one chunk per device it is 1F1B.
-
-        stage 0 |F0a F1a F0b F1b F2a B0b F3a B1b F2b B0a F3b B1a     B2b     B3b B2a B3a
-        stage 1 |    F0a F1a F0b B0b F1b B1b F2a B0a F3a B1a F2b B2b F3b B3b B2a B3a
-
-    Raises:
-        ValueError: if a count is no whole number of at least 1.
-    """
-    _check_counts(devices, microbatches, chunks_per_device)
-    # With one chunk, the longer warm-up that feeds later chunks would only keep more micro-batches in flight.
-    turns = 2 if chunks_per_device > 1 else 1
-    warm_ups = [turns * (devices - 1 - d) + (chunks_per_device - 1) * devices for d in range(devices)]
-    return _phased("interleaved", devices, microbatches, chunks_per_device, warm_ups)
-
-
-def forward_only(devices: int, microbatches: int, chunks_per_device: int = 1) -> Schedule:
-    """Forwards alone, for `evaluate` and `predict`.
-
-        stage 0 |F0 F1 F2 F3
-        stage 1 |   F0 F1 F2 F3
-        stage 2 |      F0 F1 F2 F3
-
-    Raises:
-        ValueError: if a count is no whole number of at least 1.
-    """
-    _check_counts(devices, microbatches, chunks_per_device)
-    visits = _visits(devices, microbatches, chunks_per_device)
-    orders = tuple(
-        tuple(Instruction("forward", v * devices + d, m) for v, m in visits if m < microbatches) for d in range(devices)
-    )
-    return Schedule("forward_only", devices, microbatches, chunks_per_device, orders)
+# K devices, M micro-batches, V chunks (a, b, ...) on each device. A device begins with some forwards, then it takes one
+# forward and one backward in turn. All schedules take micro-batch 0 first in both directions (GPipe's paper takes the
+# backwards in reverse): so they add up gradients in the same order, and get the same sums bit for bit.
+#
+# schedule     forwards first on device d   in flight on d   picture
+#
+# gpipe        all                          M                stage 0 |F0 F1 F2 F3             B0 B1 B2 B3
+#              arXiv 1811.06965                              stage 1 |   F0 F1 F2 F3       B0 B1 B2 B3
+#                                                            stage 2 |      F0 F1 F2 F3 B0 B1 B2 B3
+#
+# 1f1b         K-1-d                        K-d              stage 0 |F0 F1 F2       B0 F3 B1    B2    B3
+#              PipeDream-flush, arXiv 1806.03377             stage 1 |   F0 F1    B0 F2 B1 F3 B2    B3
+#                                                            stage 2 |      F0 B0 F1 B1 F2 B2 F3 B3
+#
+# eager-1f1b   2(K-1-d): there is work      2(K-d)-1         stage 0 |F0 F1 F2 F3 F4 B0 F5 B1    B2    B3    B4    B5
+#              while a result travels,                       stage 1 |   F0 F1 F2 B0 F3 B1 F4 B2 F5 B3    B4    B5
+#              arXiv 2211.05322                              stage 2 |      F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5
+#
+# interleaved  2(K-1-d) + (V-1)K, to feed the later chunks (with V = 1 as 1f1b): a shorter bubble for more transfers and
+#              activations. Where M is no multiple of K, this is the schedule for the next multiple, less the
+#              micro-batches that do not exist. Megatron-LM, arXiv 2104.04473
+#
+#              stage 0 |F0a F1a F0b F1b F2a B0b F3a B1b F2b B0a F3b B1a     B2b     B3b B2a B3a
+#              stage 1 |    F0a F1a F0b B0b F1b B1b F2a B0a F3a B1a F2b B2b F3b B3b B2a B3a
+#
+# forward_only all, without backwards: for evaluate and predict
+_FORWARDS_FIRST = {
+    "gpipe": lambda k, d, v, visits: visits,
+    "1f1b": lambda k, d, v, visits: k - 1 - d,
+    "eager-1f1b": lambda k, d, v, visits: 2 * (k - 1 - d),
+    "interleaved": lambda k, d, v, visits: (2 if v > 1 else 1) * (k - 1 - d) + (v - 1) * k,
+}
 
 
 def make_schedule(name: str, devices: int, microbatches: int, chunks_per_device: int = 1) -> Schedule:
-    """The schedule of a name: "gpipe", "1f1b", "eager-1f1b" or "interleaved".
-
-    Raises:
-        ValueError: for another name, a count that is no whole number of at least 1, or several chunks per device for a
-            schedule that has one.
+    """The schedule of a name: "gpipe", "1f1b", "eager-1f1b" or "interleaved", drawn above.
 
     Example:
         >>> make_schedule("gpipe", 4, 8).bubble() == 3 / 11
         True
     """
-    if name == "interleaved":
-        return interleaved(devices, microbatches, chunks_per_device)
-    if name not in _WITH_ONE_CHUNK:
-        names = ", ".join(map(repr, _WITH_ONE_CHUNK))
-        raise ValueError(f"schedule is {name!r}, but must be one of {names} and 'interleaved'.")
-    if chunks_per_device != 1:
-        raise ValueError(
-            f"chunks_per_device is {chunks_per_device!r}, but must be 1 with schedule {name!r}: "
-            "leave it out, or take schedule 'interleaved'."
-        )
-    return _WITH_ONE_CHUNK[name](devices, microbatches)
-
-
-_WITH_ONE_CHUNK = {"gpipe": gpipe, "1f1b": one_f_one_b, "eager-1f1b": eager_one_f_one_b}
-
-
-def _phased(name: str, devices: int, microbatches: int, chunks_per_device: int, warm_ups: list[int]) -> Schedule:
-    """A schedule in which each device begins with some forwards, then takes one forward and one backward in turn.
-
-    Args:
-        warm_ups: for each device, the number of forwards before its first backward.
-    """
-    visits = _visits(devices, microbatches, chunks_per_device)
-    orders = []
+    visits, orders = _visits(devices, microbatches, chunks_per_device), []
     for device in range(devices):
         forwards = [Instruction("forward", v * devices + device, m) for v, m in visits]
         backwards = [Instruction("backward", (chunks_per_device - 1 - v) * devices + device, m) for v, m in visits]
-        order = forwards[: warm_ups[device]]
-        for forward, backward in zip(forwards[warm_ups[device] :], backwards, strict=False):
-            order += [forward, backward]
-        order += backwards[len(forwards[warm_ups[device] :]) :]
+        first = _FORWARDS_FIRST[name](devices, device, chunks_per_device, len(visits))
+        in_turn = [i for pair in zip(forwards[first:], backwards, strict=False) for i in pair]
+        order = [*forwards[:first], *in_turn, *backwards[len(forwards[first:]) :]]
         orders.append(tuple(i for i in order if i.microbatch < microbatches))
     return Schedule(name, devices, microbatches, chunks_per_device, tuple(orders))
+
+
+def forward_only(devices: int, microbatches: int, chunks_per_device: int = 1) -> Schedule:
+    """Forwards alone, for `evaluate` and `predict`."""
+    schedule = make_schedule("gpipe", devices, microbatches, chunks_per_device)
+    orders = tuple(tuple(i for i in order if i.kind == "forward") for order in schedule.orders)
+    return dataclasses.replace(schedule, name="forward_only", orders=orders)
 
 
 def _visits(devices: int, microbatches: int, chunks_per_device: int) -> list[tuple[int, int]]:
@@ -295,8 +196,69 @@ def _visits(devices: int, microbatches: int, chunks_per_device: int) -> list[tup
     ]
 
 
-def _check_counts(devices: int, microbatches: int, chunks_per_device: int = 1) -> None:
-    counts = {"devices": devices, "microbatches": microbatches, "chunks_per_device": chunks_per_device}
-    for name, count in counts.items():
-        if isinstance(count, bool) or not isinstance(count, Integral) or count < 1:
-            raise ValueError(f"{name} is {count!r}, but must be a whole number of at least 1: pass 1 or more.")
+class Interval(NamedTuple):
+    """An instruction on a device, from `begin` to `end`, in seconds.
+
+    Example:
+        >>> Interval(0, Instruction("forward", 0, 0), begin=0.0, end=1.5).end
+        1.5
+    """
+
+    device: int
+    instruction: Instruction
+    begin: float
+    end: float
+
+
+def simulate(
+    schedule: Schedule, forward: Sequence[float], backward: Sequence[float], transfer: float = 0.0
+) -> list[Interval]:
+    """When each instruction begins and ends, if it begins as soon as its device is free and its inputs are there.
+
+    Args:
+        schedule: the schedule.
+        forward: seconds of the forward of one micro-batch through each chunk.
+        backward: the same for the backward.
+        transfer: seconds that a result takes to another device; the devices go on computing meanwhile.
+
+    Example:
+        >>> makespan(simulate(make_schedule("gpipe", 2, 3), [1, 1], [2, 2]))
+        12.0
+    """
+    times = {"forward": forward, "backward": backward}
+    free = [0.0] * schedule.devices
+    ends: dict[Instruction, float] = {}
+    intervals = []
+    for device, instruction in schedule.linear_order():
+        begin = free[device]
+        for required in schedule.requirements(instruction):
+            is_elsewhere = schedule.device_of(required.chunk) != device
+            begin = max(begin, ends[required] + (transfer if is_elsewhere else 0.0))
+        free[device] = ends[instruction] = begin + times[instruction.kind][instruction.chunk]
+        intervals.append(Interval(device, instruction, begin, free[device]))
+    return intervals
+
+
+def makespan(intervals: Sequence[Interval]) -> float:
+    """Seconds from the first begin to the last end."""
+    return max(i.end for i in intervals) - min(i.begin for i in intervals)
+
+
+def speed_up(intervals: Sequence[Interval]) -> float:
+    """How many devices compute at a time on average: the sum of their busy times by the makespan.
+
+    Example:
+        >>> speed_up(simulate(make_schedule("gpipe", 2, 3), [1, 1], [2, 2]))
+        1.5
+    """
+    return sum(i.end - i.begin for i in intervals) / makespan(intervals)
+
+
+def idle_share(intervals: Sequence[Interval]) -> float:
+    """The share of the devices' time in which they compute nothing, from 0 to 1.
+
+    Example:
+        >>> idle_share(simulate(make_schedule("gpipe", 2, 3), [1, 1], [2, 2]))
+        0.25
+    """
+    return 1.0 - speed_up(intervals) / len({i.device for i in intervals})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,31 +13,39 @@ import tensorflow as tf
 
 from tfdist.arguments import check_count, check_seconds
 from tfdist.cluster.config import ClusterConfig
-from tfdist.compat.upstream import Functional, distribute_lib, one_device_strategy
-from tfdist.inspection import epoch_iterators
+from tfdist.compat.upstream import Functional, compute_output_spec, distribute_lib, one_device_strategy
+from tfdist.inspection.datasets import batch_size, latest_iterator
 from tfdist.layer_graph.chunk import is_traced
 from tfdist.layer_graph.graph import functional_of
+from tfdist.memory.modes import applied
 from tfdist.memory.policy import MemoryPolicy
-from tfdist.steps.common_hooks import install
-from tfdist.steps.keras_step import predicting_model, recognise
-from tfdist.steps.validation import expect_use
-from tfdist.strategies import xla
-from tfdist.strategies.keras_hooks import StrategyHooks
-from tfdist.strategies.pipeline import validation
-from tfdist.strategies.pipeline.clock import Clock
+from tfdist.steps.keras_step import recognise_step
+from tfdist.strategies import validation
+from tfdist.strategies.hooks import (
+    StrategyHooks,
+    install,
+    jit_compiles_by_itself,
+    not_compiled_as_a_whole,
+)
+from tfdist.strategies.pipeline.engine import check_rows
 from tfdist.strategies.pipeline.placement import (
     LocalScalars,
-    SlotReferences,
     local_optimizers,
     move,
     move_slots,
     near_inputs,
     pipeline_devices,
 )
-from tfdist.strategies.pipeline.plan import PipelinePlan, Planner
-from tfdist.strategies.pipeline.steps import LossHead, MaskedOutputs, call_model, train_step
-from tfdist.strategies.pipeline.summary import describe
-from tfdist.strategies.pipeline.validation import MASKED, why_not_decomposable
+from tfdist.strategies.pipeline.plan import PipelineOptions, PipelinePlan, describe
+from tfdist.strategies.pipeline.step import (
+    MASKED,
+    LossHead,
+    MaskedOutputs,
+    call_model,
+    train_step,
+    why_not_decomposable,
+)
+from tfdist.strategies.validation import expect_use
 
 
 class _PipelineExtended(one_device_strategy.OneDeviceExtended):
@@ -44,7 +53,9 @@ class _PipelineExtended(one_device_strategy.OneDeviceExtended):
 
     def __init__(self, container: Any, device: str):
         super().__init__(container, device)
-        self.slot_references = SlotReferences()
+        # For each optimizer's slot the variable that it was created for, from `colocate_with`. Ids, not the variables:
+        # moving replaces the variable that a slot was created for.
+        self.slot_owners: dict[str, str] = {}
         self.scalars: LocalScalars | None = None
 
     def _create_variable(self, next_creator: Callable, **kwargs: Any) -> Any:
@@ -54,7 +65,7 @@ class _PipelineExtended(one_device_strategy.OneDeviceExtended):
         with tf.device(reference.device if placed else self._host):
             variable = next_creator(**kwargs)
         if placed:
-            self.slot_references.add(variable, reference)
+            self.slot_owners[variable._unique_id] = reference._unique_id
         return variable
 
     @property
@@ -147,13 +158,12 @@ class PipelineStrategy(tf.distribute.Strategy):
             check_count("replicas", replicas)
         check_seconds(start_timeout=start_timeout)
         self._devices = pipeline_devices(devices, replicas, cluster, start_timeout)
-        self._planner = Planner(
+        self._options = PipelineOptions(
             self._devices, num_microbatches, schedule, chunks_per_device, cuts, balance, weight_gradients, memory
         )
         self._running = False
         self._rows: int | None = None
         self._latest: Callable[[], keras.Model | None] = lambda: None
-        self._clock: Clock | None = None
         super().__init__(_PipelineExtended(self, self._devices[0][0]))
         self._keras_hooks = PipelineHooks(self)
         expect_use(self)
@@ -191,11 +201,21 @@ class PipelineStrategy(tf.distribute.Strategy):
             )
         return describe(self._prepare(model), self._rows, width)
 
+    # Keras' train function ──> run(model.train_step)
+    #     the loss decomposes ──> train_step: a micro-batch has its own loss, in any schedule
+    #     otherwise           ──> Keras' or the user's step ──> model(x) ──> _PipelinedCall ──> call_model: GPipe
+    # Keras' test and predict functions ──> run(...) ──> model(x) ──> _PipelinedCall ──> call_model: forwards only
     def run(self, fn: Callable, args: tuple = (), kwargs: dict | None = None, options: Any = None) -> Any:
-        step = recognise(fn) if len(args) == 1 and not kwargs else None
+        step = recognise_step(fn, args, kwargs)
         if step is None or tf.executing_eagerly():
             return super().run(fn, args, kwargs, options)
-        plan = self._prepare(step.model or predicting_model(fn))
+        model = step.model
+        if isinstance(model, keras.Sequential) and not model.built:
+            # By its first `predict`. Others are built before their step is traced.
+            x, *_ = keras.utils.unpack_x_y_sample_weight(*args)
+            with tf.init_scope(), self.scope():
+                compute_output_spec(model, keras.KerasTensor(x.shape, keras.backend.standardize_dtype(x.dtype)))
+        plan = self._prepare(model)
         # Keras traces a step. Since the last trace, layers may have been frozen or changed, or the loss replaced.
         plan.refresh()
         self._place(plan)
@@ -206,7 +226,7 @@ class PipelineStrategy(tf.distribute.Strategy):
             # Where the loss does not decompose, Keras' own step runs, and its call of the model is pipelined.
             if step.kind == "train" and plan.decomposes:
                 fn = self._train_step(plan, fn)
-            with near_inputs(), local_optimizers(plan.model, lambda s: setattr(self.extended, "scalars", s)):
+            with near_inputs(), local_optimizers(plan.model, self.extended):
                 return super().run(fn, args, kwargs, options)
         finally:
             self._running = previous
@@ -221,28 +241,31 @@ class PipelineStrategy(tf.distribute.Strategy):
         if functional is None:
             raise ValueError(
                 f"Received: model '{model.name}' of class {type(model).__name__}, which has a call method of its own "
-                "or no known input shape, so that its layers cannot be told apart. Expected: a Sequential model with "
+                "or no known input shape, so that its layers are not known. Expected: a Sequential model with "
                 "an Input, or a functional one, `keras.Model(inputs, outputs)`; a subclass may build its layers so in "
                 "__init__ and pass them to `super().__init__(inputs, outputs)`."
             )
-        plan = _plan_of(functional, self)
-        if plan is None:
-            validation.check_inputs(functional)
-            plan = self._planner.plan(model, functional)
+        call = vars(functional).get("call")
+        if not isinstance(call, _PipelinedCall) or call.strategy() is not self:
+            _check_inputs(functional)
+            plan = PipelinePlan(self._options, model, functional)
             self._place(plan)
-            _shadow_call(functional, self, plan)
+            call = _PipelinedCall(functional, self, plan)
+            # Past Keras' attribute tracking.
+            object.__setattr__(functional, "call", call)
         self._latest = weakref.ref(model)
+        plan = call.plan
         if plan.model.compiled:
-            plan.choose_schedule(self._planner, why_not_decomposable(plan.model, plan.functional))
+            plan.choose_schedule(why_not_decomposable(plan.model, plan.functional))
         return plan
 
     def _learn_rows(self, plan: PipelinePlan) -> None:
         """Takes the size of the training batches from Keras' iterator, where that knows it."""
-        rows = epoch_iterators.batch_size(epoch_iterators.latest(plan.model))
-        validation.check_batch_size(rows, plan.replicas * self._planner.num_microbatches)
+        rows = batch_size(latest_iterator(plan.model))
         if rows is not None:
+            check_rows(rows, plan.replicas * self._options.num_microbatches)
             self._rows = rows
-            self._planner.choose_recompute(plan, rows)
+            plan.choose_recompute(rows)
 
     def _train_step(self, plan: PipelinePlan, stock: Callable) -> Callable:
         head = LossHead(plan)
@@ -251,10 +274,10 @@ class PipelineStrategy(tf.distribute.Strategy):
         def run(data: Any) -> Any:
             if plan.decomposes:
                 try:
-                    return train_step(plan, head, data, self._clock)
+                    return train_step(plan, head, data)
                 except MaskedOutputs:
                     # Found while the first micro-batch was traced; what it has added to the graph stays unused.
-                    plan.choose_schedule(self._planner, MASKED)
+                    plan.choose_schedule(MASKED)
             return stock(data)
 
         return run
@@ -267,7 +290,7 @@ class PipelineStrategy(tf.distribute.Strategy):
             move(variable, device)
             # Past Keras' attribute tracking.
             object.__setattr__(variable, "_tfdist_strategy", weakref.ref(self))
-        move_slots(plan.model, self.extended.slot_references, moved)
+        move_slots(plan.model, self.extended.slot_owners, moved)
 
 
 class PipelineHooks(StrategyHooks):
@@ -277,15 +300,41 @@ class PipelineHooks(StrategyHooks):
 
     def check(self, model: keras.Model) -> None:
         strategy = self._strategy
-        validation.check(strategy, model, len(strategy.devices), strategy._planner.num_microbatches)
+        replicas = len(strategy.devices)
+        if model.run_eagerly:
+            warnings.warn(
+                "Received: run_eagerly=True under PipelineStrategy. The layers run one after the other, each on its "
+                "variables' device, with the whole batch at once. Expected: run_eagerly=False for a pipeline.",
+                stacklevel=2,
+            )
+        if applied(model) is not None:
+            raise ValueError(
+                "Received: a memory policy for a model under PipelineStrategy, whose stages keep what they keep for "
+                "each micro-batch. Expected: `tfdist.memory.remove(model)`, and PipelineStrategy(memory=...) with a "
+                "mode."
+            )
+        validation.check_compiled(strategy, model)
+        if replicas * strategy._options.num_microbatches > 1:
+            validation.check_stateful(model)
+            validation.warn_of_statistics(model, "the rows of one micro-batch")
+        for layer in model._flatten_layers():
+            if getattr(layer, "synchronized", False) and replicas > 1:
+                raise ValueError(
+                    f"Received: layer '{layer.name}' with synchronized=True and replicas={replicas}. A pipeline uses "
+                    "the statistics of each micro-batch. Expected: synchronized=False, or LayerNormalization."
+                )
+        validation.check_float8(model.trainable_variables)
         if functional_of(model) is not None or not isinstance(model, keras.Sequential):
             strategy._prepare(model)
 
-    def decide_jit_compile(self, model: Any, decide: Callable[[], bool]) -> bool:
-        return xla.automatic(model)
+    def decide_jit_compile(self, decide: Callable, model: Any) -> bool:
+        return jit_compiles_by_itself(model)
 
-    def making_function(self, model: Any) -> Any:
-        return xla.not_as_a_whole(model)
+    def make_function(self, make: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
+        with not_compiled_as_a_whole(model):
+            return make(model, *args, **kwargs)
+
+    make_predict_function = make_function
 
 
 class _PipelinedCall:
@@ -305,11 +354,10 @@ class _PipelinedCall:
         return call_model(self.plan, inputs, bool(training))
 
 
-def _plan_of(functional: Functional, strategy: PipelineStrategy) -> PipelinePlan | None:
-    found = vars(functional).get("call")
-    return found.plan if isinstance(found, _PipelinedCall) and found.strategy() is strategy else None
-
-
-def _shadow_call(functional: Functional, strategy: PipelineStrategy, plan: PipelinePlan) -> None:
-    # Past Keras' attribute tracking.
-    object.__setattr__(functional, "call", _PipelinedCall(functional, strategy, plan))
+def _check_inputs(functional: Functional) -> None:
+    for tensor in functional.inputs:
+        if getattr(tensor, "sparse", False) or getattr(tensor, "ragged", False):
+            raise ValueError(
+                f"Received: input '{tensor.name}' of sparse or ragged tensors, which are not cut into micro-batches. "
+                "Expected: dense inputs; use `dataset.map` with tf.sparse.to_dense or `.to_tensor()`."
+            )

@@ -1,0 +1,68 @@
+"""A process of Keras: alone, or one of those of tfdist. It trains all variants, in turns."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from benchmarks.memory.sharding_worker import bytes_of_variables
+from benchmarks.network.keras_worker import build, repeated_batch
+from benchmarks.sharded import process
+from benchmarks.sharded.variants import KEPT, PLAIN, SHAPES, SHARDED
+from benchmarks.windows import FitWindows
+
+
+def main(text: str, path: str) -> None:
+    """Measures all variants; the chief writes a record of each."""
+    import tfdist
+
+    settings = json.loads(text)
+    if settings["measure"] == "sent":
+        # As on hosts of their own: what processes of one host exchange in shared memory, nobody counts.
+        mock.patch("tfdist.runtime.exchange._machine", lambda: str(os.getpid())).start()
+    make = {
+        PLAIN: tfdist.MultiWorkerMirroredStrategy,
+        SHARDED: tfdist.FullyShardedStrategy,
+        KEPT: functools.partial(tfdist.FullyShardedStrategy, reshard_after_forward=False),
+    }
+    strategies = [make[variant]() for variant in settings["variants"]]
+    records = _measure(settings, strategies)
+    if strategies[0].is_chief:
+        Path(path).write_text(json.dumps(records))
+
+
+def _measure(settings: dict, strategies: list) -> list[dict]:
+    import keras
+
+    shape = SHAPES[settings["shape"]]
+    data = repeated_batch(shape, settings["rows"] * strategies[0].num_replicas_in_sync)
+    models, windows = [], []
+    for strategy in strategies:
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            models.append(build(shape, keras.optimizers.Adam()))
+        windows.append(FitWindows(models[-1], data, [os.getpid()], steps=settings["steps"]))
+
+    def train(model: Any, steps: int = process.STEPS) -> None:
+        model.fit(data, steps_per_epoch=steps, shuffle=False, verbose=0)
+
+    if settings["measure"] == "sent":
+        return [{"sent": process.sent(functools.partial(train, model))} for model in models]
+    if settings["measure"] == "memory":
+        return [
+            process.memory(functools.partial(train, model), lambda: sum(bytes_of_variables().values()))
+            for model in models
+        ]
+    for _ in range(settings["windows"]):
+        for window in windows:
+            window.run()
+    return [window.record for window in windows]
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

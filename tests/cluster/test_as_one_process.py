@@ -1,0 +1,245 @@
+"""What two processes do as one does, beside the rows of the feature table; one start of TensorFlow for all sections."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdist
+from tests import branching_steps, own_loops
+from tests.cluster.attempt import attempt, found_on
+from tests.cluster.counting import EPOCHS, ROWS, SIZE, times_seen
+from tests.cluster.readings import Model, readings, trained
+from tests.logical import test_outside_of_the_scope as outside
+from tests.logical import test_row_trial as row_trial
+from tests.predicted_values import OUTPUTS, X, assert_same, listed, own_loop, predictions
+from tests.tiers import daily
+from tfdist.steps import reduce
+from tfdist.testing import run_local
+from tools.fit_files import files_of_fit
+
+_DEADLINE = 540
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(_DEADLINE + 30)]
+
+DTYPES = [
+    *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
+    *("float16", "bfloat16", "float32", "float64", "complex64"),
+]
+
+
+def reading_inside_and_outside(strategy: Any, one: Any, folder: Path) -> None:
+    """In scripts that do everything inside: only rank 0 reads while the others wait, and no reading may need them."""
+    keras.utils.clear_session()  # names without a counter
+    alone = readings(trained())
+    keras.utils.clear_session()
+    with strategy.scope():
+        model: Model = trained()
+        inside = readings(model) if strategy.is_chief else {}
+    outside = readings(model) if strategy.is_chief else {}
+    strategy._peers.gather("test", None, "read")
+    for name, found in inside.items():
+        expected = found_on([alone], 0, name)
+        assert found == outside[name], name
+        if isinstance(expected, str):
+            assert found == expected
+        else:
+            assert [np.shape(value) for value in found] == [np.shape(value) for value in expected], name
+            for value, own in zip(found, expected, strict=True):
+                np.testing.assert_allclose(value, own, atol=1e-5, err_msg=name)
+
+
+def loops_of_ones_own(strategy: Any, one: Any, folder: Path) -> None:
+    for name, compiled in (("Adam", True), ("loss scaling", True), ("global_clipnorm", True), ("clipnorm", False)):
+        expected = own_loops.train(one, name, compiled=True)
+        np.testing.assert_allclose(own_loops.train(strategy, name, compiled), expected, atol=2e-6, err_msg=name)
+    for compiled in (True, False):
+        first, second = strategy._peers.gather("masks", own_loops.masks(strategy, compiled), "tell its masks")
+        assert first != second
+
+
+def optimizers_in_branches(strategy: Any, one: Any, folder: Path) -> None:
+    for name in branching_steps.KINDS:
+        expected = branching_steps.train(one, name)
+        np.testing.assert_allclose(branching_steps.train(strategy, name), expected, atol=2e-6, err_msg=name)
+
+
+def finished_outside_of_the_scope(strategy: Any, one: Any, folder: Path) -> None:
+    for name in ("names", "a head", "enable_lora"):
+        for ours, theirs in zip(outside.trained(strategy, name), outside.trained(None, name), strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-6)
+
+
+def steps_that_mix_rows(strategy: Any, one: Any, folder: Path) -> None:
+    """What is exchanged for metrics must not stop the trials."""
+    for name, (_, _, expected) in row_trial.CALLS.items():
+        found = row_trial.said(strategy, name)
+        assert len(found) == len(expected) and all(map(str.__contains__, found, expected)), (name, found)
+
+
+def values_that_are_predicted(strategy: Any, one: Any, folder: Path) -> None:
+    """All dtypes, text, ragged and sparse tensors, no rows."""
+    loops = ["bfloat16", "text", "ragged", "sparse", "no rows are kept"]
+    names = ["bool", "text", "ragged without values", "sparse", "constants", "moved rows", "no rows are kept"]
+    found, expected = (predictions(each, names) for each in (strategy, one))
+    for name in names:
+        assert_same(found[name], expected[name], name)
+    rows = tf.constant(X[: 2 * strategy.num_replicas_in_sync])
+    assert own_loop(strategy, loops) == {name: listed(OUTPUTS[name](rows)) for name in loops}
+    with strategy.scope():
+        mixed = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, dtype="mixed_bfloat16")])
+        mixed.compile("sgd", "mse")
+    last_layer = mixed.predict(X, batch_size=4, verbose=0)
+    assert (last_layer.dtype.name, last_layer.shape) == ("bfloat16", (11, 3))
+
+
+def initial_values_of_the_chief(strategy: Any, one: Any, folder: Path) -> None:
+    """Of every dtype, whatever the others' own were; and what a quantized model with LoRA trains."""
+    own = 1 - strategy._peers.rank  # the chief has 1
+    for dtype in DTYPES:
+        with strategy.scope():
+            variable = tf.Variable(tf.cast([[own, 1]], dtype))
+        assert variable.dtype == dtype
+        assert np.asarray(tf.cast(variable, "complex128")).real.tolist() == [[1.0, 1.0]], dtype
+    keras.utils.set_random_seed(1 + own)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(8), keras.layers.Dense(1)])
+        model.quantize("int8")
+        model.layers[0].enable_lora(2)
+        model.compile("sgd", "mse")
+    rows = np.random.default_rng(0).normal(size=(16, 8)).astype("float32")
+    losses = model.fit(rows, rows[:, :1], batch_size=8, epochs=2, verbose=0).history["loss"]
+    assert losses[1] < losses[0]
+    weights = [np.asarray(w, "float64").tolist() for w in model.get_weights()]
+    first, second = strategy._peers.gather("weights", weights, "tell its weights")
+    assert first == second
+
+
+def terminate_on_nan(strategy: Any, one: Any, folder: Path) -> None:
+    """What one process sees stops all of them."""
+    x, y = np.ones((48, 2), "float32"), np.ones((48, 1), "float32")
+    for epochs in (3, 1):
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        callbacks = [keras.callbacks.TerminateOnNaN()]
+        history = model.fit(x, y, batch_size=12, epochs=3, shuffle=False, callbacks=callbacks, verbose=0)
+        assert len(history.epoch) == epochs
+        y[46] = np.nan  # of the last batch, in the half that rank 1 has
+
+
+def shards_of_files(strategy: Any, one: Any, folder: Path) -> None:
+    """Every worker reads its own files, and every row is trained on equally often."""
+    files = [str(folder / f"{i}.txt") for i in range(2)]
+    for i, path in enumerate(files if strategy.is_chief else []):
+        Path(path).write_text("\n".join(map(str, range(i * ROWS // 2, (i + 1) * ROWS // 2))) + "\n")
+    strategy._peers.gather("files", None, "write")
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.FILE
+
+    def parse(line: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        return tf.one_hot(tf.strings.to_number(line, tf.int32), ROWS), tf.zeros([1])
+
+    dataset = tf.data.TextLineDataset(files).map(parse).batch(SIZE).with_options(options)
+    assert times_seen(strategy, dataset) == pytest.approx([EPOCHS] * ROWS)
+
+
+def bytes_from_the_chief(strategy: Any, one: Any, folder: Path) -> None:
+    """In chunks of 1000."""
+    for size in (0, 1, 2, 1999, 2000, 2001, 7003):
+        content = np.random.RandomState(size).bytes(size)
+        with mock.patch.object(reduce, "_CHUNK", 1000):
+            given = content if strategy.is_chief else None
+            received = reduce.broadcast_bytes(strategy, strategy._peers, given)
+        assert hashlib.sha256(received).digest() == hashlib.sha256(content).digest(), size
+
+
+def mirrored_strategies_beside(strategy: Any, one: Any, folder: Path) -> None:
+    """They take the devices of their own process: TensorFlow knows those of all of them."""
+    x = np.random.default_rng(0).normal(size=(18, 4)).astype("float32")
+    alone, found = tfdist.MirroredStrategy(), []
+    assert len(alone.extended.worker_devices) == len(tf.config.list_logical_devices("CPU")) // 2
+    for each in (one, alone, strategy):
+        with each.scope():
+            keras.utils.set_random_seed(1)
+            model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, "tanh"), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        model.fit(x, x[:, :1], batch_size=4, epochs=2, shuffle=False, verbose=0)
+        found.append(np.concatenate([np.ravel(w) for w in model.get_weights()]))
+    for received in found[1:]:
+        np.testing.assert_allclose(received, found[0], atol=1e-6)
+
+
+def files_of_a_fit(strategy: Any, one: Any, folder: Path) -> None:
+    """A reader has to know that many files to follow a batch: make them fewer, not more."""
+    files = files_of_fit(strategy)
+    assert {"strategies/data_parallel/replica_step.py", "runtime/exchange.py"} <= set(files)
+    assert len(files) <= 31, files
+
+
+SECTIONS: dict[str, Callable[[Any, Any, Path], None]] = {
+    section.__name__: section
+    for section in (
+        reading_inside_and_outside,
+        loops_of_ones_own,
+        optimizers_in_branches,
+        finished_outside_of_the_scope,
+        steps_that_mix_rows,
+        values_that_are_predicted,
+        initial_values_of_the_chief,
+        terminate_on_nan,
+        shards_of_files,
+        bytes_from_the_chief,
+        mirrored_strategies_beside,
+        files_of_a_fit,
+    )
+}
+# What takes long is for `make test-all`.
+LONG = (
+    *("optimizers_in_branches", "finished_outside_of_the_scope", "steps_that_mix_rows"),
+    *("loops_of_ones_own", "reading_inside_and_outside", "values_that_are_predicted"),
+)
+DAILY = tuple(name for name in SECTIONS if name not in LONG)
+OVER_HOROVOD = (
+    *("reading_inside_and_outside", "loops_of_ones_own", "initial_values_of_the_chief"),
+    *("shards_of_files", "bytes_from_the_chief"),
+)
+
+
+def run(names: tuple[str, ...], folder: str, kind: str) -> dict[str, Any]:
+    """On each process; every section asserts what it is about."""
+    one = tf.distribute.get_strategy()
+    strategy = getattr(tfdist, kind)(start_timeout=60, peer_timeout=60)
+    return {name: attempt(name, SECTIONS[name], strategy, one, Path(folder)) for name in names}
+
+
+@functools.cache
+def results(names: tuple[str, ...], kind: str = "MultiWorkerMirroredStrategy") -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory(prefix="tfdist-as-one-") as folder:
+        return run_local(run, 2, timeout=_DEADLINE, args=(names, folder, kind))
+
+
+def assert_found(name: str, results: list[dict[str, Any]]) -> None:
+    for rank in (0, 1):
+        found_on(results, rank, name)
+
+
+@pytest.mark.parametrize("name", daily(SECTIONS, *DAILY))
+def test_section(name):
+    assert_found(name, results(DAILY if name in DAILY else LONG))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", OVER_HOROVOD)
+def test_over_horovod(name):
+    pytest.importorskip("horovod.tensorflow")
+    assert_found(name, results(OVER_HOROVOD, kind="HorovodStrategy"))

@@ -1,0 +1,423 @@
+"""Training steps that mix the rows of a batch are told from others, by a trial on a few rows, and warned of once."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+
+from tests.features.reference import only_fit
+from tests.models import assert_arrays, in_scope, ready, warned
+from tests.tiers import daily
+from tfdist.strategies.data_parallel import row_trial
+from tfdist.strategies.data_parallel.row_trial import _is_keras_own, _loss_mixes_rows
+from tfdist.testing import assert_transparent
+
+X = np.random.RandomState(0).randn(16, 8).astype("float32")
+Y = X[:, :3]
+
+
+class MinibatchDeviation(layers.Layer):
+    """As in progressive GANs: how much the rows of the batch differ, as one more feature."""
+
+    def call(self, x: Any) -> Any:
+        return ops.concatenate([x, ops.ones_like(x[:, :1]) * ops.mean(ops.std(x, axis=0))], -1)
+
+
+class SumOfActivity(layers.Layer):
+    def call(self, x: Any) -> Any:
+        self.add_loss(0.01 * ops.sum(x**2))
+        return x
+
+
+class MeanOfActivity(layers.Layer):
+    def call(self, x: Any) -> Any:
+        self.add_loss(0.01 * ops.mean(x**2))
+        return x
+
+
+class OwnCall(keras.losses.Loss):
+    """Reduces by itself."""
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        return ops.mean(ops.square(y_true - y_pred), -1)
+
+    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        return ops.sum(self.call(y_true, y_pred))
+
+
+class Own(keras.Model):
+    """A model with a step of its own.
+
+    Args:
+        loss: of targets and predictions.
+        count: what of the rows a `Mean` and a `Sum` are given, once a batch.
+    """
+
+    def __init__(self, loss: Callable, count: Callable | None = None) -> None:
+        super().__init__()
+        self.dense, self.own_loss, self.count = layers.Dense(3), loss, count
+        self.tokens, self.total = keras.metrics.Mean(name="tokens"), keras.metrics.Sum(name="total")
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+    def train_step(self, data: tuple) -> dict:
+        with tf.GradientTape() as tape:
+            loss = self.own_loss(data[1], self(data[0], training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        if self.count is not None:
+            self.tokens.update_state(self.count(data[0]))
+            self.total.update_state(self.count(data[0]))
+        return {"loss": tf.reduce_mean(loss)}
+
+
+class OtherSteps(Own):
+    """Steps that do not train, and mix the rows of a batch."""
+
+    def test_step(self, data: tuple) -> dict:
+        outputs = self(data[0], training=False)
+        self.tokens.update_state(negatives(data[1], outputs))
+        return {"tokens": self.tokens.result()}
+
+    def predict_step(self, data: Any) -> Any:
+        outputs = self(data[0] if isinstance(data, tuple) else data, training=False)
+        return outputs - ops.mean(outputs, axis=0)
+
+
+class OtherLoss(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = layers.Dense(3)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, training: bool = True) -> Any:
+        return negatives(y, y_pred)
+
+
+class NumberOfRows(keras.Model):
+    def call(self, x: Any) -> Any:
+        return {"rows": x, "how many": tf.shape(x)[0], "constant": tf.ones([3])}
+
+
+class Outputs(keras.Model):
+    """Returns rows, and what a function makes of them."""
+
+    def __init__(self, function: Callable) -> None:
+        super().__init__()
+        self.function, self.dense = function, layers.Dense(2)
+
+    def call(self, x: Any) -> Any:
+        rows = self.dense(x)
+        return {"rows": rows, "others": self.function(rows)}
+
+
+class SharpnessAware(Own):
+    """Moves the weights along the gradient, at whose new place it takes another one."""
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+
+        def gradients() -> list:
+            with tf.GradientTape() as tape:
+                loss = mean(y, self(x))
+            return tape.gradient(loss, self.trainable_variables)
+
+        first = gradients()
+        moves = [0.5 * one / tf.linalg.global_norm(first) for one in first]
+        for weight, move in zip(self.trainable_variables, moves, strict=True):
+            weight.assign_add(move)
+        second = gradients()
+        for weight, move in zip(self.trainable_variables, moves, strict=True):
+            weight.assign_sub(move)
+        self.optimizer.apply(second, self.trainable_variables)
+        return {"loss": mean(y, self(x))}
+
+
+def mean(y_true: Any, y_pred: Any) -> Any:
+    return ops.mean(ops.square(y_true - y_pred))
+
+
+def vector(y_true: Any, y_pred: Any) -> Any:
+    return ops.mean(ops.square(y_true - y_pred), -1)
+
+
+def negatives(y_true: Any, y_pred: Any) -> Any:
+    """SimCLR's, of which each row is told from the others of the batch."""
+    logits = tf.matmul(tf.nn.l2_normalize(y_pred, -1), tf.nn.l2_normalize(y_true, -1), transpose_b=True)
+    return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(tf.range(tf.shape(logits)[0]), logits))
+
+
+def root(y_true: Any, y_pred: Any) -> Any:
+    return ops.sqrt(mean(y_true, y_pred))
+
+
+def r_squared(y_true: Any, y_pred: Any) -> Any:
+    return 1 - ops.sum(ops.square(y_true - y_pred)) / ops.sum(ops.square(y_true - ops.mean(y_true)))
+
+
+def compiled(*hidden: type | Callable, loss: Any = "mse", metrics: tuple = ()) -> Callable[[], keras.Model]:
+    return lambda: ready(
+        keras.Sequential([keras.Input((8,)), layers.Dense(8), *(make() for make in hidden), layers.Dense(3)]),
+        keras.optimizers.SGD(0.05),
+        loss,
+        metrics=list(metrics),
+    )
+
+
+def own(*arguments: Any, kind: type = Own) -> Callable[[], keras.Model]:
+    return lambda: ready(kind(*arguments), keras.optimizers.SGD(0.05))
+
+
+def said_of_fits(strategy: tf.distribute.Strategy, build: Callable, x: Any = X) -> list[str]:
+    model = in_scope(strategy, build)
+    return warned(lambda: [model.fit(x, Y, batch_size=8, epochs=2, verbose=0) for _ in range(2)], "Received: ")
+
+
+@pytest.mark.parametrize(
+    ("build", "culprit"),
+    [
+        (
+            compiled(lambda: layers.Dropout(0.2), MinibatchDeviation),
+            r"layer 'sequential\S*/minibatch_deviation\S*' .*mixes the rows",
+        ),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in [
+                (compiled(SumOfActivity), "a loss of model 'sequential"),
+                (lambda: compiled(loss=OwnCall())(), "a loss of model 'sequential"),
+                (own(vector), "Own.train_step"),
+            ]
+        ),
+        (own(negatives), r"Own.train_step, whose gradient .*all_gather"),
+        (own(mean, kind=SharpnessAware), "SharpnessAware.train_step, whose gradient"),
+        (compiled(loss=root), "loss 'root'"),
+    ],
+)
+def test_steps_that_mix_rows(mirrored, build, culprit):
+    (message,) = said_of_fits(mirrored, build)
+    assert re.search(culprit, message), message
+
+
+@pytest.mark.parametrize(
+    ("hidden", "loss", "is_own"),
+    [
+        ([lambda: layers.Dense(4, "relu"), layers.BatchNormalization, lambda: layers.Dropout(0.1)], "mse", True),
+        ([MeanOfActivity], "mse", False),
+        ([lambda: layers.Lambda(lambda x: x - ops.mean(x, 0))], "mse", False),
+        ([lambda: layers.Dense(4, lambda x: x - ops.mean(x, 0))], "mse", False),
+        ([lambda: layers.Softmax(axis=0)], "mse", False),
+        ([lambda: layers.UnitNormalization(axis=(0, 1))], "mse", False),
+        ([], lambda y_true, y_pred: ops.mean(y_pred), False),
+    ],
+)
+def test_only_keras_own_parts_need_no_trial(hidden, loss, is_own):
+    model = compiled(*hidden, loss=loss)()
+    model.train_on_batch(X, Y)
+    assert _is_keras_own(model) is is_own
+    own_nodes = keras.Model(model.inputs, ops.mean(model.outputs[0], axis=0, keepdims=True))
+    assert not _is_keras_own(own_nodes)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        compiled(layers.BatchNormalization, MeanOfActivity, lambda: layers.Dropout(0.5)),
+        *(
+            pytest.param(build, marks=pytest.mark.exhaustive)
+            for build in [
+                own(mean),
+                lambda: compiled(loss=keras.losses.MeanSquaredError(reduction="sum"))(),
+                lambda: compiled(loss=keras.losses.MeanSquaredError(reduction="none"))(),
+                compiled(lambda: layers.Dense(4, kernel_regularizer="l2", activity_regularizer="l2")),
+            ]
+        ),
+    ],
+)
+def test_steps_that_do_not(mirrored, build):
+    assert said_of_fits(mirrored, build) == []
+
+
+def test_a_loss_that_is_not_reduced(mirrored):
+    """Keras back-propagates the sum of such a vector, also where batches do not divide."""
+    build = lambda: compiled(loss=keras.losses.MeanSquaredError(reduction="none"))()  # noqa: E731
+    with only_fit():
+        assert_transparent(mirrored, build, (X[:13], Y[:13]), batch_size=5)
+
+
+class CutToLongest(layers.Layer):
+    def call(self, ids: Any) -> Any:
+        return ids[:, : ops.max(ops.sum(ops.cast(ids != 0, "int32"), 1))]
+
+    def compute_output_shape(self, shape: tuple) -> tuple:
+        return (shape[0], None)
+
+
+def test_the_longest_row_of_a_batch(mirrored):
+    """The rows of the trial differ in length, as padded ones do."""
+    ids = np.random.RandomState(0).randint(1, 5, (16, 10)) * (np.arange(10) < 1 + np.arange(16)[:, None] % 9)
+
+    def build() -> keras.Model:
+        hidden = [layers.Embedding(5, 4), layers.GlobalAveragePooling1D(), layers.Dense(3)]
+        return ready(keras.Sequential([keras.Input((10,), dtype="int32"), CutToLongest(), *hidden]), "sgd", "mse")
+
+    (message,) = said_of_fits(mirrored, build, ids)
+    assert "(CutToLongest), which pads to the longest row" in message
+
+
+def test_counts_of_a_batch(mirrored):
+    """A `Mean` or `Sum` of numbers that grow with the batch: 1/n of one process', by rows."""
+
+    def count(x: Any) -> Any:
+        return float(x.shape[0] or 4)
+
+    messages = said_of_fits(mirrored, own(mean, count))
+    assert ["'tokens' (Mean)" in messages[0], "'total' (Sum)" in messages[1], len(messages)] == [True, True, 2]
+
+
+# What is called -> what is said, in this order.
+CALLS = {
+    "all three, a layer": (compiled(MinibatchDeviation), ["predict", "evaluate", "fit"], ["(MinibatchDeviation)"]),
+    "a test_step": (own(mean, kind=OtherSteps), ["fit", "evaluate"], ["'tokens' (Mean)"]),
+    "a predict_step": (own(mean, kind=OtherSteps), ["fit", "predict"], ["OtherSteps.predict_step"]),
+    "a number of rows": (NumberOfRows, ["predict"], ["an output of shape ()"]),
+    "compute_loss": (own(kind=OtherLoss), ["evaluate", "fit"], ["loss, whose loss", "loss, whose gradient"]),
+    "rows": (compiled(MeanOfActivity, layers.BatchNormalization), ["evaluate", "predict", "fit"], []),
+    "the root of a mean": (
+        compiled(MeanOfActivity, metrics=(root,)),
+        ["evaluate"],
+        ["(MeanMetricWrapper), given one number a batch"],
+    ),
+    "a metric beside layers of Keras": (
+        compiled(metrics=(r_squared,)),
+        ["fit"],
+        ["(MeanMetricWrapper), given one number a batch"],
+    ),
+    "whole numbers": (lambda: Outputs(lambda rows: tf.argsort(rows, axis=0)), ["predict"], ["(Outputs), which mixes"]),
+    "other numbers of rows": (
+        lambda: Outputs(lambda rows: tf.math.top_k(tf.transpose(rows), 2).values),
+        ["predict"],
+        ["an output of shape (2, 2) from predict"],
+    ),
+    "all pairs of rows, in one vector": (
+        lambda: Outputs(lambda rows: tf.reshape(tf.matmul(rows, rows, transpose_b=True), [-1])),
+        ["predict"],
+        ["an output of model"],
+    ),
+    "outputs without rows": (
+        lambda: Outputs(lambda rows: (tf.reduce_mean(rows, 0), tf.reduce_sum(rows), tf.cast(rows > 0, "int32"))),
+        ["predict"],
+        [],
+    ),
+    "means": (compiled(MeanOfActivity, metrics=(mean,)), ["fit", "evaluate"], []),
+}
+
+
+def said(strategy: tf.distribute.Strategy, name: str) -> list[str]:
+    build, methods, _ = CALLS[name]
+    given = {"fit": (X, Y), "evaluate": (X, Y), "predict": (X,)}
+    model = in_scope(strategy, build)
+    calls = [functools.partial(getattr(model, method), *given[method]) for method in methods]
+    return warned(lambda: [call(batch_size=8, verbose=0) for call in calls], "Received: ")
+
+
+# All of them are run on two workers, too: tests/cluster/test_as_one_process.py.
+@pytest.mark.parametrize("name", daily(CALLS, "a predict_step", "a metric beside layers of Keras", "whole numbers"))
+def test_steps_that_do_not_train(mirrored, name):
+    found, expected = said(mirrored, name), CALLS[name][-1]
+    assert len(found) == len(expected) and all(map(str.__contains__, found, expected)), found
+
+
+def test_nothing_of_the_model_changes(mirrored, monkeypatch):
+    """The trial runs the step on rows of its own; weights, state, metrics and seeds do not see it."""
+
+    class Counting(layers.Layer):
+        def build(self, shape: tuple) -> None:
+            self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False, aggregation="mean")
+
+        def call(self, x: Any) -> Any:
+            self.calls.assign(self.calls + 1.0)
+            return x
+
+    build, found = compiled(Counting, layers.BatchNormalization, lambda: layers.Dropout(0.5)), []
+    for most, tried in ((0, None), (row_trial.MOST_OPERATIONS, [])):
+        monkeypatch.setattr(row_trial, "MOST_OPERATIONS", most)
+        keras.utils.set_random_seed(1)
+        model = in_scope(mirrored, build)
+        losses = model.fit(X, Y, batch_size=8, shuffle=False, verbose=0).history["loss"]
+        assert vars(model)[row_trial._TRIED]["train"][1] == tried
+        found.append([*losses, *(variable.numpy() for variable in (*model.variables, *model.optimizer.variables))])
+    assert_arrays(*found)
+
+
+def test_predictions_as_wide_as_the_longest_row(mirrored):
+    model = in_scope(
+        mirrored,
+        lambda: ready(
+            keras.Sequential([keras.Input((1,), dtype="string"), layers.TextVectorization(vocabulary=["a", "b"])]),
+            "sgd",
+            "mse",
+        ),
+    )
+    texts = tf.constant([["a"], ["b a"], ["a b a b"]])
+    expected = [[2, 0, 0, 0], [3, 2, 0, 0], [2, 3, 2, 3]]
+    assert model.predict_on_batch(texts).tolist() == model.predict(texts, verbose=0).tolist() == expected
+
+
+def test_a_step_that_is_too_large_for_a_trial(mirrored, monkeypatch):
+    monkeypatch.setattr(row_trial, "MOST_OPERATIONS", 0)
+    assert "'root', which mixes the rows" in "".join(said_of_fits(mirrored, compiled(loss=root)))
+
+
+def test_a_loss_that_keeps_something_is_not_tried(mirrored):
+    class Counting(keras.losses.Loss):
+        def __init__(self, aggregation: str) -> None:
+            super().__init__()
+            self.calls = keras.Variable(0.0, trainable=False, aggregation=aggregation)
+            self.seeds = keras.random.SeedGenerator(1)
+
+        def call(self, y_true: Any, y_pred: Any) -> Any:
+            self.calls.assign(self.calls + 1)
+            return tf.reduce_mean(tf.square(y_true - y_pred)) + keras.random.uniform((), seed=self.seeds)
+
+    for aggregation in ("none", "only_first_replica"):
+        with mirrored.scope():
+            loss = Counting(aggregation)
+            model = compiled(loss=loss)()
+        model.fit(X[:8], Y[:8], batch_size=8, verbose=0)
+        assert [float(part) for part in loss.calls.value.values] == [1.0, 1.0]
+        assert int(np.asarray(loss.seeds.state)[1]) == 1
+
+
+def test_targets_that_are_numbers_of_classes():
+    classes, scores = tf.TensorSpec((4,), tf.int32), tf.TensorSpec((4, 5))
+    assert not _loss_mixes_rows(keras.losses.sparse_categorical_crossentropy, [classes, scores])
+    assert _loss_mixes_rows(keras.losses.circle, [classes, scores])
+
+
+def test_what_cannot_be_tried_says_nothing():
+    def fails(y_true: Any, y_pred: Any) -> Any:
+        raise TypeError("only eight rows")
+
+    def draws(y_true: Any, y_pred: Any) -> Any:
+        return tf.random.uniform(())
+
+    few = tf.TensorSpec((4, 3))
+    assert not _loss_mixes_rows(fails, [few, few])
+    assert not _loss_mixes_rows(draws, [few, few])
+
+
+def test_a_mistake_of_the_trial_itself_is_logged(mirrored, monkeypatch, caplog):
+    monkeypatch.setattr(row_trial, "_DIGITS", None)
+    assert said_of_fits(mirrored, own(negatives)) == []
+    assert "A mistake of tfdist" in caplog.text and "TypeError" in caplog.text

@@ -1,0 +1,496 @@
+"""Where a training is in its data, and how another process gets to the same position.
+
+Keras asks `EpochIterator._enumerate_iterator` for the steps of an epoch. It is shadowed on the instance by one that
+does the same, tells when a step is done, and can begin in the middle. A position is the number of iterators that were
+made (each may draw seeds for its shuffling) and the number of batches taken from the last one:
+
+iterators made   0   1   2   3 ........          known size: one for each epoch, and one more at its end
+batches taken    0 . 10  0 . 4                   -> position (3, 4): make two, make a third, skip four batches
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import random
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.checkpoint import callback_state
+from tfdist.compat.keras import hooks_of
+from tfdist.compat.upstream import ArrayDataAdapter, PyDatasetAdapter, TFDatasetAdapter, context, input_lib
+from tfdist.inspection.datasets import (
+    NoOrderError,
+    Order,
+    can_save_iterator,
+    draws_seeds,
+    goes_by_processors,
+    in_order,
+    order_of,
+    replay,
+    seeds,
+    why_not_repeatable,
+)
+from tfdist.inspection.model_state import random_state, restore_random_state
+from tfdist.strategies.data_parallel.dataset import ReplicaBatchDataset, in_common_order
+
+_log = logging.getLogger("tfdist")
+
+# Name of the iterator's state among the tensors of a backup. TensorFlow refuses iterators that have a state elsewhere.
+_ITERATOR = "iterator"
+_FAIL = 2
+_HOOKS = ("on_epoch_begin", "on_epoch_end")
+# What to do about each reason of `why_not_repeatable`; the first entry whose text is in the reason counts.
+_REMEDIES = (
+    ("augmentation layer", "put the layer into the model, or use tf.image.stateless_random_* in map"),
+    ("Python code", "use a keras.utils.PyDataset, or operations of TensorFlow"),
+    ("tf.random.Generator", "use tf.random.stateless_*"),
+    ("in parallel", "use tf.random.stateless_*, or map without num_parallel_calls"),
+    ("", "keras.utils.set_random_seed, called first, seeds all that has no seed"),
+)
+
+
+class DataPosition:
+    """The position of a `fit` in its data.
+
+    Args:
+        model: the model that is fitted.
+        epoch_iterator: Keras' iterator over its epochs.
+        dataset_fn: the user's function from an epoch to the dataset of that epoch, if there is one.
+        after_step: called after each execution with the number of steps that the epoch then has.
+
+    Attributes:
+        obstacle: why no position within an epoch can be found again; `None` if it can.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        epoch_iterator: Any,
+        dataset_fn: Callable[[int], tf.data.Dataset] | None,
+        after_step: Callable[[int], None],
+    ):
+        self._model = model
+        self._iterator = epoch_iterator
+        self._dataset_fn = dataset_fn
+        self._data = ReadData(model, epoch_iterator)
+        self._after_step = after_step
+        self._made = 0
+        self._used = 0  # of these, those that a batch was taken from
+        self._in_epoch = 0
+        self._own_size: int | None = None
+        self._resumed: dict | None = None
+        self._saved_iterator: tf.Tensor | None = None
+        self._random_at_begin: list | None = None
+        self._random_when_saved: list | None = None
+        adapter = epoch_iterator.data_adapter
+        self._is_arrays = isinstance(adapter, ArrayDataAdapter) and dataset_fn is None
+        self._py_dataset = adapter.py_dataset if isinstance(adapter, PyDatasetAdapter) and dataset_fn is None else None
+        self._array_seed = self._new_array_seed()
+        if self._dataset_fn is None and not self._is_arrays:
+            self._data.put_in_order()
+        self._saves_iterator = self._should_save_iterator()
+        self.obstacle = None if self._saves_iterator else self._find_obstacle()
+        self._agree_on_obstacle()
+        self.epoch = 0
+        epoch_iterator._enumerate_iterator = self._enumerate
+
+    @property
+    def not_repeatable(self) -> str | None:
+        """Why another run may read other data, though nobody disturbs it; `None` if that is not known."""
+        source = self._data.source
+        if self.obstacle is not None or not isinstance(source, tf.data.Dataset) or self._is_arrays:
+            return self.obstacle
+        order = order_of(source)
+        drawn = [reason for reason in (order.reasons if order else []) if "without a seed" in reason]
+        drawn += ["no seed was set"] if self._data.seeds_are_drawn and seeds(source) else []
+        return ", ".join(drawn) or None
+
+    def _find_obstacle(self) -> str | None:
+        if self._dataset_fn is not None or self._is_arrays:
+            return None
+        adapter = self._iterator.data_adapter
+        if self._py_dataset is not None:
+            changes = any(
+                getattr(type(self._py_dataset), hook) is not getattr(keras.utils.PyDataset, hook) for hook in _HOOKS
+            )
+            if self._py_dataset.num_batches is None:
+                return "a PyDataset without a length is a generator"
+            if changes and not hasattr(self._py_dataset, "get_state"):
+                return (
+                    f"{type(self._py_dataset).__name__} changes in on_epoch_begin or on_epoch_end; give it get_state() "
+                    "and set_state(state), and that can be saved"
+                )
+            if self._draws_random_numbers():
+                return (
+                    f"{type(self._py_dataset).__name__}.__getitem__ draws from the global random state of Python, "
+                    "NumPy or TensorFlow; draw from a generator that is made from the index instead, such as "
+                    "np.random.default_rng(index)"
+                )
+            return None
+        if not isinstance(adapter, TFDatasetAdapter):
+            kind = type(adapter).__name__.removesuffix("Adapter").removesuffix("Data")
+            return f"the data come from a {kind}, not a tf.data.Dataset"
+        source = self._data.source
+        if not isinstance(source, tf.data.Dataset):
+            return f"the data are a {type(source).__name__}, which the workers read by themselves"
+        if self._data.no_order is not None:
+            return self._data.no_order
+        reason = why_not_repeatable(source)
+        return reason and f"{reason}; {next(remedy for part, remedy in _REMEDIES if part in reason)}"
+
+    def _draws_random_numbers(self) -> bool:
+        """Whether an item depends on the global random state, which the threads that read ahead change at any time."""
+        before = random_state()
+        self._py_dataset[0]
+        if random_state() == before:
+            return False
+        restore_random_state(before)
+        return True
+
+    def _should_save_iterator(self) -> bool:
+        """Whether the state of the iterator itself is saved.
+
+        That state holds all rows of a shuffle's buffer. So it is saved only where no position can be found again (the
+        order comes from no seed), or where one iterator serves the whole training, so that all data before the position
+        would have to be read again.
+        """
+        dataset, adapter = self._iterator._distributed_dataset, self._iterator.data_adapter
+        if self._dataset_fn is not None or not isinstance(adapter, TFDatasetAdapter):
+            return False
+        if not isinstance(dataset, tf.data.Dataset) or self._data.no_order or not can_save_iterator(dataset):
+            return False
+        return self._iterator.steps_per_epoch is not None or why_not_repeatable(dataset) is not None
+
+    def _agree_on_obstacle(self) -> None:
+        """Each process may have other data, and all save after the same steps, or none does."""
+        peers = hooks_of(self._model.distribute_strategy).peers
+        if peers and (self._data.is_sharded or getattr(self._iterator._distributed_dataset, "manual", False)):
+            everyone = peers.gather("position", self.obstacle, "begin to train")
+            self.obstacle = next((obstacle for obstacle in everyone if obstacle is not None), None)
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Steps of an epoch; `None` if that is not (yet) known."""
+        return self._own_size if self._dataset_fn is not None else self._iterator.num_batches
+
+    # Saving and resuming
+
+    def state(self, tensors: dict[str, Any], mid_epoch: bool) -> dict:
+        """The position as JSON-serialisable data; what is not JSON goes into `tensors`."""
+        iterator = self._iterator
+        state = {
+            "made": self._made,
+            "used": self._used,
+            "taken": iterator._steps_seen,
+            "steps": self._in_epoch if mid_epoch else 0,
+            "goes on": mid_epoch or (iterator.steps_per_epoch is not None and iterator._current_iterator is not None),
+            "batches": iterator._num_batches,
+            "facts": self._facts,
+            "array seed": self._array_seed,
+            "global seed": context.global_seed(),
+        }
+        state.update(self._data.order)
+        if state["goes on"] and self._saves_iterator:
+            tensors[_ITERATOR] = tf.raw_ops.SerializeIterator(
+                resource_handle=iterator._current_iterator._iterator_resource, external_state_policy=_FAIL
+            )
+        if self._py_dataset is not None:
+            state["random at begin"] = self._random_at_begin
+            if hasattr(self._py_dataset, "get_state"):
+                state["dataset"] = callback_state.encode(self._py_dataset.get_state(), tensors, "dataset")
+        return state
+
+    @functools.cached_property
+    def _facts(self) -> dict:
+        """Facts about the data; a position within an epoch is valid only where they are the same."""
+        source = self._data.source
+        known = isinstance(source, tf.data.Dataset) and self._dataset_fn is None
+        return {
+            "number of batches": None if self._dataset_fn else self._iterator.data_adapter.num_batches,
+            "components of a batch": str(source.element_spec),
+            "seeds of its shuffling": []
+            if not known or self._is_arrays or self._data.seeds_are_drawn
+            else seeds(source),
+        }
+
+    def resume(self, epoch: int, state: dict, tensors: Mapping[str, Any]) -> None:
+        """Makes the first epoch begin at a saved position.
+
+        Raises:
+            ValueError: the position is within an epoch of other data.
+        """
+        if state["steps"]:
+            if self.obstacle:
+                raise ValueError(
+                    "The backup was made within an epoch of data whose position could be found again. Received data "
+                    f"for which it cannot: {self.obstacle}. "
+                    "Expected: the same data as before; or pass another backup_dir to start over."
+                )
+            for what, now in self._facts.items():
+                then = state["facts"].get(what)
+                if now != then and not (what == "number of batches" and None in (now, then)):
+                    raise ValueError(
+                        f"The backup was made within an epoch of other data. Received: {what}: {now}. Expected, as "
+                        f"saved: {then}. Pass the same data (with the same seeds) as before, or another backup_dir to "
+                        "start over."
+                    )
+        if self._dataset_fn is None:
+            self._data.give(state)
+        self._resumed = state
+        self._saved_iterator = tensors.get(_ITERATOR)
+        self.epoch = epoch
+        if self._is_arrays:
+            self._array_seed = state["array seed"]
+            if self._array_seed is None and state["global seed"] != context.global_seed():
+                # The chief of a cluster has drawn another seed; the order of the rows depends on it.
+                with _global_seed(state["global seed"]):
+                    dataset = self._data.distribute(self._iterator.data_adapter.get_tf_dataset())
+                    self._iterator._distributed_dataset = dataset
+        if "dataset" in state and hasattr(self._py_dataset, "set_state"):
+            self._py_dataset.set_state(callback_state.decode(state["dataset"], tensors))
+
+    def leave_random_state(self, state: list) -> None:
+        """Sets the random state, and sets it again once the position is found: finding it may draw random numbers."""
+        self._random_when_saved = state
+        restore_random_state(state)
+
+    # The steps of an epoch
+
+    def _enumerate(self) -> Iterator:
+        """In place of `EpochIterator._enumerate_iterator`: begins at the position of the training."""
+        iterator, resumed = self._iterator, self._resumed
+        self._resumed = None
+        if self._py_dataset is not None:
+            if resumed and resumed["steps"] and resumed.get("random at begin"):
+                restore_random_state(resumed["random at begin"])
+            self._random_at_begin = random_state()
+        iterator.data_adapter.on_epoch_begin()
+        first = current = 0
+        if resumed:
+            first, current = resumed["steps"], self._find(resumed)
+        if self._dataset_fn is not None:
+            yield from self._steps_of_own_dataset(first)
+            return
+        size = iterator.steps_per_epoch or iterator._num_batches or -1
+        if not current and (size < 0 or iterator._current_iterator is None or iterator.steps_per_epoch is None):
+            iterator._current_iterator = self._make()
+            iterator._steps_seen = 0
+        step = first
+        while size < 0 or step < size:
+            if size > 0 and iterator._num_batches and iterator._steps_seen >= iterator._num_batches:
+                if iterator.steps_per_epoch:
+                    iterator._interrupted_warning()
+                break
+            yield from self._execution(step)
+            step += iterator.steps_per_execution
+        if iterator._num_batches and iterator._steps_seen >= iterator._num_batches:
+            if self._array_seed is not None and iterator.steps_per_epoch is None:
+                # Keras makes one that nobody uses. Making it takes as long as many steps: it is only counted.
+                self._made += 1
+                iterator._current_iterator = None
+            else:
+                iterator._current_iterator = self._make()
+            iterator._steps_seen = 0
+        iterator.data_adapter.on_epoch_end()
+
+    def _execution(self, step: int) -> Iterator:
+        iterator = self._iterator
+        self._used += not iterator._steps_seen
+        iterator._steps_seen += iterator.steps_per_execution
+        yield step, step + iterator.steps_per_execution - 1, iterator._current_iterator
+        self._in_epoch = step + iterator.steps_per_execution
+        self._after_step(self._in_epoch)
+
+    def _steps_of_own_dataset(self, first: int) -> Iterator:
+        iterator = self._iterator
+        dataset = self._dataset_fn(self.epoch)
+        size = iterator.steps_per_epoch or int(dataset.cardinality())
+        self._own_size = size if size > 0 else None
+        distributed = self._data.distribute(dataset)
+        iterator._current_iterator = iter(self._after(first, distributed, dataset) if first else distributed)
+        step = first
+        while size < 0 or step < size:
+            yield from self._execution(step)
+            step += iterator.steps_per_execution
+
+    def _find(self, state: dict) -> bool:
+        """Makes the iterators that were made before; returns whether the training continues with the last one."""
+        iterator = self._iterator
+        if self._dataset_fn is not None:
+            return False
+        if iterator._num_batches is None:
+            iterator._num_batches = state["batches"]  # learnt when the data ended for the first time
+        goes_on = state["goes on"]
+        before = state["made"] - int(goes_on)
+        # A backup of an earlier version does not tell: all but those that Keras makes at the ends of epochs, in vain.
+        used = state.get("used", -(-state["made"] // 2))
+        source = self._data.source
+        if isinstance(source, tf.data.Dataset) and not self._is_arrays and draws_seeds(source):
+            replay(source, self._make, before, used - bool(goes_on and state["taken"]))
+        self._made, self._used = before, used
+        if goes_on:
+            has_state = self._saved_iterator is not None
+            iterator._current_iterator = self._make(skip=0 if has_state else state["taken"])
+            if has_state:
+                tf.raw_ops.DeserializeIterator(
+                    resource_handle=iterator._current_iterator._iterator_resource, serialized=self._saved_iterator
+                )
+                self._saved_iterator = None
+            iterator._steps_seen = state["taken"]
+            if self._random_when_saved is not None:
+                restore_random_state(self._random_when_saved)
+        return goes_on
+
+    def _make(self, skip: int = 0) -> Any:
+        self._made += 1
+        dataset = self._iterator._distributed_dataset
+        if self._array_seed is not None:
+            with _global_seed((self._array_seed + self._made) % 2**31):
+                dataset = self._data.distribute(self._iterator.data_adapter.get_tf_dataset().skip(skip))
+            return iter(dataset)
+        if self._py_dataset is not None or self._data.is_sharded:
+            # Not `Dataset.skip`: the order of a PyDataset is drawn together with the first batch, and that has to be
+            # now; and TensorFlow would shard what is left.
+            made = iter(dataset)
+            for _ in range(skip):
+                next(made)
+            return made
+        source = self._data.source
+        # Data that the workers read by themselves begin again.
+        if skip and isinstance(source, tf.data.Dataset):
+            size = getattr(dataset, "_cardinality", None)
+            dataset = self._after(skip, dataset, source)
+            if size is not None:
+                dataset._cardinality = size  # part of the type of the iterator: another one would be traced again
+        return iter(dataset)
+
+    def _after(self, steps: int, distributed: Any, dataset: tf.data.Dataset) -> Any:
+        """A distributed dataset without its first steps."""
+        # Of data that the user has sharded, a step takes less than a batch.
+        return distributed.skip(steps) if hasattr(distributed, "skip") else self._data.distribute(dataset.skip(steps))
+
+    def _new_array_seed(self) -> int | None:
+        """A seed for the order of arrays, if nothing else says what order they come in."""
+        adapter = self._iterator.data_adapter
+        if not self._is_arrays or not adapter._shuffle or context.global_seed() is not None:
+            return None
+        return random.SystemRandom().randrange(2**31)
+
+
+@contextlib.contextmanager
+def _global_seed(seed: int | None) -> Iterator[None]:
+    """Sets TensorFlow's global seed for a block, and leaves no trace of it."""
+    before = random_state()
+    tf.random.set_seed(seed)
+    try:
+        yield
+    finally:
+        restore_random_state(before)
+
+
+class ReadData:
+    """The dataset that one of Keras' iterators reads.
+
+    Args:
+        model: whose iterator it is.
+        epoch_iterator: the iterator.
+
+    Attributes:
+        no_order: why the dataset cannot be given an order that it lacks; `None` otherwise.
+    """
+
+    def __init__(self, model: keras.Model, epoch_iterator: Any):
+        self._model, self._iterator = model, epoch_iterator
+        self.no_order: str | None = None
+
+    @property
+    def order(self) -> dict[str, Any]:
+        """The order that the dataset was given, for a backup; empty if it has its own."""
+        source = self.source
+        order = order_of(source) if isinstance(source, tf.data.Dataset) else None
+        return {} if order is None else {"order": order.slots, "order is shared": order.shared}
+
+    def give(self, saved: Mapping[str, Any]) -> None:
+        """Gives the dataset an order that `order` has returned, in another process.
+
+        Raises:
+            NoOrderError: if it is that of another dataset.
+        """
+        source = self.source
+        if "order" in saved and isinstance(source, tf.data.Dataset):
+            order = order_of(source)
+            again = Order(source if order is None else order.source, bool(saved.get("order is shared")))
+            self.read(again.dataset(saved["order"], every=self.seeds_are_drawn))
+
+    def read(self, dataset: tf.data.Dataset) -> None:
+        """Makes Keras' iterator read another dataset of batches."""
+        before = self._iterator._distributed_dataset
+        if isinstance(before, ReplicaBatchDataset):
+            after = before.with_source(dataset)
+        elif isinstance(before, input_lib.DistributedDatasetsFromFunction):
+            after = self._model.distribute_strategy.distribute_datasets_from_function(lambda context: dataset)
+        else:
+            after = self.distribute(dataset)
+        self._iterator._distributed_dataset = after
+        if hasattr(before, "steps"):
+            after.steps = before.steps
+
+    def put_in_order(self) -> None:
+        """Gives a dataset one order where it has none, or notes the one that it has by chance: for another process."""
+        source = self.source
+        if not isinstance(source, tf.data.Dataset) or not isinstance(self._iterator.data_adapter, TFDatasetAdapter):
+            return
+        try:
+            ordered = self._ordered(source)
+        except NoOrderError as error:
+            self.no_order = str(error)
+            return
+        if ordered is not source:
+            self.read(ordered)
+
+    def _ordered(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        strategy = self._model.distribute_strategy
+        always = goes_by_processors(dataset) or (self.seeds_are_drawn and bool(seeds(dataset)))
+        if hooks_of(strategy).peers:
+            return in_common_order(strategy, dataset, always)
+        ordered = in_order(dataset, shared=False, always=always)
+        if ordered is not dataset and (reasons := order_of(ordered).reasons):
+            _log.warning(
+                "The dataset has no order of its own (%s): it was given one, which the backup keeps. To choose it "
+                "yourself, give it seeds, and no deterministic=False.",
+                ", ".join(reasons),
+            )
+        return ordered
+
+    @property
+    def seeds_are_drawn(self) -> bool:
+        """Whether the processes have agreed on a random seed, as none was set."""
+        return not hooks_of(self._model.distribute_strategy).seed_is_given
+
+    @property
+    def source(self) -> Any:
+        """Keras' dataset of the batches of an epoch, before a strategy has split it; or what this process reads."""
+        dataset = self._iterator._distributed_dataset
+        if not self.is_sharded:
+            return getattr(dataset, "source", dataset)
+        if isinstance(dataset, input_lib.DistributedDatasetsFromFunction):
+            return dataset._datasets[0]
+        return self._iterator.data_adapter.get_tf_dataset()
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether TensorFlow distributes the data, so that each process reads its own and all agree at each step."""
+        dataset = self._iterator._distributed_dataset
+        kinds = (input_lib.DistributedDataset, input_lib.DistributedDatasetsFromFunction)
+        is_data_parallel = hooks_of(self._model.distribute_strategy).is_data_parallel
+        return isinstance(dataset, kinds) and not hasattr(dataset, "source") and is_data_parallel
+
+    def distribute(self, dataset: tf.data.Dataset) -> Any:
+        strategy = self._model.distribute_strategy
+        with strategy._keras_input() if hooks_of(strategy).is_data_parallel else contextlib.nullcontext():
+            return strategy.experimental_distribute_dataset(dataset)

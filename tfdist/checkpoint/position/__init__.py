@@ -1,1 +1,0 @@
-"""Where a fit is in its data, and how another process gets there."""

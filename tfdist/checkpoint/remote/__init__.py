@@ -1,1 +1,0 @@
-"""Backups in buckets: what takes the place of a lock, and what is tried before the training begins."""

@@ -1,0 +1,269 @@
+"""Which hosts the user names, --hosts a:8,b:8 or a host file, and which process runs on which of them."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from tfdist.cluster.foreign_text import cleaned
+from tfdist.launcher.plan import (
+    Machine,
+    PlanError,
+    ProcessPlan,
+    RunOptions,
+    Task,
+    default_workers,
+    jobs_of,
+    plan_tasks,
+    share_cpus,
+    share_gpus,
+)
+from tfdist.launcher.policy import counted
+
+# Nothing that could be taken for an option of ssh, or by a shell for something else.
+_WORD = r"[\w.%][\w.%-]*"
+_NAME = rf"(?:{_WORD}@)?(?:\[[0-9A-Fa-f:.%\w]+\]|{_WORD})"
+_HOST = re.compile(rf"(?P<name>{_NAME})(?::(?P<slots>\d+))?")
+_SLOTS = re.compile(r"slots\s*=\s*(\d+)")
+# Of Open MPI's host files; none of them says how many processes to start.
+_IGNORED = re.compile(r"max[-_]slots\s*=\s*\d+")
+_SHOWN = 200
+
+
+class ListError(ValueError):
+    """A list of hosts that cannot be read; the text says what was found, and what is expected."""
+
+
+@dataclass(frozen=True)
+class ListedHost:
+    """A host as the user names it.
+
+    Attributes:
+        name: what ssh takes: a name, an address or an alias of ~/.ssh/config, perhaps behind "user@".
+        slots: how many processes it may have; None: as many as it has GPUs.
+    """
+
+    name: str
+    slots: int | None = None
+
+
+def parse_hosts(text: str) -> list[ListedHost]:
+    """Reads the value of --hosts.
+
+    Raises:
+        ListError: it is no list of hosts.
+
+    Example:
+        >>> parse_hosts("a:8,me@b")
+        [ListedHost(name='a', slots=8), ListedHost(name='me@b', slots=None)]
+    """
+    words, where = [word.strip() for word in text.split(",")], f"--hosts {cleaned(text, _SHOWN)}"
+    return _merged((_host(word, where) for word in words if word), where)
+
+
+def parse_hostfile(text: str, path: str) -> list[ListedHost]:
+    """Reads a host file: lines such as `node-1`, `node-1:8` or `node-1 slots=8`. What follows a # is a comment.
+
+    A host without a number that stands on several lines has a process for each, as in $PBS_NODEFILE.
+
+    Raises:
+        ListError: a line is something else.
+
+    Example:
+        >>> parse_hostfile("a slots=2  # the first\\n\\nb:4\\n", "hosts.txt")
+        [ListedHost(name='a', slots=2), ListedHost(name='b', slots=4)]
+    """
+    lines = ((number, line.partition("#")[0].strip()) for number, line in enumerate(text.splitlines(), start=1))
+    return _merged((_line(line, f"--hostfile {path}, line {number}") for number, line in lines if line), path)
+
+
+def _line(line: str, where: str) -> ListedHost:
+    name, *more = line.split(None, 1)
+    host = _host(name, where, line)
+    if rest := _IGNORED.sub("", "".join(more)).strip():
+        asked = _SLOTS.fullmatch(rest)
+        if asked is None or host.slots is not None:
+            raise _error(line, where)
+        host = ListedHost(host.name, _positive(asked[1], line, where))
+    return host
+
+
+def _host(word: str, where: str, line: str = "") -> ListedHost:
+    match = _HOST.fullmatch(word)
+    if match is None:
+        raise _error(line or word, where)
+    name = match["name"].replace("[", "").replace("]", "")
+    return ListedHost(name, None if match["slots"] is None else _positive(match["slots"], line or word, where))
+
+
+def _positive(digits: str, text: str, where: str) -> int:
+    number = int(digits[:9])
+    if number < 1:
+        raise ListError(f"{where}: {text[:_SHOWN]!r} has no process. Expected: at least 1, or leave the host out.")
+    return number
+
+
+def _error(text: str, where: str) -> ListError:
+    return ListError(
+        f"{where}: {text[:_SHOWN]!r} is no host. Expected: the name of a host as ssh takes it, of letters, digits and "
+        "_ . - %, and how many processes it may have: node-1:8, me@node-1:8 or [2001:db8::1]:8; in a file also node-1 "
+        "slots=8."
+    )
+
+
+def _merged(hosts: Iterable[ListedHost], where: str) -> list[ListedHost]:
+    """Each host once: one that is named several times has the sum."""
+    found: dict[str, list[ListedHost]] = {}
+    for host in hosts:
+        found.setdefault(host.name, []).append(host)
+    if not found:
+        raise ListError(f"{where}: it names no host. Expected: one at least, such as node-1:8.")
+    return [ListedHost(name, _sum([one.slots for one in named], name, where)) for name, named in found.items()]
+
+
+def _sum(slots: Sequence[int | None], name: str, where: str) -> int | None:
+    numbers = [number for number in slots if number is not None]
+    if len(slots) == 1:
+        return slots[0]
+    if numbers and len(numbers) < len(slots):
+        raise ListError(
+            f"{where}: {name} stands there with and without a number of processes. Expected: once, such as {name}:8."
+        )
+    return sum(numbers) or len(slots)
+
+
+Places = dict[str, list[Task]]
+_HOSTS_SHOWN = 8
+
+
+def slots_of(listed: ListedHost, machine: Machine, gpus_per_worker: int | str) -> int:
+    """How many processes a host may have that compute: as many as the user says, or as it has GPUs for; else one.
+
+    Example:
+        >>> machine = Machine((0, 1), ("0", "1", "2", "3"))
+        >>> slots_of(ListedHost("a"), machine, 2), slots_of(ListedHost("a"), Machine((0,)), "auto")
+        (2, 1)
+    """
+    if listed.slots is not None:
+        return listed.slots
+    return default_workers(machine, gpus_per_worker, without_gpus=1)
+
+
+def place(options: RunOptions, slots: Mapping[str, int]) -> Places:
+    """The processes of each host that has any, the host of rank 0 first.
+
+    Those that compute fill one host after the other. A chief that only drives is on the first host; parameter servers
+    are dealt out to the hosts in turn.
+
+    Args:
+        options: what was asked for; it is known to fit.
+        slots: how many processes that compute each host may have.
+
+    Example:
+        >>> place(RunOptions(workers=3), {"a": 2, "b": 2, "c": 2})
+        {'a': [('worker', 0), ('worker', 1)], 'b': [('worker', 2)]}
+    """
+    free = [host for host, count in slots.items() for _ in range(count)]
+    host_of = dict(zip(options.tasks_with_devices, free, strict=False))
+    used = list(dict.fromkeys(host_of.values()))
+    turns = itertools.cycle(used)
+    for task in options.tasks:
+        if task[0] == "ps":
+            host_of[task] = next(turns)
+        else:
+            host_of.setdefault(task, used[0])
+    places: Places = {host: [] for host in used}
+    for task in options.tasks:
+        places[host_of[task]].append(task)
+    return places
+
+
+def check_places(options: RunOptions, places: Places, machines: Mapping[str, Machine]) -> None:
+    """Makes sure that each host has the cores and GPUs that were asked for.
+
+    Raises:
+        PlanError: it has not.
+    """
+    for host, tasks in places.items():
+        with _named(host):
+            for share in (share_cpus, share_gpus):
+                share(options, machines[host], tasks)
+
+
+def plan_hosts(
+    options: RunOptions,
+    places: Places,
+    machines: Mapping[str, Machine],
+    addresses: Mapping[str, Sequence[str]],
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    run_id: str,
+    log_dir: str,
+    show_all: bool = False,
+    restart: int = 0,
+) -> list[ProcessPlan]:
+    """Works out every process of a run.
+
+    Args:
+        options: what was asked for.
+        places: see `place`.
+        machines: what the hosts have.
+        addresses: of each host, one for each of its processes that the others connect to.
+        command: the argument vector that every process runs.
+        environ: variables that all of them get.
+        run_id: name of the run.
+        log_dir: absolute folder of the logs.
+        show_all: whether all output goes to the terminal, not only that of rank 0.
+        restart: how often the run has been started again.
+
+    Raises:
+        PlanError: a host has not the cores or GPUs that were asked for.
+    """
+    left = {host: iter(addresses[host]) for host in places}
+    address_of = {task: next(left[host]) for host, task in _tasks(places)}
+    jobs = jobs_of(options, [address_of[task] for task in options.tasks])
+    plans: list[ProcessPlan] = []
+    of_run = (jobs, environ, run_id, log_dir, show_all, restart)
+    for host, tasks in places.items():
+        with _named(host):
+            plans += plan_tasks(options, tasks, command, machines[host], *of_run, host=host)
+    order = {task: position for position, task in enumerate(options.tasks)}
+    return sorted(plans, key=lambda plan: order[(plan.job, plan.index)])
+
+
+def described(places: Places) -> str:
+    """Where what runs, for people.
+
+    Example:
+        >>> described({"a": [("worker", 0), ("worker", 1)], "b": [("worker", 2)]})
+        '2 hosts (a: worker 0 and 1; b: worker 2)'
+    """
+    texts = []
+    for host, tasks in list(places.items())[:_HOSTS_SHOWN]:
+        jobs = {job: [index for own, index in tasks if own == job] for job, _ in tasks}
+        texts.append(f"{host}: {', '.join(f'{job} {_numbers(indices)}' for job, indices in jobs.items())}")
+    if len(places) > _HOSTS_SHOWN:
+        texts.append(f"and {len(places) - _HOSTS_SHOWN} more")
+    return f"{counted(len(places), 'host')} ({'; '.join(texts)})"
+
+
+def _numbers(indices: Sequence[int]) -> str:
+    if len(indices) > 2 and indices[-1] - indices[0] == len(indices) - 1:
+        return f"{indices[0]} to {indices[-1]}"
+    return " and ".join(map(str, indices)) if len(indices) < 3 else ", ".join(map(str, indices))
+
+
+def _tasks(places: Places) -> Iterator[tuple[str, Task]]:
+    return ((host, task) for host, tasks in places.items() for task in tasks)
+
+
+@contextmanager
+def _named(host: str) -> Iterator[None]:
+    """Names the host that has not what was asked for."""
+    try:
+        yield
+    except PlanError as error:
+        raise PlanError(f"{error} (host {host})") from None

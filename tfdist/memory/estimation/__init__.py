@@ -1,1 +1,0 @@
-"""What a training step holds, by device and block: estimated from its graph, or measured."""

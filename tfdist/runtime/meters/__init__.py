@@ -1,1 +1,0 @@
-"""How fast a fit trains, and how long it waits for its data."""

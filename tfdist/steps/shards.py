@@ -1,0 +1,291 @@
+"""Weights of which each replica keeps a part: read as a whole, updated part by part.
+
+One variable over two replicas, in rows of 64 bytes; the last row of the second part is padding:
+
+    whole   a a a a a a a a      part 0   a a a a
+                                 part 1   a a a .
+
+A `ShardedVariable` is what stands behind a Keras variable, in place of TensorFlow's `MirroredVariable`:
+
+    on a replica     reading gathers the parts; the gradient of what was read is reduced, and scattered, to the parts
+                     assigning keeps this replica's part of the value
+    in an optimizer  reading and assigning are about the part, slots of sharded variables are sharded: see `in_parts`
+    elsewhere        reading gathers the parts of all processes, which all of them have to do; see `collecting`
+
+So the gradient that a tape returns for such a variable is this replica's part: of the sum over the replicas, weighted
+by their rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Container, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.compat.upstream import DistributedVariable, distribute_lib
+from tfdist.steps.flat_bucket import FlatBucket
+from tfdist.steps.gradients import own_rows_of_sums
+from tfdist.steps.keras_step import check_that_all_are_here, current_step, local_replica
+from tfdist.steps.reduce import all_gather
+
+# Operations that add up, and the one that takes a value for one of another shape.
+_SUMS = ("AddN", "AddV2", "Identity")
+_TAKEN = "PlaceholderWithDefault"
+
+
+def own_part(layout: FlatBucket, replica: int, value: tf.Tensor) -> tf.Tensor:
+    """What a replica keeps of a value, in memory of its own: a slice would keep the whole value."""
+    return tf.raw_ops.DeepCopy(x=layout.cut(replica, lambda _: value))
+
+
+def gathered(parts: Sequence[tf.Tensor], layouts: Sequence[FlatBucket]) -> list[tf.Tensor]:
+    """The whole values of parts of this replica; gradients come back as parts."""
+
+    @tf.custom_gradient
+    def read(*parts: tf.Tensor) -> tuple[tuple, Callable]:
+        return tuple(_of_all_replicas(parts, layouts)), lambda *gradients: scattered(gradients, layouts)
+
+    return list(read(*parts))
+
+
+def _of_all_replicas(parts: Sequence[tf.Tensor], layouts: Sequence[FlatBucket]) -> list[tf.Tensor]:
+    return [layout.values(whole)[0] for layout, whole in zip(layouts, all_gather(parts), strict=True)]
+
+
+def scattered(gradients: Sequence[Any], layouts: Sequence[FlatBucket]) -> list[Any]:
+    """This replica's parts of the gradients of the global batch; `None` stays `None`.
+
+    Args:
+        gradients: of the whole values, from the rows of this replica, on each replica of the same ones.
+        layouts: of their variables.
+    """
+    step = current_step()
+    if step is None:
+        raise NotImplementedError(
+            "Received: a training loop around strategy.run, under FullyShardedStrategy. Expected: model.fit or "
+            "model.train_on_batch, with a train_step of your own if you need one."
+        )
+    # That of a loss which was divided by the number of replicas; others are divided where they are applied.
+    weight = step.relative_weight
+    found: list = [None] * len(gradients)
+    present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+    wholes = [layouts[i].whole(layouts[i].dense({0: gradients[i]})) for i in present]
+    # TensorFlow compares the shapes of gradients within a tf.function with those of what it has read.
+    is_within = tf.compat.v1.get_default_graph() is not step.graph
+    options = tf.distribute.get_strategy()._gradient_options
+    for i, own in zip(present, own_rows_of_sums(wholes, options, weight), strict=True):
+        found[i] = _taken_for(tf.TensorShape(None) if is_within else layouts[i].shapes[0], own)
+        step.here.scattered[id(found[i])] = found[i]
+    return found
+
+
+def _taken_for(shape: tf.TensorShape, value: tf.Tensor) -> tf.Tensor:
+    """The same value, which a graph takes for one of another shape.
+
+    So a `train_step` is traced to its end that takes a part of a gradient for the whole, and can be refused in words.
+    """
+    if tf.executing_eagerly():
+        return value
+    same = tf.raw_ops.PlaceholderWithDefault(input=value, shape=tf.TensorShape(None))
+    same.set_shape(shape)
+    return same
+
+
+def to_apply(gradient: tf.Tensor, variable: ShardedVariable) -> tf.Tensor | None:
+    """This replica's part of a gradient, for an optimizer; `None` if it is not what `scattered` returned."""
+    # As where something is exchanged: what one replica applies, all apply.
+    check_that_all_are_here()
+    if tf.executing_eagerly():
+        return gradient
+    here, graph = current_step().here, tf.compat.v1.get_default_graph()
+    if not _is_scattered(gradient, here.scattered):
+        return None
+    within = graph.capture(gradient)
+    here.scattered[id(within)] = within
+    while graph is not gradient.graph:
+        here.branches.add(graph.name)
+        graph = graph.outer_graph
+    return _taken_for(variable.part().shape, within)
+
+
+def _is_scattered(gradient: Any, known: Container[int]) -> bool:
+    """Whether a gradient is among the known ones, or a sum of such."""
+    waiting = [gradient]
+    while waiting:
+        tensor = waiting.pop()
+        if id(tensor) in known:
+            continue
+        if not tf.is_symbolic_tensor(tensor) or tensor.op.type not in _SUMS:
+            return False
+        waiting += tensor.op.inputs
+    return True
+
+
+def other_readers() -> list[str]:
+    """The names of the operations of this replica's step that read parts of gradients, but those of optimizers."""
+    here, found = current_step().here, set()
+    waiting = [one for one in here.scattered.values() if tf.is_symbolic_tensor(one)]
+    while waiting:
+        read = waiting.pop()
+        for op in read.consumers():
+            functions = [value.func.name for value in op.node_def.attr.values() if value.HasField("func")]
+            if op.type in _SUMS and _is_scattered(op.outputs[0], here.scattered):
+                waiting += op.outputs
+            elif any(name.startswith(tuple(here.branches)) for name in functions):
+                # An optimizer applies it in one branch; the other one may read it, too.
+                graphs = [getattr(op, name, None) for name in ("_true_graph", "_false_graph")]
+                waiting += [within for graph in graphs if graph for outer, within in graph.captures if outer is read]
+            elif op.type != _TAKEN:
+                found.add(op.name)
+    return sorted(found)
+
+
+@contextlib.contextmanager
+def in_parts(weights: Sequence[Any]) -> Iterator[None]:
+    """While an optimizer works on weights of this replica: sharded variables are their parts."""
+    here = current_step().here
+    before, here.in_parts = here.in_parts, weights
+    try:
+        yield
+    finally:
+        here.in_parts = before
+
+
+class ShardedVariable(DistributedVariable):
+    """A variable of which each replica keeps a part.
+
+    Args:
+        strategy: the strategy, with more than one replica.
+        values: the parts of this process, one on each of its devices.
+        aggregation: TensorFlow's.
+        layout: of the variable.
+    """
+
+    is_sharded = True  # `inspection.model_state.is_sharded` asks
+
+    def __init__(
+        self,
+        strategy: Any,
+        values: Sequence[tf.Variable],
+        aggregation: Any,
+        layout: FlatBucket | None = None,
+        **_: Any,
+    ) -> None:
+        self._layout = layout
+        super().__init__(strategy, values, aggregation)
+
+    def __getattr__(self, name: str) -> Any:
+        # Others delegate to the value of a replica: here that would gather all parts, to find no attribute.
+        raise AttributeError(f"{type(self).__name__} has no attribute '{name}'")
+
+    @property
+    def layout(self) -> FlatBucket:
+        """How it is laid out."""
+        return self._layout
+
+    @property
+    def shape(self) -> tf.TensorShape:
+        """The shape of the whole."""
+        return self._layout.shapes[0]
+
+    def get_shape(self) -> tf.TensorShape:
+        return self._layout.shapes[0]
+
+    @property
+    def is_first_copy(self) -> bool:
+        """Whether no process before this one has the same parts."""
+        return self._distribute_strategy.is_first_copy
+
+    def part(self) -> tf.Tensor:
+        """The part of this replica, in whose context it is called. A tape records it as a read of the variable."""
+        return self._values[local_replica()].read_value()
+
+    def own_rows(self) -> dict[int, tf.Tensor]:
+        """The rows of the whole that this process saves, without padding: each part's by the number of its first."""
+        _, end = self._layout.begins
+        places = enumerate(self._values if self.is_first_copy else [], self._distribute_strategy.first_part)
+        firsts = [(number * self._layout.shard_rows, part) for number, part in places]
+        return {first: part.read_value()[: end - first] for first, part in firsts if first < end}
+
+    def assign_rows(self, rows_of: Callable[[int, int], np.ndarray]) -> None:
+        """Sets this process' parts, without the others; `rows_of` gives the rows of the whole from one to another."""
+        for number, part in enumerate(self._values, self._distribute_strategy.first_part):
+            first, value = number * self._layout.shard_rows, np.zeros(part.shape, self._layout.dtype.as_numpy_dtype)
+            rows = rows_of(first, min(first + len(value), self._layout.begins[-1]))
+            value[: len(rows)] = rows
+            with tf.device(part.device):
+                part.assign(value)
+
+    def _get(self) -> Any:
+        with distribute_lib.enter_or_assert_strategy(self._distribute_strategy):
+            return self._read()
+
+    def _read(self) -> Any:
+        index = self._own_index()
+        if index is not None:
+            return self._values[index]
+        if tf.distribute.in_cross_replica_context():
+            return self._of_all_processes()
+        return gathered([self.part()], [self._layout])[0]
+
+    def _own_index(self) -> int | None:
+        """The index of the part that this code is about, among those of this process; `None`: the whole."""
+        if tf.distribute.in_cross_replica_context():
+            return distribute_lib.get_update_replica_id()
+        step = current_step()
+        return local_replica() if step is not None and step.here.in_parts else None
+
+    def _of_all_processes(self) -> tf.Tensor:
+        if not tf.executing_eagerly():  # Keras asks for shapes only
+            value = tf.numpy_function(lambda: self._of_all_processes().numpy(), [], self.dtype)
+            return tf.ensure_shape(value, self.shape)
+        strategy = self._distribute_strategy
+        strategy.meet_to_read(self)
+        return self._layout.values(strategy.all_parts(self))[0]
+
+    def _get_cross_replica(self) -> tf.Tensor:
+        return self._get()
+
+    def _dense_var_to_tensor(self, dtype: Any = None, name: str | None = None, as_ref: bool = False) -> tf.Tensor:
+        return tf.convert_to_tensor(self._get(), dtype=dtype, name=name)
+
+    def value(self) -> tf.Tensor:
+        return self._dense_var_to_tensor()
+
+    def read_value(self) -> tf.Tensor:
+        return self._dense_var_to_tensor()
+
+    def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._write("assign", value)
+
+    def assign_add(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._write("assign_add", value)
+
+    def assign_sub(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._write("assign_sub", value)
+
+    def _write(self, method: str, value: Any) -> ShardedVariable:
+        with distribute_lib.enter_or_assert_strategy(self._distribute_strategy):
+            index = self._own_index()
+            value = tf.convert_to_tensor(value, self.dtype)
+            first = self._distribute_strategy.first_part
+            if index is not None and value.shape == self._values[index].shape:
+                getattr(self._values[index], method)(value)
+                return self
+            if index is None and not tf.distribute.in_cross_replica_context():
+                index = local_replica()
+            value = tf.ensure_shape(value, self.shape)
+            for i, part in enumerate(self._values) if index is None else [(index, self._values[index])]:
+                with tf.device(part.device):
+                    getattr(part, method)(own_part(self._layout, first + i, value))
+        return self
+
+    def _gather_saveables_for_checkpoint(self) -> Any:
+        raise NotImplementedError(
+            f"Received: variable '{self.name}' of a FullyShardedStrategy, in a tf.train.Checkpoint or a SavedModel. "
+            "Expected: model.save, model.save_weights or tfdist.callbacks.BackupAndRestore; to export the model, load "
+            "what was saved without the strategy."
+        )

@@ -1,0 +1,486 @@
+"""A Keras step on a replica: gradients, logs and outputs are those of the global batch.
+
+Patches change what the classes of Keras do in a step (steps/in_step.py). A user's own optimizer, layer, loss or metric
+may override these methods, and what it does there has to see the values of the global batch, too. So some methods are
+shadowed on instances while a step is traced. From top to bottom:
+
+make_replica_function  what each replica runs: the step on its rows, the exchange of state and logs
+shadowed_for_step      the shadows of a train or test step, in this order:
+  optimizer.scale_loss   divides the loss by the number of replicas, and a vector by the share of rows
+  optimizer.apply        receives the gradient of the global batch: weighted by the replicas' rows and reduced once,
+                         before loss-scale test, clipping, accumulation and update, so that all of these act on the
+                         same values on every replica
+  Layer._losses          is another list for each replica
+  BatchNormalization     uses the statistics of the global batch (batch_norm.py)
+  Loss.call              notes what it is given, for a trial (row_trial.py)
+  Variable.assign        does what the variable's `aggregation` says (state.py)
+  Metric.result          marks what it returns, so that logs that are metrics' results are told from others
+all_reduce_logs        logs
+MetricTotals           metrics at the end of an epoch
+_predict               outputs of `predict`
+
+Logs. Keras reads the metrics once more at the end of an epoch, from all replicas, if the step has logged exactly those
+of `model.metrics`, by their names. Then a step's own logs are for the progress bar, and cost nothing. All others become
+global in the step: metrics (under another name, of another place, nested) by the sums of their states, other values by
+their means over the rows.
+
+Outputs of `predict`. Weights and constants every replica has, so the first one's counts; means and sums over rows are
+those of the batch; what has a row for each row is put one below the other.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.compat.keras import hooks_of
+from tfdist.compat.upstream import SyncOnReadVariable
+from tfdist.inspection.model_state import (
+    is_kept_per_replica,
+    is_sharded,
+    metrics_of,
+    optimizers_of,
+    parts_of,
+    parts_of_variable,
+    share_global_seeds,
+)
+from tfdist.optimizers.in_parts import working_in_parts
+from tfdist.optimizers.sharded_optimizer import ShardedOptimizer, given_rows, scatter
+from tfdist.runtime.agreement import Agreement
+from tfdist.steps.gradients import GradientOptions, all_reduce_sum, scale
+from tfdist.steps.keras_step import KerasStep, global_replica, local_replica, shadowed
+from tfdist.steps.local_values import Dependence, LocalValues
+from tfdist.steps.shards import other_readers, to_apply
+from tfdist.strategies.data_parallel import state as layer_state
+from tfdist.strategies.data_parallel.batch_norm import global_moments
+from tfdist.strategies.data_parallel.dataset import count_rows, rows_if, static_rows
+from tfdist.strategies.data_parallel.state import ReplicaState, devices_of_others
+from tfdist.strategies.validation import check_float8
+
+# What collectives can add up; anything else is sent as int32.
+_NUMBERS = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64)
+_WARNED = "_tfdist_warned_of_outputs"
+# Beginnings of the types of operations whose results have as many rows as their values say.
+_SIZES = ("Where", "Unique", "NonMaxSuppression", "DynamicPartition", "ListDiff", "SparseToSparseSet")
+
+
+def make_replica_function(step: KerasStep) -> Callable:
+    """What each replica runs of a step: on its rows of the batch."""
+    run = _predict if step.kind == "predict" else _train_or_test
+
+    @tf.autograph.experimental.do_not_convert
+    def on_replica(data: Any, rows: Any, global_rows: Any) -> Any:
+        share_global_seeds(step.global_seeds)
+        return run(step, data, rows, global_rows)
+
+    return on_replica
+
+
+def _train_or_test(step: KerasStep, data: Any, rows: Any, global_rows: Any) -> Any:
+    """The logs of a train or test step: global, unless Keras replaces them at the end of the epoch."""
+    # Keras' counters do not depend on the data: without this, some ranks would count the step that finds no data.
+    with tf.control_dependencies([x for x in tf.nest.flatten(data, expand_composites=True) if tf.is_tensor(x)]):
+        step.note_batch(data)
+        step.begin_replica(static_rows(data), count_rows(data) if rows is None else rows, global_rows)
+        state = step.here.state = ReplicaState(step, data)
+        with undone_unless(step.has_rows, [v for metric in metrics_of(step.model) for v in metric.variables]):
+            logs = step.function(data)
+        state.synchronize()
+        logs = logs if are_read_by_keras(step, logs) else all_reduce_logs(step, logs)
+        _check_gradients_unread()
+        return logs
+
+
+@contextlib.contextmanager
+def undone_unless(has_rows: tf.Tensor | None, variables: Iterable[keras.Variable]) -> Iterator[None]:
+    """Undoes the block's changes of this replica's copies of `variables` where `has_rows` is given and false."""
+    if has_rows is None:
+        yield
+        return
+    variables = [v.value for v in variables]
+    before = [tf.identity(v) for v in variables]
+    yield
+
+    def undo() -> tf.Tensor:
+        for variable, value in zip(variables, before, strict=True):
+            variable.assign(value)
+        return tf.constant(True)
+
+    tf.cond(has_rows, lambda: tf.constant(True), undo)
+
+
+@contextlib.contextmanager
+def shadowed_for_step(step: KerasStep, *, options: GradientOptions, global_batch_norm: bool) -> Iterator[None]:
+    """Applies all shadows of a train or test step for as long as the block runs."""
+    with contextlib.ExitStack() as stack:
+        if step.kind == "train":
+            for optimizer in optimizers_of(step.model):
+                _shadow_optimizer(stack, step, optimizer, options)
+        for layer in step.model._flatten_layers():
+            # Replicas take turns in the middle of a forward pass, wherever they exchange values.
+            stack.enter_context(shadowed(layer, _losses=_LossesOfReplicas()))
+            if isinstance(layer, keras.layers.BatchNormalization) and (global_batch_norm or layer.synchronized):
+                stack.enter_context(shadowed(layer, _moments=global_moments(layer)))
+        for loss in losses_of(step.model):
+            stack.enter_context(shadowed(loss, call=_noting_call(step, loss)))
+        stack.enter_context(layer_state.assignments_aggregated(step))
+        for metric in metrics_of(step.model):
+            stack.enter_context(shadowed(metric, result=marked_result(metric)))
+        yield
+
+
+def _shadow_optimizer(stack: contextlib.ExitStack, step: KerasStep, optimizer: Any, options: GradientOptions) -> None:
+    original_scale, original_apply = optimizer.scale_loss, optimizer.apply
+    settings = None if options.compressor is None else stack.enter_context(options.compressor.prepared(optimizer))
+    if options.compressor is None and (sharded := _sharded_part(optimizer)) is not None:
+        stack.enter_context(given_rows(optimizer, sharded))
+
+    def scale_loss(loss: tf.Tensor) -> tf.Tensor:
+        # As many rows as one process has, on average: loss scaling sees gradients of the same size. The weight itself
+        # comes later. A custom step need not call this, and back-propagation must be the same in both cases.
+        step.here.scaled.add(id(optimizer))
+        loss = step.as_mean(loss)
+        return original_scale(loss / tf.distribute.get_replica_context().num_replicas_in_sync)
+
+    def apply(grads: Any, trainable_variables: Any = None) -> None:
+        variables = optimizer._trainable_variables if trainable_variables is None else list(trainable_variables)
+        scaled = id(optimizer) in step.here.scaled
+        grads = [_part_to_apply(g, v) if is_sharded(v) else g for g, v in zip(grads, variables, strict=True)]
+        reduced = _all_reduce_gradients(step, grads, variables, scaled, options, optimizer, settings)
+        step.here.state.note_updates(variables)
+        original_apply(reduced, trainable_variables)
+        step.here.state.skip()
+
+    stack.enter_context(shadowed(optimizer, scale_loss=scale_loss, apply=apply))
+    if any(map(is_sharded, step.model.variables)):
+        stack.enter_context(working_in_parts(optimizer))
+    step.optimizers |= {id(part) for part in [optimizer, *parts_of(optimizer)]}
+    # All replicas count alike, and need not meet for it, which they cannot do in a branch.
+    for variable in optimizer.variables:
+        if getattr(variable, "aggregation", "") == "only_first_replica" and layer_state.is_mirrored(variable):
+            stack.enter_context(shadowed(variable, _direct_assign=functools.partial(layer_state.assign_part, variable)))
+
+
+def _all_reduce_gradients(
+    step: KerasStep, grads: list, variables: list, scaled: bool, options: GradientOptions, optimizer: Any, settings: Any
+) -> list:
+    """Gradients of the global batch's loss, on every replica; averages the state that the step has updated, too.
+
+    `scaled` tells that `scale_loss` has divided the loss by the number of replicas.
+    """
+    check_float8(variables)
+    # Those of sharded weights are sums over the replicas already, of a loss that was divided by their number.
+    present = [i for i, g in enumerate(grads) if g is not None and not is_sharded(variables[i])]
+    values = [grads[i] for i in present]
+    state = step.here.state
+    averaged = state.take_averaged()
+    state_values = layer_state.values_of(averaged)
+    # All travel with one weight. If the loss has the number of replicas in it, the state needs it as well.
+    weight = step.relative_weight if scaled else step.weight
+    if scaled:
+        state_values = [value / step.replicas for value in state_values]
+    agreement = _agreement_of(step.model)
+    if agreement is not None:
+        state_values.append(agreement.read())
+    if options.compressor is not None:
+        weights = [variables[i] for i in present]
+        # What it does in branches of its own depends on the number of the step.
+        before = step.here.agreed
+        step.here.agreed = True if before is None else before
+        sums = options.compressor.all_reduce_sum(
+            optimizer, values, weights, state_values, weight, options.bucket_bytes, settings
+        )
+        step.here.agreed = before
+    elif (sharded := _sharded_part(optimizer)) is not None:
+        own = scatter(sharded, values, [variables[i] for i in present], weight, options)
+        sums = own + all_reduce_sum(state_values, weight=weight)
+    elif options.dtype is None:
+        sums = all_reduce_sum([*values, *state_values], options, weight=weight)
+    else:
+        # The state is kept from step to step: it must not be rounded to a narrower dtype.
+        sums = all_reduce_sum(values, options, weight=weight) + all_reduce_sum(state_values, weight=weight)
+    if agreement is not None:
+        total = sums.pop()
+        if local_replica() == 0:
+            agreement.keep_sum(total)
+    layer_state.assign(averaged, sums[len(values) :])
+    reduced = iter(sums[: len(values)])
+    whole = set(present)
+    return [
+        next(reduced) if i in whole else gradient if gradient is None or scaled else gradient / step.replicas
+        for i, gradient in enumerate(grads)
+    ]
+
+
+def _sharded_part(optimizer: Any) -> ShardedOptimizer | None:
+    """The `ShardedOptimizer` that an optimizer is, or, with loss scaling, the one that it hands all gradients to."""
+    inner = optimizer.inner_optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else optimizer
+    return inner if isinstance(inner, ShardedOptimizer) else None
+
+
+def _part_to_apply(gradient: Any, variable: keras.Variable) -> Any:
+    """What an optimizer is given of the gradient of a sharded weight."""
+    part = None if gradient is None else to_apply(gradient, variable.value)
+    if gradient is not None and part is None:
+        raise NotImplementedError(
+            f"Received: a gradient of weight '{variable.path}' that a train_step has changed, under "
+            "FullyShardedStrategy, where each replica has a part of it. Expected: optimizer.apply with what "
+            "tape.gradient has returned; clipnorm=, global_clipnorm=, clipvalue= and gradient_accumulation_steps= of "
+            "the optimizer clip and accumulate it."
+        )
+    return part
+
+
+def _check_gradients_unread() -> None:
+    """Refuses a `train_step` that reads gradients of sharded weights, such as their norm: it would be that of parts."""
+    if names := other_readers():
+        raise NotImplementedError(
+            f"Received: a train_step that reads a gradient ({names[0]}), under FullyShardedStrategy, where each "
+            "replica has a part of it. Expected: gradients that only optimizer.apply reads; "
+            "gradient_accumulation_steps= of the optimizer accumulates them."
+        )
+
+
+def _agreement_of(model: keras.Model) -> Agreement | None:
+    agreement = hooks_of(model.distribute_strategy).agreement
+    return agreement if agreement is not None and model in agreement.models else None
+
+
+class _LossesOfReplicas(collections.UserList):
+    """What a layer adds to the loss of the replica that asks."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, list] = {}
+
+    @property
+    def data(self) -> list:
+        return self._of.setdefault(local_replica(), [])
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.data[index]  # Keras copies it by `[:]`, for which UserList would make another one of this class
+
+
+def losses_of(model: keras.Model) -> list[keras.losses.Loss]:
+    """The losses of `compile`."""
+    listed = getattr(getattr(model, "_compile_loss", None), "_flat_losses", None) or []
+    return [loss for _, loss, *_ in listed if isinstance(loss, keras.losses.Loss)]
+
+
+def _noting_call(step: KerasStep, loss: keras.losses.Loss) -> Callable:
+    """The call of a compiled loss, which notes what it is given in a step."""
+    call = loss.call
+
+    def noting(y_true: Any, y_pred: Any) -> Any:
+        if isinstance(y_true, tf.Tensor) and isinstance(y_pred, tf.Tensor):
+            step.losses.setdefault(id(loss), (loss, [tf.TensorSpec(one.shape, one.dtype) for one in (y_true, y_pred)]))
+        return call(y_true, y_pred)
+
+    return noting
+
+
+def marked_result(metric: keras.Metric) -> Callable:
+    """Returns a replacement for `metric.result` whose tensors are known to come from it."""
+    original = metric.result
+
+    def result() -> Any:
+        value = original()
+        leaves = [tf.identity(leaf) for leaf in tf.nest.flatten(value)]
+        for i, leaf in enumerate(leaves):
+            leaf._tfdist_result = metric, i
+        return tf.nest.pack_sequence_as(value, leaves)
+
+    return result
+
+
+def are_read_by_keras(step: KerasStep, logs: Any) -> bool:
+    """Whether Keras replaces these logs of a replica at the end of the epoch."""
+    if step.on_batch or not isinstance(logs, dict):
+        return False
+    return all(_metric_of(log) for log in logs.values()) and logs.keys() == step.model.get_metrics_result().keys()
+
+
+def all_reduce_logs(step: KerasStep, logs: Any) -> Any:
+    """The logs that one process would return, on every replica; one collective for each dtype."""
+    leaves = tf.nest.flatten(logs)
+    metrics = list({id(origin[0]): origin[0] for origin in map(_metric_of, leaves) if origin}.values())
+    variables = list({id(v): v for metric in metrics for v in metric.variables}.values())
+    others = [_weighted_log(leaf, step) for leaf in leaves if not _metric_of(leaf)]
+    sums = all_reduce_sum([_metric_summand(variable) for variable in variables] + others)
+    states = zip(variables, sums[: len(variables)], strict=True)
+    with keras.StatelessScope(state_mapping=[(v, tf.cast(total, v.dtype)) for v, total in states]):
+        results = {id(metric): tf.nest.flatten(metric.result()) for metric in metrics}
+    means = iter(sums[len(variables) :])
+
+    def global_log(leaf: Any) -> tf.Tensor:
+        if (origin := _metric_of(leaf)) is None:
+            return next(means)
+        metric, i = origin
+        return results[id(metric)][i]
+
+    return tf.nest.pack_sequence_as(logs, list(map(global_log, leaves)))
+
+
+def _metric_of(leaf: Any) -> tuple[keras.Metric, int] | None:
+    """The metric whose result a log is, and which of its numbers."""
+    return getattr(leaf, "_tfdist_result", None)
+
+
+def _weighted_log(leaf: Any, step: KerasStep) -> tf.Tensor:
+    value = tf.convert_to_tensor(leaf)
+    # A weight is a fraction; as an integer it would be 0.
+    return scale(value if value.dtype.is_floating else tf.cast(value, tf.float64), step.weight)
+
+
+def _metric_summand(variable: keras.Variable) -> tf.Tensor:
+    """What this replica adds to a metric's variable, as the variable's `aggregation` says."""
+    value = tf.convert_to_tensor(variable.value)
+    value = value if value.dtype in _NUMBERS else tf.cast(value, tf.int32)
+    if is_kept_per_replica(variable) and variable.aggregation == "sum":
+        return value
+    if is_kept_per_replica(variable) and variable.aggregation == "mean":
+        return value / tf.distribute.get_replica_context().num_replicas_in_sync
+    return value if global_replica() == 0 else tf.zeros_like(value)
+
+
+class MetricTotals:
+    """What the variables of a strategy's metrics add up to, from the end of an epoch until the next step.
+
+    To read such a variable, TensorFlow adds up those of all replicas: under several processes a collective, at which a
+    process that reads alone (`if rank == 0: print(metric.result())`) would stand still. Once Keras has read them at the
+    end of an epoch, reading is local; within an epoch it stays a collective.
+    """
+
+    def __init__(self) -> None:
+        # Totals are kept on their variables: a new round makes all earlier ones void.
+        self._round = 0
+
+    def watch(self, variable: SyncOnReadVariable) -> None:
+        """Shadows two methods of a variable: reading returns what is known, and writing does not read."""
+        read, assign = variable._get_cross_replica, variable.assign
+        variable._tfdist_total = None
+
+        def total() -> Any:
+            known = variable._tfdist_total
+            if known is None or known[0] != self._round or not tf.executing_eagerly():
+                return read()
+            return known[1]
+
+        def assign_without_reading(
+            value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = False
+        ) -> Any:
+            # Upstream returns the new value, which costs a collective that nobody reads.
+            variable._tfdist_total = None
+            return assign(value, use_locking, name, read_value)
+
+        variable._get_cross_replica = total
+        variable.assign = assign_without_reading
+
+    def settle(self, model: keras.Model) -> None:
+        """Adds up the metrics that Keras reads at the end of an epoch; all processes call it there."""
+        self.forget()
+        for variable in model.metrics_variables:
+            if is_kept_per_replica(variable):
+                variable.value._tfdist_total = self._round, tf.convert_to_tensor(variable.value)
+
+    def forget(self) -> None:
+        """Forgets the totals: the metrics are about to be updated again."""
+        self._round += 1
+
+
+def _predict(step: KerasStep, data: Any, rows: Any, global_rows: Any) -> Any:
+    """Runs a predict step on one replica, and notes on the step which outputs are the same on all.
+
+    Args:
+        step: the step.
+        data: this replica's rows of the batch.
+        rows: how many of them count; `None` for all.
+        global_rows: rows of the batch; `None` if the dataset does not know.
+    """
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    count = len(graph.get_operations()) if graph else 0
+    rows_of_batch = tf.nest.flatten(data, expand_composites=True)
+    values = graph and LocalValues(graph, rows_of_batch, same=[], watched=[], others=devices_of_others())
+    step.note_batch(data)
+    outputs = step.function(data)
+    flat = tf.nest.flatten(outputs)
+    if values:
+        # Not before: the call may have built the model.
+        for parts in map(parts_of_variable, step.model.variables):
+            values.take_for_same(id(parts[min(local_replica(), len(parts) - 1)].handle))
+        list(values.accesses())
+    # Not by what is known of a shape: that may be known on some processes only, and all have to exchange the same.
+    made = graph.get_operations()[count:] if graph else []
+    is_sizeless = not graph or any(one.type.startswith(_SIZES) for one in made)
+    own = static_rows(data)
+    for i, output in enumerate(flat):
+        if not isinstance(output, tf.Tensor):
+            continue
+        dependence = values.dependence_of(output) if values else Dependence.MIXED
+        if dependence is Dependence.SAME:
+            step.constant_outputs.add(i)
+        is_sum = dependence in (Dependence.MEAN, Dependence.SUM)
+        if output.shape.rank == 0 or (is_sum and output.shape.rank and output.shape[0]):
+            step.begin_replica(own, count_rows(data) if rows is None else rows, global_rows)
+            flat[i] = _combine_output(step, output, dependence)
+            step.same_outputs.add(i)
+            continue
+        size = output.shape[0] if output.shape.rank else None
+        if dependence in (Dependence.SAME, Dependence.MIXED) and output.dtype != tf.string and is_sizeless:
+            step.sizeless_outputs.add(i)
+        if dependence is Dependence.SAME and size != own:
+            flat[i] = output if global_replica() == 0 else output[:0]
+        elif dependence is Dependence.MIXED and size and own and size % own:
+            _warn_of_output(step, output, "each replica's is returned")
+    if rows is not None and (own or 0) <= 1:
+        # Not before: layers may fail without rows, as cuDNN's do.
+        flat = [x if i in step.same_outputs else rows_if(rows > 0, x) for i, x in enumerate(flat)]
+    return tf.nest.pack_sequence_as(outputs, flat)
+
+
+def _combine_output(step: KerasStep, output: tf.Tensor, dependence: Dependence) -> tf.Tensor:
+    if output.dtype == tf.string:
+        if dependence is not Dependence.SAME:
+            _warn_of_output(step, output, "the first one's is returned")
+        return output
+    if output.dtype.is_complex:
+        return tf.complex(
+            *(_combine_output(step, part, dependence) for part in (tf.math.real(output), tf.math.imag(output)))
+        )
+    weight = step.weight
+    if dependence in (Dependence.SUM, Dependence.COUNT):
+        weight = tf.ones([]) if step.has_rows is None else tf.cast(step.has_rows, tf.float32)
+    elif dependence is Dependence.SAME:
+        # A number of rows that is static on this process only is one as well: all have to exchange the same.
+        weight = tf.constant(float(global_replica() == 0))
+    elif dependence is not Dependence.MEAN:
+        _warn_of_output(step, output, "the average is returned")
+    wide = output if output.dtype.is_floating else tf.cast(output, tf.float64)
+    return tf.cast(all_reduce_sum([wide], weight=weight)[0], output.dtype)
+
+
+def _warn_of_output(step: KerasStep, output: tf.Tensor, outcome: str) -> None:
+    if local_replica() or has_warned_of_output(step.model):
+        return
+    object.__setattr__(step.model, _WARNED, True)
+    warnings.warn(output_message(step.model, output, outcome), stacklevel=2)
+
+
+def has_warned_of_output(model: Any) -> bool:
+    """Whether one of its outputs was said to be none of one process."""
+    return hasattr(model, _WARNED)
+
+
+def output_message(model: Any, output: tf.Tensor, outcome: str) -> str:
+    """What is said of an output that cannot be that of one process."""
+    return (
+        f"Received: an output of shape {tuple(output.shape)} from predict of model '{model.name}', which has no row "
+        "for each row of the batch and is neither a mean nor a sum over them. Each replica computes it of its own "
+        f"rows, and {outcome}. Expected: an output with the batch's rows, from which the whole is computed afterwards."
+    )

@@ -1,0 +1,508 @@
+"""Tries a step on a few random rows, whole and in halves: replicas, too, see some of the rows of a batch.
+
+rows 0 1 2 3  ->  step  ->  gradients
+rows 0 1      ->  step  ->  gradients \\
+rows     2 3  ->  step  ->  gradients --  their mean: equal, unless something mixes rows
+
+The gradients of a mean over the rows are the mean of the halves' gradients. Those of a sum, of a vector, of a loss with
+negatives within the batch, and of layers that normalise over the rows are not, and nothing fails. So what was traced is
+traced once more (`try_once`), in a graph that changes nothing, and a warning names what differs:
+
+_loss_mixes_rows  each compiled loss by itself, with its values: also where a step is too large to be traced once more
+_step_messages    the step. One that does not train has results instead of gradients: the losses of a test step, the
+                  outputs of a predict step, and what the model's layers return to either
+_some, _compare_  the random rows; the comparisons; the messages
+
+What tfdist makes exact counts as exact: the halves get the statistics of `BatchNormalization`, and what else replicas
+add up, of the whole; layers that draw random numbers pass on what they are given. What cannot be tried says nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import logging
+import random
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.compat.deferred_captures import lent_step_lock
+from tfdist.inspection.model_state import (
+    is_kept_per_replica,
+    metrics_of,
+    optimizers_of,
+    own_methods,
+    parts_of_variable,
+    seed_generators_of,
+)
+from tfdist.layer_graph.chunk import CHANGING, UNSEEDED
+from tfdist.steps.keras_step import KerasStep, shadowed, traced
+from tfdist.strategies.data_parallel.replica_step import has_warned_of_output, losses_of, output_message
+
+_log = logging.getLogger("tfdist")
+_PARTS = (slice(0, 4), slice(0, 2), slice(2, 4))
+_SHARES = (1.0, 0.5, 0.5)
+# The rows differ in length, and so do the longest ones of the halves.
+_WORDS = ("a", "a b", "b", "a b c d")
+_LENGTHS = [len(word.split()) for word in _WORDS]
+# They differ in size: the root of a mean is close to the mean of roots where the halves are alike.
+_SIZES = (1.0, 0.9, 0.3, 0.2)
+# By so much of its size a value may differ; of a mean in 16 bits two or three digits are right.
+_DIGITS, _DIGITS_ROUNDED = 1e-3, 5e-2
+# Tracing a larger step once more takes too long; larger rows are not worth the memory.
+MOST_OPERATIONS = 5_000
+_MOST = 1 << 22
+# An attribute of a model: by kind of step, what it was compiled with when the step was tried, and what was found;
+# `None` for a step that could not be tried.
+_TRIED = "_tfdist_steps_tried"
+# Steps that run the same layers: if the first could be tried, and the last is Keras' own, it need not be.
+_KINDS = ("train", "test", "predict")
+_RANDOM_LAYERS = ("keras.src.layers.regularization.", "keras.src.layers.preprocessing.image_preprocessing.random_")
+# Beginnings of the types of operations of which running them would change something, or differ each time.
+_NOT_TRIED = ("Random", "Stateless", "PyFunc", "EagerPyFunc", "Iterator", "Collective", "Print", *CHANGING, *UNSEEDED)
+_GATHER = "all rows, by tf.distribute.get_replica_context().all_gather(rows, axis=0) as in docs/own-loops.md"
+_BRANCHES = ("StatelessIf", "StatelessWhile", "StatelessCase")
+
+
+def try_once(step: KerasStep, operations: int) -> None:
+    """Tries a step that was traced, and warns of what mixes rows; once for what a model was compiled with.
+
+    Args:
+        step: the step.
+        operations: how many operations a replica has.
+    """
+    model = step.model
+    compiled = getattr(model, "_compile_loss", None)
+    tried: dict[str, tuple[Any, list[str] | None]] = getattr(model, _TRIED, {})
+    tried = {kind: known for kind, known in tried.items() if known[0] is compiled}
+    is_own = own_methods(model, f"{step.kind}_step")
+    before = [] if is_own else _KINDS[: _KINDS.index(step.kind)]
+    if step.kind in tried or any(tried[kind][1] is not None for kind in before if kind in tried):
+        return
+
+    def trial() -> list[str] | None:
+        found = [_loss_message(loss) for loss, specs in step.losses.values() if _loss_mixes_rows(loss.call, specs)]
+        if operations > MOST_OPERATIONS:
+            return found or None
+        try:
+            return found if _is_keras_own(model) else found + _step_messages(step, bool(found))
+        except Exception as error:  # a step that takes no such rows fails here only
+            *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+            if frame.f_code.co_filename == __file__ and not isinstance(error, NotImplementedError):
+                _log.warning("A mistake of tfdist: it does not see what mixes rows. Training goes on.", exc_info=True)
+            return found or None
+
+    # A thread has no graph yet, no strategy, and records gradients: `tf.init_scope` does not.
+    with warnings.catch_warnings(), ThreadPoolExecutor(1) as thread:
+        warnings.simplefilter("ignore")
+        messages = thread.submit(lent_step_lock()(trial)).result()
+    known = {message for _, said in tried.values() for message in said or ()}
+    object.__setattr__(model, _TRIED, {**tried, step.kind: (compiled, messages)})
+    for message in messages or ():
+        if message not in known:
+            warnings.warn(message, stacklevel=2)
+
+
+def _is_keras_own(model: keras.Model) -> bool:
+    """Whether all of a model, and its step, is Keras' own: these compute each row by itself, and need no trial.
+
+    The few losses of Keras that do not are tried by themselves.
+    """
+    made_of: list[Any] = [model]
+    for part in model._flatten_layers():
+        made_of += [part, *getattr(part, "operations", ())]
+    for one in (*losses_of(model), *metrics_of(model)):
+        made_of += [one, getattr(one, "fn", getattr(one, "_fn", one))]
+    made_of += [part.activation for part in made_of if hasattr(part, "activation")]
+    return all(_is_row_by_row(part) for part in made_of)
+
+
+def _is_row_by_row(part: Any) -> bool:
+    if part is None or isinstance(part, keras.layers.InputLayer):
+        return True
+    kind = part if inspect.isroutine(part) else type(part)
+    axis = getattr(part, "axis", None)
+    # Functions as layers are the user's, and those of keras.ops may go over the rows; so may an axis of 0.
+    return (
+        kind.__module__.startswith(("keras.", "keras_hub."))
+        and not isinstance(part, keras.layers.Lambda)
+        and (isinstance(part, keras.Layer) or not isinstance(part, keras.Operation))
+        and 0 not in ([] if axis is None else np.ravel(axis).tolist())
+    )
+
+
+def _loss_mixes_rows(call: Callable, specs: Sequence[tf.TensorSpec]) -> bool:
+    """Whether the value of a loss for a few rows is not the mean of its values for their halves."""
+
+    def trial() -> list[tf.Tensor]:
+        given = _some(specs)
+        whole, *halves = (tf.convert_to_tensor(call(*(one[part] for one in given))) for part in _PARTS)
+        return [whole, *(_compare_rows if whole.shape.rank else _compare_means)(whole, *halves)]
+
+    # What cannot be tried says nothing: it keeps something, draws random numbers, or asks other replicas.
+    with (
+        contextlib.suppress(Exception),
+        shadowed(tf.distribute.get_replica_context(), all_reduce=_refuse, all_gather=_refuse, merge_call=_refuse),
+    ):
+        traced = tf.function(trial, autograph=False).get_concrete_function()
+        if _can_be_run(traced.graph) and not any(one.dtype == tf.resource for one in traced.inputs):
+            whole, off, size = traced()
+            return _is_off(off, size, _DIGITS_ROUNDED if whole.dtype.size < 4 else _DIGITS)
+    return False
+
+
+class _Part:
+    """One run of the step, on some of the rows; `whole` is the run on all rows, or `None` if this is it."""
+
+    def __init__(self, whole: _Part | None) -> None:
+        self.graph = tf.compat.v1.get_default_graph()
+        self.gradients: list[tf.Tensor] = []
+        # What layers are given, and what they return, with the layer to blame if this is what differs first.
+        self.values: list[tuple[keras.Layer | None, tf.Tensor]] = []
+        self.scalars: list[tuple[keras.Metric, Any, bool]] = []
+        # Of steps that have no gradients.
+        self.results: list[tf.Tensor] = []
+        # Outputs of a predict step that should not depend on its rows.
+        self.constants: list[tf.Tensor] = []
+        self.running: list[keras.Layer] = []
+        self._own: list[Any] = []
+        self._of_all_rows = None if whole is None else iter(whole._own)
+
+    def exchanged(self, value: Any) -> Any:
+        """What all replicas make of their values: what the run on all rows has."""
+        if self._of_all_rows is not None:
+            return next(self._of_all_rows)
+        self._own.append(tf.nest.map_structure(tf.stop_gradient, value))
+        return self._own[-1]
+
+    def note_values(self, layer: keras.Layer | None, values: Any) -> None:
+        """Notes what goes into a layer, or comes out; not in loops and branches, whose tensors are not seen outside."""
+        if tf.compat.v1.get_default_graph() is self.graph:
+            self.values += [(layer, one) for one in _tensors(values)]
+
+
+def _step_messages(step: KerasStep, loss_is_named: bool) -> list[str]:
+    """What mixes the rows of a batch, in words; `loss_is_named` tells that a compiled loss does."""
+    batch = _some(step.batch)
+    rows = [tf.nest.map_structure(lambda one, part=part: None if one is None else one[part], batch) for part in _PARTS]
+    parts: list[_Part] = []
+
+    def trial() -> list[list[Any]]:
+        for some, share in zip(rows, _SHARES, strict=True):
+            parts.append(_run(step, some, share, parts[0] if parts else None))
+        return [
+            [_compare_means(*of) for of in _side_by_side(parts, "gradients")],
+            [_compare_rows(*of, other=np.inf) for of in _side_by_side(parts, "results")],
+            [_compare_constants(*of) for of in _side_by_side(parts, "constants")],
+            [_compare_rows(*(value for _, value in of)) for of in _side_by_side(parts, "values")],
+            [[tf.cast(value, tf.float32) for _, value, _ in of] for of in _side_by_side(parts, "scalars")],
+        ]
+
+    traced = tf.function(trial, autograph=False).get_concrete_function()
+    if not _can_be_run(traced.graph):
+        raise NotImplementedError("a step that changes something outside")
+    gradients, results, constants, values, scalars = tf.nest.map_structure(lambda value: value.numpy(), traced())
+    model = step.model
+    is_rounded = any(layer.compute_dtype in ("float16", "bfloat16") for layer in model._flatten_layers())
+    digits = _DIGITS_ROUNDED if is_rounded else _DIGITS
+    largest = max((size for _, size in gradients), default=0.0)
+    numbers = [(metric, of) for (metric, *_), of in zip(parts[0].scalars, scalars, strict=True)]
+    is_off = any(_is_off(off, size, digits) and not off <= 1e-6 * largest for off, size in gradients)
+    is_off |= any(_is_off(off, size, digits) for off, size in results)
+    if step.kind == "test":
+        is_off |= any(metric is model._loss_tracker and not _is_mean(of, digits) for metric, of in numbers)
+    messages = [
+        output_message(model, output, "the first one's is returned")
+        for output, (off, size) in zip(parts[0].constants, constants, strict=True)
+        if _is_off(off, size, digits)
+    ][:1]
+    if is_off:
+        culprits = zip((layer for layer, _ in parts[0].values), values, strict=True)
+        layer, is_wider = next(
+            ((one, np.isinf(off) and size == 0) for one, (off, size) in culprits if _is_off(off, size, digits)),
+            (None, False),
+        )
+        messages += _step_message(step, loss_is_named) if layer is None else [_layer_message(layer, is_wider)]
+    averaged = {id(metric) for metric, _, is_averaged in step.scalars if is_averaged}
+    # Where the loss differs, so do all numbers that are computed with it.
+    known = is_off or loss_is_named
+    found = {id(metric): metric for metric, of in numbers if (_adds_up(*of) if known else not _is_mean(of, digits))}
+    return messages + [_metric_message(metric) for key, metric in found.items() if key in averaged]
+
+
+def _side_by_side(parts: Sequence[_Part], name: str) -> Iterator[tuple]:
+    """What the runs have noted, each with the same of the other runs."""
+    noted = [getattr(part, name) for part in parts]
+    if len({len(of_one) for of_one in noted}) > 1:
+        raise NotImplementedError("a step that is another one each time")
+    return zip(*noted, strict=True)
+
+
+def _can_be_run(graph: tf.Graph) -> bool:
+    """Whether a graph changes nothing, and draws no random numbers."""
+    definition = graph.as_graph_def()
+    nodes = [definition.node, *(function.node_def for function in definition.library.function)]
+    types = {node.op for some in nodes for node in some} - set(_BRANCHES)
+    return not any(one.startswith(_NOT_TRIED) for one in types)
+
+
+def _run(step: KerasStep, rows: Any, share: float, whole: _Part | None) -> _Part:
+    part, context = _Part(whole), tf.distribute.get_replica_context()
+    part_step = KerasStep(step.kind, step.model, step.function)
+    part_step.begin_shard(tf.constant(share))
+    part_step.graph = part.graph
+    with contextlib.ExitStack() as stack:
+        # The program's own numbers stay those that it would get alone.
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(np.random.set_state, np.random.get_state())
+        stack.enter_context(traced(context.strategy, part_step))
+        stack.enter_context(
+            shadowed(
+                context,
+                all_reduce=lambda _, value, options=None: part.exchanged(value),
+                all_gather=_refuse,
+                merge_call=_refuse,
+            )
+        )
+        optimizers, metrics = optimizers_of(step.model), metrics_of(step.model)
+        for optimizer in optimizers:
+            stack.enter_context(shadowed(optimizer, apply=_noting_gradients(part), scale_loss=part_step.as_mean))
+        for layer in step.model._flatten_layers():
+            stack.enter_context(shadowed(layer, call=_noting_values(layer, part, step.kind)))
+            if isinstance(layer, keras.layers.BatchNormalization):
+                stack.enter_context(shadowed(layer, _moments=_moments(layer, part)))
+        owners = [step.model, *optimizers, *metrics]
+        seeds = [generator.state for generator in seed_generators_of(step.model)]
+        for variable in {id(v): v for v in [*seeds, *(v for owner in owners for v in owner.variables)]}.values():
+            if isinstance(variable, keras.Variable):
+                stack.enter_context(shadowed(variable, _direct_assign=_noting_assignment(variable, part)))
+                if is_kept_per_replica(variable):
+                    # Read as a whole, it is a sum over the processes, which would wait for each other here.
+                    stack.enter_context(shadowed(variable, _value=parts_of_variable(variable)[0]))
+        if step.kind == "predict":
+            # Keras' function of it may be compiled: it would keep what is traced here.
+            outputs = tf.nest.flatten(step.model.predict_step(rows))
+            without_rows = step.same_outputs | step.constant_outputs
+            part.results += _tensors([one for i, one in enumerate(outputs) if i not in without_rows])
+            part.constants += [outputs[i] for i in sorted(step.constant_outputs)]
+        else:
+            step.function(rows)
+    part.scalars = part_step.scalars
+    return part
+
+
+def _refuse(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError("replicas are not tried together")
+
+
+def _noting_gradients(part: _Part) -> Callable:
+    def apply(grads: Any, trainable_variables: Any = None) -> None:
+        part.gradients += [tf.convert_to_tensor(one) for one in grads if one is not None]
+
+    return apply
+
+
+def _noting_assignment(variable: keras.Variable, part: _Part) -> Callable:
+    """Nothing is assigned. Where a step moves weights by itself, it does so along its rows' gradients."""
+
+    def assign(value: Any) -> None:
+        if variable.trainable and tf.is_tensor(value):
+            part.gradients.append(value - tf.cast(variable.value, value.dtype))
+
+    return assign
+
+
+def _noting_values(layer: keras.Layer, part: _Part, kind: str) -> Callable:
+    call, is_random = layer.call, type(layer).__module__.startswith(_RANDOM_LAYERS)
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        part.note_values(part.running[-1] if part.running else None, (args, kwargs))
+        part.running.append(layer)
+        try:
+            outputs = args[0] if is_random and args else call(*args, **kwargs)
+        finally:
+            part.running.pop()
+        part.note_values(layer, outputs)
+        if not part.running and kind == "test":
+            part.results += _tensors(outputs)
+        return outputs
+
+    return noting
+
+
+def _tensors(values: Any) -> list[tf.Tensor]:
+    return [one for one in tf.nest.flatten(values) if isinstance(one, tf.Tensor)]
+
+
+def _moments(layer: keras.layers.BatchNormalization, part: _Part) -> Callable:
+    moments = layer._moments
+    return lambda inputs, mask=None: part.exchanged(moments(inputs, mask))
+
+
+def _some(batch: Any) -> Any:
+    """In the place of rows of a batch: random numbers in [0, 1), smaller in later rows; zeros and ones; words.
+
+    Rows of steps (of whole numbers, or of features) end in zeros, the padding that masks look for.
+    """
+
+    seeds = itertools.count(1)
+
+    def some(spec: tf.TypeSpec | None) -> Any:
+        if spec is None:
+            return None
+        if not isinstance(spec, (tf.TensorSpec, tf.RaggedTensorSpec)) or spec.shape.rank == 0:
+            raise NotImplementedError(f"no rows of {spec}")
+        sizes = [3 if size is None else size for size in spec.shape[1:]]
+        if isinstance(spec, tf.RaggedTensorSpec):
+            if spec.ragged_rank != 1:
+                raise NotImplementedError(f"no rows of {spec}")
+            numbers = _numbers([sum(_LENGTHS), *sizes[1:]], spec.dtype, next(seeds))
+            return tf.RaggedTensor.from_row_lengths(numbers, _LENGTHS)
+        return _numbers([4, *sizes], spec.dtype, next(seeds))
+
+    return tf.nest.map_structure(some, batch)
+
+
+def _numbers(shape: Sequence[int], dtype: tf.DType, seed: int) -> tf.Tensor:
+    if np.prod(shape) > _MOST:
+        raise NotImplementedError("rows that are too large")
+    if dtype == tf.string:
+        return tf.constant(np.resize(np.repeat(_WORDS, int(np.prod(shape[1:]))), shape))
+    numbers = np.random.RandomState(seed).random_sample(shape)
+    if not dtype.is_floating:
+        numbers = np.round(numbers)
+    elif shape[0] == len(_SIZES):
+        numbers *= np.reshape(_SIZES, [-1, *[1] * (len(shape) - 1)])
+    if len(shape) > (2 if dtype.is_floating else 1) and shape[0] == len(_LENGTHS) and shape[1] > 1:
+        if len(shape) == 2:
+            numbers[-1] = 1
+        for row, length in zip(numbers, _LENGTHS, strict=True):
+            row[max(1, len(row) * length // max(_LENGTHS)) :] = 0
+    return tf.constant(numbers, dtype)
+
+
+def _compare_means(whole: tf.Tensor, *halves: tf.Tensor) -> list[tf.Tensor]:
+    """By how much gradients differ from the halves' mean, and how large they are."""
+    whole, *halves = (tf.cast(one, tf.float32) for one in (whole, *halves))
+    return [tf.norm(whole - sum(halves) / 2), tf.norm(whole)]
+
+
+def _compare_constants(whole: tf.Tensor, *halves: tf.Tensor) -> list[tf.Tensor]:
+    """By how much values differ from both halves', and how large they are; infinity for another shape."""
+    if not (whole.dtype.is_floating or whole.dtype.is_integer) or not whole.shape.is_fully_defined():
+        return [tf.zeros([]), tf.zeros([])]
+    if any(one.shape != whole.shape for one in halves):
+        return [tf.constant(np.inf), tf.zeros([])]
+    value, *others = (tf.cast(one, tf.float32) for one in (whole, *halves))
+    off = tf.reduce_max([tf.reduce_max(tf.abs(value - other)) for other in others])
+    return [off, tf.reduce_max(tf.abs(value))]
+
+
+def _compare_rows(whole: tf.Tensor, *halves: tf.Tensor, other: float = 0.0) -> list[tf.Tensor]:
+    """By how much values differ from the halves' rows, and how large they are; infinity for another width.
+
+    Where the number of rows is another, they differ by `other`.
+    """
+    nothing, uneven = [tf.zeros([]), tf.zeros([])], [tf.constant(other, tf.float32), tf.zeros([])]
+    if whole.shape.rank in (None, 0) or any(one.shape.rank != whole.shape.rank for one in halves):
+        return nothing
+    rows = [one.shape[0] for one in (whole, *halves)]
+    if None not in rows and rows[0] != rows[1] + rows[2]:
+        return uneven
+    shapes = [tf.shape(one) for one in (whole, *halves)]
+    has_rows = tf.equal(shapes[0][0], shapes[1][0] + shapes[2][0])
+    has_widths = tf.reduce_all([tf.reduce_all(tf.equal(shapes[0][1:], shape[1:])) for shape in shapes[1:]])
+
+    def differ() -> list[tf.Tensor]:
+        if not (whole.dtype.is_floating or whole.dtype.is_integer):
+            return nothing
+        parts = tf.concat([tf.cast(one, tf.float32) for one in halves], 0)
+        values = tf.reshape(tf.cast(whole, tf.float32), [-1])
+        return [tf.reduce_max(tf.abs(values - tf.reshape(parts, [-1])), 0), tf.reduce_max(tf.abs(values), 0)]
+
+    wider = [tf.where(has_rows, np.inf, other), tf.zeros([])]
+    if any(not whole.shape[1:].is_compatible_with(one.shape[1:]) for one in halves):
+        return wider
+    static = tf.get_static_value(has_rows & has_widths)
+    if static is not None:
+        return differ() if static else uneven
+    return tf.cond(has_rows & has_widths, differ, lambda: wider)
+
+
+def _is_off(off: float, size: float, digits: float) -> bool:
+    """Also if only a half has no number, of a division by its longest length, say."""
+    return bool(np.isfinite(size)) and not off <= digits * size
+
+
+def _adds_up(whole: float, *halves: float) -> bool:
+    return np.isclose(whole, sum(halves), 1e-3) and not np.isclose(whole, sum(halves) / 2, 1e-3)
+
+
+def _is_mean(numbers: Sequence[float], digits: float) -> bool:
+    whole, *halves = numbers
+    return not _is_off(abs(whole - sum(halves) / 2), max(map(abs, numbers)), digits)
+
+
+def _layer_message(layer: keras.Layer, is_wider: bool) -> str:
+    if is_wider:
+        what = "pads to the longest row of a batch, or has a value for each pair of rows"
+        expected = f"a fixed length, or a model that disregards what is padded; for pairs, {_GATHER}"
+    else:
+        what = "mixes the rows of a batch: what it returns for a row depends on the others"
+        expected = f"a layer that looks at each row by itself; keras.layers.BatchNormalization; or {_GATHER}"
+    return (
+        f"Received: layer '{layer.path}' ({type(layer).__name__}), which {what}. Each replica sees its own rows, so "
+        f"that the result differs from one process. Expected: {expected}."
+    )
+
+
+def _loss_message(loss: keras.losses.Loss) -> str:
+    return (
+        f"Received: loss '{loss.name}', which mixes the rows of a batch: its value is not the mean of its values for "
+        "parts of the batch. Each replica computes it of its own rows, so that training differs from one process. "
+        "Expected: a loss that has a value for each row, or a mean of such; or one replica."
+    )
+
+
+def _step_message(step: KerasStep, loss_is_named: bool) -> Iterator[str]:
+    model = step.model
+    if loss_is_named:
+        return
+    own = own_methods(model, f"{step.kind}_step", *(["compute_loss"] if step.kind != "predict" else []))
+    if own:
+        what = f"{type(model).__name__}.{own[0]}"
+    elif step.kind == "predict":
+        if has_warned_of_output(model):
+            return
+        what = f"an output of model '{model.name}'"
+    else:
+        what = f"a loss of model '{model.name}' (compiled, or of add_loss)"
+    expected = f"the mean of a value for each row; for pairs of rows, {_GATHER}"
+    if step.kind == "train":
+        how = "whose gradient for a batch is not the mean of its gradients for parts of the batch, as of a sum or a "
+        how += "vector of the rows' losses, negatives within the batch, or clipped gradients"
+    elif step.kind == "test":
+        how = "whose loss for a batch is not the mean of its losses for parts of the batch"
+    else:
+        how, expected = "whose output for a row depends on the others of the batch", f"a value of each row; {_GATHER}"
+    yield (
+        f"Received: {what}, {how}. Each replica computes it of its own rows, so that the result differs from one "
+        f"process. Expected: {expected}."
+    )
+
+
+def _metric_message(metric: keras.Metric) -> str:
+    return (
+        f"Received: metric '{metric.name}' ({type(metric).__name__}), given one number a batch which is not the mean "
+        "of such numbers for parts of the batch: a sum, a count, or the root of a mean. tfdist averages these numbers "
+        "over the replicas, so that the result differs from one process (a sum is divided by the number of replicas). "
+        "Expected: a value for each row; or keras.metrics.Sum, given an integer tensor."
+    )
