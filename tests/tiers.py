@@ -9,7 +9,7 @@ import pytest
 
 
 def daily(cases: Iterable[Any], *names: str) -> list[Any]:
-    """All cases, but those that are not named are marked as exhaustive.
+    """All cases, but those that are not named are marked as nightly.
 
     Args:
         cases: parameters: one value each, tuples of several, or what `pytest.param` makes.
@@ -30,6 +30,6 @@ def daily(cases: Iterable[Any], *names: str) -> list[Any]:
     if unknown := set(names) - set(given):
         raise ValueError(f"Received: {sorted(unknown)}. Expected: ids of cases, which are {sorted(given)}.")
     return [
-        parameters if name in names else parameters._replace(marks=(*parameters.marks, pytest.mark.exhaustive))
+        parameters if name in names else parameters._replace(marks=(*parameters.marks, pytest.mark.nightly))
         for name, parameters in given.items()
     ]

@@ -149,7 +149,7 @@ def cases(place: str) -> list[tuple[tuple[str, ...], bool]]:
         part = getattr(part, name)
         marks += _marks(part)
     lists = [list(_parameters(mark)) for mark in marks if mark.name == "parametrize"]
-    is_daily = not any(mark.name == "exhaustive" for mark in marks)
+    is_daily = not any(mark.name == "nightly" for mark in marks)
     return [
         (tuple(itertools.chain.from_iterable(texts for texts, _ in one)), is_daily and all(daily for _, daily in one))
         for one in itertools.product(*lists)
@@ -167,7 +167,7 @@ def _parameters(mark: Any) -> Iterator[tuple[tuple[str, ...], bool]]:
         values = given.values if hasattr(given, "marks") else given if isinstance(given, tuple) else (given,)
         own = [one.name for one in getattr(given, "marks", ())]
         texts = map(str, values) if named is str else (value for value in values if isinstance(value, str))
-        yield tuple(texts), "exhaustive" not in own
+        yield tuple(texts), "nightly" not in own
 
 
 def tier(places: list[str], row: str | None = None, sign: str = "=") -> str:

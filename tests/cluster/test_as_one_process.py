@@ -238,7 +238,7 @@ def test_section(name):
     assert_found(name, results(DAILY if name in DAILY else LONG))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", OVER_HOROVOD)
 def test_over_horovod(name):
     pytest.importorskip("horovod.tensorflow")

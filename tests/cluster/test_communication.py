@@ -129,7 +129,7 @@ def results(transport: str) -> list[dict[str, list[str]]]:
 )
 @pytest.mark.parametrize(
     ("transport", "operation"),
-    [("direct", "PyFunc"), pytest.param("tensorflow", "CollectiveReduceV2", marks=pytest.mark.exhaustive)],
+    [("direct", "PyFunc"), pytest.param("tensorflow", "CollectiveReduceV2", marks=pytest.mark.nightly)],
 )
 def test_number_of_sums(model, expected, transport, operation):
     for rank, found in enumerate(results(transport)):
@@ -145,7 +145,7 @@ def test_slices(transport, operation):
         assert operation in found["embedding"]
 
 
-@pytest.mark.parametrize("transport", ["direct", pytest.param("tensorflow", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("transport", ["direct", pytest.param("tensorflow", marks=pytest.mark.nightly)])
 def test_the_first_bucket_is_sent_before_the_last_gradient_exists(transport):
     for found in results(transport):
         layers = ["dense0", "dense1", "dense2", "dense3"]

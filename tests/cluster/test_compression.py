@@ -21,7 +21,7 @@ def train(options: dict[str, Any]) -> dict[str, list[np.ndarray]]:
     return trained_both(getattr(tfdist, options.pop("kind")), start_timeout=60, **options)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "options", [{"transport": "direct", "bucket_bytes": 9000}, {"transport": "tensorflow"}, {"kind": "HorovodStrategy"}]
 )

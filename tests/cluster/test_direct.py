@@ -68,7 +68,7 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any], tolerance: flo
     np.testing.assert_allclose(found["predictions"], expected["predictions"], atol=10 * tolerance)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_another_training_is_told_apart() -> None:
     """Negative control: half of the learning rate."""
     (other,) = run_local(train, workers=1, timeout=120, args=({}, 1, 0.005))

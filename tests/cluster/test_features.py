@@ -48,7 +48,7 @@ def test_equals_one_process(name):
 
 
 @pytest.mark.timeout(_DEADLINE + 60)
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", EXCHANGES)
 def test_with_two_devices_each_equals_one_process(name):
     assert_compared(name, 2, EXCHANGES)
@@ -58,7 +58,7 @@ _OVER_TENSORFLOW = ("BatchNormalization", "clipnorm", "Embedding and Adam (spars
 
 
 @pytest.mark.timeout(_DEADLINE + 60)
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", _OVER_TENSORFLOW)
 def test_over_collectives_of_tensorflow_equals_one_process(name):
     assert_compared(name, 1, _OVER_TENSORFLOW, "tensorflow")
@@ -67,7 +67,7 @@ def test_over_collectives_of_tensorflow_equals_one_process(name):
 _REST = tuple(name for name in FEATURES if name not in (*IN_PROCESSES, *EXCHANGES, *VARIANTS))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.timeout(_DEADLINE + 60)
 @pytest.mark.parametrize("name", _REST)
 def test_the_rest_equals_one_process(name):

@@ -48,7 +48,7 @@ def test_equals_one_process(name: str) -> None:
         gaps_of(found, name, rank)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("transport", ["direct", "tensorflow"])
 def test_all_that_is_exchanged_equals_one_process(name: str, transport: str) -> None:
@@ -173,7 +173,7 @@ def compared_with_one_process(is_mistaken: bool) -> float:
     return max(gaps.values())
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_four_processes_equal_one() -> None:
     assert max(run_local(compared_with_one_process, workers=4, timeout=300, args=(False,))) < 1e-12
     with pytest.raises(RuntimeError, match="with 4 replicas does not equal one process"):
@@ -222,7 +222,7 @@ def fit_with_backup(
     return {**found, "end": state(), "losses": history.history["loss"], "files": files}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_backup_goes_on_with_fewer_processes(tmp_path: Path) -> None:
     """With 4, 2 and 1: all begin with the bits with which the others ended, and end where one process does."""
     import numpy as np
@@ -303,7 +303,7 @@ def held(folder: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_no_process_holds_more_than_one_whole_weight_for_files(tmp_path: Path) -> None:
     chief, other = run_local(held, workers=2, timeout=200, args=(str(tmp_path),))
     for found in (chief, other):
@@ -371,7 +371,7 @@ def from_presets(folder: str, is_sharded: bool) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_presets_of_keras_hub_are_loaded_weight_by_weight(tmp_path: Path) -> None:
     import numpy as np
 
@@ -434,7 +434,7 @@ def with_a_full_disk(folder: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_each_process_writes_its_parts_of_a_backup(tmp_path: Path) -> None:
     """A backup without the parts of one does not count; the training goes on, and the next one is whole."""
     chief, other = run_local(with_a_full_disk, workers=2, timeout=100, args=(str(tmp_path / "backup"),))
@@ -467,7 +467,7 @@ def left_alone(folder: str) -> None:
         Path(folder, "heard").write_text(str(error))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_who_waits_for_a_chief_that_dies_while_it_saves_says_so(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
         run_local(left_alone, workers=2, timeout=100, args=(str(tmp_path),))
@@ -504,7 +504,7 @@ def rounded(transport: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.parametrize("transport", ["direct", "tensorflow"])
 def test_gradients_are_rounded_for_their_sums(transport: str) -> None:
     import numpy as np
@@ -587,7 +587,7 @@ def ahead(transport: str) -> list[dict[str, set[int]]]:
     return [blocks_ahead(tfdist.FullyShardedStrategy(transport=transport, prefetch=count)) for count in (0, 1)]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.parametrize("transport", ["direct", "tensorflow"])
 def test_the_next_block_is_gathered_while_this_one_computes(transport: str) -> None:
     """Nor do gathers wait for exchanges that wait for the end of this block; with prefetch=0 they wait for it."""

@@ -130,7 +130,7 @@ def described(addresses: str) -> dict[str, Any]:
     return {"process": place_of(kd.distribution()), "rank": rank}
 
 
-@pytest.mark.parametrize("given", [2, pytest.param(1, marks=pytest.mark.exhaustive)], ids=["all", "the first one"])
+@pytest.mark.parametrize("given", [2, pytest.param(1, marks=pytest.mark.nightly)], ids=["all", "the first one"])
 def test_addresses_in_keras_variables(given: int) -> None:
     with reserve(2) as kept:
         addresses = ",".join(f"127.0.0.1:{port}" for port in kept.ports[:given])

@@ -84,7 +84,7 @@ def test_who_is_gone_is_named_below_the_traceback(rank, how, code, transport, tm
     assert any(line.startswith(only) for line in said)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.timeout(_DEADLINE + 30)
 def test_who_is_stopped_is_not_waited_for(tmp_path):
     # TensorFlow's coordination service has told the others, which wait for shared memory.

@@ -10,7 +10,7 @@ from tests.cluster.file_checks import gap
 from tests.features.table import rows
 from tfdist.testing import run_local
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.exhaustive]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.nightly]
 DEADLINE = 240
 BLOCKS = [f"block_{index}" for index in range(4)]
 

@@ -129,7 +129,7 @@ def everything(folder: str) -> dict[str, Any]:
     return {section.__name__: attempt(section.__name__, section) for section in sections}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.timeout(_DEADLINE + 30)
 def test_on_two_processes(tmp_path):
     results = run_local(everything, args=(str(tmp_path),), timeout=_DEADLINE)
@@ -145,7 +145,7 @@ def on_servers() -> dict[str, Any]:
     return recorded(tfdist.ParameterServerStrategy(mode="sync", start_timeout=120))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.timeout(_DEADLINE + 30)
 def test_with_parameter_servers():
     (seen,) = run_local(on_servers, workers=2, ps=1, timeout=_DEADLINE)

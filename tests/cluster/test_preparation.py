@@ -11,7 +11,7 @@ import pytest
 from tests.cluster.attempt import logged
 from tfdist.testing import run_local
 
-pytestmark = [pytest.mark.cluster, pytest.mark.exhaustive, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.cluster, pytest.mark.nightly, pytest.mark.timeout(240)]
 ROWS = 64
 
 

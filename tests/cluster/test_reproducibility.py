@@ -39,7 +39,7 @@ def trained(seed: int, deterministic: list[bool]) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_the_same_bits_again():
     first, second, other = (run_local(trained, 2, args=(seed, [True] * 2), timeout=DEADLINE) for seed in (1, 1, 2))
     # On both processes, too.

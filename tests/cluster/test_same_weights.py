@@ -60,7 +60,7 @@ def differ_by_rounding() -> tuple[str, int]:
     return kind, sum("differ between the processes by rounding after epoch 1" in str(one.message) for one in caught)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_rounding_on_gpus_ends_no_training() -> None:
     assert run_local(differ_by_rounding, timeout=120) == [("no error", 1)] * 2
 
@@ -103,7 +103,7 @@ def test_a_rank_that_differs_in_one_bit_is_named() -> None:
         assert errors[2][0] == "no error"  # negative control
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_checks_between_epochs_name_both_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TFDIST_CHECK_WEIGHTS", "2")
     for ((_, error),) in run_local(differ_in_one_bit, workers=2, timeout=120, args=([("last/bias", 0)], 0)):
@@ -111,7 +111,7 @@ def test_checks_between_epochs_name_both_of_two(monkeypatch: pytest.MonkeyPatch)
         assert "; worker 1 (" in error and "each holds others, in" in error
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_nothing_is_compared_if_the_program_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TFDIST_CHECK_WEIGHTS", "0")
     for ((kind, _),) in run_local(differ_in_one_bit, workers=2, timeout=120, args=([("last/bias", 0)], 0)):
@@ -148,7 +148,7 @@ def in_threads_and_in_another_order() -> tuple[dict[str, tuple[str, str]], str]:
     return errors, error_of([model, other][strategy._peers.rank].train_on_batch, x, y)[1]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_models_in_another_order_and_a_second_thread_are_told_by_name() -> None:
     found = run_local(in_threads_and_in_another_order, workers=2, timeout=120)
     for errors, order in found:

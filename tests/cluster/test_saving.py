@@ -258,7 +258,7 @@ def two_lines(folder: str) -> list[str]:
     return messages
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_path_that_the_chief_has_not_is_written_when_it_has_ended(tmp_path):
     (message,), other = run_local(two_lines, args=(str(tmp_path),), timeout=DEADLINE)
     names = ["chief.keras", "epoch-0.keras", "log-0.csv", "other.keras"]

@@ -195,7 +195,7 @@ def test_a_worker_that_comes_back_serves_again_and_a_parameter_server_that_is_ki
     assert cluster.log(1).count(f"tfdist: {chief} has ended, and {own} ends as well\n") == 1
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_chief_of_a_former_job_does_not_make_a_worker_miss_its_own(start) -> None:
     cluster = start("pool", 2, ps=1)

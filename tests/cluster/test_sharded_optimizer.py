@@ -25,7 +25,7 @@ from tests.features.table import mlp, rows
 from tfdist.optimizers import ShardedOptimizer
 from tfdist.testing import run_local
 
-pytestmark = [pytest.mark.cluster, pytest.mark.exhaustive]
+pytestmark = [pytest.mark.cluster, pytest.mark.nightly]
 DEADLINE = 240
 OPTIMIZERS = {
     "Adam": lambda: keras.optimizers.Adam(0.01),

@@ -58,7 +58,7 @@ def test_equals_one_process() -> None:
     assert max(run_local(compared_with_one_process, workers=4, timeout=300, args=("abab", ""))) < 1e-12
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("mistake", "said"), [("sums", "differ|other weights"), ("norms", "with 4 replicas does not equal one process")]
 )
@@ -105,7 +105,7 @@ def counted() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_what_goes_between_hosts_and_what_is_kept() -> None:
     """The sums of gradients, once each way, as in plain data parallelism; no weights. All hosts have the same bits."""
     import numpy as np
@@ -131,7 +131,7 @@ def trained_on(folder: str, epochs: int, hosts: str) -> dict[str, Any]:
     return fit_with_backup(lambda: strategy_on(hosts, shard_within=within), folder, epochs, of_some_blocks)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_backup_has_each_part_once_and_goes_on_anywhere(tmp_path: Path) -> None:
     import keras
     import numpy as np
@@ -175,13 +175,13 @@ def refused(hosts: str, transport: str) -> str:
             "ab",
             "auto",
             "with one, each would keep all weights, as under MultiWorkerMirroredStrategy",
-            marks=pytest.mark.exhaustive,
+            marks=pytest.mark.nightly,
         ),
         pytest.param(
             "aa",
             "tensorflow",
             "shard_within='host' with TensorFlow's collectives, or with several devices in a process",
-            marks=pytest.mark.exhaustive,
+            marks=pytest.mark.nightly,
         ),
     ],
 )

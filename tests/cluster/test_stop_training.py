@@ -118,7 +118,7 @@ def test_all_leave_after_the_same_step(name):
     assert_same_end(results(DAILY if name in DAILY else rest), name)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", DAILY)
 def test_over_horovod(name):
     pytest.importorskip("horovod.tensorflow")

@@ -179,7 +179,7 @@ def results() -> list[dict]:
     return on_two_processes(*SECTIONS.values())
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.timeout(DEADLINE + 30)
 @pytest.mark.parametrize("name", SECTIONS)
 def test_section(name):

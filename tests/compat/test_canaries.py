@@ -384,7 +384,7 @@ CANARIES: dict[str, tuple[str, Any]] = {
 }
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.target.rpartition(".")[2])
 def test_upstream_still_needs(patch):
@@ -397,6 +397,6 @@ def test_every_canary_has_a_patch():
     assert set(CANARIES) == {patch.target for patch in PATCHES}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_canaries_ran_without_patches():
     assert not any(found["installed"] for found in [local(), *cluster()])

@@ -22,7 +22,7 @@ needs_jax = pytest.mark.skipif(
 @pytest.mark.parametrize(
     ("name", "strategy", "options"),
     [
-        pytest.param("reduce_lr_on_plateau_test.py", "MultiWorker", [], marks=pytest.mark.exhaustive),
+        pytest.param("reduce_lr_on_plateau_test.py", "MultiWorker", [], marks=pytest.mark.nightly),
         pytest.param("trainer_test.py", "Mirrored", ["-k", "nested_inputs or fit_flow_jit"], marks=needs_jax),
     ],
 )
@@ -34,7 +34,7 @@ def test_sample(name, strategy, options):
 
 
 @pytest.mark.cluster
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_keras_own_tests_of_its_distribution_api():
     if not (path := keras_directory() / DISTRIBUTION).exists():
         pytest.skip("this Keras comes without its tests")
@@ -45,7 +45,7 @@ def test_keras_own_tests_of_its_distribution_api():
 
 
 @pytest.mark.cluster
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_the_strategy_is_really_there():
     """The negative control: `tf.distribute`'s own strategy fails where the one of tfdist passes."""
     outcomes = run_file(FILES["swap_ema_weights_test.py"], "tf.distribute's Mirrored")

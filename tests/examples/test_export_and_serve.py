@@ -50,7 +50,7 @@ def ask(address: str, content: bytes | None = None) -> tuple[int, Any]:
         return error.code, json.load(error)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_the_server_speaks_as_tensorflow_serving(example, tmp_path: Path) -> None:
     assert "served has no exported model" in example(NAME, "--serve", fails=True)
     printed = example(NAME, "--epochs=2", run=["-n", "2"])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 SMALL = ["--base-epochs=1", "--epochs=1", "--batch-size=128"]
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,7 @@ def results(printed: str) -> tuple[float, str]:
     return float(perplexity), sample
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_two_stages_train_what_one_device_trains(warm_launch, tmp_path: Path) -> None:
     started = warm_launch("", command=["run", "--stages", "2", str(EXAMPLE), *SMALL])
     result = started.finish(DEADLINE)

@@ -11,7 +11,7 @@ from tests.examples.conftest import values
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_two_workers_learn_what_one_learns(example, tmp_path) -> None:
     pytest.importorskip("sklearn", reason="needs the extra `examples`")
     two = example("train_digits.py", "--epochs=2", run=["-n", "2"])

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
 SCRIPT, MADE_UP = "train_fashion_mnist.py", ["--made-up", "--epochs=2"]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_worker_that_is_killed_changes_nothing(warm_launch, tmp_path: Path) -> None:
     """Its data are prepared by each run for itself, from a cold cache, and its files are shuffled."""
     # A backup is left out while the one before is still being written: on a slow disk, most of these are.
@@ -24,7 +24,7 @@ def test_a_worker_that_is_killed_changes_nothing(warm_launch, tmp_path: Path) ->
     assert '"identical"' in result.out
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_two_workers_learn_what_one_learns(example, tmp_path: Path) -> None:
     two = example(SCRIPT, *MADE_UP, run=["-n", "2"])
     assert re.search(r"^test accuracy: [01]\.\d+; the best model is in fashion\.keras$", two, re.MULTILINE)

@@ -27,7 +27,7 @@ def losses(printed: str) -> np.ndarray:
     return found
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_fit_on_two_workers_and_a_loop_alone_train_the_same(example, tmp_path: Path) -> None:
     two = losses(example("train_gan.py", *SMALL, run=["-n", "2"]))
     # A grid of eight by eight images of 8x8 pixels.

@@ -24,7 +24,7 @@ def accuracy_of(printed: str) -> float:
     return float(accuracy)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_two_workers_that_read_all_train_what_one_trains(example) -> None:
     options = ["--synthetic", *SMALL, "--read=all"]
     two = values(example("train_resnet.py", *options, run=["-n", "2"]), "loss")
@@ -65,7 +65,7 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_files_are_written_from_folders_and_trained_on(example, tmp_path: Path) -> None:
     pytest.importorskip("PIL", reason="makes the images")
     write_images(tmp_path / "images", "train", 16)

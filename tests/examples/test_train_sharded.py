@@ -12,7 +12,7 @@ from tests.examples.conftest import DEADLINE, values
 
 NAME = "train_sharded.py"
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(DEADLINE + 60)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(DEADLINE + 60)]
 
 
 def test_two_processes_train_it(example: Callable[..., str], tmp_path: Path) -> None:

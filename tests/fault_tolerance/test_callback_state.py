@@ -17,7 +17,7 @@ from tfdist.checkpoint.callback_state import NotPlainError
 JOB = Job(backup={"save_freq": 4, "asynchronous": False}).light.with_(callbacks=("keeper", "csv"))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_everything_that_can_be_saved(trials: Trials) -> None:
     outcome = trials.outcome(interrupted("everything that can be saved", JOB, at(9), at(4)))
@@ -32,7 +32,7 @@ FEWER = JOB.with_(callbacks=("plateau", "csv"))
 MORE = JOB.with_(callbacks=("forgetful", "plateau", "csv"))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_one_more_callback_after_a_restart(trials: Trials) -> None:
     """A user adds TensorBoard to a job that is started again: the job goes on."""

@@ -21,7 +21,7 @@ def damage_the_newest(folder: Path) -> None:
 
 
 # test_store_damage.py has the other damages and files.
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_newest_is_damaged(trials: Trials) -> None:
     outcome = trials.outcome(interrupted("the newest is damaged", JOB, KILL, between=damage_the_newest))
     assert outcome.codes == [KILLED, 0]

@@ -11,7 +11,7 @@ import pytest
 from tests.launcher.conftest import Launch, launches  # noqa: F401 - a fixture
 
 # tests/launcher/test_drill.py drills a program without TensorFlow.
-pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.cluster, pytest.mark.timeout(600)]
 
 SCRIPT = """
 import time

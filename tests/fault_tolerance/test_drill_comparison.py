@@ -41,7 +41,7 @@ def test_identical(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert compare(tmp_path / "one", tmp_path / "other", TIMEOUT) == []
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_differences_are_named_and_measured(tmp_path: Path) -> None:
     write(tmp_path / "one")
     write(

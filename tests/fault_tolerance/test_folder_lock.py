@@ -209,7 +209,7 @@ def test_without_locks_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 JOB = Job(backup={"save_freq": 4}).light
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_two_trainings_in_one_folder(jobs: ForkedJobs, tmp_path: Path) -> None:
     first = jobs.start(JOB.with_(kill={**at(9), "signal_number": int(signal.SIGSTOP)}), tmp_path)

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("orbax.checkpoint", reason="Orbax is not installed: pip install orbax-checkpoint, with jax")
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).with_name("orbax_program.py")
-pytestmark = [pytest.mark.exhaustive, pytest.mark.slow]
+pytestmark = [pytest.mark.nightly, pytest.mark.slow]
 
 
 def train(folder: Path, epochs: int, strategy: str) -> list[dict[str, Any]]:

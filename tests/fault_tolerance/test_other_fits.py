@@ -29,7 +29,7 @@ CHANGES = [
 ]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "received", "expected"), CHANGES)
 def test_refused(case: Case, received: str, expected: str, trials: Trials) -> None:

@@ -61,7 +61,7 @@ def test_no_step_is_lost(case: Case, said: str, trials: Trials) -> None:
     assert sum(outcome.steps) == outcome.reference.result["steps of this process"]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_after_a_fit_that_failed_the_signal_ends_the_process(trials: Trials) -> None:
     kill = {"when": "on_train_batch_begin", "number": 9, "signal_number": None}
     job = LIGHT.with_(hook="SIGTERM after a fit that failed")

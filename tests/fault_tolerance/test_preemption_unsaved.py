@@ -29,7 +29,7 @@ def limited(asynchronous: bool, **changes: Any) -> Job:
 LIMITED = Case("limited", (JOB.with_(kill=at(8)), limited(True, kill=sigterm(3)), JOB))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_it_says_what_is_lost(trials: Trials) -> None:
     outcome = trials.outcome(LIMITED)
     assert outcome.codes == [-signal.SIGKILL, UNSAVED, 0]

@@ -56,7 +56,7 @@ OBSTACLES = [
 SAME_AGAIN = ("generator",)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.parametrize(("case", "reason"), OBSTACLES)
 def test_resumes_at_ends_of_epochs_and_says_so(case: Case, reason: str, trials: Trials) -> None:
     outcome = trials.outcome(case)

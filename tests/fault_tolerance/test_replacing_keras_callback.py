@@ -118,7 +118,7 @@ def results(tmp_path: Path, text: str) -> tuple[dict, dict]:
     return first, second
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_only_the_import_is_replaced(tmp_path, name):
     alone, resumed = results(tmp_path, (_HEAD + SCRIPTS[name]).replace(KERAS, OURS))

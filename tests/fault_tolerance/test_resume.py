@@ -72,7 +72,7 @@ def test_the_reference_is_worth_comparing(trials: Trials) -> None:
     assert all(sorted(epoch) == list(range(58)) for epoch in epochs)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_the_references_have_the_state_that_they_are_for(trials: Trials) -> None:
     by_name = {case.name: trials.outcome(case).reference.result for case in CASES[-6:]}
     scale = [v for name, v in by_name["dynamic loss scale"].items() if "scale" in name and "optimizer" in name]

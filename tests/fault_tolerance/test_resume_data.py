@@ -72,7 +72,7 @@ UNORDERED = [
 ]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "case", [DATASET_FN, *(interrupted(job.data, job, *KILLS, reference=job) for job in UNORDERED)], ids=str
 )
@@ -86,7 +86,7 @@ def test_what_the_backup_decides(case: Case, trials: Trials) -> None:
     assert len({tuple(epoch) for epoch in epochs}) == 4
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.parametrize("data", ["unordered", "PyDataset"])
 def test_continuations_of_one_backup_without_a_seed(trials: Trials, data: str) -> None:
     """Without a seed two runs differ, but not two continuations of one backup."""

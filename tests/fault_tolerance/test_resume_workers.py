@@ -111,7 +111,7 @@ def test_killed(
     assert_same(references(job), cluster.complete(job))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("data", "of_epoch"),
     [
@@ -130,7 +130,7 @@ def test_data_that_tfdist_reads_otherwise(cluster: Cluster, jobs: ForkedJobs, da
 
 
 @pytest.mark.parametrize(
-    "job", [pytest.param(LIGHT, id="light"), pytest.param(SHARDED, id="fully sharded", marks=pytest.mark.exhaustive)]
+    "job", [pytest.param(LIGHT, id="light"), pytest.param(SHARDED, id="fully sharded", marks=pytest.mark.nightly)]
 )
 def test_sigterm_to_one_stops_all_at_one_step(cluster: Cluster, references: References, job: Job) -> None:
     job = job.with_(backup={})
@@ -148,7 +148,7 @@ def test_sigterm_to_one_stops_all_at_one_step(cluster: Cluster, references: Refe
     assert executions[0] + executions[1] == executions[2]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("before", "after", "strategy"), [(2, 1, "workers"), (1, 2, "workers"), (2, 1, "sharded"), (1, 2, "sharded")]
 )
@@ -165,7 +165,7 @@ def test_another_number_of_workers(cluster: Cluster, before: int, after: int, st
                 np.testing.assert_allclose(received, expected, atol=1e-5, rtol=0, err_msg=name)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_parts_of_other_numbers_of_workers(cluster: Cluster) -> None:
     """A fit that is over returns what the backup has: the bits of 2, put together by 1, and cut for 3."""
     job = SHARDED.with_(backup={"delete_checkpoint": False})
@@ -178,7 +178,7 @@ def test_parts_of_other_numbers_of_workers(cluster: Cluster) -> None:
                 np.testing.assert_array_equal(state[name], value, err_msg=f"{workers} workers: {name}")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_saved_by_time(cluster: Cluster, references: References) -> None:
     """The workers' clocks differ; they agree on the step at which the snapshot is taken."""
     job = LIGHT.with_(backup={"save_freq": "0.02s", "asynchronous": False})
@@ -188,7 +188,7 @@ def test_saved_by_time(cluster: Cluster, references: References) -> None:
     assert_same(references(job), cluster.complete(job))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_folders_that_are_not_shared(cluster: Cluster, references: References) -> None:
     """The chief reads its own, and sends the other what is in it."""
     job = LIGHT.with_(hook="a disk of each rank")

@@ -11,7 +11,7 @@ from tests.cluster.test_on_chief import assert_logs, recorded
 from tests.cluster.test_tensorboard import ROWS, Written, fit
 from tfdist.testing import run_local
 
-pytestmark = [pytest.mark.cluster, pytest.mark.exhaustive, pytest.mark.timeout(230)]
+pytestmark = [pytest.mark.cluster, pytest.mark.nightly, pytest.mark.timeout(230)]
 
 
 def on_each(folder: Path) -> dict[str, Any]:

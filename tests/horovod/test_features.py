@@ -44,8 +44,8 @@ def results(ranks: int, names: tuple[str, ...]) -> list[Found]:
     ("ranks", "names", "name"),
     [
         (2, FEW, UNEVEN),
-        *(pytest.param(2, AGAIN, name, marks=pytest.mark.exhaustive) for name in AGAIN),
-        *(pytest.param(3, EXCHANGES, name, marks=pytest.mark.exhaustive) for name in EXCHANGES),
+        *(pytest.param(2, AGAIN, name, marks=pytest.mark.nightly) for name in AGAIN),
+        *(pytest.param(3, EXCHANGES, name, marks=pytest.mark.nightly) for name in EXCHANGES),
     ],
 )
 def test_equals_one_process(ranks, names, name):
@@ -56,7 +56,7 @@ def test_equals_one_process(ranks, names, name):
 @pytest.mark.timeout(_DEADLINE + 60)
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize(
-    ("ranks", "names"), [(2, FEW), pytest.param(3, EXCHANGES, marks=pytest.mark.exhaustive)], ids=[2, 3]
+    ("ranks", "names"), [(2, FEW), pytest.param(3, EXCHANGES, marks=pytest.mark.nightly)], ids=[2, 3]
 )
 def test_weights_are_those_of_one_process_but_for_rounding(ranks, names, name):
     (gaps, *others) = [found[name] for found in results(ranks, names)]

@@ -70,7 +70,7 @@ def test_an_unchanged_script_trains_to_the_weights_of_one_process(script, warm_l
     assert np.abs(weights(tmp_path / "alone.npz") - weights(tmp_path / "together.npz")).max() <= 5e-7
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_killed_rank_changes_nothing(script, warm_launch, tmp_path):
     for name, fault in (("undisturbed", []), ("killed", ["--fault"])):
         command = tfdist_run("--log-dir", f"{name}-logs", str(script), "--backup", *fault, f"{name}.npz")
@@ -92,7 +92,7 @@ def horovodrun(script: Path, *words: str) -> list[str]:
     return [command, *options, sys.executable, str(script), *words]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_horovodrun_starts_it_as_well(script, launch, tmp_path):
     script.write_text(TRAIN.replace("STRATEGY", "HorovodStrategy"))
     result = launch("", command=horovodrun(script, "horovodrun.npz")).finish(120)
@@ -105,7 +105,7 @@ def test_horovodrun_starts_it_as_well(script, launch, tmp_path):
 
 @pytest.mark.mpi
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun")
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_mpirun_starts_it_without_mpi_and_horovodrun_a_strategy_without_horovod(script, launch, tmp_path):
     result = launch("", command=horovodrun(script, "horovodrun.npz")).finish(120)
     assert result.code == 0, result.err
@@ -119,7 +119,7 @@ def test_mpirun_starts_it_without_mpi_and_horovodrun_a_strategy_without_horovod(
     assert np.abs(weights(tmp_path / "horovodrun.npz") - weights(tmp_path / "mpirun.npz")).max() <= 5e-7
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_killed_rank_ends_a_job_of_horovodrun(script, launch):
     script.write_text(TRAIN.replace("STRATEGY", "HorovodStrategy"))
     began = time.monotonic()

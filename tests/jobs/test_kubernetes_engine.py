@@ -275,7 +275,7 @@ def test_progress_and_logs_are_in_the_chiefs_output(engine: Engine, cluster: Clu
     assert shown.getvalue() == b"Epoch 2/3\n3/8 - loss: 1.0a {b}\nc\n"
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_logs_are_followed_over_restarts_and_cut_connections(engine: Engine, cluster: Cluster) -> None:
     record, shown = engine.submit(REQUEST), io.BytesIO()
     name = record.details["job"]

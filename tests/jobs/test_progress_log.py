@@ -14,7 +14,7 @@ from tfdist.jobs.status import Progress, last_progress
 from tfdist.supervision.events import events_in
 from tfdist.testing import run_local
 
-pytestmark = [pytest.mark.cluster, pytest.mark.exhaustive]
+pytestmark = [pytest.mark.cluster, pytest.mark.nightly]
 
 
 def written(path: str) -> dict[str, Any]:

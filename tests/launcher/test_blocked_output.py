@@ -113,7 +113,7 @@ finally:
 """
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_launch_while_nobody_reads(launches: list[Launch], tmp_path: Path, unread: int) -> None:
     launches.append(started := Launch(tmp_path, [sys.executable, "-c", LAUNCH], stdout=unread))
     started.wait_for_file("worker-0", "worker-1", deadline=DEADLINE)
@@ -124,7 +124,7 @@ def test_launch_while_nobody_reads(launches: list[Launch], tmp_path: Path, unrea
     started.assert_nothing_is_left()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_slow_reader_gets_all(launch, tmp_path: Path) -> None:
     """Who prints is made to wait, as it would be for a slow terminal: nothing is dropped as long as it moves."""
     started = launch("for number in range(500): print(f'{number:08}' * 1000)", "-n", "1")
@@ -136,7 +136,7 @@ def test_a_slow_reader_gets_all(launch, tmp_path: Path) -> None:
     assert "not shown" not in started.finish().err
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_pipe_that_does_not_wait(launch, tmp_path: Path) -> None:
     """Some programs leave their end of a pipe non-blocking: Node.js, ssh."""
     reading, writing = os.pipe()
@@ -154,8 +154,8 @@ def test_a_pipe_that_does_not_wait(launch, tmp_path: Path) -> None:
     ("closed", "is_shown"),
     [
         (">&-", False),
-        pytest.param("2>&-", True, marks=pytest.mark.exhaustive),
-        pytest.param("<&- >&- 2>&-", False, marks=pytest.mark.exhaustive),
+        pytest.param("2>&-", True, marks=pytest.mark.nightly),
+        pytest.param("<&- >&- 2>&-", False, marks=pytest.mark.nightly),
     ],
 )
 def test_closed_streams(launch, closed: str, is_shown: bool) -> None:

@@ -87,7 +87,7 @@ def last_line(output: str) -> str:
     return [line for line in output.splitlines() if line.startswith(("ready", "not ready", "tfdist: not ready"))][-1]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_all_is_well():
     # The timeout is for the others, not for the start of TensorFlow; and what that prints is not shown.
     (code, output), (other_code, other) = run([0, 1], 2, "--timeout", "4", level=None)
@@ -104,7 +104,7 @@ def test_all_is_well():
     assert other.splitlines() == ["tfdist: rank 1 of 2, from TFDIST_RANK"]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_sum_that_does_not_end():
     (code, output), (other_code, _) = run([0, 1], 2, everywhere=_NO_SUM + _IMPATIENT.format(seconds=8))
     assert (code, other_code) == (1, 1)

@@ -131,21 +131,21 @@ def errors() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("page", RUN)
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_programs_run_in_one_process(page):
     if page in NEEDS:
         pytest.importorskip(NEEDS[page])
     assert errors()[page] == ""
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_what_is_wrong_is_found():
     assert "ZeroDivisionError: division by zero" in errors()["fails"]
     assert errors()["prints"] == "prints:1 printed\n2\ninstead of\n3\n"
 
 
 @pytest.mark.parametrize("page", UNDER_THE_LAUNCHER)
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_programs_run_under_the_launcher(page, warm_launch, tmp_path):
     if "horovod" in page and (reason := problem(versions()["tensorflow"])):
         pytest.skip(reason)

@@ -116,7 +116,7 @@ def drill(launch):
     return start
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_all_faults_are_survived(drill, tmp_path) -> None:
     started = drill("--json", "--hang-timeout", "1.5")
     result = started.finish(120)
@@ -148,7 +148,7 @@ def test_all_faults_are_survived(drill, tmp_path) -> None:
     started.assert_nothing_is_left()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_difference_ends_the_drill_and_is_told(drill, tmp_path) -> None:
     result = drill(flaws=["forgets"]).finish(60)
     assert result.code == 1
@@ -160,7 +160,7 @@ def test_a_difference_ends_the_drill_and_is_told(drill, tmp_path) -> None:
     assert {path.parent.name for path in tmp_path.glob("logs/*/backups")} == {"reference", "reference-2", "kill-worker"}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_keep_going(drill) -> None:
     result = drill("--keep-going", "--only", "kill-chief", "--only", "kill-worker", flaws=["forgets"]).finish(60)
     assert result.code == 1
@@ -168,7 +168,7 @@ def test_keep_going(drill) -> None:
     assert result.err.count("a second undisturbed run") == 1
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_fault_after_the_last_step_counts_for_nothing(drill) -> None:
     options = ["-n", "1", "--only", "kill-chief", "--only", "preempt"]
     result = drill("--json", *options, flaws=["slow-writer"]).finish(60)
@@ -184,7 +184,7 @@ def test_a_fault_after_the_last_step_counts_for_nothing(drill) -> None:
     assert line.startswith("nothing was left to train when the fault struck, after the last step. Train for more ")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_script_that_is_not_reproducible(drill) -> None:
     result = drill("--json", flaws=["random"]).finish(60)
     assert result.code == 1
@@ -202,14 +202,14 @@ def test_a_script_that_is_not_reproducible(drill) -> None:
         ("fails", ["the undisturbed run failed: exit code 3; see ", "logs/reference"]),
     ],
 )
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_nothing_to_compare_with(drill, flaw: str, words: list[str]) -> None:
     result = drill(flaws=[flaw]).finish(30)
     assert (result.code, result.out) == (1, "")
     assert all(word in result.err for word in words), result.err
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_run_that_does_not_come_back(drill) -> None:
     started = drill("--timeout", "6", "--only", "kill-worker", flaws=["hangs"])
     result = started.finish(30)
@@ -218,7 +218,7 @@ def test_a_run_that_does_not_come_back(drill) -> None:
     started.assert_nothing_is_left()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_single_process(drill) -> None:
     result = drill("-n", "1", "--only", "kill-chief").finish(30)
     assert result.code == 0, result.err

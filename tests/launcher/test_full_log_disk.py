@@ -71,7 +71,7 @@ print("returned", tfdist.launch(train, workers=2, log_dir="logs"))
 """
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_launch(launches: list[Launch], tmp_path: Path, logs: Path) -> None:
     launches.append(started := Launch(tmp_path, [sys.executable, "-c", LAUNCH]))
     result = started.finish(60)
@@ -79,7 +79,7 @@ def test_launch(launches: list[Launch], tmp_path: Path, logs: Path) -> None:
     assert f"the logs in {logs}/ are not complete any more: No space left on device" in result.err
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_tune(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_of(
         logs,

@@ -71,7 +71,7 @@ def goodput(started: WarmLaunch, *arguments: str) -> dict[str, Any]:
     return facts
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_killed_worker_costs_what_the_run_has_seen(warm_launch) -> None:
     started = warm_launch(TRAIN)
     result = started.finish(200)

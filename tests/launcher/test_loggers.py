@@ -12,7 +12,7 @@ import pytest
 
 from tests.unit.pages import blocks_of
 
-pytestmark = [pytest.mark.cluster, pytest.mark.exhaustive, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.cluster, pytest.mark.nightly, pytest.mark.timeout(240)]
 
 _EPILOGUE = """
 import json

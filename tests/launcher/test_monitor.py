@@ -59,7 +59,7 @@ def log_of(folder: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.cluster
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_training_whose_worker_is_killed(launch) -> None:
     started = launch(TRAIN)
 
@@ -184,7 +184,7 @@ def test_on_a_terminal(launch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.cluster
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_the_program_of_the_guide(launch) -> None:
     guide = (SOURCE / "docs" / "monitoring.md").read_text(encoding="utf-8")
     (text,) = re.findall(r"^```python\n(.*?)^```$", guide, re.MULTILINE | re.DOTALL)

@@ -29,7 +29,7 @@ def scores(printed: str) -> tuple[float, float]:
     return float(found), float(best)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_the_guides_program(warm_launch, tmp_path: Path) -> None:
     programs = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     (program,) = [text for text in programs if "ParameterServerStrategy()" in text]
@@ -44,7 +44,7 @@ def test_the_guides_program(warm_launch, tmp_path: Path) -> None:
     started.assert_nothing_is_left()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_the_example_survives_a_killed_worker(warm_launch, tmp_path: Path) -> None:
     started = warm_launch("", command=["run", *CLUSTER, str(EXAMPLE), *SMALL])
     chief, worker = tmp_path / "logs" / "chief-0.log", tmp_path / "logs" / "worker-1.log"

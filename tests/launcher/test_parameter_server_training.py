@@ -102,7 +102,7 @@ def undisturbed_run(warm_launch, mode: str) -> dict:
     return _undisturbed[mode]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_lost_processes_cost_nothing(warm_launch, mode) -> None:
     undisturbed = undisturbed_run(warm_launch, mode)
@@ -124,7 +124,7 @@ def test_lost_processes_cost_nothing(warm_launch, mode) -> None:
         assert "restart 1 of 3: training again after " in result.err
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_gradient_never_counts_twice(warm_launch) -> None:
     undisturbed = undisturbed_run(warm_launch, "sync")
     seen = told(run(warm_launch, "sync", "midstep", "killed"))
@@ -132,7 +132,7 @@ def test_a_gradient_never_counts_twice(warm_launch) -> None:
     assert seen["lives"] >= 1  # once more if a step is sent while it comes back
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_sigterm_saves_and_the_next_start_goes_on(warm_launch) -> None:
     undisturbed = undisturbed_run(warm_launch, "async")
     preempted = run(warm_launch, "async", "preempt", "preempted")
@@ -140,7 +140,7 @@ def test_sigterm_saves_and_the_next_start_goes_on(warm_launch) -> None:
     assert_same(told(run(warm_launch, "async", "nothing", "preempted"))["result"], undisturbed)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_data_on_the_workers_begin_anew_with_the_epoch(warm_launch) -> None:
     result = warm_launch(DATA_ON_WORKERS, "-n", "2", "--ps", "1").finish(DEADLINE)
     seen = told(result)

@@ -132,7 +132,7 @@ def test_two_processes_equal_one(warm_launch, models: int, options: dict) -> Non
         assert slots == {task}, path
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_lost_stage_costs_nothing(warm_launch) -> None:
     options = ("--max-restarts", "1")
     undisturbed = told(stages(warm_launch, RESUMED, 2, "leave", "alone", options=options))
@@ -146,7 +146,7 @@ def test_a_lost_stage_costs_nothing(warm_launch) -> None:
     )
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_sigterm_saves_and_the_next_start_goes_on(warm_launch) -> None:
     undisturbed = told(stages(warm_launch, RESUMED, 2, "leave", "alone"))
     preempted = stages(warm_launch, RESUMED, 2, "preempt", "preempted")

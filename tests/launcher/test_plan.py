@@ -54,7 +54,7 @@ def tfdist_plan(folder: Path, *words: str, code: int = 0) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_script_is_run_up_to_its_fit(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     printed = tfdist_plan(tmp_path, "--devices", "2", "--hardware", "v100-nvlink", "train.py", "--epochs", "3")
@@ -72,7 +72,7 @@ def test_a_script_is_run_up_to_its_fit(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.cluster
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_this_machine_is_measured_once(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")

@@ -69,13 +69,13 @@ def test_without_a_number_there_is_a_worker_for_each_gpu(launch, visible: str, e
     ]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_all_output_can_be_shown(launch) -> None:
     result = launch("print('out of', name)", "-n", "3", "--output", "all").finish()
     assert sorted(result.out.splitlines()) == [f"[worker {index}] out of worker-{index}" for index in range(3)]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_progress_bar_in_a_pipe_becomes_its_final_state(launch) -> None:
     started = launch("for step in range(50): print('\\b' * 20 + f'\\r{step}/49 ━━', end='', flush=True)\nprint()")
     assert started.finish().out == "[worker 0] 49/49 ━━\n"
@@ -141,7 +141,7 @@ def test_reader_that_goes_away_does_not_end_the_training(launch, tmp_path) -> No
     assert len(started.log("worker-0").splitlines()) == 200
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_exit_code_survives_a_closed_terminal(launch) -> None:
     started = launch("time.sleep(0.5); sys.exit(3)", "-n", "1")
     for stream in (started.popen.stdout, started.popen.stderr):
@@ -150,7 +150,7 @@ def test_exit_code_survives_a_closed_terminal(launch) -> None:
     assert started.popen.wait(20) == 3
 
 
-@pytest.mark.parametrize("words", ["run -n 2", pytest.param("tune", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("words", ["run -n 2", pytest.param("tune", marks=pytest.mark.nightly)])
 def test_a_folder_that_was_deleted(launch, tmp_path, words: str) -> None:
     (tmp_path / "gone").mkdir()
     command = f"cd gone && rmdir ../gone && {sys.executable} -m tfdist {words} ../script.py ../script.py"

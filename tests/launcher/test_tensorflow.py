@@ -66,7 +66,7 @@ def test_sigterm_that_tensorflow_swallows(warm_launch) -> None:
     started.assert_nothing_is_left()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_program_that_ends_where_others_wait_for_it_is_named(warm_launch) -> None:
     started = warm_launch(
         """

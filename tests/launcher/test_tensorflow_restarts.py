@@ -45,7 +45,7 @@ def losses(warm_launch, folder: str, fault: str, *options: str, epochs: int = 2)
     return line, result.err
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_neither_a_killed_worker_nor_a_hang_changes_the_result(warm_launch) -> None:
     expected, said = losses(warm_launch, "undisturbed", "pass")
     assert "restart" not in said
@@ -65,7 +65,7 @@ def test_neither_a_killed_worker_nor_a_hang_changes_the_result(warm_launch) -> N
     assert [after_kill, after_hang] == [expected, expected]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_run_that_shrinks_grows_again_and_its_result_is_the_same(warm_launch, tmp_path) -> None:
     options = ("--log-dir", "logs", "-n", "1:2", "--regrow-after", "2")
     expected, _ = losses(warm_launch, "undisturbed", "pass", epochs=12)
@@ -97,7 +97,7 @@ KERAS_BACKUP = """
 """
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_backup_of_keras_counts_as_one(warm_launch) -> None:
     """It is taken up behind three epochs of ten steps, and not at the beginning."""
     started = warm_launch(KERAS_BACKUP)
@@ -128,7 +128,7 @@ ON_ONE_RANK = """
 """
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_callback_that_calls_predict_on_one_rank(warm_launch) -> None:
     result = warm_launch(ON_ONE_RANK, "--hang-timeout", "6", "--max-restarts", "0").finish(120)
     assert result.code == 124, result.err

@@ -43,7 +43,7 @@ def with_gpus() -> Iterator[None]:
         yield
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.parametrize(("name", "replicas"), ROWS)
 def test_replicas_that_keras_compiles(name: str, replicas: int) -> None:
     with with_gpus():
@@ -59,7 +59,7 @@ class WithRows(keras.layers.Layer):
             return tf.identity(x)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.parametrize("as_dataset", [False, True])
 def test_a_layer_that_fails_without_rows(mirrored, as_dataset: bool) -> None:
     x, y = rows(33)

@@ -21,7 +21,7 @@ def test_equals_one_process(mirrored, name):
         assert expected[-1] == 10  # of 12 batches
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["Accumulates", "LeavesOut"])
 def test_one_replica(name):
     """The first thing that people try: a script of several GPUs on one, where nothing has to meet."""

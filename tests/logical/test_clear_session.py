@@ -30,6 +30,6 @@ def folds(strategy: Any, clears: bool) -> list[np.ndarray]:
     return found
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_folds_equal_one_process(mirrored):
     assert_arrays(folds(mirrored, clears=True), folds(tf.distribute.get_strategy(), clears=False), tolerance=1e-5)

@@ -70,7 +70,7 @@ def test_top_k_equals_by_hand(method, optimizer, by_hand_with):
     assert distance(trained(mirrored(None), optimizer, normalized=False), expected) > 0.01
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_it_begins_at_the_start_step():
     method = TopK(0.02, start_step=8)
 
@@ -157,7 +157,7 @@ def test_the_largest(make, size):
         np.testing.assert_array_equal(np.sort(found), np.sort(expected))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_what_is_sent():
     """Bytes, by the shapes of the sums: those of the formula, but for the alignment of what is packed."""
     with noted_exchanges() as sent:
@@ -191,7 +191,7 @@ class Overflowing(keras.layers.Layer):
         return x + offset(tf.convert_to_tensor(self.offset))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_an_overflow_of_another_gradient_leaves_them_alone_as_well():
     """Such a step is left out as a whole: what was sent of other buckets must not be taken for applied."""
     method = PowerSGD(2)
@@ -211,7 +211,7 @@ def test_an_overflow_of_another_gradient_leaves_them_alone_as_well():
     np.testing.assert_allclose(kernel["0/factor"][0], method.slots((32, 64))["factor"].initial, atol=1e-7)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_embeddings_are_sent_as_they_are():
     random = np.random.default_rng(2)
     words, targets = random.integers(0, 300, (32, 4)), random.normal(size=(32, 8))
@@ -232,7 +232,7 @@ def test_embeddings_are_sent_as_they_are():
     assert np.abs(weights[1][1] - weights[0][1]).max() > 1e-3
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_clipping():
     """The optimizer clips the sum, as without compression."""
     clipped = functools.partial(keras.optimizers.SGD, 0.05, global_clipnorm=0.01)
@@ -281,7 +281,7 @@ def test_columns_that_depend_on_each_other(columns):
     assert np.linalg.norm(found, 2) < 1 + 1e-3
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_several_compiled_steps():
     method, options = TopK(0.05), {"jit_compile": True, "steps_per_execution": 2}
     assert_close(trained(mirrored(method), MOMENTUM, **options), trained(mirrored(method), MOMENTUM))

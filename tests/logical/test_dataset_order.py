@@ -368,7 +368,7 @@ def test_rows_in_a_file_of_cache(tmp_path: Path) -> None:
     assert order_of(in_order(rows().shuffle(9).cache(path), shared=False)) is not None
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_cycle_that_goes_by_the_number_of_processors() -> None:
     makers = [
         lambda **cycle: rows().interleave(file, **cycle),
@@ -413,7 +413,7 @@ def test_replay(name: str) -> None:
     assert len({str(epoch) for epoch in epochs(before, 3)}) == 3
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.parametrize("policy", daily(["FILE", "OFF"], "FILE"))
 def test_one_process_has_nothing_to_shard(mirrored: tf.distribute.Strategy, policy: str) -> None:
     """Batches of 16 rows, and of 10 at the end, also of a number that nobody knows before."""

@@ -73,8 +73,8 @@ DATA = np.random.default_rng(1).normal(size=(42, 5)), np.random.default_rng(2).n
     ("changes", "clipped"),
     [
         pytest.param({}, {"global_clipnorm": 0.05}, id="gathered twice"),
-        pytest.param({"reshard_after_forward": False}, {"clipnorm": 0.03}, id="kept", marks=pytest.mark.exhaustive),
-        pytest.param({"memory": "recompute"}, {}, id="run again", marks=pytest.mark.exhaustive),
+        pytest.param({"reshard_after_forward": False}, {"clipnorm": 0.03}, id="kept", marks=pytest.mark.nightly),
+        pytest.param({"memory": "recompute"}, {}, id="run again", marks=pytest.mark.nightly),
     ],
 )
 def test_deep_models_equal_one_process(four_devices: list[str], changes: dict, clipped: dict) -> None:
@@ -175,7 +175,7 @@ def test_rows_are_put_together_and_cut_for_another_number_of_replicas(rows: int,
         pieces = parts
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_backup_goes_on_with_another_number_of_devices(four_devices: list[str], tmp_path: Path) -> None:
     """From one without a strategy to four and back, all weights and slots are the same bits."""
 
@@ -275,7 +275,7 @@ def test_weights_of_regularizers_are_gathered_one_by_one(sharded: tf.distribute.
     assert blocks_ahead(sharded, "l2") == {"forward": {1}, "backward": {1}}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("changes", [{}, {"reshard_after_forward": False}, {"memory": "recompute"}], ids=str)
 def test_regularized_models_equal_one_process(four_devices: list[str], changes: dict) -> None:
@@ -456,14 +456,14 @@ def test_steps_of_their_own_equal_one_process(sharded: tf.distribute.Strategy, o
     assert assert_transparent(sharded, lambda: with_step(of_gradients), DATA, batch_size=16, epochs=1)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", [name for name in branching_steps.KINDS if name != "Accumulates"])
 def test_branches_of_steps_equal_one_process(sharded: tf.distribute.Strategy, name: str) -> None:
     expected = branching_steps.train(tf.distribute.get_strategy(), name)
     np.testing.assert_allclose(branching_steps.train(sharded, name), expected, atol=2e-6)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.usefixtures("in_float64")
 def test_lora_equals_one_process(sharded: tf.distribute.Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its two kernels are float32 in Keras, whose rounding differs with the order of a sum: not here."""
@@ -497,7 +497,7 @@ class Penalized(keras.Model):
         return {"loss": loss}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("changes", [{}, {"memory": "recompute"}], ids=["gathered twice", "run again"])
 def test_gradients_of_gradients_equal_one_process(four_devices: list[str], changes: dict) -> None:
@@ -525,7 +525,7 @@ class Skipping(keras.layers.Layer):
         return x
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.timeout(120)
 def test_a_layer_with_many_skips_is_traced(sharded: tf.distribute.Strategy) -> None:
     with sharded.scope():
@@ -553,7 +553,7 @@ def test_a_loop_around_run_is_refused(sharded: tf.distribute.Strategy) -> None:
         step()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.usefixtures("four_devices")
 def test_gradients_are_rounded_for_their_sums() -> None:
     """Weights and the rest of the step are not: gradients of float32 are as far from those as one of 16 bits can be."""

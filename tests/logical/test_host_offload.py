@@ -91,7 +91,7 @@ def constrained() -> keras.Model:
 
 
 @pytest.mark.filterwarnings("ignore:Received")
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_optimizers_losses_and_constraints(strategy, optimizer):
     x, y = data("dense", 30)
@@ -105,7 +105,7 @@ def test_optimizers_losses_and_constraints(strategy, optimizer):
     assert_arrays(*found)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_files(strategy, tmp_path):
     x, y = data("dense", 32)
     found = []
@@ -215,7 +215,7 @@ def test_automatic_blocks_do_not_grow_with_the_depth():
         assert stream_cuts(flatten(chain(depth)._functional)) == tuple(range(1, depth + 1))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_layers_that_are_in_no_named_block_are_streamed_too(four_devices):
     def of_blocks() -> keras.Model:
         x = layers.Dense(12)(inputs := keras.Input((12,)))

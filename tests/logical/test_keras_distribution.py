@@ -191,7 +191,7 @@ def test_layout_maps_of_keras_hub(name: str) -> None:
     assert sum(wanted) >= 6
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.usefixtures("in_float64")
 # Those with experts compute in float32 whatever the policy is, and balance the experts by a replica's own rows.
 @pytest.mark.parametrize("name", [name for name in BACKBONES if "Moe" not in name])

@@ -114,7 +114,7 @@ def test_negative_control(mirrored, monkeypatch):
         assert_transparent(mirrored, building((8,), moving_mean), rows(12), batch_size=4, epochs=1)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_the_first_replicas_value(mirrored):
     model, messages = trained(mirrored, building((12, 8), queue, aggregation="only_first_replica"))
     first, second = copies(model)
@@ -240,7 +240,7 @@ class Counts(keras.Model):
         return {name: metric.result() for name, metric in self.sums.items()}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_sums_that_a_step_counts(mirrored):
     with only_fit():
         gaps = assert_transparent(

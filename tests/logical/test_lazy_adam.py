@@ -109,7 +109,7 @@ def test_refused_arguments(argument, value, reason):
         LazyAdam(**{argument: value})
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_weight_decay():
     with pytest.raises(ValueError, match=r"weight_decay=0.1 for '.*exclude_from_weight_decay"):
         _after_steps(LazyAdam(0.1, weight_decay=0.1))
@@ -130,7 +130,7 @@ def test_config():
     assert copy.get_config() == optimizer.get_config()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_replicas(mirrored):
     model = in_scope(mirrored, lambda: embedding_model(3, LazyAdam(0.05)))
     single = embedding_model(3, LazyAdam(0.05))

@@ -67,7 +67,7 @@ def chosen_for(share: float) -> memory.Choice:
     return memory.choose(compiled(), ROWS, policy(share))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_more_blocks_are_run_again_for_less_memory():
     counts, added = [], []
     for share in (1.0, 0.8, 0.6):
@@ -86,7 +86,7 @@ def test_more_blocks_are_run_again_for_less_memory():
     assert added == sorted(added) and added[-1] <= 1 / 3 + 1e-9
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_an_impossible_budget_says_what_the_least_is():
     model = compiled()
     with pytest.raises(
@@ -109,7 +109,7 @@ def test_the_table_names_every_block():
     assert sum(float(row[-1]) for row in rows) == pytest.approx(100 * choice.added, abs=0.5)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_fit_chooses_and_trains_the_same(caplog):
     model = compiled()
     memory.apply(model, policy(0.6))
@@ -153,7 +153,7 @@ def test_blocks_that_are_found_say_which_layers_they_are():
     assert memory.report(model, ROWS, memory.MemoryPolicy("recompute", ["layer_1"])).layers == {}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_under_a_strategy(mirrored, four_devices):
     chosen = policy(0.6, host=mirrored.extended.worker_devices[0])
     expected = in_scope(mirrored, lambda: trained(compiled()))

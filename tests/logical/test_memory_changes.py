@@ -67,7 +67,7 @@ def test_layers_that_are_added_afterwards(nested: bool):
     assert close(ours[0], plain[0]) and close(ours[1], plain[1])
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_model_in_a_model_that_gets_a_mask():
     def build(masked: bool = True) -> tuple[keras.Model, keras.Model]:
         keras.utils.set_random_seed(0)
@@ -142,7 +142,7 @@ def test_variables_of_tensorflow_that_would_be_changed_twice():
         train(model)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_layers_that_cannot_be_run_again_stay_outside():
     def build() -> keras.Model:
         normalised = layers.SpectralNormalization(layers.Dense(WIDTH), name="normalised")

@@ -58,7 +58,7 @@ def plain_weights(build, activation: str) -> list[np.ndarray]:
 
 @pytest.mark.parametrize(("build", "activation"), [(dense, "mish"), (normalised, "gelu")])
 @pytest.mark.usefixtures("four_devices")
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_what_is_run_again_is_merged_as_in_plain_training(build, activation):
     policy = memory.MemoryPolicy("recompute+swap" if activation == "mish" else "recompute", host="CPU:3", min_bytes=0)
     assert gap(weights(build, activation, policy), plain_weights(build, activation)) == 0.0
@@ -69,7 +69,7 @@ def test_streamed_blocks_are_merged_as_in_plain_training(four_devices):
     assert gap(weights(dense, "softplus", strategy=strategy), plain_weights(dense, "softplus")) == 0.0
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_it_is_keeping_apart_that_does_it(monkeypatch):
     monkeypatch.setattr(kinds, "keep_apart", lambda *arguments: None)
     # Blocks that begin with a normalisation, which TensorFlow could merge with what is before it.

@@ -131,7 +131,7 @@ def steps(model: keras.Model, x, y, **compile_arguments) -> list[np.ndarray]:
             "recompute",
             lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01, clipnorm=0.1)),
             id="recompute, loss scale",
-            marks=pytest.mark.exhaustive,
+            marks=pytest.mark.nightly,
         ),
     ],
 )
@@ -150,7 +150,7 @@ def test_losses_random_numbers_and_optimizers(mode, optimizer):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_loop_of_ones_own():
     x, _y = data("dense", 8)
     found = []
@@ -264,7 +264,7 @@ def test_pipelines_have_a_recomputation_of_their_own(four_devices):
 # --- The guide --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_the_guides_programs_run(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     programs = re.findall(r"^```python\n(.*?)^```$", GUIDE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)

@@ -43,7 +43,7 @@ def test_weights_slots_and_batch_are_counted_exactly():
     assert sum(device.at_peak.values()) == device.step
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_activations_are_those_of_the_blocks():
     activation = ROWS * WIDTH * 4
     policy = memory.MemoryPolicy({"*": "none"}, names(8))
@@ -64,7 +64,7 @@ def test_losses_belong_to_outputs_by_their_names():
         assert [(one.shape, one.dtype) for one in (kind, box)] == [((8,), "int32"), ((8, 2), "float32")]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_policy_is_looked_at_and_left_alone():
     model = ready(MODELS["unet"](), "adam", "sparse_categorical_crossentropy")
     memory.apply(model, "recompute")

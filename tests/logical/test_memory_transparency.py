@@ -58,7 +58,7 @@ OF_BLOCKS = {"block_0": "swap", "block_1": "recompute", "block_2": "recompute+sw
 OF_LAYERS = {"block_0": "swap", "block_1": "recompute", "block_2": "recompute+swap"}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_every_mode():
     policy = MemoryPolicy(OF_BLOCKS, host="CPU:3", min_bytes=0)
     found = train("dense", None, policy)
@@ -66,7 +66,7 @@ def test_every_mode():
     assert_equal(found, plain("dense", None))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_every_mode_on_two_replicas(mirrored):
     """The policy is that of a strategy."""
     policy = MemoryPolicy(OF_LAYERS, host="CPU:3", min_bytes=0)
@@ -76,7 +76,7 @@ def test_every_mode_on_two_replicas(mirrored):
     assert_equal(found, plain("blocks", mirrored))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "mode"),
     [("resnet", "recompute"), ("transformer", "recompute+swap"), ("unet", "swap"), ("written", "recompute")],
@@ -87,12 +87,12 @@ def test_equal_to_plain_training(name, mode):
 
 
 # That recomputation works under XLA, and what it saves: tests/memory/test_peak.py.
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_xla():
     assert_equal(train("dense", None, "recompute", jit_compile=True), plain("dense", None, jit_compile=True))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_eager_steps():
     policy = MemoryPolicy({"block_0": "recompute", "*": "recompute+swap"}, host="CPU:3", min_bytes=0)
     assert_equal(train("dense", None, policy, run_eagerly=True), plain("dense", None, run_eagerly=True))

@@ -64,7 +64,7 @@ def test_stand_in_rows_that_count(mirrored, monkeypatch):
     assert_noticed(mirrored, "weight 0", "history 1 (loss)", data=rows(81), known="mlp, 81 rows")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_metrics_of_a_step_that_are_taken_for_keras_own(mirrored, monkeypatch):
     monkeypatch.setattr(replica_step, "are_read_by_keras", lambda step, logs: True)
     noticed = pytest.raises(AssertionError, match=r"does not equal one process(.|\n)*history \d \(hits\)")

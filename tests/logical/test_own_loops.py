@@ -19,7 +19,7 @@ def test_equals_one_device(mirrored, optimizer, compiled):
     np.testing.assert_allclose(train(mirrored, optimizer, compiled), expected, atol=2e-6)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_clipping_is_noticed():
     """The negative control: `tf.distribute` alone clips what each replica has."""
     stock = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])

@@ -152,7 +152,7 @@ def test_all_are_told_who_has_not_come(gone: bool):
     assert "chief waited " in str(failures[0]) and "for worker 2 to train, and " in str(failures[0])
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_one_that_comes_in_the_time_of_rank_0_is_in_time_for_all(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(peers, "_FIRST_POLL_SECONDS", 0.1)
     monkeypatch.setattr(peers, "_POLL_SECONDS", 0.2)

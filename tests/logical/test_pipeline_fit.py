@@ -32,7 +32,7 @@ def test_equals_one_process():
     assert_trains_equally(build, (X, Y, WEIGHTS), batch_size=8, validation_data=(X[:11], Y[:11]))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_single_batches():
     def train(model: keras.Model) -> list:
         trained = [model.train_on_batch(X[:8], Y[:8]), model.train_on_batch(X[:9], Y[:9], sample_weight=WEIGHTS[:9])]
@@ -42,7 +42,7 @@ def test_single_batches():
     assert_same(*both(train, mlp()))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_callbacks(tmp_path):
     """Each is at work: training is ended, the learning rate is cut, files are written."""
 
@@ -65,7 +65,7 @@ def test_callbacks(tmp_path):
     assert_same(*both(train, mlp()))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_backup_and_restore(tmp_path):
     """A fit that ends after two epochs, and a second one of a new model that goes on for two."""
     build = mlp(lambda: layers.Dropout(0.2), optimizer=lambda: keras.optimizers.Adam(0.01))
@@ -88,7 +88,7 @@ def test_backup_and_restore(tmp_path):
         np.testing.assert_array_equal(a.numpy(), b.numpy())
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_saved_model_goes_on(tmp_path):
     """With the state of its optimizer, in a pipeline of three stages."""
     build = mlp(optimizer=lambda: keras.optimizers.Adam(0.01))

@@ -17,7 +17,7 @@ BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), 
 DRAWN = re.compile(r"([\w-]+): (\d+) stages(?: of (\d+) chunks)?, (\d+) micro-batches, ")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_programs_print_what_stands_below_them(four_devices, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}

@@ -57,7 +57,7 @@ def after_two_steps(mode: str, schedule: str) -> dict[str, np.ndarray]:
     return after_one_step(stages(memory=policy(mode), schedule=schedule), with_state, DATA, 2)[1]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_equal_bit_for_bit():
     """To the host and back nothing changes; what is run again may be rounded otherwise."""
 
@@ -68,7 +68,7 @@ def test_equal_bit_for_bit():
     assert gap("recompute+swap", "recompute") == gap("swap", "none") == 0.0
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_negative_control_with_the_inputs_of_another_micro_batch(monkeypatch):
     """What is fetched is what is used."""
     right = after_two_steps("swap", "interleaved")

@@ -171,7 +171,7 @@ CASES = {
 
 
 # Daily are layers and losses of other tests of pipelines.
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", CASES)
 def test_equals_one_process(name):
     build, data, options = CASES[name]
@@ -200,7 +200,7 @@ def test_why_a_loss_needs_the_whole_batch(build, reason):
     assert why_not_decomposable(model, functional_of(model)) == reason
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_layers_in_scopes(float64):
     """Stages by `tfdist.stage`: an order of calls that is not Keras' own."""
 

@@ -78,7 +78,7 @@ def test_gradients_that_are_not_added_up(monkeypatch):
     assert_noticed("plain", 16, "weight 0")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_factors_of_one_micro_batch_only(monkeypatch):
     original = GradientSums.of_chunks
 
@@ -96,7 +96,7 @@ def test_state_that_is_not_handed_on(monkeypatch):
     assert_noticed("Dropout", 16, "weight 0", stateful=True)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_state_of_stand_in_rows_that_counts(monkeypatch):
     """Three rows in four micro-batches: the fourth has none."""
     monkeypatch.setattr(MicroBatches, "kept", lambda self, index, new, old: new)

@@ -43,7 +43,7 @@ def assert_equals_one_device(strategy: tfdist.PipelineStrategy) -> None:
         assert_transparent(strategy, build, (X, Y), batch_size=16)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_two_pipelines_equal_one_device() -> None:
     assert_equals_one_device(tfdist.PipelineStrategy(DEVICES, num_microbatches=2, memory="recompute"))
 

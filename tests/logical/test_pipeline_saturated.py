@@ -71,7 +71,7 @@ def test_equal_to_one_process(schedule):
     assert gap(pipeline(schedule=schedule)) < 1e-6
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_activation_alone_in_the_last_stage():
     assert gap(pipeline(3, cuts=["first", "logits"], memory="recompute")) < 1e-6
 

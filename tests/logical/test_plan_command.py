@@ -80,7 +80,7 @@ def test_fits_of_all_kinds(folder, call, rows):
     assert f"A step of 'own' on {rows} rows" in result.output, result.output
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_options(folder, monkeypatch):
     (folder / "train_as_module.py").write_text(SCRIPT.format(strategy="MirroredStrategy()", data=ARRAYS))
     monkeypatch.syspath_prepend(str(folder))

@@ -25,7 +25,7 @@ def profiled(dense) -> ModelProfile:
     return profile_of(dense, ROWS)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_what_is_known_of_dense_layers(profiled):
     found = profiled
     parameters = 8 * (WIDTH * WIDTH + WIDTH) * 4

@@ -14,12 +14,12 @@ def figures() -> list[published.Figure]:
     return published.figures()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_the_table_of_the_page(figures):
     assert published.render(figures) in published.README.read_text()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_what_the_model_knows_is_near(figures):
     by_source: dict[str, list[float]] = {}
     for each in figures:

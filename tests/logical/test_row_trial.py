@@ -192,7 +192,7 @@ def said_of_fits(strategy: tf.distribute.Strategy, build: Callable, x: Any = X) 
             r"layer 'sequential\S*/minibatch_deviation\S*' .*mixes the rows",
         ),
         *(
-            pytest.param(*case, marks=pytest.mark.exhaustive)
+            pytest.param(*case, marks=pytest.mark.nightly)
             for case in [
                 (compiled(SumOfActivity), "a loss of model 'sequential"),
                 (lambda: compiled(loss=OwnCall())(), "a loss of model 'sequential"),
@@ -234,7 +234,7 @@ def test_only_keras_own_parts_need_no_trial(hidden, loss, is_own):
     [
         compiled(layers.BatchNormalization, MeanOfActivity, lambda: layers.Dropout(0.5)),
         *(
-            pytest.param(build, marks=pytest.mark.exhaustive)
+            pytest.param(build, marks=pytest.mark.nightly)
             for build in [
                 own(mean),
                 lambda: compiled(loss=keras.losses.MeanSquaredError(reduction="sum"))(),

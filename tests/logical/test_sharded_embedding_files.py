@@ -34,7 +34,7 @@ def test_training_goes_on_from_weights(tmp_path, name, source, target):
     assert_same(loaded, saved)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_models_are_loaded_into_the_shards_of_the_strategy(tmp_path, monkeypatch):
     strategy = tf.distribute.get_strategy()
     monkeypatch.setattr(strategy, "num_ps", 2, raising=False)
@@ -49,7 +49,7 @@ def test_models_are_loaded_into_the_shards_of_the_strategy(tmp_path, monkeypatch
     assert_same(loaded, saved)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_files_are_the_same_as_those_of_embedding(tmp_path):
     contents = []
     for kind in ("plain", 3):

@@ -98,7 +98,7 @@ def test_equals_the_optimizer_inside(mirrored, four_replicas, replicas, name, to
         np.testing.assert_allclose(slot.numpy(), np.array(expected.numpy()), rtol=0, atol=tolerance)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", FEATURES)
 def test_features_of_keras_optimizers(mirrored, name):
     make, without = FEATURES[name]
@@ -154,7 +154,7 @@ def test_what_is_not_finite_on_one_replica_is_skipped_by_all(mirrored):
     assert float(np.asarray(optimizer.dynamic_scale)) == 4.0
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.parametrize("bucket_bytes", ["auto", 1])
 def test_embeddings_are_summed_by_row(four_devices, bucket_bytes):
     """In a bucket with other gradients, and in one of its own."""
@@ -179,7 +179,7 @@ def test_embeddings_are_summed_by_row(four_devices, bucket_bytes):
     assert largest_gap(sharded, after(adam, False)) > 1e-4
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_own_training_loop(mirrored):
     def after(sharded):
         with mirrored.scope():
@@ -219,7 +219,7 @@ def made(monkeypatch):
     return found
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_bytes_on_each_device(four_replicas, made):
     added = []
     for sharded in (True, False):
@@ -259,7 +259,7 @@ def test_negative_control_with_the_shards_of_others_left_out(mirrored, monkeypat
     assert largest_gap(train(compiled(mirrored, make)), whole) > 1e-4
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_saved_on_two_replicas_loaded_on_four_and_one(tmp_path, mirrored, four_replicas):
     saved = train(compiled(mirrored, ELEMENTWISE["AdamW"]), 1)
     saved.save(tmp_path / "model.keras")

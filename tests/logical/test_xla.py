@@ -65,7 +65,7 @@ def assert_equal(found: tuple, expected: tuple) -> None:
     assert_arrays([*found[1], found[2]], [*expected[1], expected[2]], tolerance=1e-4)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_replicas(mirrored):
     assert_equal(
         train(mirrored, convolutions, jit_compile=True, steps_per_execution=2),
@@ -73,7 +73,7 @@ def test_replicas(mirrored):
     )
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_stages(four_devices):
     strategy = tfdist.PipelineStrategy(["CPU:0", "CPU:1"], num_microbatches=4, memory="recompute")
     assert_equal(

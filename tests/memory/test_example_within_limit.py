@@ -16,7 +16,7 @@ EXAMPLE = SOURCE / "examples" / "train_within_limit.py"
 # It computes for two minutes on two quiet cores.
 DEADLINE = 600.0
 
-pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(DEADLINE + 30)]
+pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(DEADLINE + 30)]
 
 
 def test_a_batch_that_only_a_policy_can_hold(tmp_path: Path) -> None:

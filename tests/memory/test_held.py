@@ -9,7 +9,7 @@ import pytest
 from tests.memory.programs import printed_by
 
 # What is kept where is looked at daily in tests/logical.
-pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(620)]
+pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(620)]
 
 _FEW, _MANY = 4, 12
 # Of a block: rows and width of the program's model, in bytes.

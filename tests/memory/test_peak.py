@@ -6,7 +6,7 @@ import pytest
 
 from tests.memory.programs import printed_by
 
-pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(400)]
 
 
 def test_recomputation_hardly_grows_with_depth():

@@ -8,7 +8,7 @@ import pytest
 
 from tests.memory.programs import printed_by
 
-pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(420)]
 
 _DEADLINE = 400
 _MODELS = ("blocks", "resnet", "transformer")

@@ -86,7 +86,7 @@ def step(changes: dict[str, Any]) -> dict[str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.parametrize("changes", [{}, {"memory": "recompute"}], ids=["gathered twice", "run again"])
 def test_a_step_holds_what_a_report_and_a_plan_say(changes: dict[str, Any]) -> None:
     # What the direct transport gathers is not TensorFlow's memory, and not counted: with kept weights that is too much.

@@ -15,7 +15,7 @@ import pytest
 import tfdist
 from tests.package.conftest import ROOT, run
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = pytest.mark.nightly
 _INFO = f"tfdist-{tfdist.__version__}.dist-info"
 # What git keeps for itself and for continuous integration.
 _OF_THE_REPOSITORY = {".gitignore", ".ci/run"}

@@ -11,7 +11,7 @@ from tests.logical.embedding_models import _graphs
 from tests.parameter_server.sections import found, largest, run_sections
 from tfdist.testing import run_local
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(210)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(210)]
 
 _DEADLINE = 180
 TABLE, WIDTH, IDS = 20_011, 16, 4

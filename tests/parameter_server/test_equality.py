@@ -10,7 +10,7 @@ import pytest
 from tests.parameter_server.sections import found, largest, run_sections
 from tfdist.testing import run_local
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(330)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(330)]
 
 _DEADLINE = 300
 # What tests/parameter_server/test_features.py has not; of equality `make test` runs what is there.

@@ -94,7 +94,7 @@ def results(mode: str, name: str) -> Found:
     return _results(mode, ASYNCHRONOUS if mode == "async" else DAILY if name in DAILY else REST)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.timeout(_DEADLINE + 60)
 @pytest.mark.parametrize("name", [name for name in ASYNCHRONOUS if name not in REFUSED["async"]])
 def test_one_execution_at_a_time_equals_one_process(name):
@@ -115,7 +115,7 @@ def test_synchronous_training_equals_one_process(name):
 @pytest.mark.parametrize(
     ("mode", "name"),
     [
-        pytest.param(mode, name, marks=() if mode == "sync" and name in DAILY else pytest.mark.exhaustive)
+        pytest.param(mode, name, marks=() if mode == "sync" and name in DAILY else pytest.mark.nightly)
         for mode, names in REFUSED.items()
         for name in names
     ],

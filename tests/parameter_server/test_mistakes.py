@@ -85,7 +85,7 @@ def test_errors_leave_nothing_behind():
     assert found(results(), "afterwards") == [64.0, 64.0]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_process_that_does_not_come_is_named():
     def program() -> Any:
         import time

@@ -11,7 +11,7 @@ from tests.cluster.attempt import error_of
 from tests.parameter_server.sections import found, part
 from tfdist.testing import run_local
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(240)]
 
 SECTIONS = (
     "no_step_is_lost",

@@ -12,7 +12,7 @@ import pytest
 from tests.parameter_server.sections import found, largest, part
 from tfdist.testing import run_local
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(210)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(210)]
 
 _DEADLINE = 180
 SECTIONS = ("whole_model", "checkpoints", "backups")

@@ -10,7 +10,7 @@ import pytest
 
 from tests.processes import forked
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(150)]
 
 _DEADLINE = 120
 

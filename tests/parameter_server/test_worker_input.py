@@ -128,7 +128,7 @@ def test_steps_per_epoch():
     assert ends_early["count"][0] in (8 * 32, 8 * 32 - 22)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_predictions_and_evaluation():
     assert result("evaluation") <= 1e-6
 

@@ -18,7 +18,7 @@ from tests.fault_tolerance.trials import KILLED, at, differences
 from tests.remote.fake_gcs import FakeGcs
 
 pytestmark = [
-    pytest.mark.exhaustive,
+    pytest.mark.nightly,
     pytest.mark.slow,
     pytest.mark.cluster,
     pytest.mark.skipif(shutil.which("openssl") is None, reason="makes a certificate by openssl"),

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 DEADLINE = 540
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.cluster
 @pytest.mark.timeout(600)

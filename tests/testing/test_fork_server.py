@@ -55,7 +55,7 @@ def test_what_is_read_at_the_start_makes_a_fresh_process(name):
     assert run_local(is_forked, timeout=60) == [True, True]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_what_importing_tensorflow_sets_makes_no_difference():
     """A test process imports it sooner or later; this one may have done so before the server of the test."""
     names = ("TF2_BEHAVIOR", "KMP_INIT_AT_FORK")
@@ -107,7 +107,7 @@ def test_without_a_server_processes_are_started_afresh(new_ones_afterwards):
     assert run_local(is_forked, timeout=60) == [False, False]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_server_that_dies_is_done_without(new_ones_afterwards):
     assert run_local(is_forked, timeout=60) == [True, True]
     os.kill(fork_server.running()[1].pid, signal.SIGKILL)

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 DEADLINE = 550.0
 
 pytestmark = [
-    pytest.mark.exhaustive,
+    pytest.mark.nightly,
     pytest.mark.slow,
     pytest.mark.cluster,
     pytest.mark.timeout(600),

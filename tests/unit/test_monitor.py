@@ -109,7 +109,7 @@ FIELDS = [
 KINDS = ["start", "progress", "saved", "failure", "restart", "complete", "gave-up", "replacement", "loss", "resumed"]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @hypothesis.settings(max_examples=60, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 @hypothesis.given(
     st.lists(

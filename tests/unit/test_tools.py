@@ -133,7 +133,7 @@ def test_verdicts(code: int, output: str, verdict: str) -> None:
     assert Ended(code, output).verdict == verdict
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_mistake_is_made_found_and_undone(tmp_path: Path) -> None:
     """One of the tests starts a process, which hangs where the program does not double."""
     program, triples = tmp_path / "double.py", Mutation("factor", "triples", "double.py", "2 * x", "3 * x", ())

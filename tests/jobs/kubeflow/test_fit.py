@@ -58,7 +58,7 @@ def test_the_chief_tells_how_far_the_training_is(controller: Controller) -> None
     assert {headers["Authorization"] for headers, _ in controller.heard} == {"Bearer first.token"}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_training_is_the_same_whoever_listens(controller: Controller) -> None:
     controller.answer = lambda handler: handler.wfile.write(b"garbage\r\n\r\n")
     disturbed = run_local(train, 2, args=(controller.env,), timeout=180)

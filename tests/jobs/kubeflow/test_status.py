@@ -176,7 +176,7 @@ def test_a_program_that_ends_has_told_the_last(controller: Controller) -> None:
     assert told[0] == 1 and told[-1] == 100
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_slow_server_holds_nobody_up(controller: Controller) -> None:
     silent = threading.Event()
     controller.answer = lambda handler: silent.wait(60)

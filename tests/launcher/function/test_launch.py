@@ -106,7 +106,7 @@ class TestReturns:
             expected = ([cores[index]], "yes", "of the caller", ["script.py", "--epochs", "3"])
             assert (folder / str(index)).read_text() == repr(expected)
 
-    @pytest.mark.exhaustive
+    @pytest.mark.nightly
     def test_in_another_thread(self):
         """As in asyncio.to_thread: only the main thread can hear signals."""
         results: list = []
@@ -131,7 +131,7 @@ class TestOutput:
         logs = [path.read_bytes().decode() for path in sorted(folder.glob("tfdist-logs/*/worker-*.log"))]
         assert logs == ["1/2\r2/2 by 0\n", "1/2\r2/2 by 1\n"]
 
-    @pytest.mark.exhaustive
+    @pytest.mark.nightly
     def test_of_all(self, folder, capsys):
         tfdist.launch(self.speak, output="all", log_dir=folder / "logs")
         assert sorted(capsys.readouterr().out.splitlines()) == ["[worker 0] 2/2 by 0", "[worker 1] 2/2 by 1"]
@@ -182,7 +182,7 @@ class TestFailures:
         (log,) = folder.glob("tfdist-logs/*/worker-0.log")
         assert log.read_text().startswith("before\n--- the function raised:\nTraceback")
 
-    @pytest.mark.exhaustive
+    @pytest.mark.nightly
     def test_an_exception_that_cannot_be_read(self):
         class Needs(Exception):
             def __init__(self, one: int, two: int) -> None:

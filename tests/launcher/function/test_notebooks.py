@@ -110,7 +110,7 @@ def test_stopped_and_killed(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_the_example(folder):
     """examples/notebook.ipynb, as it is."""
     pytest.importorskip("sklearn")
@@ -131,7 +131,7 @@ def test_the_example(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_classes_and_loops_of_cells(folder):
     """Keras reads classes of cells by their registered names, and tf.function their loops from their text."""
     cells = execute(
@@ -187,7 +187,7 @@ np.testing.assert_allclose(model.predict(np.ones((2, 4)), verbose=0), predicted,
     )
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_the_kernel_is_that_of_these_tests(folder):
     """Otherwise the notebooks here would try another tfdist."""
     (cell,) = execute(notebook(["import sys, tfdist; sys.executable, tfdist.__file__"]), folder)

@@ -169,7 +169,7 @@ json.dump(results, open("result.json", "w"))
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_training_that_is_restarted_ends_as_if_nothing_had_happened(start):
     script = start(script=RESTARTED)
     ended = script.finish(280)

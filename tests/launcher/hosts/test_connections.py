@@ -135,7 +135,7 @@ def test_what_an_agent_tells_of_a_process_comes_in_order(tmp_path) -> None:
     assert kinds[-1] == "over"
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_an_agent_hears_its_processes_only_as_fast_as_it_can_tell(tmp_path) -> None:
     """Nobody reads: what it keeps has a limit, and the process waits."""
     with agent(tmp_path) as (channel, process):

@@ -69,7 +69,7 @@ def setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], 
     return lambda fewest: Setting(tmp_path, fewest)
 
 
-@pytest.mark.parametrize("fewest", [3, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("fewest", [3, pytest.param(1, marks=pytest.mark.nightly)])
 def test_a_host_that_is_lost_while_it_gets_ready_is_tried_again(setting, monkeypatch, fewest: int) -> None:
     prepare, tried = Reached.prepare, []
 
@@ -89,7 +89,7 @@ def test_a_host_that_is_lost_while_it_gets_ready_is_tried_again(setting, monkeyp
     assert len(tried) == 2
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_hosts_that_cannot_be_used_are_not_tried_again(setting, monkeypatch) -> None:
     def refuse(self: Reached, *more) -> None:
         raise HostsError("host two: no free ports")
@@ -110,7 +110,7 @@ def test_fewer_places_than_asked_for_are_waited_for(setting) -> None:
     assert of_run.said == [f"host one has 1 place now, and had 2; trying again for {DEADLINE:g} s"]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_fewer_places_are_said_where_they_are_enough(setting) -> None:
     of_run = setting(2)
     run = of_run.run()

@@ -80,7 +80,7 @@ def test_what_a_process_gets_and_what_others_can_see(launch_on, ssh, tmp_path) -
     started.assert_nothing_is_left(DEADLINE)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_token_of_the_users_is_kept(launch_on) -> None:
     script = "print(os.environ['TFDIST_TOKEN'])"
     result = launch_on("one,two", script, "--output", "all", env={"TFDIST_TOKEN": "mine"}).finish(DEADLINE)
@@ -96,7 +96,7 @@ def test_this_machine_needs_no_ssh(launch_on, ssh) -> None:
     assert re.fullmatch(r"(\[worker \d\] None \{'worker': \['127.0.0.1:\d+', '127.0.0.1:\d+'\]\}\n){2}", result.out)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_hostfile_and_fewer_processes_than_places(launch_on, tmp_path) -> None:
     (tmp_path / "hosts.txt").write_text("# ours\none slots=2\ntwo slots=2\nthree slots=2\n")
     script = "print(index, os.environ['FAKE_HOST'])"
@@ -145,7 +145,7 @@ def test_nothing_outlives_a_launcher_that_is_killed(launch_on) -> None:
 
 @pytest.mark.parametrize(
     "number",
-    [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive)],
+    [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)],
     ids=["SIGTERM", "SIGINT"],
 )
 def test_signals_reach_all_processes(launch_on, number: signal.Signals) -> None:
@@ -167,7 +167,7 @@ def test_signals_reach_all_processes(launch_on, number: signal.Signals) -> None:
     started.assert_nothing_is_left(DEADLINE)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_lost_agent_is_a_lost_host(launch_on, ssh, tmp_path) -> None:
     """What it has started ends with it; the run goes on with another one."""
     started = launch_on("one,two", fails_once("wait()"))
@@ -205,7 +205,7 @@ def test_a_host_that_comes_back_is_waited_for(launch_on, ssh) -> None:
     assert re.search(f"{lost}\n(.*\n)*tfdist: restart 1 of 3: training again after", result.err), result.err
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_host_that_stays_away_ends_the_run(launch_on, ssh, tmp_path) -> None:
     started = launch_on("one,two", fails_once("wait()"), "--start-timeout", "2")
     ssh.wait_for_training("two", DEADLINE)
@@ -218,7 +218,7 @@ def test_a_host_that_stays_away_ends_the_run(launch_on, ssh, tmp_path) -> None:
     started.assert_nothing_is_left(DEADLINE)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_host_that_comes_back_is_taken_in_again(launch_on, ssh, tmp_path) -> None:
     script = program("""
         signal.signal(signal.SIGTERM, lambda *_: os._exit(77))
@@ -243,7 +243,7 @@ def test_a_host_that_comes_back_is_taken_in_again(launch_on, ssh, tmp_path) -> N
     started.assert_nothing_is_left(DEADLINE)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_signal_while_a_host_is_waited_for(launch_on, ssh) -> None:
     started = launch_on("one,two", fails_once("wait()"))
     ssh.wait_for_training("two", DEADLINE)
@@ -260,7 +260,7 @@ def test_a_signal_while_a_host_is_waited_for(launch_on, ssh) -> None:
 
 @pytest.mark.parametrize(
     "number",
-    [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive)],
+    [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)],
     ids=["SIGTERM", "SIGINT"],
 )
 def test_a_signal_before_the_hosts_are_reached(launch_on, ssh, tmp_path, number: signal.Signals) -> None:
@@ -274,7 +274,7 @@ def test_a_signal_before_the_hosts_are_reached(launch_on, ssh, tmp_path, number:
     started.assert_nothing_is_left(DEADLINE)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_folder_of_logs_that_is_deleted(launch_on, tmp_path) -> None:
     delete = "import shutil; shutil.rmtree(os.environ['TFDIST_LOG_DIR']); kill()"
     result = launch_on("one,two", fails_once(delete)).finish(DEADLINE)
@@ -304,7 +304,7 @@ def test_what_shells_print_is_no_matter(launch_on, ssh) -> None:
     assert result.code == 0 and sorted(result.out.splitlines()) == ["[worker 0] hello", "[worker 1] hello"], result.err
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_shell_that_goes_on_printing_is_named(launch_on, ssh) -> None:
     ssh.set_profile("two", "(sleep 3; echo You have new mail) &")
     started = launch_on("one,two", "time.sleep(60)")
@@ -314,7 +314,7 @@ def test_a_shell_that_goes_on_printing_is_named(launch_on, ssh) -> None:
     started.assert_nothing_is_left(DEADLINE)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.parametrize("shell", ["/bin/bash", "/bin/dash", "/bin/tcsh", "/usr/bin/fish", "/bin/zsh"])
 def test_the_users_shell_may_be_any(launch_on, ssh, tmp_path, shell: str) -> None:
     if not os.access(shell, os.X_OK):
@@ -326,7 +326,7 @@ def test_the_users_shell_may_be_any(launch_on, ssh, tmp_path, shell: str) -> Non
     assert (result.code, result.out) == (0, f"[worker 0] {folder}\n"), result.err
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_folder_that_is_not_there(launch_on, ssh, tmp_path) -> None:
     folder = tmp_path / "here only"
     folder.mkdir()
@@ -336,7 +336,7 @@ def test_a_folder_that_is_not_there(launch_on, ssh, tmp_path) -> None:
     assert f"tfdist: host one has no folder {folder}. Expected: the same folder on all hosts" in result.err
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("python", "words"),
     [
@@ -370,7 +370,7 @@ def test_another_python(launch_on, tmp_path, python: str, words: str) -> None:
     assert words.format(**names) in result.err, result.err
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_no_such_ssh(launch_on) -> None:
     result = launch_on("one", "", "--ssh", "/no/such/ssh").finish(DEADLINE)
     assert result.code == 1
@@ -403,7 +403,7 @@ def test_what_does_not_go_together(tmp_path, monkeypatch, hosts: str, options: t
     assert not (tmp_path / "tfdist-logs").exists()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_more_processes_than_places(launch_on, tmp_path) -> None:
     result = launch_on("one:2,two", "", "-n", "4").finish(DEADLINE)
     assert result.code == 2
@@ -411,7 +411,7 @@ def test_more_processes_than_places(launch_on, tmp_path) -> None:
     assert not list(tmp_path.glob("tfdist-logs/*"))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_command_that_a_host_does_not_have(launch_on, ssh, tmp_path) -> None:
     (tmp_path / "tool").write_text("#!/bin/sh\necho hello\n")
     (tmp_path / "tool").chmod(0o755)

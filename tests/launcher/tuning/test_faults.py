@@ -22,7 +22,7 @@ def runs(search: Search) -> dict[str, int]:
     return dict(collections.Counter(trial for trial, _, _ in search.ran()))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_killed_tuner_loses_no_trial(tune: Tune, tmp_path: Path) -> None:
     search = tune("-n", "2", script=script(in_trial=WAIT, more="overwrite=True"))
     begun = search.wait_for_trials(2)
@@ -49,7 +49,7 @@ def test_a_killed_tuner_loses_no_trial(tune: Tune, tmp_path: Path) -> None:
     assert f"tuner 1 takes up trial {killed} again" in shown or "trial 5: score" in shown
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_the_killed_oracle_goes_on(tune: Tune) -> None:
     """The process that keeps the oracle is killed, and what it has is still there when it is started again."""
     search = tune("-n", "2", script=script(in_trial=WAIT, more="overwrite=True"))
@@ -63,7 +63,7 @@ def test_the_killed_oracle_goes_on(tune: Tune) -> None:
     assert statuses_of(search.trials()) == ["COMPLETED"] * 6
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_the_launcher_is_started_again(tune: Tune) -> None:
     """Without overwrite=True, a search goes on where it was interrupted."""
     wait = f'if trial.trial_id > "2":\n    {WAIT}'
@@ -82,7 +82,7 @@ def test_the_launcher_is_started_again(tune: Tune) -> None:
     assert statuses_of(second.trials()) == ["COMPLETED"] * 6
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_trial_that_kills_its_tuner_fails(tune: Tune) -> None:
     deadly = 'if trial.trial_id == "1": os.kill(os.getpid(), signal.SIGKILL)'
     search = tune("-n", "2", "--max-restarts", "1", script=script(in_trial=deadly))
@@ -93,7 +93,7 @@ def test_a_trial_that_kills_its_tuner_fails(tune: Tune) -> None:
     assert search.trials()["1"]["message"] == "Its tuner was killed or lost 2 times (--max-restarts 1)."
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_trial_that_takes_too_long_fails(tune: Tune) -> None:
     """In both tuners, of which one keeps the oracle. No exception would end these trials."""
     text = script(in_trial='if trial.trial_id in "01": threading.Event().wait()').replace("os,", "os, threading,")
@@ -112,7 +112,7 @@ def test_a_trial_that_takes_too_long_fails(tune: Tune) -> None:
     search.assert_nothing_is_left()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_failed_trial_is_tried_again(tune: Tune) -> None:
     text = script(
         in_trial="""\

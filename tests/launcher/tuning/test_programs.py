@@ -94,7 +94,7 @@ def test_a_script_that_fails_before_its_search(tune: Tune) -> None:
     assert "started again" not in result.err
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_random_search_equals_that_of_one_process(tune: Tune, tmp_path: Path) -> None:
     text = script(in_trial=f'if "TFDIST_TUNE" in os.environ:\n    {ALL_THERE.format(3)}')
     search = tune("-n", "3", script=text)
@@ -106,7 +106,7 @@ def test_a_random_search_equals_that_of_one_process(tune: Tune, tmp_path: Path) 
     assert {name: one["score"] for name, one in trials.items()} == {name: one["score"] for name, one in alone.items()}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_grid_search_of_models_equals_that_of_one_process(tune: Tune, tmp_path: Path) -> None:
     search = tune("-n", "2", script=model_script())
     assert_ended(search)
@@ -115,7 +115,7 @@ def test_a_grid_search_of_models_equals_that_of_one_process(tune: Tune, tmp_path
     assert by_values(search.trials(), "score") == by_values(alone, "score")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_hyperband(tune: Tune) -> None:
     """Its later trials go on with the weights of earlier ones, which another tuner may have trained."""
     search = 'keras_tuner.Hyperband(build, "val_loss", max_epochs=2, factor=2, seed=3,'
@@ -126,7 +126,7 @@ def test_hyperband(tune: Tune) -> None:
     assert statuses_of(running.trials()) == ["COMPLETED"] * 5
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_killed_trial_goes_on_exactly(tune: Tune, tmp_path: Path) -> None:
     """With BackupAndRestore: the epochs that were done are not done again, and nothing changes."""
     backup = ', tfdist.callbacks.BackupAndRestore(str(here / "backup"), asynchronous=False)'
@@ -145,7 +145,7 @@ def test_a_killed_trial_goes_on_exactly(tune: Tune, tmp_path: Path) -> None:
     assert by_values(other, "score") != by_values(alone, "score")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.parametrize("project", ["q", "p"])
 def test_two_searches_in_a_script(tune: Tune, tmp_path: Path, project: str) -> None:
     """The second one may overwrite the first one's project."""
@@ -174,7 +174,7 @@ tuner.search()
     assert len(list(tmp_path.glob("tfdist-logs/*/tfdist-search-[0-9].json"))) == 2
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_project_of_each_process_is_refused(tune: Tune) -> None:
     text = script(in_trial=WAIT).replace('here / "out"', "__import__('tempfile').mkdtemp()")
     result = tune("-n", "2", script=text).finish(DEADLINE)
@@ -182,7 +182,7 @@ def test_a_project_of_each_process_is_refused(tune: Tune) -> None:
     assert "Received: the project folder" in result.err and "Give the tuner a fixed directory=" in result.err
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_the_guide(tune: Tune, tmp_path: Path) -> None:
     (block,) = blocks_of("docs/tuning.md", "python")
     search = tune("-n", "2", script=block.text)
@@ -203,7 +203,7 @@ def test_the_guide(tune: Tune, tmp_path: Path) -> None:
 class TestSeveralMachines:
     """A job array, of which each element is a launcher."""
 
-    @pytest.mark.exhaustive
+    @pytest.mark.nightly
     def test_elements_share_a_search(self, launches: list[Launch], tmp_path: Path) -> None:
         def element(index: int) -> Search:
             text = script(in_trial=WAIT, more="overwrite=True")

@@ -140,7 +140,7 @@ def test_a_child_that_is_forked_in_a_turn_does_not_keep_it(tmp_path: Path) -> No
         os.waitpid(child, 0)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_events_in_a_pipe_that_nobody_reads(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "events.jsonl")
     saves = "signal.signal(signal.SIGTERM, lambda *_: os._exit(77))"
@@ -156,7 +156,7 @@ def test_events_in_a_pipe_that_nobody_reads(tmp_path: Path) -> None:
     sender.join(10)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_two_searches_with_one_folder_of_logs(launches: list[Launch], tmp_path: Path) -> None:
     (tmp_path / "search.py").write_text("import time; print('runs', flush=True); time.sleep(60)")
     command = [sys.executable, "-m", "tfdist", "tune", "-n", "1", "--log-dir", "logs", "search.py"]
