@@ -13,20 +13,21 @@ export PIP_USER := 0
 # Where this is set, every process that starts would compile the tests and tfdist anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-rest test-all test-matrix test-slurm test-gpu conformance soak durations commands mutations lint bench \
-	docs package horovod clean
+.PHONY: help demo test nightly test-rest test-timing test-horovod test-matrix test-slurm test-gpu conformance soak \
+	durations constraints commands mutations lint bench docs package horovod clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    train a digits classifier with two workers on this machine"
 	@echo "make test    run the tests, 8 minutes on two cores; options for pytest: make test ARGS='-k ports -x'"
-	@echo "make test-all also those that are left out of it for their time, 45 minutes more"
+	@echo "make nightly everything else, in parts, two hours: PARTS='mutations soak' runs these"
 	@echo "make test-matrix the tests with other versions of TensorFlow and Keras, each in its own environment"
 	@echo "make test-slurm those on a real Slurm, MPI and networks, which it installs as root on Debian"
 	@echo "make test-gpu those on a GPU, cut into two logical ones; ARGS=--stand-in tries them on CPU devices"
 	@echo "make conformance Keras' own tests in the scope of the strategies, 15 minutes: what became worse or better"
 	@echo "make soak    disturb a training on two workers for an hour, and compare its end; make soak SECONDS=600 SEED=1"
-	@echo "make durations test-all but for conformance, and note in tests/durations.tsv how long everything takes"
+	@echo "make durations all tests of pytest, and note in tests/durations.tsv how long everything takes"
+	@echo "make constraints hold the installed versions for .ci/run"
 	@echo "make commands run what README, CONTRIBUTING and this help name, each for a moment"
 	@echo "make mutations make mistakes on purpose in a copy, and see that tests fail"
 	@echo "make lint    check style, formatting and what imports what"
@@ -42,23 +43,33 @@ demo: $(VENV)/.examples
 
 # So many files run at a time, on two cores: tests that wait leave them idle. With more cores: make test WORKERS=6.
 WORKERS ?= 3
-REPORTS := build/reports
-# Given a Python: its tests but those on real clusters and GPUs. Files are handed out in the order of tests/conftest.py.
-pytest = "$(1)" -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --ignore=tests/system --ignore=tests/gpu tests
+# Given a Python and the name of a report. What fails runs once more, alone. Files are handed out in the order of
+# tests/conftest.py.
+pytest = "$(1)" tools/run_tests.py $(2) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# All but those on real clusters and GPUs.
+TESTS := tests --ignore=tests/system --ignore=tests/gpu
 
 test: $(VENV)/.test
-	$(call pytest,$(RUN)python) --junitxml=$(REPORTS)/test.xml $(ARGS)
+	$(call pytest,$(RUN)python,test) $(TESTS) $(ARGS)
+
+# All that the gate leaves out, in parts, none of which stops another: a table at the end.
+nightly: $(VENV)/.test
+	$(RUN)python tools/nightly.py $(PARTS)
 
 # What `make test` leaves out.
 test-rest: $(VENV)/.test
-	$(call pytest,$(RUN)python) -m exhaustive --junitxml=$(REPORTS)/rest.xml $(ARGS)
+	$(call pytest,$(RUN)python,rest) $(TESTS) --ignore=tests/horovod -m "nightly and not timing" $(ARGS)
 
-test-all: test
-	$(MAKE) test-rest
-	$(MAKE) conformance ARGS=
+# Tests of seconds, shares of time and races: alone, and the best of three counts.
+test-timing: $(VENV)/.test
+	$(RUN)python tools/run_tests.py timing --tries 3 $(TESTS) -m timing $(ARGS)
+
+# After `make horovod`.
+test-horovod: $(VENV)/.test
+	$(call pytest,$(RUN)python,horovod) tests/horovod -m "not timing" $(ARGS)
 
 durations: test test-rest
-	$(RUN)python tools/test_times.py --write $(wildcard $(REPORTS)/*.xml)
+	$(RUN)python tools/test_times.py --write $(REPORTS)/test.xml $(REPORTS)/rest.xml
 
 # Keras' tests import what few users of TensorFlow have, jax and torch: only here.
 conformance: $(VENV)/.test $(VENV)/.conformance
@@ -95,18 +106,23 @@ $(VENV)-matrix/%/.test: pyproject.toml setup.py
 # Always run again.
 $(VENV)-matrix/%/.tested: $(VENV)-matrix/%/.test .FORCE
 	@echo "--- TensorFlow and Keras $*"
-	$(call pytest,$(@D)/bin/python) -m "" $(ARGS)
+	$(call pytest,$(@D)/bin/python,$*) $(TESTS) -m "" $(ARGS)
 
 .FORCE:
 
 # What is not there is skipped, with its reason.
 test-slurm: $(VENV)/.test
 	sh tools/install_clusters.sh $(VENV)/mpich $(RUN)python
-	$(RUN)python -m pytest tests/system --junitxml=$(REPORTS)/system.xml $(ARGS)
+	$(RUN)python tools/run_tests.py system tests/system $(ARGS)
 
 # In one process: the GPU is cut once.
 test-gpu: $(VENV)/.test
-	$(RUN)python -m pytest tests/gpu --junitxml=$(REPORTS)/gpu.xml $(ARGS)
+	$(RUN)python tools/run_tests.py gpu tests/gpu $(ARGS)
+
+# The versions that .ci/run installs: those that are installed now.
+constraints: $(VENV)/.test $(VENV)/.docs $(VENV)/.package $(VENV)/.horovod-build
+	$(RUN)python -c 'import sys; print("# Python %d.%d" % sys.version_info[:2])' > .ci/constraints.txt
+	$(RUN)python -m pip freeze --disable-pip-version-check --exclude-editable >> .ci/constraints.txt
 
 lint: $(VENV)/.test
 	$(RUN)ruff check .
@@ -149,5 +165,5 @@ $(VENV)/.made:
 $(VENV)/.examples $(VENV)/.test $(VENV)/.bench $(VENV)/.docs $(VENV)/.horovod-build $(VENV)/.conformance \
 		$(VENV)/.package: $(VENV)/.%: $(VENV)/.made pyproject.toml setup.py
 	@echo "Installing .[$*]: TensorFlow takes about 700 MB to download, 2.6 GB on disk; PyTorch, of bench, several GB more"
-	@$(RUN)python -m pip install --disable-pip-version-check -e '.[$*]'
+	@$(RUN)python -m pip install --disable-pip-version-check $(CONSTRAINTS:%=-c %) -e '.[$*]'
 	@touch $@

@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from tests.features import reference
@@ -20,6 +21,11 @@ from tests.processes import preloaded
 _DURATIONS = Path(__file__).with_name("durations.tsv")
 # Set by launchers and schedulers: a test run inside a job must not take itself for one of the job's tasks.
 CLUSTER_VARIABLES = ("TF_CONFIG", "TFDIST_", "SLURM_", "OMPI_", "PMI_", "PMIX_")
+
+# The gate tries the same examples each time, and no example has a deadline; others: --hypothesis-profile=random.
+hypothesis.settings.register_profile("random", deadline=None)
+hypothesis.settings.register_profile("gate", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("gate")
 
 
 def pytest_configure() -> None:
@@ -61,8 +67,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         # The processes of `run_local` are forked: importing TensorFlow takes longer than most of them do anything.
         preloaded()
     # Python looks for garbage by the number of new objects, and a graph has many: it takes a twentieth of the time.
-    gc.freeze()
     gc.set_threshold(20_000, 10, 10)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_long_pauses() -> None:
+    """Spares what is there from the search for garbage: in a process of 2 GB, it stops all threads for seconds."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -1,4 +1,4 @@
-"""Which cases of a parametrized test are part of `make test`; the others are for `make test-all`."""
+"""Which cases of a parametrized test are part of `make test`; the others are for `make nightly`."""
 
 from __future__ import annotations
 

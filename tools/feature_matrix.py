@@ -20,6 +20,8 @@ from typing import Any
 _ROOT = Path(__file__).resolve().parent.parent
 _NEVER = "\N{EN DASH}"
 
+# Marks of tests that the gate leaves out.
+_LEFT_OUT = {"nightly", "timing"}
 SERVERS = "tests/parameter_server/test_features.py"
 # The columns of the feature table: the tests that compare a row with one process. Stock's is measured otherwise.
 ROWS = {
@@ -149,7 +151,7 @@ def cases(place: str) -> list[tuple[tuple[str, ...], bool]]:
         part = getattr(part, name)
         marks += _marks(part)
     lists = [list(_parameters(mark)) for mark in marks if mark.name == "parametrize"]
-    is_daily = not any(mark.name == "nightly" for mark in marks)
+    is_daily = not any(mark.name in _LEFT_OUT for mark in marks)
     return [
         (tuple(itertools.chain.from_iterable(texts for texts, _ in one)), is_daily and all(daily for _, daily in one))
         for one in itertools.product(*lists)
@@ -167,11 +169,11 @@ def _parameters(mark: Any) -> Iterator[tuple[tuple[str, ...], bool]]:
         values = given.values if hasattr(given, "marks") else given if isinstance(given, tuple) else (given,)
         own = [one.name for one in getattr(given, "marks", ())]
         texts = map(str, values) if named is str else (value for value in values if isinstance(value, str))
-        yield tuple(texts), "nightly" not in own
+        yield tuple(texts), not _LEFT_OUT.intersection(own)
 
 
 def tier(places: list[str], row: str | None = None, sign: str = "=") -> str:
-    """A cell: the sign if `make test` runs a case, in brackets if only `make test-all` does, a dash if there is none.
+    """A cell: the sign if `make test` runs a case, in brackets if only `make nightly` does, a dash if there is none.
 
     Args:
         places: tests, with or without a parameter in brackets.

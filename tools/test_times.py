@@ -1,7 +1,7 @@
 """Where the time of the tests goes: `python tools/test_times.py [--write] [--limit SECONDS] REPORT…`.
 
-A report is what `pytest --junitxml` writes; `make test` leaves build/reports/test.xml, and `make test-all` rest.xml as
-well. Prints the ten test functions that took longest, and how long each run took. --limit fails if one took longer.
+A report is what `pytest --junitxml` writes; `make test` leaves build/reports/test.xml, and `make test-rest` rest.xml.
+Prints the ten test functions that took longest, and how long each run took. --limit fails if one took longer.
 Where the tests of tests/durations.tsv took longer than there, the run may take as much longer: the limit is about tests
 that are new or have grown, not about the machine.
 --write renews tests/durations.tsv, by which the tests are handed out: the files that take longest first. Times are
@@ -132,7 +132,7 @@ def main() -> int:
             late = True
             print(
                 f"Received: {report.wall:.0f} s for {report.name}. Expected: at most {options.limit * times:.0f} s on "
-                "two cores. Make one of these quicker, or mark cases that others cover as `exhaustive`."
+                "two cores. Make one of these quicker, or mark cases that others cover as `nightly`."
             )
     return 1 if late else 0
 

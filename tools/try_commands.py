@@ -1,11 +1,11 @@
 """Runs each command that README.md, CONTRIBUTING.md and `make help` name for a moment, as a newcomer types it.
 
-.ci/run does this in a fresh clone. What pytest sets (PYTHONPATH, say) is not there. A command that is a step of .ci/run
-is not repeated.
+What pytest sets (PYTHONPATH, say) is not there. A command that is a step of .ci/run or a part of the nightly run is not
+repeated.
 
 Example:
     make commands                              # all
-    python tools/try_commands.py "make soak"   # one
+    python tools/try_commands.py "make demo"   # one
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _BENCH = "--peers tfdist --models mlp --variants '' --rounds 1 --windows 1 --ste
 TRIED = {
     "make help": "make help",
     "make demo": 'make demo ARGS="--epochs 1 --model-path $OUT/digits.keras --backup-dir $OUT/demo"',
-    "make soak": "make soak SECONDS=60",
     "make bench": f'make .venv/.bench || exit {_SKIPPED}; make bench ARGS="{_BENCH}"',
     "make durations": "make -n durations",  # all tests again
-    "make test-all": "make -n test-all",  # its parts are steps of .ci/run
+    "make nightly": "make -n nightly",  # this is a part of it
+    "make constraints": "make -n constraints",  # would change what .ci/run installs
     "make test-matrix": "make -n test-matrix",  # installs four versions of TensorFlow
     "make clean": "make -n clean",  # would remove what .ci/run needs
     "python tools/public_surface.py": "python tools/public_surface.py",

@@ -203,7 +203,7 @@ SECTIONS: dict[str, Callable[[Any, Any, Path], None]] = {
         files_of_a_fit,
     )
 }
-# What takes long is for `make test-all`.
+# What takes long is for `make nightly`.
 LONG = (
     *("optimizers_in_branches", "finished_outside_of_the_scope", "steps_that_mix_rows"),
     *("loops_of_ones_own", "reading_inside_and_outside", "values_that_are_predicted"),

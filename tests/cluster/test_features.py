@@ -1,4 +1,4 @@
-"""The feature table on two processes: what depends on them, and in `make test-all` the others, and two devices each."""
+"""The feature table on two processes: what depends on them, and in `make nightly` the others, and two devices each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of the feature table that stand for all where the table takes long; the rest is for `make test-all`."""
+"""Rows of the feature table that stand for all where the table takes long; the rest is for `make nightly`."""
 
 from __future__ import annotations
 

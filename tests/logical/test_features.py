@@ -1,4 +1,4 @@
-"""Rows of the feature table on two logical devices: one of each kind, and all others in `make test-all`."""
+"""Rows of the feature table on two logical devices: one of each kind, and all others in `make nightly`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The feature table, with one execution at a time, and in synchronous training: some rows, one of each kind that is not
-equal, and what is refused; all others in `make test-all`."""
+equal, and what is refused; all others in `make nightly`."""
 
 from __future__ import annotations
 
