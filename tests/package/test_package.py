@@ -18,7 +18,7 @@ from tests.package.conftest import ROOT, run
 pytestmark = pytest.mark.nightly
 _INFO = f"tfdist-{tfdist.__version__}.dist-info"
 # What git keeps for itself and for continuous integration.
-_OF_THE_REPOSITORY = {".gitignore", ".ci/run"}
+_OF_THE_REPOSITORY = {".gitignore", ".ci/constraints.txt", ".ci/run"}
 
 
 def members(wheel: Path) -> dict[str, bytes]:
