@@ -78,6 +78,31 @@ def test_what_else_is_in_the_folder_is_nobodys_business(tmp_path: Path, monkeypa
     assert (os.listdir(tmp_path), store.newest()) == (["lost+found"], None)
 
 
+def test_all_is_on_the_disk_before_the_checkpoint_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that loses its power keeps what was synced only: all files first, then the manifest, then its name."""
+    happened: list[str] = []
+    wait, rename = os.fsync, os.replace
+
+    def fsync(descriptor: int) -> None:
+        wait(descriptor)
+        happened.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+
+    def replace(source: Path, target: Path) -> None:
+        happened.append(f"renamed to {target}")
+        rename(source, target)
+
+    store = CheckpointStore(tmp_path / "backup")
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace)
+    folder = tmp_path / "backup" / store.write({}, VALUES)
+    data = {str(file) for file in folder.iterdir() if file.name != "manifest.json"}
+    counts = happened.index(f"renamed to {folder}/manifest.json")
+    *before, manifest = happened[:counts]
+    assert data and data <= set(before)
+    assert manifest.startswith(f"{folder}/.manifest.json.")
+    assert happened[counts + 1 :] == [str(folder), str(folder.parent)]
+
+
 @pytest.mark.parametrize("keep", [1, 3])
 def test_last_checkpoints_stay(tmp_path: Path, keep: int) -> None:
     store = CheckpointStore(tmp_path, max_to_keep=keep)
