@@ -9,9 +9,11 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
+from tensorflow.python.eager import context
 
 import tfdist
 from tests.models import ready
+from tests.tiers import daily
 from tfdist import memory
 from tfdist.memory import kinds, plan
 
@@ -64,9 +66,22 @@ def test_what_is_run_again_is_merged_as_in_plain_training(build, activation):
     assert gap(weights(build, activation, policy), plain_weights(build, activation)) == 0.0
 
 
-def test_streamed_blocks_are_merged_as_in_plain_training(four_devices):
+@pytest.mark.parametrize("tolerance", daily([1e-6, 0.0], "1e-06"))
+def test_streamed_blocks_are_merged_as_in_plain_training(four_devices, tolerance):
     strategy = tfdist.HostOffloadStrategy("CPU:1", "CPU:0")
-    assert gap(weights(dense, "softplus", strategy=strategy), plain_weights(dense, "softplus")) == 0.0
+    assert gap(weights(dense, "softplus", strategy=strategy), plain_weights(dense, "softplus")) <= tolerance
+
+
+def merged(build, activation: str) -> bool:
+    """Whether TensorFlow makes one kernel of several operations of plain training on this processor."""
+    # `disable_run_metadata` would go on collecting graphs, in the tests after this one as well.
+    context.enable_graph_collection()
+    try:
+        weights(build, activation)
+        graphs = [graph for one in context.export_run_metadata().function_graphs for graph in one.partition_graphs]
+    finally:
+        context.disable_graph_collection()
+    return any("Fused" in node.op.replace("FusedBatchNorm", "") for graph in graphs for node in graph.node)
 
 
 @pytest.mark.nightly
@@ -76,4 +91,6 @@ def test_it_is_keeping_apart_that_does_it(monkeypatch):
     monkeypatch.setattr(plan, "automatic_cuts", lambda graph: (5, 9))
     # Which operations TensorFlow merges depends on the processor.
     pairs = [(normalised, "softplus"), (normalised, "swish")]
+    if not any(merged(*pair) for pair in pairs):
+        pytest.skip("on this processor TensorFlow merges no operations of these models")
     assert any(gap(weights(*pair, "recompute"), plain_weights(*pair)) > 0.0 for pair in pairs)
