@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 import random
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -15,6 +17,7 @@ import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 
+from tfdist.cluster import first
 from tfdist.cluster.first import PreparationError
 from tfdist.compat.patch import TESTED
 from tfdist.compat.preparation import PATCHES
@@ -88,12 +91,19 @@ def test_files_are_locked_where_keras_puts_them(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize(("error", "heard"), [(FileNotFoundError, FileNotFoundError), (OSError, PreparationError)])
 def test_who_waits_for_a_file_that_a_preset_does_not_have_hears_so(
-    tmp_path: Path, error: type[Exception], heard: type[Exception]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception], heard: type[Exception]
 ) -> None:
     """As `from_preset` wants to know of `task.weights.h5`; other errors of the first one are the failure of all."""
+    waits = threading.Event()
+
+    def sleep(seconds: float) -> None:
+        waits.set()
+        time.sleep(seconds)
+
+    monkeypatch.setattr(first, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
 
     def get_file(preset: str, path: str) -> str:
-        time.sleep(0.5)
+        assert waits.wait(60)
         raise error(f"{preset}/{path}")
 
     changed = PATCHES[2].make(get_file)

@@ -526,7 +526,7 @@ class Skipping(keras.layers.Layer):
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 def test_a_layer_with_many_skips_is_traced(sharded: tf.distribute.Strategy) -> None:
     with sharded.scope():
         layers = [keras.layers.Dense(32), Skipping(), keras.layers.Dense(32), Skipping(), keras.layers.Dense(2)]

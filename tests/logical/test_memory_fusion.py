@@ -8,10 +8,12 @@ import functools
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers
 
 import tfdist
 from tests.models import ready
+from tests.tiers import daily
 from tfdist import memory
 from tfdist.memory import kinds, plan
 
@@ -64,9 +66,18 @@ def test_what_is_run_again_is_merged_as_in_plain_training(build, activation):
     assert gap(weights(build, activation, policy), plain_weights(build, activation)) == 0.0
 
 
-def test_streamed_blocks_are_merged_as_in_plain_training(four_devices):
+@pytest.mark.parametrize("tolerance", daily([1e-6, 0.0], "1e-06"))
+def test_streamed_blocks_are_merged_as_in_plain_training(four_devices, tolerance):
     strategy = tfdist.HostOffloadStrategy("CPU:1", "CPU:0")
-    assert gap(weights(dense, "softplus", strategy=strategy), plain_weights(dense, "softplus")) == 0.0
+    assert gap(weights(dense, "softplus", strategy=strategy), plain_weights(dense, "softplus")) <= tolerance
+
+
+def unmerged_weights(build, activation: str) -> list[np.ndarray]:
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
+    try:
+        return weights(build, activation)
+    finally:
+        tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": False})
 
 
 @pytest.mark.nightly
@@ -76,4 +87,7 @@ def test_it_is_keeping_apart_that_does_it(monkeypatch):
     monkeypatch.setattr(plan, "automatic_cuts", lambda graph: (5, 9))
     # Which operations TensorFlow merges depends on the processor.
     pairs = [(normalised, "softplus"), (normalised, "swish")]
-    assert any(gap(weights(*pair, "recompute"), plain_weights(*pair)) > 0.0 for pair in pairs)
+    found = any(gap(weights(*pair, "recompute"), plain_weights(*pair)) > 0.0 for pair in pairs)
+    if not found and all(gap(unmerged_weights(*pair), plain_weights(*pair)) == 0.0 for pair in pairs):
+        pytest.skip("on this processor TensorFlow merges no operations of these models")
+    assert found

@@ -1,4 +1,7 @@
-"""Memory policies change nothing of what is computed: weights, history and predictions are equal, bit for bit."""
+"""Memory policies change nothing of what is computed: weights, history and predictions are equal.
+
+Bit for bit where TensorFlow merges no operations, which depends on the processor: such cases are not daily ones.
+"""
 
 from __future__ import annotations
 
@@ -42,10 +45,11 @@ def train(name: str, strategy: Any, policy: Any, **compile_arguments: Any) -> Tr
     return Trained(model.get_weights(), history.history, model.predict(x, verbose=0), modes)
 
 
-def assert_equal(found: Trained, expected: Trained) -> None:
-    assert found.history == expected.history
-    assert_arrays(found.weights, expected.weights)
-    np.testing.assert_array_equal(found.predictions, expected.predictions)
+def assert_equal(found: Trained, expected: Trained, tolerance: float = 0.0) -> None:
+    assert found.history.keys() == expected.history.keys()
+    assert_arrays(found.history.values(), expected.history.values(), tolerance)
+    assert_arrays(found.weights, expected.weights, tolerance)
+    assert_arrays([found.predictions], [expected.predictions], tolerance)
 
 
 @functools.cache

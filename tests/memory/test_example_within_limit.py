@@ -14,7 +14,7 @@ from tests.launcher.conftest import SOURCE
 
 EXAMPLE = SOURCE / "examples" / "train_within_limit.py"
 # It computes for two minutes on two quiet cores.
-DEADLINE = 600.0
+DEADLINE = 1200.0
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(DEADLINE + 30)]
 
@@ -24,7 +24,8 @@ def test_a_batch_that_only_a_policy_can_hold(tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, str(EXAMPLE)],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(SOURCE), "CUDA_VISIBLE_DEVICES": "-1"},
+        # Without oneDNN, which TensorFlow uses by default on some processors only, the training hardly fits.
+        env={**os.environ, "PYTHONPATH": str(SOURCE), "CUDA_VISIBLE_DEVICES": "-1", "TF_ENABLE_ONEDNN_OPTS": "1"},
         capture_output=True,
         text=True,
         timeout=DEADLINE,
@@ -32,8 +33,8 @@ def test_a_batch_that_only_a_policy_can_hold(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr[-3000:]
     _, plain, recomputed = re.split(r"^--- --memory \w+$", result.stdout, flags=re.MULTILINE)
 
-    # Which of a step's tensors no longer fits depends on the order in which the executor comes to them.
-    assert re.search(r"^out of memory: OOM when allocating tensor with shape\[750,", result.stderr, re.MULTILINE)
+    # Which of a step's tensors does not fit, and whether several do not, depends on the order of the executor.
+    assert re.search(r"^out of memory: .*OOM when allocating tensor", result.stderr, re.MULTILINE)
     assert "test accuracy" not in plain
     assert "--- ended with exit code 1" in plain
 

@@ -8,8 +8,8 @@ import pytest
 
 from tests.memory.programs import printed_by
 
-# What is kept where is looked at daily in tests/logical.
-pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(620)]
+# What is kept where is looked at daily in tests/logical. Peaks depend on the order in which TensorFlow computes.
+pytestmark = [pytest.mark.slow, pytest.mark.timing, pytest.mark.timeout(1820)]
 
 _FEW, _MANY = 4, 12
 # Of a block: rows and width of the program's model, in bytes.
@@ -23,7 +23,7 @@ _WEIGHTS_OF_A_LAYER = 256 * 256 * 4
 @functools.cache
 def held(where: str, count: int, *modes: str) -> dict[str, dict[str, list[int]]]:
     """Bytes at the peak, and all the time, by mode and device."""
-    return printed_by("held_program", where, str(count), *modes, deadline=300)
+    return printed_by("held_program", where, str(count), *modes, deadline=900)
 
 
 def test_swapping_makes_the_device_independent_of_the_number_of_blocks():

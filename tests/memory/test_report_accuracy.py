@@ -8,9 +8,10 @@ import pytest
 
 from tests.memory.programs import printed_by
 
-pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(420)]
+# Peaks depend on the order in which TensorFlow computes.
+pytestmark = [pytest.mark.slow, pytest.mark.timing, pytest.mark.timeout(920)]
 
-_DEADLINE = 400
+_DEADLINE = 900
 _MODELS = ("blocks", "resnet", "transformer")
 
 

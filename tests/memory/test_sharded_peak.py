@@ -8,7 +8,7 @@ import pytest
 
 from tfdist.testing import run_local
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(920)]
 WIDTH, BLOCKS, ROWS = 256, 8, 512
 COUNTED = {"TF_CPU_ALLOCATOR_USE_BFC": "1"}
 
@@ -47,7 +47,7 @@ def between_steps() -> list[int]:
 
 def test_a_process_keeps_a_part_only() -> None:
     parameters = sum(WIDTH * 4 * WIDTH * 2 + 5 * WIDTH for _ in range(BLOCKS)) + WIDTH + 1
-    for found in run_local(between_steps, workers=2, timeout=200, env=COUNTED):
+    for found in run_local(between_steps, workers=2, timeout=300, env=COUNTED):
         for size in found:
             # This allocator gives out more than it is asked for. Whole weights and slots would be 1.
             assert 0.5 <= size / (3 * 4 * parameters) < 0.65
@@ -85,12 +85,13 @@ def step(changes: dict[str, Any]) -> dict[str, float]:
     }
 
 
+# Peaks depend on the order in which TensorFlow computes.
 @pytest.mark.slow
-@pytest.mark.nightly
+@pytest.mark.timing
 @pytest.mark.parametrize("changes", [{}, {"memory": "recompute"}], ids=["gathered twice", "run again"])
 def test_a_step_holds_what_a_report_and_a_plan_say(changes: dict[str, Any]) -> None:
     # What the direct transport gathers is not TensorFlow's memory, and not counted: with kept weights that is too much.
-    for found in run_local(step, workers=2, timeout=300, args=(changes,), env=COUNTED):
+    for found in run_local(step, workers=2, timeout=900, args=(changes,), env=COUNTED):
         assert found["report"] == pytest.approx(found["measured"], rel=0.15), found
         assert found["plan"] == pytest.approx(found["measured"], rel=0.15), found
         assert found["planned"] == pytest.approx(found["kept"], rel=0.01)

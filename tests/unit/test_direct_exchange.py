@@ -19,7 +19,7 @@ from tfdist.runtime import exchange as module
 from tfdist.runtime.exchange import _HEADER, SEGMENT, Exchange, ExchangeError
 from tfdist.supervision import anonymous_memory
 
-SECONDS = 20.0
+SECONDS = 60.0
 
 
 class Room:

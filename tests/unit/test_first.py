@@ -16,11 +16,19 @@ import pytest
 import tfdist
 from tfdist.cluster.first import PreparationError
 
+# With "fail", the first one fails once another one waits; with "meet", all wait for a second one.
 PROGRAM = """
 import os, sys, time
 from pathlib import Path
 import tfdist
+from tfdist.cluster import first
 log, how, *folder = sys.argv[1:]
+class Clock:
+    monotonic = time.monotonic
+    def sleep(seconds):
+        Path(log + ".waits").touch()
+        time.sleep(seconds)
+first.time = Clock
 def say(what):
     with open(log, "a") as file: print(what, os.getpid(), file=file)
 
@@ -30,13 +38,12 @@ def prepare():
     if Path(log + ".done").exists():
         return say("end")
     if how == "wait": time.sleep(1000)
-    while how == "fail" and not Path(log + ".others").exists(): time.sleep(0.01)
-    time.sleep(1)
+    while how == "fail" and not Path(log + ".waits").exists(): time.sleep(0.01)
+    while how == "meet" and Path(log).read_text().count("begin") < 2: time.sleep(0.01)
     if how == "fail": raise OSError("no space left")
     Path(log + ".done").touch()
     say("end")
 
-if Path(log).exists(): Path(log + ".others").touch()
 prepare()
 """
 DEADLINE = 60.0
@@ -64,7 +71,7 @@ def test_one_after_another(tmp_path: Path) -> None:
 
 def test_without_it_they_meet(tmp_path: Path) -> None:
     program = PROGRAM.replace("@tfdist", "#")
-    command = [sys.executable, "-c", program, str(tmp_path / "log"), "work"]
+    command = [sys.executable, "-c", program, str(tmp_path / "log"), "meet"]
     started = [subprocess.Popen(command) for _ in range(2)]
     assert [process.wait(DEADLINE) for process in started] == [0, 0]
     assert (tmp_path / "log").read_text().split()[::2] == ["begin", "begin", "end", "end"]
@@ -85,7 +92,7 @@ def test_a_process_that_is_killed_leaves_nothing_locked(tmp_path: Path) -> None:
     first = start(tmp_path / "log", "wait")
     wait_for(tmp_path / "log")
     second = start(tmp_path / "log", "work")
-    time.sleep(0.3)
+    wait_for(tmp_path / "log.waits")
     assert second.poll() is None
     first.send_signal(signal.SIGKILL)
     first.wait(DEADLINE)

@@ -172,7 +172,7 @@ def test_lines_of_several_processes_stay_whole(tmp_path: Path) -> None:
     children = [
         subprocess.Popen([sys.executable, "-c", code, str(tmp_path), name]) for name in ("worker 0", "worker 1")
     ]
-    assert [child.wait(30) for child in children] == [0, 0]
+    assert [child.wait(60) for child in children] == [0, 0]
     found = lines(tmp_path)
     for name in ("worker 0", "worker 1"):
         assert [event["number"] for event in found if event["name"] == name] == list(range(300))
@@ -181,14 +181,20 @@ def test_lines_of_several_processes_stay_whole(tmp_path: Path) -> None:
 def test_a_line_waits_for_that_of_another_host(tmp_path: Path) -> None:
     """NFS has no append: without the lock, two hosts write to the same place."""
     path = tmp_path / "events.jsonl"
-    code = "import sys\nfrom tfdist.supervision.events import EventLog\nEventLog(sys.argv[1], 'b').write('e')"
+    code = (
+        "import sys, time\nfrom tfdist.supervision import events\n"
+        "def wait(seconds, sleep=time.sleep):\n  print('waits', flush=True)\n  sleep(seconds)\n"
+        "time.sleep, events._LOCK_SECONDS = wait, 60.0\n"
+        "events.EventLog(sys.argv[1], 'b').write('e')"
+    )
     with path.open("a") as file:
         fcntl.lockf(file, fcntl.LOCK_EX)
-        child = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)])
-        time.sleep(0.5)
-        assert path.read_text() == ""
+        child = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        assert child.stdout is not None and child.stdout.readline() == "waits\n"
+        assert path.stat().st_size == 0  # to open it, and to close it again, would end the lock
         file.write("first\n")
-    assert child.wait(30) == 0
+    child.communicate(timeout=60)
+    assert child.returncode == 0
     assert path.read_text().startswith('first\n{"time": ')
 
 

@@ -27,7 +27,7 @@ def compare(folder: Path, words: list[str]) -> subprocess.CompletedProcess[str]:
     env = {"PYTHONPATH": str(SOURCE)}
     results = [
         subprocess.run(
-            [sys.executable, "-u", *start, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=30
+            [sys.executable, "-u", *start, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=60
         )
         for start in ([], [str(driver)])
     ]

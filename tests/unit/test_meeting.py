@@ -8,15 +8,20 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
+from tests.launcher.conftest import wait_until
+from tests.unit.conftest import Clock
 from tfdist.cluster import ClusterConfig, ClusterError, meeting, ports, server
 from tfdist.cluster.meeting import meet, store_of
-from tfdist.cluster.server import BarrierTimeoutError, JobUnderWayError, ProcessGoneError
+from tfdist.cluster.server import BarrierTimeoutError, JobUnderWayError, ProcessGoneError, Server
 
-DEADLINE = 15.0
+# For who comes. Nothing waits longer than until that has come.
+DEADLINE = 60.0
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +35,19 @@ def stores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> list[Server]:
+    """The servers that chiefs start."""
+    made: list[Server] = []
+
+    def start(*arguments: Any) -> Server:
+        made.append(Server(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(meeting, "Server", start)
+    return made
+
+
+@pytest.fixture
 def cluster() -> Iterator[ClusterConfig]:
     """Four workers whose ports are held, as the launcher holds them."""
     with ports.reserve(4) as reservation:
@@ -39,8 +57,8 @@ def cluster() -> Iterator[ClusterConfig]:
 def _all(tasks: list[Callable[[], dict]]) -> list[dict | BaseException]:
     """Runs all at once; the result or the error of each."""
     with ThreadPoolExecutor(max_workers=len(tasks)) as pool:
-        futures: list[Future] = [pool.submit(task) for task in tasks]
-        return [future.exception(DEADLINE + 5) or future.result() for future in futures]
+        started: list[Future] = [pool.submit(task) for task in tasks]
+        return [one.exception(DEADLINE + 5) or one.result() for one in started]
 
 
 def _of(config: ClusterConfig, rank: int) -> ClusterConfig:
@@ -90,8 +108,25 @@ def test_tasks_that_take_no_part(job: str, servers: bool, do: str) -> None:
         meet(config, 0.1, servers=servers)
 
 
-def test_missing_tasks_are_named_by_everyone(cluster: ClusterConfig) -> None:
-    results = _all([_meet(cluster, 0, timeout=1.4), _meet(cluster, 1, timeout=0.7)])
+def test_missing_tasks_are_named_by_everyone(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock, cluster: ClusterConfig, called: list[Server]
+) -> None:
+    made, clients = server.Client, []
+
+    def connect(*arguments: Any) -> server.Client:
+        clients.append(made(*arguments))
+        return clients[-1]
+
+    monkeypatch.setattr(server, "Client", connect)
+
+    def pass_time() -> dict:
+        wait_until(lambda: any(len(one.news[0]) == 2 for one in clients), DEADLINE, "the news for worker 1")
+        clock.ahead += 500.0
+        wait_until(lambda: 1 in called[0]._left_at, DEADLINE, "worker 1 to leave")
+        clock.ahead += 500.0
+        return {}
+
+    results = _all([_meet(cluster, 0, timeout=1000.0), _meet(cluster, 1, timeout=500.0), pass_time])[:2]
     assert all(isinstance(result, BarrierTimeoutError) for result in results)
     assert f"missing: worker 2 ({cluster.jobs['worker'][2]}), worker 3" in str(results[1])
     assert f"missing: worker 1 ({cluster.jobs['worker'][1]}), worker 2" in str(results[0])
@@ -146,26 +181,32 @@ def test_different_clusters(cluster: ClusterConfig) -> None:
         assert config.fingerprint() in str(result)
 
 
-def test_whoever_comes_late_hears_what_is_wrong(cluster: ClusterConfig) -> None:
+def test_whoever_comes_late_hears_what_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, cluster: ClusterConfig, called: list[Server]
+) -> None:
+    monkeypatch.setattr(server, "LATECOMERS_SECONDS", DEADLINE)
+
     def late() -> dict:
-        time.sleep(0.5)
+        wait_until(lambda: called and "keras" in str(called[0]._problems), DEADLINE, "what is wrong")
         return _meet(cluster, 3, info={"same.keras": "3.15"})()
 
     infos = [{"same.keras": "3.15", "seed": 1, "same.policy": "float32"}, {"same.keras": "3.14"}]
     versions = [_meet(cluster, rank, info=info) for rank, info in enumerate(infos)]
-    begin = time.monotonic()
     for result in _all([*versions, _meet(cluster, 2, info={"same.keras": "3.15"}), late]):
         assert type(result) is ClusterError
         # Who comes first is told of first.
         assert "keras is 3.15 on worker 0 but 3.14 on worker 1; make it the same on every task" in result.problems
         assert any(one.startswith("policy is float32 on worker 0 but None on worker") for one in result.problems)
-    assert time.monotonic() - begin < DEADLINE
 
 
-def test_two_chiefs_on_one_machine(monkeypatch: pytest.MonkeyPatch, cluster: ClusterConfig) -> None:
+def test_two_chiefs_on_one_machine(monkeypatch: pytest.MonkeyPatch, clock: Clock, cluster: ClusterConfig) -> None:
     monkeypatch.setattr(meeting, "BIND_SECONDS", 0.2)
-    results = _all([_meet(cluster, 0, timeout=1.0), _meet(cluster, 0, timeout=1.0)])
-    (refused,) = [result for result in results if not isinstance(result, BarrierTimeoutError)]
+    with ThreadPoolExecutor(2) as pool:
+        ended, waiting = futures.wait([pool.submit(_meet(cluster, 0)) for _ in range(2)], DEADLINE, "FIRST_COMPLETED")
+        clock.ahead += DEADLINE
+        (refused,) = (one.exception() for one in ended)
+        (first,) = (one.exception(DEADLINE) for one in waiting)
+    assert isinstance(first, BarrierTimeoutError)
     assert isinstance(refused, ClusterError)
     assert f"worker 0 cannot listen on its address {cluster.chief_address}: " in str(refused)
     assert "claims the same task" in str(refused)
@@ -196,24 +237,31 @@ def test_a_task_that_outlives_its_chief_meets_the_next_one(cluster: ClusterConfi
     two = ClusterConfig({"worker": [*cluster.jobs["worker"].values()][:2]})
     assert _all([_meet(two, rank) for rank in range(2)]) == [{0: {}, 1: {}}] * 2
     store_of(_of(two, 0)).leave()
+    wait_until(lambda: store_of(_of(two, 1)).is_lost, DEADLINE, "the end of the connection")
     meeting._stores.pop(meeting._key(_of(two, 0), two.compute_tasks), None)
     assert _all([_meet(two, rank, info={"n": rank}) for rank in range(2)]) == [{0: {"n": 0}, 1: {"n": 1}}] * 2
 
 
-def test_a_job_that_is_under_way(cluster: ClusterConfig) -> None:
+def test_a_job_that_is_under_way(clock: Clock, cluster: ClusterConfig) -> None:
+    greeted: list[socket.socket] = []
     two = ClusterConfig({"worker": [*cluster.jobs["worker"].values()][:2]})
     with socket.create_server(("127.0.0.1", int(str(two.chief_address).rpartition(":")[2]))) as taken:
 
         def greet() -> None:
             while True:
-                taken.accept()[0].sendall(b"\x00\x00\x12\x04\x00\x00")
+                greeted.append(taken.accept()[0])
+                greeted[-1].sendall(b"\x00\x00\x12\x04\x00\x00")
 
         threading.Thread(target=greet, daemon=True).start()
         found = "a TensorFlow server answers there instead of a waiting tfdist chief: a job is under way already"
-        with pytest.raises(BarrierTimeoutError, match=found):
-            meet(_of(two, 1), 0.5)
+        with ThreadPoolExecutor(1) as pool:
+            waits = pool.submit(_meet(two, 1))
+            wait_until(lambda: len(greeted) > 1, DEADLINE, "the second attempt")
+            clock.ahead += DEADLINE
+            with pytest.raises(BarrierTimeoutError, match=found):
+                waits.result(DEADLINE)
         with pytest.raises(JobUnderWayError, match=f"^worker 1: {found}$"):
-            meet(_of(two, 1), 10.0, rejoin=True)
+            meet(_of(two, 1), DEADLINE, rejoin=True)
 
 
 def test_tokens_are_the_same_on_all_tasks(monkeypatch: pytest.MonkeyPatch, cluster: ClusterConfig) -> None:
@@ -237,19 +285,24 @@ def test_what_other_versions_say_is_refused() -> None:
 
 
 def test_waiting_is_logged_as_a_warning_and_again(
-    monkeypatch: pytest.MonkeyPatch, cluster: ClusterConfig, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, clock: Clock, cluster: ClusterConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(server, "NOTE_SECONDS", 0.2)
-    monkeypatch.setattr(server, "NOTE_AGAIN_SECONDS", 0.4)
-    _all([_meet(cluster, 0, timeout=1.2)])
-    _all([_meet(cluster, 1, timeout=1.2)])
-    records = [record for record in caplog.records if record.name == "tfdist"]
-    # Nobody configures this logger: anything below a warning would not be seen.
-    assert {record.levelno for record in records} == {logging.WARNING}
-    lines = [record.getMessage() for record in records]
+    monkeypatch.setattr(server, "NOTE_SECONDS", 0.0)
     places = [f"worker {index} ({place})" for index, place in enumerate(cluster.jobs["worker"].values())]
-    assert lines.count(f"tfdist: waiting for {', '.join(places[1:])} (start_timeout 1.2 s)") in (2, 3)
-    assert lines.count(f"tfdist: waiting for {places[0]} (start_timeout 1.2 s): connection refused") in (2, 3)
+    for rank, missing in ((0, ", ".join(places[1:])), (1, places[0])):
+        said = f"tfdist: waiting for {missing} (start_timeout 1000 s){': connection refused' * rank}"
+
+        def pass_time(said: str = said) -> dict:
+            wait_until(lambda: caplog.messages.count(said) == 1, DEADLINE, "the first warning")
+            clock.ahead += server.NOTE_AGAIN_SECONDS
+            wait_until(lambda: caplog.messages.count(said) == 2, DEADLINE, "the second warning")
+            clock.ahead += 1000.0
+            return {}
+
+        _all([_meet(cluster, rank, timeout=1000.0), pass_time])
+        assert caplog.messages.count(said) in (2, 3)
+    # Nobody configures this logger: anything below a warning would not be seen.
+    assert {record.levelno for record in caplog.records if record.name == "tfdist"} == {logging.WARNING}
 
 
 def test_large_infos_arrive_and_too_large_ones_are_refused(cluster: ClusterConfig) -> None:

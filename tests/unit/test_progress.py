@@ -136,7 +136,7 @@ def test_reports_survive_sigkill_and_leave_no_file() -> None:
     )
     with ProgressFile() as file:
         env = {**os.environ, VARIABLE: file.value}
-        ended = subprocess.run([sys.executable, "-c", code], env=env, timeout=30)
+        ended = subprocess.run([sys.executable, "-c", code], env=env, timeout=60)
         assert ended.returncode == -signal.SIGKILL
         progress = file.read()
         assert progress is not None
