@@ -190,17 +190,19 @@ def test_the_end_of_a_process_is_that_of_a_script(tmp_path: Path):
             threading.main_thread().join()
             (tmp_path / "thread").touch()
 
+        threading.Thread(target=last).start()
         atexit.register(print, "last words", end="")
         print("an open line", end="", file=sys.stderr)
         if fails:
             raise ValueError
         atexit.register((tmp_path / "handler").touch)
-        threading.Thread(target=last).start()
 
     assert run_local(function, 1, args=(False,), timeout=60) == [None]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["handler", "thread"]
+    (tmp_path / "thread").unlink()
     with pytest.raises(LocalRunError, match=r"(?s)an open line.*ValueError\nlast words$"):
         run_local(function, 1, args=(True,), timeout=60)
+    assert (tmp_path / "thread").exists()
 
 
 def test_deadline():

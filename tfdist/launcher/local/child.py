@@ -29,8 +29,7 @@ def main(call: str, result: str, cpus: str, returns: str) -> int:
 
 def end(code: int) -> NoReturn:
     """Ends this process as Python ends a script, but for TensorFlow's own end: it waits for peers that may be gone."""
-    if code == 0:
-        threading._shutdown()  # after a failure, threads may wait for peers as well
+    threading._shutdown()  # a backup that is still being written, and threads of the function
     # The last report of a training, a lease on a bucket, what loggers keep, and all that the function has registered.
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
