@@ -23,8 +23,8 @@ from tfdist.launcher.local.fork_server import ForkedProcess, ForkServer
 from tfdist.supervision.exit_codes import PREEMPTED
 
 SOURCE = Path(__file__).parents[2]
-# For the others to notice that one has failed.
-_MOMENT = 3.0
+# For the others to notice that one has failed. They end by themselves, but for those whose test stops them.
+_MOMENT = 60.0
 
 
 @dataclasses.dataclass(frozen=True)

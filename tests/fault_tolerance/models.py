@@ -75,6 +75,12 @@ def _matrices(job: Job) -> keras.Model:
     return _compiled(layers, job, keras.optimizers.SGD(0.05, momentum=0.9))
 
 
+def _deep(job: Job) -> keras.Model:
+    """It can be cut into blocks."""
+    hidden = [keras.layers.Dense(24, "relu") for _ in range(4)]
+    return _compiled([keras.Input((5,)), keras.layers.Rescaling(0.1), *hidden, keras.layers.Dense(1)], job)
+
+
 class Adversaries(keras.Model):
     """Two networks with an optimizer each, trained by a step of their own, as a GAN is."""
 
@@ -166,6 +172,7 @@ MODELS: dict[str, Callable[[Job], keras.Model]] = {
     "replicated": lambda job: _compiled(_layers(log_rows=False), job),
     "smooth": _smooth,
     "matrices": _matrices,
+    "deep": _deep,
     "without Dropout": lambda job: _compiled(_layers(dropout=0, log_rows=False), job),
     "large": lambda job: _compiled(_layers(width=300_000, dropout=0, log_rows=False), job),
     "float16": _half_precision,

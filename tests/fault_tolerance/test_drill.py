@@ -11,7 +11,7 @@ import pytest
 from tests.launcher.conftest import Launch, launches  # noqa: F401 - a fixture
 
 # tests/launcher/test_drill.py drills a program without TensorFlow.
-pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.cluster, pytest.mark.timeout(1200)]
 
 SCRIPT = """
 import time
@@ -30,7 +30,7 @@ with strategy.scope():
     layers = [keras.layers.Dense(16), keras.layers.Dropout(0.3), keras.layers.Dense(1)]
     model = keras.Sequential([keras.Input((8,)), *layers])
     model.compile("adam", "mse")
-backup = tfdist.callbacks.BackupAndRestore("runs/backup", save_freq=8)
+backup = tfdist.callbacks.BackupAndRestore("runs/backup", save_freq=8, asynchronous=False)
 model.fit(x, y, batch_size=8, epochs=8, verbose=0, callbacks=[Slowly(), backup])
 """
 
@@ -40,7 +40,7 @@ def test_a_sharded_training_survives(launches: list[Launch], tmp_path: Path) -> 
     (tmp_path / "train.py").write_text(SCRIPT.replace("MultiWorkerMirroredStrategy", "FullyShardedStrategy"))
     faults = [word for fault in ("kill-chief", "kill-worker", "hang", "preempt") for word in ("--only", fault)]
     launches.append(Launch(tmp_path, [sys.executable, "-m", "tfdist", "drill", "--json", *faults, "train.py"]))
-    result = launches[0].finish(540)
+    result = launches[0].finish(1100)
     launches[0].assert_nothing_is_left()
     assert result.code == 0, result.err
     assert [row["result"] for row in json.loads(result.out)["rows"]] == ["identical"] * 4
@@ -51,7 +51,7 @@ def test_a_training_survives(launches: list[Launch], tmp_path: Path) -> None:  #
     faults = [word for fault in ("kill-chief", "corrupt", "preempt", "shrink") for word in ("--only", fault)]
     command = [sys.executable, "-m", "tfdist", "drill", "--json", "--log-dir", "logs", *faults, "train.py"]
     launches.append(Launch(tmp_path, command))
-    result = launches[0].finish(540)
+    result = launches[0].finish(1100)
     launches[0].assert_nothing_is_left()
     assert result.code == 0, result.err
     report = json.loads(result.out)

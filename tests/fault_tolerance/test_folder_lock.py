@@ -33,7 +33,7 @@ from tfdist.checkpoint.lock import FolderLock
 lock = FolderLock(sys.argv[1])
 child = os.fork()  # it outlives its parent, as a data loader may
 if not child: print(os.getpid(), flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -56,7 +56,7 @@ def test_another_process_holds_it(tmp_path: Path, holder: tuple[subprocess.Popen
     began = time.monotonic()
     with pytest.raises(FolderInUseError) as caught:
         FolderLock(str(tmp_path), patience=0.3)
-    assert 0.3 < time.monotonic() - began < 2.0
+    assert time.monotonic() - began > 0.3
     assert str(caught.value) == (
         f"Received: backup_dir {str(tmp_path)!r}, to which process {process.pid} on {socket.gethostname()} writes the "
         "backups of its training. Expected: one training at a time in a folder. Wait for that one, end it, or pass "
@@ -206,7 +206,7 @@ def test_without_locks_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     lock.release()
 
 
-JOB = Job(backup={"save_freq": 4}).light
+JOB = Job(backup={"save_freq": 4, "asynchronous": False}).light
 
 
 @pytest.mark.nightly

@@ -34,7 +34,7 @@ def without(name: str, *expected: str, kill: dict[str, Any] = KILL, **options: A
             without("Keeper", "keeper", callbacks=("keeper", "csv")),
             without("random numbers", "observer", "weights", data="PyDataset", epochs=5),
             without("batches", "observer", "weights", data="shuffle"),
-            without("CSV", "csv", kill=AT_A_BOUNDARY, backup={}),
+            without("CSV", "csv", kill=AT_A_BOUNDARY, backup={"asynchronous": False}),
             without("validations", "history", data="shuffle", validation="shuffle"),
         ],
         "batches",

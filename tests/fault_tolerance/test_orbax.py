@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("orbax.checkpoint", reason="Orbax is not installed: pip install orbax-checkpoint, with jax")
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).with_name("orbax_program.py")
-pytestmark = [pytest.mark.nightly, pytest.mark.slow]
+pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.timeout(1900)]
 
 
 def train(folder: Path, epochs: int, strategy: str) -> list[dict[str, Any]]:
@@ -31,7 +31,7 @@ def train(folder: Path, epochs: int, strategy: str) -> list[dict[str, Any]]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=280,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout
     return [json.loads(line[line.index("{") :]) for line in done.stdout.splitlines() if '{"begin"' in line]

@@ -34,6 +34,7 @@ CASES = [
     interrupted("in several fits", LIGHT.with_(epochs=2, fits=3), {**at(7), "fit": 2}, {**at(4), "fit": 3}),
     interrupted("initial_epoch", LIGHT.with_(epochs=6, fit={"initial_epoch": 2}), at(8), at(3)),
     Case("more epochs after a kill", (LIGHT.with_(epochs=3, kill=at(12)), LIGHT.with_(epochs=5))),
+    of_model("weights on the host", "deep", strategy="host offload", callbacks=("csv",)),
     of_model("dynamic loss scale", "float16"),
     of_model("accumulated gradients", "accumulation"),
     of_model("two optimizers in a step of its own", "two optimizers", callbacks=("csv",)),
@@ -45,8 +46,11 @@ CASES = [
 DONE = {"in the middle of an epoch, saved at every step": 8, "at a boundary, after the save": 10}
 
 
-# test_store_kills.py kills while a backup is written.
-@pytest.mark.parametrize("case", daily(CASES, "in the middle of an epoch, saved at every step"), ids=str)
+# One for each strategy of one process. test_store_kills.py kills while a backup is written.
+DAILY = ("in the middle of an epoch, saved at every step", "two devices", "weights on the host")
+
+
+@pytest.mark.parametrize("case", daily(CASES, *DAILY), ids=str)
 def test_kill(case: Case, trials: Trials) -> None:
     outcome = trials.outcome(case)
     expected = [KILLED if job.kill else 0 for job in case.jobs]

@@ -98,11 +98,13 @@ def _strategy(name: str | None, compression: Any) -> tf.distribute.Strategy:
     if name is None:
         return tf.distribute.get_strategy()
     if name == "workers":
-        return tfdist.MultiWorkerMirroredStrategy(peer_timeout=30, compression=compression)
+        return tfdist.MultiWorkerMirroredStrategy(peer_timeout=60, compression=compression)
     if name == "sharded":
-        return tfdist.FullyShardedStrategy(peer_timeout=30)
+        return tfdist.FullyShardedStrategy(peer_timeout=60)
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+    if name == "host offload":
+        return tfdist.HostOffloadStrategy("CPU:1", "CPU:0")
     return tfdist.MirroredStrategy(["CPU:0", "CPU:1"], compression=compression)
 
 

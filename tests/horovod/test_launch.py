@@ -70,7 +70,6 @@ def test_an_unchanged_script_trains_to_the_weights_of_one_process(script, warm_l
     assert np.abs(weights(tmp_path / "alone.npz") - weights(tmp_path / "together.npz")).max() <= 5e-7
 
 
-@pytest.mark.nightly
 def test_a_killed_rank_changes_nothing(script, warm_launch, tmp_path):
     for name, fault in (("undisturbed", []), ("killed", ["--fault"])):
         command = tfdist_run("--log-dir", f"{name}-logs", str(script), "--backup", *fault, f"{name}.npz")

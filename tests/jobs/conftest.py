@@ -34,13 +34,13 @@ class Tfdist:
         self.records = Records(jobs)
         self.env = {**os.environ, VARIABLE: str(jobs), "PYTHONPATH": str(SOURCE)}
 
-    def run(self, *arguments: str, deadline: float = 60, **env: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str, deadline: float = 120, **env: str) -> subprocess.CompletedProcess[str]:
         """A command to its end."""
         command = [sys.executable, "-m", "tfdist", *arguments]
         more = {"capture_output": True, "text": True, "timeout": deadline}
         return subprocess.run(command, cwd=self.folder, env={**self.env, **env}, check=False, **more)
 
-    def __call__(self, *arguments: str, deadline: float = 60, **env: str) -> str:
+    def __call__(self, *arguments: str, deadline: float = 120, **env: str) -> str:
         """The output of a command that succeeds, without the last end of a line."""
         done = self.run(*arguments, deadline=deadline, **env)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -49,7 +49,7 @@ class Tfdist:
     def record(self, job: str) -> Record:
         return self.records.load(job)
 
-    def wait_for(self, job: str, *states: str, deadline: float = 30) -> str:
+    def wait_for(self, job: str, *states: str, deadline: float = 120) -> str:
         """Waits until a job is in one of these states, and returns the first line that `tfdist status` prints."""
         end = time.monotonic() + deadline
         while True:
@@ -91,7 +91,7 @@ def run_tfdist(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Tfdis
     work.mkdir()
     tfdist = Tfdist(work, tmp_path / "jobs")
     yield tfdist
-    for number, patience in ((signal.SIGTERM, 3.0), (signal.SIGKILL, 3.0)):
+    for number, patience in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 60.0)):
         for pid in tfdist.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)

@@ -19,10 +19,12 @@ from tests.jobs.conftest import OUTER, Tfdist, wait_until
 from tfdist.jobs.local import LocalEngine
 from tfdist.jobs.record import Record
 from tfdist.jobs.request import Request, SubmitError
+from tfdist.jobs.status import Status
 from tfdist.launcher.arguments import Target
 from tfdist.supervision.identity import Identity, shown_host, this_host
 
-# Waits for a file, and saves on SIGTERM if it is told to.
+SECONDS = 120.0
+# Waits for a file, and on SIGTERM, if it is told to, for another one.
 PROGRAM = """\
     import json, os, signal, sys, time
     from pathlib import Path
@@ -31,7 +33,8 @@ PROGRAM = """\
 
     def stop(number, frame):
         Path(name + ".stopped").touch()
-        time.sleep(float(os.environ.get("SAVING", "0.2")))
+        while not Path(name + ".saved").exists():
+            time.sleep(0.02)
         sys.exit(77)
 
     if "saves" in rest:
@@ -60,16 +63,20 @@ def engine(run_tfdist: Tfdist, work: Path) -> LocalEngine:
 
 def started(engine: LocalEngine, name: str, *words: str, **options: object) -> Record:
     """A job whose program runs."""
-    request = Request("local", Target("script", ("job.py", name, *words)), **{"workers": 1, "grace": 5, **options})
+    request = Request("local", Target("script", ("job.py", name, *words)), **{"workers": 1, "grace": 300, **options})
     record = engine.submit(request)
-    wait_until(Path(f"{name}.env").exists, 20, f"the start of {name}")
+    wait_until(Path(f"{name}.env").exists, SECONDS, f"the start of {name}")
     return record
 
 
 def waited_for(engine: LocalEngine, record: Record, state: str) -> str:
     """How a job has ended."""
-    wait_until(lambda: engine.status(engine._records.load(record.id)).state == state, 20, f"{record.id} to be {state}")
-    return engine.status(engine._records.load(record.id)).detail
+
+    def found() -> Status:
+        return engine.status(engine._records.load(record.id))
+
+    wait_until(lambda: found().state == state, SECONDS, f"{record.id} to be {state}")
+    return found().detail
 
 
 def test_jobs_start_at_once_and_outlive_the_shell(run_tfdist: Tfdist, work: Path) -> None:
@@ -78,7 +85,7 @@ def test_jobs_start_at_once_and_outlive_the_shell(run_tfdist: Tfdist, work: Path
     jobs = [run_tfdist(*submit, name, COLOUR="red", **OUTER) for name in "ab"]
     assert jobs == ["local-1", "local-2"]
     for name in "ab":
-        wait_until((work / f"{name}.env").exists, 20, f"the start of {name}")
+        wait_until((work / f"{name}.env").exists, SECONDS, f"the start of {name}")
     assert [line.split()[:3] for line in run_tfdist("status").splitlines()] == [[job, "job", "running"] for job in jobs]
     pid = run_tfdist.record(jobs[0]).details["process"]["pid"]
     assert os.getsid(pid) == pid != os.getsid(0)
@@ -107,23 +114,22 @@ def test_a_run_that_cannot_begin_has_failed(engine: LocalEngine) -> None:
     assert waited_for(engine, job, "failed").startswith("exit code 2, --gpus-per-worker 64: 2 processes need 128 GPUs")
 
 
-def test_cancel_waits_for_the_backup(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SAVING", "1.5")
+def test_cancel_waits_for_the_backup(engine: LocalEngine) -> None:
     job = started(engine, "a", "saves")
-    assert engine.cancel(job) == "local-1: gets SIGTERM, and has 5 s to save its state"
-    wait_until(Path("a.stopped").exists, 10, "SIGTERM")
+    assert engine.cancel(job) == "local-1: gets SIGTERM, and has 300 s to save its state"
+    wait_until(Path("a.stopped").exists, SECONDS, "SIGTERM")
     job = engine._records.load(job.id)
-    assert "asked to stop, has 5 s to save" in str(engine.status(job))
+    assert "asked to stop, has 300 s to save" in str(engine.status(job))
+    Path("a.saved").touch()
     waited_for(engine, job, "cancelled")
     assert engine.cancel(engine._records.load(job.id)).startswith("local-1: is over already, cancelled after ")
     assert json.loads(job.event_log.read_text().splitlines()[-1])["event"] == "preempted"
 
 
-def test_a_second_cancel_kills(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SAVING", "45")
-    job = started(engine, "a", "saves", grace=50)
+def test_a_second_cancel_kills(engine: LocalEngine) -> None:
+    job = started(engine, "a", "saves")
     engine.cancel(job)
-    wait_until(Path("a.stopped").exists, 10, "SIGTERM")
+    wait_until(Path("a.stopped").exists, SECONDS, "SIGTERM")
     # Two signals within a moment count as one.
     time.sleep(0.5)
     assert engine.cancel(engine._records.load(job.id)) == "local-1: is killed"
@@ -133,7 +139,7 @@ def test_a_second_cancel_kills(engine: LocalEngine, monkeypatch: pytest.MonkeyPa
 def test_a_job_that_is_killed_leaves_nothing_and_is_lost(engine: LocalEngine, run_tfdist: Tfdist) -> None:
     job = started(engine, "a")
     os.kill(job.details["process"]["pid"], signal.SIGKILL)
-    wait_until(lambda: not run_tfdist.processes(), 20, "the end of all")
+    wait_until(lambda: not run_tfdist.processes(), SECONDS, "the end of all")
     assert waited_for(engine, job, "lost").startswith("its process vanished without a word")
 
 
@@ -169,7 +175,7 @@ def test_a_dry_run_shows_the_command_and_what_cannot_be_run_is_refused(engine: L
 
 @pytest.fixture
 def process():
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as started:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as started:
         yield started
         started.kill()
 
@@ -180,7 +186,7 @@ def test_a_process_is_known_until_it_ends(process: subprocess.Popen) -> None:
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     # Its number is still taken by what is left of it, the exit code.
     assert not identity.is_alive and Identity.of(process.pid) is None
-    assert process.wait(10) == -signal.SIGTERM
+    assert process.wait(SECONDS) == -signal.SIGTERM
     assert not identity.is_alive and not identity.signal(signal.SIGTERM)
 
 

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tfdist.jobs import status
 from tfdist.jobs.status import Progress, last_progress
 from tfdist.supervision.events import events_in, last_events, without_event
 
+NOW = 1_764_000_000.0
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No time passes."""
+    monkeypatch.setattr(status, "time", SimpleNamespace(time=lambda: NOW))
+
 
 def line(age: float = 0, **fields: Any) -> str:
-    return json.dumps(
-        {"time": time.time() - age, "name": "chief", "event": "progress", "epoch": 3, "step": 20, **fields}
-    )
+    return json.dumps({"time": NOW - age, "name": "chief", "event": "progress", "epoch": 3, "step": 20, **fields})
 
 
 @pytest.mark.parametrize(
@@ -36,7 +43,7 @@ def test_a_line_in_words(fields: dict[str, Any], text: str) -> None:
 
 
 def test_time_that_has_passed_since_is_not_left() -> None:
-    progress = Progress(time.time() - 25, 1, 0, epochs=1, steps=100, seconds_left=100.0)
+    progress = Progress(NOW - 25, 1, 0, epochs=1, steps=100, seconds_left=100.0)
     assert progress.shown() == "epoch 1/1, step 0/100, about 75 s left"
     assert progress.shown(is_running=False) == "epoch 1/1, step 0/100"
 

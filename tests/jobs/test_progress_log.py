@@ -127,27 +127,37 @@ def test_status_is_told_by_the_chief_alone(results: list[dict[str, Any]]) -> Non
 def test_the_lines_of_a_fit(results: list[dict[str, Any]], rank: int) -> None:
     events = [json.loads(line) for line in results[rank]["fit"]]
     # 12 steps of 0.3 s, or more on a busy machine; one line a second, and one for the end.
-    took = events[-1]["time"] - events[0]["time"]
-    assert 3 <= len(events) <= took / 0.95 + 2
+    assert 3 <= len(events) <= 13
     assert {event["event"] for event in events} == {"progress"}
     places = [(event["epoch"], event["step"]) for event in events]
     assert places == sorted(places) and places[0] == (1, 1) and places[-1] == (3, 4)
     assert {(event["epochs"], event["steps"]) for event in events} == {(3, 4)}
+    assert events[0]["seconds_left"] is None and events[-1]["seconds_left"] == 0
+    assert events[-1]["loss"] == pytest.approx(results[rank]["loss"], rel=1e-6)
+    assert events[0]["steps_per_second"] is None and events[0]["data_wait"] is None
+    # A step sleeps 0.3 s. On a busy machine, there is none between the last two lines.
+    later = [event for event, place, before in zip(events[1:], places[1:], places, strict=False) if place != before]
+    assert all(0 < event["steps_per_second"] <= 1 / 0.3 for event in later)
+    assert min(event["data_wait"] for event in later) > 0
+
+
+@pytest.mark.timing
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_pace_of_the_lines_of_a_fit(results: list[dict[str, Any]], rank: int) -> None:
+    events = [json.loads(line) for line in results[rank]["fit"]]
+    took = events[-1]["time"] - events[0]["time"]
+    assert len(events) <= took / 0.95 + 2
     times = [event["time"] for event in events[:-1]]
     assert all(later - earlier > 0.95 for earlier, later in itertools.pairwise(times))
-    assert events[0]["seconds_left"] is None and events[-1]["seconds_left"] == 0
     # At the first line with a speed, seconds for each of the steps that are left of the twelve.
     done = (events[1]["epoch"] - 1) * 4 + events[1]["step"]
     assert 0.3 <= events[1]["seconds_left"] / (12 - done) < 2 * took / 11
-    assert events[-1]["loss"] == pytest.approx(results[rank]["loss"], rel=1e-6)
-    assert events[0]["steps_per_second"] is None and events[0]["data_wait"] is None
-    # A step sleeps 0.3 s, and its data are there.
-    speeds = [event["steps_per_second"] for event in events[1:]]
-    assert all(0 < speed <= 1 / 0.3 for speed in speeds), speeds
+    # The data are there.
     waits = [event["data_wait"] for event in events[1:]]
-    assert min(waits) > 0 and statistics.median(waits) < 0.2, waits
+    assert statistics.median(waits) < 0.2, waits
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_share_of_waiting_for_data(results: list[dict[str, Any]], rank: int) -> None:
     events = [json.loads(line) for line in results[rank]["waits"]]

@@ -113,14 +113,14 @@ class Batch:
             self.process = subprocess.Popen(["/bin/bash", "job.sh"], cwd=folder, env=env, **more)
 
     def end(self) -> int:
-        return self.process.wait(20)
+        return self.process.wait(120)
 
     def text(self, name: str) -> str:
         path = self.folder / name
         return path.read_text() if path.exists() else ""
 
-    def started(self, times: int = 1) -> None:
-        wait_until(lambda: self.text("runs") == "x" * times, 20, f"run {times}")
+    def wait_until_ready(self) -> None:
+        wait_until(lambda: (self.folder / "ready").exists() and self.text("task").endswith("\n"), 120, "the program")
 
 
 @pytest.fixture
@@ -135,10 +135,12 @@ def batch(tmp_path: Path):
     for job in started:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(job.process.pid, signal.SIGKILL)
-        job.process.wait(10)
+        job.process.wait(60)
 
 
-SAVES = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(77)); time.sleep(60)"
+# It makes a file when it is ready for a signal.
+READY, WAITS = "import signal, sys, time; signal.signal(signal.SIGTERM, ", "; open('ready', 'w'); time.sleep(600)"
+SAVES = f"{READY}lambda *_: sys.exit(77)){WAITS}"
 
 
 def test_line_breaks_in_values_and_words_are_not_run(batch) -> None:
@@ -220,7 +222,7 @@ def test_what_becomes_of_a_run(batch, name: str) -> None:
     # An earlier run was preempted.
     job = batch(program, **{"max_restarts": 3, "events": '{"time": 1, "event": "preempted"}\n', **options})
     if interruption is not None:
-        job.started()
+        job.wait_until_ready()
         (job.folder / "state").write_text(interruption[1])
         job.process.send_signal(interruption[0])
     found = (job.end(), job.text("exit-code"), job.text("calls").splitlines(), job.text("runs"))
@@ -230,11 +232,11 @@ def test_what_becomes_of_a_run(batch, name: str) -> None:
 
 
 def test_a_program_that_does_not_stop_has_the_grace(batch) -> None:
-    job = batch("import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)", grace=2)
-    job.started()
+    job = batch(f"{READY}signal.SIG_IGN){WAITS}", grace=2)
+    job.wait_until_ready()
     began = time.monotonic()
     job.process.send_signal(signal.SIGUSR1)
-    wait_until(lambda: "scancel 7" in job.text("calls").splitlines(), 15, "the end of the grace")
+    wait_until(lambda: "scancel 7" in job.text("calls").splitlines(), 120, "the end of the grace")
     assert time.monotonic() - began > 1
 
 
@@ -303,6 +305,9 @@ def test_a_job_has_its_record_before_slurm_has_it_and_knows_nothing_of_an_outer_
     assert variables["COLOUR"] == "red" and not variables.keys() & OUTER.keys()
 
 
+SILENT = "exec sleep 600"
+
+
 @pytest.mark.parametrize(
     ("sbatch", "said", "is_kept"),
     [
@@ -311,7 +316,7 @@ def test_a_job_has_its_record_before_slurm_has_it_and_knows_nothing_of_an_outer_
             "from sbatch .*: sbatch: error: no such partition",
             False,
         ),
-        ("exec sleep 60", "no answer from sbatch .*the job runs is not known: `tfdist status slurm-1` shows it", True),
+        (SILENT, "no answer from sbatch .*the job runs is not known: `tfdist status slurm-1` shows it", True),
         ("echo Socket timed out on send/recv >&2; exit 1", "timed out .*the job runs is not known", True),
         (None, "no command sbatch on the PATH", False),
     ],
@@ -319,7 +324,7 @@ def test_a_job_has_its_record_before_slurm_has_it_and_knows_nothing_of_an_outer_
 def test_a_job_that_slurm_does_not_take(
     slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sbatch: str | None, said: str, is_kept: bool
 ) -> None:
-    monkeypatch.setattr("tfdist.jobs.engine.SECONDS", 0.5)
+    monkeypatch.setattr("tfdist.jobs.engine.SECONDS", 0.5 if sbatch == SILENT else 60.0)
     engine = slurm(**({"sbatch": sbatch} if sbatch else {}))
     if sbatch is None:
         monkeypatch.setenv("PATH", str(tmp_path))

@@ -124,7 +124,6 @@ def test_lost_processes_cost_nothing(warm_launch, mode) -> None:
         assert "restart 1 of 3: training again after " in result.err
 
 
-@pytest.mark.nightly
 def test_a_gradient_never_counts_twice(warm_launch) -> None:
     undisturbed = undisturbed_run(warm_launch, "sync")
     seen = told(run(warm_launch, "sync", "midstep", "killed"))

@@ -132,7 +132,6 @@ def test_two_processes_equal_one(warm_launch, models: int, options: dict) -> Non
         assert slots == {task}, path
 
 
-@pytest.mark.nightly
 def test_a_lost_stage_costs_nothing(warm_launch) -> None:
     options = ("--max-restarts", "1")
     undisturbed = told(stages(warm_launch, RESUMED, 2, "leave", "alone", options=options))

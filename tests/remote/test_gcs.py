@@ -21,6 +21,7 @@ pytestmark = [
     pytest.mark.nightly,
     pytest.mark.slow,
     pytest.mark.cluster,
+    pytest.mark.timeout(900),
     pytest.mark.skipif(shutil.which("openssl") is None, reason="makes a certificate by openssl"),
 ]
 
@@ -65,7 +66,7 @@ def test_contract(gcs: FakeGcs) -> None:
     )
     environment = {**os.environ, **gcs.environment, "PYTHONPATH": str(SOURCE), "CUDA_VISIBLE_DEVICES": "-1"}
     done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, cwd=SOURCE, capture_output=True, text=True, timeout=150
+        [sys.executable, "-c", program], env=environment, cwd=SOURCE, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     assert "a_folder_is_removed" in done.stdout

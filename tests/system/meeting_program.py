@@ -23,8 +23,8 @@ from tfdist.cluster.discovery import find
 _TIMEOUT = "MEETING_TEST_TIMEOUT"
 _ALL = "MEETING_TEST_ALL"
 _ABSENT = "MEETING_TEST_ABSENT"
-_ASK_SECONDS = 5.0
-_ABSENT_SECONDS = 60.0
+_ASK_SECONDS = 15.0
+_ABSENT_SECONDS = 600.0
 
 
 def main(folder: Path) -> None:

@@ -38,7 +38,7 @@ KillWait=2
 """
 _NODE = "NodeName={name} {place} Port={port} CPUs=4 RealMemory=4000 State=UNKNOWN\n"
 _PARTITION = "PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP\n"
-_UP_SECONDS = 20.0
+_UP_SECONDS = 120.0
 _SHOWN = 2000
 
 
@@ -90,7 +90,7 @@ class Slurm:
             subprocess.SubprocessError: if it fails.
         """
         command, env = self.command(*words), {**os.environ, **self.env}
-        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=20, check=True).stdout
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True).stdout
 
     def logs(self) -> str:
         """The ends of what the daemons have written."""

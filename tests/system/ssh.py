@@ -13,7 +13,7 @@ from tests.system.hosts import Host, Hosts
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 # sshd does not start without it.
 _SEPARATION = Path("/run/sshd")
-_UP_SECONDS = 30.0
+_UP_SECONDS = 120.0
 _SSHD = """\
 ListenAddress {address}
 HostKey {folder}/key-{name}

@@ -17,7 +17,7 @@ from tests.system.jobs import MEET, assert_met
 
 pytestmark = pytest.mark.mpi
 
-_SECONDS = 60.0
+_SECONDS = 180.0
 _AS_ROOT = ("--allow-run-as-root",) if os.geteuid() == 0 else ()
 
 
@@ -28,7 +28,7 @@ def command_of(kind: str) -> str | None:
     own = Path(sys.prefix) / "mpich" / "bin" / "mpiexec.hydra"
     for name in ("mpirun.openmpi", "mpirun", "mpiexec.hydra", str(own)):
         path = shutil.which(name)
-        if path and kind in subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20).stdout:
+        if path and kind in subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60).stdout:
             return path
     return None
 
@@ -93,10 +93,10 @@ def test_two_jobs_on_one_host_do_not_mix(jobs):
     ],
 )
 def test_a_task_that_does_not_come(jobs, absent, words):
-    job = jobs.start(*open_mpi(3), *MEET, env={"MEETING_TEST_ABSENT": str(absent), "MEETING_TEST_TIMEOUT": "3"})
+    job = jobs.start(*open_mpi(3), *MEET, env={"MEETING_TEST_ABSENT": str(absent), "MEETING_TEST_TIMEOUT": "15"})
     # The job ends as soon as one task has failed: the others may not have printed theirs.
-    wait_until(lambda: bool(job.found()), 20, "an error")
+    wait_until(lambda: bool(job.found()), _SECONDS, "an error")
     for task in job.found():
         assert re.search(words, task["error"])
-        assert 2.5 < task["seconds"] < 10.0
-    assert job.end(15) == 3
+        assert task["seconds"] > 13.0
+    assert job.end(_SECONDS) == 3

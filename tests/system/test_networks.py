@@ -14,7 +14,7 @@ from tests.system.jobs import FIT, MEET, Job, Jobs, assert_trained_as
 
 pytestmark = pytest.mark.netns
 
-_SECONDS = 60.0
+_SECONDS = 180.0
 
 
 def start_on_all(jobs: Jobs, hosts: Hosts, command: tuple[str, ...], **env: str) -> list[Job]:
@@ -37,12 +37,12 @@ def start_on_all(jobs: Jobs, hosts: Hosts, command: tuple[str, ...], **env: str)
 )
 def test_a_host_that_is_cut_at_the_start_is_named(own_hosts, jobs, cut, words):
     own_hosts.cut(cut)
-    started = start_on_all(jobs, own_hosts, MEET, MEETING_TEST_TIMEOUT="5")
+    started = start_on_all(jobs, own_hosts, MEET, MEETING_TEST_TIMEOUT="20")
     assert [job.end(_SECONDS) for job in started] == [3, 3, 3]
     errors = {task["node"]: task for task in started[0].found()}
     for name, word in zip(NAMES, words, strict=True):
         assert word in errors[name]["error"]
-        assert 4.5 < errors[name]["seconds"] < 13.0
+        assert errors[name]["seconds"] > 18.0
 
 
 def test_the_interface_that_is_asked_for_is_used(own_hosts_in_two_networks, jobs):
@@ -77,12 +77,12 @@ def test_training_in_a_slow_network_equals_one_process(own_hosts, jobs, one_proc
 def test_a_host_that_is_cut_in_training_is_noticed(own_hosts, jobs):
     started = start_on_all(jobs, own_hosts, (*FIT, "--steps=20000"))
     signs = [started[0].folder / f"trains-{rank}" for rank in range(3)]
-    wait_until(lambda: all(sign.exists() for sign in signs), 120, "training")
+    wait_until(lambda: all(sign.exists() for sign in signs), _SECONDS, "training")
     own_hosts.cut("n11")
     # TensorFlow's own heartbeats: after ten seconds without one, a process is given up.
     began = time.monotonic()
-    assert [job.end(40) for job in started] == [1, 1, 1]
-    assert 5.0 < time.monotonic() - began < 30.0
+    assert [job.end(_SECONDS) for job in started] == [1, 1, 1]
+    assert time.monotonic() - began > 5.0
     for job in started[:2]:
         assert "stopped sending heartbeats" in job.output and "/job:worker/replica:0/task:2" in job.output
     assert "CoordinationService/Heartbeat" in started[2].output

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 
 import pytest
 
@@ -16,7 +15,7 @@ from tests.system.slurm import Slurm
 
 pytestmark = pytest.mark.slurm
 
-_SECONDS = 60.0
+_SECONDS = 180.0
 
 
 def batch(jobs: Jobs, slurm: Slurm, script: str, *options: str, env: dict[str, str] | None = None) -> Job:
@@ -77,27 +76,27 @@ def test_rank_0_on_another_node_than_the_first(slurm, jobs, tmp_path):
 
 @pytest.mark.parametrize("way", ["a batch script", "an interactive shell"])
 def test_without_srun_it_says_so(slurm_here, jobs, way):
+    env = {"MEETING_TEST_TIMEOUT": "600"}
     if way == "a batch script":
-        job = batch(jobs, slurm_here, " ".join(MEET), "-N3", "-n3")
+        job = batch(jobs, slurm_here, " ".join(MEET), "-N3", "-n3", env=env)
     else:
-        job = jobs.start("salloc", "-N3", "-n3", *MEET, on=slurm_here)
+        job = jobs.start("salloc", "-N3", "-n3", *MEET, on=slurm_here, env=env)
         assert job.end(_SECONDS) == 3, job.output
     (task,) = job.found()
     assert re.match(r"Received: a process in Slurm job \d+, which has 3 tasks, but not started as one", task["error"])
     assert re.search(r"Start it there with `srun python \S*meeting_program\.py`; to train", task["error"])
-    assert task["seconds"] < 2.0
+    assert task["seconds"] < 300.0, "it has waited for nobody"
 
 
 def test_a_killed_task_ends_the_step(slurm, jobs):
     job = jobs.start("srun", "-N3", "-n3", "-K1", *MEET, on=slurm, env={"MEETING_TEST_ALL": "99"})
-    while len(job.found()) < 3:
-        assert job.launch.popen.poll() is None, job.output
-        time.sleep(0.05)
+    wait_until(lambda: len(job.found()) == 3 or job.launch.popen.poll() is not None, _SECONDS, "three tasks")
+    assert job.launch.popen.poll() is None, job.output
     os.kill(job.found()[1]["pid"], signal.SIGKILL)
     # The highest of the tasks' codes: the others have been asked to end.
-    assert job.end(20) == 128 + signal.SIGTERM
+    assert job.end(_SECONDS) == 128 + signal.SIGTERM
     assert re.search(r"error: \w+: task 1: Killed", job.output)
-    job.launch.assert_nothing_is_left(within=5.0)
+    job.launch.assert_nothing_is_left(within=60.0)
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from tests.system.ssh import SSHD, Sshds, alias
 pytestmark = [pytest.mark.netns, pytest.mark.skipif(SSHD is None or os.geteuid() != 0, reason="no sshd, or not root")]
 
 _SECONDS = 240.0
-_SOON = 30.0
+_SOON = 120.0
 TRAIN = ("-m", "tests.system.training_program")
 
 
@@ -91,7 +91,7 @@ def test_training_equals_one_process(run_on, one_process, assert_nothing_is_left
 @pytest.mark.cluster
 def test_a_run_that_is_stopped_saves_and_goes_on(run_on, own_hosts, undisturbed, assert_nothing_is_left) -> None:
     options = ("--grace", "60")
-    job = run_on(["n9", "n10"], *TRAIN, "{folder}/backup", "0.2", options=options, here="n9")
+    job = run_on(["n9", "n10"], *TRAIN, "{folder}/backup", "1", options=options, here="n9")
     wait_for_training(job)
     job.launch.popen.send_signal(signal.SIGTERM)
     assert job.end(_SECONDS) == 77, job.output
@@ -106,7 +106,7 @@ def test_a_run_that_is_stopped_saves_and_goes_on(run_on, own_hosts, undisturbed,
 @pytest.mark.cluster
 @pytest.mark.timeout(600)
 def test_a_host_that_is_cut_off_is_named_and_the_run_goes_on(run_on, own_hosts, undisturbed) -> None:
-    job = run_on(["n9", "n11"], *TRAIN, "{folder}/backup", "0.2")
+    job = run_on(["n9", "n11"], *TRAIN, "{folder}/backup", "0.5")
     wait_for_training(job)
     own_hosts.cut("n11")
     # First TensorFlow ends the processes of the other hosts; the host that has caused it is named all the same.
@@ -132,10 +132,10 @@ def test_processes_of_a_host_that_is_cut_off_end_by_themselves(
     job = run_on(["n9", "n11"], "--", "sleep", "1000", options=("--max-restarts", "0"))
     wait_until(lambda: len(processes(own_hosts["n11"], "sleep", "1000")) == 1, _SECONDS, "processes")
     own_hosts.cut("n11")
-    assert job.end(60) == 255, job.output
+    assert job.end(_SECONDS) == 255, job.output
     assert "tfdist: host my-n11 does not answer any more: no sign of it for " in job.output
     assert not sshds.left(own_hosts["n9"])
-    wait_until(lambda: not processes(own_hosts["n11"], "sleep", "1000"), 90, "the end of what nobody can end any more")
+    wait_until(lambda: not processes(own_hosts["n11"], "sleep", "1000"), _SECONDS, "the end of all processes there")
     own_hosts.join("n11")
 
 

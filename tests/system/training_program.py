@@ -1,7 +1,11 @@
-"""A training that saves itself: python training_program.py FOLDER PAUSE. Its last line is its result."""
+"""A training that saves itself: python training_program.py FOLDER PAUSE. Its last line is its result.
+
+Slurm starts it again without the pause after each step.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 
@@ -10,7 +14,7 @@ import numpy as np
 
 import tfdist
 
-folder, pause = sys.argv[1], float(sys.argv[2])
+folder, pause = sys.argv[1], float(sys.argv[2]) if os.environ.get("SLURM_RESTART_COUNT", "0") == "0" else 0.0
 
 
 class Slow(keras.callbacks.Callback):

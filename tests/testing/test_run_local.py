@@ -180,6 +180,31 @@ def test_a_function_that_leaves_no_path_to_modules():
     assert run_local(function, 1, timeout=30) == ["there"]
 
 
+def test_the_end_of_a_process_is_that_of_a_script(tmp_path: Path):
+    """Threads come to their end, and exit handlers run, also after an exception: nothing of a user is lost."""
+
+    def function(fails: bool) -> None:
+        import atexit
+
+        def last() -> None:
+            threading.main_thread().join()
+            (tmp_path / "thread").touch()
+
+        threading.Thread(target=last).start()
+        atexit.register(print, "last words", end="")
+        print("an open line", end="", file=sys.stderr)
+        if fails:
+            raise ValueError
+        atexit.register((tmp_path / "handler").touch)
+
+    assert run_local(function, 1, args=(False,), timeout=60) == [None]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["handler", "thread"]
+    (tmp_path / "thread").unlink()
+    with pytest.raises(LocalRunError, match=r"(?s)an open line.*ValueError\nlast words$"):
+        run_local(function, 1, args=(True,), timeout=60)
+    assert (tmp_path / "thread").exists()
+
+
 def test_deadline():
     def function() -> None:
         if rank() == 0:

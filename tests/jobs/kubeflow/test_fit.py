@@ -23,14 +23,16 @@ def controller(tmp_path: Path) -> Iterator[Controller]:
 
 def train(env: dict[str, str]) -> dict[str, Any]:
     """Runs in each process: a fit whose user has written nothing for Kubeflow."""
-    import atexit
     import os
 
     import keras
     import numpy as np
 
     import tfdist
+    from tfdist.supervision import trainjob_status
 
+    # A busy machine may take long for a handshake; the last report is sent as the process ends.
+    trainjob_status._TIMEOUT = trainjob_status._LAST_TIMEOUT = 60.0
     os.environ.update(env)
     strategy = tfdist.MultiWorkerMirroredStrategy()
     keras.utils.set_random_seed(1)
@@ -39,17 +41,15 @@ def train(env: dict[str, str]) -> dict[str, Any]:
         model.compile("sgd", "mse", metrics=["mae"])
     data = np.random.default_rng(0).normal(size=(24, 3)), np.ones((24, 1))
     history = model.fit(*data, batch_size=8, epochs=2, verbose=0, validation_data=data)
-    atexit._run_exitfuncs()  # processes of tests end without them
     return {name: values[-1] for name, values in history.history.items()}
 
 
 def test_the_chief_tells_how_far_the_training_is(controller: Controller) -> None:
     results = run_local(train, 2, args=(controller.env,), timeout=180)
-    controller.wait_for(1)
     told = [body["trainerStatus"] for _, body in controller.heard]
-    # After the first step, perhaps after a later one, and at the end, which replaces what is not sent.
+    # After the first step, perhaps after later ones, and at the end, which replaces what is not sent.
     percentages = [status["progressPercentage"] for status in told]
-    assert {*percentages} <= {100 * step // 6 for step in range(1, 7)} and len(told) <= 7
+    assert {*percentages} <= {100 * step // 6 for step in range(1, 7)}
     assert percentages == sorted(percentages) and percentages[-1] == 100
     assert told[-1]["estimatedRemainingSeconds"] == 0
     metrics = {one["name"]: float(one["value"]) for one in told[-1]["metrics"]}
