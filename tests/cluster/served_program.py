@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import tensorflow as tf
@@ -53,10 +56,13 @@ class Chain:
         return tf.reduce_sum(self.through(tf.ones((SIZE, SIZE))))
 
     @tf.function
-    def endless(self) -> tf.Tensor:
+    def endless(self, on_turn: Callable[[], None]) -> tf.Tensor:
+        """Calls a function after each turn through all devices."""
         x = tf.ones((SIZE, SIZE))
         while tf.reduce_sum(x) > 0.0:
             x = tf.math.sign(self.through(x))
+            with tf.device(self.devices[0]), tf.control_dependencies([x]):
+                tf.py_function(on_turn, [], [])
         return x
 
 
@@ -78,12 +84,17 @@ def endless(cluster: ClusterConfig) -> None:
     """A step that lasts until a server dies, then another one."""
     chain = Chain(connect(cluster, START_TIMEOUT, role=lambda rank: f"stage {rank}"))
     chain.step()
-    threading.Thread(target=lambda: (time.sleep(0.5), tell(running=True)), daemon=True).start()
-    for function in (chain.endless, chain.step):
+    turns = itertools.count()
+
+    def on_turn() -> None:
+        if next(turns) == 0:
+            tell(running=True)
+
+    for step in (functools.partial(chain.endless, on_turn), chain.step):
         try:
-            function()
+            step()
         except (tf.errors.UnavailableError, tf.errors.AbortedError) as error:
-            tell(raised=type(error).__name__, at=time.time())
+            tell(raised=type(error).__name__)
     wait_for("stop")
 
 

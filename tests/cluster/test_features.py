@@ -16,7 +16,7 @@ from tfdist.testing import run_local
 pytestmark = pytest.mark.cluster
 
 # One start of TensorFlow for the whole table, and one deadline for all of its rows.
-_DEADLINE = 540
+_DEADLINE = 1200
 
 
 def rows_of_table(names: list[str], devices: int, transport: str, place: Path) -> Found:

@@ -7,6 +7,7 @@ import functools
 import os
 import re
 import signal
+import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,8 @@ from tests.features import reference
 from tests.features.running import Found, gaps_of, run_rows
 from tests.features.selection import EXCHANGES, IN_PROCESSES
 from tests.gathers_ahead import blocks_ahead
+from tfdist.atomic_files import write_atomically
+from tfdist.launcher.local import local_cluster
 from tfdist.testing import run_local
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(420)]
@@ -464,12 +467,19 @@ def left_alone(folder: str) -> None:
     try:
         model.save_weights(f"{folder}/model.weights.h5")
     except Exception as error:
-        Path(folder, "heard").write_text(str(error))
+        write_atomically(f"{folder}/heard", str(error))
 
 
 @pytest.mark.nightly
 def test_who_waits_for_a_chief_that_dies_while_it_saves_says_so(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError):
+    def until_the_other_one_has_said_it(_: float) -> None:
+        end = time.monotonic() + 60.0
+        while not (tmp_path / "heard").exists() and time.monotonic() < end:
+            time.sleep(0.01)
+
+    # `run_local` gives the others a second.
+    patient = mock.Mock(wraps=time, sleep=until_the_other_one_has_said_it)
+    with mock.patch.object(local_cluster, "time", patient), pytest.raises(RuntimeError):
         run_local(left_alone, workers=2, timeout=100, args=(str(tmp_path),))
     heard = (tmp_path / "heard").read_text()
     # Which of these depends on whether the other process has said already that it waits.

@@ -134,5 +134,6 @@ def described(addresses: str) -> dict[str, Any]:
 def test_addresses_in_keras_variables(given: int) -> None:
     with reserve(2) as kept:
         addresses = ",".join(f"127.0.0.1:{port}" for port in kept.ports[:given])
-    for rank, found in enumerate(run_local(described, workers=2, timeout=120, args=(addresses,))):
+        results = run_local(described, workers=2, timeout=120, args=(addresses,))
+    for rank, found in enumerate(results):
         assert found == {"process": (2, rank), "rank": rank}

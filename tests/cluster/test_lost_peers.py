@@ -39,22 +39,22 @@ model.fit(np.ones((6400, 4)), np.ones((6400, 1)), batch_size=32, verbose=0, shuf
 
 def train(folder: Path, size: int, transport: str, *arguments: str) -> tuple[list[str], list[tuple[int, str]]]:
     """The addresses, and exit code and output of each process."""
-    with ports.reserve(size) as reservation:
-        places = [f"127.0.0.1:{port}" for port in reservation.ports]
     (folder / "train.py").write_text(PROGRAM)
     processes = []
-    try:
-        for index in range(size):
-            config = json.dumps({"cluster": {"worker": places}, "task": {"type": "worker", "index": index}})
-            env = {**os.environ, "TF_CONFIG": config, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
-            env["TFDIST_TRANSPORT"] = transport
-            processes.append(forked(["train.py", *arguments], folder / f"log-{index}", folder, env, index))
-        stopped = int(arguments[0]) if arguments[1] == "stop" else None
-        codes = [None if index == stopped else process.wait(_DEADLINE) for index, process in enumerate(processes)]
-        return places, [(code, (folder / f"log-{index}").read_text()) for index, code in enumerate(codes)]
-    finally:
-        for process in processes:
-            process.kill()
+    with ports.reserve(size) as reservation:
+        places = [f"127.0.0.1:{port}" for port in reservation.ports]
+        try:
+            for index in range(size):
+                config = json.dumps({"cluster": {"worker": places}, "task": {"type": "worker", "index": index}})
+                env = {**os.environ, "TF_CONFIG": config, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
+                env["TFDIST_TRANSPORT"] = transport
+                processes.append(forked(["train.py", *arguments], folder / f"log-{index}", folder, env, index))
+            stopped = int(arguments[0]) if arguments[1] == "stop" else None
+            codes = [None if index == stopped else process.wait(_DEADLINE) for index, process in enumerate(processes)]
+            return places, [(code, (folder / f"log-{index}").read_text()) for index, code in enumerate(codes)]
+        finally:
+            for process in processes:
+                process.kill()
 
 
 WAYS = [(0, "kill", -9, "direct"), (1, "kill", -9, "tensorflow"), (2, "raise", 1, "direct")]
@@ -73,7 +73,7 @@ def test_who_is_gone_is_named_below_the_traceback(rank, how, code, transport, tm
         print(text)
         assert found == 1
         lines = text.splitlines()
-        (at,) = (number for number, line in enumerate(lines) if line.startswith("tfdist: "))
+        (at,) = (number for number, line in enumerate(lines) if line.startswith("tfdist: worker "))
         # Who hears of it from another survivor only, by its end, finds both gone.
         assert f"worker {rank} ({places[rank]})" in lines[at]
         said.append(lines[at])
@@ -98,10 +98,12 @@ def test_who_is_stopped_is_not_waited_for(tmp_path):
 def test_what_is_said_of_whom(monkeypatch):
     from tfdist.runtime.job import GONE, SILENT, THERE, lost, state_of
 
-    with socket.create_server(("127.0.0.1", 0)) as there:
-        place = f"127.0.0.1:{there.getsockname()[1]}"
-        assert state_of(place, 1.0) == THERE
-    assert state_of(place, 1.0) == GONE
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))  # nobody listens there yet, and nobody else can
+        place = f"127.0.0.1:{listener.getsockname()[1]}"
+        assert state_of(place, 60.0) == GONE
+        listener.listen()
+        assert state_of(place, 60.0) == THERE
     with monkeypatch.context() as patched:
         patched.setattr(socket, "create_connection", mock.Mock(side_effect=TimeoutError))
         assert state_of(place, 1.0) == SILENT

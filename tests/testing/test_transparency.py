@@ -48,9 +48,8 @@ def transparency() -> tuple[dict, str]:
 
 
 @pytest.mark.cluster
-@pytest.mark.timeout(90)
 def test_assert_transparent():
-    ((gaps, message),) = run_local(transparency, 1, timeout=60)
+    ((gaps, message),) = run_local(transparency, 1)
     assert set(gaps.values()) == {0.0}
     assert {"history 0", "evaluate 0", "predict 0", "weight 0", "optimizer iterations"} <= set(gaps)
     first, *listing = message.splitlines()

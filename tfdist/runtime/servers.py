@@ -92,8 +92,8 @@ def serve(cluster: ClusterConfig, start_timeout: float) -> NoReturn:
         # A worker that is started together with its job can find the chief of a former one, which is about to end.
         if not rejoined or os.environ.get(_REPLACEMENT) or time.monotonic() >= deadline:
             break
-        say(f"{chief} has ended, soon after {own} had come back; {own} waits for another job until its start_timeout")
         heed_signals()
+        say(f"{chief} has ended, soon after {own} had come back; {own} waits for another job until its start_timeout")
     say(f"{chief} has ended, and {own} ends as well")
     del server
     end()

@@ -24,12 +24,12 @@ def create_in_process_cluster() -> Any:
     """Creates and starts local servers and returns the cluster_resolver."""
     with reserve(NUM_WORKERS + NUM_PS) as reservation:
         places = [f"localhost:{port}" for port in reservation.ports]
-    cluster_spec = tf.train.ClusterSpec({"worker": places[:NUM_WORKERS], "ps": places[NUM_WORKERS:]})
-    # Workers need some inter_ops threads to work properly.
-    config = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=NUM_WORKERS + 1)
-    for job in cluster_spec.jobs:
-        for index in range(cluster_spec.num_tasks(job)):
-            tf.distribute.Server(cluster_spec, job_name=job, task_index=index, config=config, protocol="grpc")
+        cluster_spec = tf.train.ClusterSpec({"worker": places[:NUM_WORKERS], "ps": places[NUM_WORKERS:]})
+        # Workers need some inter_ops threads to work properly.
+        config = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=NUM_WORKERS + 1)
+        for job in cluster_spec.jobs:
+            for index in range(cluster_spec.num_tasks(job)):
+                tf.distribute.Server(cluster_spec, job_name=job, task_index=index, config=config, protocol="grpc")
     return tf.distribute.cluster_resolver.SimpleClusterResolver(cluster_spec, rpc_layer="grpc")
 
 

@@ -25,7 +25,7 @@ from tfdist.supervision import events, progress
 
 _PROGRAM = str(Path(__file__).with_name("fork_program.py"))
 # Seconds for imports that are under way, and for a fork.
-_PATIENCE = 60.0
+_PATIENCE = 300.0
 # What the interpreter, the dynamic linker, the C library, and the imports of TensorFlow, Keras and NumPy read.
 _READ_AT_START = (
     "PYTHON", "LD_", "MALLOC_", "GLIBC_", "TF_", "TF2_", "XLA_", "KERAS_", "ONEDNN_", "DNNL_", "CUDA_", "NVIDIA_",
