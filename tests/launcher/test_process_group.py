@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launcher.conftest import wait_until
+from tests.launcher.conftest import DEADLINE, wait_until
 from tfdist.launcher import process
 from tfdist.launcher.guardian import Guardian
 from tfdist.launcher.operating_system import spawn
@@ -28,12 +28,11 @@ class Trial:
 
     Attributes:
         shown: what it printed, as the launcher shows it.
-        seconds: how long it took.
         failures: what became of each process that did not end with 0.
     """
 
     def __init__(self, folder: Path, *scripts: str, restart: int = 0) -> None:
-        stream, begin = io.BytesIO(), time.monotonic()
+        stream, end = io.BytesIO(), time.monotonic() + DEADLINE
         plans = [
             ProcessPlan("worker", index, ("/bin/sh", "-c", script), os.environ, shown=index == 0)
             for index, script in enumerate(scripts)
@@ -46,8 +45,7 @@ class Trial:
                     assert ended.status is not None
                     if ended.status:
                         self.failures.append(group.failure(ended, ended.status))
-                assert time.monotonic() - begin < 10.0
-            self.seconds = time.monotonic() - begin
+                assert time.monotonic() < end
         self.shown = stream.getvalue().decode()
 
 
@@ -93,22 +91,23 @@ def test_logs_that_the_program_has_deleted_are_told_and_made_anew(trial, tmp_pat
     assert (logs / "worker-0.log").read_text() == "--- restart 1 ---\n"
 
 
-def test_helpers_may_clean_up(trial, tmp_path: Path) -> None:
+def test_helpers_may_clean_up(trial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_HELPERS_GRACE", DEADLINE)
     trial(f"(sleep 0.2; touch {tmp_path}/clean) & exit 0")
     assert (tmp_path / "clean").exists()
 
 
 def test_helpers_that_remain_are_killed(trial, tmp_path: Path, short_grace: None) -> None:
-    done = trial(f"sleep 60 & echo $! > {tmp_path}/helper; exit 3")
-    assert done.seconds < 30
+    done = trial(f"sleep 1000 & echo $! > {tmp_path}/helper; exit 3")
+    assert [one.status for one in done.failures] == [3]
     helper = int((tmp_path / "helper").read_text())
-    wait_until(lambda: process.process_state(helper) in process._ENDED, 2, "the end of the helper")
+    wait_until(lambda: process.process_state(helper) in process._ENDED, DEADLINE, "the end of the helper")
 
 
 @pytest.mark.skipif(shutil.which("setsid") is None, reason="setsid is not installed")
 @pytest.mark.parametrize(
     "helper",
-    ["for i in $(seq 3000); do [ -e hold ] || exit; sleep 0.02; done", f"exec yes {'x' * 1000}"],
+    ["for i in $(seq 30000); do [ -e hold ] || exit; sleep 0.02; done", f"exec yes {'x' * 1000}"],
     ids=["silent", "talkative"],
 )
 @pytest.mark.parametrize("leaves", ["", "setsid"], ids=["in the group", "left the group"])
@@ -121,7 +120,6 @@ def test_helpers_that_hold_the_output_do_not_keep_the_launcher(
     done = trial(f"printf 'the end'; {helper} while ! [ -e up ]; do sleep 0.01; done; exit 3")
     (tmp_path / "hold").unlink()  # who left the group is nobody's to kill, and ends by itself
     assert [one.status for one in done.failures] == [3]
-    assert done.seconds < 30  # half of what a silent one lives at least, and a talkative one has no end
     assert done.shown.startswith("[worker 0] the end")
 
 
@@ -135,16 +133,17 @@ def test_what_the_kernel_does_not_end_is_left_behind(
     groups: list[int] = []
     monkeypatch.setattr(process, "spawn", lambda *words, **more: _noted(groups, spawn(*words, **more)))
     terminal = Terminal(io.BytesIO(), is_tty=False, live="worker 0")
-    script = "exec sleep 60" if who == "the process" else "sleep 60 & exit 3"
+    script = "exec sleep 1000" if who == "the process" else "sleep 1000 & exit 3"
     plans = [ProcessPlan("worker", 0, ("/bin/sh", "-c", script), os.environ, shown=True)]
-    begin = time.monotonic()
+    end = time.monotonic() + DEADLINE
     try:
         with Guardian() as guardian, ProcessGroup(plans, tmp_path, terminal, guardian, 0, start_unpinned) as group:
-            group.kill()
             ended = []
+            if who == "the process":
+                group.kill()
             while not group.is_over:
                 ended += group.tick()
-                assert time.monotonic() - begin < 20
+                assert time.monotonic() < end
             assert [one.status for one in ended] == [-signal.SIGKILL if who == "the process" else 3]
     finally:
         for number in groups:
@@ -162,7 +161,7 @@ def _noted(groups: list[int], started):
 
 WAIT_FOR_SIGTERM = """
 import pathlib, signal, subprocess, sys
-helper = subprocess.Popen(["sleep", "60"])
+helper = subprocess.Popen(["sleep", "1000"])
 def stop(*_):
     try:
         sys.exit(-helper.wait(float(sys.argv[2])))
@@ -175,7 +174,7 @@ signal.pause()
 
 
 @pytest.mark.parametrize(
-    ("wrapper", "patience", "helper_gets"), [((), 0.2, 0), (("/usr/bin/env",), 5.0, signal.SIGTERM)]
+    ("wrapper", "patience", "helper_gets"), [((), 0.2, 0), (("/usr/bin/env",), DEADLINE, signal.SIGTERM)]
 )
 def test_sigterm_goes_to_a_python_program_alone(
     tmp_path: Path, wrapper: tuple[str, ...], patience: float, helper_gets: int
@@ -185,11 +184,11 @@ def test_sigterm_goes_to_a_python_program_alone(
     one = process.Process(ProcessPlan("worker", 0, command, os.environ), tmp_path, start_program=start_unpinned)
     one.start()
     try:
-        wait_until((tmp_path / "ready").exists, 10, "its handler")
+        wait_until((tmp_path / "ready").exists, DEADLINE, "its handler")
         one.signal(signal.SIGTERM)
-        wait_until(one.poll, 5, "its end")
+        wait_until(one.poll, DEADLINE, "its end")
         assert one.status == helper_gets
     finally:
         one.kill()
-        wait_until(lambda: one.poll() or one.is_over, 5, "the end of the group")
+        wait_until(lambda: one.poll() or one.is_over, DEADLINE, "the end of the group")
         one.close()

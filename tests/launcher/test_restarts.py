@@ -29,7 +29,7 @@ def test_a_killed_worker_is_replaced(launch, tmp_path) -> None:
     assert re.fullmatch(
         r"tfdist: 2 workers on this machine; .*\n"
         r"tfdist: worker 1 was killed by SIGKILL at step 10; restart 1 of 3\n"
-        r"tfdist: restart 1 of 3: training again after \d\.\d s, "
+        r"tfdist: restart 1 of 3: training again after \d+\.\d s, "
         r"2 steps redone\n",
         result.err,
     )
@@ -41,7 +41,7 @@ def test_a_killed_worker_is_replaced(launch, tmp_path) -> None:
         "training-again",
         "complete",
     ]
-    assert 0 < of_kind(tmp_path, "training-again")[0]["seconds"] < 5
+    assert of_kind(tmp_path, "training-again")[0]["seconds"] > 0
     first, second = of_kind(tmp_path, "start")
     assert not set(first["processes"].values()) & set(second["processes"].values())
     assert started.log("worker-1") == "--- restart 1 ---\nworkers 2\n"
@@ -49,12 +49,12 @@ def test_a_killed_worker_is_replaced(launch, tmp_path) -> None:
 
 
 def test_a_stopped_process_is_named(launch, tmp_path) -> None:
-    started = launch(fails_once("os.kill(os.getpid(), signal.SIGSTOP)"), "--hang-timeout", "1")
+    started = launch(fails_once("os.kill(os.getpid(), signal.SIGSTOP)"), "--hang-timeout", "10")
     result = started.finish()
     assert result.code == 0, result.err
     assert re.search(
-        r"tfdist: worker 1 is stopped \(process state T\): no progress for 1(\.\d+)? s \(--hang-timeout\); "
-        r"restart 1 of 3\ntfdist: restart 1 of 3: training again after \d\.\d s, 2 steps redone\n",
+        r"tfdist: worker 1 is stopped \(process state T\): no progress for \d\d(\.\d+)? s \(--hang-timeout\); "
+        r"restart 1 of 3\ntfdist: restart 1 of 3: training again after \d+\.\d s, 2 steps redone\n",
         result.err,
     )
     (failure,) = of_kind(tmp_path, "failure")

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from tests.launcher.conftest import DEADLINE
+
 WRITE_FACTS = """
     Path(f"facts-{name}-{os.environ['TFDIST_RUN_ID']}.json").write_text(json.dumps({
         "arguments": sys.argv[1:], "env": dict(os.environ), "cpus": sorted(os.sched_getaffinity(0)),
@@ -97,7 +99,7 @@ def test_parameter_servers_end_with_the_training(launch) -> None:
         Path(f"up-{name}").touch()
         # The training shall not end before the others have begun.
         while not (Path("up-ps-0").exists() and Path("up-worker-0").exists()): time.sleep(0.02)
-        if job == "ps": time.sleep(100)
+        if job == "ps": time.sleep(1000)
     """
     started = launch(script, "-n", "1", "--ps", "1")
     result = started.finish()
@@ -136,7 +138,7 @@ def test_reader_that_goes_away_does_not_end_the_training(launch, tmp_path) -> No
     started = launch("for number in range(200): print('x' * 1000); time.sleep(0.002)\nPath('end').touch()", "-n", "1")
     assert started.popen.stdout is not None
     started.popen.stdout.close()
-    assert started.popen.wait(20) == 0
+    assert started.popen.wait(DEADLINE) == 0
     assert (tmp_path / "end").exists()
     assert len(started.log("worker-0").splitlines()) == 200
 
@@ -147,7 +149,7 @@ def test_exit_code_survives_a_closed_terminal(launch) -> None:
     for stream in (started.popen.stdout, started.popen.stderr):
         assert stream is not None
         stream.close()
-    assert started.popen.wait(20) == 3
+    assert started.popen.wait(DEADLINE) == 3
 
 
 @pytest.mark.parametrize("words", ["run -n 2", pytest.param("tune", marks=pytest.mark.nightly)])

@@ -107,10 +107,10 @@ def test_plan() -> None:
 def test_every_process_learns_the_stages_and_replicas(launch) -> None:
     script = """
         names = ("TFDIST_STAGES", "TFDIST_REPLICAS")
-        Path(name).write_text(json.dumps([os.environ[n] for n in names] + [len(config["cluster"]["worker"])]))
-        if index == 0:
-            while len(list(Path().glob("worker-?"))) < 4: time.sleep(0.01)
-        time.sleep(0.2)
+        Path(f"{name}.tmp").write_text(json.dumps([os.environ[n] for n in names] + [len(config["cluster"]["worker"])]))
+        Path(f"{name}.tmp").rename(name)
+        # The training shall not end before the others have written theirs.
+        while len(list(Path().glob("worker-?"))) < 4: time.sleep(0.01)
     """
     started = launch(script, "--stages", "2", "--replicas", "2")
     result = started.finish()

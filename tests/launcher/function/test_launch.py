@@ -153,7 +153,7 @@ class TestFailures:
                     time.sleep(0.01)
                 inner(42)
             Path(begun).touch()
-            time.sleep(60)
+            time.sleep(1000)
 
         with pytest.raises(tfdist.LaunchError) as error:
             tfdist.launch(function, (os.path.abspath("begun"),))
@@ -200,7 +200,7 @@ class TestFailures:
             print("last words of", rank())
             if rank() == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(60)
+            time.sleep(1000)
 
         with pytest.raises(tfdist.LaunchError) as error:
             tfdist.launch(function)
@@ -223,7 +223,7 @@ class TestFailures:
         def function() -> None:
             print("waits")
             if rank() == 1:
-                time.sleep(60)
+                time.sleep(1000)
 
         # On a busy machine, worker 0 may not have begun either.
         says = r"^(worker 0 and )?worker 1 did not end within 3 s \(timeout\)\.\n--- worker \d, last lines:\n"
@@ -261,7 +261,6 @@ class TestFailures:
             writer.begin()
             for step in range(1, 4):
                 writer.report("training", step)
-            time.sleep(0.5)
             if rank() == 1 and not os.path.exists(path):
                 Path(path).touch()
                 raise ValueError("for the first time")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import signal
@@ -23,7 +24,7 @@ def wait(folder):
     with open(f"{folder}/{tfdist.discover().rank}", "w") as file:
         file.write(str(os.getpid()))
     os.rename(file.name, file.name + ".pid")
-    time.sleep(100)
+    time.sleep(1000)
 """
 
 
@@ -49,13 +50,14 @@ def work(n):
     print("  done")
     return Point(times(n))
 
+begun = time.monotonic()
 point = tfdist.launch(work, (300,))
-(isinstance(point, Point), point.x)""",
+(isinstance(point, Point), point.x, time.monotonic() - begun)""",
                 """
 def fail(x):
     if tfdist.discover().rank == 1:
         return factor[x]  # a mistake
-    time.sleep(60)
+    time.sleep(1000)
 
 tfdist.launch(functools.partial(fail, x=5))""",
                 "import asyncio\nawait asyncio.to_thread(tfdist.launch, lambda: 'beside the loop')",
@@ -69,11 +71,12 @@ tfdist.launch(functools.partial(fail, x=5))""",
     lines = printed(worked).splitlines()
     assert lines[0].startswith("tfdist: 2 workers on this machine; output of worker 1 goes to tfdist-logs/")
     assert lines[1:] == [" 300/300  done"]
-    assert worked.outputs[-1]["data"]["text/plain"] == "(True, 900)"
-    # Live, and yet not one output for each of the 300 states, which took three seconds or more.
+    is_point, x, seconds = ast.literal_eval(worked.outputs[-1]["data"]["text/plain"])
+    assert (is_point, x) == (True, 900)
+    # Live, and yet no output for each of the 300 states, which took three seconds or more, but four a second at most.
     streams = [output["text"] for output in worked.outputs if output.get("name") == "stdout"]
-    assert 5 < len(streams) < 150
-    assert "\x1b[1m" in streams[3]
+    assert any("\x1b[1m" in text and " 300/300" not in text for text in streams)
+    assert len(streams) <= 8 + 4 * seconds
 
     message = error(failed)
     assert message.startswith("LaunchError: worker 1 raised TypeError: 'int' object is not subscriptable\n")
@@ -87,7 +90,7 @@ def test_stopped_and_killed(folder):
     ready = [folder / f"{rank}.pid" for rank in range(2)]
 
     def started(message: str) -> list[int]:
-        wait_until(lambda: all(path.exists() for path in ready), 60, f"both processes of {message}")
+        wait_until(lambda: all(path.exists() for path in ready), 120, f"both processes of {message}")
         pids = [int(path.read_text()) for path in ready]
         for path in ready:
             path.unlink()
@@ -100,13 +103,13 @@ def test_stopped_and_killed(folder):
         assert set(pids) <= running.marked()
         running.manager.interrupt_kernel()
         assert running.answer(message) == "KeyboardInterrupt"
-        wait_until(lambda: not running.marked(), 30, "the end of the workers")
+        wait_until(lambda: not running.marked(), 60, "the end of the workers")
         assert running.run("assert tfdist.launch(lambda: 5) == 5") == ""
 
         started(running.client.execute(f"tfdist.launch(wait, ({str(folder)!r},))"))
         assert len(running.marked()) >= 2
         os.kill(running.pid, signal.SIGKILL)
-        wait_until(lambda: not running.marked(), 30, "the end of the workers of the dead kernel")
+        wait_until(lambda: not running.marked(), 60, "the end of the workers of the dead kernel")
 
 
 @pytest.mark.slow

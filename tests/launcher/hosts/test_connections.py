@@ -5,11 +5,13 @@ from __future__ import annotations
 import base64
 import io
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,22 +22,32 @@ from hypothesis import strategies as st
 
 from tests.launcher.conftest import wait_until
 from tfdist.launcher.hosts import connection as connections
+from tfdist.launcher.hosts.agent import SILENCE
 from tfdist.launcher.hosts.connection import Channel, Connection, Reach, Reached, RunFacts, check_said, line
 from tfdist.launcher.hosts.group import HostsGroup
 from tfdist.launcher.hosts.places import ListedHost
 from tfdist.launcher.output import Terminal
 from tfdist.launcher.plan import ProcessPlan, own_version
 from tfdist.launcher.policy import choose
+from tfdist.supervision.exit_codes import HOST_LOST, PREEMPTED
 
 DEADLINE = 60.0
-AGENT = "import tfdist.launcher.hosts.agent as agent; agent.SILENCE = {silence}; agent.main()"
+# Its clock is ahead of ours by a second for each byte of a file.
+AGENT = """
+import os, time
+now = time.monotonic
+time.monotonic = lambda: now() + os.stat({clock!r}).st_size
+import tfdist.launcher.hosts.agent as agent
+agent.main()
+"""
 
 
 @contextmanager
-def agent(tmp_path: Path, silence: float = 60.0, **hello: object) -> Iterator[tuple[Channel, subprocess.Popen]]:
+def agent(tmp_path: Path, **hello: object) -> Iterator[tuple[Channel, subprocess.Popen]]:
     """An agent that has been greeted."""
     greeting, pipe = os.urandom(16).hex(), subprocess.PIPE
-    words = [sys.executable, "-c", AGENT.format(silence=silence)]
+    (tmp_path / "clock").touch()
+    words = [sys.executable, "-c", AGENT.format(clock=str(tmp_path / "clock"))]
     process = subprocess.Popen(words, bufsize=0, stdin=pipe, stdout=pipe, start_new_session=True)
     channel = Channel(process.stdout, process.stdin, greeting)
     fields = {"run_id": "", "restart": 0, "variables": {}, "log_dir": str(tmp_path / "logs"), "probe": "/no/probe"}
@@ -73,21 +85,23 @@ def is_gone(pid: int) -> bool:
 
 
 def test_an_agent_ends_all_when_its_launcher_falls_silent(tmp_path) -> None:
-    with agent(tmp_path, silence=2.0) as (channel, process):
-        pid = start(channel, "sleep", "100")
-        end = time.monotonic() + 3.0
-        while time.monotonic() < end:
+    with agent(tmp_path) as (channel, process):
+        pid = start(channel, "sleep", "1000")
+        for beats in range(1, 4):
+            os.truncate(tmp_path / "clock", beats * int(SILENCE) // 2)
             channel.send(line(kind="beat"))
+            channel.send(line(kind="prepare", count=1, towards="127.0.0.1"))
+            heard(channel, "ready")
             assert not is_gone(pid)
-            time.sleep(0.1)
         # Connected, but nothing comes any more: a network that is cut.
+        os.truncate(tmp_path / "clock", beats * int(SILENCE) // 2 + int(SILENCE) + 1)
         assert process.wait(DEADLINE) == 1
         wait_until(lambda: is_gone(pid), DEADLINE, "the end of what it had started")
 
 
 def test_an_agent_ends_all_when_the_connection_ends(tmp_path) -> None:
     with agent(tmp_path) as (channel, process):
-        pid = start(channel, "sleep", "100")
+        pid = start(channel, "sleep", "1000")
         channel.close()
         assert process.wait(DEADLINE) == 1
         wait_until(lambda: is_gone(pid), DEADLINE, "the end of what it had started")
@@ -100,8 +114,8 @@ def test_an_agent_without_processes_just_ends(tmp_path) -> None:
 
 
 def test_a_new_agent_ends_what_an_attempt_that_was_cut_off_has_left(tmp_path) -> None:
-    left = subprocess.Popen(["sleep", "100"], env={**os.environ, "TFDIST_RUN_ID": f"run {tmp_path.name}"})
-    other = subprocess.Popen(["sleep", "100"], env={**os.environ, "TFDIST_RUN_ID": "of others"})
+    left = subprocess.Popen(["sleep", "1000"], env={**os.environ, "TFDIST_RUN_ID": f"run {tmp_path.name}"})
+    other = subprocess.Popen(["sleep", "1000"], env={**os.environ, "TFDIST_RUN_ID": "of others"})
     try:
         with agent(tmp_path, run_id=f"run {tmp_path.name}", restart=1):
             assert left.wait(DEADLINE) == -9 and other.poll() is None
@@ -145,17 +159,15 @@ def test_an_agent_hears_its_processes_only_as_fast_as_it_can_tell(tmp_path) -> N
         assert psutil.Process(process.pid).memory_info().rss - before < 50 << 20
 
 
-def test_a_host_that_falls_silent_is_lost(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "SILENCE", 1.0)
+def test_a_host_that_falls_silent_is_lost(tmp_path) -> None:
     with reached(tmp_path, "one", "two") as hosts:
         one, two = hosts.connections.values()
         end = time.monotonic() + DEADLINE
         while not two.lost and time.monotonic() < end:
-            one.channel.heard = time.monotonic()  # the only difference between them
+            one.channel.heard = time.monotonic()
+            two.channel.heard = time.monotonic() - connections.SILENCE - 1  # the only difference between them
             one.hear()
-            two.hear()
-            two.channel.heard = min(two.channel.heard, two.born)
-            time.sleep(0.02)
+            two.hear()  # what it has said before may still come
         assert two.lost.startswith("host two does not answer any more: no sign of it for ") and not one.lost
 
 
@@ -170,22 +182,20 @@ def reached(tmp_path: Path, *names: str) -> Iterator[Reached]:
     run = RunFacts("run", str(tmp_path / "logs"), {})
     with Reached.reach(listed, Reach((str(ssh),), None, str(tmp_path)), run) as hosts:
         assert not hosts.problems
-        for connection in hosts.connections.values():
-            connection.born = time.monotonic()
         yield hosts
 
 
-def test_a_heart_beats_while_nothing_is_said(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[bytes] = []
-    monkeypatch.setattr(connections, "BEAT", 0.05)
-    send = Channel.send
-    monkeypatch.setattr(Channel, "send", lambda self, text=b"": (sent.append(text), send(self, text)))
-    with reached(tmp_path, "one") as hosts:
-        sent.clear()
-        end = time.monotonic() + 0.5
-        while time.monotonic() < end:
-            hosts.connections["one"].channel.beat()
-        assert 3 < sent.count(line(kind="beat")) <= 10
+def test_a_heart_beats_while_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(connections, "time", SimpleNamespace(monotonic=lambda: now))
+    reading, writing = os.pipe()
+    channel = Channel(FileIO(os.dup(reading), "rb"), FileIO(writing, "wb"))
+    for tick in range(81):
+        now = tick / 8
+        channel.beat()
+    assert channel.receive() == [{"kind": "beat"}] * 5  # every two seconds
+    channel.close()
+    os.close(reading)
 
 
 def test_what_no_agent_says_ends_the_connection(tmp_path) -> None:
@@ -199,6 +209,8 @@ def test_what_no_agent_says_ends_the_connection(tmp_path) -> None:
 
 class _Connection(Connection):
     """A host of which a test decides what comes, and when."""
+
+    silence = 0.0
 
     def __init__(self, name: str) -> None:
         self.host, self.lost, self.facts = ListedHost(name), "", object()
@@ -225,7 +237,7 @@ class _Connection(Connection):
 def test_a_host_that_has_fallen_silent_is_to_blame_for_failures_elsewhere(tmp_path, silence: float) -> None:
     """TensorFlow notices within ten seconds that a host is cut off, and then the processes of the others fail."""
     with group_of_two(tmp_path) as (group, one, two):
-        two.channel.heard -= silence
+        two.silence = silence
         said = base64.b64encode(b"UnavailableError: gone\n").decode()
         one.told = [{"kind": "output", "number": 0, "data": said}, {"kind": "end", "name": "worker 0", "status": 1}]
         ended = group.tick()
@@ -237,6 +249,25 @@ def test_a_host_that_has_fallen_silent_is_to_blame_for_failures_elsewhere(tmp_pa
             assert culprit.cause == "host two does not answer any more: no sign of it for 12 s; it ran worker 1"
         else:
             assert culprit.cause == "worker 0 on one failed with exit code 1 (UnavailableError: gone)"
+
+
+@pytest.mark.parametrize(
+    ("status", "cause", "code"),
+    [
+        (-signal.SIGKILL, "host two is lost: its agent is gone; it ran worker 1", HOST_LOST),
+        (3, "worker 1 on two failed with exit code 3", 3),
+        (PREEMPTED, "worker 1 on two failed with exit code 77", PREEMPTED),
+    ],
+)
+def test_what_is_blamed_where_a_process_and_its_host_end_at_once(tmp_path, status: int, cause: str, code: int) -> None:
+    """What goes down with a host is killed; an exit code is a program's own."""
+    with group_of_two(tmp_path) as (group, _, two):
+        two.told = [{"kind": "end", "name": "worker 1", "status": status}, {"kind": "over", "name": "worker 1"}]
+        two.lose("host two is lost: its agent is gone")
+        (process,) = group.tick()
+        failure = group.failure(process, process.status)
+        assert (failure.cause, failure.exit_code) == (cause, code)
+        assert not group.tick()
 
 
 def test_the_guardian_forgets_ssh_of_a_host_that_is_lost(tmp_path) -> None:
@@ -296,10 +327,12 @@ def group_of_two(tmp_path: Path) -> Iterator[tuple[HostsGroup, _Connection, _Con
     terminal = Terminal(io.BytesIO(), is_tty=False)
     try:
         with HostsGroup(plans, tmp_path, terminal, guardian, 0, hosts) as group:
-            yield group, one, two
-            for connection, name in ((one, "worker 0"), (two, "worker 1")):
-                ends = [{"kind": "end", "name": name, "status": 0}, {"kind": "over", "name": name}]
-                connection.told = [] if connection.lost else ends
+            try:
+                yield group, one, two
+            finally:
+                for connection, name in ((one, "worker 0"), (two, "worker 1")):
+                    ends = [{"kind": "end", "name": name, "status": 0}, {"kind": "over", "name": name}]
+                    connection.told = [] if connection.lost else ends
     finally:
         for connection in (one, two):
             os.close(connection.channel.reading)

@@ -24,12 +24,12 @@ token = os.environ["TFDIST_TOKEN"]
 print(json.dumps([os.environ.get("FAKE_HOST"), hashlib.sha256(token.encode()).hexdigest(), len(token),
     os.environ.get("KEY"), os.environ.get("AWS_SECRET_ACCESS_KEY"), os.environ.get("KERAS_OWN"), sys.argv[1:],
     sys.stdin.read(), os.getcwd()]))
-Path(f"cmdline-{index}").write_text("".join(p.read_text() for p in Path("/proc").glob("[0-9]*/cmdline") if readable(p)))
+Path(f"cmdline-{index}").write_text("".join(text(p) for p in Path("/proc").glob("[0-9]*/cmdline")))
 """
-READABLE = """
-def readable(path):
-    try: path.read_text(); return True
-    except OSError: return False
+TEXT = """
+def text(path):
+    try: return path.read_text(errors="replace")
+    except OSError: return ""  # it has ended, or belongs to somebody else
 """
 # The last worker of the first life dies; those of the next one take the training up again.
 FAILS_ONCE = """
@@ -54,7 +54,7 @@ def test_what_a_process_gets_and_what_others_can_see(launch_on, ssh, tmp_path) -
     env = {"AWS_SECRET_ACCESS_KEY": "of a cloud", "KERAS_OWN": "travels"}
     options = ("--output", "all", "--env", f"KEY={SECRET}")
     words = ("script.py", "a b", "$HOME")
-    started = launch_on("one:2,two", READABLE + SAYS, *options, arguments=words, env=env, folder=folder)
+    started = launch_on("one:2,two", TEXT + SAYS, *options, arguments=words, env=env, folder=folder)
     result = started.finish(DEADLINE)
     assert result.code == 0, result.err
     said = {line.split("]")[0][1:]: json.loads(line.partition("] ")[2]) for line in result.out.splitlines()}
@@ -77,7 +77,7 @@ def test_what_a_process_gets_and_what_others_can_see(launch_on, ssh, tmp_path) -
         "tfdist: 3 workers on 2 hosts (one: worker 0 and 1; two: worker 2); complete logs in tfdist-logs/" in result.err
     )
     assert "tfdist: one and two are the same machine" in result.err
-    started.assert_nothing_is_left(DEADLINE)
+    started.assert_nothing_is_left()
 
 
 @pytest.mark.nightly
@@ -105,13 +105,13 @@ def test_a_hostfile_and_fewer_processes_than_places(launch_on, tmp_path) -> None
 
 
 def test_a_failure_names_the_host(launch_on) -> None:
-    script = "if index == 1: raise ValueError('no such column')\ntime.sleep(60)"
+    script = "if index == 1: raise ValueError('no such column')\ntime.sleep(1000)"
     started = launch_on("one,two", script)
     result = started.finish(DEADLINE)
     assert result.code == 1
     assert "tfdist: worker 1 on two failed with exit code 1; its last lines:\n" in result.err
     assert "  ValueError: no such column\ntfdist: its complete log: tfdist-logs/" in result.err
-    started.assert_nothing_is_left(DEADLINE)
+    started.assert_nothing_is_left()
 
 
 def test_a_killed_worker_is_started_again_with_all_others(launch_on, tmp_path) -> None:
@@ -127,20 +127,20 @@ def test_a_killed_worker_is_started_again_with_all_others(launch_on, tmp_path) -
     kinds = [event["event"] for event in events(tmp_path)]
     assert kinds == ["start", "failure", "restart", "start", "training-again", "complete"]
     assert started.log("worker-1").startswith("--- restart 1 ---\nworkers 2 two\n")
-    started.assert_nothing_is_left(DEADLINE)
+    started.assert_nothing_is_left()
 
 
 def test_nothing_outlives_a_launcher_that_is_killed(launch_on) -> None:
     script = """
-        helper = subprocess.Popen(["setsid", "sleep", "100"])  # it has left the group
+        helper = subprocess.Popen(["setsid", "sleep", "1000"])  # it has left the group
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         Path(f"ready-{index}").touch()
-        time.sleep(100)
+        time.sleep(1000)
         """
     started = launch_on("one:2,localhost", script)
     started.wait_for_file("ready-0", "ready-1", "ready-2", deadline=DEADLINE)
     started.popen.kill()
-    started.assert_nothing_is_left(within=20)
+    started.assert_nothing_is_left()
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_signals_reach_all_processes(launch_on, number: signal.Signals) -> None:
             sys.exit(77)
         signal.signal({int(number)}, stop)
         Path(f"ready-{{index}}").touch()
-        time.sleep(100)
+        time.sleep(1000)
         """
     started = launch_on("one,two", script, "--grace", "40")
     started.wait_for_file("ready-0", "ready-1", deadline=DEADLINE)
@@ -164,7 +164,7 @@ def test_signals_reach_all_processes(launch_on, number: signal.Signals) -> None:
     assert (result.code, result.out) == (77, "[worker 0] saved\n"), result.err
     assert f"tfdist: {number.name} received and passed on to 2 processes (SIGKILL in 40 s" in result.err
     assert started.log("worker-1") == "saved\n"
-    started.assert_nothing_is_left(DEADLINE)
+    started.assert_nothing_is_left()
 
 
 @pytest.mark.nightly
@@ -181,7 +181,7 @@ def test_a_lost_agent_is_a_lost_host(launch_on, ssh, tmp_path) -> None:
     assert re.search(f"{lost}\n(.*\n)*tfdist: restart 1 of 3: training again after", result.err), result.err
     (failure,) = of_kind(tmp_path, "failure")
     assert (failure["kind"], failure["exit_code"], failure["task"]) == ("host", 255, "worker 1")
-    started.assert_nothing_is_left(DEADLINE)
+    started.assert_nothing_is_left()
 
 
 def test_a_host_that_comes_back_is_waited_for(launch_on, ssh) -> None:
@@ -207,7 +207,7 @@ def test_a_host_that_comes_back_is_waited_for(launch_on, ssh) -> None:
 
 @pytest.mark.nightly
 def test_a_host_that_stays_away_ends_the_run(launch_on, ssh, tmp_path) -> None:
-    started = launch_on("one,two", fails_once("wait()"), "--start-timeout", "2")
+    started = launch_on("one,two", fails_once("wait()"), "--start-timeout", "10")
     ssh.wait_for_training("two", DEADLINE)
     ssh.set_down("two")
     ssh.lose("two")
@@ -215,7 +215,7 @@ def test_a_host_that_stays_away_ends_the_run(launch_on, ssh, tmp_path) -> None:
     assert result.code == 255
     assert result.err.splitlines()[-1].startswith("tfdist: host two cannot be reached: "), result.err
     assert [event["event"] for event in events(tmp_path)] == ["start", "failure", "restart", "gave-up"]
-    started.assert_nothing_is_left(DEADLINE)
+    started.assert_nothing_is_left()
 
 
 @pytest.mark.nightly
@@ -224,7 +224,7 @@ def test_a_host_that_comes_back_is_taken_in_again(launch_on, ssh, tmp_path) -> N
         signal.signal(signal.SIGTERM, lambda *_: os._exit(77))
         train(5, resumed=restart * 4)
         Path(f"trains-{restart}").touch()
-        if restart < 2: train(10_000, resumed=restart * 4)
+        if restart < 2: train(100_000, resumed=restart * 4)
         print("workers", len(config["cluster"]["worker"]))
     """)
     started = launch_on("one,two", script, "-n", "1:2", "--regrow-after", "1")
@@ -240,7 +240,7 @@ def test_a_host_that_comes_back_is_taken_in_again(launch_on, ssh, tmp_path) -> N
     assert (result.code, result.out) == (0, "[worker 0] workers 2\n"), result.err
     assert "tfdist: there is room for 2 workers; saving with 1 worker to start again\n" in result.err
     assert [event["workers"] for event in of_kind(tmp_path, "start")] == [2, 1, 2]
-    started.assert_nothing_is_left(DEADLINE)
+    started.assert_nothing_is_left()
 
 
 @pytest.mark.nightly
@@ -255,7 +255,7 @@ def test_a_signal_while_a_host_is_waited_for(launch_on, ssh) -> None:
     started.popen.send_signal(signal.SIGTERM)
     result = started.finish(DEADLINE)
     assert result.code == 143 and "tfdist: SIGTERM received: not started\n" in result.err, result.err
-    started.assert_nothing_is_left(DEADLINE)
+    started.assert_nothing_is_left()
 
 
 @pytest.mark.parametrize(
@@ -264,14 +264,14 @@ def test_a_signal_while_a_host_is_waited_for(launch_on, ssh) -> None:
     ids=["SIGTERM", "SIGINT"],
 )
 def test_a_signal_before_the_hosts_are_reached(launch_on, ssh, tmp_path, number: signal.Signals) -> None:
-    ssh.set_profile("two", "touch waits; exec sleep 100")
+    ssh.set_profile("two", "touch waits; exec sleep 1000")
     started = launch_on("one,two", "Path('started').touch()")
     started.wait_for_file("waits", deadline=DEADLINE)
     started.popen.send_signal(number)
     result = started.finish(DEADLINE)
     assert (result.code, result.err) == (128 + number, f"tfdist: {number.name} received: not started\n")
     assert not (tmp_path / "started").exists() and not list(tmp_path.glob("tfdist-logs/*"))
-    started.assert_nothing_is_left(DEADLINE)
+    started.assert_nothing_is_left()
 
 
 @pytest.mark.nightly
@@ -294,7 +294,7 @@ def test_all_hosts_that_cannot_be_reached_are_named(launch_on, ssh, tmp_path) ->
         " host three cannot be reached",
     ]
     assert not (tmp_path / "started").exists() and not list(tmp_path.glob("tfdist-logs/*"))
-    started.assert_nothing_is_left(DEADLINE)
+    started.assert_nothing_is_left()
 
 
 def test_what_shells_print_is_no_matter(launch_on, ssh) -> None:
@@ -306,12 +306,12 @@ def test_what_shells_print_is_no_matter(launch_on, ssh) -> None:
 
 @pytest.mark.nightly
 def test_a_shell_that_goes_on_printing_is_named(launch_on, ssh) -> None:
-    ssh.set_profile("two", "(sleep 3; echo You have new mail) &")
-    started = launch_on("one,two", "time.sleep(60)")
+    ssh.set_profile("two", "(until [ -e started ]; do sleep 0.1; done; echo You have new mail) &")
+    started = launch_on("one,two", "Path('started').touch(); time.sleep(1000)")
     result = started.finish(DEADLINE)
     assert result.code == 255
     assert "something prints into the connection of host two: b'You have new mail'. Expected: nothing" in result.err
-    started.assert_nothing_is_left(DEADLINE)
+    started.assert_nothing_is_left()
 
 
 @pytest.mark.nightly
@@ -422,7 +422,7 @@ def test_a_command_that_a_host_does_not_have(launch_on, ssh, tmp_path) -> None:
     assert re.search(r"tfdist: host (one|two): worker (0|1): .*No such file or directory: './tool'", result.err), (
         result.err
     )
-    started.assert_nothing_is_left(DEADLINE)
+    started.assert_nothing_is_left()
 
 
 def test_a_lost_host_of_parameter_servers_is_a_restart_of_all(launch_on, ssh, tmp_path) -> None:
@@ -449,4 +449,4 @@ def test_a_lost_host_of_parameter_servers_is_a_restart_of_all(launch_on, ssh, tm
     assert re.search(f"{lost}\n(.*\n)*tfdist: restart 1 of 3: training again after", result.err), result.err
     assert "replacement" not in result.err
     assert [event["event"] for event in events(tmp_path)][:3] == ["start", "failure", "restart"]
-    started.assert_nothing_is_left(DEADLINE)
+    started.assert_nothing_is_left()

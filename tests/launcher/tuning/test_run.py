@@ -97,7 +97,7 @@ def test_an_idle_tuner_does_not_hide_that_the_other_one_has_saved(tmp_path: Path
     sender = threading.Thread(target=interrupt, daemon=True)
     sender.start()
     assert run.run() == code
-    sender.join(10)
+    sender.join(60)
     # What is interrupted may be started again: the others wait.
     assert not (tmp_path / "tfdist-search-ended.json").exists()
 
@@ -122,15 +122,23 @@ def test_the_others_end_with_a_new_end_of_the_script(tmp_path: Path) -> None:
     run = run_of(tmp_path, "", "")
     del run._plans[0]
     write_search(run._member, 0, code=1)
-    threading.Timer(1.0, write_search, [run._member, 0], {"code": 3}).start()
+
+    def end() -> None:
+        # The run has begun, and has read the earlier one.
+        wait_until((tmp_path / "events.jsonl").exists, 60.0, "the start of the run")
+        write_search(run._member, 0, code=3)
+
+    sender = threading.Thread(target=end, daemon=True)
+    sender.start()
     assert run.run() == 3
+    sender.join(60)
 
 
 def test_a_child_that_is_forked_in_a_turn_does_not_keep_it(tmp_path: Path) -> None:
     with turn_of(Member(0, 2, "s", str(tmp_path), 3)):
         child = os.fork()
         if not child:
-            time.sleep(60)
+            time.sleep(1000)
             os._exit(0)
     try:
         with open(tmp_path / ".oracle.lock", "ab") as file:
@@ -153,18 +161,18 @@ def test_events_in_a_pipe_that_nobody_reads(tmp_path: Path) -> None:
     sender = threading.Thread(target=interrupt, daemon=True)
     sender.start()
     assert run.run() == 77
-    sender.join(10)
+    sender.join(60)
 
 
 @pytest.mark.nightly
 def test_two_searches_with_one_folder_of_logs(launches: list[Launch], tmp_path: Path) -> None:
-    (tmp_path / "search.py").write_text("import time; print('runs', flush=True); time.sleep(60)")
+    (tmp_path / "search.py").write_text("import time; print('runs', flush=True); time.sleep(1000)")
     command = [sys.executable, "-m", "tfdist", "tune", "-n", "1", "--log-dir", "logs", "search.py"]
     first = Launch(tmp_path, command)
     launches.append(first)
     wait_until((tmp_path / "logs" / "tuner-0.log").exists, 60, "the first search")
     launches.append(second := Launch(tmp_path, command))
-    result = second.finish(60)
+    result = second.finish()
     assert result.code == 1
     assert "tfdist: Received: the folder of logs logs, in which another search is at work. Expected: one" in result.err
     assert first.popen.poll() is None
@@ -181,7 +189,7 @@ def test_a_table_that_nobody_reads(launches: list[Launch], tmp_path: Path) -> No
     os.set_blocking(writing, True)
     launches.append(started := Launch(tmp_path, [sys.executable, "show.py"], stdout=writing))
     os.close(writing)
-    assert started.finish(30).code == 7
+    assert started.finish().code == 7
     os.close(reading)
 
 

@@ -113,9 +113,12 @@ class RemoteProcess(Process):
             self._reaped = True
 
     def lose(self, why: str) -> None:
-        """Says that its host is of no use any more."""
+        """Says that its host is of no use any more.
+
+        A process that was killed, and whose end nobody has heard of, went down with the host. An exit code is its own.
+        """
         self.lost = why
-        if self.status is None:
+        if self.status is None or (self._has_ended and self.status < 0):
             self._end(HOST_LOST)
         self._reaped = True
 
@@ -188,7 +191,8 @@ class HostsGroup(ProcessGroup):
     def failure(self, process: Process, status: int, hang: str = "") -> Failure:
         """Describes what became of a process, with the last lines of its log, or of its host."""
         assert isinstance(process, RemoteProcess)
-        return dataclasses.replace(super().failure(process, status, hang), lost="" if hang else process.lost)
+        lost = process.lost if status == HOST_LOST and not hang else ""
+        return dataclasses.replace(super().failure(process, status, hang), lost=lost)
 
     def _start(self, process: Process) -> None:
         process.start()
