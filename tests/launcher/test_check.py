@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from types import SimpleNamespace
 
@@ -35,6 +36,13 @@ _IMPATIENT = """
 from tfdist.launcher import check
 check._SUM_SECONDS = {seconds}
 """
+# What takes long is done before --timeout counts: only who is not started at all comes too late.
+_TOGETHER = """
+import os, time
+import tfdist.launcher.check, tfdist.launcher.command
+open({folder!r} + "/{rank}", "w").close()
+while len(os.listdir({folder!r})) < {count}: time.sleep(0.01)
+"""
 _BLOCKED = """
 import contextlib
 from tfdist.launcher import check
@@ -61,7 +69,9 @@ def run(
         settings["TF_CPP_MIN_LOG_LEVEL"] = level
 
     def one(rank: int) -> None:
-        code = everywhere + (plant if rank == ranks[-1] else "") + "\nfrom tfdist.launcher.command import main; main()"
+        code = everywhere + (plant if rank == ranks[-1] else "")
+        code += _TOGETHER.format(folder=folder, rank=rank, count=len(ranks))
+        code += "\nfrom tfdist.launcher.command import main; main()"
         variables = {"TFDIST_RANK": str(rank), "TFDIST_SIZE": str(size), "TFDIST_MEETING": f"localhost:{meeting}"}
         process = subprocess.run(
             [sys.executable, "-c", code, "check", *options],
@@ -73,10 +83,11 @@ def run(
         results[rank] = process.returncode, process.stdout + process.stderr
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with tempfile.TemporaryDirectory() as folder:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     for rank, (code, output) in sorted(results.items()):
         print(f"--- rank {rank}, exit code {code}\n{output}")
     return [results[rank] for rank in ranks]

@@ -47,7 +47,7 @@ def script(count: int, last: str) -> str:
 )
 def test_the_culprit_is_named_not_its_peer(warm_launch, last: str, code: int, words: list[str]) -> None:
     started = warm_launch(script(10_000_000, last), "-n", "2")
-    result = started.finish(120)
+    result = started.finish(240)
     assert result.code == code, result.err
     assert "[worker 0] sum 3.0\n" * 5 in result.out
     for word in words:
@@ -57,7 +57,7 @@ def test_the_culprit_is_named_not_its_peer(warm_launch, last: str, code: int, wo
 
 def test_sigterm_that_tensorflow_swallows(warm_launch) -> None:
     started = warm_launch(script(10_000_000, "pass"), "-n", "2", "--grace", "2")
-    started.wait_for_file("worker-0", "worker-1", deadline=120)
+    started.wait_for_file("worker-0", "worker-1", deadline=240)
     started.popen.send_signal(signal.SIGTERM)
     # All those sums take minutes.
     assert started.finish().code == 143
@@ -81,7 +81,7 @@ def test_a_program_that_ends_where_others_wait_for_it_is_named(warm_launch) -> N
         "2",
     )
     # Not after the half hour that is waited for a process that is there.
-    result = started.finish(120)
+    result = started.finish(240)
     assert result.code == 1
     assert "to start fit, evaluate or predict, and that program has ended. Expected: every process makes" in result.err
     started.assert_nothing_is_left()
