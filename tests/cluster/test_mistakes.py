@@ -19,7 +19,7 @@ from tfdist.testing import LocalRunError, run_local
 
 pytestmark = pytest.mark.cluster
 
-_DEADLINE = 120
+_DEADLINE = 240
 
 
 def assert_error(found: tuple[str, str], kind: str, *words: str) -> None:

@@ -18,7 +18,7 @@ from tests.cluster.counting import EPOCHS, ROWS, SIZE, masks_of_rows, one_hot_ro
 from tests.features.table import BATCH, mlp, rows
 from tfdist.testing import run_local
 
-_DEADLINE = 150
+_DEADLINE = 300
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(_DEADLINE + 30)]
 
 

@@ -162,8 +162,11 @@ def test_a_backup_has_each_part_once_and_goes_on_anywhere(tmp_path: Path) -> Non
 
 def refused(hosts: str, transport: str) -> str:
     """Runs on every process."""
+    from tfdist.runtime.job import joined
+
     with pytest.raises(ValueError) as caught:
         strategy_on(hosts, shard_within="host", transport=transport)
+    joined().peers.acknowledge("refused", "end together: who is gone is another error")
     return str(caught.value)
 
 
