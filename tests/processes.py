@@ -59,6 +59,8 @@ class ForkedPopen:
 def preloaded() -> None:
     """Lets servers import TensorFlow now, in the background, unless they have."""
     os.environ[MARK] = _mark
+    # Minutes on a busy machine: `forked` is to wait for that, and not to start a process afresh.
+    fork_server._PATIENCE = 250.0
     try:
         preload()
     finally:
