@@ -47,6 +47,15 @@ OUTPUTS: dict[str, Callable[[tf.Tensor], Any]] = {
         tf.constant("é"),
         tf.constant(1 + 2j),
     ),
+    # Floats of 64 bits have 53 for the digits.
+    "large whole numbers": lambda x: (
+        x,
+        tf.constant(2**53 + 1, tf.int64),
+        tf.constant([-(2**62) - 3, 2**63 - 1, 5], tf.int64),
+        tf.constant(2**64 - 1, tf.uint64),
+        tf.reduce_sum(tf.cast(x, tf.int64) * (2**55 + 1), 0),
+        tf.reduce_any(tf.constant([True, False])),
+    ),
     "means and sums": lambda x: (x, tf.reduce_mean(x), tf.reduce_mean(x, 0), tf.reduce_sum(x, 0)),
     # Over the first axis, along which there are experts or centres, and no rows.
     "moved rows": lambda x: (

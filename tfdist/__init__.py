@@ -31,6 +31,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "optimizers": ["ShardedOptimizer"],
         "planning": ["plan"],
         "reproducibility": ["set_seed"],
+        "steps.in_step": ["global_sum"],
         "strategies": [
             "FullyShardedStrategy",
             "HorovodStrategy",

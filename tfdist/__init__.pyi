@@ -17,6 +17,7 @@ from tfdist.launcher.local.calls import LaunchError as LaunchError
 from tfdist.optimizers import ShardedOptimizer as ShardedOptimizer
 from tfdist.planning import plan as plan
 from tfdist.reproducibility import set_seed as set_seed
+from tfdist.steps.in_step import global_sum as global_sum
 from tfdist.strategies import FullyShardedStrategy as FullyShardedStrategy
 from tfdist.strategies import HorovodStrategy as HorovodStrategy
 from tfdist.strategies import HostOffloadStrategy as HostOffloadStrategy

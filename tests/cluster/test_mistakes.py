@@ -119,6 +119,27 @@ def wrong_data(finished: Path) -> dict[str, Any]:
         assert len(seen) == ROWS and min(seen) > 0, "some rows were never seen"
         assert len(set(seen)) == 1, f"some rows count more than others: {seen}"
 
+    def shards_of_other_sizes() -> None:
+        options = tf.data.Options()
+        options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+        own = batches(*rows(96 - 32 * rank)).with_options(options)
+        words = f"Received: number of batches: {names[0]}: 6; {names[1]}: 4."
+        for error in (error_of(fit, own), error_of(model.evaluate, own, verbose=0)):
+            assert_error(error, "ValueError", words, "each worker has its own rows", "`dataset.take(n)`")
+
+    def functions_of_other_sizes() -> None:
+        def of_worker(context: tf.distribute.InputContext) -> tf.data.Dataset:
+            return batches(*rows(96 - 32 * context.input_pipeline_id))
+
+        error = error_of(fit, strategy.distribute_datasets_from_function(of_worker))
+        words = f"Received: number of batches: {names[0]}: 6; {names[1]}: 4."
+        assert_error(error, "ValueError", words, "each worker has its own rows", "`dataset.take(n)`")
+        endless = strategy.distribute_datasets_from_function(
+            lambda context: batches(*rows(96)).repeat(None if context.input_pipeline_id else 2)
+        )
+        error = error_of(fit, endless, steps_per_epoch=3)
+        assert_error(error, "ValueError", f"number of batches: {names[0]}: 12; {names[1]}: -1.")
+
     def a_rank_that_does_not_come_to_fit() -> None:
         if rank == 1:
             while not finished.exists():
@@ -135,6 +156,7 @@ def wrong_data(finished: Path) -> dict[str, Any]:
 
     sections = [other_number_of_batches, other_components, other_number_of_rows, arrays_in_parts_of_equal_size]
     sections += [errors_leave_no_trace, a_model_without_a_scope, anchors_beside_rows, shards_of_the_users_own]
+    sections += [shards_of_other_sizes, functions_of_other_sizes]
     sections += [a_rank_that_does_not_come_to_fit]
     return {section.__name__: attempt(section.__name__, section) for section in sections}
 

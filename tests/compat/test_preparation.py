@@ -71,6 +71,17 @@ def test_who_prepares_draws_the_same_random_numbers_afterwards(tmp_path: Path) -
     assert random.getstate() != state
 
 
+def test_data_that_tfds_makes_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`mock_data` replaces what prepares, too: nothing is prepared, and nobody waits."""
+    patch = PATCHES[0]
+    original = patch.original()
+    monkeypatch.setattr(tfds.core.DatasetBuilder, original.__name__, patch.make(original))
+    with tfds.testing.mock_data(num_examples=5):
+        rows = tfds.load("mnist", split="train", data_dir=tmp_path, as_supervised=True, shuffle_files=True)
+    assert [image.shape for image, _ in rows.as_numpy_iterator()] == [(28, 28, 1)] * 5
+    assert not list(tmp_path.iterdir())
+
+
 def test_half_a_file_is_taken_for_the_whole(tmp_path: Path) -> None:
     (tmp_path / "origin").write_bytes(b"12345678")
     (tmp_path / "datasets").mkdir()

@@ -1,4 +1,4 @@
-"""The example of TensorFlow Datasets: prepared by one of two workers, killed in an epoch, and mocked."""
+"""The example of TensorFlow Datasets: prepared by one of two workers, killed in an epoch; its images are made up."""
 
 from __future__ import annotations
 

@@ -20,7 +20,10 @@ ON_TWO_DEVICES = (
     "loss reduced by sum",
     "Embedding and SGD (sparse gradients), uneven",
     "BatchNormalization in a custom train_step, uneven",
+    "float64, uneven",
     "train_on_batch, test_on_batch, predict_on_batch",
+    "numbers that a train_step and a test_step compute from metrics",
+    "global_sum in compute_loss and add_loss, uneven",
 )
 # In several processes: what depends on who holds which rows, and on what is exchanged.
 IN_PROCESSES = (
@@ -54,6 +57,10 @@ AGAIN = (
     "sparse input",
     "Python generator (no batch is lost)",
     "all_gather in the loss of a train_step (clip)",
+    "numbers that a train_step and a test_step compute from metrics",
+    "tf.Variables that layers and a train_step assign",
+    "a Transformer's block, padded batches",
+    "CTC",
 )
 # Where `evaluate` and `predict` are compared, too: in the others they do what they do in one of these.
 WHOLE = (
@@ -78,6 +85,8 @@ WHOLE = (
     "ragged input",
     "sparse input",
     "distribute_datasets_from_function",
+    "numbers that a train_step and a test_step compute from metrics",
+    "tf.Variables that layers and a train_step assign",
     "TextVectorization and ragged.to_tensor without a length, unmasked",
     "all_gather in the loss of a train_step (clip)",
 )

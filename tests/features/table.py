@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
+import tfdist
 from tests.models import ready
 from tests.unit.pages import blocks_of
 from tfdist.testing import assert_transparent, differences, train_and_observe
@@ -229,6 +230,62 @@ def _masked(strategy: tf.distribute.Strategy) -> dict[str, float]:
     return assert_transparent(strategy, build, (x, y), batch_size=BATCH)
 
 
+def _sequences(name: str, outputs: Callable, loss: object, optimizer: Callable | None = None) -> None:
+    """Adds a row that trains on batches of sequences, padded to the longest of each batch.
+
+    Args:
+        name: of the row.
+        outputs: takes the inputs of a model, and returns its outputs: numbers for each time step.
+        loss: for `compile`; with "ctc" in its name its targets are three labels a sequence.
+        optimizer: makes the optimizer.
+    """
+    random = np.random.RandomState(0)
+    lengths = random.randint(5, 9, 41)
+    steps = [random.randn(length, 4).astype("float32") for length in lengths]
+    labels = random.randint(1, 3, (41, 3))
+
+    def examples() -> object:
+        for x, own in zip(steps, labels, strict=True):
+            yield x, own if loss == "ctc" else x[:, :3]
+
+    def data() -> tf.data.Dataset:
+        target = tf.TensorSpec([3], tf.int64) if loss == "ctc" else tf.TensorSpec([None, 3], tf.float32)
+        specification = tf.TensorSpec([None, 4], tf.float32), target
+        made = tf.data.Dataset.from_generator(examples, output_signature=specification)
+        # In one process Keras counts steps too many of data of unknown size.
+        return made.apply(tf.data.experimental.assert_cardinality(41)).padded_batch(BATCH)
+
+    def build() -> keras.Model:
+        inputs = keras.Input((None, 4))
+        return ready(
+            keras.Model(inputs, outputs(inputs)), optimizer() if optimizer else keras.optimizers.SGD(0.1), loss
+        )
+
+    FEATURES[name] = lambda strategy: assert_transparent(strategy, build, data)
+
+
+def _encoder_and_decoder(inputs: object) -> object:
+    _, *state = layers.LSTM(4, return_state=True)(inputs)
+    return layers.Dense(3)(layers.LSTM(4, return_sequences=True)(inputs, initial_state=state))
+
+
+def _transformer(inputs: object) -> object:
+    attended = layers.MultiHeadAttention(2, 3)(inputs, inputs)
+    normal = layers.LayerNormalization()(layers.Add()([inputs, attended]))
+    return layers.Dense(3)(layers.Dense(8, activation="relu")(normal))
+
+
+_sequences("a Transformer's block, padded batches", _transformer, "mse")
+_sequences("sequence to sequence (LSTM), padded batches", _encoder_and_decoder, "mse")
+_sequences("CTC", lambda inputs: layers.Dense(3)(layers.GRU(4, return_sequences=True)(inputs)), "ctc")
+_sequences(
+    "EinsumDense and clipnorm, padded batches",
+    lambda inputs: layers.Dense(3)(layers.EinsumDense("btc,cd->btd", (None, 5), activation="tanh")(inputs)),
+    "mse",
+    lambda: keras.optimizers.SGD(0.1, clipnorm=0.1),
+)
+
+
 @feature("dict inputs, several outputs and losses")
 def _dicts(strategy: tf.distribute.Strategy) -> dict[str, float]:
     x, y = rows(81)
@@ -378,6 +435,54 @@ def _mixed_logs(strategy: tf.distribute.Strategy) -> dict[str, float]:
     return assert_transparent(strategy, build, rows(83), batch_size=15)
 
 
+class Deriving(keras.Model):
+    """Logs numbers that it computes from metrics, and from the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = layers.Dense(1, activation="sigmoid")
+        self.error, self.hit = keras.metrics.Mean(name="error"), keras.metrics.BinaryAccuracy(name="hit")
+
+    def call(self, x: object) -> object:
+        return self.out(x)
+
+    def train_step(self, data: tuple) -> dict:
+        with tf.GradientTape() as tape:
+            prediction = self(data[0], training=True)
+            loss = self.compute_loss(y=data[1], y_pred=prediction)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return self.logged(data[1], prediction)
+
+    def test_step(self, data: tuple) -> dict:
+        return self.logged(data[1], self(data[0]))
+
+    def logged(self, y: tf.Tensor, prediction: tf.Tensor) -> dict:
+        error = keras.ops.square(prediction - y)
+        self.error.update_state(error)
+        self.hit.update_state(y, prediction)
+        both = {"sum": self.hit.result() + self.error.result(), "above": keras.ops.mean(error) - self.error.result()}
+        return {
+            "root": keras.ops.sqrt(self.error.result()),
+            "perplexity": keras.ops.exp(self.error.result()),
+            "both": both,
+        }
+
+    @property
+    def metrics(self) -> list:
+        return [self.error, self.hit]
+
+
+DERIVED = "numbers that a train_step and a test_step compute from metrics"
+
+
+@feature(DERIVED)
+def _derived_logs(strategy: tf.distribute.Strategy) -> dict[str, float]:
+    def build() -> keras.Model:
+        return ready(Deriving(), keras.optimizers.SGD(0.1, momentum=0.9), "binary_crossentropy")
+
+    return assert_transparent(strategy, build, rows(83), batch_size=15, validation_data=rows(41, seed=2))
+
+
 @feature("two optimizers in a train_step (GAN)")
 def _gan(strategy: tf.distribute.Strategy) -> dict[str, float]:
     class Pair(keras.Model):
@@ -506,6 +611,48 @@ def _kept_state(strategy: tf.distribute.Strategy) -> dict[str, float]:
         lambda: ready(Kept(), keras.optimizers.SGD(0.1, momentum=0.9), "binary_crossentropy", metrics=["accuracy"]),
         rows(80),
         batch_size=10,
+    )
+
+
+ASSIGNED = "tf.Variables that layers and a train_step assign"
+
+
+@feature(ASSIGNED)
+def _assigned(strategy: tf.distribute.Strategy) -> dict[str, float]:
+    class Centred(layers.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.centres = [tf.Variable(tf.zeros(8), trainable=False, name="centre")]
+            self.calls = tf.Variable(0, trainable=False, name="calls")
+
+        def call(self, x: tf.Tensor, training: bool = False) -> tf.Tensor:
+            (centre,) = self.centres
+            before = tf.identity(centre)
+            if training:
+                self.calls.assign_add(1)
+                centre.assign(0.9 * before + 0.1 * tf.reduce_mean(x, 0))
+            return x - before
+
+    class Kept(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.centred, self.out = Centred(), layers.Dense(1, activation="sigmoid")
+            self.largest = tf.Variable(0.0, trainable=False, name="largest")
+
+        def call(self, x: tf.Tensor, training: bool = False) -> tf.Tensor:
+            return self.out(self.centred(x, training=training))
+
+        def train_step(self, data: tuple) -> dict:
+            logs = super().train_step(data)
+            self.largest.assign_add(0.1 * tf.reduce_mean(data[0]))
+            return logs
+
+        def predict_step(self, data: tf.Tensor) -> tf.Tensor:
+            kept = tf.concat([self.centred.centres[0], [self.largest, tf.cast(self.centred.calls, tf.float32)]], 0)
+            return tf.concat([self(data), tf.ones_like(data[:, :1]) * kept], 1)
+
+    return assert_transparent(
+        strategy, lambda: ready(Kept(), keras.optimizers.SGD(0.1), "binary_crossentropy"), rows(83), batch_size=15
     )
 
 
@@ -716,6 +863,35 @@ def _pairs(loss: str) -> Callable[[tf.distribute.Strategy], dict[str, float]]:
     return lambda strategy: assert_transparent(
         strategy, lambda: ready(Pairs(), keras.optimizers.SGD(0.1)), rows(), batch_size=BATCH
     )
+
+
+class PositiveLoss(keras.Model):
+    """A detector: its loss and its penalty are divided by how many rows of the whole batch are positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.out = layers.Dense(16, "relu"), layers.Dense(1)
+
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        hidden = self.hidden(x)
+        active = keras.ops.cast(hidden[:, :1] > 0.2, "float32")
+        self.add_loss(0.1 * _mean_over(hidden**2 * active, active))
+        return self.out(hidden)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True) -> tf.Tensor:
+        return _mean_over(keras.ops.square(y - y_pred) * y, y) + sum(self.losses)
+
+
+def _mean_over(values: tf.Tensor, which: tf.Tensor) -> tf.Tensor:
+    return tfdist.global_sum(tf.reduce_sum(values)) / tf.maximum(tfdist.global_sum(tf.reduce_sum(which)), 1)
+
+
+simple(
+    "global_sum in compute_loss and add_loss, uneven",
+    lambda: ready(PositiveLoss(), keras.optimizers.SGD(0.1), "mse"),
+    rows(81),
+    shuffle=False,
+)
 
 
 for _loss in ("clip_loss", "simclr_loss"):

@@ -8,7 +8,7 @@ import pytest
 
 from tests.tiers import daily
 
-pytestmark = [pytest.mark.slow, pytest.mark.cluster]
+pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(900)]
 
 ALL_REDUCE = """
     import tensorflow as tf

@@ -11,7 +11,7 @@ import pytest
 from tests.launcher.test_goodput import goodput
 from tests.launcher.training import of_kind
 
-pytestmark = [pytest.mark.slow, pytest.mark.cluster]
+pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(900)]
 
 FIT = """
     import keras, numpy as np, tfdist
@@ -38,7 +38,7 @@ def losses(warm_launch, folder: str, fault: str, *options: str, epochs: int = 2)
     """The losses of a run with a fault at the seventh step, and what the launcher said."""
     script = FIT.replace("FAULT", fault).replace("FOLDER", f"backup-{folder}").replace("EPOCHS", str(epochs))
     started = warm_launch(script, "--log-dir", folder, *options)
-    result = started.finish(240)
+    result = started.finish(400)
     assert result.code == 0, result.err
     started.assert_nothing_is_left()
     (line,) = [line for line in result.out.splitlines() if "loss" in line]
@@ -101,7 +101,7 @@ KERAS_BACKUP = """
 def test_a_backup_of_keras_counts_as_one(warm_launch) -> None:
     """It is taken up behind three epochs of ten steps, and not at the beginning."""
     started = warm_launch(KERAS_BACKUP)
-    result = started.finish(240)
+    result = started.finish(400)
     assert result.code == 0, result.err
     assert re.search(r"restart 1 of 3: training again after \d+\.\d s, 4 steps redone\n", result.err), result.err
     (again,) = of_kind(started.folder, "training-again")
@@ -129,7 +129,7 @@ ON_ONE_RANK = """
 
 @pytest.mark.nightly
 def test_a_callback_that_calls_predict_on_one_rank(warm_launch) -> None:
-    result = warm_launch(ON_ONE_RANK, "--hang-timeout", "20", "--max-restarts", "0").finish(240)
+    result = warm_launch(ON_ONE_RANK, "--hang-timeout", "20", "--max-restarts", "0").finish(400)
     assert result.code == 124, result.err
     # Which of them was silent first depends on how long predict takes to begin.
     assert re.search(

@@ -6,7 +6,6 @@ from typing import Any
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 
 
@@ -23,18 +22,25 @@ def leaves_out(strategy: Any, scale: float, y: np.ndarray) -> bool:
     return after < scale
 
 
-@pytest.mark.parametrize(
-    ("scale", "negative", "one_process", "two_replicas"),
-    [
-        # The mean over the rows is 98304: too large for the whole batch, while each of two parts is 49152.
-        (98304.0, 8, True, False),
-        # Of opposite signs: the mean is 0, and the parts are 65536 and -65536.
-        (131072.0, 4, False, True),
-    ],
+# Scale, rows of which y is -1, and whether a step is left out: in one process, and of two parts.
+CASES = (
+    # The mean over the rows is 98304: too large for the whole batch, while each of two parts is 49152.
+    (98304.0, 8, True, True),
+    # The parts are 49152 and -49152, if they have the size that they have in the whole batch.
+    (98304.0, 4, False, False),
+    # Of opposite signs: the mean is 0, and the parts are 65536 and -65536.
+    (131072.0, 4, False, True),
 )
-def test_overflow_is_that_of_each_replicas_part(
-    mirrored: Any, scale: float, negative: int, one_process: bool, two_replicas: bool
-) -> None:
-    y = np.where(np.arange(8) < negative, -1.0, 1.0).astype("f")[:, None]
-    assert leaves_out(tf.distribute.get_strategy(), scale, y) == one_process
-    assert leaves_out(mirrored, scale, y) == two_replicas
+
+
+def left_out(strategy: Any) -> list[bool]:
+    """Which of these steps are left out."""
+    rows = np.arange(8)[:, None]
+    return [
+        leaves_out(strategy, scale, np.where(rows < negative, -1.0, 1.0).astype("f")) for scale, negative, *_ in CASES
+    ]
+
+
+def test_overflow_is_that_of_the_batch(mirrored: Any) -> None:
+    assert left_out(tf.distribute.get_strategy()) == [one_process for *_, one_process, _ in CASES]
+    assert left_out(mirrored) == [two_parts for *_, two_parts in CASES]

@@ -10,8 +10,8 @@ import tensorflow as tf
 from keras import layers
 
 from tests.features import reference
-from tests.features.table import BATCH, FEATURES, batches, mlp, rows
-from tfdist.steps import keras_step
+from tests.features.table import BATCH, DERIVED, FEATURES, batches, mlp, rows
+from tfdist.steps import derived_logs, keras_step
 from tfdist.strategies.data_parallel import dataset, replica_step, state
 from tfdist.testing import assert_transparent
 
@@ -45,6 +45,12 @@ def assert_noticed(
 def test_gradients_that_are_not_reduced(mirrored, monkeypatch):
     monkeypatch.setattr(replica_step, "all_reduce_sum", lambda values, *_, **__: list(values))
     assert_noticed(mirrored, "weight 0", "history 1 (loss)", "predict 0", known="mlp")
+
+
+def test_logs_that_are_computed_from_the_metrics_of_a_replica(mirrored, monkeypatch):
+    monkeypatch.setattr(derived_logs, "metric_of", lambda tensor: None)
+    with pytest.raises(AssertionError, match=r"history \d \(val_root\)"):
+        FEATURES[DERIVED](mirrored)
 
 
 def test_replicas_that_count_the_same_whatever_their_rows(mirrored, monkeypatch):

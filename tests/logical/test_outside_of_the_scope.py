@@ -39,6 +39,19 @@ def again_after_a_fit(model: keras.Model) -> keras.Model:
     return model
 
 
+def from_config(model: keras.Model) -> keras.Model:
+    model.compile_from_config(model.get_compile_config())
+    return model
+
+
+def in_a_callback(model: keras.Model) -> keras.Model:
+    def compile(logs: Any) -> None:
+        model.compile("rmsprop", "mae", metrics=["mse"])
+
+    model.fit(X, Y, batch_size=8, verbose=0, callbacks=[keras.callbacks.LambdaCallback(on_train_end=compile)])
+    return model
+
+
 def lora(model: keras.Model) -> keras.Model:
     model.layers[0].enable_lora(2)
     model.compile("adam", "mse")
@@ -67,6 +80,8 @@ def built(model: keras.Model) -> keras.Model:
 WAYS: dict[str, tuple[Callable, Callable]] = {
     "names": (mlp, names),
     "again, after a fit": (compiled, again_after_a_fit),
+    "compile_from_config": (compiled, from_config),
+    "compile in a callback": (compiled, in_a_callback),
     "enable_lora": (mlp, lora),
     "quantize": (mlp, quantized),
     "a head": (mlp, head),

@@ -12,7 +12,7 @@ from tests.predicted_values import OUTPUTS, Returns, X, assert_same, own_loop, p
 from tests.tiers import daily
 
 
-@pytest.mark.parametrize("name", daily(OUTPUTS, "ragged", "means and sums", "moved rows"))
+@pytest.mark.parametrize("name", daily(OUTPUTS, "ragged", "large whole numbers", "means and sums", "moved rows"))
 def test_equals_one_process(mirrored, name):
     found, expected = (predictions(strategy, [name])[name] for strategy in (mirrored, tf.distribute.get_strategy()))
     assert_same(found, expected, name)

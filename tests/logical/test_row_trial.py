@@ -94,15 +94,15 @@ class OtherSteps(Own):
 
 
 class OtherLoss(keras.Model):
-    def __init__(self) -> None:
+    def __init__(self, loss: Callable) -> None:
         super().__init__()
-        self.dense = layers.Dense(3)
+        self.dense, self.own_loss = layers.Dense(3), loss
 
     def call(self, x: Any) -> Any:
         return self.dense(x)
 
     def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, training: bool = True) -> Any:
-        return negatives(y, y_pred)
+        return self.own_loss(y, y_pred)
 
 
 class NumberOfRows(keras.Model):
@@ -158,6 +158,24 @@ def negatives(y_true: Any, y_pred: Any) -> Any:
     return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(tf.range(tf.shape(logits)[0]), logits))
 
 
+def of_positives(y_true: Any, y_pred: Any, total: Callable = lambda value: value) -> Any:
+    """As detectors do: over the rows that show something."""
+    positive = ops.cast(y_true > 0.5, "float32")
+    return total(ops.sum(ops.square(y_true - y_pred) * positive)) / ops.maximum(total(ops.sum(positive)), 1)
+
+
+def of_ones(y_true: Any, y_pred: Any) -> Any:
+    ones = ops.cast(ops.equal(y_true, 1), "float32")
+    return ops.sum(ops.square(y_true - y_pred) * ones) / ops.maximum(ops.sum(ones), 1)
+
+
+class PositiveActivity(layers.Layer):
+    def call(self, x: Any) -> Any:
+        positive = ops.cast(x[:, :1] > 0.1, "float32")
+        self.add_loss(0.1 * ops.sum(x**2 * positive) / ops.maximum(ops.sum(positive), 1))
+        return x
+
+
 def root(y_true: Any, y_pred: Any) -> Any:
     return ops.sqrt(mean(y_true, y_pred))
 
@@ -197,10 +215,14 @@ def said_of_fits(strategy: tf.distribute.Strategy, build: Callable, x: Any = X) 
                 (compiled(SumOfActivity), "a loss of model 'sequential"),
                 (lambda: compiled(loss=OwnCall())(), "a loss of model 'sequential"),
                 (own(vector), "Own.train_step"),
+                (own(of_positives), "Own.train_step"),
+                (own(of_ones, kind=OtherLoss), "OtherLoss.compute_loss"),
+                (compiled(PositiveActivity), "a loss of model 'sequential"),
             ]
         ),
         (own(negatives), r"Own.train_step, whose gradient .*all_gather"),
         (own(mean, kind=SharpnessAware), "SharpnessAware.train_step, whose gradient"),
+        (own(of_positives, kind=OtherLoss), r"OtherLoss.compute_loss, whose gradient .*tfdist.global_sum"),
         (compiled(loss=root), "loss 'root'"),
     ],
 )
@@ -291,7 +313,7 @@ CALLS = {
     "a test_step": (own(mean, kind=OtherSteps), ["fit", "evaluate"], ["'tokens' (Mean)"]),
     "a predict_step": (own(mean, kind=OtherSteps), ["fit", "predict"], ["OtherSteps.predict_step"]),
     "a number of rows": (NumberOfRows, ["predict"], ["an output of shape ()"]),
-    "compute_loss": (own(kind=OtherLoss), ["evaluate", "fit"], ["loss, whose loss", "loss, whose gradient"]),
+    "compute_loss": (own(negatives, kind=OtherLoss), ["evaluate", "fit"], ["loss, whose loss", "loss, whose gradient"]),
     "rows": (compiled(MeanOfActivity, layers.BatchNormalization), ["evaluate", "predict", "fit"], []),
     "the root of a mean": (
         compiled(MeanOfActivity, metrics=(root,)),

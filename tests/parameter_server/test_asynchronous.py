@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -14,7 +15,7 @@ from tfdist.testing import run_local
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(270)]
 
 _DEADLINE = 240
-DAILY = ("counters_are_exact", "predictions_are_in_order", "an_error")
+DAILY = ("counters_are_exact", "predictions_are_in_order", "an_error", "the_last_batch_is_logged")
 REST = ("batches_of_ones_own", "an_interrupt", "metrics_that_are_sums_and_one_that_is_not")
 
 
@@ -27,6 +28,7 @@ def asynchronous(wanted: tuple[str, ...]) -> dict[str, Any]:
     import tfdist
     from tests.cluster.attempt import error_of
     from tests.parameter_server.models import BATCH, ROWS, Largest, Sum, batches, dense_model, rows
+    from tfdist.strategies.parameter_server.runner import Runner
 
     strategy = tfdist.ParameterServerStrategy(start_timeout=120)
     x, y = rows()
@@ -89,6 +91,35 @@ def asynchronous(wanted: tuple[str, ...]) -> dict[str, Any]:
             assert largest(*([m.predict(data, verbose=0, **some)] for m in (model, plain))) <= 1e-6
         assert largest(*(m.evaluate(data, verbose=0) for m in (model, plain))) <= 1e-6
 
+    def the_last_batch_is_logged() -> None:
+        class Slowly(keras.Model):
+            def test_step(self, data: Any) -> Any:
+                (x,) = tf.unstack(tf.reshape(data[0], [1]))
+                product = tf.random.stateless_uniform([500, 500], [1, 2])
+                rounds = tf.where(x > 0, 0, 300)  # the first batch takes a second
+                product = tf.while_loop(lambda i, _: i < rounds, lambda i, p: (i + 1, tf.tanh(p @ p)), [0, product])[1]
+                value = x + 0.0 * product[0, 0]
+                return {"value": value, "deep": {"rows": tf.shape(data[0])[0], "twice": 2.0 * value}}
+
+        with strategy.scope():
+            inputs = keras.Input((1,))
+            model = Slowly(inputs, keras.layers.Dense(1)(inputs))
+            model.compile("sgd", "mse")
+        x = np.array([[0.0], [1.0]], "float32")
+
+        def evaluated() -> Any:
+            return model.evaluate(x, x, batch_size=1, verbose=0, return_dict=True)
+
+        assert evaluated() == {"value": 1.0, "rows": 1, "twice": 2.0}
+        deliver = Runner._deliver
+
+        def deliver_last(runner: Any, position: int, outcome: Any) -> None:
+            deliver(runner, runner._next_position(), outcome)
+
+        # Nothing is compared if the first batch does not end last.
+        with mock.patch.object(Runner, "_deliver", deliver_last):
+            assert any(evaluated()["value"] == 0.0 for _ in range(5))
+
     def an_error() -> None:
         class Checked(keras.layers.Layer):
             def call(self, x: Any) -> Any:
@@ -133,7 +164,8 @@ def asynchronous(wanted: tuple[str, ...]) -> dict[str, Any]:
         assert history["count"] == counts[1] and steps_of(model) == begins[0] + 21
 
     sections = [counters_are_exact, an_error, an_interrupt, metrics_that_are_sums_and_one_that_is_not]
-    return part([*sections, batches_of_ones_own, predictions_are_in_order], wanted)
+    sections += [batches_of_ones_own, predictions_are_in_order, the_last_batch_is_logged]
+    return part(sections, wanted)
 
 
 @functools.cache

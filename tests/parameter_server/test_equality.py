@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.logical.test_loss_scaling import CASES
 from tests.parameter_server.sections import found, largest, run_sections
 from tfdist.testing import run_local
 
@@ -15,15 +16,18 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.nightly, pytest
 _DEADLINE = 300
 # What tests/parameter_server/test_features.py has not; of equality `make test` runs what is there.
 SECTIONS = ("Adagrad", "dropout", "tied embedding")
-IN_SYNC = (*SECTIONS, "finished outside")
+IN_SYNC = (*SECTIONS, "finished outside", "another variable", "loss scaling", "a vector of losses")
 OUTSIDE = ("names", "a head")
 
 
 def equality(mode: str, wanted: tuple[str, ...]) -> dict[str, Any]:
     """In the chief: the largest differences, by section."""
     import keras
+    import tensorflow as tf
 
     import tfdist
+    from tests.cluster.attempt import error_of
+    from tests.logical.test_loss_scaling import left_out
     from tests.logical.test_outside_of_the_scope import trained
     from tests.parameter_server.models import (
         VOCABULARY,
@@ -45,6 +49,21 @@ def equality(mode: str, wanted: tuple[str, ...]) -> dict[str, Any]:
         layers = keras.layers
         return gaps(strategy, lambda: dense_model("adam", layers.Dropout(0.3), layers.GaussianNoise(0.1)), *rows(138))
 
+    def another_variable() -> tuple[str, str]:
+        with strategy.scope():
+            count = tf.Variable(0.0, trainable=False, name="count")
+
+        class Counting(keras.layers.Layer):
+            def call(self, x: Any) -> Any:
+                return x + 0.0 * count.assign_add(1.0)
+
+        with strategy.scope():
+            model = dense_model("sgd", Counting())
+        return error_of(model.fit, *rows(16), verbose=0)
+
+    def unreduced() -> keras.losses.Loss:
+        return keras.losses.BinaryCrossentropy(reduction="none")
+
     def tied() -> keras.Model:
         # The table is read by rows and as a whole.
         ids, table = keras.Input((3,), dtype="int64"), keras.layers.ReversibleEmbedding(VOCABULARY, 4)
@@ -58,7 +77,10 @@ def equality(mode: str, wanted: tuple[str, ...]) -> dict[str, Any]:
         "Adagrad": adagrad,
         "dropout": dropout,
         "tied embedding": lambda: gaps(strategy, tied, x[1], x[1][:, 0]),
+        "another variable": another_variable,
         # A model that was made in the scope.
+        "loss scaling": lambda: left_out(strategy),
+        "a vector of losses": lambda: gaps(strategy, lambda: dense_model("sgd", loss=unreduced()), *rows(138)),
         "finished outside": lambda: {way: largest(trained(strategy, way), trained(None, way)) for way in OUTSIDE},
     }
     return run_sections({name: sections[name] for name in wanted})
@@ -78,7 +100,7 @@ def test_one_execution_at_a_time(name):
     assert max(gaps.values()) <= (1e-6 if name == "Adagrad" else 0.0), gaps
 
 
-@pytest.mark.parametrize("name", [name for name in SECTIONS if name != "dropout"])
+@pytest.mark.parametrize("name", ["Adagrad", "tied embedding", "a vector of losses"])
 def test_synchronous(name):
     gaps = found(results("sync"), name)
     assert max(gaps.values()) <= 1e-6, gaps
@@ -86,6 +108,16 @@ def test_synchronous(name):
 
 def test_a_model_that_is_finished_outside_of_the_scope():
     assert max(found(results("sync"), "finished outside").values()) < 2e-5
+
+
+def test_a_variable_that_no_layer_has_is_refused():
+    kind, message = found(results("sync"), "another variable")
+    assert kind == "NotImplementedError"
+    assert "that changes variable 'count:0', which is not an attribute of one of its layers" in message
+
+
+def test_overflow_is_that_of_the_batch():
+    assert found(results("sync"), "loss scaling") == [two_parts for *_, two_parts in CASES]
 
 
 def test_each_shard_has_its_own_dropout_mask():

@@ -11,7 +11,7 @@ import pytest
 from tests.features import reference
 from tests.features.running import Found, gaps_of, run_rows
 from tests.features.selection import AGAIN, EXCHANGES, VARIANTS
-from tests.features.table import FEATURES
+from tests.features.table import ASSIGNED, DERIVED, FEATURES
 from tests.tiers import daily
 from tfdist.testing import run_local
 
@@ -38,12 +38,15 @@ REFUSED = {
         "masked sequences, a loss per time step": "Received: something that needs the whole batch",
         "BatchNormalization(synchronized=True)": "Received: something that needs the whole batch",
         "all_gather in the loss of a train_step (clip)": "Received: something that needs the whole batch",
+        "global_sum in compute_loss and add_loss, uneven": "Received: something that needs the whole batch",
+        "state that layers and a train_step keep (centre, counts, momentum encoder, memory bank)": (
+            "Received: something that needs the whole batch"
+        ),
     },
 }
 
 # In synchronous training BatchNormalization takes the statistics of a shard, and all rows are in no one place.
 PER_SHARD = {
-    "state that layers and a train_step keep (centre, counts, momentum encoder, memory bank)",
     "TextVectorization and ragged.to_tensor without a length, unmasked",
     "BatchNormalization",
     "BatchNormalization in a custom train_step, uneven",
@@ -75,6 +78,9 @@ EQUAL_DAILY = (
     "batches of 5 and of 3 rows, plain SGD",
     "Embedding and Adam (sparse gradients)",
     "BatchNormalization",
+    "a Transformer's block, padded batches",
+    DERIVED,
+    ASSIGNED,
 )
 # Before the step, and in it.
 REFUSED_DAILY = ("run_eagerly", "masked sequences, a loss per time step")

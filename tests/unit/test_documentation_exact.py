@@ -32,7 +32,10 @@ EVIDENCE = {
         "tests/logical/test_row_trial.py::test_a_loss_that_is_not_reduced",
     ],
     "`clipnorm`": ["clipnorm", "global_clipnorm", "clipvalue"],
-    "`mixed_float16` with scaled": ["tests/logical/test_loss_scaling.py::test_overflow_is_that_of_each_replicas_part"],
+    "`mixed_float16` with scaled": [
+        "tests/logical/test_loss_scaling.py::test_overflow_is_that_of_the_batch",
+        f"{EQUALITY}::test_overflow_is_that_of_the_batch",
+    ],
     "`mixed_float16` loss": ["mixed_float16"],
     "`gradient_accumulation_steps`": ["gradient_accumulation_steps"],
     "`BatchNormalization`": ["BatchNormalization", "BatchNormalization of data far from zero"],
@@ -66,6 +69,7 @@ EVIDENCE = {
     ],
     "metrics that a `train_step` logs": [
         "metrics that a train_step logs under other names",
+        "numbers that a train_step and a test_step compute from metrics",
         "metrics and other values in the logs of a train_step",
     ],
     "`train_on_batch`": ["train_on_batch, test_on_batch, predict_on_batch"],
@@ -100,11 +104,14 @@ EVIDENCE = {
         "tests/logical/test_global_seeds.py::test_a_whole_number_as_seed_warns_once",
         "tests/logical/test_global_seeds.py::test_a_generator_and_initializers_do_not_warn",
     ],
-    "logs of a custom `train_step`": ["metrics and other values in the logs of a train_step"],
+    "logs of a custom `train_step` or": ["metrics and other values in the logs of a train_step"],
     '<a id="input"></a>`AutoShardPolicy.FILE`': [
         "tests/cluster/test_as_one_process.py::shards_of_files",
         "tests/logical/test_dataset_order.py::test_one_process_has_nothing_to_shard",
+        "tests/cluster/test_as_one_process.py::other_rows_on_each_worker",
         f"{MISTAKES}::shards_of_the_users_own",
+        f"{MISTAKES}::shards_of_other_sizes",
+        f"{MISTAKES}::functions_of_other_sizes",
     ],
     "`activity_regularizer`": ["activity_regularizer"],
     "`compression=PowerSGD(rank)`, `TopK(fraction)`": [
@@ -118,11 +125,17 @@ EVIDENCE = {
     '`mode="sync"`': [
         f"{EQUALITY}::test_synchronous",
         f"{EQUALITY}::test_each_shard_has_its_own_dropout_mask",
+        f"{EQUALITY}::test_a_variable_that_no_layer_has_is_refused",
+        "tf.Variables that layers and a train_step assign",
         "tests/parameter_server/test_features.py::test_synchronous_training_equals_one_process",
     ],
     '`mode="async"`, `max_inflight=1`': [
         f"{EQUALITY}::test_one_execution_at_a_time",
         "tests/parameter_server/test_features.py::test_one_execution_at_a_time_equals_one_process",
+    ],
+    "logs of a `train_step` or": [
+        f"{SERVERS}::the_last_batch_is_logged",
+        "metrics and other values in the logs of a train_step",
     ],
     '`mode="async"` |': [
         f"{EQUALITY}::test_asynchronous_training_is_not_equal",
@@ -137,6 +150,10 @@ EVIDENCE = {
     "a model, or an instance of a metric or optimizer, created outside": [
         f"{GUARDS}::test_made_outside",
         f"{MISTAKES}::a_model_without_a_scope",
+    ],
+    "losses that divide by what the whole batch has": [
+        "global_sum in compute_loss and add_loss, uneven",
+        "tests/logical/test_row_trial.py::test_steps_that_mix_rows",
     ],
     "layers that mix rows": [
         "tests/logical/test_row_trial.py::test_steps_that_mix_rows",

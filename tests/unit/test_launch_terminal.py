@@ -38,6 +38,7 @@ def lines(data: bytes, chunk: int | None = None, colour: bool = False) -> list[s
         (b"a\x1bb\n", ["a"]),
         (b"up\x1b[Aagain\n", ["upagain"]),
         (b"end\x1b", ["end"]),
+        (b"a\x1b[9999999999Cb\x1b[9999999999;1Hc\n", ["abc"]),
         (b"\x1b[31m\xe2\x9c\x93 ok\x1b[0m\n", ["✓ ok"]),
     ],
 )

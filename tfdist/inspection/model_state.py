@@ -58,6 +58,12 @@ def metrics_of(model: keras.Model) -> list[keras.Metric]:
     return list(found.values())
 
 
+def held_variables(model: keras.Model) -> list[tf.Variable]:
+    """`tf.Variable`s among the attributes of all layers, which Keras does not list."""
+    items = (item for layer in model._flatten_layers() for item in items_of(vars(layer)))
+    return list({id(item): item for item in items if isinstance(item, tf.Variable)}.values())
+
+
 def items_of(value: Any) -> Iterator[Any]:
     """Yields the items of lists, tuples and dicts, at any depth."""
     waiting, seen = [value], set()

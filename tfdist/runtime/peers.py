@@ -36,8 +36,8 @@ _SHARD_REMEDY = (
     "`options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF`."
 )
 _SAME_STEPS = (
-    "With AutoShardPolicy.OFF or FILE each worker has its own rows, but as many steps as the others: "
-    "cut or repeat the shards to one length, `dataset.take(n)`."
+    "With AutoShardPolicy.OFF or FILE, or distribute_datasets_from_function, each worker has its own rows, but as many "
+    "steps as the others: cut or repeat the shards to one length, `dataset.take(n)`."
 )
 _SAME_CALLS = (
     "Expected: every process makes the same calls of fit, evaluate, predict and *_on_batch. Look for code that only "
@@ -322,7 +322,7 @@ class Peers:
         own_facts = {
             "number of rows": None if manual else rows,
             "number of batches": int(dataset.cardinality()),
-            "components of a batch": str(dataset.element_spec),
+            "components of a batch": str(_of_any_rows(dataset.element_spec) if manual else dataset.element_spec),
             "seeds of its shuffling": [] if manual else seeds(dataset),
         }
         told = self.gather("dataset", [own_facts, list(glance)], "pass its dataset to fit, evaluate or predict")
@@ -347,6 +347,16 @@ class Peers:
                 ", ".join(different),
                 self.names[0],
             )
+
+
+def _of_any_rows(specification: Any) -> Any:
+    """A specification of batches whose dense components may have any number of rows."""
+
+    def of_any(one: Any) -> Any:
+        is_dense = isinstance(one, tf.TensorSpec) and one.shape.rank
+        return tf.TensorSpec([None, *one.shape[1:]], one.dtype) if is_dense else one
+
+    return tf.nest.map_structure(of_any, specification)
 
 
 def _near(numbers: Sequence[float], others: Sequence[float]) -> bool:

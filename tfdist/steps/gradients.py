@@ -16,7 +16,7 @@ Li et al., "PyTorch distributed: experiences on accelerating data parallel train
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -29,6 +29,9 @@ ALIGNMENT = 64
 # As PyTorch's. The first bucket of several is small: sending begins early.
 BUCKET_BYTES = 25 << 20
 _FIRST_BYTES = 1 << 20
+
+# What rounds to infinity in float16, and all above it.
+_INFINITE_HALF = 65520.0
 
 NARROW_DTYPES = {None: None, "bf16": tf.bfloat16, "fp16": tf.float16}
 
@@ -173,6 +176,26 @@ def unpack(packed: tf.Tensor, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
             part = tf.reshape(part, [-1])[:size]
         unpacked.append(tf.reshape(part, value.shape if value.shape.is_fully_defined() else tf.shape(value)))
     return unpacked
+
+
+def is_half(gradient: Any) -> bool:
+    """Whether a traced gradient was computed in float16, as a whole, and then cast to the dtype of its variable."""
+    if not tf.is_symbolic_tensor(gradient) or gradient.op.type != "Cast":
+        return False
+    return gradient.op.inputs[0].dtype == tf.float16
+
+
+def check_finite(check: Callable, halves: Sequence[bool], grads: Sequence[Any]) -> tf.Tensor:
+    """`check_finite` of a LossScaleOptimizer, for sums: they overflow where one process' gradients would.
+
+    Args:
+        check: the method.
+        halves: for each gradient, whether its parts were computed in float16. Their sum is wider.
+        grads: the sums.
+    """
+    rest = check([None if half else gradient for half, gradient in zip(halves, grads, strict=True)])
+    fits = [tf.abs(gradient) < _INFINITE_HALF for half, gradient in zip(halves, grads, strict=True) if half]
+    return tf.reduce_all([rest, *map(tf.reduce_all, fits)])
 
 
 def scale(value: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:

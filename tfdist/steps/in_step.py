@@ -10,6 +10,7 @@ apply_mask, reduce_values, scale_loss
 update_mean                      metrics, see below
 sum_gradients, apply_gradients   gradients are added up once
 cond                             all replicas take the same branch, if they exchange something in one
+global_sum                       for users: a sum over the rows of all replicas
 
 Losses. Keras divides each replica's mean loss by the number of replicas, and the gradients are then added up. That is
 the mean of the global batch only if all replicas have equally many rows, and unmasked time steps. In a tfdist step a
@@ -151,6 +152,47 @@ def _weighted_share(value: Any, step: KerasStep) -> Any:
         value *= tf.cast(step.has_rows, value.dtype)
     total = all_reduce(value)
     return tf.math.divide_no_nan(value, total * tf.cast(step.weight, value.dtype))
+
+
+def global_sum(value: Any) -> tf.Tensor:
+    """The sum over the rows of the global batch, from the sum over the rows at hand, in a step of Keras.
+
+    For losses that divide by what only the whole batch knows, such as its number of positive rows: in `compute_loss`,
+    a `train_step`, `add_loss` or a compiled loss. Gradients are those of one process, also where a batch does not
+    divide evenly over the replicas. Without replicas, and outside of a step, it returns the value as it is.
+
+    Call it on every replica, not in a loop or branch.
+
+    Args:
+        value: a sum over this replica's rows, or a tensor of such sums: a number, a float tensor or an int tensor.
+
+    Raises:
+        NotImplementedError: under `ParameterServerStrategy(mode="sync")`, where no worker has the whole batch.
+
+    Example:
+        >>> import tfdist
+        >>> def loss_of_positives(targets, errors):
+        ...     positives = tf.cast(targets > 0.5, errors.dtype)
+        ...     total = tfdist.global_sum(tf.reduce_sum(errors * positives))
+        ...     return total / tf.maximum(tfdist.global_sum(tf.reduce_sum(positives)), 1)
+        >>> float(loss_of_positives(tf.constant([1.0, 0.0, 1.0]), tf.constant([0.5, 9.0, 1.5])))
+        1.0
+    """
+    value, step = tf.convert_to_tensor(value), current_step()
+    if step is None:
+        return value
+
+    @tf.custom_gradient
+    def summed(own: tf.Tensor) -> tuple[tf.Tensor, Callable]:
+        def gradient(upstream: tf.Tensor) -> tf.Tensor:
+            # What a replica returns is multiplied by its weight later.
+            weight = tf.cast(step.weight, upstream.dtype)
+            return tf.math.divide_no_nan(all_reduce(weight * upstream), weight)
+
+        # A replica without rows computes on a stand-in.
+        return all_reduce(own if step.has_rows is None else tf.where(step.has_rows, own, tf.zeros_like(own))), gradient
+
+    return summed(value)
 
 
 def scale_loss(scale: Callable, value: Any) -> Any:

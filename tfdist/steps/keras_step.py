@@ -36,6 +36,7 @@ class ReplicaStep:
         may_be_empty: whether it may have none.
         state: what it has written of its layers' state: a `ReplicaState`.
         scaled: ids of the optimizers that have scaled its loss.
+        halves: for each gradient that an optimizer applies, whether it was computed in float16.
         scattered: by id, parts of gradients that were computed.
         branches: names of the graphs of branches in which an optimizer has applied some.
         in_parts: the weights that an optimizer works on, of which it sees this replica's parts if they are sharded.
@@ -48,6 +49,7 @@ class ReplicaStep:
     may_be_empty: bool = False
     state: Any = None
     scaled: set[int] = dataclasses.field(default_factory=set)
+    halves: Sequence[bool] = ()
     scattered: dict[int, Any] = dataclasses.field(default_factory=dict)
     branches: set[str] = dataclasses.field(default_factory=set)
     in_parts: Sequence[Any] = ()
@@ -113,17 +115,12 @@ class KerasStep:
             global_rows: rows of the global batch; `None` if the dataset does not know.
         """
         context = tf.distribute.get_replica_context()
-        may_be_empty = fixed is None or fixed <= 1
-        if global_rows is None and fixed:
-            # A user's own distributed dataset with a fixed batch size on every replica.
-            relative_weight = tf.constant(1.0, tf.float64)
-        else:
-            if global_rows is None:
-                global_rows = context.all_reduce(tf.distribute.ReduceOp.SUM, rows)
-            # In this order it is 1 where all have equally many rows, without any rounding.
-            relative_weight = rows * context.num_replicas_in_sync / tf.maximum(global_rows, 1)
+        if global_rows is None:
+            global_rows = context.all_reduce(tf.distribute.ReduceOp.SUM, rows)
         here = self.here
-        here.rows, here.relative_weight, here.may_be_empty = rows, relative_weight, may_be_empty
+        here.rows, here.may_be_empty = rows, fixed is None or fixed <= 1
+        # In this order it is 1 where all have equally many rows, without any rounding.
+        here.relative_weight = rows * context.num_replicas_in_sync / tf.maximum(global_rows, 1)
 
     @property
     def here(self) -> ReplicaStep:

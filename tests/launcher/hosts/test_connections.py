@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from hypothesis import strategies as st
 from tests.launcher.conftest import wait_until
 from tfdist.launcher.hosts import connection as connections
 from tfdist.launcher.hosts.agent import SILENCE
-from tfdist.launcher.hosts.connection import Channel, Connection, Reach, Reached, RunFacts, check_said, line
+from tfdist.launcher.hosts.connection import Channel, Connection, HostsError, Reach, Reached, RunFacts, check_said, line
 from tfdist.launcher.hosts.group import HostsGroup
 from tfdist.launcher.hosts.places import ListedHost
 from tfdist.launcher.output import Terminal
@@ -231,6 +232,13 @@ class _Connection(Connection):
 
     def lose(self, why: str) -> None:
         self.lost = why
+
+
+@pytest.mark.parametrize("ports", [[], [1], [1, 2, 3]])
+def test_an_agent_that_tells_another_number_of_ports_is_refused(ports: list[int]) -> None:
+    told = {"kind": "ready", "address": "10.0.0.1", "ports": ports}
+    with pytest.raises(HostsError, match=re.escape(f"host a: Received: {ports}. Expected: 2 ports")):
+        connections._place(SimpleNamespace(name="a"), told, 2)
 
 
 @pytest.mark.parametrize("silence", [4.0, 12.0])

@@ -11,6 +11,9 @@ import threading
 from pathlib import Path
 from typing import NoReturn
 
+# For a process whose function has failed.
+_LAST_SECONDS = 60.0
+
 
 def main(call: str, result: str, cpus: str, returns: str) -> int:
     """Runs the pickled call and writes how it ended; returns the exit code."""
@@ -29,13 +32,19 @@ def main(call: str, result: str, cpus: str, returns: str) -> int:
 
 def end(code: int) -> NoReturn:
     """Ends this process as Python ends a script, but for TensorFlow's own end: it waits for peers that may be gone."""
-    threading._shutdown()  # a backup that is still being written, and threads of the function
-    # The last report of a training, a lease on a bucket, what loggers keep, and all that the function has registered.
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            stream.flush()
-    os._exit(code)
+    if code:  # threads may wait for peers that are gone, and the peers for this process
+        guard = threading.Timer(_LAST_SECONDS, os._exit, (code,))
+        guard.daemon = True
+        guard.start()
+    try:
+        threading._shutdown()  # a backup that is still being written, and threads of the function
+        # The last report of a training, a lease on a bucket, what loggers keep, and what the function has registered.
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+    finally:
+        os._exit(code)
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ def distribute_in_common_order(extended: Any, dataset: tf.data.Dataset, options:
     manual = getattr(found, "manual", True)
     if strategy._keras_asks_for_data:
         rows, glance = rows_of_arrays(strategy._epoch_iterator), glance_at_arrays(strategy._epoch_iterator)
-        strategy._peers.check_same_dataset(getattr(found, "source", dataset), manual, rows, glance)
+        strategy._peers.check_same_dataset(dataset, manual, rows, glance)
     if manual or array_source(dataset):
         return found
     try:

@@ -10,6 +10,7 @@ shadowed_for_step      the shadows of a train or test step, in this order:
   optimizer.apply        receives the gradient of the global batch: weighted by the replicas' rows and reduced once,
                          before loss-scale test, clipping, accumulation and update, so that all of these act on the
                          same values on every replica
+  optimizer.check_finite tests the sum of gradients in float16 as one process tests its own
   Layer._losses          is another list for each replica
   BatchNormalization     uses the statistics of the global batch (batch_norm.py)
   Loss.call              notes what it is given, for a trial (row_trial.py)
@@ -54,7 +55,8 @@ from tfdist.inspection.model_state import (
 from tfdist.optimizers.in_parts import working_in_parts
 from tfdist.optimizers.sharded_optimizer import ShardedOptimizer, given_rows, scatter
 from tfdist.runtime.agreement import Agreement
-from tfdist.steps.gradients import GradientOptions, all_reduce_sum, scale
+from tfdist.steps.derived_logs import DerivedLogs, marked_result, metric_of
+from tfdist.steps.gradients import GradientOptions, all_reduce_sum, check_finite, is_half, scale
 from tfdist.steps.keras_step import KerasStep, global_replica, local_replica, shadowed
 from tfdist.steps.local_values import Dependence, LocalValues
 from tfdist.steps.shards import other_readers, to_apply
@@ -139,6 +141,10 @@ def shadowed_for_step(step: KerasStep, *, options: GradientOptions, global_batch
 def _shadow_optimizer(stack: contextlib.ExitStack, step: KerasStep, optimizer: Any, options: GradientOptions) -> None:
     original_scale, original_apply = optimizer.scale_loss, optimizer.apply
     settings = None if options.compressor is None else stack.enter_context(options.compressor.prepared(optimizer))
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        check = optimizer.check_finite
+        shadow = shadowed(optimizer, check_finite=lambda grads: check_finite(check, step.here.halves, grads))
+        stack.enter_context(shadow)
     if options.compressor is None and (sharded := _sharded_part(optimizer)) is not None:
         stack.enter_context(given_rows(optimizer, sharded))
 
@@ -153,6 +159,7 @@ def _shadow_optimizer(stack: contextlib.ExitStack, step: KerasStep, optimizer: A
         variables = optimizer._trainable_variables if trainable_variables is None else list(trainable_variables)
         scaled = id(optimizer) in step.here.scaled
         grads = [_part_to_apply(g, v) if is_sharded(v) else g for g, v in zip(grads, variables, strict=True)]
+        step.here.halves = list(map(is_half, grads))
         reduced = _all_reduce_gradients(step, grads, variables, scaled, options, optimizer, settings)
         step.here.state.note_updates(variables)
         original_apply(reduced, trainable_variables)
@@ -285,55 +292,38 @@ def _noting_call(step: KerasStep, loss: keras.losses.Loss) -> Callable:
     return noting
 
 
-def marked_result(metric: keras.Metric) -> Callable:
-    """Returns a replacement for `metric.result` whose tensors are known to come from it."""
-    original = metric.result
-
-    def result() -> Any:
-        value = original()
-        leaves = [tf.identity(leaf) for leaf in tf.nest.flatten(value)]
-        for i, leaf in enumerate(leaves):
-            leaf._tfdist_result = metric, i
-        return tf.nest.pack_sequence_as(value, leaves)
-
-    return result
-
-
 def are_read_by_keras(step: KerasStep, logs: Any) -> bool:
     """Whether Keras replaces these logs of a replica at the end of the epoch."""
     if step.on_batch or not isinstance(logs, dict):
         return False
-    return all(_metric_of(log) for log in logs.values()) and logs.keys() == step.model.get_metrics_result().keys()
+    return all(metric_of(log) for log in logs.values()) and logs.keys() == step.model.get_metrics_result().keys()
 
 
 def all_reduce_logs(step: KerasStep, logs: Any) -> Any:
     """The logs that one process would return, on every replica; one collective for each dtype."""
-    leaves = tf.nest.flatten(logs)
-    metrics = list({id(origin[0]): origin[0] for origin in map(_metric_of, leaves) if origin}.values())
+    leaves = [leaf if metric_of(leaf) else tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(logs)]
+    derived = DerivedLogs(leaves)
+    metrics = list({id(metric): metric for metric, _ in derived.sources}.values())
     variables = list({id(v): v for metric in metrics for v in metric.variables}.values())
-    others = [_weighted_log(leaf, step) for leaf in leaves if not _metric_of(leaf)]
+    others = [_weighted_log(leaf, step) for i, leaf in enumerate(leaves) if i not in derived.positions]
     sums = all_reduce_sum([_metric_summand(variable) for variable in variables] + others)
     states = zip(variables, sums[: len(variables)], strict=True)
     with keras.StatelessScope(state_mapping=[(v, tf.cast(total, v.dtype)) for v, total in states]):
         results = {id(metric): tf.nest.flatten(metric.result()) for metric in metrics}
+    found = derived.compute([results[id(metric)][i] for metric, i in derived.sources], derived.inputs)
+    computed = dict(zip(derived.positions, found, strict=True))
+    # What is computed from rows, too, is averaged now.
+    local = [] if tf.executing_eagerly() else [i for i, value in computed.items() if not _is_global(step, value)]
+    computed |= zip(local, all_reduce_sum([_weighted_log(computed[i], step) for i in local]), strict=True)
     means = iter(sums[len(variables) :])
-
-    def global_log(leaf: Any) -> tf.Tensor:
-        if (origin := _metric_of(leaf)) is None:
-            return next(means)
-        metric, i = origin
-        return results[id(metric)][i]
-
-    return tf.nest.pack_sequence_as(logs, list(map(global_log, leaves)))
+    return tf.nest.pack_sequence_as(logs, [computed[i] if i in computed else next(means) for i in range(len(leaves))])
 
 
-def _metric_of(leaf: Any) -> tuple[keras.Metric, int] | None:
-    """The metric whose result a log is, and which of its numbers."""
-    return getattr(leaf, "_tfdist_result", None)
+def _is_global(step: KerasStep, value: tf.Tensor) -> bool:
+    return step.here.state.dependence_of(value) is Dependence.SAME
 
 
-def _weighted_log(leaf: Any, step: KerasStep) -> tf.Tensor:
-    value = tf.convert_to_tensor(leaf)
+def _weighted_log(value: tf.Tensor, step: KerasStep) -> tf.Tensor:
     # A weight is a fraction; as an integer it would be 0.
     return scale(value if value.dtype.is_floating else tf.cast(value, tf.float64), step.weight)
 
@@ -461,8 +451,16 @@ def _combine_output(step: KerasStep, output: tf.Tensor, dependence: Dependence) 
         weight = tf.constant(float(global_replica() == 0))
     elif dependence is not Dependence.MEAN:
         _warn_of_output(step, output, "the average is returned")
-    wide = output if output.dtype.is_floating else tf.cast(output, tf.float64)
-    return tf.cast(all_reduce_sum([wide], weight=weight)[0], output.dtype)
+    if output.dtype.is_floating:
+        return all_reduce_sum([output], weight=weight)[0]
+    whole = output if output.dtype in (tf.int64, tf.uint64) else tf.cast(output, tf.int64)
+    # As two numbers, so that floats keep all digits.
+    half = tf.constant(2**32, whole.dtype)
+    parts = [tf.cast(part, tf.float64) for part in (whole // half, whole % half)]
+    high, low = all_reduce_sum(parts, weight=weight)
+    if dependence in (Dependence.SUM, Dependence.COUNT, Dependence.SAME):
+        return tf.cast(tf.cast(high, whole.dtype) * half + tf.cast(low, whole.dtype), output.dtype)
+    return tf.cast(high * 2.0**32 + low, output.dtype)
 
 
 def _warn_of_output(step: KerasStep, output: tf.Tensor, outcome: str) -> None:

@@ -55,6 +55,13 @@ _WORDS = ("a", "a b", "b", "a b c d")
 _LENGTHS = [len(word.split()) for word in _WORDS]
 # They differ in size: the root of a mean is close to the mean of roots where the halves are alike.
 _SIZES = (1.0, 0.9, 0.3, 0.2)
+# What is traced runs with several kinds of numbers: a loss may look for those above a half, for ones, or for -1.
+_DRAWS: tuple[Callable[[np.random.RandomState, Any], np.ndarray], ...] = (
+    lambda random, sizes: random.random_sample(sizes.shape) * sizes,
+    lambda random, sizes: 1.0 * (random.random_sample(sizes.shape) < sizes),
+    lambda random, sizes: np.round(random.standard_normal(sizes.shape)),
+    lambda random, sizes: random.standard_normal(sizes.shape),
+)
 # By so much of its size a value may differ; of a mean in 16 bits two or three digits are right.
 _DIGITS, _DIGITS_ROUNDED = 1e-3, 5e-2
 # Tracing a larger step once more takes too long; larger rows are not worth the memory.
@@ -69,6 +76,7 @@ _RANDOM_LAYERS = ("keras.src.layers.regularization.", "keras.src.layers.preproce
 # Beginnings of the types of operations of which running them would change something, or differ each time.
 _NOT_TRIED = ("Random", "Stateless", "PyFunc", "EagerPyFunc", "Iterator", "Collective", "Print", *CHANGING, *UNSEEDED)
 _GATHER = "all rows, by tf.distribute.get_replica_context().all_gather(rows, axis=0) as in docs/own-loops.md"
+_SUM = "sums over the rows of all replicas, by tfdist.global_sum(sum of own rows), also in denominators"
 _BRANCHES = ("StatelessIf", "StatelessWhile", "StatelessCase")
 
 
@@ -142,8 +150,7 @@ def _is_row_by_row(part: Any) -> bool:
 def _loss_mixes_rows(call: Callable, specs: Sequence[tf.TensorSpec]) -> bool:
     """Whether the value of a loss for a few rows is not the mean of its values for their halves."""
 
-    def trial() -> list[tf.Tensor]:
-        given = _some(specs)
+    def trial(given: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         whole, *halves = (tf.convert_to_tensor(call(*(one[part] for one in given))) for part in _PARTS)
         return [whole, *(_compare_rows if whole.shape.rank else _compare_means)(whole, *halves)]
 
@@ -152,11 +159,38 @@ def _loss_mixes_rows(call: Callable, specs: Sequence[tf.TensorSpec]) -> bool:
         contextlib.suppress(Exception),
         shadowed(tf.distribute.get_replica_context(), all_reduce=_refuse, all_gather=_refuse, merge_call=_refuse),
     ):
-        traced = tf.function(trial, autograph=False).get_concrete_function()
-        if _can_be_run(traced.graph) and not any(one.dtype == tf.resource for one in traced.inputs):
-            whole, off, size = traced()
-            return _is_off(off, size, _DIGITS_ROUNDED if whole.dtype.size < 4 else _DIGITS)
+        for whole, off, size in _each_draw(trial, specs, may_read=False):
+            if _is_off(off, size, _DIGITS_ROUNDED if whole.dtype.itemsize < 4 else _DIGITS):
+                return True
     return False
+
+
+def _each_draw(trial: Callable, batch: Any, may_read: bool = True) -> Iterator[Any]:
+    """Traces a trial once, and runs it with rows of each kind; yields what it returns, as arrays.
+
+    Args:
+        trial: given a batch.
+        batch: its specification.
+        may_read: whether it may read variables.
+
+    Raises:
+        NotImplementedError: if it would change something.
+    """
+    first = _some(batch, 0)
+
+    def flat_trial(*flat: Any) -> Any:
+        return trial(tf.nest.pack_sequence_as(first, flat, expand_composites=True))
+
+    function = tf.function(flat_trial, autograph=False)
+    traced = function.get_concrete_function(*tf.nest.flatten(first, expand_composites=True))
+    if not _can_be_run(traced.graph) or not (may_read or all(one.dtype != tf.resource for one in traced.inputs)):
+        raise NotImplementedError("a step that changes something outside")
+    for draw in range(len(_DRAWS)):
+        rows = first if draw == 0 else _some(batch, draw)
+        # What takes the first rows may refuse others.
+        with contextlib.suppress(*[tf.errors.OpError][:draw]):
+            found = function(*tf.nest.flatten(rows, expand_composites=True))
+            yield tf.nest.map_structure(lambda value: value.numpy(), found)
 
 
 class _Part:
@@ -191,12 +225,11 @@ class _Part:
 
 def _step_messages(step: KerasStep, loss_is_named: bool) -> list[str]:
     """What mixes the rows of a batch, in words; `loss_is_named` tells that a compiled loss does."""
-    batch = _some(step.batch)
-    rows = [tf.nest.map_structure(lambda one, part=part: None if one is None else one[part], batch) for part in _PARTS]
     parts: list[_Part] = []
 
-    def trial() -> list[list[Any]]:
-        for some, share in zip(rows, _SHARES, strict=True):
+    def trial(batch: Any) -> list[list[Any]]:
+        for rows, share in zip(_PARTS, _SHARES, strict=True):
+            some = tf.nest.map_structure(lambda one, rows=rows: None if one is None else one[rows], batch)
             parts.append(_run(step, some, share, parts[0] if parts else None))
         return [
             [_compare_means(*of) for of in _side_by_side(parts, "gradients")],
@@ -206,10 +239,25 @@ def _step_messages(step: KerasStep, loss_is_named: bool) -> list[str]:
             [[tf.cast(value, tf.float32) for _, value, _ in of] for of in _side_by_side(parts, "scalars")],
         ]
 
-    traced = tf.function(trial, autograph=False).get_concrete_function()
-    if not _can_be_run(traced.graph):
-        raise NotImplementedError("a step that changes something outside")
-    gradients, results, constants, values, scalars = tf.nest.map_structure(lambda value: value.numpy(), traced())
+    messages: list[str] = []
+    for found in _each_draw(trial, step.batch):
+        messages += [one for one in _messages_of(step, parts, loss_is_named, *found) if one not in messages]
+        if messages:
+            break
+    return messages
+
+
+def _messages_of(
+    step: KerasStep,
+    parts: Sequence[_Part],
+    loss_is_named: bool,
+    gradients: Any,
+    results: Any,
+    constants: Any,
+    values: Any,
+    scalars: Any,
+) -> list[str]:
+    """What one kind of rows has shown."""
     model = step.model
     is_rounded = any(layer.compute_dtype in ("float16", "bfloat16") for layer in model._flatten_layers())
     digits = _DIGITS_ROUNDED if is_rounded else _DIGITS
@@ -347,13 +395,13 @@ def _moments(layer: keras.layers.BatchNormalization, part: _Part) -> Callable:
     return lambda inputs, mask=None: part.exchanged(moments(inputs, mask))
 
 
-def _some(batch: Any) -> Any:
-    """In the place of rows of a batch: random numbers in [0, 1), smaller in later rows; zeros and ones; words.
+def _some(batch: Any, draw: int) -> Any:
+    """In the place of rows of a batch: random numbers of a kind, words; zeros and ones in place of whole numbers.
 
     Rows of steps (of whole numbers, or of features) end in zeros, the padding that masks look for.
     """
 
-    seeds = itertools.count(1)
+    seeds = itertools.count(1 + 100 * draw)
 
     def some(spec: tf.TypeSpec | None) -> Any:
         if spec is None:
@@ -364,23 +412,24 @@ def _some(batch: Any) -> Any:
         if isinstance(spec, tf.RaggedTensorSpec):
             if spec.ragged_rank != 1:
                 raise NotImplementedError(f"no rows of {spec}")
-            numbers = _numbers([sum(_LENGTHS), *sizes[1:]], spec.dtype, next(seeds))
+            numbers = _numbers([sum(_LENGTHS), *sizes[1:]], spec.dtype, draw, next(seeds))
             return tf.RaggedTensor.from_row_lengths(numbers, _LENGTHS)
-        return _numbers([4, *sizes], spec.dtype, next(seeds))
+        return _numbers([4, *sizes], spec.dtype, draw, next(seeds))
 
     return tf.nest.map_structure(some, batch)
 
 
-def _numbers(shape: Sequence[int], dtype: tf.DType, seed: int) -> tf.Tensor:
+def _numbers(shape: Sequence[int], dtype: tf.DType, draw: int, seed: int) -> tf.Tensor:
     if np.prod(shape) > _MOST:
         raise NotImplementedError("rows that are too large")
     if dtype == tf.string:
         return tf.constant(np.resize(np.repeat(_WORDS, int(np.prod(shape[1:]))), shape))
-    numbers = np.random.RandomState(seed).random_sample(shape)
-    if not dtype.is_floating:
-        numbers = np.round(numbers)
-    elif shape[0] == len(_SIZES):
-        numbers *= np.reshape(_SIZES, [-1, *[1] * (len(shape) - 1)])
+    random = np.random.RandomState(seed)
+    if dtype.is_floating:
+        sizes = _SIZES if shape[0] == len(_SIZES) else np.ones(shape[0])
+        numbers = _DRAWS[draw](random, np.ones(shape) * np.reshape(sizes, [-1, *[1] * (len(shape) - 1)]))
+    else:
+        numbers = np.round(random.random_sample(shape))
     if len(shape) > (2 if dtype.is_floating else 1) and shape[0] == len(_LENGTHS) and shape[1] > 1:
         if len(shape) == 2:
             numbers[-1] = 1
@@ -468,7 +517,7 @@ def _loss_message(loss: keras.losses.Loss) -> str:
     return (
         f"Received: loss '{loss.name}', which mixes the rows of a batch: its value is not the mean of its values for "
         "parts of the batch. Each replica computes it of its own rows, so that training differs from one process. "
-        "Expected: a loss that has a value for each row, or a mean of such; or one replica."
+        f"Expected: a loss that has a value for each row, or a mean of such; {_SUM}; or one replica."
     )
 
 
@@ -485,7 +534,7 @@ def _step_message(step: KerasStep, loss_is_named: bool) -> Iterator[str]:
         what = f"an output of model '{model.name}'"
     else:
         what = f"a loss of model '{model.name}' (compiled, or of add_loss)"
-    expected = f"the mean of a value for each row; for pairs of rows, {_GATHER}"
+    expected = f"the mean of a value for each row; {_SUM}; for pairs of rows, {_GATHER}"
     if step.kind == "train":
         how = "whose gradient for a batch is not the mean of its gradients for parts of the batch, as of a sum or a "
         how += "vector of the rows' losses, negatives within the batch, or clipped gradients"

@@ -19,9 +19,9 @@ import tensorflow as tf
 
 from tfdist.compat.upstream import DistributedVariable, in_stateless_scope
 from tfdist.inspection.model_state import (
+    held_variables,
     is_kept_per_replica,
     is_sharded,
-    items_of,
     optimizers_of,
     parts_of_variable,
     seed_generators_of,
@@ -274,9 +274,7 @@ def _state_of(model: keras.Model) -> list[Any]:
     """The state that a step may write: the model's variables without seeds, and `tf.Variable`s that layers hold."""
     seeds = {id(generator.state) for generator in seed_generators_of(model)}
     found = [v for v in model.variables if id(v) not in seeds]
-    for layer in model._flatten_layers():
-        own = [item for item in items_of(vars(layer)) if isinstance(item, DistributedVariable)]
-        found += [item for item in own if item.aggregation == tf.VariableAggregation.NONE]
+    found += [v for v in held_variables(model) if v.aggregation == tf.VariableAggregation.NONE]
     return [v for v in found if is_mirrored(v)]
 
 

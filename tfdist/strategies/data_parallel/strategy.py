@@ -29,6 +29,7 @@ from tfdist.compat.upstream import (
     context,
     distribute_lib,
     distribute_utils,
+    input_lib,
     mirrored_run,
 )
 from tfdist.compression import PowerSGD, TopK
@@ -53,6 +54,7 @@ from tfdist.strategies.data_parallel.dataset import (
     count_rows,
     distribute_in_common_order,
     split_over_replicas,
+    static_rows,
 )
 from tfdist.strategies.data_parallel.replica_step import MetricTotals, make_replica_function, shadowed_for_step
 from tfdist.strategies.hooks import StrategyHooks, jit_compiles_by_itself, not_compiled_as_a_whole
@@ -80,10 +82,13 @@ class DataParallelHooks(StrategyHooks):
         with self._strategy._keras_input(iterator):
             make(iterator, **arguments)
         dataset = iterator._distributed_dataset
-        if isinstance(dataset, ReplicaBatchDataset) and isinstance(iterator.data_adapter, TFDatasetAdapter):
+        is_cut = isinstance(dataset, ReplicaBatchDataset)
+        if is_cut and isinstance(iterator.data_adapter, TFDatasetAdapter):
             # Keras counts the steps of an epoch here; a worker's own shards have more of them than the user's dataset.
             iterator.data_adapter._dataset = dataset.source
             iterator._num_batches = iterator.data_adapter.num_batches
+        elif self.peers and not is_cut and isinstance(dataset, input_lib.DistributedDatasetsFromFunction):
+            self.peers.check_same_dataset(dataset._datasets[0], manual=True)
 
     def check(self, model: Any) -> None:
         validation.check(self._strategy, model)
@@ -244,7 +249,9 @@ class DataParallel:
         if isinstance(batch, ReplicaBatch):
             return batch
         if any(isinstance(leaf, DistributedValues) for leaf in tf.nest.flatten(batch)):  # the user's own
-            return ReplicaBatch(batch, None, None)
+            rows = [static_rows(part) for part in self.experimental_local_results(batch)]
+            # Other processes may have other numbers of rows, and trace at other times.
+            return ReplicaBatch(batch, None, None if self._peers or None in rows else sum(rows))
         step.on_batch = True
         return split_over_replicas(self.extended, batch)
 

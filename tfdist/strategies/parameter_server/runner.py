@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import time
 import weakref
 from collections.abc import Callable
@@ -54,8 +55,8 @@ class Runner:
         self._shards: WorkerIterator | None = None
         self._missing = 0
         self._sums: list[np.ndarray] | None = None
-        self._origins: Any = {}
-        self._own_logs: list[np.ndarray] = []
+        self._handed_out = 0
+        self._last: StepOutcome | None = None
         self._logs: Any = None
         self._previous: Any = None
         self._logged_at = 0.0
@@ -173,7 +174,7 @@ class Runner:
         if shard.remaining is not None:
             shard.remaining -= steps
 
-        count = tf.constant(steps)
+        count, position = tf.constant(steps), self._next_position()
 
         def run(worker: Worker) -> tuple[StepOutcome, int]:
             done, *outputs = trace.function(shard.iterator_on(worker), count)
@@ -185,7 +186,7 @@ class Runner:
             shard.is_busy, shard.is_exhausted = False, done < steps
             self._missing += steps - done
             if done:
-                self._arrived.append(outcome)
+                self._deliver(position, outcome)
 
         self._dispatcher.submit(Task(run, deliver, self._home_of(shard, iterator)))
 
@@ -202,7 +203,15 @@ class Runner:
         def run(worker: Worker) -> StepOutcome:
             return self._step.outcome(trace, trace.function(*arguments))
 
-        self._dispatcher.submit(Task(run, self._arrived.append))
+        self._dispatcher.submit(Task(run, functools.partial(self._deliver, self._next_position())))
+
+    def _next_position(self) -> int:
+        self._handed_out += 1
+        return self._handed_out
+
+    def _deliver(self, position: int, outcome: StepOutcome) -> None:
+        outcome.position = position
+        self._arrived.append(outcome)
 
     def _collect(self) -> None:
         while self._arrived:
@@ -216,7 +225,9 @@ class Runner:
                 total += array
         for metric, args, kwargs in outcome.updates:
             metric.update_state(*args, **kwargs)
-        self._origins, self._own_logs = outcome.origins, outcome.logs
+        # The last batch counts, as in one process, whichever worker ends last.
+        if self._last is None or outcome.position > self._last.position:
+            self._last = outcome
 
     def _write_metrics(self) -> None:
         if self._sums is None:
@@ -238,18 +249,7 @@ class Runner:
         return self._returned
 
     def _read_logs(self) -> Any:
-        results: dict[int, list] = {}
-        own = iter(self._own_logs)
-
-        def read(origin: Any) -> Any:
-            if origin.of is None:
-                return next(own)
-            metric, position = origin.of
-            if id(metric) not in results:
-                results[id(metric)] = tf.nest.flatten(metric.result())
-            return np.asarray(results[id(metric)][position])
-
-        return tf.nest.map_structure(read, self._origins)
+        return {} if self._last is None else self._last.logs.read(self._last.own)
 
 
 def _groups(batches: list[list[tf.Tensor]]) -> list[list[list[tf.Tensor]]]:

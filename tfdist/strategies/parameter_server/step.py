@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -24,11 +25,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat.upstream import IteratorSpec, global_state
+from tfdist.compat.upstream import IteratorSpec, global_state, nest
 from tfdist.inspection.model_state import metrics_of, optimizers_of
+from tfdist.steps.derived_logs import DerivedLogs, marked_result, metric_of
 from tfdist.steps.keras_step import shadowed
-from tfdist.strategies.data_parallel.replica_step import marked_result
 from tfdist.strategies.parameter_server.data import (
+    COORDINATOR,
     Packing,
     any_rows,
     fetch,
@@ -134,12 +136,12 @@ class Trace:
 
     Attributes:
         function: the function that a worker runs.
-        logs: the structure of the step's logs; the leaves are `Origin`s.
+        logs: how the step's logs are put together.
         updates: for each update of a metric that is not additive, the metric and the structure of the arguments.
     """
 
     function: tf.types.experimental.ConcreteFunction
-    logs: Any
+    logs: Logs
     updates: list[tuple[keras.Metric, Any]]
 
 
@@ -148,16 +150,67 @@ class StepOutcome:
     """The results of one or several steps of a worker.
 
     Attributes:
-        origins: the structure of the logs, as in `Trace`.
+        logs: how the last step's logs are put together.
         additions: what to add to each variable of a metric.
-        logs: the values of the last step's logs that are not results of metrics.
+        own: for each part of the last step's batch its weight, and what the worker returns of the logs.
         updates: for each metric that is not additive, the arguments of `update_state`.
+        position: the number of the last step, in the order in which they were handed out.
     """
 
-    origins: Any
+    logs: Logs
     additions: list[np.ndarray]
-    logs: list[np.ndarray]
+    own: list[tuple[float, list[np.ndarray]]]
     updates: list[tuple[keras.Metric, tuple, dict]]
+    position: int = 0
+
+
+class Logs:
+    """How the logs of a traced step are put together, from what workers return and the metrics on the coordinator.
+
+    Args:
+        logs: of the step.
+
+    Attributes:
+        own: what a worker returns: logs that have nothing to do with metrics, and what else those that do are made of.
+    """
+
+    def __init__(self, logs: Any):
+        leaves = [leaf if metric_of(leaf) else tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(logs)]
+        self._structure = tf.nest.map_structure(lambda _: None, logs)
+        self._derived = derived = DerivedLogs(leaves)
+        self._plain = [i for i in range(len(leaves)) if i not in derived.positions]
+        self.own = [leaves[i] for i in self._plain] + derived.inputs
+        self._compute = derived.compute
+        if not derived.are_results:
+            self._compute = tf.function(derived.compute, autograph=False, reduce_retracing=True)
+
+    def read(self, parts: Sequence[tuple[float, list[np.ndarray]]]) -> Any:
+        """The logs, with the metrics as they are now.
+
+        Args:
+            parts: for each part of the batch its weight, and the values of `own`.
+        """
+        results = {id(metric): tf.nest.flatten(metric.result()) for metric, _ in self._derived.sources}
+        given = [results[id(metric)][i] for metric, i in self._derived.sources]
+        flat, count = [], len(self._plain)
+        for _, own in parts:
+            with tf.device(COORDINATOR):
+                computed = self._compute(given, list(map(tf.constant, own[count:])))
+            values = dict(zip((*self._plain, *self._derived.positions), (*own[:count], *computed), strict=True))
+            flat.append([np.asarray(values[i]) for i in range(len(values))])
+        weights = [weight for weight, _ in parts]
+        return tf.nest.pack_sequence_as(self._structure, [_of_batch(of, weights) for of in zip(*flat, strict=True)])
+
+
+def _of_batch(values: Sequence[np.ndarray], weights: Sequence[float]) -> np.ndarray:
+    """The mean over the rows of a batch of a log of its parts; of integers, the last part's value."""
+    is_one = len(values) == 1 or not tf.as_dtype(values[-1].dtype).is_floating
+    return values[-1] if is_one else mean(values, weights)
+
+
+def mean(values: Sequence[np.ndarray], weights: Sequence[float]) -> np.ndarray:
+    """The weighted mean of arrays, in their dtype; the weights add up to 1."""
+    return np.asarray(sum(np.float64(w) * v for w, v in zip(weights, values, strict=True)), values[0].dtype)
 
 
 class StepFunction:
@@ -180,7 +233,8 @@ class StepFunction:
         self._forwarded: list[keras.Metric] = []
         self._not_additive: list[keras.Variable] = []
         self._made: list[keras.Variable] = []
-        self._traced_logs: Any = None
+        self._traced_logs: Logs | None = None
+        self._warned_of_logs = False
         self._traced_updates: list[tuple[keras.Metric, Any]] = []
         self._traces: dict[str, Trace] = {}
 
@@ -260,7 +314,7 @@ class StepFunction:
         return StepOutcome(
             trace.logs,
             self._packing.unpack([fetch(vector) for vector in vectors]),
-            [fetch(value) for value in logs],
+            [(1.0, [fetch(value) for value in logs])],
             [
                 (metric, *unflatten(arguments, [local_constant(fetch(value)) for value in values]))
                 for (metric, arguments), values in zip(trace.updates, updates, strict=True)
@@ -398,7 +452,7 @@ class StepFunction:
                 captured = stack.enter_context(CapturedState(variables, state))
                 enter(stack)
                 logs = self._step(unflatten(spec, flat))
-                return captured.values(), self._trace_logs(logs)
+                return captured.values(), self._trace_logs(logs, state[: len(self.variables)])
 
         after, logs = self._strategy._run_replica(replica, flat)
         self._traced_updates = [(metric, (args, kwargs)) for metric, args, kwargs in updates]
@@ -410,11 +464,20 @@ class StepFunction:
         self._made += global_state.get_global_attribute("uninitialized_variables") or []
         global_state.set_global_attribute("uninitialized_variables", [])
 
-    def _trace_logs(self, logs: Any) -> list[tf.Tensor]:
-        leaves = tf.nest.flatten(logs)
-        origins = [getattr(leaf, "_tfdist_result", None) for leaf in leaves]
-        self._traced_logs = tf.nest.pack_sequence_as(logs, [Origin(origin) for origin in origins])
-        return [tf.convert_to_tensor(leaf) for leaf, origin in zip(leaves, origins, strict=True) if origin is None]
+    def _trace_logs(self, logs: Any, state: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        self._traced_logs = traced = Logs(logs)
+        names = {tensor.name for tensor in state}
+        if not self._warned_of_logs and any(_depends(value, names, set()) for value in traced.own):
+            self._warned_of_logs = True
+            paths = [path for path, leaf in nest.flatten_with_joined_string_paths(logs) if not metric_of(leaf)]
+            warnings.warn(
+                f"Received: a {self._step.__name__} of model '{self._model.name}' whose logs ({', '.join(paths)}) are "
+                "computed from the variables of a metric. A worker has only what it has added to them itself. "
+                "Expected: logs that are computed from metric.result(), called in the step itself, outside of tf.cond "
+                "and loops.",
+                stacklevel=2,
+            )
+        return traced.own
 
     def _forward(self, variables: list[keras.Variable]) -> None:
         """Lets the coordinator update the metrics that have these variables; workers return the arguments for it."""
@@ -472,17 +535,6 @@ def _row_wise(optimizer: Any, dense: Callable) -> Callable:
         optimizer.assign_sub(variable, tf.IndexedSlices(values * scale, rows))
 
     return update_step
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Origin:
-    """Where the value of a log comes from.
-
-    Attributes:
-        of: the metric and the position in its result; `None` for a value that is no metric's.
-    """
-
-    of: tuple[keras.Metric, int] | None
 
 
 _SPLITS = tf.TensorSpec([None], tf.int32)

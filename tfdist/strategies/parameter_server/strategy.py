@@ -311,14 +311,21 @@ class ParameterServerExtended(upstream.ParameterServerStrategyV2Extended):
         return False
 
     def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        self._check_whole_batch()
+        return value
+
+    def _gather_to_implementation(self, value: Any, destinations: Any, axis: int, options: Any) -> Any:
+        self._check_whole_batch()
+        return super()._gather_to_implementation(value, destinations, axis, options)
+
+    def _check_whole_batch(self) -> None:
         if step_of(self._container_strategy()) is not None:
             raise NotImplementedError(
                 "Received: something that needs the whole batch in a step under ParameterServerStrategy(mode='sync'), "
                 "where each worker has a shard of it: a loss over masked time steps, reduction="
-                "'mean_with_sample_weight', or BatchNormalization(synchronized=True). Expected: other ones; or "
-                "mode='async'."
+                "'mean_with_sample_weight', BatchNormalization(synchronized=True), tfdist.global_sum, or all_gather. "
+                "Expected: other ones; or mode='async'."
             )
-        return value
 
     def _replica_ctx_update(self, var: Any, fn: Callable, args: tuple = (), kwargs: Any = None, group: bool = True):
         return self._update(var, fn, args, kwargs or {}, group)

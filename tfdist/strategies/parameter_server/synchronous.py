@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.inspection.model_state import optimizers_of
+from tfdist.compat.upstream import context, get_read_write_resource_inputs
+from tfdist.inspection.model_state import held_variables, optimizers_of
+from tfdist.steps.gradients import check_finite, is_half
 from tfdist.steps.keras_step import KerasStep, shadowed, traced
 from tfdist.strategies.parameter_server.data import (
     COORDINATOR,
@@ -33,7 +36,7 @@ from tfdist.strategies.parameter_server.data import (
 )
 from tfdist.strategies.parameter_server.dispatcher import Task, Worker
 from tfdist.strategies.parameter_server.runner import Runner
-from tfdist.strategies.parameter_server.step import StepFunction, StepOutcome, Trace, sparse_updates
+from tfdist.strategies.parameter_server.step import StepFunction, StepOutcome, Trace, mean, sparse_updates
 
 _SHARD = tf.TensorSpec([], tf.int64)
 _WEIGHT = tf.TensorSpec([], tf.float64)
@@ -58,8 +61,10 @@ class SynchronousRunner(Runner):
             weights, shards = _cut(batch, spec, self._strategy._num_workers)
             done = self._compute(trace, weights, shards)
             self._step.apply(trace, done, weights)
-            done[-1].outcome.logs = _means([shard.outcome.logs for shard in done], weights)
-            self._arrived.extend(shard.outcome for shard in done)
+            own = [part for shard in done for _, part in shard.outcome.own]
+            done[-1].outcome.own = list(zip(weights, own, strict=True))
+            for shard in done:
+                self._deliver(self._next_position(), shard.outcome)
 
     def _wait(self, limit: int) -> None:
         """Does nothing: a step is done when its gradients are applied."""
@@ -96,15 +101,6 @@ def _cut(batch: list[tf.Tensor], spec: Any, count: int) -> tuple[list[float], li
     return [size / rows for size in sizes], parts
 
 
-def _means(logs: list[list[np.ndarray]], weights: list[float]) -> list[np.ndarray]:
-    """The means of a step's own logs over the rows of a batch; of integers, the last shard's value."""
-    means = []
-    for values in zip(*logs, strict=True):
-        last = values[-1]
-        means.append(_mean(values, weights) if tf.as_dtype(last.dtype).is_floating else last)
-    return means
-
-
 @dataclasses.dataclass
 class ShardTrace(Trace):
     """A traced step on a shard of a batch.
@@ -115,7 +111,7 @@ class ShardTrace(Trace):
         optimizer: the optimizer that applies them.
     """
 
-    state: list[keras.Variable]
+    state: list[keras.Variable | tf.Variable]
     gradients: _Gradients | None
     optimizer: keras.optimizers.Optimizer | None
 
@@ -145,8 +141,12 @@ class GradientStep(StepFunction):
 
     def __init__(self, strategy: Any, model: keras.Model):
         super().__init__(strategy, model, model.train_step)
-        self._traced_state: list[keras.Variable] = []
+        self._traced_state: list[keras.Variable | tf.Variable] = []
+        # `tf.Variable`s that the step changes: known after a first trace.
+        self._changed: list[tf.Variable] = []
         self._traced_gradients: tuple[_Gradients | None, keras.optimizers.Optimizer | None] = None, None
+        # Ids of the optimizers that have scaled the loss.
+        self._scaled: set[int] = set()
         self._apply_functions: dict[tuple[int, int], tf.types.experimental.ConcreteFunction] = {}
 
     @property
@@ -179,6 +179,19 @@ class GradientStep(StepFunction):
         arguments = [tf.constant(weights, tf.float64), *(g for shard in shards for g in shard.gradients)]
         self._apply_function(trace, len(shards))(*arguments)
 
+    def _trace(self, spec: Any) -> ShardTrace:
+        trace = super()._trace(spec)
+        while changed := changed_variables(trace.function, self._model):
+            if again := [one.name for one in changed if any(one is before for before in self._changed)]:
+                raise NotImplementedError(
+                    f"Received: a train_step of model '{self._model.name}' that changes variable '{again[0]}' in a "
+                    "tf.function of its own, under ParameterServerStrategy(mode='sync'). All workers would write it, "
+                    "in no order. Expected: a method without tf.function; or mode='async'."
+                )
+            self._changed += changed
+            trace = super()._trace(spec)
+        return trace
+
     def _trace_once(self, spec: Any) -> ShardTrace:
         def step(shard: tf.Tensor, weight: tf.Tensor, *flat: tf.Tensor) -> Any:
             return self._shard_step(spec, shard, weight, list(flat))
@@ -190,6 +203,7 @@ class GradientStep(StepFunction):
 
     def _shard_step(self, spec: Any, shard: tf.Tensor, weight: tf.Tensor, flat: list[tf.Tensor]) -> Any:
         captured: list[tuple[keras.optimizers.Optimizer, list, list]] = []
+        copies: list[tf.Tensor] = []
 
         def enter(stack: contextlib.ExitStack) -> None:
             # Tells Keras' losses and metrics the weight of this shard, so that sums and means are of the whole batch.
@@ -198,7 +212,9 @@ class GradientStep(StepFunction):
             step.shard = shard
             stack.enter_context(traced(self._strategy, step))
             for optimizer in optimizers_of(self._model):
-                stack.enter_context(shadowed(optimizer, apply=_recorder(optimizer, captured)))
+                scale_loss, apply = self._weighting(optimizer, step), _recorder(optimizer, captured)
+                stack.enter_context(shadowed(optimizer, scale_loss=scale_loss, apply=apply))
+            copies.extend(stack.enter_context(_copied(variable)) for variable in self._changed)
 
         # Not only metrics but all variables that are not trained are captured, and optimizers only record their
         # gradients: the function changes nothing, so that a shard can be computed twice.
@@ -209,8 +225,21 @@ class GradientStep(StepFunction):
         after, changed = after[: len(before)], after[len(before) :]
         self._check_additive(before, after)
         state = [(v, new) for v, old, new in zip(others, values, changed, strict=True) if not _is_same(old, new)]
+        read = tf.raw_ops.ReadVariableOp
+        state += [(v, read(resource=copy, dtype=v.dtype)) for v, copy in zip(self._changed, copies, strict=True)]
         self._traced_state = [variable for variable, _ in state]
         return self._packing.pack(after), logs, updates, self._pack(captured), [new for _, new in state]
+
+    def _weighting(self, optimizer: keras.optimizers.Optimizer, step: KerasStep) -> Callable:
+        scale_loss = optimizer.scale_loss
+
+        def weighted(loss: Any) -> tf.Tensor:
+            # Before back-propagation, so that float16 overflows where it does in one process.
+            self._scaled.add(id(optimizer))
+            loss = step.as_mean(loss)
+            return scale_loss(loss * tf.cast(step.weight, loss.dtype))
+
+        return weighted
 
     def _pack(self, captured: list[tuple[keras.optimizers.Optimizer, list, list]]) -> list[tf.Tensor]:
         if len(captured) > 1:
@@ -224,7 +253,7 @@ class GradientStep(StepFunction):
         if not captured:
             return []
         optimizer, gradients, variables = captured[0]
-        self._traced_gradients = _Gradients(gradients, variables), optimizer
+        self._traced_gradients = _Gradients(gradients, variables, id(optimizer) in self._scaled), optimizer
         return self._traced_gradients[0].pack(gradients)
 
     def _apply_function(self, trace: ShardTrace, shards: int) -> tf.types.experimental.ConcreteFunction:
@@ -237,7 +266,7 @@ class GradientStep(StepFunction):
             def apply(weights: tf.Tensor, *tensors: tf.Tensor) -> tf.Tensor:
                 def replica(weights: tf.Tensor, tensors: Sequence[tf.Tensor]) -> None:
                     parts = [list(tensors[i * each : (i + 1) * each]) for i in range(shards)]
-                    with sparse_updates(trace.optimizer):
+                    with sparse_updates(trace.optimizer), trace.gradients.checked(trace.optimizer):
                         trace.optimizer.apply(*trace.gradients.sum(parts, weights))
 
                 self._strategy._run_replica(replica, weights, list(tensors))
@@ -248,18 +277,54 @@ class GradientStep(StepFunction):
         return self._apply_functions[key]
 
 
-def _combined(variable: keras.Variable, values: Sequence[np.ndarray], weights: Sequence[float]) -> np.ndarray:
+def changed_variables(function: tf.types.experimental.ConcreteFunction, model: keras.Model) -> list[tf.Variable]:
+    """The `tf.Variable`s of a model's layers that a function writes.
+
+    Raises:
+        NotImplementedError: if it writes another variable.
+    """
+    captures = {inner.name: outer for outer, inner in function.graph.captures}
+    written = {
+        one.name
+        for operation in function.graph.get_operations()
+        for one in get_read_write_resource_inputs(operation)[1]
+        # Tables and the like have no shape.
+        if one.name in captures and getattr(captures[one.name], "_handle_data", None) is not None
+    }
+    held = {id(variable.handle): variable for variable in held_variables(model)}
+    handles = [captures[name] for name in sorted(written)]
+    if others := [handle for handle in handles if id(handle) not in held]:
+        names = [variable.name for variable in function.graph.variables if variable.handle is others[0]]
+        raise NotImplementedError(
+            f"Received: a train_step of model '{model.name}' that changes variable '{(names or ['?'])[0]}', which is "
+            "not an attribute of one of its layers, under ParameterServerStrategy(mode='sync'). All workers would "
+            "write it, in no order. Expected: self.add_weight(trainable=False), or a tf.Variable, as an attribute of a "
+            "layer or the model (in a list or dict, too); a keras.random.SeedGenerator for random numbers; or "
+            "mode='async'."
+        )
+    return [held[id(handle)] for handle in handles]
+
+
+@contextlib.contextmanager
+def _copied(variable: tf.Variable) -> Iterator[tf.Tensor]:
+    """While a step is traced, it reads and writes a copy of a variable, which is made in each call: its handle."""
+    copy = tf.raw_ops.VarHandleOp(dtype=variable.dtype, shape=variable.shape, shared_name=context.anonymous_name())
+    tf.raw_ops.AssignVariableOp(resource=copy, value=variable.read_value())
+    # A strategy's variable is a shell around the one with the handle.
+    with shadowed(variable.get() if hasattr(variable, "get") else variable, _handle=copy):
+        yield copy
+
+
+def _combined(
+    variable: keras.Variable | tf.Variable, values: Sequence[np.ndarray], weights: Sequence[float]
+) -> np.ndarray:
     """The new value of a variable that each shard has updated, as its `aggregation` says."""
     if variable.aggregation == "sum":
         old = np.asarray(variable.value)
         return old + sum(value - old for value in values)
-    if variable.aggregation == "only_first_replica" or not variable.value.dtype.is_floating:
+    if variable.aggregation == "only_first_replica" or not tf.as_dtype(variable.dtype).is_floating:
         return values[0]
-    return _mean(values, weights)
-
-
-def _mean(values: Sequence[np.ndarray], weights: Sequence[float]) -> np.ndarray:
-    return np.asarray(sum(np.float64(w) * v for w, v in zip(weights, values, strict=True)), values[0].dtype)
+    return mean(values, weights)
 
 
 def _recorder(optimizer: keras.optimizers.Optimizer, captured: list) -> Any:
@@ -303,13 +368,19 @@ class _Gradients:
         values    | dense gradients, flat | rows of sparse gradient 1 | rows of 2 | ...
         indices   | number of rows of 1, of 2, ... | indices of 1 | indices of 2 | ...
 
+    Args:
+        gradients: of a traced step; `None` where there is none.
+        variables: whose gradients they are.
+        are_weighted: whether they have the weight of their shard already.
+
     Attributes:
         destinations: the device that each tensor goes to.
         specs: the specification of each tensor.
     """
 
-    def __init__(self, gradients: Sequence[Any], variables: Sequence[keras.Variable]):
-        self._variables = variables
+    def __init__(self, gradients: Sequence[Any], variables: Sequence[keras.Variable], are_weighted: bool):
+        self._variables, self._are_weighted = variables, are_weighted
+        self._halves = list(map(is_half, gradients))
         self._groups: list[_Group] = []
         self.destinations: list[str] = []
         self.specs: list[tf.TensorSpec] = []
@@ -345,7 +416,8 @@ class _Gradients:
         for group in self._groups:
             with tf.device(group.device):
                 vectors = [next(part) for part in rest]
-                vectors = [v * tf.cast(w, v.dtype) for v, w in zip(vectors, tf.unstack(weights), strict=True)]
+                if not self._are_weighted:
+                    vectors = [v * tf.cast(w, v.dtype) for v, w in zip(vectors, tf.unstack(weights), strict=True)]
                 total = tf.add_n([vector[: group.packing.length] for vector in vectors])
                 dense = group.packing.unpack([total] if group.dense else [])
                 for i, gradient in zip(group.dense, dense, strict=True):
@@ -354,6 +426,12 @@ class _Gradients:
                     values = [vector[group.packing.length :] for vector in vectors]
                     self._join_slices(group, values, [next(part) for part in rest], gradients)
         return gradients, list(self._variables)
+
+    def checked(self, optimizer: keras.optimizers.Optimizer) -> contextlib.AbstractContextManager:
+        """While it is entered, loss scaling tests the sum of gradients in float16 as one process tests its own."""
+        if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+            return contextlib.nullcontext()
+        return shadowed(optimizer, check_finite=functools.partial(check_finite, optimizer.check_finite, self._halves))
 
     def _join_slices(self, group: _Group, vectors: list[tf.Tensor], indices: list[tf.Tensor], gradients: list) -> None:
         """Unpacks sparse gradients, and joins the rows of all workers: adding them up is left to the optimizer."""
