@@ -571,6 +571,7 @@ def traffic() -> dict[str, float]:
     }
 
 
+@pytest.mark.nightly
 def test_what_is_sent() -> None:
     """As much as plain data parallelism where weights stay until the backward pass; else half as much again.
 

@@ -70,6 +70,7 @@ def check(rank: int, name: str) -> Any:
     return found_on(results(), rank, name)
 
 
+@pytest.mark.nightly
 def test_ranks_with_seeds_of_their_own_equal_one_process_with_the_chiefs():
     expected = check(0, "shuffled, one process")
     for rank in range(2):

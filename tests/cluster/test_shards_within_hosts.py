@@ -54,6 +54,7 @@ def compared_with_one_process(hosts: str, mistake: str) -> float:
     return max(gaps.values())
 
 
+@pytest.mark.nightly
 def test_equals_one_process() -> None:
     assert max(run_local(compared_with_one_process, workers=4, timeout=300, args=("abab", ""))) < 1e-12
 

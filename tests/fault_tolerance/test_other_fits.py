@@ -75,6 +75,7 @@ ANOTHER_SEED = (
 )
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "warnings"),

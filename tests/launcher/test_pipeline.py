@@ -115,6 +115,7 @@ def stages(launch, program: str, count: int, *arguments: str, options: tuple[str
     return result
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("models", "options"),
     daily([(1, {}), (3, {"schedule": "gpipe", "memory": "recompute", "weight_gradients": "batched"})], "1"),

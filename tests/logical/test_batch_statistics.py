@@ -55,6 +55,7 @@ def gaps(strategy, rows: int) -> dict[str, float]:
         )
 
 
+@pytest.mark.nightly
 def test_penalty_of_the_slope(mirrored):
     """Of 17 rows the last batch has one, and one replica has none."""
     of_weights = [gap for name, gap in gaps(mirrored, 17).items() if name.startswith("weight")]

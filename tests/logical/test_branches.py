@@ -35,6 +35,7 @@ def test_a_loop_is_refused(mirrored):
         model.fit(X, Y, batch_size=8, verbose=0)
 
 
+@pytest.mark.nightly
 def test_one_warning_for_all_accumulators(mirrored):
     (message,) = warned(lambda: train(mirrored, "Accumulates"), "which each replica updates")
     assert "(and 1 like it)" in message

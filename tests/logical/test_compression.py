@@ -121,6 +121,7 @@ def descended(method: Any, forgotten: str | None = None) -> tuple[np.ndarray, np
     return -model.get_weights()[0], STEPS * x.T @ y / (64 * SIZE), rest
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("method", [TopK(0.02), *daily([PowerSGD(rank=1)])], ids=str)
 def test_nothing_is_lost(method):
     """All updates together are all gradients but for the last rests; without feedback, one part is never applied."""

@@ -34,7 +34,6 @@ from tfdist.testing import assert_transparent
 DAILY = (
     "last batch of one row (81 rows)",
     "BatchNormalization",
-    "two optimizers in a train_step (GAN)",
 )
 # What is refused, rows that are summed first (see docs/fully-sharded.md), and batches that four replicas cannot share.
 REFUSED = (
@@ -68,6 +67,7 @@ def deep(optimizer: Callable[[], Any] = lambda: "adam", width: int = 32) -> kera
 DATA = np.random.default_rng(1).normal(size=(42, 5)), np.random.default_rng(2).normal(size=(42, 2))
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize(
     ("changes", "clipped"),
@@ -84,6 +84,7 @@ def test_deep_models_equal_one_process(four_devices: list[str], changes: dict, c
     )
 
 
+@pytest.mark.nightly
 def test_a_model_whose_steps_are_cut_into_blocks(sharded: tf.distribute.Strategy) -> None:
     """Each block gathers its weights once before its forward pass, and all but the last again; see the graph."""
     model = in_scope(sharded, lambda: deep(width=64))
@@ -128,6 +129,7 @@ def test_parts_are_no_rows_of_a_whole_that_stays(
     assert not places.intersection(map(place_of, parts))
 
 
+@pytest.mark.nightly
 def test_weights_are_read_set_saved_and_loaded_as_wholes(sharded: tf.distribute.Strategy, tmp_path: Any) -> None:
     plain = deep()
     plain.fit(*DATA, batch_size=16, verbose=0)
@@ -243,6 +245,7 @@ def test_mistakes_are_noticed(four_devices: list[str], mistake: Callable, monkey
         )
 
 
+@pytest.mark.nightly
 def test_weights_are_not_kept_for_the_backward_pass(sharded: tf.distribute.Strategy) -> None:
     """What the backward pass reads of a block but the last is computed from the second gather."""
     seen: list[set[str]] = []
@@ -263,6 +266,7 @@ def test_weights_are_not_kept_for_the_backward_pass(sharded: tf.distribute.Strat
     assert not any(seen)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("prefetch", daily(range(3), "0", "1"))
 def test_the_next_block_is_gathered_while_this_one_computes(four_devices: list[str], prefetch: int) -> None:
     """With prefetch=0 a gather waits for the end of the block before; with more, not for so many blocks."""
@@ -270,6 +274,7 @@ def test_the_next_block_is_gathered_while_this_one_computes(four_devices: list[s
     assert found == {"forward": {prefetch}, "backward": {prefetch}}
 
 
+@pytest.mark.nightly
 def test_weights_of_regularizers_are_gathered_one_by_one(sharded: tf.distribute.Strategy) -> None:
     """Keras reads all of them for the loss; there is one more when the loss of the one before is computed."""
     assert blocks_ahead(sharded, "l2") == {"forward": {1}, "backward": {1}}
@@ -448,6 +453,7 @@ def _leaves_out(model: keras.Model, loss: Any, gradients: list) -> dict:
     return {"applied": tf.cond(loss < 1.2, update, lambda: 0.0)}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "of_gradients",
     daily([pytest.param(step, id=step.__name__) for step in (_applies_twice, _leaves_out)], "_leaves_out"),

@@ -233,6 +233,7 @@ class TestOptions:
         assert max(gaps.values()) < 1e-5
 
 
+@pytest.mark.nightly
 def test_one_of_two_losses_is_scaled(mirrored):
     with only_fit():
         gaps = assert_transparent(

@@ -70,8 +70,9 @@ def test_model_parallel_equals_one_process(name: str) -> None:
     assert_equals_one_process(split(), lambda: deep(OPTIMIZERS[name]))
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("in_float64")
-@pytest.mark.parametrize("devices", daily([["cpu:0", "cpu:1"], None], "['cpu:0', 'cpu:1']"))
+@pytest.mark.parametrize("devices", [["cpu:0", "cpu:1"], None])
 def test_data_parallel_equals_one_process(devices: list[str] | None) -> None:
     distribution = kd.DataParallel(devices=devices)
     assert_equals_one_process(distribution, deep)
@@ -80,6 +81,7 @@ def test_data_parallel_equals_one_process(devices: list[str] | None) -> None:
         assert tf.distribute.get_strategy().num_replicas_in_sync == len(devices or [0] * 4)
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("in_float64")
 def test_a_mistake_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each replica adds the gradients of whole weights to the norm, which is then too large."""
@@ -88,6 +90,7 @@ def test_a_mistake_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_equals_one_process(split(), lambda: deep(OPTIMIZERS["a global norm"]))
 
 
+@pytest.mark.nightly
 def test_weights_and_their_slots_are_where_the_map_puts_them() -> None:
     with split().scope():
         model = deep()
@@ -207,6 +210,7 @@ def test_backbones_of_keras_hub_equal_one_process(name: str) -> None:
     assert assert_transparent(scope, make, data, epochs=1, tolerance=1e-5)
 
 
+@pytest.mark.nightly
 def test_distributions_are_set_nested_and_taken_back() -> None:
     whole, parts = kd.DataParallel(), split()
     assert kd.distribution() is None

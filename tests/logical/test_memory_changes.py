@@ -34,6 +34,7 @@ def close(ours, others) -> bool:
     return all(np.allclose(one, other, rtol=0, atol=1e-6) for one, other in zip(ours, others, strict=True))
 
 
+@pytest.mark.nightly
 def test_layers_that_are_set_free_afterwards():
     def weights(policy: str | None) -> tuple[list, list]:
         model = stack()

@@ -111,6 +111,7 @@ def test_eager_step():
     assert_trains_equally(mlp(run_eagerly=True), (X, Y), epochs=1, whole=False)
 
 
+@pytest.mark.nightly
 def test_statistics_of_micro_batches_are_warned_of_once():
     with pipeline().scope():
         models = [mlp(layers.BatchNormalization)(), mlp(layers.LayerNormalization)()]

@@ -121,6 +121,7 @@ def kept(count: int, schedule: str, mode: str, **arguments: Any) -> tuple[dict[i
     return on_device, on_host
 
 
+@pytest.mark.nightly
 def test_small_tensors_and_what_is_needed_soon_stay():
     inputs, _ = kept(2, "gpipe", "recompute")
     assert kept(2, "gpipe", "recompute+swap", min_bytes=1 << 16)[0] == inputs

@@ -90,6 +90,7 @@ def test_devices_as_tensorflow_lists_them():
 SCHEDULES = [(4, {}), *daily([(2, {"schedule": "interleaved", "memory": "recompute"})])]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("stages", "options"), SCHEDULES)
 def test_each_call_waits_for_the_one_before_it_in_the_schedule(stages, options):
     """The turn, a call's first input, is the first output of the call before; nothing else keeps a device in order."""
@@ -115,6 +116,7 @@ def label_of(operation: tf.Operation) -> tuple[int, str] | None:
     return (int(match[1]), match[2]) if match else None
 
 
+@pytest.mark.nightly
 def test_batched_weight_gradients_are_made_where_the_weights_are():
     model, _, step = traced(4, weight_gradients="batched")
     heavy = [o for o in step.graph.get_operations() if o.type in HEAVY]

@@ -76,6 +76,7 @@ REST = [
 ]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("stages", "microbatches", "schedule", "memory", "weight_gradients"),
     [*DAILY, *daily(REST)],

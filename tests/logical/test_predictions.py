@@ -55,6 +55,7 @@ BUILT_BY_PREDICT = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", BUILT_BY_PREDICT)
 def test_a_model_that_predict_builds(mirrored, recwarn, name):
     found = []

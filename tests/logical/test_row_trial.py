@@ -354,6 +354,7 @@ def said(strategy: tf.distribute.Strategy, name: str) -> list[str]:
 
 
 # All of them are run on two workers, too: tests/cluster/test_as_one_process.py.
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", daily(CALLS, "a predict_step", "a metric beside layers of Keras", "whole numbers"))
 def test_steps_that_do_not_train(mirrored, name):
     found, expected = said(mirrored, name), CALLS[name][-1]
@@ -401,6 +402,7 @@ def test_a_step_that_is_too_large_for_a_trial(mirrored, monkeypatch):
     assert "'root', which mixes the rows" in "".join(said_of_fits(mirrored, compiled(loss=root)))
 
 
+@pytest.mark.nightly
 def test_a_loss_that_keeps_something_is_not_tried(mirrored):
     class Counting(keras.losses.Loss):
         def __init__(self, aggregation: str) -> None:

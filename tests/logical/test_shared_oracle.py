@@ -394,6 +394,7 @@ run(client, ran)
 
 
 class TestSeveralTuners:
+    @pytest.mark.nightly
     @pytest.mark.timeout(700)
     def test_they_share_the_trials(self, folder: Path) -> None:
         keeper = Keeper(folder, lambda: random_search(max_trials=30))

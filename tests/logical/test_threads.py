@@ -50,6 +50,7 @@ def in_threads(calls: list[Callable[[], Any]]) -> list[Any]:
         return [future.result(SECONDS) for future in [pool.submit(one, call) for call in calls]]
 
 
+@pytest.mark.nightly
 def test_folds_in_threads_equal_folds_one_by_one(mirrored: Any) -> None:
     def folds() -> list[Callable[[], tuple]]:
         models = [built(mirrored, fold) for fold in range(2)]

@@ -45,6 +45,7 @@ def between_steps() -> list[int]:
     return [created, in_use() - before]
 
 
+@pytest.mark.nightly
 def test_a_process_keeps_a_part_only() -> None:
     parameters = sum(WIDTH * 4 * WIDTH * 2 + 5 * WIDTH for _ in range(BLOCKS)) + WIDTH + 1
     for found in run_local(between_steps, workers=2, timeout=300, env=COUNTED):
