@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +16,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tests import branching_steps, own_loops
+from tests import branching_steps, metric_sums, own_loops, unlike_replicas
 from tests.cluster.attempt import attempt, found_on
 from tests.cluster.counting import EPOCHS, ROWS, SIZE, times_seen
 from tests.cluster.readings import Model, readings, trained
@@ -26,6 +26,7 @@ from tests.logical import test_row_trial as row_trial
 from tests.predicted_values import OUTPUTS, X, assert_same, listed, own_loop, predictions
 from tests.tiers import daily
 from tfdist.steps import reduce
+from tfdist.strategies.data_parallel import replica_step
 from tfdist.testing import run_local
 from tools.fit_files import files_of_fit
 
@@ -72,6 +73,58 @@ def optimizers_in_branches(strategy: Any, one: Any, folder: Path) -> None:
     for name in branching_steps.KINDS:
         expected = branching_steps.train(one, name)
         np.testing.assert_allclose(branching_steps.train(strategy, name), expected, atol=2e-6, err_msg=name)
+
+
+def layers_that_python_leaves_out(strategy: Any, one: Any, folder: Path) -> None:
+    unlike_layers(strategy, one, ("one of two", "an expert for some rows, eager", "an embedding for one"))
+    # The negative control: gradients that meet by their places.
+    by_place = mock.patch.object(replica_step, "agree", lambda step, optimizer, *lists: lists)
+    with by_place, pytest.raises(RuntimeError, match=r"different weights after epoch 1\. .*chooses"):
+        unlike_replicas.train(strategy, "one of two")
+    model = unlike_replicas.make(strategy, unlike_replicas.APART)
+    with pytest.raises(
+        NotImplementedError, match=r"on worker 0 .* and worker 1 .*layer '.*normalization' and the other"
+    ):
+        model.fit(unlike_replicas.X, unlike_replicas.Y, batch_size=8, verbose=0)
+
+
+def more_layers_that_python_leaves_out(strategy: Any, one: Any, folder: Path) -> None:
+    unlike_layers(strategy, one, unlike_replicas.KINDS)
+
+
+def unlike_layers(strategy: Any, one: Any, names: Iterable[str]) -> None:
+    for name in names:
+        found, said = unlike_replicas.train(strategy, name)
+        expected, _ = unlike_replicas.train(one, name)
+        assert unlike_replicas.difference(found, expected) < 2e-5, name
+        # The chief says it, and not of what the data choose in each step.
+        chosen_for_good = "eager" not in name and name not in ("each weight twice", "in a tf.function")
+        assert len(said) == (chosen_for_good and strategy.is_chief), (name, said)
+        assert all("on worker 0" in one and "than on worker 1" in one for one in said), said
+
+
+def loops_that_one_rank_traces_again(strategy: Any, one: Any, folder: Path) -> None:
+    """A `train_step` in a loop of one's own: rank 1 has batches of another shape, and asks nobody once more."""
+    model = unlike_replicas.make(strategy, unlike_replicas.KINDS["one of two"][0])
+    traced = []
+
+    @tf.function
+    def step(x: Any, y: Any) -> Any:
+        traced.append(x.shape)
+        return strategy.run(model.train_step, args=((x, y),))
+
+    for rows in (4, 4, 6 if strategy.is_chief else 4, 4):
+        step(tf.constant(unlike_replicas.X[:rows]), tf.constant(unlike_replicas.Y[:rows]))
+    assert len(set(traced)) == (2 if strategy.is_chief else 1)
+    weights = [np.asarray(w, "float64").tolist() for w in model.get_weights()]
+    first, second = strategy._peers.gather("weights", weights, "tell its weights")
+    assert first == second
+
+
+def sums_that_are_assigned(strategy: Any, one: Any, folder: Path) -> None:
+    for name in metric_sums.WAYS:
+        metric_sums.read_back(strategy, name, folder / str(strategy._peers.rank))
+    assert metric_sums.iou_of_a_callback(strategy) == metric_sums.iou_of_a_callback(one)
 
 
 def finished_outside_of_the_scope(strategy: Any, one: Any, folder: Path) -> None:
@@ -222,7 +275,7 @@ def files_of_a_fit(strategy: Any, one: Any, folder: Path) -> None:
     """
     files = files_of_fit(strategy)
     assert {"strategies/data_parallel/replica_step.py", "runtime/exchange.py"} <= set(files)
-    assert len(files) <= 33, files
+    assert len(files) <= 34, files
 
 
 SECTIONS: dict[str, Callable[[Any, Any, Path], None]] = {
@@ -231,6 +284,10 @@ SECTIONS: dict[str, Callable[[Any, Any, Path], None]] = {
         reading_inside_and_outside,
         loops_of_ones_own,
         optimizers_in_branches,
+        layers_that_python_leaves_out,
+        more_layers_that_python_leaves_out,
+        loops_that_one_rank_traces_again,
+        sums_that_are_assigned,
         finished_outside_of_the_scope,
         folds_that_clear_the_session,
         steps_that_mix_rows,
@@ -246,12 +303,14 @@ SECTIONS: dict[str, Callable[[Any, Any, Path], None]] = {
 }
 # What takes long is for `make nightly`.
 LONG = (
-    *("optimizers_in_branches", "finished_outside_of_the_scope", "steps_that_mix_rows"),
+    *("optimizers_in_branches", "more_layers_that_python_leaves_out", "finished_outside_of_the_scope"),
+    "steps_that_mix_rows",
     *("loops_of_ones_own", "reading_inside_and_outside", "values_that_are_predicted"),
 )
 DAILY = tuple(name for name in SECTIONS if name not in LONG)
 OVER_HOROVOD = (
     *("reading_inside_and_outside", "loops_of_ones_own", "initial_values_of_the_chief"),
+    *("more_layers_that_python_leaves_out", "sums_that_are_assigned"),
     *("shards_of_files", "other_rows_on_each_worker", "bytes_from_the_chief"),
 )
 

@@ -20,6 +20,7 @@ LAYER_STATE = "tests/logical/test_layer_state.py"
 STATE = "state that layers and a train_step keep (centre, counts, momentum encoder, memory bank)"
 SAME = "tests/cluster/test_same_weights.py"
 MISTAKES = "tests/cluster/test_mistakes.py"
+COMMON = "tests/logical/test_common_gradients.py"
 
 # The beginning of each row, and what holds it: rows of the feature table, and test functions.
 EVIDENCE = {
@@ -172,6 +173,13 @@ EVIDENCE = {
     ],
     "weights of which a process": [f"{SAME}::test_a_rank_that_differs_in_one_bit_is_named"],
     "calls of `fit`, `evaluate`": [f"{SAME}::test_models_in_another_order_and_a_second_thread_are_told_by_name"],
+    "layers that Python leaves out": [
+        f"{COMMON}::test_equals_one_process",
+        "tests/cluster/test_as_one_process.py::layers_that_python_leaves_out",
+    ],
+    "layers that exchange something": [f"{COMMON}::test_layers_that_exchange_statistics_are_refused"],
+    "a metric's state that is assigned": ["tests/logical/test_metric_sums.py::test_no_count_is_lost"],
+    "data that differ on a process": ["tests/cluster/test_same_data.py::other_rows"],
     "float8 layers": [f"{GUARDS}::test_float8"],
     "datasets of different (known) size": [
         f"{MISTAKES}::other_number_of_batches",

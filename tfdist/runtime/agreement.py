@@ -1,4 +1,5 @@
-"""How the processes of a job stay together in a fit: they leave it after the same step, and hold the same weights.
+"""How the processes of a job stay together in a fit: they leave it after the same step, see the same batches, and hold
+the same weights.
 
 Leaving, by `model.stop_training` or a signal:
 
@@ -20,6 +21,8 @@ Weights are compared bit for bit: their checksums travel with other messages. Su
 so is what optimizers make of them. What differs stays: a callback that one process runs, a layer adapted to its own
 rows, a machine with a broken memory. On GPUs, which add up the rows of a sparse gradient in any order, weights may
 differ by their rounding: that is said once.
+
+Batches are compared at the end of each epoch, by some values of some of their rows (`RowsSeen`).
 """
 
 from __future__ import annotations
@@ -57,6 +60,11 @@ _NAMED = 5
 # Of the norm: steps on slightly different sums are further apart than a single rounding.
 _ROUNDING = 1e-3
 _WARNED = "_tfdist_warned_of_rounding"
+
+# Of steps that see batches, and of how many of each it is known by itself what they have seen.
+_KINDS, _STEPS = ("train", "test"), 32
+# Of the sum of sizes: hosts may compute the same rows with other last bits.
+_SAME_NUMBERS = 1e-5
 
 
 class CommonStop(keras.callbacks.Callback):
@@ -99,6 +107,7 @@ class CommonStop(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         self._epoch, self._checks = epoch, 0
+        hooks_of(self.model.distribute_strategy).rows_seen.begin()
         if self._asks_at_beginning:
             self._ask("begin an epoch")
 
@@ -119,10 +128,13 @@ class CommonStop(keras.callbacks.Callback):
             check_weights(self._peers, self.model, sums, f"after batch {batch + 1} of epoch {self._epoch + 1}")
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-        sums = self._ask("finish the epoch", 0 if self._between_checks == 0 else checksum_of_weights(self.model))
+        seen = hooks_of(self.model.distribute_strategy).rows_seen
+        checksum = 0 if self._between_checks == 0 else checksum_of_weights(self.model)
+        sums, samples = zip(*self._ask("finish the epoch", [checksum, seen.totals()]), strict=True)
+        seen.check(self._peers, samples, epoch)
         check_weights(self._peers, self.model, sums, f"after epoch {epoch + 1}")
 
-    def _ask(self, purpose: str, own: int = 0) -> Sequence[int]:
+    def _ask(self, purpose: str, own: Any = None) -> Sequence[Any]:
         """Agrees on whether to stop; returns what each process tells beside."""
         stops = bool(self.model.stop_training) or self._requested
         all_stop, told = zip(*self._peers.gather("stop", [stops, own], purpose), strict=True)
@@ -249,6 +261,81 @@ def _weights(model: keras.Model) -> list:
 def _add_bits(before: int, variable: Any) -> int:
     value = np.ascontiguousarray(variable.value)
     return zlib.crc32(value.reshape(-1).view(np.uint8), before)
+
+
+class RowsSeen:
+    """What tells the global batches of an epoch from others. To be made outside of the strategy's scope."""
+
+    def __init__(self) -> None:
+        with tf.init_scope(), tf.device("CPU:0"):
+            # By kind of step, for each of the first steps, and in the last line for all others.
+            self._samples = tf.Variable(tf.zeros([len(_KINDS), _STEPS + 1, 2], tf.float64), trainable=False)
+            self._counts = tf.Variable(tf.zeros([len(_KINDS)], tf.int32), trainable=False)
+
+    def begin(self) -> None:
+        """At the beginning of an epoch."""
+        self._samples.assign(tf.zeros_like(self._samples))
+        self._counts.assign(tf.zeros_like(self._counts))
+
+    def note(self, kind: str, sample: tf.Tensor) -> None:
+        """In a step of this kind: notes the batch.
+
+        Args:
+            kind: "train" or "test".
+            sample: a number made of some of its values, and the sum of their sizes (float64, `[2]`).
+        """
+        number = _KINDS.index(kind)
+        with tf.device("CPU:0"):
+            step = self._counts.read_value()[number]
+            # Batches that have changed places are others.
+            factors = tf.stack([tf.cos(tf.cast(step, tf.float64)), 1.0])
+            self._samples.scatter_nd_add([[number, tf.minimum(step, _STEPS)]], [sample * factors])
+            self._counts.assign_add(tf.one_hot(number, len(_KINDS), dtype=tf.int32), read_value=False)
+
+    def totals(self) -> list[float]:
+        """What tells the epoch's batches from others."""
+        return np.ravel(self._samples.numpy().sum(1)).tolist()
+
+    def check(self, peers: Peers, totals: Sequence[list[float]], epoch: int) -> None:
+        """Ends the training if a process has seen other batches.
+
+        Args:
+            peers: the processes.
+            totals: of each process, by rank.
+            epoch: its number, from 0.
+
+        Raises:
+            RuntimeError: on every process; it names those that differ, and the first batch that does.
+        """
+        if all(_are_near(totals[0], other) for other in totals):
+            return
+        everyone = np.array(peers.gather("rows seen", self._samples.numpy().tolist(), "compare its batches"))
+        peers.acknowledge("rows compared", "compare its batches")
+        apart = [
+            (number, step)
+            for number in range(len(_KINDS))
+            for step in range(_STEPS + 1)
+            if not all(_are_near(everyone[0, number, step], other[number, step]) for other in everyone)
+        ]
+        number, step = apart[0] if apart else (0, _STEPS)
+        where = "of the validation data " if _KINDS[number] == "test" else ""
+        others = [name for name, own in zip(peers.names, totals, strict=True) if not _are_near(totals[0], own)]
+        raise RuntimeError(
+            f"Received: other rows on {', '.join(others)} than on {peers.names[0]}, from batch {step + 1} {where}of "
+            f"epoch {epoch + 1} on. Each process cuts its part out of the global batch: where these differ, some rows "
+            "are used twice and others never. Expected: the same batches on all. Give every random generator of the "
+            "data the same seed on all processes (`np.random.default_rng(seed)`, `train_test_split(..., "
+            "random_state=seed)`), or make the data after the strategy, with Python's or NumPy's global generators; or "
+            "let one process write the data to files that all read; or give each worker rows of its own, with "
+            "AutoShardPolicy.OFF."
+        )
+
+
+def _are_near(numbers: Sequence[float], others: Sequence[float]) -> bool:
+    """Whether these are those of the same batches: pairs of a number and a sum of sizes."""
+    numbers, others = np.reshape(numbers, [-1, 2]), np.reshape(others, [-1, 2])
+    scale = np.maximum(np.abs(numbers[:, 1]), np.abs(others[:, 1]))[:, None]
+    return bool(np.all(np.abs(numbers - others) <= _SAME_NUMBERS * scale))
 
 
 class Request(enum.IntEnum):

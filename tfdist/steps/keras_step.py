@@ -20,7 +20,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat.patch import owner
-from tfdist.compat.upstream import ControlFlowFuncGraph, DistributedValues
+from tfdist.compat.upstream import ControlFlowFuncGraph, DistributedValues, global_state
 
 # Not `keras.Model`: some models are layers that mix Keras' trainer in.
 _Trainer = owner(keras.Model, "compile")
@@ -40,6 +40,9 @@ class ReplicaStep:
         scattered: by id, parts of gradients that were computed.
         branches: names of the graphs of branches in which an optimizer has applied some.
         in_parts: the weights that an optimizer works on, of which it sees this replica's parts if they are sharded.
+        meetings: the layers in which it has exchanged something; `None` outside of layers.
+        applied: how often an optimizer has applied gradients.
+        listing: what it has for the last of them, then what all have (common_gradients.py).
         agreed: in a branch of the step, whether all replicas take the same one; else `None`.
         branch: predicate and functions of a `tf.cond` in which all meet.
     """
@@ -53,6 +56,9 @@ class ReplicaStep:
     scattered: dict[int, Any] = dataclasses.field(default_factory=dict)
     branches: set[str] = dataclasses.field(default_factory=set)
     in_parts: Sequence[Any] = ()
+    meetings: list[keras.Layer | None] = dataclasses.field(default_factory=list)
+    applied: int = 0
+    listing: Any = None
     agreed: bool | None = None
     branch: tuple[Any, tuple] | None = None
 
@@ -247,6 +253,8 @@ def check_that_all_are_here() -> None:
         NotImplementedError: in a loop.
     """
     step = current_step()
+    if step is not None:
+        step.here.meetings.append(_current_layer())
     state = None if step is None else step.here.state
     if state is None or state.graph is None:
         return
@@ -259,6 +267,12 @@ def check_that_all_are_here() -> None:
             "replicas exchange gradients or statistics: one that ends sooner would leave the others waiting. Expected: "
             "a loop of Python, `for _ in range(n)`, which makes n steps of it; or optimizer.apply after the loop."
         )
+
+
+def _current_layer() -> keras.Layer | None:
+    """The innermost layer that is called in this thread."""
+    callers = [scope.caller for scope in global_state.get_global_attribute("name_scope_stack") or ()]
+    return next((caller for caller in reversed(callers) if isinstance(caller, keras.Layer)), None)
 
 
 def local_replica() -> int:

@@ -260,6 +260,8 @@ def build_for_steps(model: keras.Model, specification: Any) -> None:
             model._symbolic_build(data_batch=specification)
         _warn_again(warned)
     except Exception as error:
+        if model.run_eagerly and _can_be_called_eagerly(model, specification):
+            return
         # Of a model that cannot be called Keras warns, too.
         if not own:
             _warn_again(warned)
@@ -271,6 +273,24 @@ def build_for_steps(model: keras.Model, specification: Any) -> None:
         except Exception:
             # Of a model whose variables cannot be made, say: what has failed first tells why.
             raise error from None
+
+
+def _can_be_called_eagerly(model: keras.Model, specification: Any) -> bool:
+    """Builds a model whose `call` looks at values, from two rows of zeros; returns whether it could."""
+
+    def zeros(one: Any) -> tf.Tensor | None:
+        shape = None if one is None else [2 if size is None else size for size in one.shape]
+        return None if one is None else tf.zeros(shape, keras.backend.standardize_dtype(one.dtype))
+
+    try:
+        batch = tf.nest.map_structure(zeros, specification)
+        outputs = model(keras.utils.unpack_x_y_sample_weight(batch)[0], training=False)
+        with shadowed(model, call=lambda *_, **__: outputs):
+            model._symbolic_build(data_batch=specification)
+    except Exception as error:
+        _log.debug("%s cannot be called eagerly (%s)", model.name, error)
+        return False
+    return True
 
 
 def _warn_again(warned: list[warnings.WarningMessage]) -> None:

@@ -17,6 +17,7 @@ cut_for_worker              each batch of a dataset, cut into what the replicas 
                             batches of arrays (`array_source`), only these rows are ever taken
 cut_for_replica             one batch, cut; numbers of rows may be ints or tensors
 count_rows                  how many rows a batch has
+sample_of                   what tells a batch from others
 warn_of_other_rows          components with other numbers of rows than the rest
 """
 
@@ -46,6 +47,9 @@ from tfdist.runtime.progress import after
 _log = logging.getLogger("tfdist")
 # Names of components of which a warning was given.
 _WARNED: set[tuple[str, ...]] = set()
+# So many values of a row, and of these dtypes, tell a batch from others.
+_SAMPLED = 32
+_NUMBERS = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int8, tf.uint8, tf.int16, tf.uint16, tf.int32, tf.int64)
 # Nothing here needs AutoGraph, which takes a second to find that out.
 _as_it_is = tf.autograph.experimental.do_not_convert
 
@@ -70,11 +74,13 @@ class ReplicaBatch(NamedTuple):
         data: the replica's rows.
         rows: how many of them count; 0 if a row stands in for none (int32 scalar).
         global_rows: number of rows of the whole batch (int32 scalar); `None` if only the workers together know.
+        sample: numbers that tell the global batch from others (`sample_of`); nothing where no other worker has it.
     """
 
     data: Any
     rows: Any
     global_rows: Any
+    sample: Any = ()
 
 
 def distribute_in_common_order(extended: Any, dataset: tf.data.Dataset, options: Any, by_tensorflow: Callable) -> Any:
@@ -355,7 +361,8 @@ def cut_for_worker(
         batch = components if is_tuple else components[0]
         piece = replica * num_workers + worker
         if count:
-            return cut_for_replica(batch, num_workers * replicas, piece, whole=not manual)
+            cut = cut_for_replica(batch, num_workers * replicas, piece, whole=not manual)
+            return cut._replace(sample=sample_of(batch)) if num_workers > 1 else cut
         warn_of_other_rows(batch, num_workers * replicas)
         return cut_piece(batch, num_workers * replicas, piece)
 
@@ -433,6 +440,28 @@ def split_over_replicas(extended: Any, batch: Any) -> Any:
         batch = tf.nest.map_structure(lambda x: x if x is None or tf.is_tensor(x) else tf.convert_to_tensor(x), batch)
     parts = [cut_for_replica(batch, workers * replicas, k * workers + worker) for k in range(replicas)]
     return distribute_utils.regroup(parts, always_wrap=True)
+
+
+def sample_of(batch: Any) -> tf.Tensor:
+    """A number made of some values of the first and the last row of a batch, and the sum of their sizes (float64).
+
+    Not a checksum: machines may compute the same rows with other last bits.
+    """
+    total = tf.zeros([2], tf.float64)
+    for i, leaf in enumerate(tf.nest.flatten(batch)):
+        values = leaf.flat_values if isinstance(leaf, tf.RaggedTensor) else getattr(leaf, "values", leaf)
+        if not tf.is_tensor(values) or not (values.dtype in (tf.bool, tf.string) or values.dtype in _NUMBERS):
+            continue
+        values = tf.reshape(values, [1, -1]) if values.shape.rank == 0 else values
+        ends = [tf.reshape(rows, [-1])[:_SAMPLED] for rows in (values[:1], values[-1:])]
+        values = tf.concat(ends, 0)
+        if values.dtype == tf.string:
+            values = tf.strings.to_hash_bucket_fast(values, 1 << 20)
+        values = tf.cast(values, tf.float64)
+        values = tf.where(tf.math.is_finite(values), values, tf.zeros_like(values))
+        places = tf.cast(tf.range(tf.size(values)) + 7 * i, tf.float64)
+        total += tf.stack([tf.reduce_sum(values * tf.cos(places)), tf.reduce_sum(tf.abs(values))])
+    return total
 
 
 def piece_bounds(rows: Any, pieces: int, piece: int) -> tuple[Any, Any]:

@@ -9,7 +9,7 @@ shadowed_for_step      the shadows of a train or test step, in this order:
   optimizer.scale_loss   divides the loss by the number of replicas, and a vector by the share of rows
   optimizer.apply        receives the gradient of the global batch: weighted by the replicas' rows and reduced once,
                          before loss-scale test, clipping, accumulation and update, so that all of these act on the
-                         same values on every replica
+                         same values on every replica, of the same variables (common_gradients.py)
   optimizer.check_finite tests the sum of gradients in float16 as one process tests its own
   Layer._losses          is another list for each replica
   BatchNormalization     uses the statistics of the global batch (batch_norm.py)
@@ -42,7 +42,8 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat.keras import hooks_of
-from tfdist.compat.upstream import SyncOnReadVariable
+from tfdist.compat.upstream import SyncOnReadVariable, trackable
+from tfdist.compat.upstream import values as distributed_values
 from tfdist.inspection.model_state import (
     is_kept_per_replica,
     is_sharded,
@@ -56,12 +57,13 @@ from tfdist.optimizers.in_parts import working_in_parts
 from tfdist.optimizers.sharded_optimizer import ShardedOptimizer, given_rows, scatter
 from tfdist.runtime.agreement import Agreement
 from tfdist.steps.derived_logs import DerivedLogs, marked_result, metric_of
-from tfdist.steps.gradients import GradientOptions, all_reduce_sum, check_finite, is_half, scale
+from tfdist.steps.gradients import GradientOptions, all_reduce_sum, check_finite, scale
 from tfdist.steps.keras_step import KerasStep, global_replica, local_replica, shadowed
 from tfdist.steps.local_values import Dependence, LocalValues
 from tfdist.steps.shards import other_readers, to_apply
 from tfdist.strategies.data_parallel import state as layer_state
 from tfdist.strategies.data_parallel.batch_norm import global_moments
+from tfdist.strategies.data_parallel.common_gradients import agree
 from tfdist.strategies.data_parallel.dataset import count_rows, rows_if, static_rows
 from tfdist.strategies.data_parallel.state import ReplicaState, devices_of_others
 from tfdist.strategies.validation import check_float8
@@ -78,8 +80,10 @@ def make_replica_function(step: KerasStep) -> Callable:
     run = _predict if step.kind == "predict" else _train_or_test
 
     @tf.autograph.experimental.do_not_convert
-    def on_replica(data: Any, rows: Any, global_rows: Any) -> Any:
+    def on_replica(data: Any, rows: Any, global_rows: Any, sample: Any = ()) -> Any:
         share_global_seeds(step.global_seeds)
+        if tf.is_tensor(sample) and local_replica() == 0 and not step.on_batch and step.kind != "predict":
+            hooks_of(step.model.distribute_strategy).rows_seen.note(step.kind, sample)
         return run(step, data, rows, global_rows)
 
     return on_replica
@@ -159,10 +163,10 @@ def _shadow_optimizer(stack: contextlib.ExitStack, step: KerasStep, optimizer: A
         variables = optimizer._trainable_variables if trainable_variables is None else list(trainable_variables)
         scaled = id(optimizer) in step.here.scaled
         grads = [_part_to_apply(g, v) if is_sharded(v) else g for g, v in zip(grads, variables, strict=True)]
-        step.here.halves = list(map(is_half, grads))
-        reduced = _all_reduce_gradients(step, grads, variables, scaled, options, optimizer, settings)
-        step.here.state.note_updates(variables)
-        original_apply(reduced, trainable_variables)
+        grads, applied, averaged = agree(step, optimizer, grads, variables, step.here.state.take_averaged())
+        reduced = _all_reduce_gradients(step, grads, applied, averaged, scaled, options, optimizer, settings)
+        step.here.state.note_updates(applied)
+        original_apply(reduced, trainable_variables if applied is variables else applied)
         step.here.state.skip()
 
     stack.enter_context(shadowed(optimizer, scale_loss=scale_loss, apply=apply))
@@ -176,7 +180,14 @@ def _shadow_optimizer(stack: contextlib.ExitStack, step: KerasStep, optimizer: A
 
 
 def _all_reduce_gradients(
-    step: KerasStep, grads: list, variables: list, scaled: bool, options: GradientOptions, optimizer: Any, settings: Any
+    step: KerasStep,
+    grads: list,
+    variables: list,
+    averaged: list,
+    scaled: bool,
+    options: GradientOptions,
+    optimizer: Any,
+    settings: Any,
 ) -> list:
     """Gradients of the global batch's loss, on every replica; averages the state that the step has updated, too.
 
@@ -186,8 +197,6 @@ def _all_reduce_gradients(
     # Those of sharded weights are sums over the replicas already, of a loss that was divided by their number.
     present = [i for i, g in enumerate(grads) if g is not None and not is_sharded(variables[i])]
     values = [grads[i] for i in present]
-    state = step.here.state
-    averaged = state.take_averaged()
     state_values = layer_state.values_of(averaged)
     # All travel with one weight. If the loss has the number of replicas in it, the state needs it as well.
     weight = step.relative_weight if scaled else step.weight
@@ -352,7 +361,7 @@ class MetricTotals:
         self._round = 0
 
     def watch(self, variable: SyncOnReadVariable) -> None:
-        """Shadows two methods of a variable: reading returns what is known, and writing does not read."""
+        """Shadows methods of a variable: reading returns what is known; writing does not read, and keeps all digits."""
         read, assign = variable._get_cross_replica, variable.assign
         variable._tfdist_total = None
 
@@ -367,10 +376,16 @@ class MetricTotals:
         ) -> Any:
             # Upstream returns the new value, which costs a collective that nobody reads.
             variable._tfdist_total = None
+            if is_sum and (tf.distribute.in_cross_replica_context() or not tf.distribute.has_strategy()):
+                return _assign_sum(variable, value)
             return assign(value, use_locking, name, read_value)
 
+        is_sum = variable.aggregation == tf.VariableAggregation.SUM
         variable._get_cross_replica = total
         variable.assign = assign_without_reading
+        if is_sum:
+            saveable = functools.partial(_SaveableSum, variable)
+            variable._gather_saveables_for_checkpoint = lambda: {trackable.VARIABLE_VALUE_KEY: saveable}
 
     def settle(self, model: keras.Model) -> None:
         """Adds up the metrics that Keras reads at the end of an epoch; all processes call it there."""
@@ -382,6 +397,26 @@ class MetricTotals:
     def forget(self) -> None:
         """Forgets the totals: the metrics are about to be updated again."""
         self._round += 1
+
+
+def _assign_sum(variable: SyncOnReadVariable, value: Any) -> tf.Operation:
+    """Assigns to a sum over all replicas: the first one has it all. Upstream divides it: whole numbers lose counts."""
+    value, updates = tf.cast(value, variable.dtype), []
+    is_first = variable.distribute_strategy.extended._input_position()[1] == 0
+    for i, part in enumerate(variable.values):
+        with tf.device(part.device):
+            updates.append(part.assign(value if is_first and i == 0 else tf.zeros_like(value)))
+    return tf.group(*updates)
+
+
+class _SaveableSum(distributed_values._SyncOnReadSaveable):
+    """What `tf.train.Checkpoint` saves of such a variable."""
+
+    def __init__(self, variable: SyncOnReadVariable, name: str | None = None) -> None:
+        super().__init__(variable, variable._common_name if name is None else name)
+
+    def restore(self, restored_tensors: Any, restored_shapes: Any) -> tf.Operation:
+        return _assign_sum(self._sync_on_read_variable, restored_tensors[0])
 
 
 def _predict(step: KerasStep, data: Any, rows: Any, global_rows: Any) -> Any:

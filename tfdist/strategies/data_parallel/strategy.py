@@ -37,7 +37,7 @@ from tfdist.compression.compressor import Compressor
 from tfdist.inspection.model_state import global_seeds, make_global_seeds
 from tfdist.memory.policy import MemoryPolicy, policy_of
 from tfdist.optimizers.sharded_optimizer import collect_slots
-from tfdist.runtime.agreement import Agreement, CommonStop, restore_sigterm_handler
+from tfdist.runtime.agreement import Agreement, CommonStop, RowsSeen, restore_sigterm_handler
 from tfdist.runtime.chief import ChiefIO, SyncCallback, let_chief_write
 from tfdist.runtime.job import Job
 from tfdist.runtime.peers import Peers
@@ -47,7 +47,7 @@ from tfdist.steps.gradients import BUCKET_BYTES, NARROW_DTYPES, GradientOptions
 from tfdist.steps.keras_step import KerasStep, marked_for_xla, recognise_step, step_of, traced, xla_compiles
 from tfdist.steps.reduce import each, gathered, in_order_of_rows, of_any_size, values_of
 from tfdist.strategies import validation
-from tfdist.strategies.data_parallel import row_trial
+from tfdist.strategies.data_parallel import common_gradients, row_trial
 from tfdist.strategies.data_parallel.dataset import (
     ReplicaBatch,
     ReplicaBatchDataset,
@@ -72,6 +72,7 @@ class DataParallelHooks(StrategyHooks):
         super().__init__(strategy, strategy._memory)
         self.compressor = strategy._gradient_options.compressor
         self.peers, self.agreement, self.input_meter = strategy._peers, strategy._agreement, strategy._input_meter
+        self.rows_seen = RowsSeen() if strategy._peers else None
 
     @property
     def seed_is_given(self) -> bool:
@@ -101,6 +102,8 @@ class DataParallelHooks(StrategyHooks):
         return jit_compiles_by_itself(model)
 
     def make_function(self, make: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
+        if args[:1] == (model.train_step,):
+            common_gradients.forget(model)
         with not_compiled_as_a_whole(model) if self._strategy.num_replicas_in_sync > 1 else contextlib.nullcontext():
             return make(model, *args, **kwargs)
 
@@ -194,6 +197,8 @@ class DataParallel:
             if context.global_seed() != self._job.seed:
                 tf.random.set_seed(self._job.seed)
             restore_sigterm_handler()
+            # What scripts draw from generators that they have not seeded, such as the order of files.
+            self._job.peers.share_random_state()
 
     @property
     def _peers(self) -> Peers | None:
@@ -240,7 +245,11 @@ class DataParallel:
         with self._traced(step, batch):
             # On each replica, in a thread that waits for the others wherever they exchange values:
             #   its rows -> forward -> loss -> backward -> gradients, state -> sums -> optimizer.apply -> logs
-            results = super().run(make_replica_function(step), batch, None, options)
+            try:
+                results = super().run(make_replica_function(step), batch, None, options)
+            except (AssertionError, RuntimeError) as error:
+                common_gradients.check_meetings(step, error)
+                raise
         row_trial.try_once(step, (_count_operations() - operations) // len(self.extended.worker_devices))
         return self._outputs_for_keras(step, results) if step.kind == "predict" else self._logs_for_keras(results)
 
