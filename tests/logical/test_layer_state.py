@@ -76,6 +76,37 @@ def of_other_axes(kept: keras.Variable, x: Any) -> None:
     kept.assign(0.5 * kept + tf.concat([first, second], 0))
 
 
+class Centre(layers.Layer):
+    """Moves towards a mean, or another function, over all rows of its inputs."""
+
+    def __init__(self, of_rows: Callable) -> None:
+        super().__init__()
+        self.of_rows = of_rows
+
+    def build(self, shape: Any) -> None:
+        self.kept = self.add_weight(shape=(), initializer="zeros", trainable=False, name="kept")
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if training:
+            self.kept.assign(0.9 * self.kept + 0.1 * self.of_rows(x))
+        return x
+
+
+# Loops over time and random numbers, of which a single operation does not tell that rows stay apart.
+BY_ROW: dict[str, Callable[[], list]] = {
+    "GRU": lambda: [layers.GRU(3, return_sequences=True)],
+    "masked, both directions": lambda: [layers.Masking(), layers.Bidirectional(layers.LSTM(3))],
+    "TimeDistributed": lambda: [layers.TimeDistributed(layers.Dense(3))],
+    "BatchNormalization": lambda: [layers.Conv1D(3, 1), layers.BatchNormalization(), layers.Activation("relu")],
+    "Dropout": lambda: [layers.Dropout(0.0), layers.GaussianNoise(0.0)],
+}
+
+
+def behind(make: Callable[[], list], of_rows: Callable) -> Callable[[], keras.Model]:
+    parts = lambda: [keras.Input((4, 2)), *make(), Centre(of_rows), layers.Flatten(), layers.Dense(1)]  # noqa: E731
+    return lambda: ready(keras.Sequential(parts()), keras.optimizers.SGD(0.1), "mse")
+
+
 def trained(strategy: tf.distribute.Strategy, build: Callable) -> tuple[keras.Model, list[str]]:
     """A model that was trained twice, and what was warned of."""
     model = in_scope(strategy, build)
@@ -106,6 +137,21 @@ def test_equals_one_process_with_batches_that_do_not_divide(mirrored, update, st
     with warnings.catch_warnings(), only_fit():
         warnings.filterwarnings("error", message="Received: variable")
         assert_transparent(mirrored, building((8,), update, **state), rows(21), batch_size=4)
+
+
+@pytest.mark.parametrize("name", daily(BY_ROW, "GRU"))
+def test_a_mean_behind_layers_that_keep_rows_apart_is_exact(mirrored, name):
+    x, y = rows(21)
+    with warnings.catch_warnings(), only_fit():
+        warnings.filterwarnings("error", message="Received: variable")
+        assert_transparent(mirrored, behind(BY_ROW[name], ops.mean), (x.reshape(-1, 4, 2), y), batch_size=4)
+
+
+def test_a_maximum_behind_them_is_warned_of(mirrored):
+    model = in_scope(mirrored, behind(BY_ROW["GRU"], ops.max))
+    x, y = rows(8)
+    (message,) = warned(lambda: model.fit(x.reshape(-1, 4, 2), y, batch_size=8, verbose=0), "Received: variable ")
+    assert "linear in means over the rows" in message
 
 
 def test_negative_control(mirrored, monkeypatch):

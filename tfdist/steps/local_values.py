@@ -9,6 +9,7 @@ means over the rows.
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -85,6 +86,7 @@ class LocalValues:
         same: variables' parts on this replica, whose values are the same on all replicas when the step begins.
         watched: those of them of which accesses are told.
         others: devices of other replicas, of whose operations this one sees only what is agreed on.
+        by_row: finds in an operation's name that a layer has made it which computes each row by itself.
     """
 
     def __init__(
@@ -94,9 +96,10 @@ class LocalValues:
         same: Iterable[tf.Variable],
         watched: Iterable[tf.Variable],
         others: Iterable[str],
+        by_row: re.Pattern | None = None,
     ) -> None:
         self._graph = graph
-        self._others = frozenset(others)
+        self._others, self._by_row = frozenset(others), by_row
         # By the names of tensors, and by the ids of handles.
         self._local = {one.name: Dependence.ROWS for one in rows if tf.is_tensor(one)}
         self._variables = {id(part.handle): Dependence.SAME for part in same}
@@ -172,6 +175,8 @@ class LocalValues:
         if operation.op_def.is_stateful and (kind not in (*_READS, *_CALLS) or _draws_in_calls(operation)):
             # Random numbers, the next batch.
             return [Dependence.ROWS] * count
+        if _are_rows(given) and self._by_row is not None and self._by_row.search(operation.name):
+            return [Dependence.ROWS] * count
         return [Dependence.SAME if _are_same(given) else _made_by(operation, given)] * count
 
     def _handle(self, tensor: tf.Tensor) -> int | None:
@@ -231,6 +236,11 @@ def _called(attributes: Iterable[Any]) -> list[str]:
 
 def _are_same(given: Iterable[Dependence]) -> bool:
     return all(one is Dependence.SAME for one in given)
+
+
+def _are_rows(given: Iterable[Dependence]) -> bool:
+    """Whether some of these are a value for each row, and the others the same on all replicas."""
+    return {Dependence.ROWS} == set(given) - {Dependence.SAME}
 
 
 def _made_by(operation: tf.Operation, given: list[Dependence]) -> Dependence:

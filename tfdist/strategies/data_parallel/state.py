@@ -10,6 +10,7 @@ How `BatchNormalization` computes is in batch_norm.py; its moving statistics are
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -35,6 +36,11 @@ _WARNED = "_tfdist_warned"
 _NO_MEAN = (
     "which equals one process only for updates that are linear in means over the rows: not for queues of rows, counts "
     "or maxima"
+)
+_BY_ROW = (
+    *(keras.layers.RNN, keras.layers.Bidirectional, keras.layers.TimeDistributed),
+    *(keras.layers.Dropout, keras.layers.SpatialDropout1D, keras.layers.SpatialDropout2D, keras.layers.AlphaDropout),
+    *(keras.layers.GaussianDropout, keras.layers.GaussianNoise),
 )
 _READ_AFTER = "but in the same step each replica has read its own"
 
@@ -68,6 +74,7 @@ class ReplicaState:
             same=[_part(v) for v in (*watched, *optimizers)],
             watched=[_part(v) for v in watched],
             others=devices_of_others(),
+            by_row=_scopes_by_row(step.model),
         )
 
     def take_averaged(self) -> list[Any]:
@@ -276,6 +283,23 @@ def _state_of(model: keras.Model) -> list[Any]:
     found = [v for v in model.variables if id(v) not in seeds]
     found += [v for v in held_variables(model) if v.aggregation == tf.VariableAggregation.NONE]
     return [v for v in found if is_mirrored(v)]
+
+
+def _scopes_by_row(model: keras.Model) -> re.Pattern | None:
+    """Finds in the name of an operation a layer of Keras that computes each row by itself, in loops or at random.
+
+    What such operations make of rows is not to be seen from one of them: the rows of a loop are along its second axis.
+    """
+    found, others = set(), set()
+    for layer in model._flatten_layers():
+        parts = list(layer._flatten_layers())
+        is_keras = all(type(part).__module__.startswith("keras.src.layers.") for part in parts)
+        mixes = any(isinstance(part, keras.layers.BatchNormalization) for part in parts)
+        (found if isinstance(layer, _BY_ROW) and is_keras and not mixes else others).add(layer.name)
+    names = "|".join(map(re.escape, found))
+    # TensorFlow numbers the calls of a layer, and Keras its layers.
+    scopes = re.compile(rf"(?:^|/)(?:{names})(?:_\d+)?/")
+    return None if not found or any(scopes.search(f"{name}/") for name in others) else scopes
 
 
 def devices_of_others() -> set[str]:
