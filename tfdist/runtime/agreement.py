@@ -318,11 +318,11 @@ class RowsSeen:
             if not all(_are_near(everyone[0, number, step], other[number, step]) for other in everyone)
         ]
         number, step = apart[0] if apart else (0, _STEPS)
-        where = "of the validation data " if _KINDS[number] == "test" else ""
+        batch = f"{step + 1}{' of the validation data' if _KINDS[number] == 'test' else ''}"
         others = [name for name, own in zip(peers.names, totals, strict=True) if not _are_near(totals[0], own)]
         raise RuntimeError(
-            f"Received: other rows on {', '.join(others)} than on {peers.names[0]}, from batch {step + 1} {where}of "
-            f"epoch {epoch + 1} on. Each process cuts its part out of the global batch: where these differ, some rows "
+            f"Received: other rows on {', '.join(others)} than on {peers.names[0]}, from batch {batch} of epoch "
+            f"{epoch + 1} on. Each process cuts its part out of the global batch: where these differ, some rows "
             "are used twice and others never. Expected: the same batches on all. Give every random generator of the "
             "data the same seed on all processes (`np.random.default_rng(seed)`, `train_test_split(..., "
             "random_state=seed)`), or make the data after the strategy, with Python's or NumPy's global generators; or "
