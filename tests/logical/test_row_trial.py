@@ -198,6 +198,7 @@ def own(*arguments: Any, kind: type = Own) -> Callable[[], keras.Model]:
 
 
 def said_of_fits(strategy: tf.distribute.Strategy, build: Callable, x: Any = X) -> list[str]:
+    keras.utils.set_random_seed(1)  # other weights may hide what mixes rows
     model = in_scope(strategy, build)
     return warned(lambda: [model.fit(x, Y, batch_size=8, epochs=2, verbose=0) for _ in range(2)], "Received: ")
 
@@ -359,6 +360,63 @@ def said(strategy: tf.distribute.Strategy, name: str) -> list[str]:
 def test_steps_that_do_not_train(mirrored, name):
     found, expected = said(mirrored, name), CALLS[name][-1]
     assert len(found) == len(expected) and all(map(str.__contains__, found, expected)), found
+
+
+@tf.function
+def nested(x: Any) -> Any:
+    return x + tf.random.normal(tf.shape(x))
+
+
+# Random numbers that a layer draws: a trial has the same ones for all rows.
+DRAWS: dict[str, Callable[[Any, Any], Any]] = {
+    "tf.random.normal": lambda x, _: x + tf.random.normal(tf.shape(x)),
+    "tf.random.uniform of whole numbers": lambda x, _: (
+        x + tf.cast(tf.random.uniform(tf.shape(x), 0, 4, tf.int32), "float32")
+    ),
+    "stateless": lambda x, _: x * tf.cast(tf.random.stateless_uniform(tf.shape(x), (1, 2)) < 0.5, "float32"),
+    "one for the batch": lambda x, _: x * tf.random.uniform(()),
+    "keras.random.normal": lambda x, seeds: x + keras.random.normal(ops.shape(x), seed=seeds),
+    "keras.random.uniform, global seeds": lambda x, _: x * keras.random.uniform(ops.shape(x)),
+    "keras.random.randint": lambda x, seeds: (
+        x + ops.cast(keras.random.randint(ops.shape(x), 0, 4, seed=seeds), "float32")
+    ),
+    "keras.random.dropout": lambda x, seeds: keras.random.dropout(x, 0.3, seed=seeds),
+    "keras.random.shuffle": lambda x, seeds: keras.random.shuffle(x, axis=1, seed=seeds),
+    "in a tf.function": lambda x, _: nested(x),
+    "in tf.map_fn": lambda x, _: tf.map_fn(lambda row: row + tf.random.normal(tf.shape(row)), x),
+    "in a branch": lambda x, _: tf.cond(
+        tf.random.uniform(()) < 0.5, lambda: x, lambda: x + tf.random.normal(tf.shape(x))
+    ),
+}
+
+
+class Draws(layers.Layer):
+    def __init__(self, draw: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.draw, self.seeds = draw, keras.random.SeedGenerator(1)
+
+    def call(self, x: Any) -> Any:
+        return self.draw(x, self.seeds)
+
+
+@pytest.mark.parametrize("name", daily(DRAWS, "keras.random.uniform, global seeds", "in a tf.function"))
+def test_steps_that_draw_are_tried(mirrored, name, caplog):
+    of = functools.partial(Draws, DRAWS[name])
+    assert said_of_fits(mirrored, compiled(of, MeanOfActivity)) == []
+    (message,) = said_of_fits(mirrored, compiled(of, MinibatchDeviation))
+    assert "(MinibatchDeviation), which mixes" in message and "A mistake of tfdist" not in caplog.text
+
+
+def test_functions_that_draw_still_do_after_a_trial(mirrored):
+    """The trial replaces draws in a copy: a tf.function that it is the first to call draws afterwards."""
+
+    @tf.function
+    def draw(x: Any) -> Any:
+        return x + tf.random.normal(tf.shape(x))
+
+    said_of_fits(mirrored, compiled(lambda: Draws(lambda x, _: draw(x)), MeanOfActivity))
+    first, second = draw(tf.zeros((4, 4))), draw(tf.zeros((4, 4)))
+    assert np.ptp(first) > 0.1 and np.ptp(first - second) > 0.1
 
 
 def test_nothing_of_the_model_changes(mirrored, monkeypatch):

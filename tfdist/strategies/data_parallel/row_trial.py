@@ -14,7 +14,8 @@ _step_messages    the step. One that does not train has results instead of gradi
 _some, _compare_  the random rows; the comparisons; the messages
 
 What tfdist makes exact counts as exact: the halves get the statistics of `BatchNormalization`, and what else replicas
-add up, of the whole; layers that draw random numbers pass on what they are given. What cannot be tried says nothing.
+add up, of the whole; layers that draw random numbers pass on what they are given. What else draws gets the same number
+everywhere (`_with_the_same_draws`). What cannot be tried says nothing.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat.deferred_captures import lent_step_lock
+from tfdist.compat.upstream import op_def_registry
 from tfdist.inspection.model_state import (
     is_kept_per_replica,
     metrics_of,
@@ -42,6 +44,7 @@ from tfdist.inspection.model_state import (
     own_methods,
     parts_of_variable,
     seed_generators_of,
+    share_global_seeds,
 )
 from tfdist.layer_graph.chunk import CHANGING, UNSEEDED
 from tfdist.steps.keras_step import KerasStep, shadowed, traced
@@ -73,6 +76,14 @@ _TRIED = "_tfdist_steps_tried"
 # Steps that run the same layers: if the first could be tried, and the last is Keras' own, it need not be.
 _KINDS = ("train", "test", "predict")
 _RANDOM_LAYERS = ("keras.src.layers.regularization.", "keras.src.layers.preprocessing.image_preprocessing.random_")
+# Types of operations that draw random numbers, and what a trial takes instead; whole numbers: the smallest.
+_DRAWN: dict[str, float | None] = {
+    **dict.fromkeys(("RandomUniform", "StatelessRandomUniform", "StatelessRandomUniformV2"), 0.37),
+    **dict.fromkeys(("RandomStandardNormal", "StatelessRandomNormal", "StatelessRandomNormalV2"), 0.61),
+    **dict.fromkeys(("TruncatedNormal", "StatelessTruncatedNormal", "StatelessTruncatedNormalV2"), 0.61),
+    **dict.fromkeys(("RandomUniformInt", "StatelessRandomUniformInt", "StatelessRandomUniformIntV2")),
+}
+_OF_SEEDS = ("StatelessRandomGetKeyCounter", "StatelessRandomGetAlg", "StatelessRandomGetKeyCounterAlg")
 # Beginnings of the types of operations of which running them would change something, or differ each time.
 _NOT_TRIED = ("Random", "Stateless", "PyFunc", "EagerPyFunc", "Iterator", "Collective", "Print", *CHANGING, *UNSEEDED)
 _GATHER = "all rows, by tf.distribute.get_replica_context().all_gather(rows, axis=0) as in docs/own-loops.md"
@@ -185,12 +196,69 @@ def _each_draw(trial: Callable, batch: Any, may_read: bool = True) -> Iterator[A
     traced = function.get_concrete_function(*tf.nest.flatten(first, expand_composites=True))
     if not _can_be_run(traced.graph) or not (may_read or all(one.dtype != tf.resource for one in traced.inputs)):
         raise NotImplementedError("a step that changes something outside")
+    function = _with_the_same_draws(traced)
     for draw in range(len(_DRAWS)):
         rows = first if draw == 0 else _some(batch, draw)
         # What takes the first rows may refuse others.
         with contextlib.suppress(*[tf.errors.OpError][:draw]):
-            found = function(*tf.nest.flatten(rows, expand_composites=True))
+            found = function(tf.nest.flatten(rows, expand_composites=True))
             yield tf.nest.map_structure(lambda value: value.numpy(), found)
+
+
+def _with_the_same_draws(traced: Any) -> Callable[[list[tf.Tensor]], Any]:
+    """A function that was traced, of its inputs in a list; all random numbers that it draws are the same.
+
+    They are replaced afterwards: a function that the step calls keeps what is traced of it, and the program calls it.
+    """
+    definition = traced.graph.as_graph_def()
+    functions = [function.node_def for function in definition.library.function]
+    if not sum([_replace_draws(definition.node, ""), *(_replace_draws(nodes, ":output:0") for nodes in functions)]):
+        return lambda inputs: traced(*inputs)
+    _rename_functions(definition)
+    imported = tf.compat.v1.wrap_function(lambda: tf.graph_util.import_graph_def(definition, name=""), [])
+    ends = traced.inputs, tf.nest.flatten(traced.structured_outputs)
+    pruned = imported.prune(*([imported.graph.get_tensor_by_name(one.name) for one in of] for of in ends))
+    return lambda inputs: tf.nest.pack_sequence_as(traced.structured_outputs, pruned(*inputs, *traced.captured_inputs))
+
+
+def _rename_functions(definition: Any) -> None:
+    """Gives the functions of a graph other names: TensorFlow knows them by these already, as they were."""
+    names = {function.signature.name: f"{function.signature.name}_tried" for function in definition.library.function}
+    for function in definition.library.function:
+        function.signature.name = names[function.signature.name]
+    for nodes in (definition.node, *(function.node_def for function in definition.library.function)):
+        for node in nodes:
+            node.op = names.get(node.op, node.op)
+            for value in node.attr.values():
+                for called in (value.func, *value.list.func):
+                    if called.name:
+                        called.name = names.get(called.name, called.name)
+    for gradient in definition.library.gradient:
+        gradient.function_name = names.get(gradient.function_name, gradient.function_name)
+        gradient.gradient_func = names.get(gradient.gradient_func, gradient.gradient_func)
+
+
+def _replace_draws(nodes: Any, output: str) -> int:
+    """Replaces operations that draw in a graph, or in a function; there, inputs end in `output`. Returns how many."""
+    drawing = [node for node in nodes if node.op in _DRAWN]
+    for node in drawing:
+        kind, number = op_def_registry.get(node.op), _DRAWN[node.op]
+        dtype, of_shape = (node.attr[ends[0].type_attr].type for ends in (kind.output_arg, kind.input_arg))
+        given = [one for one in node.input if not one.startswith("^")]
+        value = given[-2] if number is None else ""  # the smallest whole number
+        if number is not None:
+            value = f"{node.name}/drawn"
+            constant = nodes.add(name=value, op="Const")
+            constant.attr["dtype"].type = dtype
+            constant.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(number, tf.as_dtype(dtype)))
+            value += output
+        inputs = [given[0], value, *node.input[len(given) :]]
+        del node.input[:]
+        node.attr.clear()
+        node.op = "Fill"
+        node.input.extend(inputs)
+        node.attr["T"].type, node.attr["index_type"].type = dtype, of_shape
+    return len(drawing)
 
 
 class _Part:
@@ -295,10 +363,10 @@ def _side_by_side(parts: Sequence[_Part], name: str) -> Iterator[tuple]:
 
 
 def _can_be_run(graph: tf.Graph) -> bool:
-    """Whether a graph changes nothing, and draws no random numbers."""
+    """Whether a graph changes nothing, and draws no random numbers that can differ."""
     definition = graph.as_graph_def()
     nodes = [definition.node, *(function.node_def for function in definition.library.function)]
-    types = {node.op for some in nodes for node in some} - set(_BRANCHES)
+    types = {node.op for some in nodes for node in some}.difference(_BRANCHES, _DRAWN, _OF_SEEDS)
     return not any(one.startswith(_NOT_TRIED) for one in types)
 
 
@@ -307,6 +375,8 @@ def _run(step: KerasStep, rows: Any, share: float, whole: _Part | None) -> _Part
     part_step = KerasStep(step.kind, step.model, step.function)
     part_step.begin_shard(tf.constant(share))
     part_step.graph = part.graph
+    # Else Keras would make a generator for this thread.
+    share_global_seeds(step.global_seeds)
     with contextlib.ExitStack() as stack:
         # The program's own numbers stay those that it would get alone.
         stack.callback(random.setstate, random.getstate())
