@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -87,8 +88,7 @@ def draw_seed(draw: Callable, seed: Any) -> Any:
 
 def _warn_of_fixed_seed(seed: int) -> None:
     step = current_step()
-    # What draws while a model is built, at its first `predict`, are the initializers of its weights.
-    if step is None or step.replicas == 1 or not step.model.built:
+    if step is None or step.replicas == 1 or _draws_weights():
         return
     noted = vars(tf.distribute.get_strategy()).setdefault("_fixed_seeds", set())
     if seed in noted:
@@ -102,6 +102,12 @@ def _warn_of_fixed_seed(seed: int) -> None:
         "matrix of a random projection, a whole number is right.",
         stacklevel=2,
     )
+
+
+def _draws_weights() -> bool:
+    """Whether an initializer draws: that of a weight which a step, or the first `predict`, makes."""
+    frames = (frame for frame, _ in traceback.walk_stack(None))
+    return any(isinstance(frame.f_locals.get("self"), keras.initializers.Initializer) for frame in frames)
 
 
 def pad(pad: Callable, ragged: tf.RaggedTensor, default_value: Any = None, name: Any = None, shape: Any = None) -> Any:
