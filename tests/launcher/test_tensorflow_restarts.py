@@ -111,6 +111,15 @@ def test_a_backup_of_keras_counts_as_one(warm_launch) -> None:
     assert failure["redone"] > 0
 
 
+@pytest.mark.timing
+def test_steps_that_are_done_again_take_a_part_of_the_time(warm_launch) -> None:
+    started = warm_launch(KERAS_BACKUP)
+    assert started.finish(400).code == 0
+    report = goodput(started)
+    (failure,) = report["interruptions"]
+    assert 0 < failure["redone"] < report["seconds"]["training"]
+
+
 ON_ONE_RANK = """
     import keras, numpy as np, tfdist
 
