@@ -743,6 +743,7 @@ def is_final(error: BaseException) -> BaseException:
         >>> raise is_final(RuntimeError("another training writes there"))  # doctest: +SKIP
     """
     sys.excepthook = functools.partial(_show, error, sys.excepthook)
+    error._tfdist_exit_code = REFUSED  # for who catches it in place of Python: `tfdist.launch`
     return error
 
 

@@ -266,6 +266,20 @@ class TestFailures:
                 raise ValueError("for the first time")
             return os.environ["TFDIST_RESTART"]
 
+        def refused(path: str) -> None:
+            from tfdist.checkpoint.store import is_final
+            from tfdist.supervision.progress import ProgressWriter
+
+            writer = ProgressWriter.from_environment()
+            writer.begin()
+            writer.report("training", 1)
+            with open(path, "a") as file:
+                file.write("started ")
+            raise is_final(RuntimeError("it would fail again"))
+
+        with pytest.raises(tfdist.LaunchError, match="it would fail again"):
+            tfdist.launch(refused, (str(folder / "starts"),), workers=1, max_restarts=1)
+        assert (folder / "starts").read_text() == "started "
         with pytest.raises(tfdist.LaunchError, match="for the first time"):
             tfdist.launch(function, (str(folder / "none"),))
         assert tfdist.launch(function, (str(folder / "one"),), max_restarts=1) == "1"

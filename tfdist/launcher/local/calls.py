@@ -166,7 +166,8 @@ def run_call(file: BinaryIO, setup: dict[str, Any], result: str, returns: bool) 
         succeeded, value = False, error
         # As Python does when an exception ends a script: exit handlers look for it, and wait for nobody.
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
-        code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code else 1
+        code = error.code if isinstance(error, SystemExit) else getattr(error, "_tfdist_exit_code", 1)
+        code = code if isinstance(code, int) and code else 1
         printed = _below_the_call(error)
         print(*[RAISED] * setup["quiet"], printed, sep="\n", end="", file=sys.stderr, flush=True)
     # The time before pickling: a large model takes a while.
