@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -119,6 +121,37 @@ def _own_rows_of_unknown_number() -> tf.data.Dataset:
     return rows.batch(BATCH).with_options(own_rows().options())
 
 
+def _from_function() -> Any:
+    """Each worker reads every second row, and has no fewer steps than the other."""
+
+    def of_worker(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        rows = slices().shard(context.num_input_pipelines, context.input_pipeline_id)
+        return rows.shuffle(9, seed=context.input_pipeline_id).batch(BATCH // 2, drop_remainder=True)
+
+    return tf.distribute.get_strategy().distribute_datasets_from_function(of_worker)
+
+
+def _files() -> tf.data.Dataset:
+    """Four files of rows, of which TensorFlow gives each worker two."""
+    folder = tempfile.mkdtemp()
+    for number in range(4):
+        lines = [
+            ",".join(map(str, np.ravel(np.concatenate(row))))
+            for row in zip(*(one[number::4][:14] for one in arrays()), strict=True)
+        ]
+        Path(folder, f"{number}.csv").write_text("\n".join(lines))
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.FILE
+    names = tf.data.Dataset.from_tensor_slices([f"{folder}/{number}.csv" for number in range(4)])
+    rows = names.interleave(tf.data.TextLineDataset, cycle_length=2).map(_of_line).shuffle(9, seed=1)
+    return rows.batch(BATCH).with_options(options)
+
+
+def _of_line(line: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    numbers = tf.stack(tf.io.decode_csv(line, [[0.0]] * 6))
+    return numbers[:5], numbers[5:]
+
+
 def _generator() -> Iterator[tuple[np.ndarray, np.ndarray]]:
     while True:
         yield from (Pieces()[i] for i in range(BATCHES))
@@ -143,6 +176,8 @@ DATASETS: dict[str, Callable[[], Any]] = {
     "filter": lambda: slices().shuffle(50).filter(lambda x, y: x[0] < 50).batch(BATCH),
     "own rows": own_rows,
     "own rows, unknown number": _own_rows_of_unknown_number,
+    "from a function": _from_function,
+    "files": _files,
     "repeat": lambda: slices().shuffle(50).repeat().batch(BATCH),
     "from_generator": _from_generator,
     "generator": _generator,

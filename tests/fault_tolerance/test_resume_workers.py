@@ -118,6 +118,8 @@ def test_killed(
         ("own rows, unknown number", False),
         ("own rows", True),
         ("unordered", False),
+        ("from a function", False),
+        ("files", False),
     ],
 )
 def test_data_that_tfdist_reads_otherwise(cluster: Cluster, jobs: ForkedJobs, data: str, of_epoch: bool) -> None:

@@ -169,7 +169,7 @@ class DataPosition:
     def _agree_on_obstacle(self) -> None:
         """Each process may have other data, and all save after the same steps, or none does."""
         peers = hooks_of(self._model.distribute_strategy).peers
-        if peers and (self._data.is_sharded or getattr(self._iterator._distributed_dataset, "manual", False)):
+        if peers and self._reads_own_rows:
             everyone = peers.gather("position", self.obstacle, "begin to train")
             self.obstacle = next((obstacle for obstacle in everyone if obstacle is not None), None)
 
@@ -205,9 +205,17 @@ class DataPosition:
                 state["dataset"] = callback_state.encode(self._py_dataset.get_state(), tensors, "dataset")
         return state
 
+    @property
+    def _reads_own_rows(self) -> bool:
+        """Whether the user has cut the data: each process has rows of its own, in an order of its own."""
+        return self._data.is_sharded or getattr(self._iterator._distributed_dataset, "manual", False)
+
     @functools.cached_property
     def _facts(self) -> dict:
         """Facts about the data; a position within an epoch is valid only where they are the same."""
+        peers = hooks_of(self._model.distribute_strategy).peers
+        if peers and peers.rank and self._reads_own_rows:
+            return {}  # what is saved are the chief's
         source = self._data.source
         known = isinstance(source, tf.data.Dataset) and self._dataset_fn is None
         return {
