@@ -103,6 +103,44 @@ def unlike_layers(strategy: Any, one: Any, names: Iterable[str]) -> None:
         assert all("on worker 0" in one and "than on worker 1" in one for one in said), said
 
 
+class WideRows(keras.Model):
+    """Calls one more layer, which keeps a moving mean, where rows are wide, or of a size that Keras leaves open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.more = keras.layers.Dense(1), unlike_replicas.Moves()
+
+    def build(self, shape: Any) -> None:
+        self.first.build((None, 6))
+        self.more.build((None, 6))
+
+    @classmethod
+    def built_for_narrow(cls) -> keras.Model:
+        model = cls()
+        model.build((None, 6))
+        model.built = True
+        return model
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        narrow = x[:, :6]
+        return self.first(narrow if x.shape[1] == 6 else self.more(narrow, training=training))
+
+
+def layers_by_the_size_of_rows(strategy: Any, one: Any, folder: Path) -> None:
+    """All processes trace such a step once more, with other gradients and state."""
+    x = np.random.default_rng(0).normal(size=(8, 10)).astype("float32")
+    found = []
+    for each in (strategy, one):
+        model = unlike_replicas.make(each, WideRows.built_for_narrow)
+        for size in (6, 10, 6):
+            model.train_on_batch(x[:, :size], x[:, :1])
+        found.append([v.numpy() for v in model.trainable_variables])
+        rate = 0.1 if each is strategy else 0.05  # see Moves
+        (kept,) = model.non_trainable_variables
+        np.testing.assert_allclose(kept, rate * x[:, :6].mean(0), atol=1e-6)
+    assert unlike_replicas.difference(found[0], found[1]) < 2e-5
+
+
 def loops_that_one_rank_traces_again(strategy: Any, one: Any, folder: Path) -> None:
     """A `train_step` in a loop of one's own: rank 1 has batches of another shape, and asks nobody once more."""
     model = unlike_replicas.make(strategy, unlike_replicas.KINDS["one of two"][0])
@@ -286,6 +324,7 @@ SECTIONS: dict[str, Callable[[Any, Any, Path], None]] = {
         optimizers_in_branches,
         layers_that_python_leaves_out,
         more_layers_that_python_leaves_out,
+        layers_by_the_size_of_rows,
         loops_that_one_rank_traces_again,
         sums_that_are_assigned,
         finished_outside_of_the_scope,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import random
+import re
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,19 +89,51 @@ def model_of(strategy: Any) -> keras.Model:
 def other_rows(strategy: Any, folder: Path) -> None:
     for name, make in OTHER_ROWS.items():
         batch = 4 if name == "one batch of a generator" else 1
-        expected = (
-            rf"other rows on worker 1 .* than on worker 0 .*, from batch {batch} of epoch 1 on\. .*AutoShardPolicy.OFF"
-        )
-        with pytest.raises(RuntimeError, match=expected):
-            model_of(strategy).fit(make(np.random.default_rng()), epochs=2, verbose=0)
-        # With a seed, and in the next fit, nothing differs.
-        model_of(strategy).fit(make(np.random.default_rng(3)), epochs=2 if name == "PyDataset" else 1, verbose=0)
+        expected = rf"other rows on worker 1 .* than on worker 0 .*, from batch {batch} of epoch 1 on\. .*Policy.OFF"
+        # Rows of arrays are the same or not; what Python makes may be augmented.
+        if name == "train_test_split":
+            with pytest.raises(RuntimeError, match=expected):
+                said_of(strategy, make(np.random.default_rng()))
+        else:
+            said = said_of(strategy, make(np.random.default_rng()))
+            assert len(said) == strategy.is_chief and all(re.search(expected, one) for one in said), (name, said)
+        # With a seed, nothing differs.
+        assert said_of(strategy, make(np.random.default_rng(3))) == []
+    held_out = split(np.random.default_rng())
     with pytest.raises(RuntimeError, match=r"from batch 1 of the validation data of epoch 1 on"):
-        held_out = from_generator(np.random.default_rng())
         model_of(strategy).fit(X, Y, batch_size=8, validation_data=held_out, verbose=0)
     # The negative control.
     with mock.patch.object(RowsSeen, "check", lambda *_: None):
-        model_of(strategy).fit(generator(np.random.default_rng()), verbose=0)
+        assert said_of(strategy, split(np.random.default_rng())) == []
+
+
+def said_of(strategy: Any, data: Any) -> list[str]:
+    """What is warned of other rows in a fit of one epoch; every fit is the first one of its strategy."""
+    rows_seen = strategy._keras_hooks.rows_seen
+    rows_seen._has_warned = False
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model_of(strategy).fit(data, verbose=0)
+    return [str(one.message) for one in caught if "other rows" in str(one.message)]
+
+
+def augmented(strategy: Any, folder: Path) -> None:
+    """What functions of a pipeline draw differs, in parallel, and rows are the same; validation runs several times."""
+    noise = keras.layers.GaussianNoise(0.5)
+    rows = tf.data.Dataset.from_tensor_slices((X, Y))
+    in_parallel = {"num_parallel_calls": 2}
+    for data in (
+        rows.map(lambda x, y: (x + tf.random.normal([2]), y), **in_parallel).batch(8),
+        rows.batch(8).map(lambda x, y: (noise(x, training=True), y), **in_parallel),
+    ):
+        assert said_of(strategy, data) == []
+
+    class Evaluates(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch % 3 == 1:
+                self.model.evaluate(rows.batch(8).filter(lambda x, y: True), verbose=0)
+
+    model_of(strategy).fit(X, Y, batch_size=8, validation_data=rows.batch(8), callbacks=[Evaluates()], verbose=0)
 
 
 def last_bits(strategy: Any, folder: Path) -> None:
@@ -136,7 +170,7 @@ def what_nobody_has_seeded(strategy: Any, folder: Path) -> None:
     model.fit(dataset, epochs=2, verbose=0)
 
 
-SECTIONS = {one.__name__: one for one in (what_nobody_has_seeded, other_rows, last_bits, own_rows)}
+SECTIONS = {one.__name__: one for one in (what_nobody_has_seeded, other_rows, augmented, last_bits, own_rows)}
 
 
 def run(folder: str) -> dict[str, Any]:

@@ -359,13 +359,28 @@ def _obstacle(node: Any, scope: Scope) -> str | None:
         return "it runs Python code (from_generator, py_function or numpy_function), whose state is unknown"
     if node.op in _SHARED_GENERATOR:
         return f"it draws from a tf.random.Generator ({node.op}), whose state is not part of the pipeline"
-    if node.op.startswith("Assign") and node.op.endswith("VariableOp"):
+    if _counts(node):
         return "it changes a variable (a Keras augmentation layer counts its random numbers), which starts at 0 again"
     if seeds_of(node, scope) == _NO_SEEDS:
         return f"it draws random numbers without a seed ({node.op})" if draws(node) else "it shuffles without a seed"
     if draws(node) and scope.in_parallel:
         return f"it draws random numbers in parallel ({node.op}), in no fixed order"
     return None
+
+
+def draws_numbers(dataset: tf.data.Dataset) -> bool:
+    """Whether functions of a pipeline draw random numbers, to augment rows with, say; Python's are not known."""
+    nodes = (node for node, _ in _operations(dataset))
+    return any(draws(node) or node.op in _SHARED_GENERATOR or _counts(node) for node in nodes)
+
+
+def runs_python(dataset: tf.data.Dataset) -> bool:
+    """Whether Python makes rows of a pipeline: a generator, a PyDataset, or a function."""
+    return any(node.op in _PYTHON for node, _ in _operations(dataset))
+
+
+def _counts(node: Any) -> bool:
+    return node.op.startswith("Assign") and node.op.endswith("VariableOp")
 
 
 def replay(dataset: tf.data.Dataset, make: Callable[[], Any], made: int, used: int) -> None:

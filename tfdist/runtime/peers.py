@@ -288,7 +288,7 @@ class Peers:
         with contextlib.suppress(ConnectionError):
             self.tell(f"{topic}/{number}/{self.rank}", True)
 
-    def share_random_state(self) -> None:
+    def share_random_state(self, purpose: str = "start fit, evaluate or predict") -> None:
         """Gives every process the chief's random state: TensorFlow's, Python's and NumPy's global generators.
 
         tf.data's and Keras' shuffling draws from these. Processes that shuffle differently would train on some rows
@@ -296,7 +296,7 @@ class Peers:
         """
         own = random_state()
         digest = hashlib.sha256(json.dumps(own).encode()).hexdigest()
-        digests = self.gather("random-state", digest, "start fit, evaluate or predict")
+        digests = self.gather("random-state", digest, purpose)
         if len(set(digests)) == 1:
             return
         key = f"random-state/{self._counts['random-state']}/chief"

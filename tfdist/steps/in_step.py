@@ -105,9 +105,9 @@ def _warn_of_fixed_seed(seed: int) -> None:
 
 
 def _draws_weights() -> bool:
-    """Whether an initializer draws: that of a weight which a step, or the first `predict`, makes."""
+    """Whether a variable draws its first values: a weight that a step, or the first `predict`, makes."""
     frames = (frame for frame, _ in traceback.walk_stack(None))
-    return any(isinstance(frame.f_locals.get("self"), keras.initializers.Initializer) for frame in frames)
+    return any(isinstance(frame.f_locals.get("self"), keras.Variable) for frame in frames)
 
 
 def pad(pad: Callable, ragged: tf.RaggedTensor, default_value: Any = None, name: Any = None, shape: Any = None) -> Any:

@@ -85,6 +85,7 @@ class KerasStep:
         global_seeds: what `keras.random` functions draw from that are given no seed, for the replicas' threads.
         graph: where the replicas' steps are traced; `None` if they are run, or cannot exchange anything.
         batch: shapes and dtypes of a replica's rows, as specifications of types.
+        is_of_all: whether all processes have the same global batch.
         scalars: what a `Mean` or `Sum` was given for a batch: (metric, number, whether it is averaged over the
             replicas).
         losses: by id, a compiled loss, and shapes and dtypes of what it was given.
@@ -105,6 +106,7 @@ class KerasStep:
     purpose: tuple[int, str] = (0, "")
     global_seeds: keras.random.SeedGenerator | None = None
     batch: Any = None
+    is_of_all: bool = False
     scalars: list[tuple[keras.Metric, Any, bool]] = dataclasses.field(default_factory=list)
     losses: dict[int, tuple[keras.Loss, list[tf.TensorSpec]]] = dataclasses.field(default_factory=dict)
     graph: tf.Graph | None = None

@@ -175,7 +175,8 @@ class LocalValues:
         if operation.op_def.is_stateful and (kind not in (*_READS, *_CALLS) or _draws_in_calls(operation)):
             # Random numbers, the next batch.
             return [Dependence.ROWS] * count
-        if _are_rows(given) and self._by_row is not None and self._by_row.search(operation.name):
+        is_forward = self._by_row is not None and "gradient_tape/" not in operation.name
+        if is_forward and _are_rows(given) and self._by_row.search(operation.name):
             return [Dependence.ROWS] * count
         return [Dependence.SAME if _are_same(given) else _made_by(operation, given)] * count
 

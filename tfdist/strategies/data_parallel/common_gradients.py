@@ -21,6 +21,7 @@ import dataclasses
 import json
 import traceback
 import warnings
+import weakref
 from typing import Any
 
 import keras
@@ -89,7 +90,7 @@ def agree(step: KerasStep, optimizer: Any, grads: list, variables: list, state: 
     here.applied += 1
     here.halves = list(map(is_half, grads))
     # In a branch, or in a tf.function that the step calls, replicas are traced one after the other.
-    if not step.can_meet() or not tf.distribute.get_strategy().extended._use_merge_call():
+    if not step.can_meet():
         return grads, variables, state
     places = {id(layer): i for i, layer in enumerate(step.model._flatten_layers())}
     counts: collections.Counter = collections.Counter()
@@ -109,6 +110,10 @@ def agree(step: KerasStep, optimizer: Any, grads: list, variables: list, state: 
     if own.is_as(agreed):
         return grads, variables, state
     known = {_name(variable): variable for variable in (*step.model.variables, *variables, *state)}
+    if strange := {name for name, _ in agreed.gradients} - set(known):
+        raise NotImplementedError(
+            f"Received: gradients of variables of other replicas ({strange.pop()}) that are not the model's. {_REMEDY}"
+        )
     mine = dict(zip(gradients, zip(grads, variables, strict=True), strict=True))
     pairs = [mine.get(key, (None, known[key[0]])) for key in agreed.gradients]
     kinds, here.halves = zip(*agreed.gradients.values(), strict=True)
@@ -129,10 +134,10 @@ def check_meetings(step: KerasStep, error: Exception) -> None:
     """
     if not traceback.extract_tb(error.__traceback__)[-1].filename.endswith(("mirrored_run.py", "distribute_utils.py")):
         return  # the user's own
-    first, *others = ([getattr(layer, "path", "") for layer in part.meetings] for part in step.parts.values())
-    for i, other in enumerate(others, 1):
-        if other != first:
-            raise NotImplementedError(_parted(step, "replica 0", f"replica {i}", first, other)) from error
+    paths = [[getattr(layer, "path", "") for layer in part.meetings] for part in step.parts.values()]
+    for i, other in enumerate(paths[1:], 1):
+        if other != paths[0]:
+            raise NotImplementedError(_parted(step, "replica 0", f"replica {i}", paths[0], other)) from error
 
 
 def _agree_with_all(strategy: tf.distribute.Strategy, step: KerasStep, optimizer: Any) -> None:
@@ -140,8 +145,8 @@ def _agree_with_all(strategy: tf.distribute.Strategy, step: KerasStep, optimizer
     parts, peers = list(step.parts.values()), hooks_of(strategy).peers
     listings = [part.listing for part in parts]
     known = vars(step.model).setdefault(_AGREED, {}) if peers is not None and not tf.executing_eagerly() else {}
-    # Python's `train_step` may have been given other weights to train meanwhile.
-    case = id(optimizer), parts[0].applied, tuple(map(_name, step.model.trainable_variables))
+    # Python's `train_step` may have been given other weights to train meanwhile, or batches of other sizes.
+    case = weakref.ref(optimizer), parts[0].applied, *map(_name, step.model.trainable_variables), *_sizes(step)
     if (agreed := known.get(case)) is None:
         names = [f"replica {i}" for i in range(len(listings))]
         if peers is not None:
@@ -157,6 +162,14 @@ def _agree_with_all(strategy: tf.distribute.Strategy, step: KerasStep, optimizer
             _check_among(step, listing, agreed)
     for part in parts:
         part.listing = agreed
+
+
+def _sizes(step: KerasStep) -> list[tuple]:
+    """What all processes know of the sizes of a row; nothing where each has batches of its own."""
+    if not step.is_of_all:
+        return []
+    specs = tf.nest.flatten(step.batch, expand_composites=False)
+    return [tuple(one.shape[1:]) for one in specs if isinstance(one, tf.TensorSpec) and one.shape.rank]
 
 
 def _union(step: KerasStep, listings: list[Listing], names: list[str]) -> Listing:
@@ -195,6 +208,11 @@ def _check_among(step: KerasStep, listing: Listing, agreed: Listing) -> None:
                 f"another shape, and takes another branch of Python: it has a gradient of '{_path(step, key[0])}' now. "
                 f"{_REMEDY}"
             )
+    if more := set(listing.state) - set(agreed.state):
+        raise NotImplementedError(
+            f"Received: a train_step of model '{step.model.name}' that is traced once more, and writes other state: "
+            f"'{_path(step, more.pop())}'. {_REMEDY}"
+        )
 
 
 def _warn_of_branches(step: KerasStep, listings: list[Listing], names: list[str]) -> None:

@@ -36,11 +36,13 @@ import tensorflow as tf
 from tfdist.compat.upstream import ArrayDataAdapter, data_distribute, distribute_utils, input_lib, nest
 from tfdist.inspection.datasets import (
     NoOrderError,
+    draws_numbers,
     glance_at_arrays,
     goes_by_processors,
     in_order,
     order_of,
     rows_of_arrays,
+    runs_python,
 )
 from tfdist.runtime.progress import after
 
@@ -356,13 +358,17 @@ def cut_for_worker(
     if source is not None:
         return _cut_arrays(source, dataset.options(), num_workers, worker, replicas, count, manual)
     is_tuple = isinstance(dataset.element_spec, tuple)
+    # Random numbers that rows are augmented with may differ, and the rows be the same. Nobody knows what Python draws.
+    is_sampled = num_workers > 1 and not draws_numbers(dataset)
+    is_of_python = runs_python(dataset)
 
     def cut(components: tuple, replica: int) -> Any:
         batch = components if is_tuple else components[0]
         piece = replica * num_workers + worker
         if count:
             cut = cut_for_replica(batch, num_workers * replicas, piece, whole=not manual)
-            return cut._replace(sample=sample_of(batch)) if num_workers > 1 else cut
+            # One replica of a process notes it.
+            return cut._replace(sample=sample_of(batch if replica == 0 else (), is_of_python)) if is_sampled else cut
         warn_of_other_rows(batch, num_workers * replicas)
         return cut_piece(batch, num_workers * replicas, piece)
 
@@ -442,10 +448,12 @@ def split_over_replicas(extended: Any, batch: Any) -> Any:
     return distribute_utils.regroup(parts, always_wrap=True)
 
 
-def sample_of(batch: Any) -> tf.Tensor:
-    """A number made of some values of the first and the last row of a batch, and the sum of their sizes (float64).
+def sample_of(batch: Any, is_of_python: bool) -> tf.Tensor:
+    """What tells a batch from others, for `RowsSeen`; machines may compute the same rows with other last bits.
 
-    Not a checksum: machines may compute the same rows with other last bits.
+    Returns:
+        A number made of some values of the first and the last row, the sum of their sizes, and whether Python has made
+        them (float64, `[3]`).
     """
     total = tf.zeros([2], tf.float64)
     for i, leaf in enumerate(tf.nest.flatten(batch)):
@@ -453,15 +461,16 @@ def sample_of(batch: Any) -> tf.Tensor:
         if not tf.is_tensor(values) or not (values.dtype in (tf.bool, tf.string) or values.dtype in _NUMBERS):
             continue
         values = tf.reshape(values, [1, -1]) if values.shape.rank == 0 else values
-        ends = [tf.reshape(rows, [-1])[:_SAMPLED] for rows in (values[:1], values[-1:])]
-        values = tf.concat(ends, 0)
+        # Spread over the row: its margins may be empty.
+        ends = [tf.reshape(rows, [-1]) for rows in (values[:1], values[-1:])]
+        values = tf.concat([row[:: tf.maximum(1, tf.size(row) // _SAMPLED)][:_SAMPLED] for row in ends], 0)
         if values.dtype == tf.string:
             values = tf.strings.to_hash_bucket_fast(values, 1 << 20)
         values = tf.cast(values, tf.float64)
         values = tf.where(tf.math.is_finite(values), values, tf.zeros_like(values))
         places = tf.cast(tf.range(tf.size(values)) + 7 * i, tf.float64)
         total += tf.stack([tf.reduce_sum(values * tf.cos(places)), tf.reduce_sum(tf.abs(values))])
-    return total
+    return tf.concat([total, [float(is_of_python)]], 0)
 
 
 def piece_bounds(rows: Any, pieces: int, piece: int) -> tuple[Any, Any]:

@@ -82,6 +82,7 @@ def make_replica_function(step: KerasStep) -> Callable:
     @tf.autograph.experimental.do_not_convert
     def on_replica(data: Any, rows: Any, global_rows: Any, sample: Any = ()) -> Any:
         share_global_seeds(step.global_seeds)
+        step.is_of_all = global_rows is not None
         if tf.is_tensor(sample) and local_replica() == 0 and not step.on_batch and step.kind != "predict":
             hooks_of(step.model.distribute_strategy).rows_seen.note(step.kind, sample)
         return run(step, data, rows, global_rows)
@@ -376,7 +377,8 @@ class MetricTotals:
         ) -> Any:
             # Upstream returns the new value, which costs a collective that nobody reads.
             variable._tfdist_total = None
-            if is_sum and (tf.distribute.in_cross_replica_context() or not tf.distribute.has_strategy()):
+            is_whole = tf.distribute.in_cross_replica_context() or not tf.distribute.has_strategy()
+            if is_sum and is_whole and not distributed_values.values_util.is_saving_non_distributed():
                 return _assign_sum(variable, value)
             return assign(value, use_locking, name, read_value)
 

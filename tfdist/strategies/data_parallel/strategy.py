@@ -198,7 +198,7 @@ class DataParallel:
                 tf.random.set_seed(self._job.seed)
             restore_sigterm_handler()
             # What scripts draw from generators that they have not seeded, such as the order of files.
-            self._job.peers.share_random_state()
+            self._job.peers.share_random_state("create the strategy")
 
     @property
     def _peers(self) -> Peers | None:
