@@ -151,13 +151,14 @@ def in_threads_and_in_another_order() -> tuple[dict[str, tuple[str, str]], str]:
 @pytest.mark.nightly
 def test_models_in_another_order_and_a_second_thread_are_told_by_name() -> None:
     found = run_local(in_threads_and_in_another_order, workers=2, timeout=120)
+    # The other one traces its model's first step, and hears that this one has ended.
+    assert any("Every process has to make the same calls in the same order" in order for _, order in found)
     for errors, order in found:
-        assert "Every process has to make the same calls in the same order" in order
+        assert "Every process has to make" in order or "waited for worker 0" in order, order
         assert errors.pop("nested")[0] == errors.pop("predict_on_batch")[0] == "no error"
         assert sorted(errors) == ["evaluate", "fit", "predict", "train_on_batch"]
         for what, (kind, error) in errors.items():
             assert kind == "RuntimeError"
             assert f"Received: {what} of model 'critic' in thread 'thread of {what}', while" in error
             assert "fit of model 'digits' in thread 'MainThread'" in error
-    named = "train step of 'critic', variables ", "train step of 'digits', variables "
-    assert any(all(name in order for name in named) for _, order in found), found
+    assert all("apply the gradients of a train step of 'critic', variables " in order for _, order in found), found

@@ -194,7 +194,10 @@ class _Meeting:
             return self._links[rank]
 
     def _link(self, connected: socket.socket, rank: int) -> Link:
-        return Link(connected, self._names[rank], self._peers.timeout, self._lost)
+        def lost_or_elsewhere() -> str:
+            return self._lost() or self._peers.waits_in_vain(rank)
+
+        return Link(connected, self._names[rank], self._peers.timeout, lost_or_elsewhere)
 
 
 def _machine() -> str:

@@ -165,7 +165,8 @@ class Peers:
     def _say_that_it_waits(self, rank: int, key: str, purpose: str) -> None:
         """In place of what it has said last: others ask for its last wait only, and for that at any time."""
         self._waits[self.rank] += 1
-        self._store.set(f"tfdist/waits/{self.rank}", json.dumps([self._waits[self.rank], rank, key, purpose]))
+        is_main = threading.current_thread() is threading.main_thread()
+        self._store.set(f"tfdist/waits/{self.rank}", json.dumps([self._waits[self.rank], rank, key, purpose, is_main]))
 
     def _check_other_waits(self, rank: int, key: str, purpose: str) -> None:
         """Ends what would last for ever: the process that this one waits for waits for something that comes later."""
@@ -186,6 +187,21 @@ class Peers:
             f"{self.names[self.rank]} waits for {self.names[rank]} to {purpose}, while {self.names[rank]} waits for "
             f"{self.names[self.rank]} to {last[2]}. {_SAME_CALLS} A callback that calls evaluate, predict or fit has "
             "to do so on every process."
+        )
+
+    def waits_in_vain(self, rank: int) -> str:
+        """Why a process that this one waits for in an exchange will not come: it waits for this one; "" if it does not.
+
+        Asked now and then, outside of `hear`.
+        """
+        text = self._store.get(f"tfdist/waits/{rank}", 0.0)
+        _, other, key, purpose, is_main = [0, -1, "", "", False] if text is None else json.loads(text)
+        # A thread that writes a backup may wait while the main threads exchange.
+        if other != self.rank or not is_main or self._has_told(key):
+            return ""
+        return (
+            f"{self.names[rank]} waits for {self.names[self.rank]} to {purpose}. Every process has to make the same "
+            "calls in the same order"
         )
 
     def decide(self, key: str, value: Any) -> Any:

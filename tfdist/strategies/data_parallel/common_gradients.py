@@ -150,7 +150,9 @@ def _agree_with_all(strategy: tf.distribute.Strategy, step: KerasStep, optimizer
     if (agreed := known.get(case)) is None:
         names = [f"replica {i}" for i in range(len(listings))]
         if peers is not None:
-            told = peers.gather("gradients", [one.to_json() for one in listings], "apply the gradients of a step")
+            told = peers.gather(
+                "gradients", [one.to_json() for one in listings], f"apply the gradients of a {step.purpose[1]}"
+            )
             names = [name for name, of_one in zip(peers.names, told, strict=True) for _ in of_one]
             listings = [Listing.from_json(text) for of_one in told for text in of_one]
         agreed = known[case] = _union(step, listings, names)

@@ -359,8 +359,8 @@ def cut_for_worker(
         return _cut_arrays(source, dataset.options(), num_workers, worker, replicas, count, manual)
     is_tuple = isinstance(dataset.element_spec, tuple)
     # Random numbers that rows are augmented with may differ, and the rows be the same. Nobody knows what Python draws.
-    is_sampled = num_workers > 1 and not draws_numbers(dataset)
-    is_of_python = runs_python(dataset)
+    is_sampled = count and num_workers > 1 and not draws_numbers(dataset)
+    is_of_python = is_sampled and runs_python(dataset)
 
     def cut(components: tuple, replica: int) -> Any:
         batch = components if is_tuple else components[0]

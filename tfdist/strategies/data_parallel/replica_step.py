@@ -83,7 +83,7 @@ def make_replica_function(step: KerasStep) -> Callable:
     def on_replica(data: Any, rows: Any, global_rows: Any, sample: Any = ()) -> Any:
         share_global_seeds(step.global_seeds)
         step.is_of_all = global_rows is not None
-        if tf.is_tensor(sample) and local_replica() == 0 and not step.on_batch and step.kind != "predict":
+        if tf.is_tensor(sample) and local_replica() == 0 and step.kind != "predict":
             hooks_of(step.model.distribute_strategy).rows_seen.note(step.kind, sample)
         return run(step, data, rows, global_rows)
 
