@@ -43,6 +43,9 @@ class Texts:
                 raise ProcessGoneError
             return self._texts.get(name)
 
+    def glance(self, name: str) -> str | None:
+        return self.get(name, 0.0)
+
 
 class Late(Texts):
     """Answers the first questions for one text as a busy store does: not in time."""
@@ -93,6 +96,18 @@ def test_what_is_not_told_ends_the_wait():
     store.set("tfdist/waits/1", json.dumps([1, 0, "later/1/0", "save"]))
     with pytest.raises(PeerTimeoutError, match=r"waits for worker 1 \(b:1\) to take a step, while .* to save\."):
         Peers(NAMES, 0, 60, store).hear("step/1/1", 1, "take a step")
+
+
+def test_only_main_threads_that_wait_for_what_is_not_told_wait_in_vain():
+    """A thread that writes a backup may wait for others while these exchange gradients."""
+    store = Texts()
+    chief = Peers(NAMES, 0, 60, store)
+    for is_main, found in ((True, "worker 1 (b:1) waits for chief (a:1) to save. Every process"), (False, "")):
+        store.set("tfdist/waits/1", json.dumps([1, 0, "later/1/0", "save", is_main]))
+        assert chief.waits_in_vain(1)[: len("worker 1 (b:1) waits for chief (a:1) to save. Every process")] == found
+    store.set("tfdist/waits/1", json.dumps([1, 0, "later/1/0", "save", True]))
+    chief.tell("later/1/0", 1)
+    assert chief.waits_in_vain(1) == ""
 
 
 @pytest.mark.timeout(60)

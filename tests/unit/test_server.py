@@ -174,9 +174,14 @@ def test_a_server_that_is_gone_or_does_not_answer_is_named(monkeypatch, start, c
     server.loop().call_soon_threadsafe(goes_on.wait, DEADLINE)
     with pytest.raises(ConnectionError, match=rf"the messages of this job, 127\.0\.0\.1:{started.port}, does not answ"):
         client.set("a", "1")
+    monkeypatch.setattr(server, "_SOON", 0.1)
+    assert client.glance("a") is None
     goes_on.set()
+    monkeypatch.setattr(server, "_SOON", DEADLINE)
+    assert client.glance("a") == "1"  # it came before
     monkeypatch.setattr(server, "ANSWER_SECONDS", DEADLINE)
     started.leave()
+    assert client.glance("a") is None
     with pytest.raises(ProcessGoneError, match=rf"127\.0\.0\.1:{started.port}, is gone"):
         client.get("a", DEADLINE, of=0)
     with pytest.raises(ConnectionError, match="is gone"):

@@ -77,6 +77,7 @@ _ACCEPTED_AT_ONCE = 4
 _SPARE = 32  # files that are opened at the same time: logs, libraries; TensorFlow's own connections come later
 # How long an answer may take, apart from the wait that was asked for: a chief may be busy with TensorFlow.
 ANSWER_SECONDS = 60.0
+_SOON = 1.0
 NOTE_SECONDS, NOTE_AGAIN_SECONDS = 10.0, 60.0
 FAREWELL_SECONDS = 5.0
 # Processes that were started together come one after the other; all of them hear what is wrong.
@@ -440,6 +441,12 @@ class Store:
         if kind == "gone":
             raise ProcessGoneError(f"rank {of} is gone")
         return value
+
+    def glance(self, name: str) -> str | None:
+        """A text of that name; `None` if there is none, or no answer soon: nobody waits here for one that hangs."""
+        with contextlib.suppress(ConnectionError):
+            return self.ask(_SOON - ANSWER_SECONDS, "get", name, 0.0, None)[1]
+        return None
 
 
 class _Own:

@@ -194,7 +194,7 @@ class Peers:
 
         Asked now and then, outside of `hear`.
         """
-        text = self._store.get(f"tfdist/waits/{rank}", 0.0)
+        text = self._store.glance(f"tfdist/waits/{rank}")
         _, other, key, purpose, is_main = [0, -1, "", "", False] if text is None else json.loads(text)
         # A thread that writes a backup may wait while the main threads exchange.
         if other != self.rank or not is_main or self._has_told(key):
