@@ -147,6 +147,49 @@ def _files() -> tf.data.Dataset:
     return rows.batch(BATCH).with_options(options)
 
 
+def _by_tensorflow_datasets(read: Callable[[Any, tf.distribute.InputContext], tf.data.Dataset]) -> Any:
+    """Each worker reads a part of its own of what a builder has written into four files."""
+    import tensorflow_datasets as tfds
+
+    class Numbered(tfds.core.GeneratorBasedBuilder):
+        VERSION = tfds.core.Version("1.0.0")
+
+        def _info(self) -> Any:
+            features = {"x": tfds.features.Tensor(shape=(5,), dtype=np.float32)}
+            features["y"] = tfds.features.Tensor(shape=(1,), dtype=np.float32)
+            described = tfds.features.FeaturesDict(features)
+            return tfds.core.DatasetInfo(builder=self, features=described, supervised_keys=("x", "y"))
+
+        def _split_generators(self, _: Any) -> Any:
+            return {"train": self._generate_examples()}
+
+        def _generate_examples(self) -> Any:
+            return ((i, {"x": x, "y": y}) for i, (x, y) in enumerate(zip(*arrays(), strict=True)))
+
+    builder = Numbered(data_dir=tempfile.mkdtemp())
+    builder.download_and_prepare(download_config=tfds.download.DownloadConfig(num_shards=4))
+    assert len(builder.info.splits["train"].filenames) == 4
+
+    def of_worker(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        return read(builder, context).shuffle(9).batch(BATCH // 2)
+
+    return tf.distribute.get_strategy().distribute_datasets_from_function(of_worker)
+
+
+def _even_splits(builder: Any, context: tf.distribute.InputContext) -> tf.data.Dataset:
+    import tensorflow_datasets as tfds
+
+    split = tfds.even_splits("train", context.num_input_pipelines, drop_remainder=True)[context.input_pipeline_id]
+    return builder.as_dataset(split=split, shuffle_files=True, as_supervised=True)
+
+
+def _files_of_worker(builder: Any, context: tf.distribute.InputContext) -> tf.data.Dataset:
+    import tensorflow_datasets as tfds
+
+    config = tfds.ReadConfig(input_context=context)
+    return builder.as_dataset(split="train", shuffle_files=True, as_supervised=True, read_config=config)
+
+
 def _of_line(line: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     numbers = tf.stack(tf.io.decode_csv(line, [[0.0]] * 6))
     return numbers[:5], numbers[5:]
@@ -178,6 +221,8 @@ DATASETS: dict[str, Callable[[], Any]] = {
     "own rows, unknown number": _own_rows_of_unknown_number,
     "from a function": _from_function,
     "files": _files,
+    "tfds.even_splits": lambda: _by_tensorflow_datasets(_even_splits),
+    "tfds.ReadConfig": lambda: _by_tensorflow_datasets(_files_of_worker),
     "repeat": lambda: slices().shuffle(50).repeat().batch(BATCH),
     "from_generator": _from_generator,
     "generator": _generator,

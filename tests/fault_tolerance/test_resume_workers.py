@@ -120,6 +120,8 @@ def test_killed(
         ("unordered", False),
         ("from a function", False),
         ("files", False),
+        ("tfds.even_splits", False),
+        ("tfds.ReadConfig", False),
     ],
 )
 def test_data_that_tfdist_reads_otherwise(cluster: Cluster, jobs: ForkedJobs, data: str, of_epoch: bool) -> None:
