@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests import small_disks
-from tests.launcher.conftest import Launch
+from tests.launcher.conftest import Launch, wait_until
 from tests.launcher.tuning.test_run import KEEPER, run_of
+from tfdist.jobs.local import LocalEngine
+from tfdist.jobs.record import Records
+from tfdist.jobs.request import Request
+from tfdist.jobs.status import RUNNING, SUCCEEDED
+from tfdist.launcher.arguments import Target
 
 pytestmark = pytest.mark.mount
 
@@ -88,3 +94,18 @@ def test_tune(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert run.run() == 0
     assert "are not complete any more: No space left on device" in capsys.readouterr().err
+
+
+@pytest.mark.nightly
+def test_submit(tmp_path: Path, logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chatty.py").write_text('name = "job"\nfrom pathlib import Path\n' + textwrap.dedent(CHATTY))
+    engine = LocalEngine(Records(logs / "jobs"))
+    record = engine.submit(Request("local", Target("script", ("chatty.py",)), workers=2))
+
+    def ended() -> str:
+        return engine.status(engine._records.load(record.id)).state
+
+    wait_until(lambda: ended() != RUNNING, 60, "the end of the job")
+    assert ended() == SUCCEEDED and (tmp_path / "done-job").exists()
+    assert Path(record.output).stat().st_size < 400_000
