@@ -169,6 +169,45 @@ def of_ones(y_true: Any, y_pred: Any) -> Any:
     return ops.sum(ops.square(y_true - y_pred) * ones) / ops.maximum(ops.sum(ones), 1)
 
 
+class Largest(keras.metrics.Metric):
+    """The largest error; `update` makes the next state from the one before and a batch's errors."""
+
+    def __init__(self, update: Callable = lambda state, errors: ops.maximum(state, ops.max(errors)), **kwargs: Any):
+        super().__init__(name="largest")
+        self.update, self.state = update, self.add_variable((), "zeros", name="state", **kwargs)
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.state.assign(self.update(self.state, ops.abs(y_true - y_pred)))
+
+    def result(self) -> Any:
+        return self.state
+
+
+def of_all_rows(state: Any, errors: Any) -> Any:
+    context = tf.distribute.get_replica_context()
+    if context is not None and context.num_replicas_in_sync > 1:
+        errors = context.all_gather(errors, axis=0)
+    return ops.maximum(state, ops.max(errors))
+
+
+class RootOfSums(keras.metrics.Metric):
+    """Two sums of which one is a whole number, and a metric of Keras' inside."""
+
+    def __init__(self) -> None:
+        super().__init__(name="root")
+        self.total = self.add_weight(initializer="zeros", name="total")
+        self.count = self.add_weight(initializer="zeros", dtype="int32", name="count")
+        self.inner = keras.metrics.Mean()
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.total.assign_add(ops.sum((y_true - y_pred) ** 2))
+        self.count.assign(self.count + ops.shape(y_true)[0])
+        self.inner.update_state(ops.mean(y_pred))
+
+    def result(self) -> Any:
+        return {"root": ops.sqrt(self.total / ops.cast(self.count, "float32")), "inner": self.inner.result()}
+
+
 class PositiveActivity(layers.Layer):
     def call(self, x: Any) -> Any:
         positive = ops.cast(x[:, :1] > 0.1, "float32")
@@ -189,7 +228,7 @@ def compiled(*hidden: type | Callable, loss: Any = "mse", metrics: tuple = ()) -
         keras.Sequential([keras.Input((8,)), layers.Dense(8), *(make() for make in hidden), layers.Dense(3)]),
         keras.optimizers.SGD(0.05),
         loss,
-        metrics=list(metrics),
+        metrics=[one() if isinstance(one, type) or one.__name__ == "<lambda>" else one for one in metrics],
     )
 
 
@@ -326,6 +365,13 @@ CALLS = {
         ["fit"],
         ["(MeanMetricWrapper), given one number a batch"],
     ),
+    "a maximum": (compiled(metrics=(Largest,)), ["fit", "evaluate"], ["'largest' (Largest), whose state for a batch"]),
+    "a moving average": (
+        compiled(metrics=(lambda: Largest(lambda state, errors: 0.9 * state + 0.1 * ops.mean(errors)),)),
+        ["evaluate"],
+        ["'largest' (Largest), whose state for a batch"],
+    ),
+    "metrics that are sums": (compiled(metrics=(RootOfSums,)), ["fit", "evaluate"], []),
     "whole numbers": (lambda: Outputs(lambda rows: tf.argsort(rows, axis=0)), ["predict"], ["(Outputs), which mixes"]),
     "other numbers of rows": (
         lambda: Outputs(lambda rows: tf.math.top_k(tf.transpose(rows), 2).values),
@@ -356,10 +402,22 @@ def said(strategy: tf.distribute.Strategy, name: str) -> list[str]:
 
 # All of them are run on two workers, too: tests/cluster/test_as_one_process.py.
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", daily(CALLS, "a predict_step", "a metric beside layers of Keras", "whole numbers"))
+@pytest.mark.parametrize("name", daily(CALLS, "a predict_step", "a metric beside layers of Keras", "a maximum"))
 def test_steps_that_do_not_train(mirrored, name):
     found, expected = said(mirrored, name), CALLS[name][-1]
     assert len(found) == len(expected) and all(map(str.__contains__, found, expected)), found
+
+
+@pytest.mark.nightly
+def test_a_maximum_of_all_rows_is_that_of_one_process(mirrored):
+    """What the warning asks for."""
+
+    def largest() -> Largest:
+        return Largest(of_all_rows, aggregation="only_first_replica")
+
+    data = X[:13], Y[:13]
+    assert_transparent(mirrored, compiled(metrics=(lambda: largest(),)), data, batch_size=5, validation_data=data)
+    assert said_of_fits(mirrored, compiled(metrics=(lambda: largest(),))) == []
 
 
 @tf.function
@@ -373,7 +431,7 @@ DRAWS: dict[str, Callable[[Any, Any], Any]] = {
     "tf.random.uniform of whole numbers": lambda x, _: (
         x + tf.cast(tf.random.uniform(tf.shape(x), 0, 4, tf.int32), "float32")
     ),
-    "stateless": lambda x, _: x * tf.cast(tf.random.stateless_uniform(tf.shape(x), (1, 2)) < 0.5, "float32"),
+    "stateless": lambda x, _: x * tf.cast(tf.random.stateless_uniform(tf.shape(x), (1, 2)) >= 0.5, "float32"),
     "one for the batch": lambda x, _: x * tf.random.uniform(()),
     "keras.random.normal": lambda x, seeds: x + keras.random.normal(ops.shape(x), seed=seeds),
     "keras.random.uniform, global seeds": lambda x, _: x * keras.random.uniform(ops.shape(x)),

@@ -106,6 +106,10 @@ EVIDENCE = {
         "tests/logical/test_global_seeds.py::test_a_generator_and_initializers_do_not_warn",
     ],
     "logs of a custom `train_step` or": ["metrics and other values in the logs of a train_step"],
+    "a metric of your own class": [
+        "tests/logical/test_row_trial.py::test_steps_that_do_not_train",
+        "tests/logical/test_row_trial.py::test_a_maximum_of_all_rows_is_that_of_one_process",
+    ],
     '<a id="input"></a>`AutoShardPolicy.FILE`': [
         "tests/cluster/test_as_one_process.py::shards_of_files",
         "tests/logical/test_dataset_order.py::test_one_process_has_nothing_to_shard",

@@ -10,7 +10,8 @@ traced once more (`try_once`), in a graph that changes nothing, and a warning na
 
 _loss_mixes_rows  each compiled loss by itself, with its values: also where a step is too large to be traced once more
 _step_messages    the step. One that does not train has results instead of gradients: the losses of a test step, the
-                  outputs of a predict step, and what the model's layers return to either
+                  outputs of a predict step, and what the model's layers return to either. And metrics of a user's own
+                  class: their results of the halves' states, added up, as Keras does with those of replicas
 _some, _compare_  the random rows; the comparisons; the messages
 
 What tfdist makes exact counts as exact: the halves get the statistics of `BatchNormalization`, and what else replicas
@@ -21,6 +22,7 @@ everywhere (`_with_the_same_draws`). What cannot be tried says nothing.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import itertools
 import logging
@@ -276,6 +278,8 @@ class _Part:
         # What layers are given, and what they return, with the layer to blame if this is what differs first.
         self.values: list[tuple[keras.Layer | None, tf.Tensor]] = []
         self.scalars: list[tuple[keras.Metric, Any, bool]] = []
+        # By the variable's id what metrics assign, where nothing but sums can be added up later.
+        self.states: dict[int, tf.Tensor] = {}
         # Of steps that have no gradients.
         self.results: list[tf.Tensor] = []
         # Outputs of a predict step that should not depend on its rows.
@@ -311,6 +315,7 @@ def _step_messages(step: KerasStep, loss_is_named: bool) -> list[str]:
             [_compare_constants(*of) for of in _side_by_side(parts, "constants")],
             [_compare_rows(*(value for _, value in of)) for of in _side_by_side(parts, "values")],
             [[tf.cast(value, tf.float32) for _, value, _ in of] for of in _side_by_side(parts, "scalars")],
+            [_compare_states(metric, parts) for metric in _own_metrics(step.model, parts)],
         ]
 
     messages: list[str] = []
@@ -330,6 +335,7 @@ def _messages_of(
     constants: Any,
     values: Any,
     scalars: Any,
+    states: Any,
 ) -> list[str]:
     """What one kind of rows has shown."""
     model = step.model
@@ -357,7 +363,39 @@ def _messages_of(
     # Where the loss differs, so do all numbers that are computed with it.
     known = is_off or loss_is_named
     found = {id(metric): metric for metric, of in numbers if (_adds_up(*of) if known else not _is_mean(of, digits))}
-    return messages + [_metric_message(metric) for key, metric in found.items() if key in averaged]
+    messages += [_metric_message(metric) for key, metric in found.items() if key in averaged]
+    metrics = zip(_own_metrics(model, parts), states, strict=True)
+    return messages + [_state_message(metric) for metric, (off, size) in metrics if _is_off(off, size, digits)]
+
+
+def _own_metrics(model: keras.Model, parts: Sequence[_Part]) -> list[keras.Metric]:
+    """Metrics of a user's own class whose state all runs of a step have changed."""
+    known = functools.reduce(set.intersection, (set(part.states) for part in parts))
+    return [
+        metric
+        for metric in metrics_of(model)
+        if not type(metric).__module__.startswith(("keras.", "keras_hub."))
+        and any(id(variable) in known for variable in metric.variables)
+    ]
+
+
+def _compare_states(metric: keras.Metric, parts: Sequence[_Part]) -> list[tf.Tensor]:
+    """By how much the results of a state, and of the sum of the halves' states, differ, and how large they are."""
+    before = [tf.cast(parts_of_variable(variable)[0], tf.float64) for variable in metric.variables]
+    whole, *halves = (
+        [tf.cast(part.states.get(id(v), old), tf.float64) for v, old in zip(metric.variables, before, strict=True)]
+        for part in parts
+    )
+    together = [old + sum(one - old for one in of) for old, *of in zip(before, *halves, strict=True)]
+
+    def results(state: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        known = [(v, tf.cast(value, v.dtype)) for v, value in zip(metric.variables, state, strict=True)]
+        with keras.StatelessScope(state_mapping=known):
+            return [tf.cast(one, tf.float32) for one in tf.nest.flatten(metric.result())]
+
+    pairs = list(zip(results(whole), results(together), strict=True))
+    off = [tf.reduce_max(tf.abs(one - other)) for one, other in pairs]
+    return [tf.reduce_max(off), tf.reduce_max([tf.reduce_max(tf.abs(one)) for one, _ in pairs])]
 
 
 def _side_by_side(parts: Sequence[_Part], name: str) -> Iterator[tuple]:
@@ -437,9 +475,14 @@ def _noting_gradients(part: _Part) -> Callable:
 def _noting_assignment(variable: keras.Variable, part: _Part) -> Callable:
     """Nothing is assigned. Where a step moves weights by itself, it does so along its rows' gradients."""
 
+    is_sum = is_kept_per_replica(variable) and variable.aggregation == "sum"
+
     def assign(value: Any) -> None:
         if variable.trainable and tf.is_tensor(value):
             part.gradients.append(value - tf.cast(variable.value, value.dtype))
+        # Not in loops and branches, whose tensors are not seen outside.
+        if is_sum and tf.compat.v1.get_default_graph() is part.graph:
+            part.states[id(variable)] = tf.convert_to_tensor(value)
 
     return assign
 
@@ -594,6 +637,16 @@ def _loss_message(loss: keras.losses.Loss) -> str:
         f"Received: loss '{loss.name}', which mixes the rows of a batch: its value is not the mean of its values for "
         "parts of the batch. Each replica computes it of its own rows, so that training differs from one process. "
         f"Expected: a loss that has a value for each row, or a mean of such; {_SUM}; or one replica."
+    )
+
+
+def _state_message(metric: keras.Metric) -> str:
+    return (
+        f"Received: metric '{metric.name}' ({type(metric).__name__}), whose state for a batch is not the sum of its "
+        "states for parts of the batch: a maximum, or a moving average. Each replica updates it from its own rows, and "
+        "Keras adds up what they keep, so that the result differs from one process. Expected: states that are sums; or "
+        "add_variable(..., aggregation='only_first_replica') in the metric, and an update from all rows, by "
+        "tf.distribute.get_replica_context().all_gather(rows, axis=0)."
     )
 
 
