@@ -43,6 +43,7 @@ from tfdist.runtime.job import Job
 from tfdist.runtime.peers import Peers
 from tfdist.runtime.progress import InputMeter
 from tfdist.steps import reduce
+from tfdist.steps.derived_logs import metric_of
 from tfdist.steps.gradients import BUCKET_BYTES, NARROW_DTYPES, GradientOptions
 from tfdist.steps.keras_step import KerasStep, marked_for_xla, recognise_step, step_of, traced, xla_compiles
 from tfdist.steps.reduce import each, gathered, in_order_of_rows, of_any_size, values_of
@@ -290,8 +291,24 @@ class DataParallel:
         return number, f"{step.kind} step of '{step.model.name}', variables {least} to {most}"
 
     def _logs_for_keras(self, logs: Any) -> Any:
-        """One value of each log: what Keras reduces once more is the same then."""
-        return tf.nest.map_structure(lambda value: _mark_reduced(_local_mean(self, value)), logs)
+        """One value of each log: what Keras reduces once more is the same then.
+
+        A metric's result is that of all replicas where these are in one process. Of several processes it is their own
+        one's, until Keras reads it at the end of the epoch: more would take a collective.
+        """
+        is_whole = self.num_replicas_in_sync == len(self.extended.worker_devices)
+        results: dict[int, list[Any]] = {}
+
+        def of_replicas(value: Any) -> tf.Tensor:
+            origin = metric_of(values_of(value)[0]) if is_whole else None
+            if origin is None:
+                return _local_mean(self, value)
+            metric, number = origin
+            if id(metric) not in results:
+                results[id(metric)] = tf.nest.flatten(metric.result())
+            return results[id(metric)][number]
+
+        return tf.nest.map_structure(lambda value: _mark_reduced(of_replicas(value)), logs)
 
     def _outputs_for_keras(self, step: KerasStep, outputs: Any) -> Any:
         """The outputs of a predict step, marked for `concatenate`; whole where Keras cannot put them together."""
