@@ -280,6 +280,68 @@ def other_rows_on_each_worker(strategy: Any, one: Any, folder: Path) -> None:
             np.testing.assert_allclose(ours, theirs, atol=1e-6, err_msg=f"{fixed} {eagerly}")
 
 
+def workers_without_rows(strategy: Any, one: Any, folder: Path) -> None:
+    """The second worker's data end first: kernels and layers that fail without rows never see that it has none."""
+    layers, random = keras.layers, np.random.default_rng(0)
+
+    def convolutions() -> Any:
+        hidden = [layers.Conv2D(16, 3, activation="relu"), layers.BatchNormalization(), layers.MaxPooling2D()]
+        hidden += [layers.Conv2D(32, 3, activation="relu"), layers.Flatten()]
+        return keras.Sequential([keras.Input((16, 16, 1)), *hidden, layers.Dense(2)])
+
+    def sequences() -> Any:
+        hidden = [layers.Embedding(9, 4, mask_zero=True), layers.LSTM(3), layers.LayerNormalization()]
+        return keras.Sequential([keras.Input((None,), dtype="int32"), *hidden, layers.Dense(2)])
+
+    class RowSums(keras.Model):
+        def build(self, shape: tuple) -> None:
+            self.out = layers.Dense(2)
+            self.out.build((None, 1))
+
+        def call(self, x: Any) -> Any:
+            return self.out(tf.cast(tf.reduce_sum(x, axis=1)[:, None], "float32") / 20)
+
+    def sparse() -> Any:
+        return keras.Sequential([keras.Input((5,), sparse=True), layers.Dense(2)])
+
+    tokens = random.integers(1, 9, (32, 5)).astype("int32")
+    cases = {
+        "images": (convolutions, random.normal(size=(32, 16, 16, 1)).astype("float32")),
+        "sequences": (sequences, tokens),
+        "ragged": (RowSums, tf.RaggedTensor.from_tensor(tokens, lengths=random.integers(1, 6, 32))),
+        "sparse": (sparse, tf.sparse.from_dense(np.where(tokens > 5, tokens, 0).astype("float32") / 9)),
+    }
+    y = random.normal(size=(32, 2)).astype("float32")
+
+    def model_of(strategy: Any, build: Callable[[], Any]) -> Any:
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model = build()
+            model.compile(keras.optimizers.SGD(0.002), "mse", jit_compile=False)
+        return model
+
+    def taken(x: Any, chosen: list[int]) -> Any:
+        if isinstance(x, tf.SparseTensor):
+            return tf.sparse.from_dense(tf.gather(tf.sparse.to_dense(x), chosen))
+        return tf.gather(x, chosen)
+
+    for name, (build, x) in cases.items():
+        # Batches of 4 rows: five of the first worker, three of the second one.
+        def of_worker(context: tf.distribute.InputContext, x: Any = x) -> tf.data.Dataset:
+            whole = tf.data.Dataset.from_tensor_slices((x, y))
+            own = whole.take(20) if context.input_pipeline_id == 0 else whole.skip(20)
+            return own.filter(lambda *_: True).batch(4)
+
+        expected = model_of(one, build)
+        batches = [[*range(4 * i, 4 * i + 4), *range(20 + 4 * i, min(32, 24 + 4 * i))] for i in range(5)]
+        losses = [expected.train_on_batch(taken(x, batch), y[batch], return_dict=True)["loss"] for batch in batches]
+        found = model_of(strategy, build)
+        (loss,) = found.fit(strategy.distribute_datasets_from_function(of_worker), verbose=0).history["loss"]
+        assert loss == pytest.approx(np.average(losses, weights=list(map(len, batches))), abs=1e-5), name
+        for ours, theirs in zip(found.get_weights(), expected.get_weights(), strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=1e-5, err_msg=name)
+
+
 def bytes_from_the_chief(strategy: Any, one: Any, folder: Path) -> None:
     """In chunks of 1000."""
     for size in (0, 1, 2, 1999, 2000, 2001, 7003):
@@ -335,6 +397,7 @@ SECTIONS: dict[str, Callable[[Any, Any, Path], None]] = {
         terminate_on_nan,
         shards_of_files,
         other_rows_on_each_worker,
+        workers_without_rows,
         bytes_from_the_chief,
         mirrored_strategies_beside,
         files_of_a_fit,
@@ -343,7 +406,7 @@ SECTIONS: dict[str, Callable[[Any, Any, Path], None]] = {
 # What takes long is for `make nightly`.
 LONG = (
     *("optimizers_in_branches", "more_layers_that_python_leaves_out", "finished_outside_of_the_scope"),
-    "steps_that_mix_rows",
+    *("steps_that_mix_rows", "workers_without_rows"),
     *("loops_of_ones_own", "reading_inside_and_outside", "values_that_are_predicted"),
 )
 DAILY = tuple(name for name in SECTIONS if name not in LONG)

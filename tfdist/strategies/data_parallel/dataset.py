@@ -536,6 +536,35 @@ def cut_piece_or_stand_in(batch: Any, pieces: int, piece: int, of: Any = None) -
         return tf.nest.map_structure(cut, batch), piece_bounds(total, pieces, piece)[1]
 
 
+def with_stand_in(batch: Any) -> tuple[Any, tf.Tensor]:
+    """A batch that a user or TensorFlow has cut, with a row of zeros if it has none; and how many of its rows count.
+
+    TensorFlow makes batches without rows, also without steps in time, for a worker whose data end before the others'.
+    """
+    rows = count_rows(batch)
+    missing = tf.cast(tf.equal(rows, 0), tf.int32)
+
+    def fill(leaf: Any) -> Any:
+        if not is_batched(leaf):
+            return leaf
+        if isinstance(leaf, tf.RaggedTensor):
+            end = leaf.row_splits[-1:]
+            splits = tf.concat([leaf.row_splits, tf.repeat(end, missing)], 0)
+            return tf.RaggedTensor.from_row_splits(leaf.values, splits, validate=False)
+        shape = tf.cast(leaf.dense_shape, tf.int32) if isinstance(leaf, tf.SparseTensor) else tf.shape(leaf)
+        widths = tf.maximum(shape[1:], missing)
+        if isinstance(leaf, tf.SparseTensor):
+            whole = tf.cast(tf.concat([shape[:1] + missing, widths], 0), tf.int64)
+            return tf.SparseTensor(leaf.indices, leaf.values, whole)
+        rows_of_leaf = tf.reshape(leaf, tf.concat([shape[:1], widths], 0))
+        row = tf.zeros(tf.concat([[missing], widths], 0), leaf.dtype)
+        return tf.ensure_shape(tf.concat([rows_of_leaf, row], 0), [None, *leaf.shape[1:]])
+
+    # XLA compiles a step for one shape.
+    with tf.xla.experimental.jit_scope(compile_ops=False):
+        return tf.nest.map_structure(fill, batch), rows
+
+
 def cut_piece(batch: Any, pieces: int, piece: int) -> Any:
     """Cuts one of `pieces` pieces out of every component of a batch that has rows; the piece may be empty."""
 

@@ -64,7 +64,7 @@ from tfdist.steps.shards import other_readers, to_apply
 from tfdist.strategies.data_parallel import state as layer_state
 from tfdist.strategies.data_parallel.batch_norm import global_moments
 from tfdist.strategies.data_parallel.common_gradients import agree
-from tfdist.strategies.data_parallel.dataset import count_rows, rows_if, static_rows
+from tfdist.strategies.data_parallel.dataset import count_rows, rows_if, static_rows, with_stand_in
 from tfdist.strategies.data_parallel.state import ReplicaState, devices_of_others
 from tfdist.strategies.validation import check_float8
 
@@ -85,6 +85,8 @@ def make_replica_function(step: KerasStep) -> Callable:
         step.is_of_all = global_rows is not None
         if tf.is_tensor(sample) and local_replica() == 0 and step.kind != "predict":
             hooks_of(step.model.distribute_strategy).rows_seen.note(step.kind, sample)
+        if rows is None and static_rows(data) is None:
+            data, rows = with_stand_in(data)
         return run(step, data, rows, global_rows)
 
     return on_replica
