@@ -91,8 +91,8 @@ MUTATIONS = (
         name="weights of shards",
         effect="synchronous parameter servers: every worker's gradient counts the same",
         file="tfdist/strategies/parameter_server/synchronous.py",
-        old="vectors = [v * tf.cast(w, v.dtype) for",
-        new="vectors = [v / len(vectors) for",
+        old="return scale_loss(loss * tf.cast(step.weight, loss.dtype))",
+        new="return scale_loss(loss / 2)",
         tests=(
             "tests/parameter_server/test_features.py::test_synchronous_training_equals_one_process["
             "batches of 5 and of 3 rows, plain SGD]",
