@@ -56,8 +56,9 @@ _NUMBERS = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int8, tf.uint8, 
 _as_it_is = tf.autograph.experimental.do_not_convert
 
 _ORDER_IS_GIVEN = (
-    "The dataset has no order of its own (%s): every process reads it in one that the chief has chosen. To choose it "
-    "yourself, give it seeds, and no deterministic=False."
+    "The dataset has no order of its own (%s): all processes read it in the same one, and nothing needs to be done. To "
+    "choose the order, give it seeds, and no deterministic=False; TensorFlow Datasets sets that for shuffle_files=True "
+    "unless there is a read_config=tfds.ReadConfig(shuffle_seed=1)."
 )
 # What comes after the rows of arrays were taken.
 _KEEPS_ELEMENTS = ("_PrefetchDataset", "_OptionsDataset", "_SkipDataset")
