@@ -307,17 +307,18 @@ def workers_without_rows(strategy: Any, one: Any, folder: Path) -> None:
     tokens = random.integers(1, 9, (32, 5)).astype("int32")
     cases = {
         "images": (convolutions, random.normal(size=(32, 16, 16, 1)).astype("float32")),
+        "images, eagerly": (convolutions, random.normal(size=(32, 16, 16, 1)).astype("float32")),
         "sequences": (sequences, tokens),
         "ragged": (RowSums, tf.RaggedTensor.from_tensor(tokens, lengths=random.integers(1, 6, 32))),
         "sparse": (sparse, tf.sparse.from_dense(np.where(tokens > 5, tokens, 0).astype("float32") / 9)),
     }
     y = random.normal(size=(32, 2)).astype("float32")
 
-    def model_of(strategy: Any, build: Callable[[], Any]) -> Any:
+    def model_of(strategy: Any, build: Callable[[], Any], eagerly: bool = False) -> Any:
         keras.utils.set_random_seed(1)
         with strategy.scope():
             model = build()
-            model.compile(keras.optimizers.SGD(0.002), "mse", jit_compile=False)
+            model.compile(keras.optimizers.SGD(0.002), "mse", jit_compile=False, run_eagerly=eagerly)
         return model
 
     def taken(x: Any, chosen: list[int]) -> Any:
@@ -335,11 +336,14 @@ def workers_without_rows(strategy: Any, one: Any, folder: Path) -> None:
         expected = model_of(one, build)
         batches = [[*range(4 * i, 4 * i + 4), *range(20 + 4 * i, min(32, 24 + 4 * i))] for i in range(5)]
         losses = [expected.train_on_batch(taken(x, batch), y[batch], return_dict=True)["loss"] for batch in batches]
-        found = model_of(strategy, build)
+        found = model_of(strategy, build, eagerly=name == "images, eagerly")
         (loss,) = found.fit(strategy.distribute_datasets_from_function(of_worker), verbose=0).history["loss"]
         assert loss == pytest.approx(np.average(losses, weights=list(map(len, batches))), abs=1e-5), name
         for ours, theirs in zip(found.get_weights(), expected.get_weights(), strict=True):
             np.testing.assert_allclose(ours, theirs, atol=1e-5, err_msg=name)
+        losses = [expected.test_on_batch(taken(x, batch), y[batch]) for batch in batches]
+        loss = found.evaluate(strategy.distribute_datasets_from_function(of_worker), verbose=0)
+        assert loss == pytest.approx(np.average(losses, weights=list(map(len, batches))), abs=1e-5), name
 
 
 def bytes_from_the_chief(strategy: Any, one: Any, folder: Path) -> None:

@@ -144,6 +144,29 @@ class SharpnessAware(Own):
         return {"loss": mean(y, self(x))}
 
 
+class Tracked(Own):
+    """Has a metric that only the end of an epoch reads."""
+
+    class Highest(keras.metrics.Metric):
+        def __init__(self) -> None:
+            super().__init__()
+            self.state = self.add_weight(initializer="zeros")
+
+        def update_state(self, values: Any) -> None:
+            self.state.assign_add(ops.sum(values))
+
+        def result(self) -> float:
+            return float(self.state.numpy())
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.highest = self.Highest()
+
+    def train_step(self, data: Any) -> Any:
+        self.highest.update_state(data[0])
+        return super().train_step(data)
+
+
 def mean(y_true: Any, y_pred: Any) -> Any:
     return ops.mean(ops.square(y_true - y_pred))
 
@@ -191,21 +214,26 @@ def of_all_rows(state: Any, errors: Any) -> Any:
 
 
 class RootOfSums(keras.metrics.Metric):
-    """Two sums of which one is a whole number, and a metric of Keras' inside."""
+    """Two sums of which one is a whole number, and metrics of Keras' inside."""
 
     def __init__(self) -> None:
         super().__init__(name="root")
         self.total = self.add_weight(initializer="zeros", name="total")
         self.count = self.add_weight(initializer="zeros", dtype="int32", name="count")
-        self.inner = keras.metrics.Mean()
+        self.inner, self.sum = keras.metrics.Mean(), keras.metrics.Sum()
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
         self.total.assign_add(ops.sum((y_true - y_pred) ** 2))
         self.count.assign(self.count + ops.shape(y_true)[0])
         self.inner.update_state(ops.mean(y_pred))
+        self.sum.update_state(ops.sum(y_pred))
 
     def result(self) -> Any:
-        return {"root": ops.sqrt(self.total / ops.cast(self.count, "float32")), "inner": self.inner.result()}
+        return {
+            "root": ops.sqrt(self.total / ops.cast(self.count, "float32")),
+            "inner": self.inner.result(),
+            "sum": self.sum.result(),
+        }
 
 
 class PositiveActivity(layers.Layer):
@@ -370,6 +398,16 @@ CALLS = {
         compiled(metrics=(lambda: Largest(lambda state, errors: 0.9 * state + 0.1 * ops.mean(errors)),)),
         ["evaluate"],
         ["'largest' (Largest), whose state for a batch"],
+    ),
+    "a maximum beside a layer": (
+        compiled(MinibatchDeviation, metrics=(Largest,)),
+        ["fit"],
+        ["(MinibatchDeviation), which mixes", "'largest' (Largest), whose state for a batch"],
+    ),
+    "a result that is no tensor": (
+        own(negatives, kind=Tracked),
+        ["fit"],
+        ["Tracked.train_step, whose gradient"],
     ),
     "metrics that are sums": (compiled(metrics=(RootOfSums,)), ["fit", "evaluate"], []),
     "whole numbers": (lambda: Outputs(lambda rows: tf.argsort(rows, axis=0)), ["predict"], ["(Outputs), which mixes"]),

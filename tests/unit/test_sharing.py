@@ -14,6 +14,7 @@ from tfdist.strategies.data_parallel.dataset import (  # noqa: E402
     cut_piece_or_stand_in,
     piece_bounds,
     rows_if,
+    with_stand_in,
 )
 
 
@@ -128,3 +129,52 @@ def test_shapes_stay_static_where_the_batch_divides():
     spec = cut_for_worker(tf.data.Dataset.range(16).batch(8, drop_remainder=True), 2, 0, 2, count=True).element_spec
     assert spec.data.shape == [2]
     assert cut_for_replica(tf.zeros((8, 3)), 4, 1).data.shape == [2, 3]
+
+
+def filled(batch: object) -> object:
+    """What a step gets of a batch whose number of rows is known in the step only."""
+    shown = []
+
+    def with_any_rows(spec: tf.TypeSpec) -> tf.TypeSpec:
+        if isinstance(spec, tf.RaggedTensorSpec):
+            return tf.RaggedTensorSpec([None, *spec.shape[1:]], spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
+        return type(spec)([None, *spec.shape[1:]], spec.dtype)
+
+    @tf.function(
+        input_signature=[tf.nest.map_structure(with_any_rows, tf.nest.map_structure(tf.type_spec_from_value, batch))]
+    )
+    def step(given: object) -> object:
+        found = with_stand_in(given)
+        shown.append([one.shape for one in tf.nest.flatten(found)])
+        return found
+
+    found = step(batch)
+    assert shown[0] == [tf.TensorShape([None, *one.shape[1:]]) for one in tf.nest.flatten(batch)]
+    return found
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_a_batch_without_rows_gets_one_that_stands_in(rows: int) -> None:
+    ragged = tf.RaggedTensor.from_row_lengths(tf.range(2 * rows), [2] * rows)
+    batch = (tf.ones([rows, 2, 3]), tf.ones([rows], tf.int64), ragged, tf.sparse.from_dense(tf.ones([rows, 4])))
+    found = filled(batch)
+    count = max(rows, 1)
+    assert [one.shape.as_list() for one in (found[0], found[1], found[3])] == [[count, 2, 3], [count], [count, 4]]
+    assert found[2].row_lengths().numpy().tolist() == ([2] * rows or [0])
+    assert float(tf.reduce_sum(found[0])) == 6 * rows
+    assert float(tf.sparse.reduce_sum(found[3])) == 4 * rows
+    assert [one.shape.as_list() for one in with_stand_in(batch[:2])] == [[count, 2, 3], [count]]  # eagerly
+
+
+def test_a_batch_that_no_row_can_stand_in_for_stays_as_it_is() -> None:
+    words = tf.fill([0, 2], "a"), tf.zeros([0])
+    assert [one.shape[0] for one in filled(words)] == [0, 0]
+
+    @tf.function(input_signature=[tf.TensorSpec(None)])
+    def unknown(given: tf.Tensor) -> tf.Tensor:
+        return with_stand_in(given)
+
+    assert unknown(tf.zeros([0, 3])).shape == (0, 3)
+    # Other components have rows.
+    labelled = filled((tf.zeros([0, 2]), tf.ones([4, 2])))
+    assert [one.shape[0] for one in labelled] == [0, 4]

@@ -28,6 +28,8 @@ _log = logging.getLogger("tfdist")
 _FIRST_POLL_SECONDS = 2.0
 _POLL_SECONDS = 10.0
 _LAST_WORDS_SECONDS = 5.0
+# A network that comes back delivers what one connection has lost later than another's.
+_IN_VAIN_SECONDS = 30.0
 # In place of a rank, in the name of what rank 0 has collected.
 _ALL = "all"
 
@@ -81,6 +83,8 @@ class Peers:
         # How often each process has said that it waits, and for what it did last, as far as this one has heard.
         self._waits = [0] * len(names)
         self._last_waits: dict[int, list] = {}
+        # What others wait for while this one exchanges: the count of the wait, and since when it is seen.
+        self._waits_seen: dict[int, tuple[int, float]] = {}
 
     def tell(self, key: str, value: Any) -> None:
         """Publishes a JSON-serialisable value under a key that was never used before."""
@@ -192,12 +196,17 @@ class Peers:
     def waits_in_vain(self, rank: int) -> str:
         """Why a process that this one waits for in an exchange will not come: it waits for this one; "" if it does not.
 
-        Asked now and then, outside of `hear`.
+        Asked now and then, outside of `hear`. What the other one has exchanged before that may still be on its way: it
+        has to be the same wait for some time.
         """
         text = self._store.glance(f"tfdist/waits/{rank}")
-        _, other, key, purpose, is_main = [0, -1, "", "", False] if text is None else json.loads(text)
+        count, other, key, purpose, is_main = [0, -1, "", "", False] if text is None else json.loads(text)
         # A thread that writes a backup may wait while the main threads exchange.
         if other != self.rank or not is_main or self._has_told(key):
+            return ""
+        if self._waits_seen.get(rank, (0, 0.0))[0] != count:
+            self._waits_seen[rank] = count, time.monotonic()
+        if time.monotonic() - self._waits_seen[rank][1] < _IN_VAIN_SECONDS:
             return ""
         return (
             f"{self.names[rank]} waits for {self.names[self.rank]} to {purpose}. Every process has to make the same "

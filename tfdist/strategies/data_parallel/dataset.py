@@ -23,6 +23,7 @@ warn_of_other_rows          components with other numbers of rows than the rest
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -537,16 +538,19 @@ def cut_piece_or_stand_in(batch: Any, pieces: int, piece: int, of: Any = None) -
         return tf.nest.map_structure(cut, batch), piece_bounds(total, pieces, piece)[1]
 
 
-def with_stand_in(batch: Any) -> tuple[Any, tf.Tensor]:
-    """A batch that a user or TensorFlow has cut, with a row of zeros if it has none; and how many of its rows count.
+def with_stand_in(batch: Any) -> Any:
+    """A batch that a user or TensorFlow has cut, with a row of zeros if it has none.
 
-    TensorFlow makes batches without rows, also without steps in time, for a worker whose data end before the others'.
+    TensorFlow makes batches without rows for a worker whose data end before the others', and some kernels fail then.
+    Text stays as it is: what looks words up may fail for one that it does not know.
     """
-    rows = count_rows(batch)
-    missing = tf.cast(tf.equal(rows, 0), tf.int32)
+    leaves = [leaf for leaf in _batched(batch) if not _static_rows(leaf)]
+    if not leaves or any(leaf.shape.rank is None or leaf.dtype == tf.string for leaf in leaves):
+        return batch
+    missing = tf.cast(tf.equal(_largest(list(map(_rows, leaves)), batch), 0), tf.int32)
 
     def fill(leaf: Any) -> Any:
-        if not is_batched(leaf):
+        if not any(leaf is one for one in leaves):
             return leaf
         if isinstance(leaf, tf.RaggedTensor):
             end = leaf.row_splits[-1:]
@@ -555,15 +559,20 @@ def with_stand_in(batch: Any) -> tuple[Any, tf.Tensor]:
         shape = tf.cast(leaf.dense_shape, tf.int32) if isinstance(leaf, tf.SparseTensor) else tf.shape(leaf)
         widths = tf.maximum(shape[1:], missing)
         if isinstance(leaf, tf.SparseTensor):
-            whole = tf.cast(tf.concat([shape[:1] + missing, widths], 0), tf.int64)
-            return tf.SparseTensor(leaf.indices, leaf.values, whole)
-        rows_of_leaf = tf.reshape(leaf, tf.concat([shape[:1], widths], 0))
+            sizes = tf.unstack(tf.concat([shape[:1] + missing, widths], 0), num=leaf.shape.rank)
+            # So known sizes stay known.
+            sizes[1:] = [
+                size if known is None else known for known, size in zip(leaf.shape[1:], sizes[1:], strict=True)
+            ]
+            return tf.SparseTensor(leaf.indices, leaf.values, tf.cast(tf.stack(sizes), tf.int64))
         row = tf.zeros(tf.concat([[missing], widths], 0), leaf.dtype)
-        return tf.ensure_shape(tf.concat([rows_of_leaf, row], 0), [None, *leaf.shape[1:]])
+        whole = tf.concat([tf.reshape(leaf, tf.concat([shape[:1], widths], 0)), row], 0)
+        return tf.ensure_shape(whole, [None, *leaf.shape[1:]])
 
     # XLA compiles a step for one shape.
-    with tf.xla.experimental.jit_scope(compile_ops=False):
-        return tf.nest.map_structure(fill, batch), rows
+    eager = tf.executing_eagerly()
+    with contextlib.nullcontext() if eager else tf.xla.experimental.jit_scope(compile_ops=False):
+        return tf.nest.map_structure(fill, batch)
 
 
 def cut_piece(batch: Any, pieces: int, piece: int) -> Any:

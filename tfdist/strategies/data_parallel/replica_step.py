@@ -85,8 +85,8 @@ def make_replica_function(step: KerasStep) -> Callable:
         step.is_of_all = global_rows is not None
         if tf.is_tensor(sample) and local_replica() == 0 and step.kind != "predict":
             hooks_of(step.model.distribute_strategy).rows_seen.note(step.kind, sample)
-        if rows is None and static_rows(data) is None:
-            data, rows = with_stand_in(data)
+        if rows is None and not static_rows(data):
+            data, rows = with_stand_in(data), count_rows(data)
         return run(step, data, rows, global_rows)
 
     return on_replica
@@ -328,7 +328,25 @@ def all_reduce_logs(step: KerasStep, logs: Any) -> Any:
     local = [] if tf.executing_eagerly() else [i for i, value in computed.items() if not _is_global(step, value)]
     computed |= zip(local, all_reduce_sum([_weighted_log(computed[i], step) for i in local]), strict=True)
     means = iter(sums[len(variables) :])
-    return tf.nest.pack_sequence_as(logs, [computed[i] if i in computed else next(means) for i in range(len(leaves))])
+    # Without the marks of results of this replica's state.
+    found = [tf.identity(computed[i] if i in computed else next(means)) for i in range(len(leaves))]
+    return tf.nest.pack_sequence_as(logs, found)
+
+
+def results_of_parts(strategy: Any, metric: keras.Metric) -> list[Any]:
+    """The result of a metric for the replicas of this process, flat."""
+
+    def total(variable: keras.Variable) -> tf.Tensor:
+        parts = [tf.convert_to_tensor(part) for part in parts_of_variable(variable)]
+        if not is_kept_per_replica(variable) or variable.aggregation not in ("sum", "mean"):
+            return parts[0]
+        whole = tf.add_n([part if part.dtype in _NUMBERS else tf.cast(part, tf.int32) for part in parts])
+        return tf.cast(whole / len(parts) if variable.aggregation == "mean" else whole, parts[0].dtype)
+
+    with tf.device(strategy.extended.worker_devices[0]):
+        state = [(variable, total(variable)) for variable in metric.variables]
+        with keras.StatelessScope(state_mapping=state):
+            return tf.nest.flatten(metric.result())
 
 
 def _is_global(step: KerasStep, value: tf.Tensor) -> bool:

@@ -315,15 +315,20 @@ def _step_messages(step: KerasStep, loss_is_named: bool) -> list[str]:
             [_compare_constants(*of) for of in _side_by_side(parts, "constants")],
             [_compare_rows(*(value for _, value in of)) for of in _side_by_side(parts, "values")],
             [[tf.cast(value, tf.float32) for _, value, _ in of] for of in _side_by_side(parts, "scalars")],
-            [_compare_states(metric, parts) for metric in _own_metrics(step.model, parts)],
+            [_compare_states(metric, parts) for metric in _own_metrics(step, parts)],
         ]
 
     messages: list[str] = []
-    for found in _each_draw(trial, step.batch):
+    of_states: dict[str, None] = {}
+    for *found, states in _each_draw(trial, step.batch):
         messages += [one for one in _messages_of(step, parts, loss_is_named, *found) if one not in messages]
+        metrics = zip(_own_metrics(step, parts), states, strict=True)
+        of_states |= {
+            _state_message(one): None for one, (off, size) in metrics if _is_off(off, size, _digits(step.model))
+        }
         if messages:
             break
-    return messages
+    return [*messages, *of_states]
 
 
 def _messages_of(
@@ -335,12 +340,10 @@ def _messages_of(
     constants: Any,
     values: Any,
     scalars: Any,
-    states: Any,
 ) -> list[str]:
     """What one kind of rows has shown."""
     model = step.model
-    is_rounded = any(layer.compute_dtype in ("float16", "bfloat16") for layer in model._flatten_layers())
-    digits = _DIGITS_ROUNDED if is_rounded else _DIGITS
+    digits = _digits(model)
     largest = max((size for _, size in gradients), default=0.0)
     numbers = [(metric, of) for (metric, *_), of in zip(parts[0].scalars, scalars, strict=True)]
     is_off = any(_is_off(off, size, digits) and not off <= 1e-6 * largest for off, size in gradients)
@@ -363,39 +366,45 @@ def _messages_of(
     # Where the loss differs, so do all numbers that are computed with it.
     known = is_off or loss_is_named
     found = {id(metric): metric for metric, of in numbers if (_adds_up(*of) if known else not _is_mean(of, digits))}
-    messages += [_metric_message(metric) for key, metric in found.items() if key in averaged]
-    metrics = zip(_own_metrics(model, parts), states, strict=True)
-    return messages + [_state_message(metric) for metric, (off, size) in metrics if _is_off(off, size, digits)]
+    return messages + [_metric_message(metric) for key, metric in found.items() if key in averaged]
 
 
-def _own_metrics(model: keras.Model, parts: Sequence[_Part]) -> list[keras.Metric]:
+def _digits(model: keras.Model) -> float:
+    is_rounded = any(layer.compute_dtype in ("float16", "bfloat16") for layer in model._flatten_layers())
+    return _DIGITS_ROUNDED if is_rounded else _DIGITS
+
+
+def _own_metrics(step: KerasStep, parts: Sequence[_Part]) -> list[keras.Metric]:
     """Metrics of a user's own class whose state all runs of a step have changed."""
     known = functools.reduce(set.intersection, (set(part.states) for part in parts))
-    return [
-        metric
-        for metric in metrics_of(model)
-        if not type(metric).__module__.startswith(("keras.", "keras_hub."))
-        and any(id(variable) in known for variable in metric.variables)
-    ]
+    # What the step finds to add up over the replicas, the trial counts by rows.
+    added = {
+        id(variable) for metric, _, is_averaged in step.scalars if not is_averaged for variable in metric.variables
+    }
+    own = [one for one in metrics_of(step.model) if not type(one).__module__.startswith(("keras.", "keras_hub."))]
+    states = [{id(variable) for variable in metric.variables} for metric in own]
+    return [metric for metric, state in zip(own, states, strict=True) if state & known and not state & added]
 
 
 def _compare_states(metric: keras.Metric, parts: Sequence[_Part]) -> list[tf.Tensor]:
     """By how much the results of a state, and of the sum of the halves' states, differ, and how large they are."""
-    before = [tf.cast(parts_of_variable(variable)[0], tf.float64) for variable in metric.variables]
-    whole, *halves = (
-        [tf.cast(part.states.get(id(v), old), tf.float64) for v, old in zip(metric.variables, before, strict=True)]
-        for part in parts
-    )
-    together = [old + sum(one - old for one in of) for old, *of in zip(before, *halves, strict=True)]
+    with contextlib.suppress(Exception):  # of a result that is no tensor, say: Keras may read it outside of the step
+        before = [tf.cast(parts_of_variable(variable)[0], tf.float64) for variable in metric.variables]
+        whole, *halves = (
+            [tf.cast(part.states.get(id(v), old), tf.float64) for v, old in zip(metric.variables, before, strict=True)]
+            for part in parts
+        )
+        together = [old + sum(one - old for one in of) for old, *of in zip(before, *halves, strict=True)]
+        pairs = list(zip(_results(metric, whole), _results(metric, together), strict=True))
+        off = [tf.reduce_max(tf.abs(one - other)) for one, other in pairs]
+        return [tf.reduce_max(off), tf.reduce_max([tf.reduce_max(tf.abs(one)) for one, _ in pairs])]
+    return [tf.zeros([]), tf.zeros([])]
 
-    def results(state: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        known = [(v, tf.cast(value, v.dtype)) for v, value in zip(metric.variables, state, strict=True)]
-        with keras.StatelessScope(state_mapping=known):
-            return [tf.cast(one, tf.float32) for one in tf.nest.flatten(metric.result())]
 
-    pairs = list(zip(results(whole), results(together), strict=True))
-    off = [tf.reduce_max(tf.abs(one - other)) for one, other in pairs]
-    return [tf.reduce_max(off), tf.reduce_max([tf.reduce_max(tf.abs(one)) for one, _ in pairs])]
+def _results(metric: keras.Metric, state: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    known = [(v, tf.cast(value, v.dtype)) for v, value in zip(metric.variables, state, strict=True)]
+    with keras.StatelessScope(state_mapping=known):
+        return [tf.cast(one, tf.float32) for one in tf.nest.flatten(metric.result())]
 
 
 def _side_by_side(parts: Sequence[_Part], name: str) -> Iterator[tuple]:
@@ -646,7 +655,7 @@ def _state_message(metric: keras.Metric) -> str:
         "states for parts of the batch: a maximum, or a moving average. Each replica updates it from its own rows, and "
         "Keras adds up what they keep, so that the result differs from one process. Expected: states that are sums; or "
         "add_variable(..., aggregation='only_first_replica') in the metric, and an update from all rows, by "
-        "tf.distribute.get_replica_context().all_gather(rows, axis=0)."
+        "tf.distribute.get_replica_context().all_gather(rows, axis=0), if each worker has rows in every step."
     )
 
 

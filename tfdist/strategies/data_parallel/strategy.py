@@ -57,7 +57,12 @@ from tfdist.strategies.data_parallel.dataset import (
     split_over_replicas,
     static_rows,
 )
-from tfdist.strategies.data_parallel.replica_step import MetricTotals, make_replica_function, shadowed_for_step
+from tfdist.strategies.data_parallel.replica_step import (
+    MetricTotals,
+    make_replica_function,
+    results_of_parts,
+    shadowed_for_step,
+)
 from tfdist.strategies.hooks import StrategyHooks, jit_compiles_by_itself, not_compiled_as_a_whole
 
 # A large odd number, so that workers' seeds do not meet in those that users give.
@@ -293,22 +298,22 @@ class DataParallel:
     def _logs_for_keras(self, logs: Any) -> Any:
         """One value of each log: what Keras reduces once more is the same then.
 
-        A metric's result is that of all replicas where these are in one process. Of several processes it is their own
-        one's, until Keras reads it at the end of the epoch: more would take a collective.
+        A metric's result is that of this process, until Keras reads it at the end of the epoch: more would take a
+        collective.
         """
-        is_whole = self.num_replicas_in_sync == len(self.extended.worker_devices)
         results: dict[int, list[Any]] = {}
 
-        def of_replicas(value: Any) -> tf.Tensor:
-            origin = metric_of(values_of(value)[0]) if is_whole else None
-            if origin is None:
+        def of_process(value: Any) -> tf.Tensor:
+            values = self.experimental_local_results(value)
+            origin = metric_of(values[0])
+            if len(values) == 1 or origin is None:
                 return _local_mean(self, value)
             metric, number = origin
             if id(metric) not in results:
-                results[id(metric)] = tf.nest.flatten(metric.result())
+                results[id(metric)] = results_of_parts(self, metric)
             return results[id(metric)][number]
 
-        return tf.nest.map_structure(lambda value: _mark_reduced(of_replicas(value)), logs)
+        return tf.nest.map_structure(lambda value: _mark_reduced(of_process(value)), logs)
 
     def _outputs_for_keras(self, step: KerasStep, outputs: Any) -> Any:
         """The outputs of a predict step, marked for `concatenate`; whole where Keras cannot put them together."""
