@@ -53,6 +53,9 @@ class StandIn:
     def decide(self, key: str, value: Any) -> Any:
         return self.room.gather(self.rank, value)[0]
 
+    def waits_in_vain(self, rank: int) -> str:
+        return ""
+
 
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch):
@@ -407,6 +410,15 @@ def test_who_does_not_come_is_named(job, length: int) -> None:
     found = on_all(exchanges, lambda rank, one: None if rank == 1 else one.all_reduce([np.ones(length)]))
     assert str(found[0]) == "worker 1 has not come to this exchange within 0.5 s"
     assert isinstance(found[2], ExchangeError)
+
+
+@pytest.mark.parametrize("length", [4, 40_000])
+def test_who_waits_elsewhere_is_not_waited_for(job, monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+    why = "worker 1 waits for worker 0 to save"
+    monkeypatch.setattr(StandIn, "waits_in_vain", lambda _, rank: why if rank == 1 else "")
+    exchanges = job("aab")
+    found = on_all(exchanges, lambda rank, one: None if rank == 1 else one.all_reduce([np.ones(length)]))
+    assert str(found[0]) == why and isinstance(found[2], ExchangeError)
 
 
 def test_a_failure_is_not_taken_for_values(job) -> None:
