@@ -18,8 +18,9 @@ from tfdist.launcher import guardian as guardian_program
 
 # Writes down its command line, and what the agent says. Its user's shell over there greets; nothing of this side's
 # environment gets there.
+# What copies its output ends with it, whenever it is killed: a reader of a named pipe could wait for a writer for ever.
 _SSH = """\
-#!/bin/sh
+#!/bin/bash
 tr '\\0' '\\n' < /proc/$$/cmdline >> {folder}/command-lines
 while :; do case "$1" in -o|-F) shift 2 ;; -*) shift ;; *) break ;; esac; done
 host=$1
@@ -30,10 +31,8 @@ if [ -e {folder}/down-$host ]; then
 fi
 echo "$$" > {folder}/agent-$host
 [ ! -e {folder}/profile-$host ] || . {folder}/profile-$host
-mkfifo {folder}/fifo-$$
-tee -a {folder}/said-$host < {folder}/fifo-$$ &
 exec env -i HOME=/ PATH=/usr/bin:/bin FAKE_HOST="$host" {mark}="${mark}" \\
-    SSH_CONNECTION="192.0.2.1 40000 127.0.0.1 22" {shell} -c "$*" > {folder}/fifo-$$
+    SSH_CONNECTION="192.0.2.1 40000 127.0.0.1 22" {shell} -c "$*" > >(exec tee -a {folder}/said-$host)
 """
 
 
