@@ -99,6 +99,22 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        name="counts that are assigned",
+        effect="whole numbers that are assigned to a sum over the replicas are divided, and cut off",
+        file="tfdist/strategies/data_parallel/replica_step.py",
+        old="            if is_sum and is_whole and not ",
+        new="            if False and not ",
+        tests=("tests/logical/test_metric_sums.py::test_no_count_is_lost[assigned]",),
+    ),
+    Mutation(
+        name="logs after each batch",
+        effect="callbacks get the mean of the devices' results, as if all had equally many rows",
+        file="tfdist/strategies/data_parallel/strategy.py",
+        old="            if len(values) == 1 or origin is None:",
+        new="            if True:",
+        tests=("tests/logical/test_metric_sums.py::test_callbacks_see_all_rows_after_each_batch[options0]",),
+    ),
+    Mutation(
         name="sums in shared memory",
         effect="each process adds up its own numbers only",
         file="tfdist/runtime/exchange.py",
