@@ -1,7 +1,8 @@
 """Runs all that the gate leaves out, part by part: `python tools/nightly.py [PART…]`.
 
-A red part does not stop the next one. At the end stands a table, also in build/reports/nightly.md: what was not run is
-named as such. What each part printed is in build/reports/nightly-PART.log.
+A red part does not stop the next one. Parts that keep one core busy run two at a time. At the end stands a table, also
+in build/reports/nightly.md: what was not run is named as such. What each part printed is in
+build/reports/nightly-PART.log.
 
 Example:
     make nightly                                # everything, about two hours on two cores
@@ -25,6 +26,9 @@ from pathlib import Path
 REPORTS = Path("build/reports")
 # Seconds that a part may take before it is ended and red (on a busy machine, too), and that its processes get to end.
 _LIMIT, _GRACE = 9000, 30
+_CORES = 2
+# Seconds between two looks at what runs.
+_LOOK = 0.2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +40,7 @@ class Part:
         commands: for bash.
         report: the report of tools/run_tests.py that its tests leave; "" if it runs no pytest.
         cases, failed: regular expressions that find these numbers in what else it prints, the last match counts.
+        cores: that it keeps busy: 1 or 2.
     """
 
     name: str
@@ -43,16 +48,20 @@ class Part:
     report: str = ""
     cases: str = ""
     failed: str = ""
+    cores: int = _CORES
 
 
 # The quick ones first: a night that is cut short has most of them.
 PARTS = (
     Part("timing", "make test-timing", "timing"),
     Part("horovod", "make horovod && make test-horovod", "horovod"),
-    Part("gpu", "make test-gpu ARGS=--stand-in", "gpu"),
-    Part("slurm", "make test-slurm", "system"),
-    Part("soak", "make soak SECONDS=300", cases=r"^identical: (\d+) faults", failed=r"^(failed): "),
-    Part("mutations", "make mutations", cases=r"^\d+ of (\d+) found", failed=r"NOT FOUND|mistake in the record"),
+    # The longest of these four first, so that both cores are done at the same time.
+    Part(
+        "mutations", "make mutations", cases=r"^\d+ of (\d+) found", failed=r"NOT FOUND|mistake in the record", cores=1
+    ),
+    Part("gpu", "make test-gpu ARGS=--stand-in", "gpu", cores=1),
+    Part("slurm", "make test-slurm", "system", cores=1),
+    Part("soak", "make soak SECONDS=300", cases=r"^identical: (\d+) faults", failed=r"^(failed): ", cores=1),
     Part("commands", "make commands", cases=r"^\d+ of (\d+) commands", failed=r"^(\d+) of \d+ commands failed"),
     # The newest versions of everything, other random examples, and the time that `make test` may take.
     Part(
@@ -88,13 +97,22 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     REPORTS.mkdir(parents=True, exist_ok=True)
     rows: dict[str, Row] = {}
-    for part in PARTS:
-        if part.name in chosen:
-            print(f"+ {part.name}: {part.commands}", flush=True)
-            rows[part.name] = row = _run(part)
-            print(f"  {'ended' if row.code is None else f'exit code {row.code}'} after {row.seconds:.0f} s", flush=True)
-            # After each part: a night that is cut short has its table.
-            (REPORTS / "nightly.md").write_text(table(rows))
+    waiting, running = [part for part in PARTS if part.name in chosen], list[_Running]()
+    try:
+        while waiting or running:
+            while waiting and sum(one.part.cores for one in running) + waiting[0].cores <= _CORES:
+                running.append(_Running(waiting.pop(0)))
+            time.sleep(_LOOK)
+            for one in [one for one in running if one.is_over()]:
+                running.remove(one)
+                rows[one.part.name] = row = one.end()
+                outcome = "ended" if row.code is None else f"exit code {row.code}"
+                print(f"  {one.part.name}: {outcome} after {row.seconds:.0f} s", flush=True)
+                # After each part: a night that is cut short has its table.
+                (REPORTS / "nightly.md").write_text(table(rows))
+    finally:
+        for one in running:
+            one.end()
     print(table(rows), end="")
     return int(any(row.code != 0 for row in rows.values()))
 
@@ -114,33 +132,40 @@ def table(rows: dict[str, Row]) -> str:
     return "\n".join([*lines, *([""] if unstable else []), *unstable]) + "\n"
 
 
-def _run(part: Part) -> Row:
-    """Runs a part in a process group of its own; what it printed stays in its log."""
-    report, log = REPORTS / f"{part.report or '-'}.json", REPORTS / f"nightly-{part.name}.log"
-    report.unlink(missing_ok=True)
-    began = time.monotonic()
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            ["bash", "-c", part.commands],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        code = None
-        try:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                code = process.wait(_LIMIT)
-        finally:
-            for number in (signal.SIGTERM, signal.SIGKILL):
-                with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                    os.killpg(process.pid, number)
-                    process.wait(_GRACE)
-    seconds, text = time.monotonic() - began, log.read_text(errors="replace")
-    if report.exists():
-        found = json.loads(report.read_text())
-        return Row(code, str(found["cases"]), str(len(found["failed"])), found["unstable"], seconds)
-    return Row(code, _last(part.cases, text), _last(part.failed, text) or "0", [], seconds)
+class _Running:
+    """A part in a process group of its own; what it prints stays in its log."""
+
+    def __init__(self, part: Part) -> None:
+        print(f"+ {part.name}: {part.commands}", flush=True)
+        self.part = part
+        self._report, self._log = REPORTS / f"{part.report or '-'}.json", REPORTS / f"nightly-{part.name}.log"
+        self._report.unlink(missing_ok=True)
+        self._began = time.monotonic()
+        with self._log.open("w") as output:
+            self._process = subprocess.Popen(
+                ["bash", "-c", part.commands],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def is_over(self) -> bool:
+        """Whether it has ended by itself, or has to be ended."""
+        return self._process.poll() is not None or time.monotonic() - self._began > _LIMIT
+
+    def end(self) -> Row:
+        """Ends what is left of it, and reads how it went."""
+        code, seconds = self._process.poll(), time.monotonic() - self._began
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(self._process.pid, number)
+                self._process.wait(_GRACE)
+        text = self._log.read_text(errors="replace")
+        if self._report.exists():
+            found = json.loads(self._report.read_text())
+            return Row(code, str(found["cases"]), str(len(found["failed"])), found["unstable"], seconds)
+        return Row(code, _last(self.part.cases, text), _last(self.part.failed, text) or "0", [], seconds)
 
 
 def _last(pattern: str, text: str) -> str:

@@ -1,9 +1,8 @@
-"""A short soak."""
+"""A soak that has to find something; `make soak` runs the others."""
 
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,11 +18,6 @@ DEADLINE = 540
 @pytest.mark.cluster
 @pytest.mark.timeout(600)
 class TestSoak:
-    def test_a_short_one_ends_as_if_there_had_been_no_faults(self):
-        code, said = soak("--seconds", "15", "--pause", "1", "--seed", "7")
-        assert code == 0
-        assert re.search(r"^identical: [1-9]\d* faults", said, re.MULTILINE)
-
     def test_a_training_that_forgets_is_found(self, tmp_path: Path):
         """Negative control."""
         (tmp_path / "forget").touch()

@@ -103,6 +103,31 @@ def test_parts_and_their_table(tmp_path, monkeypatch, capsys) -> None:
         nightly.main(["test"])
 
 
+def test_parts_of_one_core_run_beside_each_other(tmp_path, monkeypatch) -> None:
+    """Two at a time, and none beside one that keeps both busy."""
+    monkeypatch.chdir(tmp_path)
+    meet = "touch {0}; for i in $(seq 600); do test -e {1} && exit; sleep 0.1; done; exit 1"
+    parts = (
+        Part("left", meet.format("left", "right"), cores=1),
+        Part("right", meet.format("right", "left"), cores=1),
+        Part("both", "sleep 0.5; test ! -e third"),
+        Part("third", "touch third", cores=1),
+    )
+    monkeypatch.setattr(nightly, "PARTS", parts)
+    assert nightly.main([]) == 0
+
+
+def test_what_runs_ends_with_the_night(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    loop = "echo $$ > {0}; trap 'touch {0}-ended; exit' TERM; while true; do sleep 0.1; done"
+    both = [Part(name, loop.format(name), cores=1) for name in ("left", "right")]
+    interrupt = Part("-", f"until test -s left -a -s right; do sleep 0.1; done; kill -INT {os.getpid()}", cores=0)
+    monkeypatch.setattr(nightly, "PARTS", (*both, interrupt))
+    with pytest.raises(KeyboardInterrupt):
+        nightly.main([])
+    assert all((tmp_path / f"{name}-ended").exists() for name in ("left", "right"))
+
+
 def test_a_part_that_left_no_report_has_none_of_an_earlier_night(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "build/reports").mkdir(parents=True)
