@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -540,6 +541,71 @@ def test_a_layer_with_many_skips_is_traced(sharded: tf.distribute.Strategy) -> N
         model.compile("sgd", "mse")
     model.fit(*DATA, batch_size=16, verbose=0)
     assert int(model.optimizer.iterations.numpy()) == 3
+
+
+class Scanned(keras.layers.Layer):
+    """Reads its weight in a loop."""
+
+    def build(self, shape: tuple) -> None:
+        self.kernel = self.add_weight(shape=(shape[-1], shape[-1]))
+
+    def call(self, x: Any) -> Any:
+        steps = keras.ops.transpose(x, (1, 0, 2))
+        step = lambda state, one: (keras.ops.tanh(state + one @ self.kernel),) * 2  # noqa: E731
+        return keras.ops.scan(step, keras.ops.zeros_like(steps[0]), steps)[0]
+
+
+class Branching(keras.layers.Layer):
+    """Reads its weight in a branch, which some replicas need not take."""
+
+    def build(self, shape: tuple) -> None:
+        self.kernel = self.add_weight(shape=(shape[-1], 4))
+
+    def call(self, x: Any) -> Any:
+        x = tf.nn.relu(x)
+        return tf.cond(tf.reduce_any(x > 0), lambda: x @ self.kernel, lambda: tf.zeros_like(x)[..., :4])
+
+
+SEQUENCES = np.random.default_rng(3).normal(size=(42, 6, 5)).astype("float32")
+# A third of each batch: the last replicas take another branch of `Branching` than the first ones.
+HALF_NEGATIVE = np.where(np.arange(42)[:, np.newaxis, np.newaxis] % 16 < 5, SEQUENCES, -np.abs(SEQUENCES))
+TEXTS = np.where(np.arange(6) < np.random.default_rng(4).integers(2, 7, (42, 1)), 1 + np.abs(SEQUENCES[..., 0] * 3), 0)
+
+
+@pytest.mark.parametrize(
+    ("layers", "x"),
+    daily(
+        [
+            pytest.param(lambda: [keras.layers.LSTM(4)], SEQUENCES, id="LSTM"),
+            pytest.param(lambda: [Scanned()], SEQUENCES, id="scan"),
+            pytest.param(lambda: [Branching(), keras.layers.Flatten()], HALF_NEGATIVE, id="branch"),
+            pytest.param(
+                lambda: [
+                    keras.layers.Embedding(20, 5, mask_zero=True),
+                    keras.layers.Bidirectional(keras.layers.LSTM(4, return_sequences=True)),
+                    keras.layers.GRU(3),
+                ],
+                TEXTS.astype("int32"),
+                id="mask, both ways",
+            ),
+        ],
+        "LSTM",
+        "branch",
+    ),
+)
+def test_weights_that_loops_and_branches_read(sharded: tf.distribute.Strategy, layers: Callable, x: Any) -> None:
+    """Where replicas exchanged something in a loop, `predict` waited for ever, and gradients were of other steps."""
+    y, seen = DATA[1], []
+    for scope in (contextlib.nullcontext(), sharded.scope()):
+        keras.utils.set_random_seed(5)
+        with scope:
+            model = keras.Sequential([keras.Input(x.shape[1:], dtype=x.dtype), *layers(), keras.layers.Dense(2)])
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+        before = [model.predict(x, batch_size=16, verbose=0), model.evaluate(x, y, batch_size=16, verbose=0)]
+        history = model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0).history["loss"]
+        seen.append([*before, history, *model.get_weights()])
+    for one, other in zip(*seen, strict=True):
+        np.testing.assert_allclose(one, other, atol=3e-6)
 
 
 def test_a_loop_around_run_is_refused(sharded: tf.distribute.Strategy) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat.upstream import DistributedVariable, distribute_lib
+from tfdist.compat.upstream import ControlFlowFuncGraph, DistributedVariable, distribute_lib
 from tfdist.steps.flat_bucket import FlatBucket
 from tfdist.steps.gradients import own_rows_of_sums
 from tfdist.steps.keras_step import check_that_all_are_here, current_step, local_replica
@@ -34,6 +34,20 @@ from tfdist.steps.reduce import all_gather
 # Operations that add up, and the one that takes a value for one of another shape.
 _SUMS = ("AddN", "AddV2", "Identity")
 _TAKEN = "PlaceholderWithDefault"
+
+
+@contextlib.contextmanager
+def outside_of_branches() -> Iterator[None]:
+    """While the block runs, operations go to the graph around branches and loops.
+
+    Replicas run a loop's passes, each at its own pace, and take different branches: what they exchange there would meet
+    something else, or nobody.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    while isinstance(graph, ControlFlowFuncGraph):
+        graph = graph.outer_graph
+    with graph.as_default() if not tf.executing_eagerly() else contextlib.nullcontext():
+        yield
 
 
 def own_part(layout: FlatBucket, replica: int, value: tf.Tensor) -> tf.Tensor:
@@ -229,7 +243,8 @@ class ShardedVariable(DistributedVariable):
             return self._values[index]
         if tf.distribute.in_cross_replica_context():
             return self._of_all_processes()
-        return gathered([self.part()], [self._layout])[0]
+        with outside_of_branches():
+            return gathered([self.part()], [self._layout])[0]
 
     def _own_index(self) -> int | None:
         """The index of the part that this code is about, among those of this process; `None`: the whole."""
