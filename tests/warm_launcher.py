@@ -9,15 +9,15 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import sys
 
 from tfdist.launcher import run
 from tfdist.launcher.local import fork_program
-from tfdist.launcher.local.fork_server import ForkServer
+from tfdist.launcher.local.fork_server import ForkedProcess, ForkServer
 from tfdist.launcher.main_program import run_as_main
 from tfdist.launcher.operating_system import die_with_parent
 from tfdist.launcher.plan import ProcessPlan
-from tfdist.launcher.process import Program
 
 
 class HeldServer(ForkServer):
@@ -49,7 +49,7 @@ def main(out: str, err: str, arguments: list[str]) -> None:
     theirs.close()
     server, afresh = HeldServer(ours), run.start_afresh
 
-    def start(plan: ProcessPlan, output: int) -> Program:
+    def start(plan: ProcessPlan, output: int) -> ForkedProcess | subprocess.Popen[bytes]:
         command = plan.command
         is_python = command[:2] == (sys.executable, "-u") and (command[2].endswith(".py") or command[2] == "-m")
         process = server.start(command[2:], plan.env, output, cpus=plan.cpus) if is_python else None

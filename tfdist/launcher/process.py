@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import psutil
 
@@ -37,16 +37,9 @@ _KILL_SECONDS = 30.0
 _ENDED = ("", psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 
-class Program(Protocol):
-    """A started program: leader of a process group of its own, child of this process."""
-
-    pid: int
-
-    def wait(self) -> int:
-        """Waits for its end and returns what `subprocess` calls returncode."""
-
-
-StartProgram = Callable[[ProcessPlan, int], Program]
+# Given a plan and the file descriptor for its output, starts the leader of a process group of its own. What it returns
+# has `pid` and `wait`, as `subprocess.Popen` has them.
+StartProgram = Callable[[ProcessPlan, int], Any]
 
 
 def start_afresh(plan: ProcessPlan, output: int) -> subprocess.Popen[bytes]:
@@ -90,7 +83,7 @@ class Process:
 
     Args:
         plan: what to run.
-        log_dir: folder of the logs; None where somebody else keeps the log of what is shown.
+        log_dir: folder of the logs; None where somebody else keeps the log of what is shown, and this one goes nowhere.
         continues: what it is that continues a log, such as "restart 1"; empty: the log is a new one.
         start_program: starts what is planned.
         files: writes the log.
@@ -126,10 +119,8 @@ class Process:
         self.left_behind = self.lost = ""
         self._files = files or Writer()
         self._log: BinaryIO | None = None
-        self._has_log = log_dir is not None
         self._tail = b""
-        if self._has_log:
-            self._make_log(continues)
+        self._make_log(continues)
 
     def start(self) -> None:
         """Starts the process.
@@ -167,7 +158,6 @@ class Process:
 
     def read(self) -> bytes:
         """What it has printed since the last call, which is also written to its log; empty at the end of the output."""
-        assert self.output is not None
         try:
             data = os.read(self.output, _CHUNK)
         except BlockingIOError:
@@ -181,8 +171,7 @@ class Process:
     def hear(self, data: bytes) -> None:
         """Takes what it has printed."""
         self._tail = (self._tail + data)[-_TAIL_BYTES:]
-        if self._has_log:
-            self._files.do(len(data), functools.partial(self._write_log, data))
+        self._files.do(len(data), functools.partial(self._write_log, data))
 
     def close_output(self) -> None:
         """Stops reading: a process that left the group may keep the other end open for ever."""
@@ -271,7 +260,7 @@ class Process:
 
     def _leave_behind(self, pids: Sequence[int]) -> None:
         """Waits no longer for processes that the kernel does not end."""
-        who = ", ".join(f"{pid} ({process_state(pid)}{_where(pid)})" for pid in pids)
+        who = ", ".join(f"{pid} ({process_state(pid)})" for pid in pids)
         self.left_behind = (
             f"{self.plan.name}: process {who} has not ended {_KILL_SECONDS:g} s after SIGKILL, and is left behind. The "
             "kernel ends it when what it waits for answers: a disk, a network file system, a GPU. It may still hold "
@@ -326,20 +315,10 @@ def _other_members(group: int) -> list[int]:
     return found
 
 
-def _where(pid: int) -> str:
-    """In which function of the kernel a process waits, as far as we may know it."""
-    try:
-        function = Path("/proc", str(pid), "wchan").read_text().strip()
-    except OSError:
-        return ""
-    return f" in {function}" if function not in ("", "0") else ""
-
-
 _TICK = 0.02
 _TAIL_LINES = 200
-# More than a pipe holds when its process ends. Helpers may go on printing into it for ever.
-_LAST_CHUNKS = 64
-_LAST_BYTES = 256 * 1024
+# As much as a pipe can hold when its process ends (fs.pipe-max-size). Helpers may go on printing into it for ever.
+_LAST_CHUNKS = 16
 
 
 class ProcessGroup:
@@ -496,14 +475,9 @@ class ProcessGroup:
 
     def read_available(self, process: Process) -> None:
         """Reads what a process has printed so far, within limits."""
-        heard = 0
         for _ in range(_LAST_CHUNKS):
-            if process.output is None or heard >= _LAST_BYTES:
+            if process.output is None or not self._read_output(process):
                 return
-            data = self._read_output(process)
-            if not data:
-                return
-            heard += len(data)
 
     def signal(self, number: int) -> None:
         """Sends a signal to every process that has not ended, and to its helpers."""

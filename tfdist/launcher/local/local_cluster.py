@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,10 +13,10 @@ from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.ports import reserve
 from tfdist.launcher.guardian import Guardian
 from tfdist.launcher.local.calls import LaunchError, Outcome, call_command, read_outcome, write_call
-from tfdist.launcher.local.fork_server import fork, own_environment
+from tfdist.launcher.local.fork_server import ForkedProcess, fork, own_environment
 from tfdist.launcher.output import Terminal
 from tfdist.launcher.plan import ProcessPlan
-from tfdist.launcher.process import Process, ProcessGroup, Program, start_unpinned
+from tfdist.launcher.process import Process, ProcessGroup, start_unpinned
 from tfdist.supervision.process_folders import process_folder
 
 _LAST_LINES = 40
@@ -81,7 +82,7 @@ def run_local(
         write_call(root / "call", fn, args, devices_per_worker)
         plans = _plans(root, workers, ps, ports.ports, env or {})
 
-        def start(plan: ProcessPlan, output: int) -> Program:
+        def start(plan: ProcessPlan, output: int) -> ForkedProcess | subprocess.Popen[bytes]:
             return fork(plans.index(plan), plan.command[1:], plan.env, output) or start_unpinned(plan, output)
 
         nothing_shown = Terminal(io.BytesIO(), is_tty=False)
