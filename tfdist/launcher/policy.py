@@ -88,18 +88,10 @@ class Failure:
             >>> Failure("worker 1", 1, ("ValueError: no such column",)).cause
             'worker 1 failed with exit code 1 (ValueError: no such column)'
         """
-        if self.hang:
-            return f"{self.who} {self.hang}"
-        if self.lost:
-            return f"{self.lost}; it ran {self.name}"
-        if self.status < 0:
-            return f"{self.who} was killed by {signal_name(-self.status)}"
-        if self.status == UNSAVED:
-            return str(self)
-        exception = self.exception
-        if len(exception) > _EXCEPTION_WIDTH:
-            exception = exception[:_EXCEPTION_WIDTH] + "…"
-        return f"{self.who} failed with exit code {self.status}" + (f" ({exception})" if exception else "")
+        if not self.exception or self.hang or self.lost or self.status < 0 or self.status == UNSAVED:
+            return self._what
+        is_long = len(self.exception) > _EXCEPTION_WIDTH
+        return f"{self._what} ({self.exception[:_EXCEPTION_WIDTH]}{'…' if is_long else ''})"
 
     def report(self) -> str:
         """What the launcher says at the end of the run."""
@@ -110,14 +102,23 @@ class Failure:
         return f"{self}; its last lines{last}\ntfdist: its complete log: {self.log_path}"
 
     def __str__(self) -> str:
-        if self.hang or self.lost:
-            return self.cause
+        if self.status >= 0:
+            return self._what
+        hint = "; the kernel does that when memory runs out" if self.status == -signal.SIGKILL else ""
+        return f"{self._what} (exit code {self.exit_code}{hint})"
+
+    @property
+    def _what(self) -> str:
+        """What happened to whom."""
+        if self.hang:
+            return f"{self.who} {self.hang}"
+        if self.lost:
+            return f"{self.lost}; it ran {self.name}"
+        if self.status < 0:
+            return f"{self.who} was killed by {signal_name(-self.status)}"
         if self.status == UNSAVED:
             return f"{self.who} was asked to stop, and could not save (exit code {UNSAVED})"
-        if self.status >= 0:
-            return f"{self.who} failed with exit code {self.status}"
-        hint = "; the kernel does that when memory runs out" if self.status == -signal.SIGKILL else ""
-        return f"{self.who} was killed by {signal_name(-self.status)} (exit code {self.exit_code}{hint})"
+        return f"{self.who} failed with exit code {self.status}"
 
 
 def choose(failures: Sequence[Failure]) -> Failure:
@@ -171,14 +172,6 @@ class Overdue:
     name: str
     waited: float
     starting: bool
-
-
-@dataclass(frozen=True)
-class Suspect:
-    """Which process a hang is put down to, and in what words, such as "stands still at step 3"."""
-
-    name: str
-    text: str
 
 
 class Watchdog:
@@ -257,45 +250,42 @@ class Watchdog:
         self._last[name] = progress
 
 
-def suspect(overdue: Overdue, seen: Mapping[str, Progress | None], states: Mapping[str, str]) -> Suspect:
-    """Which process to blame for a hang: those that train in step all stand still as soon as one does.
+def suspect(overdue: Overdue, seen: Mapping[str, Progress | None], states: Mapping[str, str]) -> tuple[str, str]:
+    """Which process to blame for a hang, and in what words: those that train in step all stand still once one does.
 
     Args:
-        overdue: the process whose time was up first.
+        overdue: the process whose time was up first, one of those seen.
         seen: the last report of every training process that exists.
         states: states, as psutil calls them, of these and of processes that report nothing.
 
     Example:
         >>> seen = {"worker 0": Progress(5.0, 9, "training", 8), "worker 1": Progress(5.0, 8, "training", 7)}
-        >>> suspect(Overdue("worker 0", 30.0, False), seen, {}).text
+        >>> suspect(Overdue("worker 0", 30.0, False), seen, {})[1]
         'stands still at step 7 while others have reached step 8: no progress for 30 s (--hang-timeout)'
     """
     option = "--start-timeout" if overdue.starting else "--hang-timeout"
     silence = f"no progress for {overdue.waited:.3g} s ({option})"
     for name, state in states.items():
         if state in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
-            return Suspect(name, f"is stopped (process state T): {silence}")
+            return name, f"is stopped (process state T): {silence}"
     for name, progress in seen.items():
         if progress is None and overdue.starting:
-            return Suspect(name, f"has not begun to train: {silence}")
+            return name, f"has not begun to train: {silence}"
     reports = {name: progress for name, progress in seen.items() if progress is not None and not progress.has_ended}
-    if not reports:
-        return Suspect(overdue.name, f"stands still: {silence}")
     last = min(reports, key=lambda name: (reports[name].step, reports[name].time))
     own, others = reports[last], [progress for name, progress in reports.items() if name != last]
     if others and own.step < min(progress.step for progress in others):
         most = max(progress.step for progress in others)
-        return Suspect(last, f"stands still at step {own.step} while others have reached step {most}: {silence}")
+        return last, f"stands still at step {own.step} while others have reached step {most}: {silence}"
     if others and own.time + _TELLING_DIFFERENCE < min(progress.time for progress in others):
         first = f"stands still at step {own.step} and was the first to fall silent"
-        return Suspect(last, f"{first}{_parted(reports)}: {silence}")
+        return last, f"{first}{_parted(reports)}: {silence}"
     if not others:
         done = [f"{name} has ended its fit at step {p.step}" for name, p in seen.items() if p and p.has_ended]
         ended = f", while {' and '.join(done)}" if done else ""
-        return Suspect(last, f"stands still at step {own.step}{ended}: {silence}")
-    step = reports[overdue.name].step if overdue.name in reports else own.step
+        return last, f"stands still at step {own.step}{ended}: {silence}"
     why = _parted(reports) or ", so that the cause may be any of them"
-    return Suspect(overdue.name, f"stands still at step {step}, as do all others{why}: {silence}")
+    return overdue.name, f"stands still at step {reports[overdue.name].step}, as do all others{why}: {silence}"
 
 
 def _parted(reports: Mapping[str, Progress]) -> str:
@@ -496,7 +486,6 @@ class RestartPolicy:
         return Replacement(self.used, _delay(in_vain))
 
     def _against(self, incident: Incident, previous: Incident | None) -> str | None:
-        assert incident.failure is not None
         if not self._trains or self.limit == 0:
             return ""  # perhaps not a program that trains with Keras at all, and a typo fails again at once
         if incident.failure.status == REFUSED:
@@ -520,7 +509,6 @@ class RestartPolicy:
         return None
 
     def _next_workers(self, incident: Incident) -> int:
-        assert incident.failure is not None
         gone = incident.failure.status < 0 or incident.failure.hang or incident.failure.lost
         if self._min_workers is None or not gone:
             return incident.workers

@@ -137,7 +137,6 @@ class Supervisor:
                 if not isinstance(ending.decision, Restart) or ending.interrupt is not None:
                     return self._conclude(ending)
                 restart = ending.decision
-                assert ending.incident is not None
                 self._announce(ending.incident, restart)
                 if (number := _wait_to_restart(restart.delay, inbox)) is not None:
                     self.terminal.message(f"{number.name} received: not restarted")
@@ -145,7 +144,7 @@ class Supervisor:
                     return exit_code(-number)
 
     def _attempt(self, restart: Restart, inbox: SignalInbox, guardian: Guardian) -> Ending:
-        raise NotImplementedError
+        """Runs the processes once."""
 
     def _note_start(self, restart: int, workers: int, processes: Mapping[str, int]) -> None:
         what = {"restart": restart, "workers": workers, "processes": processes}
@@ -160,7 +159,6 @@ class Supervisor:
                 "the run will not grow: it has not saved on SIGTERM, as BackupAndRestore does by its preemption_signal="
             )
         failure = incident.failure
-        assert failure is not None
         self._events.write(
             "failure",
             task=failure.name,
@@ -200,7 +198,7 @@ class Supervisor:
         elif ending.failure is not None:
             reason = ending.decision.reason if isinstance(ending.decision, GiveUp) else ""
             self._events.write("gave-up", reason=reason, exit_code=ending.code)
-            self._report(ending.failure, ending.incident, reason)
+            self._report(ending.failure, reason)
         elif ending.interrupt is not None:
             self._events.write("interrupted", signal=ending.interrupt.name, exit_code=ending.code)
             if ending.code == UNSAVED:
@@ -212,7 +210,7 @@ class Supervisor:
             self._events.write("complete", restarts=self._policy.used)
         return ending.code
 
-    def _report(self, failure: Failure, incident: Incident | None, reason: str) -> None:
+    def _report(self, failure: Failure, reason: str) -> None:
         """Tells the user which failure has ended the run, and why nothing is started again."""
         self.terminal.message(failure.report())
         if reason:
@@ -240,16 +238,16 @@ class TrainingRun(Supervisor):
     ) -> None:
         super().__init__(workers, policy, log_dir, terminal, patience.grace)
         self._patience = patience
-        self._started_at = 0.0
-        self._has_reported = False
+        # When the processes were started that have not reported yet, and how long the slowest took for that.
+        self._started_at: float | None = None
         self._preparation = 0.0
         self._looked_at = 0.0
         self._room: Future[int] | None = None
 
     def _attempt(self, restart: Restart, inbox: SignalInbox, guardian: Guardian) -> Ending:
         with self._started(restart, inbox, guardian) as group:
-            self._started_at, self._has_reported = time.monotonic(), False
-            self._looked_at, self._room = self._started_at, None
+            self._started_at = self._looked_at = time.monotonic()
+            self._room = None
             # Whether the program trains, and how long it takes to prepare for that, is known from the first time.
             due = self._started_at + _UNUSUAL * self._preparation if restart.number else None
             watchdog = Watchdog(self._patience.hang_timeout, self._patience.start_timeout, due)
@@ -261,7 +259,6 @@ class TrainingRun(Supervisor):
         self, restart: Restart, inbox: SignalInbox, guardian: Guardian
     ) -> AbstractContextManager[ProcessGroup]:
         """The processes of an attempt, as long as the `with` block lasts."""
-        raise NotImplementedError
 
     def replace(self, failure: Failure, lived: float, left: int) -> Replacement | None:
         """What to do about a worker that the others can do without for a while; None leaves its place empty.
@@ -301,10 +298,6 @@ class TrainingRun(Supervisor):
         room, self._room, self._looked_at = min(self._room.result(), self._workers), None, time.monotonic()
         return room if room > workers else 0
 
-    def grow(self, workers: int, incident: Incident) -> Restart:
-        """Goes on with so many workers, once all have saved."""
-        return self._policy.grow(workers, incident.at)
-
     def _look_for_room(self) -> Future[int]:
         """For how many workers there is room: on one machine, for as many as there were."""
         found: Future[int] = Future()
@@ -313,9 +306,9 @@ class TrainingRun(Supervisor):
 
     def note_progress(self, progress: Mapping[str, Progress | None]) -> None:
         """Is called at every tick."""
-        if not self._has_reported and any(progress.values()):
-            self._has_reported = True
+        if self._started_at is not None and any(progress.values()):
             self._preparation = max(self._preparation, time.monotonic() - self._started_at)
+            self._started_at = None
         super().note_progress(progress)
 
 
@@ -402,13 +395,13 @@ class Attempt:
         return self._group.is_over
 
     def _note_end(self, process: Process) -> None:
-        raise NotImplementedError
+        """Is called once for each process that has ended."""
 
     def _go_on(self) -> None:
         """What else is done at each tick."""
 
     def _ending(self) -> Ending:
-        raise NotImplementedError
+        """How it has ended."""
 
     def _note_failure(self, failure: Failure) -> None:
         if not self._failures:
@@ -500,7 +493,6 @@ class ClusterAttempt(Attempt):
         """Has a worker replaced, or not. False: nobody is left or about to come, and the training is lost."""
         others = [other for other in self._group.processes if other.plan.is_replaceable and other is not process]
         left = sum(other.status is None or other in self._pending for other in others)
-        assert process.status is not None
         decision = self._run.replace(self._group.failure(process, process.status), process.lived, left)
         if decision is None:
             return left > 0
@@ -540,8 +532,8 @@ class ClusterAttempt(Attempt):
         overdue = self._watchdog.overdue(seen, time.monotonic())
         if overdue is not None:
             states = {name: process.state for name, process in alive.items()}
-            found = suspect(overdue, seen, states)
-            self._note_failure(self._group.failure(alive[found.name], HUNG, found.text))
+            name, text = suspect(overdue, seen, states)
+            self._note_failure(self._group.failure(alive[name], HUNG, text))
         elif not self._grows_to and (workers := self._run.more_workers(self._group.workers, seen)):
             self._grows_to = workers
             now = counted(self._group.workers, "worker")
@@ -575,7 +567,7 @@ class ClusterAttempt(Attempt):
         failure = choose(self._failures) if self._failures else None
         if self._preempted and self._grows_to and self._interrupt is None:
             self._incident = self._incident_of(None)
-            self._decision = self._run.grow(self._grows_to, self._incident)
+            self._decision = self._run._policy.grow(self._grows_to, self._incident.at)
         return Ending(self._code(failure), failure, self._incident, self._decision, self._interrupt)
 
     def _code(self, failure: Failure | None) -> int:

@@ -27,7 +27,7 @@ from tfdist.launcher.local.calls import LaunchError, Outcome, call_command, read
 from tfdist.launcher.operating_system import SignalInbox
 from tfdist.launcher.output import hidden_lines
 from tfdist.launcher.plan import Machine, PlanError, ProcessPlan, RunOptions, default_workers
-from tfdist.launcher.policy import Failure, Incident, Restart, RestartPolicy
+from tfdist.launcher.policy import Failure, Restart, RestartPolicy
 from tfdist.launcher.process import Process, ProcessGroup, start_unpinned
 from tfdist.launcher.run import announce, check_shares, log_folder, new_run_id, preparation, shortest
 from tfdist.launcher.supervisor import ClusterRun, Ending, Patience, Prepare
@@ -215,7 +215,7 @@ class _CallRun(ClusterRun):
             self.reason = ending.error
         return super()._conclude(ending)
 
-    def _report(self, failure: Failure, incident: Incident | None, reason: str) -> None:
+    def _report(self, failure: Failure, reason: str) -> None:
         self.failure, self.reason = failure, reason
 
 
