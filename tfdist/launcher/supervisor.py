@@ -150,38 +150,11 @@ class Supervisor:
         what = {"restart": restart, "workers": workers, "processes": processes}
         self._events.write("start", **what, launcher=asdict(Identity.of(os.getpid())))
 
-    def decide(self, incident: Incident) -> Restart | GiveUp:
-        """What to do about a failure that ends an attempt, while its processes still exist."""
-        self._end_recovery(_TOO_SOON)
-        decision = self._policy.decide(incident)
-        if incident.asked:
-            self.terminal.message(
-                "the run will not grow: it has not saved on SIGTERM, as BackupAndRestore does by its preemption_signal="
-            )
-        failure = incident.failure
-        self._events.write(
-            "failure",
-            task=failure.name,
-            kind=_kind(failure),
-            cause=incident.cause,
-            exit_code=failure.exit_code,
-            step=incident.step,
-            log=failure.log_path,
-        )
-        return decision
-
     def _announce(self, incident: Incident, restart: Restart) -> None:
         self._events.write("restart", restart=restart.number, workers=restart.workers, delay=restart.delay)
         self._recovery = Recovery(incident, restart, f"{self._policy.used} of {self._policy.limit}")
         when = f" in {restart.delay:g} s" if restart.delay else ""
         self.terminal.message(f"{incident.cause}; {self._recovery.name}{when}")
-
-    def note_progress(self, progress: Mapping[str, Progress | None]) -> None:
-        """Is called at every tick with what the training processes report."""
-        if self._recovery is not None and self._recovery.is_complete(progress):
-            outcome = self._recovery.outcome(progress, time.monotonic())
-            self._events.write("training-again", **asdict(outcome))
-            self._end_recovery(str(outcome))
 
     def _end_recovery(self, how: str) -> None:
         if self._recovery is not None:
@@ -260,6 +233,26 @@ class TrainingRun(Supervisor):
     ) -> AbstractContextManager[ProcessGroup]:
         """The processes of an attempt, as long as the `with` block lasts."""
 
+    def decide(self, incident: Incident) -> Restart | GiveUp:
+        """What to do about a failure that ends an attempt, while its processes still exist."""
+        self._end_recovery(_TOO_SOON)
+        decision = self._policy.decide(incident)
+        if incident.asked:
+            self.terminal.message(
+                "the run will not grow: it has not saved on SIGTERM, as BackupAndRestore does by its preemption_signal="
+            )
+        failure = incident.failure
+        self._events.write(
+            "failure",
+            task=failure.name,
+            kind=_kind(failure),
+            cause=incident.cause,
+            exit_code=failure.exit_code,
+            step=incident.step,
+            log=failure.log_path,
+        )
+        return decision
+
     def replace(self, failure: Failure, lived: float, left: int) -> Replacement | None:
         """What to do about a worker that the others can do without for a while; None leaves its place empty.
 
@@ -305,11 +298,14 @@ class TrainingRun(Supervisor):
         return found
 
     def note_progress(self, progress: Mapping[str, Progress | None]) -> None:
-        """Is called at every tick."""
+        """Is called at every tick with what the training processes report."""
         if self._started_at is not None and any(progress.values()):
             self._preparation = max(self._preparation, time.monotonic() - self._started_at)
             self._started_at = None
-        super().note_progress(progress)
+        if self._recovery is not None and self._recovery.is_complete(progress):
+            outcome = self._recovery.outcome(progress, time.monotonic())
+            self._events.write("training-again", **asdict(outcome))
+            self._end_recovery(str(outcome))
 
 
 class ClusterRun(TrainingRun):
@@ -354,12 +350,12 @@ class ClusterRun(TrainingRun):
 
 
 class Attempt:
-    """Sees a group of processes through to its end: passes on output and signals, and asks what to do about a failure.
+    """Sees a group of processes through to its end: passes on output and signals.
 
     What is specific to a kind of run is in the subclasses.
 
     Args:
-        run: what it is an attempt of; decides.
+        run: what it is an attempt of.
         group: the processes.
         inbox: the signals to the launcher.
     """
@@ -367,16 +363,10 @@ class Attempt:
     def __init__(self, run: Supervisor, group: ProcessGroup, inbox: SignalInbox) -> None:
         self._run, self._group, self._inbox = run, group, inbox
         self._terminal, self._grace = run.terminal, run.grace
-        self._failures: list[Failure] = []
-        self._first_failure_at = 0.0
-        self._incident: Incident | None = None
-        self._decision: Restart | GiveUp | None = None
-        self._progressed = False
         self._interrupt: signal.Signals | None = None
         self._interrupted_at = 0.0
         self._interrupted: list[Process] = []
         self._stopping = False
-        self._grows_to = 0
         self._kill_at: float | None = None
 
     def run(self) -> Ending:
@@ -385,7 +375,6 @@ class Attempt:
             for process in self._group.tick():
                 self._note_end(process)
             self._obey(self._inbox.take())
-            self._watch()
             if self._kill_at is not None and time.monotonic() >= self._kill_at:
                 self._group.kill()
             self._go_on()
@@ -402,16 +391,6 @@ class Attempt:
 
     def _ending(self) -> Ending:
         """How it has ended."""
-
-    def _note_failure(self, failure: Failure) -> None:
-        if not self._failures:
-            self._first_failure_at = time.monotonic()
-        self._failures.append(failure)
-
-    def _watch(self) -> None:
-        progress = self._group.progress()
-        self._run.note_progress(progress)
-        self._progressed = self._progressed or _has_trained(progress)
 
     def _obey(self, signals: Sequence[signal.Signals]) -> None:
         for number in signals:
@@ -434,24 +413,11 @@ class Attempt:
         deadline = time.monotonic() + grace
         self._kill_at = deadline if self._kill_at is None else min(self._kill_at, deadline)
 
-    def _blame(self, failure: Failure) -> None:
-        """Asks what to do about a failure that ends the attempt."""
-        self._incident = self._incident_of(failure)
-        self._decision = self._run.decide(self._incident)
-
-    def _incident_of(self, failure: Failure | None) -> Incident:
-        return Incident(
-            failure,
-            progress=self._group.progress(),
-            progressed=self._progressed,
-            workers=self._group.workers,
-            at=self._first_failure_at if failure else time.monotonic(),
-            asked=self._grows_to > 0,
-        )
-
 
 class ClusterAttempt(Attempt):
     """An attempt of a cluster: all processes are started together, and end together.
+
+    It asks the run what to do about a failure.
 
     Args:
         run: what it is an attempt of; decides.
@@ -460,11 +426,15 @@ class ClusterAttempt(Attempt):
         watchdog: judges whether the processes get on.
     """
 
-    _run: TrainingRun
-
     def __init__(self, run: TrainingRun, group: ProcessGroup, inbox: SignalInbox, watchdog: Watchdog) -> None:
         super().__init__(run, group, inbox)
         self._watchdog = watchdog
+        self._failures: list[Failure] = []
+        self._first_failure_at = 0.0
+        self._incident: Incident | None = None
+        self._decision: Restart | GiveUp | None = None
+        self._progressed = False
+        self._grows_to = 0
         # Workers that are to be started again, and since when they are gone.
         self._pending: dict[Process, tuple[Replacement, float]] = {}
         self._preempted = False
@@ -485,7 +455,7 @@ class ClusterAttempt(Attempt):
             return False
         if self._training_has_ended():
             return True
-        self._progressed = self._progressed or _has_trained(self._group.progress())
+        self._note_progress()
         # On a host that is lost, another one could not be started either.
         return self._progressed and not process.lost and self._is_replaced(process)
 
@@ -521,10 +491,18 @@ class ClusterAttempt(Attempt):
             self._preempted = True
             self._failures.clear()  # a peer that leaves looks like a failure to those that are still there
 
+    def _note_failure(self, failure: Failure) -> None:
+        if not self._failures:
+            self._first_failure_at = time.monotonic()
+        self._failures.append(failure)
+
+    def _note_progress(self) -> None:
+        progress = self._group.progress()
+        self._run.note_progress(progress)
+        self._progressed = self._progressed or any(report and report.has_trained for report in progress.values())
+
     def _watch(self) -> None:
-        super()._watch()
-        if self._stopping or self._preempted or self._failures:
-            return
+        """Looks for hangs, for workers that are due to be started again, and for room for more."""
         if not self._training_has_ended() and self._start_replacements():
             self._watchdog.excuse(time.monotonic())  # the others may have nobody to work with
         alive = {process.plan.name: process for process in self._group.processes if process.status is None}
@@ -541,10 +519,12 @@ class ClusterAttempt(Attempt):
             self._group.signal(signal.SIGTERM)
 
     def _go_on(self) -> None:
-        now = time.monotonic()
+        self._note_progress()
+        if not (self._stopping or self._preempted or self._failures):
+            self._watch()
         if self._failures and not self._stopping:
             culprit = choose(self._failures)
-            if not culprit.is_consequence or now - self._first_failure_at > _MOMENT:
+            if not culprit.is_consequence or time.monotonic() - self._first_failure_at > _MOMENT:
                 self._end_after(culprit)
         if not (self._failures or self._released) and self._training_has_ended():
             self._released = True  # servers may serve for ever
@@ -554,12 +534,24 @@ class ClusterAttempt(Attempt):
         return all(process.status is not None or process.plan.serves for process in self._group.processes)
 
     def _end_after(self, failure: Failure) -> None:
-        self._blame(failure)
+        """Asks what to do about a failure, and ends the other processes."""
+        self._incident = self._incident_of(failure)
+        self._decision = self._run.decide(self._incident)
         if isinstance(self._decision, Restart):
             self._stopping = True
             self._group.kill()
         else:
             self._stop(signal.SIGTERM, min(self._grace, FAILURE_GRACE))
+
+    def _incident_of(self, failure: Failure | None) -> Incident:
+        return Incident(
+            failure,
+            progress=self._group.progress(),
+            progressed=self._progressed,
+            workers=self._group.workers,
+            at=self._first_failure_at if failure else time.monotonic(),
+            asked=self._grows_to > 0,
+        )
 
     def _ending(self) -> Ending:
         if self._failures and not self._stopping:
@@ -581,10 +573,6 @@ class ClusterAttempt(Attempt):
         if len(codes) == 1 and (code := codes.pop()) is not None and code >= 0:
             return code  # all ended by themselves and agree, for instance on "saved, start me again"
         return exit_code(-self._interrupt)
-
-
-def _has_trained(progress: Mapping[str, Progress | None]) -> bool:
-    return any(report is not None and report.has_trained for report in progress.values())
 
 
 def _kind(failure: Failure) -> str:
