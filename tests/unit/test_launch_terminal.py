@@ -89,7 +89,9 @@ def pipe() -> tuple[Terminal, io.BytesIO]:
 
 def tty(columns: int = 30, colour: bool = False) -> tuple[Terminal, io.BytesIO]:
     stream = io.BytesIO()
-    return Terminal(stream, is_tty=True, colour=colour, live="worker 0", columns=columns), stream
+    terminal = Terminal(stream, is_tty=True, colour=colour, live="worker 0")
+    terminal._width = lambda: columns
+    return terminal, stream
 
 
 def test_lines_are_prefixed() -> None:

@@ -121,14 +121,13 @@ class Outlet:
 
     Args:
         stream: `sys.stdout`, say. None, where that was closed: nothing is written.
-        writer: that of another stream which leads to the same place; None makes one.
 
     Attributes:
         writer: its thread.
     """
 
-    def __init__(self, stream: TextIO | None, writer: Writer | None = None) -> None:
-        self.writer = writer or Writer()
+    def __init__(self, stream: TextIO | None) -> None:
+        self.writer = Writer()
         self._stream = stream
         self._descriptor = -1
         # What only looks like a file may write elsewhere, too.
@@ -140,9 +139,6 @@ class Outlet:
         """Takes what is to be written."""
         if self._stream is not None:
             self.writer.do(len(data), functools.partial(self._write, self._stream, data))
-
-    def flush(self) -> None:
-        """Nothing waits here."""
 
     def fileno(self) -> int:
         """Its file descriptor; -1 if it has none."""
@@ -281,7 +277,6 @@ class Terminal:
         is_tty: whether that is a terminal that can erase a line.
         colour: whether colours are wanted.
         live: name of the process whose unfinished line is shown.
-        columns: width to assume; the default asks the terminal each time, since it may be resized.
         hidden: lines of the processes that begin like this are left out.
         errors: where the launcher's own messages go; by default `sys.stderr`.
 
@@ -302,7 +297,6 @@ class Terminal:
         is_tty: bool,
         colour: bool = False,
         live: str | None = None,
-        columns: int | None = None,
         hidden: re.Pattern[str] | None = None,
         errors: Outlet | None = None,
     ) -> None:
@@ -311,11 +305,10 @@ class Terminal:
         self._errors = errors
         self._colour = colour
         self._live = live
-        self._columns = columns
         self._hidden = hidden
         self._buffers: dict[str, LineBuffer] = {}
         self._drawn = ""
-        self._pending: list[str] = []
+        self._pending = ""
 
     @classmethod
     def standard(cls, live: str, env: Mapping[str, str], hidden: re.Pattern[str] | None = None) -> Terminal:
@@ -335,8 +328,7 @@ class Terminal:
             if not self._leaves_out(name, plain(row)):
                 text = self._coloured(row)
                 self._put((self._prefix(name) + text if text else self._prefix(name).rstrip()) + "\n")
-        self._show_live()
-        self._flush()
+        self._show()
 
     def message(self, text: str) -> None:
         """Writes a line of the launcher's own to standard error, above the live line."""
@@ -346,8 +338,7 @@ class Terminal:
             self._errors.write(f"tfdist: {text}\n".encode(errors="backslashreplace"))
         else:
             print(f"tfdist: {text}", file=sys.stderr, flush=True)
-        self._show_live()
-        self._flush()
+        self._show()
 
     def finish(self) -> None:
         """Returns when all is written, or nobody reads it; says how much that was."""
@@ -379,29 +370,32 @@ class Terminal:
     def _put(self, text: str) -> None:
         """Writes in place of the live line."""
         # Erased first and not behind the text: in the last column some terminals would erase its last character.
-        if self._drawn:
-            self._pending.append(self._erased())
-        self._pending.append(text)
+        self._pending += (self._erased() if self._drawn else "") + text
         self._drawn = ""
 
     def _erased(self) -> str:
         """What takes the live line away."""
         return _ERASE_ROW
 
-    def _show_live(self) -> None:
-        if not self.is_tty or self._live not in self._buffers:
-            return
-        row = self._buffers[self._live].row
-        if row:
-            from rich.cells import cell_len, set_cell_size
-
-            # One column stays free: in the last one some terminals wrap already.
-            room = self._width() - len(self._label(self._live)) - 1
-            fits = cell_len(plain(row)) <= room
-            row = self._prefix(self._live) + (self._coloured(row) if fits else set_cell_size(plain(row), room))
+    def _show(self) -> None:
+        """Draws the live line if it has changed, and passes on all that was put."""
+        row = self._live_row()
         if row != self._drawn:
             self._put(row)
             self._drawn = row
+        self._flush()
+
+    def _live_row(self) -> str:
+        """What the live line is to be; empty if there is to be none."""
+        row = self._buffers[self._live].row if self.is_tty and self._live in self._buffers else ""
+        if not row:
+            return ""
+        from rich.cells import cell_len, set_cell_size
+
+        # One column stays free: in the last one some terminals wrap already.
+        room = self._width() - len(self._label(self._live)) - 1
+        fits = cell_len(plain(row)) <= room
+        return self._prefix(self._live) + (self._coloured(row) if fits else set_cell_size(plain(row), room))
 
     def _coloured(self, row: str) -> str:
         """A row with its colours, which end with it; or without, where none are wanted."""
@@ -417,20 +411,15 @@ class Terminal:
         return f"[{name}] "
 
     def _width(self) -> int:
-        if self._columns is not None:
-            return self._columns
         try:
             return os.get_terminal_size(self._stream.fileno()).columns or _USUAL_COLUMNS
         except OSError:
             return _USUAL_COLUMNS
 
     def _flush(self) -> None:
-        text = "".join(self._pending)
-        self._pending.clear()
-        if not text:
-            return
-        self._stream.write(text.encode("utf-8", "surrogateescape"))
-        self._stream.flush()
+        if self._pending:
+            self._stream.write(self._pending.encode("utf-8", "surrogateescape"))
+            self._pending = ""
 
 
 # TensorFlow's C++ part writes these lines before it heeds any setting, once per process, and again after each restart.

@@ -63,14 +63,12 @@ class CallOutput(Terminal):
             super().message(text)
             return
         self._put(f"tfdist: {text}\n")
-        self._show_live()
-        self._flush()
+        self._show()
 
     def refresh(self) -> None:
         """Draws what has become due meanwhile. To be called again and again."""
         if self._in_cell:
-            self._show_live()
-            self._flush()
+            self._show()
 
     def _leaves_out(self, name: str, line: str) -> bool:
         if RAISED in line and name not in self._raised:
@@ -91,18 +89,18 @@ class CallOutput(Terminal):
             return super()._erased()
         return f"\r{' ' * len(plain(self._drawn))}\r"
 
-    def _show_live(self) -> None:
+    def _live_row(self) -> str:
         if not self._in_cell:
-            super()._show_live()
-            return
-        buffer = self._buffers.get(self._live or "")
+            return super()._live_row()
+        row = self._buffers[self._live].row if self._live in self._buffers else ""
+        if not row or self._live in self._raised:
+            return self._drawn
+        row = self._prefix(self._live) + self._coloured(row)
         now = time.monotonic()
-        if buffer is None or not buffer.row or self._live in self._raised:
-            return
-        row = self._prefix(self._live or "") + self._coloured(buffer.row)
-        if row != self._drawn and now - self._drawn_at >= max(_INTERVAL, _PART * (now - self._began_at)):
-            self._put(row)
-            self._drawn, self._drawn_at = row, now
+        if row == self._drawn or now - self._drawn_at < max(_INTERVAL, _PART * (now - self._began_at)):
+            return self._drawn
+        self._drawn_at = now
+        return row
 
 
 def in_words_of_python(text: str) -> str:
