@@ -76,6 +76,11 @@ class Ending:
     interrupt: signal.Signals | None = None
     error: str = ""
 
+    @property
+    def reason(self) -> str:
+        """Why nothing is started again; empty if there is nothing to say about that."""
+        return self.decision.reason if isinstance(self.decision, GiveUp) else ""
+
 
 @dataclass(frozen=True)
 class Patience:
@@ -140,8 +145,8 @@ class Supervisor:
                 self._announce(ending.incident, restart)
                 if (number := _wait_to_restart(restart.delay, inbox)) is not None:
                     self.terminal.message(f"{number.name} received: not restarted")
-                    self._events.write("interrupted", signal=number.name, exit_code=exit_code(-number))
-                    return exit_code(-number)
+                    self._recovery = None
+                    return self._conclude(Ending(exit_code(-number), interrupt=number))
 
     def _attempt(self, restart: Restart, inbox: SignalInbox, guardian: Guardian) -> Ending:
         """Runs the processes once."""
@@ -169,9 +174,8 @@ class Supervisor:
             self._events.write("gave-up", reason=ending.error, exit_code=ending.code)
             self.terminal.message(ending.error)
         elif ending.failure is not None:
-            reason = ending.decision.reason if isinstance(ending.decision, GiveUp) else ""
-            self._events.write("gave-up", reason=reason, exit_code=ending.code)
-            self._report(ending.failure, reason)
+            self._events.write("gave-up", reason=ending.reason, exit_code=ending.code)
+            self._report(ending.failure, ending.reason)
         elif ending.interrupt is not None:
             self._events.write("interrupted", signal=ending.interrupt.name, exit_code=ending.code)
             if ending.code == UNSAVED:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +30,7 @@ from tfdist.launcher.operating_system import SignalInbox
 from tfdist.launcher.output import hidden_lines
 from tfdist.launcher.plan import Machine, PlanError, ProcessPlan, RunOptions, default_workers
 from tfdist.launcher.policy import Failure, Restart, RestartPolicy
-from tfdist.launcher.process import Process, ProcessGroup, start_unpinned
+from tfdist.launcher.process import ProcessGroup, StartProgram, start_unpinned
 from tfdist.launcher.run import announce, check_shares, log_folder, new_run_id, preparation, shortest
 from tfdist.launcher.supervisor import ClusterRun, Ending, Patience, Prepare
 from tfdist.supervision.exit_codes import PREEMPTED
@@ -100,8 +102,7 @@ def launch(
         (0, 2)
     """
     __tracebackhide__ = True
-    _check_arguments(fn, args, workers, output)
-    _check_limits(timeout, hang_timeout, max_restarts)
+    _check_arguments(fn, args, workers, output, {"timeout": timeout, "hang_timeout": hang_timeout}, max_restarts)
     _refuse_in_cluster(os.environ)
     variables = dict(env or {})
     # Where the user names GPUs, these are shared out.
@@ -133,12 +134,13 @@ def launch(
         announce(options, machine, shown, str(shortest(folder)), show_all)
         prepare = preparation(options, call_command(call, call), machine, environ, run_id, str(folder), show_all)
         run = _CallRun(
-            _with_results(prepare, call),
+            prepare,
             count,
             RestartPolicy(max_restarts),
             folder,
             shown,
             Patience(hang_timeout=hang_timeout, start_timeout=max(_START_TIMEOUT, hang_timeout or 0.0)),
+            functools.partial(_start_call, call),
             timeout,
         )
         code = run.run()
@@ -146,10 +148,10 @@ def launch(
     chief = outcomes["worker 0"]
     if code == 0 and chief is not None and chief.succeeded and not run.is_late:
         return chief.value
-    if run.interrupt is not None and not run.is_late:
+    if run.ending.interrupt is not None and not run.is_late:
         # As if nobody had waited for the processes: KeyboardInterrupt, or the end of this process.
-        signal.raise_signal(run.interrupt)
-    error, cause = _error(run, code, outcomes, folder)
+        signal.raise_signal(run.ending.interrupt)
+    error, cause = _error(run, outcomes, folder)
     raise error from cause
 
 
@@ -157,13 +159,11 @@ class _CallRun(ClusterRun):
     """A run that keeps how it ended for whoever raises it, and has a time limit.
 
     Attributes:
-        failure: the process to blame, if one failed.
-        reason: why it was not started again, if there is something to say.
-        interrupt: the signal that this process got, if any.
+        ending: how it ended, once it has.
         timeout: for how many seconds it may last, if there is a limit.
         is_late: whether its time was up.
         output: where its processes' output goes.
-        processes: those that were started last.
+        group: those that were started last.
     """
 
     def __init__(
@@ -174,35 +174,25 @@ class _CallRun(ClusterRun):
         log_dir: Path,
         output: CallOutput,
         patience: Patience,
+        start_program: StartProgram,
         timeout: float | None,
     ) -> None:
-        super().__init__(prepare, workers, policy, log_dir, output, patience, start_unpinned)
+        super().__init__(prepare, workers, policy, log_dir, output, patience, start_program)
         self.output = output
         self.timeout = timeout
         self._deadline = None if timeout is None else time.monotonic() + timeout
-        self.failure: Failure | None = None
-        self.reason = ""
-        self.interrupt: signal.Signals | None = None
         self.is_late = False
-        self.processes: Sequence[Process] = ()
-
-    def run(self) -> int:
-        """Returns the exit code, as `tfdist run` has it."""
-        code = super().run()
-        if self.failure is None and code > 128 and self.interrupt is None:
-            self.interrupt = signal.Signals(code - 128)  # it came while a restart was waited for
-        return code
 
     @contextmanager
     def _started(self, restart: Restart, inbox: SignalInbox, guardian: Guardian) -> Iterator[ProcessGroup]:
         with super()._started(restart, inbox, guardian) as group:
-            self._inbox, self._group, self.processes = inbox, group, group.processes
+            self._inbox, self.group = inbox, group
             yield group
 
     def note_progress(self, progress: Mapping[str, Progress | None]) -> None:
         super().note_progress(progress)
         self.output.refresh()
-        if self._inbox.is_stopping or not self._group.running:
+        if self._inbox.is_stopping or not self.group.running:
             return  # it ends, or has ended, without that
         if self._deadline is not None and time.monotonic() > self._deadline:
             self.is_late = True
@@ -210,36 +200,27 @@ class _CallRun(ClusterRun):
             self._inbox.put(signal.SIGTERM)
 
     def _conclude(self, ending: Ending) -> int:
-        self.interrupt = ending.interrupt
-        if ending.error:
-            self.reason = ending.error
+        self.ending = ending
         return super()._conclude(ending)
 
     def _report(self, failure: Failure, reason: str) -> None:
-        self.failure, self.reason = failure, reason
+        """Says nothing: `launch` raises it."""
 
 
-def _with_results(prepare: Prepare, call: Path) -> Prepare:
-    """Gives each process its file for the outcome, and its cores, which it takes itself."""
-
-    @contextmanager
-    def prepare_call(count: int, restart: int) -> Iterator[Sequence[ProcessPlan]]:
-        with prepare(count, restart) as plans:
-            for plan in plans:
-                _result(call, plan.index).unlink(missing_ok=True)
-            yield [
-                replace(plan, command=call_command(call, _result(call, plan.index), plan.cpus, plan.index == 0))
-                for plan in plans
-            ]
-
-    return prepare_call
+def _start_call(call: Path, plan: ProcessPlan, output: int) -> subprocess.Popen[bytes]:
+    """Starts a process with a file for its outcome, and with its cores, which it takes itself."""
+    result = _result(call, plan.index)
+    result.unlink(missing_ok=True)
+    return start_unpinned(replace(plan, command=call_command(call, result, plan.cpus, plan.index == 0)), output)
 
 
 def _result(call: Path, rank: int) -> Path:
     return call.with_name(f"result-{rank}")
 
 
-def _check_arguments(fn: Any, args: Any, workers: Any, output: Any) -> None:
+def _check_arguments(
+    fn: Any, args: Any, workers: Any, output: Any, limits: Mapping[str, Any], max_restarts: Any
+) -> None:
     __tracebackhide__ = True
     if not callable(fn):
         raise TypeError(
@@ -254,11 +235,7 @@ def _check_arguments(fn: Any, args: Any, workers: Any, output: Any) -> None:
         raise ValueError(f"launch: received workers={workers!r}, expected a whole number of at least 1, or None.")
     if output not in ("chief", "all"):
         raise ValueError(f'launch: received output={output!r}, expected "chief" or "all".')
-
-
-def _check_limits(timeout: Any, hang_timeout: Any, max_restarts: Any) -> None:
-    __tracebackhide__ = True
-    for name, seconds in (("timeout", timeout), ("hang_timeout", hang_timeout)):
+    for name, seconds in limits.items():
         if seconds is not None and not (isinstance(seconds, Real) and seconds > 0):
             raise ValueError(f"launch: received {name}={seconds!r}, expected a positive number of seconds, or None.")
     if not (isinstance(max_restarts, Integral) and max_restarts >= 0):
@@ -306,29 +283,30 @@ def _refuse_taken_gpus() -> None:
 
 
 def _error(
-    run: _CallRun, code: int, outcomes: Mapping[str, Outcome | None], folder: Path
+    run: _CallRun, outcomes: Mapping[str, Outcome | None], folder: Path
 ) -> tuple[LaunchError, BaseException | None]:
     """What to raise about a run that has failed or was stopped, and its cause."""
+    code, failure, interrupt = run.ending.code, run.ending.failure, run.ending.interrupt
     failed = {name: outcome for name, outcome in outcomes.items() if outcome is not None and not outcome.succeeded}
     first = min(failed, key=lambda name: failed[name].moment, default="worker 0")
-    blamed = run.failure.name if run.failure else first
+    blamed = failure.name if failure else first
     outcome = failed.get(blamed)
     if run.is_late:
         late = [name for name in outcomes if name in failed or outcomes[name] is None] or list(outcomes)
         blamed, outcome = late[0], None
         lines = [f"{' and '.join(late)} did not end within {run.timeout:g} s (timeout)."]
         lines += _quoted(blamed, _tail(run, blamed, _LAST_LINES_OF_OTHERS))
-    elif run.interrupt is not None or code == PREEMPTED:
-        sender = run.interrupt.name if run.interrupt else "a signal to one of them"
+    elif interrupt is not None or code == PREEMPTED:
+        sender = interrupt.name if interrupt else "a signal to one of them"
         saved = ", and have saved: call launch again to go on from there" if code == PREEMPTED else ""
         return LaunchError(f"the processes were stopped by {sender}{saved}. Logs: {folder}"), None
-    elif outcome is not None and not (run.failure and run.failure.hang):
+    elif outcome is not None and not (failure and failure.hang):
         lines = [f"{blamed} raised {outcome.text.splitlines()[0]}", "", outcome.traceback.rstrip()]
     else:
-        what = str(run.failure) if run.failure else run.reason or f"{blamed} ended without a result"
+        what = str(failure or f"{blamed} ended without a result")
         lines = [in_words_of_python(what), *_quoted(blamed, _tail(run, blamed, _LAST_LINES))]
-    if run.failure and run.reason:
-        lines.append(in_words_of_python(run.reason))
+    if run.ending.reason:
+        lines.append(in_words_of_python(run.ending.reason))
     own = lines[-1].strip() if outcome is None else outcome.text.splitlines()[-1]
     others = {name: _tail(run, name, _LAST_LINES_OF_OTHERS) for name in outcomes if name != blamed}
     for name in [name for name, tail in others.items() if tail and own not in tail][:_OTHERS]:
@@ -343,5 +321,5 @@ def _quoted(name: str, lines: Sequence[str]) -> list[str]:
 
 def _tail(run: _CallRun, name: str, count: int) -> tuple[str, ...]:
     """The last lines that a process has printed, without those that are not shown either."""
-    lines = [line for one in run.processes if one.plan.name == name for line in one.tail(count + _MOST_HIDDEN)]
+    lines = [line for one in run.group.processes if one.plan.name == name for line in one.tail(count + _MOST_HIDDEN)]
     return tuple(line for line in lines if not run.output.hides(line))[-count:]
