@@ -109,5 +109,5 @@ def marked(name: str, value: str) -> list[int]:
 
 def living() -> list[int]:
     """All that this test process' servers have forked and that has not ended."""
-    servers = {server.pid for server in fork_server.running()}
+    servers = {server.process.pid for server in fork_server._servers}
     return [pid for pid in marked(MARK, _mark) if pid not in servers]

@@ -111,5 +111,5 @@ def test_without_a_server_processes_are_started_afresh(new_ones_afterwards):
 @pytest.mark.nightly
 def test_a_server_that_dies_is_done_without(new_ones_afterwards):
     assert run_local(is_forked) == [True, True]
-    os.kill(fork_server.running()[1].pid, signal.SIGKILL)
+    os.kill(fork_server._servers[1].process.pid, signal.SIGKILL)
     assert run_local(is_forked) == [True, False]

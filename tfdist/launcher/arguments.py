@@ -229,8 +229,6 @@ class WorkerRange(click.ParamType):
     name = "N|MIN:MAX"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
-        if isinstance(value, tuple):
-            return value
         fewest, separator, most = value.partition(":")
         try:
             bounds = (int(fewest), int(most if separator else fewest))

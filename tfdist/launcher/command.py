@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import sys
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from tfdist import __version__
 from tfdist.launcher.arguments import (
     FILE,
     FOLDER,
@@ -58,14 +60,6 @@ _ELSEWHERE = {
 _POSITIVE = click.FloatRange(min=0, min_open=True)
 
 
-def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
-    if value and not ctx.resilient_parsing:
-        from tfdist.launcher.plan import own_version
-
-        click.echo(f"tfdist {own_version()}")
-        ctx.exit()
-
-
 class _Commands(click.Group):
     """The commands of this module and those of other packages, which are imported when they are asked for."""
 
@@ -79,7 +73,7 @@ class _Commands(click.Group):
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version, help="Version.")
+@click.version_option(__version__, message="tfdist %(version)s", help="Version.")
 def main() -> None:
     """Distributed training for Keras 3 on TensorFlow."""
     open_standard_streams()
@@ -240,5 +234,5 @@ def env(ctx: click.Context, as_json: bool, no_devices: bool) -> None:
     from tfdist.launcher import report
 
     facts = report.gather(with_devices=not no_devices)
-    click.echo(report.as_json(facts) if as_json else report.as_text(facts))
+    click.echo(json.dumps(facts, indent=2) if as_json else report.as_text(facts))
     ctx.exit(1 if facts["problems"] else 0)

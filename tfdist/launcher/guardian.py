@@ -5,7 +5,7 @@ still registered, the launcher is gone, and the guardian kills them, and then al
 environment: helpers that have left the groups (setsid). Of those, two kinds remain: with another environment or another
 user; and, after a quick restart, copies of a worker (fork) that run no program of their own.
 
-This file is also what the guardian runs.
+This file is also what the guardian runs, without tfdist's other modules.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Guardian:
                 stdin=read_end,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env=outside_of_runs(),
+                # It does not belong to the run, and has not to be swept away with it.
+                env={name: value for name, value in os.environ.items() if name != _RUN},
                 cwd="/",
                 start_new_session=True,
             )
@@ -68,13 +69,10 @@ class Guardian:
             os.write(self._write_end, message.encode())
 
     def __exit__(self, *error: object) -> None:
+        from tfdist.launcher.operating_system import end_within
+
         os.close(self._write_end)
-        try:
-            self._process.wait(_END_DEADLINE)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_END_DEADLINE)
+        end_within(_END_DEADLINE, self._process)
 
 
 def remaining_groups(messages: Iterable[str]) -> dict[int, str]:
@@ -92,11 +90,6 @@ def remaining_groups(messages: Iterable[str]) -> dict[int, str]:
         else:
             groups.pop(int(group), None)
     return groups
-
-
-def outside_of_runs() -> dict[str, str]:
-    """This process's environment for one that does not belong to its run, and has not to be swept away with it."""
-    return {name: value for name, value in os.environ.items() if name != _RUN}
 
 
 def kill_run(run: str) -> int:

@@ -81,7 +81,7 @@ def relevant_variables(env: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def devices(env: Mapping[str, str], deadline: float = _DEVICE_DEADLINE) -> list[dict[str, str]] | str:
+def devices(env: Mapping[str, str]) -> list[dict[str, str]] | str:
     """TensorFlow's devices, or a sentence that says why they could not be listed."""
     try:
         answer = subprocess.run(
@@ -90,20 +90,15 @@ def devices(env: Mapping[str, str], deadline: float = _DEVICE_DEADLINE) -> list[
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=deadline,
+            timeout=_DEVICE_DEADLINE,
         )
     except subprocess.TimeoutExpired:
-        return f"unknown: TensorFlow did not list its devices within {deadline:g} s"
+        return f"unknown: TensorFlow did not list its devices within {_DEVICE_DEADLINE:g} s"
     for line in answer.stdout.splitlines():
         if line.startswith(_MARK):
             return json.loads(line.removeprefix(_MARK))
     reason = (answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"])[-1]
     return f"unknown: TensorFlow could not list its devices ({reason})"
-
-
-def as_json(facts: Mapping[str, Any]) -> str:
-    """The facts for programs."""
-    return json.dumps(facts, indent=2)
 
 
 def as_text(facts: Mapping[str, Any]) -> str:
@@ -116,7 +111,10 @@ def as_text(facts: Mapping[str, Any]) -> str:
     lines += _section("versions", _columns(facts["versions"]))
     if "devices" in facts:
         found = facts["devices"]
-        lines += _section("devices", [found] if isinstance(found, str) else [_device(entry) for entry in found])
+        listed = (
+            [found] if isinstance(found, str) else [f"{one['name']}  {one['description']}".rstrip() for one in found]
+        )
+        lines += _section("devices", listed)
     lines += _section("variables", _columns(facts["variables"]) or ["none"])
     return "\n".join(lines)
 
@@ -128,7 +126,3 @@ def _section(title: str, entries: list[str]) -> list[str]:
 def _columns(values: Mapping[str, str]) -> list[str]:
     width = max(map(len, values), default=0)
     return [f"{name:<{width}}  {value}" for name, value in values.items()]
-
-
-def _device(entry: Mapping[str, str]) -> str:
-    return f"{entry['name']}  {entry['description']}".rstrip()

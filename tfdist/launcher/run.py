@@ -27,7 +27,7 @@ from tfdist.launcher.plan import (
     shares_gpus,
     versions,
 )
-from tfdist.launcher.policy import RestartPolicy
+from tfdist.launcher.policy import RestartPolicy, counted
 from tfdist.launcher.process import start_afresh
 from tfdist.launcher.supervisor import ClusterRun, Patience, Prepare
 from tfdist.strategies.horovod import installation
@@ -170,7 +170,7 @@ def announcement(options: RunOptions, log_dir: str, show_all: bool, place: str =
         '2 workers on this machine; output of worker 1 goes to logs/'
     """
     jobs = [job for job, _ in options.tasks]
-    counts = [f"{jobs.count(job)} {job if jobs.count(job) == 1 else _plural(job)}" for job in dict.fromkeys(jobs)]
+    counts = [counted(jobs.count(job), job, "" if job == "ps" else "s") for job in dict.fromkeys(jobs)]
     if options.stages:
         counts[0] += f" ({options.stages})"
     what = counts[0] if len(counts) == 1 else f"{', '.join(counts[:-1])} and {counts[-1]}"
@@ -184,13 +184,7 @@ def announcement(options: RunOptions, log_dir: str, show_all: bool, place: str =
     return f"{what} on {place}; {where}"
 
 
-def _plural(job: str) -> str:
-    return job if job == "ps" else f"{job}s"
-
-
 def shortest(folder: Path) -> Path:
     """Relative to the current folder where it lies below that."""
-    try:
-        return folder.relative_to(current_folder())
-    except ValueError:
-        return folder
+    here = current_folder()
+    return folder.relative_to(here) if folder.is_relative_to(here) else folder

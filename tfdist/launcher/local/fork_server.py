@@ -63,15 +63,12 @@ class ForkedProcess:
     pid: int
     returncode: int | None = None
 
-    def poll(self) -> int | None:
-        """Returns how it ended, or `None` if it still runs."""
-        return self._look(os.WNOHANG)
-
     def wait(self) -> int:
         """Waits for its end and returns its returncode."""
-        return self._look(0)
+        return self.poll(0)
 
-    def _look(self, options: int) -> int | None:
+    def poll(self, options: int = os.WNOHANG) -> int | None:
+        """Returns how it ended, or `None` if it still runs."""
         if self.returncode is None:
             pid, status = os.waitpid(self.pid, options)
             if pid:
@@ -86,7 +83,7 @@ class ForkServer:
         env: environment that TensorFlow is imported in.
 
     Attributes:
-        pid: its process.
+        process: that which imports.
         set_by_import: environment variables that importing TensorFlow has set, once it is ready.
     """
 
@@ -98,10 +95,9 @@ class ForkServer:
         self._connection.settimeout(_PATIENCE)
         command = [sys.executable, "-u", _PROGRAM, str(theirs.fileno())]
         with theirs:
-            self._process = spawn(
+            self.process = spawn(
                 command, subprocess.DEVNULL, env, pass_fds=[theirs.fileno()], before_exec=die_with_parent(os.getpid())
             )
-        self.pid = self._process.pid
 
     def start(
         self,
@@ -142,8 +138,8 @@ class ForkServer:
     def close(self) -> None:
         """Ends the server; processes forked from it live on."""
         self._connection.close()
-        self._process.kill()
-        self._process.wait()
+        self.process.kill()
+        self.process.wait()
 
 
 def preload(servers: int = 2) -> None:
@@ -182,11 +178,6 @@ def fork(
     """Starts a process from the server of its rank, as `ForkServer.start` does; `None` if there is no server."""
     with _lock:
         return _servers[rank % len(_servers)].start(words, env, output, folder) if _servers else None
-
-
-def running() -> list[ForkServer]:
-    """The servers that `preload` has started."""
-    return list(_servers)
 
 
 def close() -> None:

@@ -12,10 +12,10 @@ from typing import Any
 from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.ports import reserve
 from tfdist.launcher.guardian import Guardian
-from tfdist.launcher.local.calls import LaunchError, Outcome, call_command, read_outcome, write_call
+from tfdist.launcher.local.calls import LaunchError, call_command, read_outcome, write_call
 from tfdist.launcher.local.fork_server import ForkedProcess, fork, own_environment
 from tfdist.launcher.output import Terminal
-from tfdist.launcher.plan import ProcessPlan
+from tfdist.launcher.plan import ProcessPlan, RunOptions, jobs_of
 from tfdist.launcher.process import Process, ProcessGroup, start_unpinned
 from tfdist.supervision.process_folders import process_folder
 
@@ -74,13 +74,10 @@ def run_local(
         >>> run_local(rank, workers=2)
         [0, 1]
     """
-    with (
-        process_folder("local") as root,
-        reserve(workers + bool(ps) + ps) as ports,
-        Guardian() as guardian,
-    ):
+    options = RunOptions(workers, ps)
+    with process_folder("local") as root, reserve(len(options.tasks)) as ports, Guardian() as guardian:
         write_call(root / "call", fn, args, devices_per_worker)
-        plans = _plans(root, workers, ps, ports.ports, env or {})
+        plans = _plans(root, options, ports.ports, env or {})
 
         def start(plan: ProcessPlan, output: int) -> ForkedProcess | subprocess.Popen[bytes]:
             return fork(plans.index(plan), plan.command[1:], plan.env, output) or start_unpinned(plan, output)
@@ -91,19 +88,15 @@ def run_local(
         return _collect(root, group.processes, codes, timeout, returning=1 if ps else workers)
 
 
-def _plans(root: Path, workers: int, ps: int, ports: Sequence[int], env: Mapping[str, str]) -> list[ProcessPlan]:
-    sizes = {"chief": 1, "worker": workers, "ps": ps} if ps else {"worker": workers}
-    tasks = [(job, index) for job, size in sizes.items() for index in range(size)]
-    jobs: dict[str, list[str]] = {job: [] for job in sizes}
-    for (job, _), port in zip(tasks, ports, strict=True):
-        jobs[job].append(f"127.0.0.1:{port}")
+def _plans(root: Path, options: RunOptions, ports: Sequence[int], env: Mapping[str, str]) -> list[ProcessPlan]:
+    jobs = jobs_of(options, [f"127.0.0.1:{port}" for port in ports])
     plans = []
-    for rank, (job, index) in enumerate(tasks):
+    for rank, (job, index) in enumerate(options.tasks):
         config = ClusterConfig(jobs, job, index).to_json()
         whole = {**own_environment(), "TF_CONFIG": config, "TFDIST_CLUSTER": config, **env}
         command = call_command(root / "call", root / f"result-{rank}")
         # Nobody asks how far they are: as processes that serve, they make no reports.
-        plans.append(ProcessPlan(job if ps else "rank", index, command, whole, serves=True))
+        plans.append(ProcessPlan(job if options.ps else "rank", index, command, whole, serves=True))
     return plans
 
 
@@ -131,14 +124,9 @@ def _collect(
         timeout: that was given.
         returning: how many of them return something; of the others exit code 0 is expected.
     """
-    results: dict[int, Any] = {}
-    errors: dict[int, Outcome] = {}
-    for rank in range(len(codes)):
-        outcome = read_outcome(root / f"result-{rank}")
-        if outcome is not None and outcome.succeeded:
-            results[rank] = outcome.value
-        elif outcome is not None:
-            errors[rank] = outcome
+    outcomes = {rank: read_outcome(root / f"result-{rank}") for rank in range(len(codes))}
+    results = {rank: outcome.value for rank, outcome in outcomes.items() if outcome and outcome.succeeded}
+    errors = {rank: outcome for rank, outcome in outcomes.items() if outcome and not outcome.succeeded}
     if set(range(returning)) <= set(results) and not any(code != 0 for code in codes[returning:]):
         return [results[rank] for rank in range(returning)]
     names = [process.plan.name for process in processes]
