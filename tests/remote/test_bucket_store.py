@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -163,7 +164,8 @@ def test_what_a_killed_process_has_left_for_the_way_is_removed(
     storage.before = end
     store = make(storage)
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(process_folders, "_start_of", lambda pid: 1)  # an earlier process of this number
+        earlier = SimpleNamespace(of=lambda pid: SimpleNamespace(pid=pid, start=1))  # a process of this number
+        patch.setattr(process_folders, "Identity", earlier)
         patch.setattr(shutil, "rmtree", lambda path, ignore_errors: None)
         write_numbers(store, 1)
     assert [path.stat().st_size for path in tmp_path.glob("tfdist-backup-*/state*.data*")] == [4000]

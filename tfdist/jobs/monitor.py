@@ -130,7 +130,7 @@ class Watch:
     def __init__(self, source: Source) -> None:
         self.run, self.status, self.goes_on = RunState(), "", True
         self._source, self._ask_at = source, 0.0
-        self._stream = EventStream(source.folder, keep=False)
+        self._stream = EventStream(source.folder)
 
     def look(self) -> None:
         """Reads what is new. The first look finds the launcher in the events, the second one asks whether it lives."""

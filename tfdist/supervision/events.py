@@ -138,21 +138,15 @@ class EventStream:
 
     Args:
         log_dir: folder of the run's logs; it need not exist yet.
-        keep: whether what was read is kept.
-
-    Attributes:
-        events: all that were read and kept so far, in their order.
 
     Example:
         >>> EventStream(Path("/does/not/exist")).read()
         []
     """
 
-    def __init__(self, log_dir: Path, keep: bool = True) -> None:
+    def __init__(self, log_dir: Path) -> None:
         self._path = log_dir / FILE_NAME
         self._position = 0
-        self._keep = keep
-        self.events: list[Event] = []
 
     def read(self) -> list[Event]:
         """Returns the events in the whole lines that have been written since the last call."""
@@ -164,10 +158,7 @@ class EventStream:
             return []
         complete = data[: data.rfind(b"\n") + 1]
         self._position += len(complete)
-        new = events_in(complete.decode(errors="replace"))
-        if self._keep:
-            self.events += new
-        return new
+        return events_in(complete.decode(errors="replace"))
 
 
 def opened(path: Path) -> BinaryIO:

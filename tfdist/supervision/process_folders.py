@@ -36,9 +36,9 @@ def process_folder(kind: str) -> Iterator[Path]:
         >>> folder.exists()
         False
     """
-    base, own = tempfile.gettempdir(), os.getpid()
+    base, own = tempfile.gettempdir(), Identity.of(os.getpid())
     _remove_abandoned(base)
-    folder = tempfile.mkdtemp(prefix=f"tfdist-{kind}-{place()}-{own}-{_start_of(own)}-", dir=base)
+    folder = tempfile.mkdtemp(prefix=f"tfdist-{kind}-{place()}-{own.pid}-{own.start}-", dir=base)
     try:
         yield Path(folder)
     finally:
@@ -52,17 +52,12 @@ def _remove_abandoned(base: str) -> None:
             match = _NAME.fullmatch(path.name)
             if match is None or match["place"] != place():
                 continue
+            owner = Identity(int(match["pid"]), int(match["start"]), own_boot())
             with contextlib.suppress(OSError):
-                if path.lstat().st_uid == os.getuid() and _start_of(int(match["pid"])) != int(match["start"]):
+                if path.lstat().st_uid == os.getuid() and not owner.is_alive:
                     shutil.rmtree(path, ignore_errors=True)
 
 
 def place() -> str:
     """Names the processes among which the number of this one is unique."""
     return f"{own_boot().replace('-', '')}-{os.stat('/proc/self/ns/pid').st_ino}"
-
-
-def _start_of(pid: int) -> int | None:
-    """When a process was started, in ticks since the system's start; `None` if it is gone."""
-    found = Identity.of(pid)
-    return found and found.start

@@ -5,6 +5,7 @@ A report costs about a microsecond, never waits, and can be read after the proce
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import mmap
 import os
@@ -164,12 +165,11 @@ class ProgressWriter:
         self._memory[place : place + _SLOT] = record + _CHECKSUM.pack(zlib.crc32(record))
 
 
-class ProgressFile:
+class ProgressFile(contextlib.AbstractContextManager):
     """The launcher's side: the memory to which one process reports. It has no file name that could be left behind.
 
     Attributes:
-        path: where it can be opened, until `close`.
-        value: value of the variable TFDIST_PROGRESS for the process.
+        value: value of the variable TFDIST_PROGRESS for the process, until `close`.
 
     Example:
         >>> with ProgressFile() as file:
@@ -179,7 +179,6 @@ class ProgressFile:
 
     def __init__(self) -> None:
         self._descriptor, self.value = anonymous_memory.make("progress", _SIZE)
-        self.path = self.value.rpartition(":")[0]
         self._memory = mmap.mmap(self._descriptor, _SIZE)
 
     def read(self) -> Progress | None:
@@ -198,14 +197,9 @@ class ProgressFile:
         return Progress(when, reports, phase, step, resumed_step, waits_to)
 
     def close(self) -> None:
-        """Gives the memory back; the process can go on reporting into its own mapping. A second call does nothing."""
-        if self._descriptor >= 0:
-            self._memory.close()
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    def __enter__(self) -> ProgressFile:
-        return self
+        """Gives the memory back; the process can go on reporting into its own mapping."""
+        self._memory.close()
+        os.close(self._descriptor)
 
     def __exit__(self, *error: object) -> None:
         self.close()

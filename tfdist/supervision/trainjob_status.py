@@ -139,9 +139,7 @@ class _NoRedirections(HTTPRedirectHandler):
         """Follows none: it could lead the token elsewhere."""
 
 
-@functools.cache
-def _made(url: str, ca_cert: str, token: str) -> TrainJobStatus:
-    return TrainJobStatus(url, ca_cert, token)
+_made = functools.cache(TrainJobStatus)
 
 
 def _post(url: str, ca_cert: str, token: Path, body: bytes) -> None:

@@ -140,7 +140,7 @@ class _TuneAttempt(Attempt):
         # Who has begun a trial since it was started, and how often in a row the others were started in vain.
         self._begun: set[str] = set()
         self._in_vain: Counter[str] = Counter()
-        self._events = EventStream(run._log_dir, keep=False)
+        self._events = EventStream(run._log_dir)
         run._files.call(self._events.read)  # what an earlier run has left in the folder
         self._begun_at, self._look_at = time.monotonic(), 0.0
         self._searches, self._ended = False, None

@@ -20,7 +20,7 @@ def progress() -> Iterator[str]:
             writer = module.ProgressWriter(file.value)
             writer.resumed(5)
             writer.report(module.TRAINING, 7)
-        data = Path(file.path).read_bytes()
+        data = Path(file.value.rpartition(":")[0]).read_bytes()
     yield from (f"bytes {data[at : at + 8].hex(' ')}" for at in range(0, len(data), 8))
 
 

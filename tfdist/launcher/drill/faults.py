@@ -84,6 +84,7 @@ class Trial:
         self._guardian = guardian
         self._inbox = inbox
         self._stream = EventStream(folder)
+        self._events: list[Event] = []
 
     def __enter__(self) -> Trial:
         self.log_dir.mkdir(parents=True, exist_ok=True)
@@ -98,8 +99,8 @@ class Trial:
     @property
     def events(self) -> list[Event]:
         """All events so far."""
-        self._stream.read()
-        return self._stream.events
+        self._events += self._stream.read()
+        return self._events
 
     @property
     def processes(self) -> dict[str, int]:
@@ -171,7 +172,7 @@ class Trial:
         """Waits for the end of the run and returns its exit code; raises as `wait_for`."""
         while self._process.poll() is None:
             self._tick("its end")
-        self._stream.read()
+        self._events += self._stream.read()
         return exit_code(self._process.returncode)
 
     def _tick(self, what: str) -> None:
