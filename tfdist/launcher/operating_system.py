@@ -69,8 +69,7 @@ def end_within(seconds: float, process: subprocess.Popen[bytes]) -> None:
 def die_with_parent(parent: int) -> Callable[[], None]:
     """Returns a function by which a child lets the kernel kill it as soon as its parent has ended.
 
-    It is made ready beforehand so that a child can call it between fork and exec. Other systems than Linux offer
-    nothing of the kind: there it does nothing.
+    It is made ready beforehand so that a child can call it between fork and exec.
 
     Args:
         parent: number of the process that is, or is about to be, the parent of the caller.
@@ -80,13 +79,12 @@ def die_with_parent(parent: int) -> Callable[[], None]:
         >>> subprocess.Popen(["true"], preexec_fn=die_with_parent(os.getpid())).wait()
         0
     """
-    prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+    prctl = ctypes.CDLL(None).prctl
 
     def promise() -> None:
-        if prctl is not None:
-            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            if os.getppid() != parent:
-                os._exit(128 + signal.SIGKILL)  # it ended before the kernel was asked to tell us
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(128 + signal.SIGKILL)  # it ended before the kernel was asked to tell us
 
     return promise
 

@@ -367,19 +367,6 @@ class Restart:
 
 
 @dataclass(frozen=True)
-class Replacement:
-    """A worker is started again while the others go on.
-
-    Attributes:
-        number: among all restarts and replacements, from 1.
-        delay: seconds to wait before.
-    """
-
-    number: int
-    delay: float
-
-
-@dataclass(frozen=True)
 class GiveUp:
     """The run ends; the reason is empty where there is nothing to say about restarts."""
 
@@ -465,17 +452,21 @@ class RestartPolicy:
         self._grown += 1
         return Restart(self.used + self._grown, workers, 0.0)
 
-    def replace(self, name: str, lived: float) -> Replacement | None:
-        """What to do about a worker that can be replaced while the others go on; None if the limit is reached.
+    def replace(self, name: str, lived: float) -> tuple[int, float] | None:
+        """What to do about a worker that can be replaced while the others go on.
 
         Args:
             name: the worker.
             lived: for how many seconds it had existed.
 
+        Returns:
+            The number of the replacement, among all restarts and replacements, and after how many seconds to make it;
+            None if the limit is reached.
+
         Example:
             >>> policy = RestartPolicy(1)
             >>> policy.replace("worker 1", 60.0), policy.replace("worker 1", 60.0)
-            (Replacement(number=1, delay=0.0), None)
+            ((1, 0.0), None)
         """
         if self.used >= self.limit:
             return None
@@ -483,7 +474,7 @@ class RestartPolicy:
         before = self._workers_in_vain.get(name)
         in_vain = 0 if before is None or lived >= _SHORT_LIFE else before + 1
         self._workers_in_vain[name] = in_vain
-        return Replacement(self.used, _delay(in_vain))
+        return self.used, _delay(in_vain)
 
     def _against(self, incident: Incident, previous: Incident | None) -> str | None:
         if not self._trains or self.limit == 0:

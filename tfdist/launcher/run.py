@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from tfdist.cluster.ports import own_loopback, reserve
+from tfdist.cluster.ports import own_loopback
 from tfdist.cluster.variables import HOROVOD
 from tfdist.folders import current_folder, default_log_dir
 from tfdist.launcher.arguments import Target, stages_of
@@ -18,7 +17,6 @@ from tfdist.launcher.output import Terminal, hidden_lines
 from tfdist.launcher.plan import (
     Machine,
     PlanError,
-    ProcessPlan,
     RunOptions,
     default_workers,
     plan_run,
@@ -29,7 +27,7 @@ from tfdist.launcher.plan import (
 )
 from tfdist.launcher.policy import RestartPolicy, counted
 from tfdist.launcher.process import start_afresh
-from tfdist.launcher.supervisor import ClusterRun, Patience, Prepare
+from tfdist.launcher.supervisor import ClusterRun, Patience
 from tfdist.strategies.horovod import installation
 
 
@@ -86,13 +84,13 @@ def run_local(
     hidden = hidden_lines(show_all, {**os.environ, **env})
     check_shares(options, machine)
     folder.mkdir(parents=True, exist_ok=True)
-    first_job, first_index = options.tasks[0]
-    terminal = Terminal.standard(live=f"{first_job} {first_index}", env=os.environ, hidden=hidden)
+    terminal = Terminal.standard(live="{} {}".format(*options.tasks[0]), env=os.environ, hidden=hidden)
     announce(options, machine, terminal, str(shown_folder), show_all)
-    prepare = preparation(options, command, machine, os.environ, run_id, str(folder), show_all)
+    of_run = {"run_id": run_id, "log_dir": str(folder), "show_all": show_all}
+    plan = functools.partial(plan_run, command=command, machine=machine, environ=os.environ, **of_run)
     policy = RestartPolicy(max_restarts, fewest if fewest < most else None, regrow_after)
     patience = Patience(grace, hang_timeout, start_timeout)
-    return ClusterRun(prepare, most, policy, shown_folder, terminal, patience, start_afresh).run()
+    return ClusterRun(options, plan, policy, shown_folder, terminal, patience, start_afresh).run()
 
 
 def check_workers(fewest: int, most: int, ps: int) -> None:
@@ -129,27 +127,6 @@ def check_shares(options: RunOptions, machine: Machine) -> None:
     """
     for share in (share_cpus, share_gpus):
         share(options, machine)
-
-
-def preparation(
-    options: RunOptions,
-    command: Sequence[str],
-    machine: Machine,
-    environ: Mapping[str, str],
-    run_id: str,
-    log_dir: str,
-    show_all: bool,
-) -> Prepare:
-    """Plans each attempt of a run anew, with new ports; the arguments are those of `plan_run`."""
-
-    @contextmanager
-    def prepare(count: int, restart: int) -> Iterator[list[ProcessPlan]]:
-        now = replace(options, workers=count)
-        with reserve(len(now.tasks), host=options.host) as reservation:
-            of_run = (command, machine, reservation.ports, environ, run_id)
-            yield plan_run(now, *of_run, log_dir=log_dir, show_all=show_all, restart=restart)
-
-    return prepare
 
 
 def announce(options: RunOptions, machine: Machine, terminal: Terminal, log_dir: str, show_all: bool) -> None:

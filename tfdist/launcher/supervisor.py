@@ -12,19 +12,19 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from tfdist.cluster.ports import reserve
 from tfdist.launcher.guardian import Guardian
 from tfdist.launcher.operating_system import SignalInbox
 from tfdist.launcher.output import Terminal, Writer
-from tfdist.launcher.plan import ProcessPlan
+from tfdist.launcher.plan import ProcessPlan, RunOptions
 from tfdist.launcher.policy import (
     Failure,
     GiveUp,
     Incident,
     Recovery,
-    Replacement,
     Restart,
     RestartPolicy,
     Watchdog,
@@ -51,9 +51,6 @@ _MOMENT = 2.0
 FAILURE_GRACE = 2.0
 # Wrappers such as `uv run` pass the Ctrl-C on that we already got from the terminal.
 _SAME_KEY_PRESS = 0.3
-
-# Given the number of training processes and that of the restart, holds the ports and yields the plans.
-Prepare = Callable[[int, int], AbstractContextManager[Sequence[ProcessPlan]]]
 
 
 @dataclass(frozen=True)
@@ -257,8 +254,8 @@ class TrainingRun(Supervisor):
         )
         return decision
 
-    def replace(self, failure: Failure, lived: float, left: int) -> Replacement | None:
-        """What to do about a worker that the others can do without for a while; None leaves its place empty.
+    def replace(self, failure: Failure, lived: float, left: int) -> tuple[int, float] | None:
+        """What to do about a worker that the others can do without for a while, as the policy says it.
 
         Args:
             failure: what became of it.
@@ -269,7 +266,7 @@ class TrainingRun(Supervisor):
         lost = {"task": failure.name, "kind": _kind(failure), "cause": failure.cause, "exit_code": failure.exit_code}
         what = f"{failure.cause} ({failure.log_path})"
         if replacement is not None:
-            number, delay = replacement.number, replacement.delay
+            number, delay = replacement
             self._events.write("replacement", **lost, log=failure.log_path, number=number, delay=delay)
             when = f" in {delay:g} s" if delay else ""
             self.terminal.message(
@@ -316,8 +313,8 @@ class ClusterRun(TrainingRun):
     """Runs a cluster on this machine.
 
     Args:
-        prepare: plans one attempt.
-        workers: how many training processes to begin with.
+        options: what was asked for.
+        plan: `plan_run` with all that is the same in each attempt.
         policy: decides about restarts.
         log_dir: folder of the logs; it exists.
         terminal: where output and messages go.
@@ -325,32 +322,33 @@ class ClusterRun(TrainingRun):
         start_program: starts what is planned.
 
     Example:
-        >>> run = ClusterRun(prepare, 2, RestartPolicy(3), folder, terminal, Patience(), start_afresh)  # doctest: +SKIP
+        >>> run = ClusterRun(options, plan, policy, folder, terminal, Patience(), start_afresh)  # doctest: +SKIP
         >>> run.run()  # doctest: +SKIP
         0
     """
 
     def __init__(
         self,
-        prepare: Prepare,
-        workers: int,
+        options: RunOptions,
+        plan: Callable[..., list[ProcessPlan]],
         policy: RestartPolicy,
         log_dir: Path,
         terminal: Terminal,
         patience: Patience,
         start_program: StartProgram,
     ) -> None:
-        super().__init__(workers, policy, log_dir, terminal, patience)
-        self._prepare = prepare
+        super().__init__(options.workers, policy, log_dir, terminal, patience)
+        self._options, self._plan = options, plan
         self._start_program = start_program
 
     @contextmanager
     def _started(self, restart: Restart, inbox: SignalInbox, guardian: Guardian) -> Iterator[ProcessGroup]:
-        with (
-            self._prepare(restart.workers, restart.number) as plans,
-            ProcessGroup(plans, self._log_dir, self.terminal, guardian, restart.number, self._start_program) as group,
-        ):
-            yield group
+        options = replace(self._options, workers=restart.workers)
+        with reserve(len(options.tasks), host=options.host) as reservation:
+            plans = self._plan(options, ports=reservation.ports, restart=restart.number)
+            of_run = (self._log_dir, self.terminal, guardian, restart.number, self._start_program)
+            with ProcessGroup(plans, *of_run) as group:
+                yield group
 
 
 class Attempt:
@@ -439,8 +437,8 @@ class ClusterAttempt(Attempt):
         self._decision: Restart | GiveUp | None = None
         self._progressed = False
         self._grows_to = 0
-        # Workers that are to be started again, and since when they are gone.
-        self._pending: dict[Process, tuple[Replacement, float]] = {}
+        # Workers that are to be started again, as which replacement, and when.
+        self._pending: dict[Process, tuple[int, float]] = {}
         self._preempted = False
         self._released = False
 
@@ -467,11 +465,12 @@ class ClusterAttempt(Attempt):
         """Has a worker replaced, or not. False: nobody is left or about to come, and the training is lost."""
         others = [other for other in self._group.processes if other.plan.is_replaceable and other is not process]
         left = sum(other.status is None or other in self._pending for other in others)
-        decision = self._run.replace(self._group.failure(process, process.status), process.lived, left)
-        if decision is None:
+        replacement = self._run.replace(self._group.failure(process, process.status), process.lived, left)
+        if replacement is None:
             return left > 0
         process.kill()  # its helpers: they may hold its port
-        self._pending[process] = decision, time.monotonic()
+        number, delay = replacement
+        self._pending[process] = number, time.monotonic() + delay
         return True
 
     def _start_replacements(self) -> bool:
@@ -481,10 +480,10 @@ class ClusterAttempt(Attempt):
             OSError: a process could not be started.
         """
         was_empty = bool(self._pending)
-        for process, (replacement, since) in list(self._pending.items()):
-            if process.is_over and time.monotonic() - since >= replacement.delay:
+        for process, (number, due) in list(self._pending.items()):
+            if process.is_over and time.monotonic() >= due:
                 del self._pending[process]
-                self._group.replace(process, replacement.number)
+                self._group.replace(process, number)
         return was_empty
 
     def _note_preemption(self) -> None:

@@ -18,6 +18,7 @@ import tfdist
 from tfdist.launcher.function import launch as module
 from tfdist.launcher.function.output import CallOutput
 from tfdist.launcher.operating_system import SignalInbox
+from tfdist.launcher.plan import RunOptions
 from tfdist.launcher.policy import RestartPolicy
 from tfdist.launcher.process import start_unpinned
 from tfdist.launcher.supervisor import Patience
@@ -238,7 +239,7 @@ class TestFailures:
     def test_what_ends_anyway_is_not_late(self, folder, capsys, stopped, running, is_late):
         """Who has clicked on stop, or whose processes have all ended, hears of no time limit."""
         of_run = (RestartPolicy(0), folder, CallOutput("worker 0", False, {}), Patience(), start_unpinned)
-        run = module._CallRun(None, 1, *of_run, timeout=1e-9)
+        run = module._CallRun(RunOptions(), None, *of_run, timeout=1e-9)
         run._inbox, run.group = SignalInbox(), SimpleNamespace(running=["worker 0"] * running)
         if stopped:
             run._inbox.put(signal.SIGINT)

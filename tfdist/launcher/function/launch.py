@@ -28,11 +28,11 @@ from tfdist.launcher.guardian import Guardian
 from tfdist.launcher.local.calls import LaunchError, Outcome, call_command, read_outcome, write_call
 from tfdist.launcher.operating_system import SignalInbox
 from tfdist.launcher.output import hidden_lines
-from tfdist.launcher.plan import Machine, PlanError, ProcessPlan, RunOptions, default_workers
+from tfdist.launcher.plan import Machine, PlanError, ProcessPlan, RunOptions, default_workers, plan_run
 from tfdist.launcher.policy import Failure, Restart, RestartPolicy
 from tfdist.launcher.process import ProcessGroup, StartProgram, start_unpinned
-from tfdist.launcher.run import announce, check_shares, log_folder, new_run_id, preparation, shortest
-from tfdist.launcher.supervisor import ClusterRun, Ending, Patience, Prepare
+from tfdist.launcher.run import announce, check_shares, log_folder, new_run_id, shortest
+from tfdist.launcher.supervisor import ClusterRun, Ending, Patience
 from tfdist.supervision.exit_codes import PREEMPTED
 from tfdist.supervision.process_folders import process_folder
 from tfdist.supervision.progress import Progress
@@ -132,10 +132,11 @@ def launch(
         hidden = hidden_lines(show_all, {**environ, **variables})
         shown = CallOutput("worker 0", show_all, environ, hidden)
         announce(options, machine, shown, str(shortest(folder)), show_all)
-        prepare = preparation(options, call_command(call, call), machine, environ, run_id, str(folder), show_all)
+        of_run = {"run_id": run_id, "log_dir": str(folder), "show_all": show_all}
+        command = call_command(call, call)  # each process gets one of its own
         run = _CallRun(
-            prepare,
-            count,
+            options,
+            functools.partial(plan_run, command=command, machine=machine, environ=environ, **of_run),
             RestartPolicy(max_restarts),
             folder,
             shown,
@@ -162,14 +163,13 @@ class _CallRun(ClusterRun):
         ending: how it ended, once it has.
         timeout: for how many seconds it may last, if there is a limit.
         is_late: whether its time was up.
-        output: where its processes' output goes.
         group: those that were started last.
     """
 
     def __init__(
         self,
-        prepare: Prepare,
-        workers: int,
+        options: RunOptions,
+        plan: Callable[..., list[ProcessPlan]],
         policy: RestartPolicy,
         log_dir: Path,
         output: CallOutput,
@@ -177,8 +177,7 @@ class _CallRun(ClusterRun):
         start_program: StartProgram,
         timeout: float | None,
     ) -> None:
-        super().__init__(prepare, workers, policy, log_dir, output, patience, start_program)
-        self.output = output
+        super().__init__(options, plan, policy, log_dir, output, patience, start_program)
         self.timeout = timeout
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self.is_late = False
@@ -191,12 +190,12 @@ class _CallRun(ClusterRun):
 
     def note_progress(self, progress: Mapping[str, Progress | None]) -> None:
         super().note_progress(progress)
-        self.output.refresh()
+        self.terminal.refresh()
         if self._inbox.is_stopping or not self.group.running:
             return  # it ends, or has ended, without that
         if self._deadline is not None and time.monotonic() > self._deadline:
             self.is_late = True
-            self.output.message(f"{self.timeout:g} s are over (timeout): the processes are stopped")
+            self.terminal.message(f"{self.timeout:g} s are over (timeout): the processes are stopped")
             self._inbox.put(signal.SIGTERM)
 
     def _conclude(self, ending: Ending) -> int:
@@ -322,4 +321,4 @@ def _quoted(name: str, lines: Sequence[str]) -> list[str]:
 def _tail(run: _CallRun, name: str, count: int) -> tuple[str, ...]:
     """The last lines that a process has printed, without those that are not shown either."""
     lines = [line for one in run.group.processes if one.plan.name == name for line in one.tail(count + _MOST_HIDDEN)]
-    return tuple(line for line in lines if not run.output.hides(line))[-count:]
+    return tuple(line for line in lines if not run.terminal.hides(line))[-count:]
