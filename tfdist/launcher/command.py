@@ -26,32 +26,6 @@ from tfdist.launcher.arguments import (
 )
 from tfdist.launcher.operating_system import open_standard_streams
 
-_WORKERS_HELP = (
-    "Number of training processes; MIN:MAX begins with MAX, goes on with fewer when some die, and grows again.  "
-    "[default: number of GPUs that CUDA_VISIBLE_DEVICES or nvidia-smi names; 2 without GPUs]"
-)
-_STAGES_HELP = "Instead of -n: a process for each of the K stages that tfdist.PipelineStrategy cuts a model into."
-_REPLICAS_HELP = "With --stages: R copies of the whole pipeline, K*R processes in all.  [default: 1]"
-_HANG_HELP = "Without progress for so long, a process counts as hung.  [default: what is unusual for it, 30 at least]"
-_HOSTS_HELP = (
-    "Run on these hosts, which are reached by ssh: HOST, or HOST:PROCESSES, separated by commas.  "
-    "[default of PROCESSES: a host's number of GPUs; 1 without GPUs]"
-)
-_HOSTFILE_HELP = "The same from a file, with a line for each host: HOST, HOST:8 or HOST slots=8; # begins a comment."
-_SSH_HELP = "How to call ssh, with options: 'ssh -F my_config'."
-_PYTHON_HELP = "Python of the other hosts.  [default: the path of this one]"
-_PS_HELP = "Number of parameter servers; a chief is started as well, which drives the -n workers."
-_RESTARTS_HELP = "How often to start all processes again after one failed; with --ps, also a lost worker alone."
-_START_HELP = "Seconds from the call of fit to the first step, until the run counts as hung."
-_REGROW_HELP = "With -n MIN:MAX: seconds after which a run that lacks workers saves, and starts with more; inf: never."
-_DRILL_HANG_HELP = "For the fault that hangs a worker.  [default: from the time between two backups]"
-_ONLY_HELP = (
-    "Only this fault (repeatable): kill-worker, kill-chief, hang, corrupt, truncate, disk-full, preempt or shrink."
-)
-_KEEP_GOING_HELP = "Go on after a fault that the training did not survive unchanged."
-_LOGS_HELP = "Folder of the logs.  [default: tfdist-logs/<date-time>-<pid>]"
-_DRILL_LOGS_HELP = "Folder of logs and backups.  [default: tfdist-logs/drill-<date-time>]"
-_WHEEL_HELP = "Where to put it.  [default: ~/.cache/tfdist/horovod/tensorflow-...]"
 _ELSEWHERE = {
     **dict.fromkeys(("submit", "status", "logs", "cancel", "monitor", "goodput"), "tfdist.jobs.command"),
     "plan": "tfdist.planning.command",
@@ -80,27 +54,90 @@ def main() -> None:
 
 
 @main.command(cls=ScriptCommand, short_help="Run a script as a cluster on this machine, or on hosts.")
-@click.option("-n", "--workers", type=WorkerRange(), help=_WORKERS_HELP)
-@click.option("--stages", type=click.IntRange(min=1), metavar="K", help=_STAGES_HELP)
-@click.option("--replicas", type=click.IntRange(min=1), metavar="R", help=_REPLICAS_HELP)
-@click.option("--ps", type=int, default=0, show_default=True, help=_PS_HELP)
+@click.option(
+    "-n",
+    "--workers",
+    type=WorkerRange(),
+    help="Number of training processes; MIN:MAX begins with MAX, goes on with fewer when some die, and grows again.  "
+    "[default: number of GPUs that CUDA_VISIBLE_DEVICES or nvidia-smi names; 2 without GPUs]",
+)
+@click.option(
+    "--stages",
+    type=click.IntRange(min=1),
+    metavar="K",
+    help="Instead of -n: a process for each of the K stages that tfdist.PipelineStrategy cuts a model into.",
+)
+@click.option(
+    "--replicas",
+    type=click.IntRange(min=1),
+    metavar="R",
+    help="With --stages: R copies of the whole pipeline, K*R processes in all.  [default: 1]",
+)
+@click.option(
+    "--ps",
+    type=int,
+    default=0,
+    show_default=True,
+    help="Number of parameter servers; a chief is started as well, which drives the -n workers.",
+)
 @click.option("--chief", is_flag=True, help='Let the first worker be the job "chief".')
 @TRANSPORT_OPTION
-@click.option("--hosts", metavar="HOST:N,...", help=_HOSTS_HELP)
-@click.option("--hostfile", metavar="FILE", type=FILE, help=_HOSTFILE_HELP)
-@click.option("--ssh", metavar="COMMAND", default="ssh", show_default=True, help=_SSH_HELP)
-@click.option("--remote-python", metavar="PATH", help=_PYTHON_HELP)
+@click.option(
+    "--hosts",
+    metavar="HOST:N,...",
+    help="Run on these hosts, which are reached by ssh: HOST, or HOST:PROCESSES, separated by commas.  "
+    "[default of PROCESSES: a host's number of GPUs; 1 without GPUs]",
+)
+@click.option(
+    "--hostfile",
+    metavar="FILE",
+    type=FILE,
+    help="The same from a file, with a line for each host: HOST, HOST:8 or HOST slots=8; # begins a comment.",
+)
+@click.option(
+    "--ssh",
+    metavar="COMMAND",
+    default="ssh",
+    show_default=True,
+    help="How to call ssh, with options: 'ssh -F my_config'.",
+)
+@click.option("--remote-python", metavar="PATH", help="Python of the other hosts.  [default: the path of this one]")
 @click.option("--cpus-per-worker", type=CountOrAuto(1), default="auto", show_default=True, help="Cores of each one.")
 @click.option("--gpus-per-worker", type=CountOrAuto(0), default="auto", show_default=True, help="GPUs of each one.")
 @click.option("--env", multiple=True, metavar="KEY=VALUE", callback=read_env, help="Set a variable (repeatable).")
-@click.option("--log-dir", metavar="DIR", type=FOLDER, help=_LOGS_HELP)
+@click.option(
+    "--log-dir", metavar="DIR", type=FOLDER, help="Folder of the logs.  [default: tfdist-logs/<date-time>-<pid>]"
+)
 @click.option("--grace", type=click.FloatRange(min=0), default=30, show_default=True, help="Seconds before SIGKILL.")
 @click.option("--output", type=click.Choice(["chief", "all"]), default="chief", help="Whose output to show.")
 @click.option("--host", metavar="ADDRESS", default="127.0.0.1", show_default=True, help="Address of the cluster.")
-@click.option("--max-restarts", type=click.IntRange(min=0), default=3, show_default=True, help=_RESTARTS_HELP)
-@click.option("--hang-timeout", type=SecondsOrAuto(), default="auto", help=_HANG_HELP)
-@click.option("--start-timeout", type=_POSITIVE, default=600, show_default=True, help=_START_HELP)
-@click.option("--regrow-after", type=_POSITIVE, default=300, show_default=True, help=_REGROW_HELP)
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(min=0),
+    default=3,
+    show_default=True,
+    help="How often to start all processes again after one failed; with --ps, also a lost worker alone.",
+)
+@click.option(
+    "--hang-timeout",
+    type=SecondsOrAuto(),
+    default="auto",
+    help="Without progress for so long, a process counts as hung.  [default: what is unusual for it, 30 at least]",
+)
+@click.option(
+    "--start-timeout",
+    type=_POSITIVE,
+    default=600,
+    show_default=True,
+    help="Seconds from the call of fit to the first step, until the run counts as hung.",
+)
+@click.option(
+    "--regrow-after",
+    type=_POSITIVE,
+    default=300,
+    show_default=True,
+    help="With -n MIN:MAX: seconds after which a run that lacks workers saves, and starts with more; inf: never.",
+)
 @click.pass_context
 def run(ctx: click.Context, **options: Any) -> None:
     """Run SCRIPT, unchanged, as a cluster on this machine, or on several hosts (--hosts).
@@ -148,12 +185,28 @@ def _tell_job(error: Exception, code: int) -> None:
 
 @main.command(cls=ScriptCommand, short_help="Try out whether a script survives kills, hangs, damaged backups, ...")
 @click.option("-n", "--workers", type=click.IntRange(min=1), default=2, show_default=True, help="Training processes.")
-@click.option("--only", multiple=True, metavar="NAME", help=_ONLY_HELP)
+@click.option(
+    "--only",
+    multiple=True,
+    metavar="NAME",
+    help="Only this fault (repeatable): kill-worker, kill-chief, hang, corrupt, truncate, disk-full, preempt or "
+    "shrink.",
+)
 @click.option("--timeout", type=_POSITIVE, default=300, show_default=True, help="Seconds that each run may take.")
-@click.option("--hang-timeout", type=SecondsOrAuto(), default="auto", help=_DRILL_HANG_HELP)
-@click.option("--keep-going", is_flag=True, help=_KEEP_GOING_HELP)
+@click.option(
+    "--hang-timeout",
+    type=SecondsOrAuto(),
+    default="auto",
+    help="For the fault that hangs a worker.  [default: from the time between two backups]",
+)
+@click.option("--keep-going", is_flag=True, help="Go on after a fault that the training did not survive unchanged.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-@click.option("--log-dir", metavar="DIR", type=FOLDER, help=_DRILL_LOGS_HELP)
+@click.option(
+    "--log-dir",
+    metavar="DIR",
+    type=FOLDER,
+    help="Folder of logs and backups.  [default: tfdist-logs/drill-<date-time>]",
+)
 @click.pass_context
 def drill(ctx: click.Context, as_json: bool, **options: Any) -> None:
     """Run SCRIPT once undisturbed and once for each fault, and compare how it ends.
@@ -182,7 +235,12 @@ def horovod() -> None:
 
 
 @horovod.command(short_help="Build a wheel of Horovod for the installed TensorFlow.")
-@click.option("--wheel-dir", metavar="DIR", type=FOLDER, help=_WHEEL_HELP)
+@click.option(
+    "--wheel-dir",
+    metavar="DIR",
+    type=FOLDER,
+    help="Where to put it.  [default: ~/.cache/tfdist/horovod/tensorflow-...]",
+)
 @click.option("--force", is_flag=True, help="Build even if there is one already.")
 def build(wheel_dir: str | None, force: bool) -> None:
     """Build a wheel of Horovod 0.28.1 for the TensorFlow that is installed here, and let two processes try it.

@@ -201,7 +201,8 @@ class Process:
         if not others or self._is_stuck():
             if others:
                 self._leave_behind(others)
-            self._reap()
+            self._program.wait()
+            self._reaped = True
         elif time.monotonic() - self._ended_at > _HELPERS_GRACE:
             self.kill()
         return False
@@ -266,10 +267,6 @@ class Process:
             "kernel ends it when what it waits for answers: a disk, a network file system, a GPU. It may still hold "
             "memory and files"
         )
-        self._reaped = True
-
-    def _reap(self) -> None:
-        self._program.wait()
         self._reaped = True
 
 

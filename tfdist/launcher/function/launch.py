@@ -37,8 +37,6 @@ from tfdist.supervision.exit_codes import PREEMPTED
 from tfdist.supervision.process_folders import process_folder
 from tfdist.supervision.progress import Progress
 
-_GPUS = "CUDA_VISIBLE_DEVICES"
-_START_TIMEOUT = 600.0
 _LAST_LINES, _LAST_LINES_OF_OTHERS, _OTHERS = 20, 5, 3
 # TensorFlow writes as many lines at most that are left out.
 _MOST_HIDDEN = 20
@@ -106,7 +104,7 @@ def launch(
     _refuse_in_cluster(os.environ)
     variables = dict(env or {})
     # Where the user names GPUs, these are shared out.
-    environ = {**os.environ, **{name: variables.pop(name) for name in (_GPUS,) if name in variables}}
+    environ = {**os.environ, **{name: variables.pop(name) for name in ("CUDA_VISIBLE_DEVICES",) if name in variables}}
     machine = Machine.this_one(environ)
     try:
         count = default_workers(machine, gpus_per_worker) if workers is None else workers
@@ -140,7 +138,7 @@ def launch(
             RestartPolicy(max_restarts),
             folder,
             shown,
-            Patience(hang_timeout=hang_timeout, start_timeout=max(_START_TIMEOUT, hang_timeout or 0.0)),
+            Patience(hang_timeout=hang_timeout, start_timeout=max(Patience.start_timeout, hang_timeout or 0.0)),
             functools.partial(_start_call, call),
             timeout,
         )

@@ -15,10 +15,6 @@ from tfdist.launcher.local.calls import CallPickler
 _BUILD = "Build it in the function, in the scope of the strategy; weights travel as arrays (model.get_weights())"
 
 
-class NotSendable(TypeError):
-    """Something that belongs to the TensorFlow of this process."""
-
-
 class SendingPickler(CallPickler):
     """Pickles functions by value; refuses what would start TensorFlow in a worker before its strategy does.
 
@@ -30,7 +26,7 @@ class SendingPickler(CallPickler):
     def reducer_override(self, obj: Any) -> Any:
         for kind, what, advice in _kinds():
             if isinstance(obj, kind):
-                raise NotSendable(f"a {what} ({type(obj).__name__}) belongs to this process and its devices. {advice}.")
+                raise TypeError(f"a {what} ({type(obj).__name__}) belongs to this process and its devices. {advice}.")
         return super().reducer_override(obj)
 
 
