@@ -10,7 +10,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FrameType
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -151,11 +150,8 @@ class SignalInbox:
             # nohup ignores SIGHUP so that the run outlives its terminal.
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue
-            self._previous[number] = signal.signal(number, self._receive)
+            self._previous[number] = signal.signal(number, lambda number, frame: self.put(signal.Signals(number)))
         return self
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        self.put(signal.Signals(number))
 
     def put(self, number: signal.Signals) -> None:
         """Lets `take` find a signal that nobody has sent."""

@@ -405,7 +405,7 @@ class Terminal:
 
     def _prefix(self, name: str) -> str:
         label = self._label(name)
-        return f"{_DIM}{label}{_NORMAL}" if self._colour else label
+        return f"{_DIM}{label}{_NORMAL}" if self._colour and label else label
 
     def _label(self, name: str) -> str:
         return f"[{name}] "

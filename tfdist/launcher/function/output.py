@@ -78,9 +78,6 @@ class CallOutput(Terminal):
                 self._put(f"{self._prefix(name)}{begun}\n")
         return name in self._raised or super()._leaves_out(name, line)
 
-    def _prefix(self, name: str) -> str:
-        return super()._prefix(name) if self._prefixed else ""
-
     def _label(self, name: str) -> str:
         return super()._label(name) if self._prefixed else ""
 
