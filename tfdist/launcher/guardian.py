@@ -21,7 +21,7 @@ from collections.abc import Iterable
 _END_DEADLINE = 2.0
 _RUN = "TFDIST_RUN_ID"
 # A helper may just be starting another one.
-_SWEEPS, _PAUSE = 20, 0.05
+_SWEEPS, _PAUSE = 40, 0.05
 
 
 class Guardian:
@@ -92,18 +92,21 @@ def remaining_groups(messages: Iterable[str]) -> dict[int, str]:
     return groups
 
 
-def kill_run(run: str) -> int:
-    """Kills all processes that have this id of a run in their environment, and says how many there were."""
-    found = 0
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        # Not ours, or ended meanwhile.
-        with contextlib.suppress(OSError):
-            with open(f"/proc/{name}/environ", "rb") as file:
-                if f"{_RUN}={run}".encode() not in file.read().split(b"\0"):
-                    continue
-            os.kill(int(name), signal.SIGKILL)
-            found += 1
-    return found
+def kill_run(run: str) -> None:
+    """Kills all processes that have this id of a run in their environment, until there are none."""
+    for _ in range(_SWEEPS):
+        found = False
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            # Not ours, or ended meanwhile.
+            with contextlib.suppress(OSError):
+                with open(f"/proc/{name}/environ", "rb") as file:
+                    if f"{_RUN}={run}".encode() not in file.read().split(b"\0"):
+                        continue
+                os.kill(int(name), signal.SIGKILL)
+                found = True
+        if not found:
+            return
+        time.sleep(_PAUSE)
 
 
 def main() -> None:
@@ -115,10 +118,7 @@ def main() -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
     for run in filter(None, set(groups.values())):
-        for _ in range(_SWEEPS):
-            if not kill_run(run):
-                break
-            time.sleep(_PAUSE)
+        kill_run(run)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from tests.launcher.conftest import wait_until
 from tfdist.launcher.hosts import connection as connections
 from tfdist.launcher.hosts.agent import SILENCE
-from tfdist.launcher.hosts.connection import Channel, Connection, HostsError, Reach, Reached, RunFacts, check_said, line
+from tfdist.launcher.hosts.connection import Channel, Connection, HostsError, Reach, Reached, check_said, line
 from tfdist.launcher.hosts.group import HostsGroup
 from tfdist.launcher.hosts.places import ListedHost
 from tfdist.launcher.output import Terminal
@@ -76,7 +76,7 @@ def heard(channel: Channel, kind: str, told: list | None = None) -> dict:
 
 
 def start(channel: Channel, *command: str | None, told: list | None = None) -> int:
-    what = {"job": "worker", "index": 0, "env": {}, "cpus": [], "serves": False, "number": 7}
+    what = {"job": "worker", "index": 0, "env": {}, "cpus": [], "serves": False}
     channel.send(line(kind="start", command=command, **what))
     return heard(channel, "started", told)["pid"]
 
@@ -180,8 +180,8 @@ def reached(tmp_path: Path, *names: str) -> Iterator[Reached]:
     ssh.chmod(0o755)
     (tmp_path / "logs").mkdir()
     listed = [ListedHost(name, 1) for name in names]
-    run = RunFacts("run", str(tmp_path / "logs"), {})
-    with Reached.reach(listed, Reach((str(ssh),), None, str(tmp_path)), run) as hosts:
+    reach = Reach((str(ssh),), None, str(tmp_path), "run", str(tmp_path / "logs"), {})
+    with Reached.reach(listed, reach) as hosts:
         assert not hosts.problems
         yield hosts
 
@@ -214,7 +214,7 @@ class _Connection(Connection):
     silence = 0.0
 
     def __init__(self, name: str) -> None:
-        self.host, self.lost, self.facts = ListedHost(name), "", object()
+        self.host, self.lost = ListedHost(name), ""
         reading, writing = os.pipe()
         self.channel = SimpleNamespace(reading=reading, writing=writing, heard=time.monotonic(), beat=lambda: None)
         self.send = lambda **fields: None
@@ -238,7 +238,7 @@ class _Connection(Connection):
 def test_an_agent_that_tells_another_number_of_ports_is_refused(ports: list[int]) -> None:
     told = {"kind": "ready", "address": "10.0.0.1", "ports": ports}
     with pytest.raises(HostsError, match=re.escape(f"host a: Received: {ports}. Expected: 2 ports")):
-        connections._place(SimpleNamespace(name="a"), told, 2)
+        connections._place(SimpleNamespace(name="a", answer=told), 2)
 
 
 @pytest.mark.parametrize("silence", [4.0, 12.0])
@@ -247,7 +247,10 @@ def test_a_host_that_has_fallen_silent_is_to_blame_for_failures_elsewhere(tmp_pa
     with group_of_two(tmp_path) as (group, one, two):
         two.silence = silence
         said = base64.b64encode(b"UnavailableError: gone\n").decode()
-        one.told = [{"kind": "output", "number": 0, "data": said}, {"kind": "end", "name": "worker 0", "status": 1}]
+        one.told = [
+            {"kind": "output", "name": "worker 0", "data": said},
+            {"kind": "end", "name": "worker 0", "status": 1},
+        ]
         ended = group.tick()
         failures = [group.failure(process, process.status) for process in ended]
         assert [process.plan.name for process in ended] == ["worker 0", "worker 1"][: 2 if silence > 8 else 1]
@@ -299,8 +302,8 @@ NAMES = ("name", "pid", "status", "text", "age", "reports", "phase", "step", "re
 KINDS = ("started", "end", "over", "closed", "progress", "error", "events", "message", "ready", "hello", "x")
 TOLD = st.one_of(
     st.builds(
-        lambda number, data: {"kind": "output", "number": number, "data": data},
-        st.integers(0, 3) | VALUES,
+        lambda name, data: {"kind": "output", "name": name, "data": data},
+        st.sampled_from(["worker 0", "worker 1", "worker 7"]) | VALUES,
         st.binary(max_size=20).map(lambda data: base64.b64encode(data).decode()) | VALUES,
     ),
     st.builds(

@@ -12,7 +12,7 @@ import pytest
 
 from tests.launcher.hosts.test_connections import DEADLINE
 from tfdist.launcher.hosts import run as module
-from tfdist.launcher.hosts.connection import HostsError, Reach, Reached, RunFacts
+from tfdist.launcher.hosts.connection import HostsError, Reach, Reached
 from tfdist.launcher.hosts.places import ListedHost
 from tfdist.launcher.hosts.run import HostsRun, _Asked
 from tfdist.launcher.operating_system import SignalInbox
@@ -42,10 +42,9 @@ class Setting:
         (folder / "ssh").chmod(0o755)
         self.set_gpus("one", "0,1")
         self.set_gpus("two", "0")
-        reach = Reach((str(folder / "ssh"),), None, str(folder))
+        reach = Reach((str(folder / "ssh"),), None, str(folder), "run", str(folder / "logs"), {})
         listed = [ListedHost("one"), ListedHost("two")]
-        run = RunFacts("run", str(folder / "logs"), {})
-        self._asked = _Asked(RunOptions(workers=3), fewest, listed, reach, run, ("true",), {}, False)
+        self._asked = _Asked(RunOptions(workers=3), fewest, listed, reach, ("true",), {}, False)
         self._terminal = Terminal(io.BytesIO(), is_tty=False)
         self._terminal.message = self.said.append  # type: ignore[method-assign]
 
@@ -54,7 +53,7 @@ class Setting:
 
     def run(self) -> HostsRun:
         """As it was before the restart."""
-        with Reached.reach(self._asked.listed, self._asked.reach, self._asked.run) as first:
+        with Reached.reach(self._asked.listed, self._asked.reach) as first:
             of_run = (RestartPolicy(3), self._folder / "logs", self._terminal, Patience(start_timeout=DEADLINE))
             return HostsRun(self._asked, first, *of_run, SignalInbox())
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import json
 import os
 import socket
 import sys
@@ -23,7 +24,7 @@ from tfdist.launcher.guardian import Guardian, kill_run
 from tfdist.launcher.hosts.connection import Channel, Message, line
 from tfdist.launcher.plan import RESERVED, Machine, ProcessPlan, own_version
 from tfdist.launcher.process import Process, ProcessGroup
-from tfdist.supervision.events import FILE_NAME, event_in, opened
+from tfdist.supervision.events import EventStream
 from tfdist.supervision.identity import this_host
 
 # The launcher's heart beats every two seconds. Without it for so long, the network or the launcher's machine is gone:
@@ -33,9 +34,7 @@ _HELLO_SECONDS = 60.0
 _TICK = 0.02
 # No process is heard while so much waits to be sent: it then waits itself, as it would for a slow terminal.
 _MOST_UNSENT = 1 << 20
-_PROGRESS_PAUSE, _EVENTS_PAUSE = 0.1, 0.5
-_SWEEPS, _SWEEP_PAUSE = 40, 0.05
-_MOST_EVENTS = 1 << 20
+_REPORT_PAUSE = 0.1
 
 
 class _Reporter:
@@ -43,7 +42,6 @@ class _Reporter:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self.numbers: dict[str, int] = {}
 
     @property
     def is_behind(self) -> bool:
@@ -54,8 +52,7 @@ class _Reporter:
 
     def feed(self, name: str, data: bytes, final: bool = False) -> None:
         if data:
-            text = base64.b64encode(data).decode()
-            self._channel.send(line(kind="output", number=self.numbers[name], data=text))
+            self._channel.send(line(kind="output", name=name, data=base64.b64encode(data).decode()))
         if final:
             self._channel.send(line(kind="closed", name=name))
 
@@ -75,10 +72,10 @@ class Agent:
         self._reporter = _Reporter(channel)
         self._processes: dict[str, Process] = {}
         self._reports: dict[str, int] = {}
-        self._over: set[Process] = set()
-        self._next = dict.fromkeys(("progress", "events"), 0.0)
+        self._next_report = 0.0
         self._reservation: Reservation | None = None
-        self._events: _Events | None = None
+        # What the processes here append to their event log, where that is not the launcher's.
+        self._events: EventStream | None = None
         self._hello: Message = {}
 
     def run(self) -> None:
@@ -111,15 +108,11 @@ class Agent:
             time.sleep(_TICK)
         self._hello = hello = asked[0]
         if hello["restart"]:
-            # Of an attempt from which this host was cut off.
-            for _ in range(_SWEEPS):
-                if not kill_run(hello["run_id"]):
-                    break
-                time.sleep(_SWEEP_PAUSE)
+            kill_run(hello["run_id"])  # what is left of an attempt from which this host was cut off
         machine = Machine.this_one({**os.environ, "PATH": hello["variables"].get("PATH", os.environ.get("PATH", ""))})
         shares_logs = os.path.exists(hello["probe"])
         if not shares_logs:
-            self._events = _Events(Path(hello["log_dir"]), self._reporter)
+            self._follow_events(Path(hello["log_dir"]))
         answer = {
             "version": own_version(),
             "machine": this_host(),
@@ -130,6 +123,15 @@ class Agent:
         # The shell may have left a line without an end.
         self._channel.send(b"\n" + line(kind="hello", greeting=hello["greeting"], **answer))
         return True
+
+    def _follow_events(self, log_dir: Path) -> None:
+        try:
+            log_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            self._reporter.message(f"no folder for events there: {error}; those of its processes are lost")
+        self._events = EventStream(log_dir, keep=False)
+        with contextlib.suppress(OSError):
+            self._events.read()  # what is there already was told by another agent
 
     def _obey(self, asked: Any) -> None:
         kind, process = asked["kind"], self._processes.get(asked.get("name", ""))
@@ -162,7 +164,6 @@ class Agent:
 
     def _start(self, asked: Message) -> None:
         name = f"{asked['job']} {asked['index']}"
-        self._reporter.numbers[name] = asked["number"]
         environ = {name: value for name, value in os.environ.items() if name not in RESERVED}
         # The launcher's own Python may be elsewhere here.
         command = [sys.executable if word is None else word for word in asked["command"]]
@@ -180,16 +181,15 @@ class Agent:
             self._group.read_available(process)
             self._report_progress()
             self._channel.send(line(kind="end", name=process.plan.name, status=process.status))
-        for name, process in self._processes.items():
-            if process.is_over and process not in self._over:
-                self._over.add(process)
-                self._report_events()
-                self._channel.send(line(kind="over", name=name))
+        for name in [name for name, process in self._processes.items() if process.is_over]:
+            self._report_events()
+            del self._processes[name]
+            self._channel.send(line(kind="over", name=name))
 
     def _report(self) -> None:
-        if self._is_due("progress", _PROGRESS_PAUSE):
+        if time.monotonic() >= self._next_report:
+            self._next_report = time.monotonic() + _REPORT_PAUSE
             self._report_progress()
-        if self._is_due("events", _EVENTS_PAUSE):
             self._report_events()
 
     def _report_progress(self) -> None:
@@ -205,55 +205,20 @@ class Agent:
     def _report_events(self) -> None:
         if self._events is None:
             return
-        # Other hosts may write to the same file, and their agents tell of that.
-        lines = self._events.read().splitlines(keepends=True)
-        own = [line for line in lines if (event := event_in(line)) and event["name"] in self._processes]
-        if own:
-            self._channel.send(line(kind="events", text="".join(own)))
-
-    def _is_due(self, what: str, pause: float) -> bool:
-        now = time.monotonic()
-        is_due = now >= self._next[what]
-        if is_due:
-            self._next[what] = now + pause
-        return is_due
-
-
-class _Events:
-    """What the processes here append to their event log, where that is not the launcher's."""
-
-    def __init__(self, log_dir: Path, reporter: _Reporter) -> None:
-        self._path, self._position = log_dir / FILE_NAME, 0
-        try:
-            log_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            reporter.message(f"no folder for events there: {error}; those of its processes are lost")
         with contextlib.suppress(OSError):
-            self._position = self._path.stat().st_size
-
-    def read(self) -> str:
-        """The whole lines that have come since the last call."""
-        try:
-            with opened(self._path) as file:
-                file.seek(self._position)
-                data = file.read(_MOST_EVENTS)
-        except OSError:
-            return ""
-        data = data[: data.rfind(b"\n") + 1]
-        self._position += len(data)
-        return data.decode(errors="replace")
+            # Other hosts may write to the same file, and their agents tell of that.
+            own = [event for event in self._events.read() if event["name"] in self._processes]
+            if own:
+                self._channel.send(line(kind="events", text="".join(f"{json.dumps(event)}\n" for event in own)))
 
 
 def _source_address(towards: str) -> str:
     """The address of this machine from which another one is reached."""
-    with contextlib.suppress(OSError), socket.socket(_family(towards), socket.SOCK_DGRAM) as probe:
+    family = socket.AF_INET6 if ":" in towards else socket.AF_INET
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((towards, 9))  # sends nothing
         return str(probe.getsockname()[0])
     return "127.0.0.1"
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def main() -> None:

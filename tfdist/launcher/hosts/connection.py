@@ -25,9 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import tfdist
-from tfdist.cluster import sockets
 from tfdist.cluster.foreign_text import cleaned
-from tfdist.cluster.sockets import is_loopback, join_address
+from tfdist.cluster.sockets import is_loopback, is_own, join_address
 from tfdist.json_schema import NOTHING, check
 from tfdist.launcher.hosts.places import ListedHost
 from tfdist.launcher.operating_system import end_within
@@ -52,7 +51,7 @@ _SAID: dict[str, dict[str, Any]] = {
     "beat": {},
     "message": {"text": str},
     "events": {"text": str},
-    "output": {"number": int, "data": str},
+    "output": {"name": str, "data": str},
     "started": {"name": str, "pid": int},
     "progress": {"name": str, **_PROGRESS},
     "closed": {"name": str},
@@ -205,7 +204,6 @@ class Channel:
         self.reading.close()
 
 
-SSH = "ssh"
 # A host that says nothing for so long is lost; sooner, if a process elsewhere has failed meanwhile: that comes from it.
 SILENCE = 20.0
 SUSPICIOUS = 8.0
@@ -233,23 +231,29 @@ class HostsError(OSError):
 
 @dataclass(frozen=True)
 class Reach:
-    """How hosts are reached.
+    """How hosts are reached, and what their agents are told about the run.
 
     Attributes:
         ssh: the command, with options.
         python: that of the other hosts; None: the path of this one.
         folder: where the processes work.
+        run_id: name of the run.
+        log_dir: absolute folder of the logs.
+        variables: those of this machine that go to other hosts.
     """
 
-    ssh: tuple[str, ...] = (SSH,)
-    python: str | None = None
-    folder: str = "."
+    ssh: tuple[str, ...]
+    python: str | None
+    folder: str
+    run_id: str
+    log_dir: str
+    variables: Mapping[str, str]
 
     def command(self, name: str, is_here: bool) -> list[str]:
         """The argument vector that runs the agent of a host.
 
         Example:
-            >>> words = Reach(folder="/work").command("node-1", is_here=False)
+            >>> words = Reach(("ssh",), None, "/work", "run", "/work/logs", {}).command("node-1", is_here=False)
             >>> words[:2], words[-2]
             (['ssh', '-T'], 'node-1')
         """
@@ -276,33 +280,7 @@ def is_this_machine(name: str) -> bool:
     user, _, host = name.rpartition("@")
     if user and user != getpass.getuser():
         return False
-    if host == socket.gethostname() or sockets.is_loopback(host):
-        return True
-    try:
-        return sockets.is_own(host)
-    except (OSError, UnicodeError):
-        return False
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What an agent has told of its host.
-
-    Attributes:
-        version: of tfdist.
-        machine: what there is for the processes.
-        identity: of the machine, by which two names of one are noticed.
-    """
-
-    version: str
-    machine: Machine
-    identity: str
-
-    @classmethod
-    def of(cls, told: Message) -> Facts:
-        """What is in the first message of an agent."""
-        machine = Machine(tuple(told["cores"]), tuple(told["gpus"]))
-        return cls(cleaned(told["version"], 100), machine, cleaned(told["machine"], 200))
+    return host == socket.gethostname() or is_loopback(host) or is_own(host)
 
 
 class Connection:
@@ -317,7 +295,9 @@ class Connection:
     Attributes:
         host: whose agent it is.
         lost: why it is of no use any more; empty while it is.
-        facts: what the agent has told of its host; None at first.
+        machine: what the host has for the processes; None until the agent has told it.
+        identity: of the machine, by which two names of one are noticed.
+        answer: what the agent has said to "prepare"; None at first.
         pid: of ssh.
         is_here: whether it is on this machine.
     """
@@ -325,7 +305,9 @@ class Connection:
     def __init__(self, host: ListedHost, reach: Reach, hello: Message, is_here: bool) -> None:
         self.host = host
         self.lost = ""
-        self.facts: Facts | None = None
+        self.machine: Machine | None = None
+        self.identity = ""
+        self.answer: Message | None = None
         self.is_here = is_here
         self._reach = reach
         self._said = b""
@@ -374,7 +356,7 @@ class Connection:
             )
         if self.channel.has_ended:
             self.lose(self._why_ended())
-        elif self.facts is not None and self.silence > SILENCE:
+        elif self.machine is not None and self.silence > SILENCE:
             self.lose(f"host {self.name} does not answer any more: no sign of it for {self.silence:.0f} s")
         for told in found:
             try:
@@ -387,6 +369,8 @@ class Connection:
                 return []
             if told["kind"] == "hello":
                 self._meet(told)
+            elif told["kind"] in ("ready", "error"):
+                self.answer = told
         return found
 
     def lose(self, why: str) -> None:
@@ -408,16 +392,17 @@ class Connection:
     def close(self) -> None:
         """Returns when the connection has ended."""
         self.stop()
-        if self.lost or self.facts is None:  # nothing was started there
+        if self.lost or self.machine is None:  # nothing was started there
             self._process.kill()
         end_within(_END_SECONDS, self._process)
         self._process.stderr.close()
 
     def _meet(self, told: Message) -> None:
-        self.facts = Facts.of(told)
-        if self.facts.version != own_version():
+        self.machine = Machine(tuple(told["cores"]), tuple(told["gpus"]))
+        self.identity = cleaned(told["machine"], 200)
+        if (version := cleaned(told["version"], 100)) != own_version():
             self.lose(
-                f"host {self.name} has tfdist {self.facts.version}, and this machine {own_version()}. Expected: the "
+                f"host {self.name} has tfdist {version}, and this machine {own_version()}. Expected: the "
                 "same; install it there, or name a Python that has it by --remote-python"
             )
 
@@ -433,7 +418,7 @@ class Connection:
             code = self._process.wait(_CODE_SECONDS)
         self._hear_errors()
         said = _last_line(self._said)
-        if self.facts is not None:
+        if self.machine is not None:
             what = "the connection has ended" if code == _SSH_FAILED else f"its agent has ended with exit code {code}"
             return f"host {self.name} is lost: {what}{f' ({said})' if said else ''}"
         python = self._reach.python or sys.executable
@@ -482,21 +467,6 @@ _READY_SECONDS = 30.0
 _TICK = 0.02
 
 
-@dataclass(frozen=True)
-class RunFacts:
-    """What each agent is told about the run.
-
-    Attributes:
-        run_id: name of the run.
-        log_dir: absolute folder of the logs.
-        variables: those of this machine that go to other hosts.
-    """
-
-    run_id: str
-    log_dir: str
-    variables: Mapping[str, str]
-
-
 class Reached:
     """The hosts that were reached, in the order in which the user has named them.
 
@@ -509,12 +479,16 @@ class Reached:
         self.connections: dict[str, Connection] = {}
         self.problems: dict[str, str] = {}
 
+    @property
+    def machines(self) -> dict[str, Machine]:
+        """What there is for the processes, by the names of the hosts."""
+        return {name: one.machine for name, one in self.connections.items() if one.machine is not None}
+
     @classmethod
     def reach(
         cls,
         listed: Sequence[ListedHost],
         reach: Reach,
-        run: RunFacts,
         restart: int = 0,
         check: Callable[[], object] = lambda: None,
     ) -> Reached:
@@ -523,7 +497,6 @@ class Reached:
         Args:
             listed: the hosts.
             reach: how.
-            run: what the agents are told.
             restart: how often the run has been started again.
             check: is called again and again meanwhile; what it raises ends the waiting.
 
@@ -532,14 +505,15 @@ class Reached:
         """
         self = cls()
         try:
-            with _probe(run.log_dir) as probe:
-                hello = {"kind": "hello", "run_id": run.run_id, "log_dir": run.log_dir}
-                more = {"variables": dict(run.variables), "probe": probe, "restart": restart}
+            with _probe(reach.log_dir) as probe:
+                hello = {"kind": "hello", "run_id": reach.run_id, "log_dir": reach.log_dir}
+                more = {"variables": dict(reach.variables), "probe": probe, "restart": restart}
                 # Names may take seconds to look up: nobody is connected yet, and waits.
                 here = {host.name: is_this_machine(host.name) for host in listed}
                 for host in listed:
                     self.connections[host.name] = Connection(host, reach, {**hello, **more}, here[host.name])
-                self._wait(lambda connection: connection.facts is not None, _CONNECT_SECONDS, check)
+                everyone = list(self.connections.values())
+                self._wait(everyone, lambda connection: connection.machine is not None, _CONNECT_SECONDS, check)
             for name in [name for name, connection in self.connections.items() if connection.lost]:
                 connection = self.connections.pop(name)
                 self.problems[name] = connection.lost
@@ -560,15 +534,16 @@ class Reached:
             HostsError: a host is lost, has no ports, or no address that others could use.
         """
         places: dict[str, tuple[str, list[int]]] = {}
-        order = sorted(counts, key=lambda name: self.connections[name].is_here)
         # This machine's own address is the one from which another host is reached.
         for is_here in (False, True):
-            names = [name for name in order if self.connections[name].is_here == is_here]
+            asked = [one for name, one in self.connections.items() if name in counts and one.is_here == is_here]
             towards = next((address for address, _ in places.values() if not is_loopback(address)), "127.0.0.1")
-            for name in names:
-                self.connections[name].send(kind="prepare", count=counts[name], towards=towards)
-            answers = self._answers(names, check)
-            places.update({name: _place(self.connections[name], answers[name], counts[name]) for name in names})
+            for connection in asked:
+                connection.send(kind="prepare", count=counts[connection.name], towards=towards)
+            self._wait(asked, lambda connection: connection.answer is not None, _READY_SECONDS, check)
+            if lost := [connection.lost for connection in asked if connection.lost]:
+                raise HostsError("; ".join(lost))
+            places.update({one.name: _place(one, counts[one.name]) for one in asked})
         self._check_addresses({name: address for name, (address, _) in places.items()})
         return {name: [join_address(address, port) for port in ports] for name, (address, ports) in places.items()}
 
@@ -585,42 +560,28 @@ class Reached:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _answers(self, names: Sequence[str], check: Callable[[], object]) -> dict[str, Any]:
-        answers: dict[str, Any] = {}
-
-        def has_answered(connection: Connection) -> bool:
-            return connection.name not in names or connection.name in answers
-
-        self._wait(has_answered, _READY_SECONDS, check, answers)
-        lost = [self.connections[name].lost for name in names if self.connections[name].lost]
-        if lost:
-            raise HostsError("; ".join(lost))
-        return answers
-
     def _wait(
         self,
+        asked: Sequence[Connection],
         is_done: Callable[[Connection], bool],
         seconds: float,
         check: Callable[[], object],
-        answers: dict[str, Any] | None = None,
     ) -> None:
-        """Hears all until each is done, or lost."""
+        """Hears those that were asked until each is done, or lost."""
         deadline = time.monotonic() + seconds
-        while waiting := [one for one in self.connections.values() if not one.lost and not is_done(one)]:
+        while waiting := [one for one in asked if not one.lost and not is_done(one)]:
             check()
             _sleep(waiting)
             for connection in self.connections.values():
                 connection.channel.beat()
             for connection in waiting:
-                for told in connection.hear():
-                    if answers is not None and told["kind"] in ("ready", "error"):
-                        answers[connection.name] = told
+                connection.hear()
                 if time.monotonic() > deadline and not is_done(connection):
                     connection.is_late(seconds)
 
     def _check_addresses(self, addresses: Mapping[str, str]) -> None:
         others = {name: address for name, address in addresses.items() if is_loopback(address)}
-        machines = {self.connections[name].facts.identity for name in addresses}  # type: ignore[union-attr]
+        machines = {self.connections[name].identity for name in addresses}
         if others and len(machines) > 1:
             name = next(iter(others))
             raise HostsError(
@@ -630,7 +591,9 @@ class Reached:
             )
 
 
-def _place(connection: Connection, told: Any, count: int) -> tuple[str, list[int]]:
+def _place(connection: Connection, count: int) -> tuple[str, list[int]]:
+    told = connection.answer
+    assert told is not None
     if told["kind"] == "ready" and len(told["ports"]) == count:
         return cleaned(told["address"], 100), told["ports"]
     problem = (

@@ -23,7 +23,6 @@ from tfdist.supervision.progress import Progress
 
 _TICK = 0.02
 _START_SECONDS = 60.0
-_KILL_PAUSE = 0.2
 # What shells return for a command that cannot be run.
 _NOT_STARTED = 127
 # How long nothing is heard while much waits to be shown, or written to the logs.
@@ -41,17 +40,13 @@ class RemoteProcess(Process):
         continues: see `Process`.
         files: writes the log.
         connection: to the agent.
-        number: by which its output is told from that of others.
     """
 
-    def __init__(
-        self, plan: ProcessPlan, log_dir: Path, continues: str, files: Writer, connection: Connection, number: int
-    ) -> None:
+    def __init__(self, plan: ProcessPlan, log_dir: Path, continues: str, files: Writer, connection: Connection) -> None:
         super().__init__(plan, log_dir, continues, files=files)
-        self.connection, self.number = connection, number
-        self._pid: int | None = None
+        self.connection = connection
+        self._pid = 0
         self._has_ended = False
-        self._kill_again_at = 0.0
 
     def start(self) -> None:
         """Asks for its start."""
@@ -60,18 +55,12 @@ class RemoteProcess(Process):
         # The agent's own Python may be another one.
         command = [None if word == sys.executable and not at else word for at, word in enumerate(plan.command)]
         what = {"job": plan.job, "index": plan.index, "command": command, "env": dict(plan.env), "cpus": plan.cpus}
-        more = {"serves": plan.serves, "number": self.number}
-        self.connection.send(kind="start", **what, **more)
+        self.connection.send(kind="start", **what, serves=plan.serves)
 
     @property
     def group(self) -> int:
         """Its process group, on its host; 0 before it has started."""
-        return self._pid or 0
-
-    @property
-    def has_started(self) -> bool:
-        """Whether that is known."""
-        return self._pid is not None
+        return self._pid
 
     @property
     def state(self) -> str:
@@ -89,14 +78,10 @@ class RemoteProcess(Process):
             self.connection.send(kind="signal", name=self.plan.name, number=int(number))
 
     def kill(self) -> None:
-        """Kills the whole group; may be called again and again."""
-        now = time.monotonic()
-        if not self._reaped and now >= self._kill_again_at:
-            self._kill_again_at = now + _KILL_PAUSE
+        """Has the agent kill the whole group; a second call does nothing."""
+        if not self._reaped and self._killed_at is None:
+            self._killed_at = time.monotonic()
             self.connection.send(kind="kill", name=self.plan.name)
-
-    def close_output(self) -> None:
-        """Its output comes with all else from its host."""
 
     def note(self, told: Message) -> None:
         """Takes what the agent says of it."""
@@ -148,7 +133,8 @@ class HostsGroup(ProcessGroup):
         reached: Reached,
     ) -> None:
         self._connections = reached.connections
-        self._numbers: dict[int, RemoteProcess] = {}
+        # By the names of host and process: those that are there now.
+        self._remote: dict[tuple[str, str], RemoteProcess] = {}
         self._progress: dict[str, Progress | None] = {}
         self._failed = ""
         self._looked_at = time.monotonic()
@@ -160,9 +146,9 @@ class HostsGroup(ProcessGroup):
         plan = dataclasses.replace(plan, env={**plan.env, **self._room_for(plan)})
         if not plan.serves:
             self._progress.setdefault(plan.name, None)
-        number, connection = len(self._numbers), self._connections[plan.host]
         assert self._log_dir is not None
-        process = self._numbers[number] = RemoteProcess(plan, self._log_dir, continues, self._files, connection, number)
+        process = RemoteProcess(plan, self._log_dir, continues, self._files, self._connections[plan.host])
+        self._remote[plan.host, plan.name] = process
         return process
 
     def __enter__(self) -> HostsGroup:
@@ -201,9 +187,7 @@ class HostsGroup(ProcessGroup):
     def _wait_for_starts(self) -> None:
         """Until all have started, or it is known why not."""
         deadline = time.monotonic() + _START_SECONDS
-        while waiting := [
-            one for one in self._numbers.values() if not one.has_started and not one.lost and one.status is None
-        ]:
+        while waiting := [one for one in self._remote.values() if not (one.group or one.lost) and one.status is None]:
             self._hear()
             self._note_losses()
             if self._failed:
@@ -248,40 +232,31 @@ class HostsGroup(ProcessGroup):
         return ended
 
     def _note_losses(self) -> None:
-        for process in self._numbers.values():
+        for process in self._remote.values():
             if process.connection.lost and not process.lost:
                 process.lose(process.connection.lost)
                 self._terminal.feed(process.plan.name, b"", final=True)
 
     def _take(self, connection: Connection, told: Message) -> None:
         kind = told["kind"]
-        if kind == "output":
-            process, data = self._numbers[told["number"]], base64.b64decode(told["data"])
-            if process.connection is not connection:
-                raise ValueError("the output of another host")
-            process.hear(data)
-            if process.plan.shown:
-                self._terminal.feed(process.plan.name, data)
-        elif kind == "message":
+        if kind == "message":
             self._terminal.message(f"host {connection.name}: {cleaned(told['text'])}")
         elif kind == "events":
             self._log_events(told["text"])
         elif "name" in told:
-            process = self._of(connection, told["name"])
-            if kind == "progress":
+            process = self._remote[connection.name, told["name"]]
+            if kind == "output":
+                data = base64.b64decode(told["data"])
+                process.hear(data)
+                if process.plan.shown:
+                    self._terminal.feed(process.plan.name, data)
+            elif kind == "progress":
                 self._note_progress(process, told)
             elif kind == "closed" and process.plan.shown:
                 self._terminal.feed(process.plan.name, b"", final=True)
             elif kind == "error":
                 self._failed = f"host {connection.name}: {process.plan.name}: {cleaned(told['text'])}"
             process.note(told)
-
-    def _of(self, connection: Connection, name: str) -> RemoteProcess:
-        """The process of this name now; its output may still come with the number of one before."""
-        for process in reversed(self._numbers.values()):
-            if process.plan.name == name and process.connection is connection:
-                return process
-        raise KeyError(name)
 
     def _note_progress(self, process: RemoteProcess, told: Message) -> None:
         if process.plan.name not in self._progress:

@@ -22,7 +22,7 @@ from tfdist.cluster.variables import TOKEN, text, travelling
 from tfdist.launcher.arguments import Target, stages_of
 from tfdist.launcher.guardian import Guardian
 from tfdist.launcher.hosts import places as places_of
-from tfdist.launcher.hosts.connection import Facts, HostsError, Reach, Reached, RunFacts
+from tfdist.launcher.hosts.connection import HostsError, Reach, Reached
 from tfdist.launcher.hosts.group import HostsGroup
 from tfdist.launcher.hosts.places import ListedHost, ListError, parse_hostfile, parse_hosts
 from tfdist.launcher.operating_system import SignalInbox
@@ -66,7 +66,6 @@ class _Asked:
         fewest: with how few workers to go on.
         listed: the hosts.
         reach: how they are reached.
-        run: what the agents are told.
         command: what each process runs.
         environ: variables that all processes get.
         show_all: whether all output goes to the terminal.
@@ -76,7 +75,6 @@ class _Asked:
     fewest: int
     listed: Sequence[ListedHost]
     reach: Reach
-    run: RunFacts
     command: Sequence[str]
     environ: Mapping[str, str]
     show_all: bool
@@ -85,9 +83,8 @@ class _Asked:
         """How many processes each of the hosts may have."""
         each = self.options.gpus_per_worker
         return {
-            name: places_of.slots_of(connection.host, connection.facts.machine, each)
-            for name, connection in reached.connections.items()
-            if connection.facts is not None
+            name: places_of.slots_of(reached.connections[name].host, machine, each)
+            for name, machine in reached.machines.items()
         }
 
 
@@ -158,36 +155,34 @@ def run_on_hosts(
     options = RunOptions(most or 1, *asked, stages=parts, transport=transport)
     run_id, show_all = new_run_id(), output == "all"
     folder = log_folder(log_dir, run_id)
-    reach = Reach(tuple(_words(ssh)), remote_python, _working_folder())
     variables = travelling(os.environ)
-    run = RunFacts(run_id, str(folder), variables)
+    reach = Reach(tuple(_words(ssh)), remote_python, _working_folder(), run_id, str(folder), variables)
     # Who is on the network of the hosts must not be able to take the place of a process.
     token = {} if text({**variables, **env}, TOKEN) else {TOKEN: secrets.token_hex(16)}
     with _made(folder), SignalInbox() as inbox:
         try:
-            first = Reached.reach(listed, reach, run, check=functools.partial(_check, inbox))
+            first = Reached.reach(listed, reach, check=functools.partial(_check, inbox))
         except _Interrupted as stop:
             print(f"tfdist: {stop}", file=sys.stderr)
             return stop.exit_code
         with first:
             if first.problems:
                 raise HostsError("\ntfdist: ".join(first.problems.values()))
-            everything = _Asked(options, fewest, listed, reach, run, command, {**variables, **token}, show_all)
+            everything = _Asked(options, fewest, listed, reach, command, {**variables, **token}, show_all)
             slots = everything.slots(first)
             count = parts.workers if parts else most or sum(slots.values())
             _check_count(count, slots, f"--stages {stages}" if parts else f"-n {most}", option)
             options = replace(options, workers=count)
             places = places_of.place(options, slots)
-            facts = {name: connection.facts for name, connection in first.connections.items() if connection.facts}
-            places_of.check_places(options, places, {name: of.machine for name, of in facts.items()})
+            machines = first.machines
+            places_of.check_places(options, places, machines)
             first_job, first_index = options.tasks[0]
-            hidden = hidden_lines(
-                show_all, {**os.environ, **env}, has_driver=any(f.machine.gpus for f in facts.values())
-            )
+            has_driver = any(machine.gpus for machine in machines.values())
+            hidden = hidden_lines(show_all, {**os.environ, **env}, has_driver)
             terminal = Terminal.standard(live=f"{first_job} {first_index}", env=os.environ, hidden=hidden)
             shown = shortest(folder)
             terminal.message(announcement(options, str(shown), show_all, places_of.described(places)))
-            for text_ in _notices(options, places, facts):
+            for text_ in _notices(options, places, first):
                 terminal.message(text_)
             policy = RestartPolicy(max_restarts, fewest if 0 < fewest < count else None, regrow_after)
             patience = Patience(grace, hang_timeout, start_timeout)
@@ -241,9 +236,8 @@ class HostsRun(TrainingRun):
         ready = self._ready(first, restart, check) if first else self._reach_again(restart, check)
         asked = self._asked
         with ready.reached as reached:
-            machines = {name: one.facts.machine for name, one in reached.connections.items() if one.facts}
-            of_run = (asked.command, asked.environ, asked.run.run_id, asked.run.log_dir, asked.show_all)
-            of_hosts = (ready.options, ready.places, machines, ready.addresses)
+            of_run = (asked.command, asked.environ, asked.reach.run_id, asked.reach.log_dir, asked.show_all)
+            of_hosts = (ready.options, ready.places, reached.machines, ready.addresses)
             self._here = asked.slots(reached)
             plans = places_of.plan_hosts(*of_hosts, *of_run, restart=restart.number)
             with HostsGroup(plans, self._log_dir, self.terminal, guardian, restart.number, reached) as group:
@@ -269,7 +263,7 @@ class HostsRun(TrainingRun):
         """
         asked, deadline, pause = self._asked, time.monotonic() + self._patience.start_timeout, _FIRST_PAUSE
         while True:
-            reached = Reached.reach(asked.listed, asked.reach, asked.run, restart.number, check)
+            reached = Reached.reach(asked.listed, asked.reach, restart.number, check)
             slots = asked.slots(reached)
             count = sum(slots.values())
             problems = "; ".join([*reached.problems.values(), *self._shrunk(slots)])
@@ -303,7 +297,7 @@ class HostsRun(TrainingRun):
         def look() -> None:
             room = here
             try:
-                with contextlib.suppress(OSError), Reached.reach(missing, asked.reach, asked.run) as reached:
+                with contextlib.suppress(OSError), Reached.reach(missing, asked.reach) as reached:
                     room += sum(asked.slots(reached).values())
             finally:  # whatever has happened: it goes on with the hosts that it has
                 found.set_result(room)
@@ -370,15 +364,15 @@ def _check_count(count: int, slots: Mapping[str, int], asked: str, option: str) 
         )
 
 
-def _notices(options: RunOptions, places: places_of.Places, facts: Mapping[str, Facts]) -> Iterator[str]:
+def _notices(options: RunOptions, places: places_of.Places, reached: Reached) -> Iterator[str]:
     """What the user should know before it starts."""
-    machines: dict[str, str] = {}
-    for name, of_host in facts.items():
-        other = machines.setdefault(of_host.identity, name)
+    named: dict[str, str] = {}
+    for name, connection in reached.connections.items():
+        other = named.setdefault(connection.identity, name)
         if other != name:
             yield f"{other} and {name} are the same machine: its cores and GPUs are given away twice; name it once"
     for name, tasks in places.items():
-        machine = facts[name].machine
+        machine = reached.machines[name]
         if shares_gpus(options, machine, tasks):
             yield f"{len(machine.gpus)} GPU(s) of {cleaned(name, 100)} are shared by its {len(tasks)} processes"
 
