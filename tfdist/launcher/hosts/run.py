@@ -41,10 +41,6 @@ from tfdist.launcher.run import (
 from tfdist.launcher.supervisor import Ending, Patience, TrainingRun
 from tfdist.supervision.exit_codes import HOST_LOST
 
-# Why an option does nothing with several hosts.
-_REFUSED = {
-    "host": "each host has the address at which ssh has reached it; TFDIST_INTERFACE names another network",
-}
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 15.0
 _TICK = 0.05
 
@@ -140,7 +136,11 @@ def run_on_hosts(
         OSError: the logs cannot be written.
     """
     option = "--hosts" if hosts is not None else "--hostfile"
-    _check_options(given, option)
+    if "host" in given:
+        raise PlanError(
+            f"--host and {option}: expected only one of them: each host has the address at which ssh has reached it; "
+            "TFDIST_INTERFACE names another network. Leave --host out."
+        )
     try:
         listed = _listed(hosts, hostfile)
         parts = stages_of(workers, stages, replicas, ps, chief)
@@ -335,13 +335,6 @@ def _listed(hosts: str | None, hostfile: str | None) -> list[ListedHost]:
         raise ListError(
             f"--hostfile {hostfile}: {error.strerror}. Expected: a file with a host on each line."
         ) from None
-
-
-def _check_options(given: Collection[str], option: str) -> None:
-    for name, why in _REFUSED.items():
-        if name in given:
-            refused = f"--{name.replace('_', '-')}"
-            raise PlanError(f"{refused} and {option}: expected only one of them: {why}. Leave {refused} out.")
 
 
 def _words(ssh: str) -> list[str]:
