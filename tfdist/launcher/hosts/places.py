@@ -27,9 +27,9 @@ from tfdist.launcher.policy import counted
 _WORD = r"[\w.%][\w.%-]*"
 _NAME = rf"(?:{_WORD}@)?(?:\[[0-9A-Fa-f:.%\w]+\]|{_WORD})"
 _HOST = re.compile(rf"(?P<name>{_NAME})(?::(?P<slots>\d+))?")
-_SLOTS = re.compile(r"slots\s*=\s*(\d+)")
-# Of Open MPI's host files; none of them says how many processes to start.
-_IGNORED = re.compile(r"max[-_]slots\s*=\s*\d+")
+# Of Open MPI's host files: another way to write node-1:8, and what does not say how many processes to start.
+_SLOTS = re.compile(r"\s+slots\s*=\s*(\d+)$")
+_IGNORED = re.compile(r"\s+max[-_]slots\s*=\s*\d+(?!\S)")
 _SHOWN = 200
 
 
@@ -61,7 +61,7 @@ def parse_hosts(text: str) -> list[ListedHost]:
         [ListedHost(name='a', slots=8), ListedHost(name='me@b', slots=None)]
     """
     words, where = [word.strip() for word in text.split(",")], f"--hosts {cleaned(text, _SHOWN)}"
-    return _merged((_host(word, where) for word in words if word), where)
+    return _merged((_host(word, word, where) for word in words if word), where)
 
 
 def parse_hostfile(text: str, path: str) -> list[ListedHost]:
@@ -77,62 +77,48 @@ def parse_hostfile(text: str, path: str) -> list[ListedHost]:
         [ListedHost(name='a', slots=2), ListedHost(name='b', slots=4)]
     """
     lines = ((number, line.partition("#")[0].strip()) for number, line in enumerate(text.splitlines(), start=1))
-    return _merged((_line(line, f"--hostfile {path}, line {number}") for number, line in lines if line), path)
+    return _merged(
+        (
+            _host(_SLOTS.sub(r":\1", _IGNORED.sub("", line)), line, f"--hostfile {path}, line {number}")
+            for number, line in lines
+            if line
+        ),
+        path,
+    )
 
 
-def _line(line: str, where: str) -> ListedHost:
-    name, *more = line.split(None, 1)
-    host = _host(name, where, line)
-    if rest := _IGNORED.sub("", "".join(more)).strip():
-        asked = _SLOTS.fullmatch(rest)
-        if asked is None or host.slots is not None:
-            raise _error(line, where)
-        host = ListedHost(host.name, _positive(asked[1], line, where))
-    return host
-
-
-def _host(word: str, where: str, line: str = "") -> ListedHost:
+def _host(word: str, typed: str, where: str) -> ListedHost:
     match = _HOST.fullmatch(word)
     if match is None:
-        raise _error(line or word, where)
-    name = match["name"].replace("[", "").replace("]", "")
-    return ListedHost(name, None if match["slots"] is None else _positive(match["slots"], line or word, where))
-
-
-def _positive(digits: str, text: str, where: str) -> int:
-    number = int(digits[:9])
-    if number < 1:
-        raise ListError(f"{where}: {text[:_SHOWN]!r} has no process. Expected: at least 1, or leave the host out.")
-    return number
-
-
-def _error(text: str, where: str) -> ListError:
-    return ListError(
-        f"{where}: {text[:_SHOWN]!r} is no host. Expected: the name of a host as ssh takes it, of letters, digits and "
-        "_ . - %, and how many processes it may have: node-1:8, me@node-1:8 or [2001:db8::1]:8; in a file also node-1 "
-        "slots=8."
-    )
+        raise ListError(
+            f"{where}: {typed[:_SHOWN]!r} is no host. Expected: the name of a host as ssh takes it, of letters, digits "
+            "and _ . - %, and how many processes it may have: node-1:8, me@node-1:8 or [2001:db8::1]:8; in a file also "
+            "node-1 slots=8."
+        )
+    slots = None if match["slots"] is None else int(match["slots"][:9])
+    if slots == 0:
+        raise ListError(f"{where}: {typed[:_SHOWN]!r} has no process. Expected: at least 1, or leave the host out.")
+    return ListedHost(match["name"].replace("[", "").replace("]", ""), slots)
 
 
 def _merged(hosts: Iterable[ListedHost], where: str) -> list[ListedHost]:
     """Each host once: one that is named several times has the sum."""
-    found: dict[str, list[ListedHost]] = {}
+    found: dict[str, list[int | None]] = {}
     for host in hosts:
-        found.setdefault(host.name, []).append(host)
+        found.setdefault(host.name, []).append(host.slots)
     if not found:
         raise ListError(f"{where}: it names no host. Expected: one at least, such as node-1:8.")
-    return [ListedHost(name, _sum([one.slots for one in named], name, where)) for name, named in found.items()]
-
-
-def _sum(slots: Sequence[int | None], name: str, where: str) -> int | None:
-    numbers = [number for number in slots if number is not None]
-    if len(slots) == 1:
-        return slots[0]
-    if numbers and len(numbers) < len(slots):
-        raise ListError(
-            f"{where}: {name} stands there with and without a number of processes. Expected: once, such as {name}:8."
-        )
-    return sum(numbers) or len(slots)
+    for name, slots in found.items():
+        if None in slots and any(slots):
+            raise ListError(
+                f"{where}: {name} stands there with and without a number of processes. Expected: once, such as "
+                f"{name}:8."
+            )
+    # Without numbers, each mention is a place.
+    return [
+        ListedHost(name, None if slots == [None] else sum(1 if one is None else one for one in slots))
+        for name, slots in found.items()
+    ]
 
 
 Places = dict[str, list[Task]]
@@ -222,8 +208,9 @@ def plan_hosts(
     Raises:
         PlanError: a host has not the cores or GPUs that were asked for.
     """
-    left = {host: iter(addresses[host]) for host in places}
-    address_of = {task: next(left[host]) for host, task in _tasks(places)}
+    address_of = {
+        task: address for host, tasks in places.items() for task, address in zip(tasks, addresses[host], strict=True)
+    }
     jobs = jobs_of(options, [address_of[task] for task in options.tasks])
     plans: list[ProcessPlan] = []
     of_run = (jobs, environ, run_id, log_dir, show_all, restart)
@@ -254,10 +241,6 @@ def _numbers(indices: Sequence[int]) -> str:
     if len(indices) > 2 and indices[-1] - indices[0] == len(indices) - 1:
         return f"{indices[0]} to {indices[-1]}"
     return " and ".join(map(str, indices)) if len(indices) < 3 else ", ".join(map(str, indices))
-
-
-def _tasks(places: Places) -> Iterator[tuple[str, Task]]:
-    return ((host, task) for host, tasks in places.items() for task in tasks)
 
 
 @contextmanager
