@@ -45,9 +45,7 @@ class Machine:
 
 def usable_cores() -> tuple[int, ...]:
     """The cores of this process's affinity mask: a container or `taskset` may allow fewer than there are."""
-    if hasattr(os, "sched_getaffinity"):
-        return tuple(sorted(os.sched_getaffinity(0)))
-    return tuple(range(os.cpu_count() or 1))
+    return tuple(sorted(os.sched_getaffinity(0)))
 
 
 def public_addresses() -> tuple[str, ...]:

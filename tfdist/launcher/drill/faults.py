@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import os
@@ -155,24 +156,22 @@ class Trial:
             TrialError: the run has ended before, or its time is up.
             Interrupted: this process got a signal.
         """
-        while not condition(self.events):
-            if self._process.poll() is not None:
-                if condition(self.events):
-                    return
-                raise TrialError(f"the run ended with exit code {exit_code(self._process.returncode)} before {what}")
+        while True:
+            code = self.code  # first: what happens before the end is found even if that comes at once
+            if condition(self.events):
+                return
+            if code is not None:
+                raise TrialError(f"the run ended with exit code {code} before {what}")
             self._tick(what)
 
     def sleep(self, seconds: float) -> None:
         """Waits a while, or until the run ends; raises as `wait_for`."""
         end = time.monotonic() + seconds
-        while time.monotonic() < end and self._process.poll() is None:
-            self._tick("its end")
+        self.wait_for(lambda _: time.monotonic() > end or self.code is not None, "its end")
 
     def wait(self) -> int:
         """Waits for the end of the run and returns its exit code; raises as `wait_for`."""
-        while self._process.poll() is None:
-            self._tick("its end")
-        self._events += self._stream.read()
+        self.wait_for(lambda _: self.code is not None, "its end")
         return exit_code(self._process.returncode)
 
     def _tick(self, what: str) -> None:
@@ -334,22 +333,15 @@ def faults_for(workers: int) -> list[Fault]:
     return [fault for fault in FAULTS if workers > 1 or fault.name not in ("kill-worker", "shrink")]
 
 
-def _kill_worker(trial: Trial) -> float:
-    return _send(trial, trial.names[-1], signal.SIGKILL)
-
-
-def _kill_chief(trial: Trial) -> float:
-    return _send(trial, trial.names[0], signal.SIGKILL)
-
-
-def _hang(trial: Trial) -> float:
-    return _send(trial, trial.names[-1], signal.SIGSTOP)
-
-
-def _send(trial: Trial, name: str, number: signal.Signals) -> float:
+def _send(rank: int, number: signal.Signals, trial: Trial) -> float:
     struck = time.time()
-    trial.signal(name, number)
+    trial.signal(trial.names[rank], number)
     return struck
+
+
+_kill_worker = functools.partial(_send, -1, signal.SIGKILL)
+_kill_chief = functools.partial(_send, 0, signal.SIGKILL)
+_hang = functools.partial(_send, -1, signal.SIGSTOP)
 
 
 def _damage_newest(damage: Callable[[Path], None]) -> Callable[[Trial], float]:
