@@ -80,9 +80,9 @@ def test_a_host_that_is_lost_while_it_gets_ready_is_tried_again(setting, monkeyp
 
     monkeypatch.setattr(Reached, "prepare", lose_once)
     of_run = setting(fewest)
-    ready = of_run.run()._reach_again(Restart(1, 3, 0.0), nothing)
-    with ready.reached:
-        assert {name: len(of_host) for name, of_host in ready.addresses.items()} == {"one": 2, "two": 1}
+    reached, plans = of_run.run()._reach_again(Restart(1, 3, 0.0), nothing)
+    with reached:
+        assert [plan.host for plan in plans] == ["one", "one", "two"]
     lost = "host two is lost: its agent has ended with exit code -9"
     assert of_run.said == [f"{lost}; trying again for {DEADLINE:g} s"]
     assert len(tried) == 2
@@ -103,9 +103,11 @@ def test_fewer_places_than_asked_for_are_waited_for(setting) -> None:
     of_run = setting(3)
     run = of_run.run()
     of_run.set_gpus("one", "0")
-    ready = run._reach_again(Restart(1, 3, 0.0), lambda: of_run.set_gpus("one", "0,1") if of_run.said else None)
-    with ready.reached:
-        assert ready.places == {"one": [("worker", 0), ("worker", 1)], "two": [("worker", 2)]}
+    reached, plans = run._reach_again(
+        Restart(1, 3, 0.0), lambda: of_run.set_gpus("one", "0,1") if of_run.said else None
+    )
+    with reached:
+        assert [plan.host for plan in plans] == ["one", "one", "two"]
     assert of_run.said == [f"host one has 1 place now, and had 2; trying again for {DEADLINE:g} s"]
 
 
@@ -114,7 +116,7 @@ def test_fewer_places_are_said_where_they_are_enough(setting) -> None:
     of_run = setting(2)
     run = of_run.run()
     of_run.set_gpus("one", "0")
-    ready = run._reach_again(Restart(1, 3, 0.0), nothing)
-    with ready.reached:
-        assert ready.places == {"one": [("worker", 0)], "two": [("worker", 1)]}
+    reached, plans = run._reach_again(Restart(1, 3, 0.0), nothing)
+    with reached:
+        assert [plan.host for plan in plans] == ["one", "two"]
     assert of_run.said == ["host one has 1 place now, and had 2; going on with 2 of 3 workers"]

@@ -99,8 +99,7 @@ class Lines:
     """
 
     def __init__(self, greeting: str = "") -> None:
-        self._greeting = greeting
-        self._is_greeted = not greeting
+        self._greeting = greeting  # empty once it has come
         self._begun = b""
         self.noise = b""
 
@@ -114,15 +113,16 @@ class Lines:
         found: list[Message] = []
         for text in complete:
             said = _read(text)
-            self._is_greeted = self._is_greeted or (said is not None and said.get("greeting") == self._greeting)
-            if not self._is_greeted:
+            if said is not None and said.get("greeting") == self._greeting:
+                self._greeting = ""
+            if self._greeting:
                 self.noise = (self.noise + text + b"\n")[-_NOISE:]
             elif said is None:
                 raise LineError(repr(text[:40]))
             else:
                 found.append(said)
         if len(self._begun) > _LONGEST:
-            if self._is_greeted:
+            if not self._greeting:
                 raise LineError(repr(self._begun[:40]))
             self._begun = b""
         return found
@@ -385,13 +385,9 @@ class Connection:
             " ends at once; what ~/.bashrc and the like do over there must not wait"
         )
 
-    def stop(self) -> None:
-        """Says goodbye: the agent ends what it has started."""
-        self.channel.close()
-
     def close(self) -> None:
         """Returns when the connection has ended."""
-        self.stop()
+        self.channel.close()
         if self.lost or self.machine is None:  # nothing was started there
             self._process.kill()
         end_within(_END_SECONDS, self._process)
@@ -550,7 +546,7 @@ class Reached:
     def close(self) -> None:
         """Ends all that runs there, and returns when the connections have ended."""
         for connection in self.connections.values():
-            connection.stop()
+            connection.channel.close()  # that is the goodbye: the agent ends what it has started
         for connection in self.connections.values():
             connection.close()
 

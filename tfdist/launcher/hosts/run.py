@@ -27,7 +27,7 @@ from tfdist.launcher.hosts.group import HostsGroup
 from tfdist.launcher.hosts.places import ListedHost, ListError, parse_hostfile, parse_hosts
 from tfdist.launcher.operating_system import SignalInbox
 from tfdist.launcher.output import Terminal, hidden_lines
-from tfdist.launcher.plan import PlanError, RunOptions, shares_gpus
+from tfdist.launcher.plan import PlanError, ProcessPlan, RunOptions, shares_gpus
 from tfdist.launcher.policy import Restart, RestartPolicy, counted, exit_code
 from tfdist.launcher.process import ProcessGroup
 from tfdist.launcher.run import (
@@ -41,6 +41,8 @@ from tfdist.launcher.run import (
 from tfdist.launcher.supervisor import Ending, Patience, TrainingRun
 from tfdist.supervision.exit_codes import HOST_LOST
 
+# Hosts, and what is to run there.
+_Prepared = tuple[Reached, list[ProcessPlan]]
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 15.0
 _TICK = 0.05
 
@@ -82,23 +84,6 @@ class _Asked:
             name: places_of.slots_of(reached.connections[name].host, machine, each)
             for name, machine in reached.machines.items()
         }
-
-
-@dataclass(frozen=True)
-class _Ready:
-    """Hosts, and what is to run there.
-
-    Attributes:
-        reached: the hosts.
-        options: what was asked for, with the number of workers that there are places for.
-        places: the processes of each host.
-        addresses: see `Reached.prepare`.
-    """
-
-    reached: Reached
-    options: RunOptions
-    places: places_of.Places
-    addresses: Mapping[str, list[str]]
 
 
 def run_on_hosts(
@@ -233,29 +218,27 @@ class HostsRun(TrainingRun):
     def _started(self, restart: Restart, inbox: SignalInbox, guardian: Guardian) -> Iterator[ProcessGroup]:
         check = functools.partial(_check, inbox, self._inbox)
         first, self._first = self._first, None
-        ready = self._ready(first, restart, check) if first else self._reach_again(restart, check)
-        asked = self._asked
-        with ready.reached as reached:
-            of_run = (asked.command, asked.environ, asked.reach.run_id, asked.reach.log_dir, asked.show_all)
-            of_hosts = (ready.options, ready.places, reached.machines, ready.addresses)
-            self._here = asked.slots(reached)
-            plans = places_of.plan_hosts(*of_hosts, *of_run, restart=restart.number)
-            with HostsGroup(plans, self._log_dir, self.terminal, guardian, restart.number, reached) as group:
-                yield group
+        reached, plans = self._prepared(first, restart, check) if first else self._reach_again(restart, check)
+        with reached, HostsGroup(plans, self._log_dir, self.terminal, guardian, restart.number, reached) as group:
+            self._here = self._asked.slots(reached)
+            yield group
 
-    def _ready(self, reached: Reached, restart: Restart, check: Callable[[], object]) -> _Ready:
-        """Makes hosts ready for as many workers as there are places for.
+    def _prepared(self, reached: Reached, restart: Restart, check: Callable[[], object]) -> _Prepared:
+        """Makes hosts ready for as many workers as there are places for, and plans these.
 
         Raises:
             HostsError: a host is lost, or cannot be used.
+            PlanError: a host has not the cores or GPUs that were asked for.
         """
-        slots = self._asked.slots(reached)
-        options = replace(self._asked.options, workers=min(restart.workers, sum(slots.values())))
+        asked, slots = self._asked, self._asked.slots(reached)
+        options = replace(asked.options, workers=min(restart.workers, sum(slots.values())))
         places = places_of.place(options, slots)
-        counts = {name: len(tasks) for name, tasks in places.items()}
-        return _Ready(reached, options, places, reached.prepare(counts, check))
+        addresses = reached.prepare({name: len(tasks) for name, tasks in places.items()}, check)
+        of_run = (asked.command, asked.environ, asked.reach.run_id, asked.reach.log_dir, asked.show_all)
+        of_hosts = (options, places, reached.machines, addresses)
+        return reached, places_of.plan_hosts(*of_hosts, *of_run, restart=restart.number)
 
-    def _reach_again(self, restart: Restart, check: Callable[[], object]) -> _Ready:
+    def _reach_again(self, restart: Restart, check: Callable[[], object]) -> _Prepared:
         """Connects to the hosts once more; waits for those that do not answer, unless it goes without them.
 
         Raises:
@@ -269,10 +252,10 @@ class HostsRun(TrainingRun):
             problems = "; ".join([*reached.problems.values(), *self._shrunk(slots)])
             try:
                 if count >= asked.fewest:
-                    ready = self._ready(reached, restart, check)
+                    prepared = self._prepared(reached, restart, check)
                     if count < restart.workers:
                         self._say(f"{problems}; going on with {count} of {restart.workers} workers")
-                    return ready
+                    return prepared
             except BaseException as error:
                 reached.close()
                 problems = "; ".join(one.lost for one in reached.connections.values() if one.lost)
