@@ -109,8 +109,6 @@ def cut(layers: Sequence[LayerProfile], parts: int) -> list[list[LayerProfile]] 
         >>> [[layer.name for layer in piece] for piece in cut(layers, 2)]
         [['0', '1'], ['2', '3']]
     """
-    if len(layers) < parts:
-        return None
     forbidden = [position for position, layer in enumerate(layers) if not layer.cuttable]
     try:
         positions = balance([layer.work for layer in layers], parts, (), forbidden)

@@ -26,10 +26,7 @@ _STRATEGIES = (
 
 
 class _FitReached(BaseException):
-    """Ends the script at its first fit. Not an `Exception`: a script may catch these."""
-
-    def __init__(self, model: keras.Model, batch: Any):
-        self.model, self.batch = model, batch
+    """Ends the script at its first fit, with the model and the batch. Not an `Exception`: a script may catch these."""
 
 
 class NoFitError(ValueError):
@@ -90,7 +87,7 @@ def model_and_batch(target: Target) -> tuple[keras.Model, Any]:
             else:
                 runpy.run_path(program, run_name="__main__")
     except _FitReached as found:
-        return found.model, found.batch
+        return found.args
     except SystemExit as ended:
         if ended.code not in (None, 0):
             raise

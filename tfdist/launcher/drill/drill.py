@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -300,7 +301,6 @@ class Drill:
         self._guardian = guardian
         self._inbox = inbox
         self._messages = messages
-        self._reproducible: bool | None = None
 
     def run(self, faults: Sequence[Fault]) -> list[Outcome]:
         """Runs the reference and a run for each fault, up to the first that is not survived.
@@ -363,7 +363,7 @@ class Drill:
                 return Outcome(fault.name, fault.title, NOT_TESTED, back, details)
             if not differences:
                 return Outcome(fault.name, fault.title, COMPLETE if fault.shrinks else IDENTICAL, back)
-            if not self._is_reproducible():
+            if not self._is_reproducible:
                 return Outcome(fault.name, fault.title, NOT_COMPARABLE, back, (_NOT_REPRODUCIBLE, *_causes(events)))
             return Outcome(fault.name, fault.title, DIFFERS, back, tuple(differences))
         except (TrialError, RuntimeError) as error:
@@ -397,14 +397,13 @@ class Drill:
             raise TrialError(f"exit code {code}; see {trial.log_dir}")
         return events, struck
 
+    @functools.cached_property
     def _is_reproducible(self) -> bool:
         """Whether two undisturbed runs are identical; found out by a second one, when it first matters."""
-        if self._reproducible is None:
-            name = f"{_REFERENCE}-2"
-            self._say("  it ends differently; a second undisturbed run shows whether that ends like the first")
-            self._run_undisturbed(name)
-            self._reproducible = not compare(self._backups(_REFERENCE), self._backups(name), self._options.timeout)
-        return self._reproducible
+        name = f"{_REFERENCE}-2"
+        self._say("  it ends differently; a second undisturbed run shows whether that ends like the first")
+        self._run_undisturbed(name)
+        return not compare(self._backups(_REFERENCE), self._backups(name), self._options.timeout)
 
     def _trial(self, name: str, backups: str, options: Sequence[str] = ()) -> Trial:
         arguments = ["-n", str(self._options.workers), *options, *self._words]
