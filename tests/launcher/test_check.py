@@ -30,8 +30,8 @@ _NO_SUM = """
 import subprocess, sys, types
 from tfdist.launcher import check
 hang = [sys.executable, "-c", "print('started', flush=True); import time; time.sleep(1000)"]
-start = lambda command, **how: subprocess.Popen(hang, **how)
-check.subprocess = types.SimpleNamespace(**{**vars(subprocess), "Popen": start})
+start = lambda command, **how: subprocess.run(hang, **how)
+check.subprocess = types.SimpleNamespace(**{**vars(subprocess), "run": start})
 """
 _IMPATIENT = """
 from tfdist.launcher import check

@@ -5,16 +5,14 @@ They meet, connect to each other, and let TensorFlow sum up in processes of thei
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -127,7 +125,7 @@ def _check(config: ClusterConfig, timeout: float, with_tensorflow: bool) -> int:
         ways = _ways(rank, members, [one["port"] for one in met])
         answers = tell("ways", {"ways": ways, "sums": with_tensorflow}, _ways_schema(len(names)), _WAYS_SECONDS)
     found = [{int(other): way for other, way in one["ways"].items()} for one in answers]
-    show = print if rank == 0 else _ignore
+    show = print if rank == 0 else lambda text: None
     show(members_table(members))
     show(ways_table(members, found))
     problems = differing_versions(members) + _blocked(members, found)
@@ -143,10 +141,6 @@ def _check(config: ClusterConfig, timeout: float, with_tensorflow: bool) -> int:
         show(f"also: {problem}")
     show(f"not ready: {problems[0]}" if problems else "ready")
     return int(bool(problems))
-
-
-def _ignore(text: str) -> None:
-    """Prints nothing."""
 
 
 def _say(text: str) -> None:
@@ -223,23 +217,12 @@ def _printable(value: Any, most: int) -> Any:
 # --- The ways between the processes -----------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _listening(port: int) -> Iterator[None]:
-    """Accepts connections at a port that this process has reserved, and closes them."""
-    with sockets.bind_everywhere(port, reuse=True) as listener:
-
-        def accept() -> None:
-            with contextlib.suppress(OSError):
-                while True:
-                    listener.accept()[0].close()
-
-        listener.listen(socket.SOMAXCONN)
-        threading.Thread(target=accept, name="tfdist-check", daemon=True).start()
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)  # ends the thread
+def _listening(port: int) -> socket.socket:
+    """Lets others connect to a port that this process has reserved. The kernel answers them: nobody has to accept."""
+    listener = sockets.bind_everywhere(port, reuse=True)
+    # Room for far more than the tries of all that connect.
+    listener.listen(socket.SOMAXCONN)
+    return listener
 
 
 def _ways(rank: int, members: Sequence[Member], listening: Sequence[int]) -> dict[str, Any]:
@@ -305,27 +288,24 @@ def _sums(config: ClusterConfig) -> dict[str, Any]:
     shows = level is not None and not ("TFDIST_RUN_ID" in os.environ and level == QUIET)
     env = {**os.environ, "TF_CONFIG": config_of_it, "TFDIST_CLUSTER": config_of_it, LOG_LEVEL: level if shows else "3"}
     command = [sys.executable, "-m", "tfdist.launcher.check"]
-    process = subprocess.Popen(
-        command, env=env, stdout=subprocess.PIPE, stderr=None if shows else subprocess.PIPE, text=True,
-        preexec_fn=die_with_parent(os.getpid()),
-    )  # fmt: skip
     try:
-        said, errors = process.communicate(timeout=_SUM_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        said, errors = process.communicate()
-        if "started" in said:
+        ended = subprocess.run(
+            command, env=env, stdout=subprocess.PIPE, stderr=None if shows else subprocess.PIPE, text=True,
+            timeout=_SUM_SECONDS, preexec_fn=die_with_parent(os.getpid()),
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        if "started" in str(error.stdout):
             return {"problem": f"it has not ended within {_SUM_SECONDS:g} s"}
         return {
             "problem": f"TensorFlow was still starting after {_SUM_SECONDS:g} s (a slow file system? few cores?). "
             "Start the check once more, or leave the sum out by --no-tensorflow"
         }
-    lines = said.splitlines()
-    if process.returncode == 0 and lines:
+    lines = ended.stdout.splitlines()
+    if ended.returncode == 0 and lines:
         return json.loads(lines[-1])
-    last = (errors or "").splitlines()[-_LAST_LINES:]
+    last = (ended.stderr or "").splitlines()[-_LAST_LINES:]
     print(*last, sep="\n", file=sys.stderr, flush=True)
-    return {"problem": last[-1] if last else f"exit code {process.returncode}"}
+    return {"problem": last[-1] if last else f"exit code {ended.returncode}"}
 
 
 def _sum_up() -> None:
