@@ -74,6 +74,11 @@ class StepReader:
             self.steps += parse(complete.decode())
         return self.steps
 
+    @property
+    def last(self) -> int:
+        """The furthest step so far; 0 if there is none."""
+        return max((step.step for step in self.read()), default=0)
+
 
 def parse(text: str) -> list[Step]:
     """The steps in complete lines of a log.

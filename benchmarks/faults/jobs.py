@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -27,7 +28,6 @@ ROOT = Path(__file__).parents[2]
 _PROGRAM = str(Path(__file__).with_name("training.py"))
 # What whoever starts processes again waits before it does.
 _PAUSE = 1.0
-_FAR = 10.0**6
 # Long enough for anything but a fault, on a machine that does other things as well.
 START_TIMEOUT = 20.0
 HANG_TIMEOUT = 8.0
@@ -65,8 +65,7 @@ class UnderRun:
         arguments = ["-n", "2", "--max-restarts", "20", "--hang-timeout", f"{HANG_TIMEOUT:g}"]
         words = [*self._options, _PROGRAM, str(self.folder), "--start-timeout", f"{START_TIMEOUT:g}"]
         logs = self.folder / f"logs-{len(self._trials)}"
-        deadline = time.monotonic() + _FAR
-        trial = Trial([*arguments, *words], logs, self.folder / "backups", deadline, self._guardian, self._inbox)
+        trial = Trial([*arguments, *words], logs, self.folder / "backups", math.inf, self._guardian, self._inbox)
         self._trials.append(trial.__enter__())
 
     def signal(self, rank: int, number: signal.Signals) -> None:

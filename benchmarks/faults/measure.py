@@ -82,7 +82,7 @@ class Machine:
         strike_at = _STRIKE_AT
         for _ in range(times):
             if not row.at_start:
-                self._until(lambda at=strike_at: _step(job) >= at, _END, job)
+                self._until(lambda at=strike_at: job.log.last >= at, _END, job)
 
             def wait(condition: Callable[[], object]) -> None:
                 self._until(condition, self._deadline, job)
@@ -103,7 +103,7 @@ class Machine:
                 raise TrialError(REFUSAL)
             record["again"].append(round(found[-1].seconds, 2))
             record["redone"].append(found[-1].redone)
-            strike_at = _step(job) // SAVE_EVERY * SAVE_EVERY + 2 * SAVE_EVERY + SAVE_EVERY // 2
+            strike_at = job.log.last // SAVE_EVERY * SAVE_EVERY + 2 * SAVE_EVERY + SAVE_EVERY // 2
 
     @contextmanager
     def _job(self, row: Row, under: str) -> Iterator[Job]:
@@ -153,7 +153,3 @@ class Machine:
             if job is not None:
                 job.tend()
             time.sleep(_TICK)
-
-
-def _step(job: Job) -> int:
-    return max((step.step for step in job.log.read()), default=0)

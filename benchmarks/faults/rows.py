@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.faults.jobs import Job, Plain
 from tfdist.checkpoint.manifest import FORMAT, MANIFEST_NAME
@@ -47,14 +48,19 @@ class Row:
     ranks: int = 2
 
 
-def _signalled(number: signal.Signals, *ranks: int) -> Callable[[Job, Wait], float]:
+def _at_once(act: Callable[[Any], object]) -> Callable[[Job, Wait], float]:
+    """Strikes by what is done to a job."""
+
     def strike(job: Job, wait: Wait) -> float:
         struck = time.monotonic()
-        for rank in ranks:
-            job.signal(rank, number)
+        act(job)
         return struck
 
     return strike
+
+
+def _signalled(number: signal.Signals, *ranks: int) -> Callable[[Job, Wait], float]:
+    return _at_once(lambda job: [job.signal(rank, number) for rank in ranks])
 
 
 def _stop(job: Job, wait: Wait) -> float:
@@ -69,24 +75,6 @@ def _hang(job: Job, wait: Wait) -> float:
     (asked := job.folder / "hang-1").touch()
     wait(lambda: not asked.exists())
     return time.monotonic()
-
-
-def _terminate(job: Job, wait: Wait) -> float:
-    struck = time.monotonic()
-    job.terminate()
-    return struck
-
-
-def _kill_launcher(job: Job, wait: Wait) -> float:
-    struck = time.monotonic()
-    job.trial.kill()
-    return struck
-
-
-def _kill_server(job: Job, wait: Wait) -> float:
-    struck = time.monotonic()
-    job.trial.signal("ps 0", signal.SIGKILL)
-    return struck
 
 
 def _with_newest(change: Callable[[Path], None]) -> Callable[[Job, Wait], float]:
@@ -126,8 +114,8 @@ def _fill_disk(job: Job, wait: Wait) -> float:
         with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
             free = os.statvfs(backups)
             os.posix_fallocate(file.fileno(), 0, max(free.f_bavail * free.f_frsize - left, 4096))
-        last = max(step.step for step in job.log.read())
-        wait(lambda last=last: max(step.step for step in job.log.read()) >= last + 12)
+        last = job.log.last
+        wait(lambda last=last: job.log.last >= last + 12)
         filler.unlink()
     newest = newest_checkpoint(backups)
     wait(lambda: newest_checkpoint(backups) != newest)
@@ -175,21 +163,18 @@ def _cut(job: Plain, wait: Wait) -> float:
 def _cut_at_start(job: Plain, wait: Wait) -> float:
     job.hosts.cut("n10")
     job.start()
-    struck = time.monotonic()
-    wait(lambda: job.has_ended(0, struck) and job.has_ended(1, struck))
-    job.hosts.join("n10")
-    return struck
+    return _cut(job, wait)  # to cut it once more does nothing
 
 
 ROWS = (
     Row("kill-worker", "`kill -9` of a worker", _signalled(signal.SIGKILL, 1), times=3),
     Row("kill-chief", "`kill -9` of the chief", _signalled(signal.SIGKILL, 0), times=3),
     Row("kill-all", "`kill -9` of all at once", _signalled(signal.SIGKILL, 0, 1)),
-    Row("kill-launcher", "`kill -9` of the launcher", _kill_launcher, (RUN,)),
+    Row("kill-launcher", "`kill -9` of the launcher", _at_once(lambda job: job.trial.kill()), (RUN,)),
     Row(
         "kill-server",
         "`kill -9` of a parameter server",
-        _kill_server,
+        _at_once(lambda job: job.trial.signal("ps 0", signal.SIGKILL)),
         (RUN,),
         options=("--ps", "1"),
         ranks=1,
@@ -206,7 +191,7 @@ ROWS = (
     Row("newer", "newest backup in the format of a later tfdist", _with_newest(set_format)),
     Row("read-error", "ESTALE once while the backup is read", _with_newest(_ask_for_read_error)),
     Row("term-one", "SIGTERM to a worker", _signalled(signal.SIGTERM, 1)),
-    Row("term-all", "SIGTERM to all", _terminate),
+    Row("term-all", "SIGTERM to all", _at_once(lambda job: job.terminate())),
     Row("absent", "a worker does not join at the start", _let_join, at_start=True),
     Row("crash", "a worker fails before the first step", _crash, at_start=True),
 )

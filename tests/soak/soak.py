@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
+import math
 import os
 import signal
 import subprocess
@@ -161,12 +162,11 @@ class Soak:
     def _new_trial(self, folder: Path, logs: str, synchronous: bool, pause: str) -> Trial:
         options = ["-n", "2", "--max-restarts", "100000", "--hang-timeout", _HANG_TIMEOUT]
         words = [str(_PROGRAM), str(folder), "--pause", pause, *(["--synchronous"] if synchronous else [])]
-        far = time.monotonic() + 10**6
-        return Trial([*options, *words], folder / logs, folder / "backups", far, self._guardian, self._inbox)
+        return Trial([*options, *words], folder / logs, folder / "backups", math.inf, self._guardian, self._inbox)
 
     def _strike(self, strike: Strike) -> None:
         self._number += 1
-        line = f"{self._number}. {strike} at step {self._last_step}"
+        line = f"{self._number}. {strike} at step {self._log.last}"
         self._struck = time.monotonic()
         pending = (strike, self.report.starts)
         try:
@@ -243,7 +243,7 @@ class Soak:
         if len(pending) == 1 and kinds[0].startswith("preempt") and found.redone:
             raise SoakError(f"lost: {found.redone} steps redone after a preemption, expected none")
         # A process that fails twice at the same step is not started again: go beyond it.
-        self._until(lambda: self._last_step > before + 1 or self._trial.code is not None, "further steps")
+        self._until(lambda: self._log.last > before + 1 or self._trial.code is not None, "further steps")
 
     def _floor(self, damaged: bool) -> int:
         """The step of the newest backup that is whole."""
@@ -279,7 +279,7 @@ class Soak:
             self._tick()
 
     def _finish(self) -> None:
-        self.report.steps = self._last_step + 4 * SAVE_EVERY + 3
+        self.report.steps = self._log.last + 4 * SAVE_EVERY + 3
         stop_after(self._folder, self.report.steps)
         self._until(lambda: self._trial.code is not None, "the end of the training")
         if self._trial.code:
@@ -295,10 +295,6 @@ class Soak:
                 raise SoakError(f"the undisturbed run ended with exit code {code}; see {trial.log_dir}")
         if different := compare(folder / "backups", self._folder / "backups", _HANG):
             raise SoakError("the end differs from that of an undisturbed run: " + "; ".join(different[:10]))
-
-    @property
-    def _last_step(self) -> int:
-        return max((step.step for step in self._log.read()), default=0)
 
     @property
     def _trains(self) -> bool:

@@ -49,7 +49,7 @@ class Trial:
         arguments: what follows `tfdist run`, without --log-dir.
         folder: where its logs go, and what the launcher prints, to `launcher.log`.
         backups: folder of its backups.
-        deadline: when it must have ended, on the clock of `time.monotonic`.
+        deadline: when it must have ended, on the clock of `time.monotonic`; may be `math.inf`.
         guardian: ends it if this process is killed.
         inbox: the signals to this process.
 
