@@ -150,21 +150,19 @@ def check_writable(storage: Storage, folder: str) -> None:
         OSError: that says which of these failed, and how.
     """
     path = f"{folder}/.tfdist-probe-{secrets.token_hex(4)}"
-    step = "written"
 
-    def attempt() -> None:
-        nonlocal step
-        step = "written"
-        storage.write(path, b"tfdist")
-        step = "replaced"
-        storage.write(path, b"probe!")
-        step = "read"
+    def read() -> None:
         if storage.read(path) != b"probe!":
             raise OSError("it has other bytes than were written a moment ago")
-        step = "removed"
-        storage.remove(path)
 
-    try:
-        patiently(attempt, final=(PermissionError,))
-    except OSError as error:
-        raise OSError(f"an object there cannot be {step}: {cleaned(' '.join(str(error).split()), MOST)}") from error
+    steps: dict[str, Callable[[], None]] = {
+        "written": lambda: storage.write(path, b"tfdist"),
+        "replaced": lambda: storage.write(path, b"probe!"),
+        "read": read,
+        "removed": lambda: storage.remove(path),
+    }
+    for step, attempt in steps.items():
+        try:
+            patiently(attempt, final=(PermissionError,))
+        except OSError as error:
+            raise OSError(f"an object there cannot be {step}: {cleaned(' '.join(str(error).split()), MOST)}") from error

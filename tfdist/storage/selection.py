@@ -97,14 +97,12 @@ def storage_of(path: str) -> Storage:
 
 def is_tensorflows(path: str) -> bool:
     """Whether TensorFlow can open a path by itself."""
-    scheme = scheme_of(path)
-    return not scheme or is_known(scheme)
+    return is_known(scheme_of(path))  # also that of a local path, which is empty
 
 
 def advice_for(path: str) -> str:
     """What to do about a remote path that cannot be used, as the end of a message."""
-    scheme = scheme_of(path)
     return (
-        f"See that {scheme}://{path.removeprefix(f'{scheme}://').partition('/')[0]} exists, that this machine reaches "
-        "it, and that its credentials may list, read, write and delete there."
+        f"See that {'/'.join(path.split('/')[:3])} exists, that this machine reaches it, and that its credentials may "
+        "list, read, write and delete there."
     )

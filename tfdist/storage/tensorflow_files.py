@@ -23,7 +23,11 @@ class TensorFlowStorage(Storage):
     """
 
     def names(self, folder: str, levels: int = 1) -> list[str]:
-        found = self._glob(f"{folder}{'/*' * levels}")
+        try:
+            with os_errors():
+                found = tf.io.gfile.glob(f"{folder}{'/*' * levels}")
+        except FileNotFoundError:
+            return []
         return [path.removeprefix(f"{folder}/") for path in found if not path.endswith("/")]
 
     def download(self, path: str, local: str) -> None:
@@ -51,23 +55,10 @@ class TensorFlowStorage(Storage):
         with contextlib.suppress(FileNotFoundError), os_errors():
             tf.io.gfile.rmtree(folder)
 
-    def _glob(self, pattern: str) -> list[str]:
-        try:
-            with os_errors():
-                return tf.io.gfile.glob(pattern)
-        except FileNotFoundError:
-            return []
-
 
 def is_known(scheme: str) -> bool:
     """Whether TensorFlow has a file system of this scheme; no request is sent."""
-    try:
-        tf.io.gfile.exists(f"{scheme}://")
-    except tf.errors.UnimplementedError:
-        return False
-    except tf.errors.OpError:
-        pass  # the path names no bucket
-    return True
+    return scheme in tf.io.gfile.get_registered_schemes()
 
 
 def _has_folders(path: str) -> bool:
