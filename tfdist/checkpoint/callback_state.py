@@ -27,6 +27,7 @@ import inspect
 import io
 import json
 import logging
+import os
 import pathlib
 import random
 import threading
@@ -78,7 +79,6 @@ _CONTAINERS = (*_SEQUENCES, *_MAPPINGS, *_WITH_HEAD)
 _FACTORIES = {kind.__name__: kind for kind in (list, dict, set, int, float, str, collections.Counter)}
 _GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 _VARIABLES = (tf.Variable, keras.Variable)
-_DATES = (datetime.datetime, datetime.date, datetime.time)
 
 
 class NotPlainError(TypeError):
@@ -126,21 +126,40 @@ def encode(value: Any, arrays: dict[str, Any], prefix: str, elsewhere: Collectio
 def _scalar(value: Any, inner: Callable, put: Callable) -> Any:
     if isinstance(value, (enum.Enum, np.generic)):
         return None
-    if isinstance(value, float):
-        return {"float": float(value).hex()}  # exact, and JSON has no infinity
+    if type(value) in _DATES and not isinstance(getattr(value, "tzinfo", None), (type(None), datetime.timezone)):
+        return None
     if isinstance(value, (bool, int, str)):
         return value
-    if isinstance(value, complex):
-        return {"complex": [value.real.hex(), value.imag.hex()]}
-    if isinstance(value, (bytes, bytearray)):
-        return {type(value).__name__: base64.b64encode(value).decode()}
-    if isinstance(value, pathlib.Path):
-        return {"path": str(value)}
-    if type(value) in _DATES and isinstance(getattr(value, "tzinfo", None), (type(None), datetime.timezone)):
-        return {type(value).__name__: value.isoformat()}
-    if type(value) is datetime.timedelta:
-        return {"timedelta": [value.days, value.seconds, value.microseconds]}
+    for name, (kind, to_json, _) in _SCALARS.items():
+        # Others make subclasses of dates that hold more, such as the nanoseconds of pandas.
+        if type(value) is kind or (isinstance(value, kind) and kind not in _DATES):
+            return {name: to_json(value)}
     return None
+
+
+_DATES = (datetime.datetime, datetime.date, datetime.time, datetime.timedelta)
+# How JSON holds a value of each type, and the value that it stands for.
+_SCALARS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "float": (float, lambda value: float(value).hex(), float.fromhex),  # exact, and JSON has no infinity
+    "complex": (
+        complex,
+        lambda value: [value.real.hex(), value.imag.hex()],
+        lambda parts: complex(*map(float.fromhex, parts)),
+    ),
+    "bytes": (bytes, lambda value: base64.b64encode(value).decode(), base64.b64decode),
+    "bytearray": (
+        bytearray,
+        lambda value: base64.b64encode(value).decode(),
+        lambda text: bytearray(base64.b64decode(text)),
+    ),
+    "path": (pathlib.Path, str, pathlib.Path),
+    **{kind.__name__: (kind, kind.isoformat, kind.fromisoformat) for kind in _DATES[:3]},
+    "timedelta": (
+        datetime.timedelta,
+        lambda value: [value.days, value.seconds, value.microseconds],
+        lambda parts: datetime.timedelta(*parts),
+    ),
+}
 
 
 def _array(value: Any, inner: Callable, put: Callable) -> Any:
@@ -204,44 +223,29 @@ def _decode(value: Any, arrays: Mapping[str, Any], present: Any) -> Any:
     if not value:
         raise NotRestoredError("it is not what a backup holds (an empty object)")
     kind, content = next(iter(value.items()))
-    if kind in _DECODERS:
-        return _DECODERS[kind](content)
+    if kind in _SCALARS:
+        return _SCALARS[kind][2](content)
     if kind == "tensor":
         return tf.convert_to_tensor(arrays[content])
     if kind == "array":
         array = np.array(arrays[content])
         return array[()] if value.get("scalar") else array
-    if kind in _MAPPINGS or kind == "defaultdict":
-        return _mapping_of(kind, content, arrays, present)
-    if kind in _SEQUENCES or kind == "deque":
-        return _sequence_of(kind, content, arrays, present)
+    if kind in _CONTAINERS:
+        return _container_of(kind, content, arrays, present)
     return _put_back(kind, content, present, lambda item: _decode(item, arrays, NO_OBJECTS), arrays)
 
 
-_DECODERS: dict[str, Callable[[Any], Any]] = {
-    "float": float.fromhex,
-    "complex": lambda parts: complex(*map(float.fromhex, parts)),
-    "bytes": base64.b64decode,
-    "bytearray": lambda text: bytearray(base64.b64decode(text)),
-    "path": pathlib.Path,
-    "timedelta": lambda parts: datetime.timedelta(*parts),
-    **{kind.__name__: kind.fromisoformat for kind in _DATES},
-}
-
-
-def _mapping_of(kind: str, content: Any, arrays: Mapping[str, Any], present: Any) -> dict:
-    factory, pairs = content if kind == "defaultdict" else (None, content)
-    keys = [_decode(key, arrays, NO_OBJECTS) for key, _ in pairs]
-    items = [(key, _decode(item, arrays, _part(present, key))) for key, (_, item) in zip(keys, pairs, strict=True)]
+def _container_of(kind: str, content: Any, arrays: Mapping[str, Any], present: Any) -> Any:
+    """A container of what is decoded, whose head is the factory of a defaultdict or the limit of a deque."""
+    head, items = content if kind in _WITH_HEAD else (None, content)
+    is_mapping = kind in (*_MAPPINGS, "defaultdict")
+    pairs = [(_decode(key, arrays, NO_OBJECTS), item) for key, item in (items if is_mapping else enumerate(items))]
+    decoded = {key: _decode(item, arrays, _part(present, key)) for key, item in pairs}
     if kind == "defaultdict":
-        return collections.defaultdict(_FACTORIES.get(factory), items)
-    return _MAPPINGS[kind](dict(items))
-
-
-def _sequence_of(kind: str, content: Any, arrays: Mapping[str, Any], present: Any) -> Any:
-    limit, items = content if kind == "deque" else (None, content)
-    decoded = [_decode(item, arrays, _part(present, i)) for i, item in enumerate(items)]
-    return collections.deque(decoded, limit) if kind == "deque" else _SEQUENCES[kind](decoded)
+        return collections.defaultdict(_FACTORIES.get(head), decoded)
+    if kind == "deque":
+        return collections.deque(decoded.values(), head)
+    return _MAPPINGS[kind](decoded) if is_mapping else _SEQUENCES[kind](decoded.values())
 
 
 def _part(present: Any, key: Any) -> Any:
@@ -296,25 +300,23 @@ def _put_back(kind: str, state: Any, present: Any, decode: Callable[[Any], Any],
         present = present if isinstance(present, random.Random) else random.Random()
         present.setstate(decode(state))
         return present
-    if present is NO_OBJECTS and kind == "variable":
+    if kind == "variable" and present is NO_OBJECTS:
         return np.array(arrays[state])
-    if present is not NO_OBJECTS and present is not MISSING:
-        if kind == "elsewhere":
-            return present
-        if kind == "state" and hasattr(present, "set_state"):
-            state = decode(state)
-            try:
-                present.set_state(state)
-            except Exception as error:
-                raise _ObjectError from error
-            return present
-        names = [state] if kind == "variable" else state
-        variables = _variables_of(present)
-        if kind != "state" and variables is not None and len(variables) == len(names):
-            for variable, name in zip(variables, names, strict=True):
-                for part in parts_of_variable(variable):
-                    part.assign(tf.constant(arrays[name], part.dtype))
-            return present
+    if kind == "elsewhere" and present is not NO_OBJECTS and present is not MISSING:
+        return present
+    if kind == "state" and hasattr(present, "set_state"):
+        state = decode(state)
+        try:
+            present.set_state(state)
+        except Exception as error:
+            raise _ObjectError from error
+        return present
+    names, variables = [state] if kind == "variable" else state, _variables_of(present)
+    if kind in ("variable", "variables") and variables is not None and len(variables) == len(names):
+        for variable, name in zip(variables, names, strict=True):
+            for part in parts_of_variable(variable):
+                part.assign(tf.constant(arrays[name], part.dtype))
+        return present
     raise NotRestoredError("this process has no such object in its place")
 
 
@@ -493,16 +495,12 @@ def _set(callback: keras.callbacks.Callback, name: str, present: Any, value: Any
     """Sets an attribute. A container is changed in place, since the user's code may refer to it."""
     if value is present:
         return
-    if isinstance(present, list) and isinstance(value, list):
-        present[:] = value
-    elif isinstance(present, (dict, set)) and isinstance(value, (dict, set)):
-        present.clear()
-        present.update(value)
-    elif isinstance(present, collections.deque) and isinstance(value, collections.deque):
-        present.clear()
-        present.extend(value)
-    else:
-        setattr(callback, name, value)
+    for kind, fill in ((dict, "update"), (set, "update"), (list, "extend"), (collections.deque, "extend")):
+        if isinstance(present, kind) and isinstance(value, kind):
+            present.clear()
+            getattr(present, fill)(value)
+            return
+    setattr(callback, name, value)
 
 
 def _parameters_of(cls: type) -> Mapping[str, Any]:
@@ -617,18 +615,9 @@ def resume_csv(
             until_begun.callback(setattr, logger, "append", logger.append)
             logger.append = True
             if not is_finished and _length(logger.filename) > saved[logger.filename]:
-                _cut_csv(logger.filename, saved[logger.filename])
-
-
-def _cut_csv(path: str, length: int) -> None:
-    with tf.io.gfile.GFile(path, "rb") as file:
-        kept = file.read(length)
-    # A copy is written first: a kill must not leave half of the user's file.
-    beside = f"{path}.tfdist-rewound"
-    with tf.io.gfile.GFile(beside, "wb") as file:
-        file.write(kept)
-    tf.io.gfile.rename(beside, path, overwrite=True)
+                os.truncate(logger.filename, saved[logger.filename])
 
 
 def _length(path: str) -> int:
-    return tf.io.gfile.stat(path).length if tf.io.gfile.exists(path) else 0
+    """Bytes in a file; it is local, as `CSVLogger` on a remote path is refused."""
+    return os.path.getsize(path) if os.path.exists(path) else 0
