@@ -59,6 +59,8 @@ class Failing:
             self._patch.setattr(os, "listdir", failing(os.listdir, self._store.directory, times))
         elif what == "look":
             self._patch.setattr(os, "stat", failing(os.stat, f"{NEWEST}/manifest.json", times))
+        elif what == "manifest.json":
+            self._patch.setattr(Path, "read_bytes", failing(Path.read_bytes, f"{NEWEST}/{what}", times))
         else:
             self._patch.setattr(manifest, "open", failing(open, f"{NEWEST}/{what}", times), raising=False)
 

@@ -284,7 +284,8 @@ def _speeds(lap: Lap, rows: int | None) -> dict[str, float | None]:
 
 
 def _check(update_freq: Any, options: dict[str, Any]) -> None:
-    if update_freq not in ("epoch", "batch") and not _is_number(update_freq, 1):
+    is_number = isinstance(update_freq, Integral) and not isinstance(update_freq, bool) and update_freq >= 1
+    if update_freq not in ("epoch", "batch") and not is_number:
         raise ValueError(
             f"Received: update_freq={update_freq!r}. Expected: 'epoch', 'batch', or a number of training steps."
         )
@@ -294,7 +295,3 @@ def _check(update_freq: Any, options: dict[str, Any]) -> None:
             f"Received: {', '.join(f'{name}={options[name]!r}' for name in wanted)}. Expected: the tensorboard "
             "package, without which TensorFlow writes scalars only: pip install tensorboard"
         )
-
-
-def _is_number(value: Any, least: int) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and value >= least

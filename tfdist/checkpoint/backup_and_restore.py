@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import signal
@@ -146,8 +147,6 @@ class BackupAndRestore(Arranged):
         self.asynchronous = asynchronous
         self.dataset_fn = dataset_fn
         self.preemption_signal = None if preemption_signal is None else signal.Signals(preemption_signal)
-        self._callback_list: Any = None
-        self._others: list[keras.callbacks.Callback] = []
         self._fit: FitBackup | None = None
 
     def _arrange(self, callback_list: Any, callbacks: list[keras.callbacks.Callback]) -> list[keras.callbacks.Callback]:
@@ -159,10 +158,9 @@ class BackupAndRestore(Arranged):
             raise ValueError(
                 "Received: two BackupAndRestore callbacks in one fit. Expected: one; a resumed fit can only follow one."
             )
-        self._callback_list = callback_list
         last = [callback for callback in callbacks if getattr(callback, "comes_last", False)]
-        self._others = [callback for callback in callbacks if callback is not self and callback not in last]
-        return [_First(self), *self._others, self, *last]
+        others = [callback for callback in callbacks if callback is not self and callback not in last]
+        return [_First(self, functools.partial(FitBackup, self, callback_list, others)), *others, self, *last]
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         self._fit.begun()
@@ -188,14 +186,13 @@ class _First(keras.callbacks.Callback):
     # Keras may call `on_train_batch_end` in another thread, as it does where no callback has that method.
     async_safe = True
 
-    def __init__(self, backup: BackupAndRestore):
+    def __init__(self, backup: BackupAndRestore, make: Callable[[], FitBackup]):
         super().__init__()
-        self._backup = backup
+        self._backup, self._make = backup, make
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        backup = self._backup
-        backup._fit = FitBackup(backup, backup._callback_list, backup._others)
-        backup._fit.begin()
+        self._backup._fit = self._make()
+        self._backup._fit.begin()
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         self._backup._fit.epoch_begins(epoch)

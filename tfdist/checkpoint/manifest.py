@@ -10,6 +10,7 @@ import re
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tfdist.json_schema import ANY_OBJECT, anything, check, is_count, read_json
@@ -145,12 +146,7 @@ def read_file(path: str) -> bytes:
     Raises:
         OSError: If it is missing, or cannot be read after several attempts.
     """
-
-    def read() -> bytes:
-        with open(path, "rb") as file:
-            return file.read()
-
-    return patiently(read)
+    return patiently(Path(path).read_bytes)
 
 
 def verify_checkpoint(folder: str, shown: str | None = None) -> Manifest:
