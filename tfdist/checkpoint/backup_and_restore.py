@@ -42,7 +42,7 @@ from tfdist.checkpoint.training_state import TrainingState, check_meta, fault_of
 from tfdist.compat.keras import hooks_of
 from tfdist.compat.upstream import get_random_seed
 from tfdist.inspection.datasets import batch_specification, draws_seeds, latest_iterator, replay
-from tfdist.inspection.model_state import random_state
+from tfdist.inspection.model_state import random_state, restore_random_state
 from tfdist.runtime.agreement import CommonStop, Request
 from tfdist.runtime.chief import Arranged, is_the_chiefs
 from tfdist.storage.selection import check_remote_path, scheme_of
@@ -298,7 +298,7 @@ class FitBackup:
             self._state.check(meta["variables"], checkpoint.tensors, with_metrics=meta["steps"] > 0)
             self._check_identity(meta)
             self._entries = callback_state.matching(self._others, self._settings, meta["callbacks"])
-            self._position.resume(meta["epoch"], meta["position"], checkpoint.tensors)
+            self._position.resume(meta, checkpoint.tensors)
         except ValueError as error:
             raise is_final(error) from None  # it is no better another time
         self._state.load(checkpoint.tensors)
@@ -395,7 +395,7 @@ class FitBackup:
         checkpoint, self._resumed = self._resumed, None
         self._state.load(checkpoint.tensors)
         callback_state.restore(self._others, self._settings, self._entries, checkpoint.tensors)
-        self._position.leave_random_state(checkpoint.meta["random"])
+        restore_random_state(checkpoint.meta["random"])
         if self._place.steps:
             self._show_metrics_of_empty_epoch()
 

@@ -84,9 +84,7 @@ class DataPosition:
         self._in_epoch = 0
         self._own_size: int | None = None
         self._resumed: dict | None = None
-        self._saved_iterator: tf.Tensor | None = None
         self._random_at_begin: list | None = None
-        self._random_when_saved: list | None = None
         adapter = epoch_iterator.data_adapter
         self._is_arrays = isinstance(adapter, ArrayDataAdapter) and dataset_fn is None
         self._py_dataset = adapter.py_dataset if isinstance(adapter, PyDatasetAdapter) and dataset_fn is None else None
@@ -226,12 +224,13 @@ class DataPosition:
             else seeds(source),
         }
 
-    def resume(self, epoch: int, state: dict, tensors: Mapping[str, Any]) -> None:
-        """Makes the first epoch begin at a saved position.
+    def resume(self, meta: dict, tensors: Mapping[str, Any]) -> None:
+        """Makes the first epoch begin at the position of a backup.
 
         Raises:
             ValueError: the position is within an epoch of other data.
         """
+        state = meta["position"]
         if state["steps"]:
             if self.obstacle:
                 raise ValueError(
@@ -249,9 +248,8 @@ class DataPosition:
                     )
         if self._dataset_fn is None:
             self._data.give(state)
-        self._resumed = state
-        self._saved_iterator = tensors.get(_ITERATOR)
-        self.epoch = epoch
+        self._resumed = {**state, _ITERATOR: tensors.get(_ITERATOR), "random": meta["random"]}
+        self.epoch = meta["epoch"]
         if self._is_arrays:
             self._array_seed = state["array seed"]
             if self._array_seed is None and state["global seed"] != context.global_seed():
@@ -261,11 +259,6 @@ class DataPosition:
                     self._iterator._distributed_dataset = dataset
         if "dataset" in state and hasattr(self._py_dataset, "set_state"):
             self._py_dataset.set_state(callback_state.decode(state["dataset"], tensors))
-
-    def leave_random_state(self, state: list) -> None:
-        """Sets the random state, and sets it again once the position is found: finding it may draw random numbers."""
-        self._random_when_saved = state
-        restore_random_state(state)
 
     # The steps of an epoch
 
@@ -342,16 +335,14 @@ class DataPosition:
             replay(source, self._make, before, used - bool(goes_on and state["taken"]))
         self._made, self._used = before, used
         if goes_on:
-            has_state = self._saved_iterator is not None
-            iterator._current_iterator = self._make(skip=0 if has_state else state["taken"])
-            if has_state:
+            saved = state.pop(_ITERATOR)  # it may be large, and is needed once
+            iterator._current_iterator = self._make(skip=0 if saved is not None else state["taken"])
+            if saved is not None:
                 tf.raw_ops.DeserializeIterator(
-                    resource_handle=iterator._current_iterator._iterator_resource, serialized=self._saved_iterator
+                    resource_handle=iterator._current_iterator._iterator_resource, serialized=saved
                 )
-                self._saved_iterator = None
             iterator._steps_seen = state["taken"]
-            if self._random_when_saved is not None:
-                restore_random_state(self._random_when_saved)
+            restore_random_state(state["random"])  # finding the position may have drawn random numbers
         return goes_on
 
     def _make(self, skip: int = 0) -> Any:

@@ -149,21 +149,22 @@ class CheckpointStore:
             OSError: If it cannot be written. Nothing of it is left, and the checkpoints before it are as they were.
             TypeError: If `meta` is not JSON.
         """
-        return self._write(meta, tensors, lambda folder: list)
+        return self._write(meta, tensors, lambda folder: None, list)
 
     def _write(
         self,
         meta: Mapping[str, Any],
         tensors: Mapping[str, Any],
-        together: Callable[[str], Callable[[], list[_Written]]],
+        tell: Callable[[str], None],
+        hear: Callable[[], list[_Written]],
     ) -> str:
-        """As `write`; `together` lets others write into the folder, too, and returns what waits for what they wrote."""
+        """As `write`; `tell` lets others write into the folder, too, and `hear` waits for what they wrote."""
         with tf.device("CPU:0"):
             values = {name: tf.convert_to_tensor(value) for name, value in tensors.items()}
         with self._writing:
             name = checkpoint_name(1 + max(map(checkpoint_number, self._look()), default=0))
             try:
-                self._write_folder(self._path(name), dict(meta), values, together)
+                self._write_folder(self._path(name), dict(meta), values, tell, hear)
             except BaseException as error:
                 with contextlib.suppress(OSError):
                     self._guard()
@@ -307,12 +308,13 @@ class CheckpointStore:
         folder: str,
         meta: dict[str, Any],
         tensors: Mapping[str, tf.Tensor],
-        together: Callable[[str], Callable[[], list[_Written]]],
+        tell: Callable[[str], None],
+        hear: Callable[[], list[_Written]],
     ) -> None:
         self._guard()
         with self._staged(folder) as stage:
-            written_by_others = together(folder)
-            written = [self._put_tensors(stage, folder, _TENSORS_PREFIX, tensors), *written_by_others()]
+            tell(folder)
+            written = [self._put_tensors(stage, folder, _TENSORS_PREFIX, tensors), *hear()]
             files, records = ({k: v for one in written for k, v in one[i].items()} for i in range(2))
             manifest = encode_manifest(Manifest(meta, files, records))
             self._guard()
@@ -515,13 +517,15 @@ class SharedStore:
             return self._store.write(meta, take())
         told: list[str] = []
 
-        def together(folder: str) -> Callable[[], list[_Written]]:
+        def tell(folder: str) -> None:
             told.append(folder)
             self._peers.tell(f"{_PARTS}/{number}", folder)
-            return lambda: [self._part_of(rank, number) for rank in range(1, len(self._peers.names))]
+
+        def hear() -> list[_Written]:
+            return [self._part_of(rank, number) for rank in range(1, len(self._peers.names))]
 
         try:
-            return self._store._write(meta, take(), together)
+            return self._store._write(meta, take(), tell, hear)
         finally:
             if not told:
                 self.skip(number)
