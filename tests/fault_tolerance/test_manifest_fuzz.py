@@ -20,8 +20,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.fault_tolerance.test_earlier_backup import EARLIER, fit
+from tests.fault_tolerance.test_store_read_errors import fields_of, text_of
 from tfdist.checkpoint.callback_state import MISSING, NO_OBJECTS, NotRestoredError, decode
-from tfdist.checkpoint.manifest import DamagedCheckpointError, UnknownFormatError, decode_manifest, encode_manifest
+from tfdist.checkpoint.manifest import DamagedCheckpointError, UnknownFormatError, decode_manifest
 from tfdist.checkpoint.store import CheckpointStore
 from tfdist.checkpoint.training_state import check_meta, fault_of_meta
 
@@ -174,13 +175,7 @@ def test_any_bytes_are_a_manifest_or_none() -> None:
     check()
 
 
-MANIFEST = next(EARLIER.glob("backup/checkpoint-*/manifest.json"))
-
-
-def raw() -> dict:
-    found = json.loads(encode_manifest(decode_manifest(MANIFEST.read_bytes())))
-    del found["crc32"]
-    return found
+MANIFEST = next(EARLIER.glob("backup/checkpoint-*/manifest.json")).read_bytes()
 
 
 def places(value: Any, path: tuple = ()) -> Iterator[tuple]:
@@ -191,13 +186,13 @@ def places(value: Any, path: tuple = ()) -> Iterator[tuple]:
             yield from places(item, (*path, key))
 
 
-PLACES = [path for path in places(raw()) if path]
+PLACES = [path for path in places(fields_of(MANIFEST)) if path]
 
 
 @st.composite
 def mutated(draw: st.DrawFn) -> dict:
     """The manifest of a real backup with up to three parts replaced or taken away."""
-    found = raw()
+    found = fields_of(MANIFEST)
     for path in draw(st.lists(st.sampled_from(PLACES), min_size=1, max_size=3)):
         owner = found
         with contextlib.suppress(LookupError, TypeError):
@@ -208,11 +203,6 @@ def mutated(draw: st.DrawFn) -> dict:
             else:
                 owner[path[-1]] = copy.deepcopy(draw(values))
     return found
-
-
-def text_of(found: dict) -> bytes:
-    body = json.dumps(found)[:-1].encode()
-    return b'%s,\n"crc32": "%08x"}\n' % (body, zlib.crc32(body))
 
 
 def test_a_real_manifest_with_other_parts(tmp_path: Path) -> None:
@@ -248,7 +238,7 @@ def test_a_fit_that_begins_with_it(tmp_path: Path, change: str, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("os.system", lambda command: pytest.fail(f"it has called {command}"))
     shutil.copytree(EARLIER / "backup", tmp_path / "backup")
-    found, (path, value) = raw(), CHANGES[change]
+    found, (path, value) = fields_of(MANIFEST), CHANGES[change]
     owner = found
     for key in path[:-1]:
         owner = owner[key]

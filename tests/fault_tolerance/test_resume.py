@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.fault_tolerance.job import CALLBACKS, Job
+from tests.fault_tolerance.test_store_damage import FILES, flip_first_bit
 from tests.fault_tolerance.trials import KILLED, Case, Trials, at, interrupted
 from tests.tiers import daily
 
@@ -59,6 +61,33 @@ def test_kill(case: Case, trials: Trials) -> None:
     total = outcome.reference.result["steps of this process"]
     if case.name in DONE:
         assert outcome.steps[-1] == total - DONE[case.name], "only what was not saved is done again"
+
+
+def damage_the_newest(folder: Path) -> None:
+    flip_first_bit(max((folder / "backup").glob("checkpoint-*")) / FILES[0])
+
+
+# test_store_damage.py has the other damages and files.
+@pytest.mark.nightly
+def test_newest_is_damaged(trials: Trials) -> None:
+    """The good one before is used, and nothing else is lost."""
+    job = EVERY_STEP.light.with_(epochs=3)
+    outcome = trials.outcome(interrupted("the newest is damaged", job, at(9), between=damage_the_newest))
+    assert outcome.codes == [KILLED, 0]
+    # Saved after each of 8 executions; the fifth one is the end of the first epoch.
+    assert outcome.log.count("UserWarning: The checkpoint ") == 1
+    assert "backup/checkpoint-00000008 is damaged: " in outcome.log
+    assert "checkpoint-00000007 is used instead" in outcome.log
+    assert outcome.steps[1] == 15 - 7
+    assert outcome.differences == []
+
+
+def test_a_finished_fit_returns_at_once_with_all_of_its_history(trials: Trials) -> None:
+    several = LIGHT.with_(fits=2, epochs=2)
+    outcome = trials.outcome(Case("several fits", (several, several)))
+    assert (outcome.codes, outcome.steps[1]) == ([0, 0], 0)
+    assert outcome.differences == []
+    assert outcome.log.count("The fit is finished: ") == 2
 
 
 def test_the_reference_is_worth_comparing(trials: Trials) -> None:

@@ -17,7 +17,7 @@ import pytest
 import tensorflow as tf
 
 from tests.fault_tolerance.numbered import write_numbers
-from tests.fault_tolerance.test_store_read_errors import failing, with_format
+from tests.fault_tolerance.test_store_read_errors import altered, failing
 from tfdist.checkpoint import manifest, store
 from tfdist.checkpoint.backup_and_restore import BackupAndRestore
 from tfdist.checkpoint.manifest import UnknownFormatError
@@ -152,7 +152,7 @@ def test_nobody_begins_anew_beside_a_folder_that_cannot_be_read(
 
 def test_a_later_format_refuses_all(shared: Path) -> None:
     path = shared / "checkpoint-00000002" / "manifest.json"
-    path.write_bytes(with_format(path.read_bytes(), 2))
+    path.write_bytes(altered(path.read_bytes(), format=2))
     for size in (1, 2):
         found = begin([shared] * size)
         assert_all(found, UnknownFormatError, "checkpoint-00000002 is of another version of tfdist")

@@ -12,10 +12,6 @@ from tfdist.checkpoint.manifest import DamagedBackupsError, DamagedCheckpointErr
 from tfdist.checkpoint.store import CheckpointStore
 
 
-def folder_of(store: CheckpointStore, name: str) -> Path:
-    return Path(store.directory, name)
-
-
 def flip_first_bit(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -45,7 +41,7 @@ def test_damaged_newest_checkpoint_gives_way_to_the_previous(
 ) -> None:
     store = CheckpointStore(tmp_path)
     names = write_numbers(store, 3)
-    damage(folder_of(store, names[2]) / file)
+    damage(tmp_path / names[2] / file)
     with pytest.warns(UserWarning) as caught:
         checkpoint = store.newest()
     assert [str(warning.message).split(": ")[0] for warning in caught] == [
@@ -63,7 +59,7 @@ def test_damaged_checkpoints_are_not_counted_and_go_after_the_next_write(tmp_pat
     names = write_numbers(CheckpointStore(tmp_path, max_to_keep=3), 3)
     store = CheckpointStore(tmp_path, max_to_keep=3)
     for name in names[1:]:
-        empty(folder_of(store, name) / "state.index")
+        empty(tmp_path / name / "state.index")
     with pytest.warns(UserWarning, match="is damaged: state.index has 0 bytes") as caught:
         assert store.newest().name == names[0]
     assert len(caught) == 2
@@ -75,8 +71,8 @@ def test_damaged_checkpoints_are_not_counted_and_go_after_the_next_write(tmp_pat
 def test_all_damaged_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     names = write_numbers(store, 2)
-    empty(folder_of(store, names[0]) / "manifest.json")
-    (folder_of(store, names[1]) / "state.index").unlink()
+    empty(tmp_path / names[0] / "manifest.json")
+    (tmp_path / names[1] / "state.index").unlink()
     with pytest.raises(DamagedBackupsError) as caught:
         store.newest()
     assert str(caught.value) == (
