@@ -1,6 +1,6 @@
 """A training that Keras' OrbaxCheckpoint saves, and that goes on where it was, as Keras' documentation shows.
 
-`python orbax_program.py FOLDER EPOCHS STRATEGY` prints what came of it as JSON.
+`python orbax_program.py FOLDER EPOCHS` prints what came of it as JSON.
 """
 
 from __future__ import annotations
@@ -12,18 +12,8 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 import tfdist
-
-
-def strategy_of(name: str) -> tf.distribute.Strategy:
-    """The strategy with this name."""
-    if name == "workers":
-        return tfdist.MultiWorkerMirroredStrategy(peer_timeout=60)
-    cpu = tf.config.list_physical_devices("CPU")[0]
-    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
-    return tfdist.MirroredStrategy(["CPU:0", "CPU:1"])
 
 
 def build() -> keras.Model:
@@ -46,9 +36,9 @@ class Counted(keras.callbacks.OrbaxCheckpoint):
         super()._save_checkpoint(step, logs)
 
 
-def main(folder: str, epochs: int, name: str) -> None:
+def main(folder: str, epochs: int) -> None:
     """Trains, from the newest checkpoint on."""
-    strategy = strategy_of(name)
+    strategy = tfdist.MultiWorkerMirroredStrategy(peer_timeout=60)
     keras.utils.set_random_seed(1)
     x = np.random.RandomState(0).randn(96, 16).astype("float32")
     with strategy.scope():
@@ -69,4 +59,4 @@ def main(folder: str, epochs: int, name: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    main(sys.argv[1], int(sys.argv[2]))

@@ -8,6 +8,16 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.checkpoint import callback_state
+
+
+def carry(one: keras.callbacks.Callback, new: keras.callbacks.Callback, *others: keras.callbacks.Callback) -> None:
+    """Gives others the state of a callback that was made as `new` was."""
+    arrays: dict[str, Any] = {}
+    entries = callback_state.capture([one], callback_state.settings([new]), arrays)
+    for other in others:
+        callback_state.restore([other], callback_state.settings([other]), entries, arrays)
+
 
 class Count:
     """A number, in a class of the user's own."""

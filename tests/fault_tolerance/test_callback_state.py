@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.fault_tolerance.job import Job
-from tests.fault_tolerance.own_callbacks import Keeper
+from tests.fault_tolerance.own_callbacks import Keeper, carry
 from tests.fault_tolerance.trials import KILLED, Case, Trials, at, interrupted
 from tfdist.checkpoint import callback_state
 from tfdist.checkpoint.callback_state import NotPlainError
@@ -79,12 +79,9 @@ def test_a_setting_that_was_changed_is_the_new_one() -> None:
     """A set of texts has another order in each process: that is no change."""
     one, other = Keeper(("a", "b")), Keeper(("b", "a"))
     one.count.value = 5
-    arrays: dict[str, np.ndarray] = {}
-    entries = callback_state.capture([one], callback_state.settings([Keeper(("a", "b"))]), arrays)
-    callback_state.restore([other], callback_state.settings([other]), entries, arrays)
-    assert (other.settings, other.count.value) == ({"a", "b"}, 5)
     third = Keeper(("d",))
-    callback_state.restore([third], callback_state.settings([third]), entries, arrays)
+    carry(one, Keeper(("a", "b")), other, third)
+    assert (other.settings, other.count.value) == ({"a", "b"}, 5)
     assert third.settings == {"d"}
 
 
@@ -94,10 +91,8 @@ def test_an_object_that_is_missing_is_named() -> None:
 
     one, other = Late(), Late()
     one.mean = keras.metrics.Mean()
-    arrays: dict[str, np.ndarray] = {}
-    entries = callback_state.capture([one], [{}], arrays)
     with pytest.warns(UserWarning) as caught:
-        callback_state.restore([other], [{}], entries, arrays)
+        carry(one, other, other)
     assert [str(warning.message) for warning in caught] == [
         "Late.mean is in the backup and cannot be restored: this process has no such object in its place. Expected: "
         "one like that which was saved, before the first epoch begins; or give it get_state() and set_state(state)."

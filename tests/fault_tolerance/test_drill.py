@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,26 +36,30 @@ model.fit(x, y, batch_size=8, epochs=8, verbose=0, callbacks=[Slowly(), backup])
 """
 
 
-def test_a_sharded_training_survives(launches: list[Launch], tmp_path: Path) -> None:  # noqa: F811
-    """Each process writes its parts of a backup: whoever is lost, they belong to one step."""
-    (tmp_path / "train.py").write_text(SCRIPT.replace("MultiWorkerMirroredStrategy", "FullyShardedStrategy"))
-    faults = [word for fault in ("kill-chief", "kill-worker", "hang", "preempt") for word in ("--only", fault)]
-    launches.append(Launch(tmp_path, [sys.executable, "-m", "tfdist", "drill", "--json", *faults, "train.py"]))
+def drilled(launches: list[Launch], folder: Path, script: str, *options: str) -> dict[str, Any]:  # noqa: F811
+    """What a drill of a script there reports."""
+    (folder / "train.py").write_text(script)
+    launches.append(Launch(folder, [sys.executable, "-m", "tfdist", "drill", "--json", *options, "train.py"]))
     result = launches[0].finish(1100)
     launches[0].assert_nothing_is_left()
     assert result.code == 0, result.err
-    assert [row["result"] for row in json.loads(result.out)["rows"]] == ["identical"] * 4
+    return json.loads(result.out)
+
+
+def only(*faults: str) -> list[str]:
+    return [word for fault in faults for word in ("--only", fault)]
+
+
+def test_a_sharded_training_survives(launches: list[Launch], tmp_path: Path) -> None:  # noqa: F811
+    """Each process writes its parts of a backup: whoever is lost, they belong to one step."""
+    script = SCRIPT.replace("MultiWorkerMirroredStrategy", "FullyShardedStrategy")
+    report = drilled(launches, tmp_path, script, *only("kill-chief", "kill-worker", "hang", "preempt"))
+    assert [row["result"] for row in report["rows"]] == ["identical"] * 4
 
 
 def test_a_training_survives(launches: list[Launch], tmp_path: Path) -> None:  # noqa: F811
-    (tmp_path / "train.py").write_text(SCRIPT)
-    faults = [word for fault in ("kill-chief", "corrupt", "preempt", "shrink") for word in ("--only", fault)]
-    command = [sys.executable, "-m", "tfdist", "drill", "--json", "--log-dir", "logs", *faults, "train.py"]
-    launches.append(Launch(tmp_path, command))
-    result = launches[0].finish(1100)
-    launches[0].assert_nothing_is_left()
-    assert result.code == 0, result.err
-    report = json.loads(result.out)
+    faults = only("kill-chief", "corrupt", "preempt", "shrink")
+    report = drilled(launches, tmp_path, SCRIPT, "--log-dir", "logs", *faults)
     assert report["identical"] is True
     rows = {row["fault"]: row for row in report["rows"]}
     assert [row["result"] for row in rows.values()] == [*["identical"] * 3, "complete"]

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import tfdist
+from tests.fault_tolerance.own_callbacks import carry
 from tfdist.checkpoint import callback_state
 from tfdist.checkpoint.callback_state import encode
 from tfdist.checkpoint.manifest import MANIFEST_NAME, Manifest, decode_manifest, encode_manifest
@@ -110,9 +111,7 @@ def test_what_training_changes_comes_back() -> None:
     for epoch in range(2):
         one.on_epoch_end(epoch)
     one.retries = other.retries
-    arrays: dict[str, Any] = {}
-    entries = callback_state.capture([one], callback_state.settings([other]), arrays)
-    callback_state.restore([other], callback_state.settings([other]), entries, arrays)
+    carry(one, other, other)
     assert (other.count, other.phase, other.state) == (2, "cooling", {"of": "mine", "epochs": 2})
     assert (other.log, other.best_file, other.options) == (["epoch 0", "epoch 1"], "folder/1", one.options)
 
