@@ -291,8 +291,8 @@ MUTATIONS = (
         name="identity of a fit",
         effect="with more epochs, the backups of another optimizer are taken for those of this one",
         file="tfdist/checkpoint/training_state.py",
-        old='return scaled or (more_epochs and f"{_RATE}." in path)',
-        new="return scaled or more_epochs",
+        old='(scaled or (more_epochs and f"{_RATE}." in path))',
+        new="(scaled or more_epochs)",
         tests=("tests/fault_tolerance/test_other_fits.py::test_differences",),
     ),
     Mutation(

@@ -88,7 +88,9 @@ class DataPosition:
         adapter = epoch_iterator.data_adapter
         self._is_arrays = isinstance(adapter, ArrayDataAdapter) and dataset_fn is None
         self._py_dataset = adapter.py_dataset if isinstance(adapter, PyDatasetAdapter) and dataset_fn is None else None
-        self._array_seed = self._new_array_seed()
+        # For the order of arrays, if nothing else says in which order they come.
+        draws_seed = self._is_arrays and adapter._shuffle and context.global_seed() is None
+        self._array_seed = random.SystemRandom().randrange(2**31) if draws_seed else None
         if self._dataset_fn is None and not self._is_arrays:
             self._data.put_in_order()
         self._saves_iterator = self._should_save_iterator()
@@ -372,13 +374,6 @@ class DataPosition:
         """A distributed dataset without its first steps."""
         # Of data that the user has sharded, a step takes less than a batch.
         return distributed.skip(steps) if hasattr(distributed, "skip") else self._data.distribute(dataset.skip(steps))
-
-    def _new_array_seed(self) -> int | None:
-        """A seed for the order of arrays, if nothing else says what order they come in."""
-        adapter = self._iterator.data_adapter
-        if not self._is_arrays or not adapter._shuffle or context.global_seed() is not None:
-            return None
-        return random.SystemRandom().randrange(2**31)
 
 
 @contextlib.contextmanager
