@@ -117,17 +117,14 @@ class FsspecStorage(Storage):
         return self.files._strip_protocol(path)
 
 
-def what_is_missing(scheme: str) -> str | None:
-    """What has to be installed for a scheme, as words for a message; `None` if nothing.
+def check_scheme(scheme: str) -> None:
+    """Looks for the file system of a scheme.
 
     Raises:
-        ValueError: if fsspec is installed, and does not know the scheme.
+        ImportError: if fsspec or the package for the scheme is not installed; it names that package.
+        ValueError: if fsspec does not know the scheme.
     """
-    try:
-        importlib.import_module("fsspec.registry").get_filesystem_class(scheme)
-    except ImportError as error:
-        return str(error)  # it names the package
-    return None
+    importlib.import_module("fsspec.registry").get_filesystem_class(scheme)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from tfdist.storage.base import Storage
-from tfdist.storage.fsspec_files import FsspecStorage, what_is_missing
+from tfdist.storage.fsspec_files import FsspecStorage, check_scheme
 from tfdist.storage.local import LocalStorage
 from tfdist.storage.tensorflow_files import TensorFlowStorage, is_known
 
@@ -64,17 +64,17 @@ def check_remote_path(name: str, path: str) -> None:
     if is_known(scheme):
         return
     try:
-        missing = what_is_missing(scheme)
+        check_scheme(scheme)
     except ValueError:
         raise ValueError(
             f"Received: {name} {path!r}. Expected: a local path, or one whose scheme TensorFlow has (gs://), or fsspec "
             f"(s3://, abfs://, ...). Neither knows {scheme}://."
         ) from None
-    if missing:
+    except ImportError as error:
         raise ImportError(
             f"Received: {name} {path!r}. TensorFlow has no file system for {scheme}://, and the package by which "
-            f"fsspec has one is not installed on this machine: {missing}"
-        )
+            f"fsspec has one is not installed on this machine: {error}"
+        ) from None
 
 
 def may_be_remote(path: str) -> bool:
