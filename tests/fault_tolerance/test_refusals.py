@@ -77,8 +77,7 @@ def test_resumes_at_ends_of_epochs_and_says_so(case: Case, reason: str, trials: 
 
 
 def changed(name: str, error: str, **changes: Any) -> Any:
-    before = {key: value for key, value in changes.pop("before", {}).items()}
-    job = JOB.with_(**before)
+    job = JOB.with_(**changes.pop("before", {}))
     return pytest.param(Case(name, (job.with_(kill=KILL), job.with_(**changes))), error, id=name)
 
 

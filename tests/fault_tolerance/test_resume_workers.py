@@ -89,23 +89,21 @@ def assert_same(expected: list[Ended], received: list[Ended]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("job", "killed", "kill"),
+    ("job", "killed"),
     daily(
         [
-            pytest.param(LIGHT, (0,), KILL, id="the chief"),
-            pytest.param(DATASET, (0, 1), KILL, id="all, a dataset"),
-            pytest.param(COMPRESSED, (1,), KILL, id="with compression"),
-            pytest.param(SHARDED, (0,), KILL, id="fully sharded, the chief"),
-            pytest.param(SHARDED, (1,), KILL, id="fully sharded, another one"),
+            pytest.param(LIGHT, (0,), id="the chief"),
+            pytest.param(DATASET, (0, 1), id="all, a dataset"),
+            pytest.param(COMPRESSED, (1,), id="with compression"),
+            pytest.param(SHARDED, (0,), id="fully sharded, the chief"),
+            pytest.param(SHARDED, (1,), id="fully sharded, another one"),
         ],
         "the chief",
         "fully sharded, another one",
     ),
 )
-def test_killed(
-    cluster: Cluster, references: References, job: Job, killed: tuple[int, ...], kill: dict[str, Any]
-) -> None:
-    ended = cluster.run(job, kill=dict.fromkeys(killed, kill))
+def test_killed(cluster: Cluster, references: References, job: Job, killed: tuple[int, ...]) -> None:
+    ended = cluster.run(job, kill=dict.fromkeys(killed, KILL))
     assert [ended[rank].code for rank in killed] == [KILLED] * len(killed)
     assert all(run.code for run in ended)
     assert_same(references(job), cluster.complete(job))

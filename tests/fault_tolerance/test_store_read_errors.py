@@ -44,21 +44,16 @@ def failing(
     return call
 
 
-class Failing:
-    """What fails where a store reads, one of the functions that it calls."""
-
-    def __init__(self, patch: pytest.MonkeyPatch, store: CheckpointStore) -> None:
-        self._patch, self._store = patch, store
-
-    def start(self, what: str, times: float) -> None:
-        if what == "list":
-            self._patch.setattr(os, "listdir", failing(os.listdir, self._store.directory, times))
-        elif what == "look":
-            self._patch.setattr(os, "stat", failing(os.stat, f"{NEWEST}/manifest.json", times))
-        elif what == "manifest.json":
-            self._patch.setattr(Path, "read_bytes", failing(Path.read_bytes, f"{NEWEST}/{what}", times))
-        else:
-            self._patch.setattr(manifest, "open", failing(open, f"{NEWEST}/{what}", times), raising=False)
+def fail(patch: pytest.MonkeyPatch, store: CheckpointStore, what: str, times: float) -> None:
+    """Lets one of the functions fail that a store calls where it reads."""
+    if what == "list":
+        patch.setattr(os, "listdir", failing(os.listdir, store.directory, times))
+    elif what == "look":
+        patch.setattr(os, "stat", failing(os.stat, f"{NEWEST}/manifest.json", times))
+    elif what == "manifest.json":
+        patch.setattr(Path, "read_bytes", failing(Path.read_bytes, f"{NEWEST}/{what}", times))
+    else:
+        patch.setattr(manifest, "open", failing(open, f"{NEWEST}/{what}", times), raising=False)
 
 
 PLACES = ["list", "look", "manifest.json", "state.index", "state.data-00000-of-00001"]
@@ -69,7 +64,7 @@ def test_one_error_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     writer = CheckpointStore(tmp_path, max_to_keep=3)
     names = write_numbers(writer, 3)
     with monkeypatch.context() as patch:
-        Failing(patch, writer).start(place, times=1)
+        fail(patch, writer, place, times=1)
         assert writer.newest().name == NEWEST == names[-1]
     assert writer.write({}, {}) == "checkpoint-00000004"
     assert writer.names() == [*names[1:], "checkpoint-00000004"]
@@ -80,7 +75,7 @@ def test_a_disk_that_stays_away_is_an_error(tmp_path: Path, monkeypatch: pytest.
     store = CheckpointStore(tmp_path)
     names = write_numbers(store, 3)
     with monkeypatch.context() as patch:
-        Failing(patch, store).start(place, times=float("inf"))
+        fail(patch, store, place, times=float("inf"))
         with pytest.raises(OSError, match="Stale file handle") as caught:
             store.newest()
     if place not in ("list", "look"):
