@@ -65,15 +65,15 @@ def check_remote_path(name: str, path: str) -> None:
         return
     try:
         check_scheme(scheme)
-    except ValueError:
-        raise ValueError(
-            f"Received: {name} {path!r}. Expected: a local path, or one whose scheme TensorFlow has (gs://), or fsspec "
-            f"(s3://, abfs://, ...). Neither knows {scheme}://."
-        ) from None
     except ImportError as error:
         raise ImportError(
             f"Received: {name} {path!r}. TensorFlow has no file system for {scheme}://, and the package by which "
             f"fsspec has one is not installed on this machine: {error}"
+        ) from None
+    except ValueError:
+        raise ValueError(
+            f"Received: {name} {path!r}. Expected: a local path, or one whose scheme TensorFlow has (gs://), or fsspec "
+            f"(s3://, abfs://, ...). Neither knows {scheme}://."
         ) from None
 
 
