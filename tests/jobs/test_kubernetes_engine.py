@@ -165,7 +165,7 @@ def test_the_record_is_there_before_the_job(engine: Engine, cluster: Cluster, re
     """The process may be killed at any moment: then the job is found by its name."""
 
     def killed_afterwards(*arguments, content):
-        assert [record.id for record in records.all()] == ["kubernetes-1"]
+        assert [record.id for record in records.all()[0]] == ["kubernetes-1"]
         kubectl_of_tfdist(*arguments, content=content)
         if content["kind"] == "Job":
             raise KeyboardInterrupt

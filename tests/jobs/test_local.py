@@ -73,7 +73,7 @@ def waited_for(engine: LocalEngine, record: Record, state: str) -> str:
     """How a job has ended."""
 
     def found() -> Status:
-        return engine.status(engine._records.load(record.id))
+        return engine.status(engine.records.load(record.id))
 
     wait_until(lambda: found().state == state, SECONDS, f"{record.id} to be {state}")
     return found().detail
@@ -118,11 +118,11 @@ def test_cancel_waits_for_the_backup(engine: LocalEngine) -> None:
     job = started(engine, "a", "saves")
     assert engine.cancel(job) == "local-1: gets SIGTERM, and has 300 s to save its state"
     wait_until(Path("a.stopped").exists, SECONDS, "SIGTERM")
-    job = engine._records.load(job.id)
+    job = engine.records.load(job.id)
     assert "asked to stop, has 300 s to save" in str(engine.status(job))
     Path("a.saved").touch()
     waited_for(engine, job, "cancelled")
-    assert engine.cancel(engine._records.load(job.id)).startswith("local-1: is over already, cancelled after ")
+    assert engine.cancel(engine.records.load(job.id)).startswith("local-1: is over already, cancelled after ")
     assert json.loads(job.event_log.read_text().splitlines()[-1])["event"] == "preempted"
 
 
@@ -132,7 +132,7 @@ def test_a_second_cancel_kills(engine: LocalEngine) -> None:
     wait_until(Path("a.stopped").exists, SECONDS, "SIGTERM")
     # Two signals within a moment count as one.
     time.sleep(0.5)
-    assert engine.cancel(engine._records.load(job.id)) == "local-1: is killed"
+    assert engine.cancel(engine.records.load(job.id)) == "local-1: is killed"
     waited_for(engine, job, "cancelled")
 
 
@@ -147,7 +147,7 @@ def test_jobs_of_another_host_are_left_to_it(engine: LocalEngine) -> None:
     """It shares the folder, in a home folder say: from here, its processes look as if they had vanished."""
     process = {"pid": os.getpid(), "start": 5, "boot": "another"}
     request = Request("local", Target("script", ("job.py",)))
-    job = engine._records.add(request, host="node-7#1a2b3c4d", grace=60, process=process)
+    job = engine.records.add(request, host="node-7#1a2b3c4d", grace=60, process=process)
     assert engine.status(job).detail == "on node-7"
     with pytest.raises(SubmitError, match=r"a job of node-7\. Expected: `tfdist cancel` on that host"):
         engine.cancel(job)
@@ -167,7 +167,7 @@ def test_a_dry_run_shows_the_command_and_what_cannot_be_run_is_refused(engine: L
         engine.submit(Request("local", Target("script", ("nowhere.py",))))
     with pytest.raises(SubmitError, match="--time and --scheduler local"):
         engine.submit(Request("local", target, time_limit=60))
-    assert [*engine._records.folder.iterdir()] == []
+    assert [*engine.records.folder.iterdir()] == []
 
 
 # --- Which process a number means ------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ def test_what_is_added_can_be_loaded_by_its_owner(tmp_path: Path) -> None:
     assert (record.program, record.workers, record.ps) == (["-m", "train", "--epochs", "3"], 3, 1)
     changed = records.update("local-1", grace=3)
     assert records.load("local-1").details == changed.details == {**LOCAL, "grace": 3}
-    assert add(records).id == "local-2" and [one.id for one in records.all()] == ["local-1", "local-2"]
+    assert add(records).id == "local-2" and [one.id for one in records.all()[0]] == ["local-1", "local-2"]
     paths = (records.folder, Path(record.folder), Path(record.folder, "job.json"))
     assert [stat.S_IMODE(path.stat().st_mode) for path in paths] == [0o700, 0o700, 0o600]
 
@@ -55,7 +55,7 @@ def test_processes_at_the_same_time_get_other_ids_and_lose_no_change(tmp_path: P
     command = [sys.executable, "-c", code, str(tmp_path / "jobs")]
     started = [subprocess.Popen([*command, name], cwd=SOURCE) for name in ("grace", "cancelled")]
     assert [process.wait(60) for process in started] == [0, 0]
-    ids = [record.id for record in Records(tmp_path / "jobs").all()]
+    ids = [record.id for record in Records(tmp_path / "jobs").all()[0]]
     assert sorted(ids, key=lambda own: int(own[6:])) == [f"local-{number}" for number in range(1, 41)]
 
 
@@ -76,8 +76,8 @@ def test_a_damaged_record_is_named_and_hides_no_other(tmp_path: Path, text: str)
     add(records)
     path = Path(add(records).folder, "job.json")
     path.write_text(text)
-    assert [record.id for record in records.all()] == ["local-1"]
-    (problem,) = records.unreadable()
+    ((whole,), (problem,)) = records.all()
+    assert whole.id == "local-1"
     assert problem.startswith(f"{path} is left alone: it")
     with pytest.raises(SubmitError, match=r"local-2/job\.json: it.* Expected: the record of a job"):
         records.load("local-2")
@@ -120,7 +120,7 @@ def test_whatever_is_in_a_record_it_is_read_or_named(
     path.write_text(json.dumps({**content, **record}))
     event = {"time": 5.0, "name": "launcher", "event": "gave-up", "exit_code": last, "reason": last}
     path.with_name("logs").joinpath("events.jsonl").write_text(json.dumps(event) + "\n")
-    found, problems = two.all(), two.unreadable()
+    found, problems = two.all()
     assert "local-1" in [one.id for one in found]
     assert len(found) + len(problems) == 2
     # All that is asked of records works.

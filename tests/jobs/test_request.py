@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import click
 import pytest
 
 from tfdist.jobs.request import Request, SubmitError, default_name, seconds_of
@@ -25,7 +26,7 @@ def test_times(text: str, seconds: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "120", "2 h", "h", "0s", "-1h", "1m1h", "2w", "1:30", "two hours"])
 def test_what_is_no_time(text: str) -> None:
-    with pytest.raises(ValueError, match=r"Received: .* Expected: a time such as 2h, 90m"):
+    with pytest.raises(click.BadParameter, match=r"Received: .* Expected: a time such as 2h, 90m"):
         seconds_of(text)
 
 

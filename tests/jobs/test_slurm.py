@@ -65,7 +65,7 @@ def test_what_sbatch_is_told() -> None:
 def test_a_folder_whose_name_would_be_run_is_refused(character: str, tmp_path: Path) -> None:
     named = f"/a{character}touch here"
     for cwd, folder in ((named, "/jobs/1"), ("/home", named)):
-        with pytest.raises(ValueError, match="line break or another control character"):
+        with pytest.raises(SubmitError, match="line break or another control character"):
             batch_script(Request("slurm", PROGRAM), Path(folder), cwd, "s3cret")
 
 
@@ -284,7 +284,7 @@ FORGOTTEN = "echo slurm_load_jobs error: Invalid job id specified >&2; exit 1"
 
 def recorded(folder: Path) -> list[str]:
     """The jobs that are known, if nothing else is left."""
-    found = [record.id for record in Records(folder / "jobs").all()]
+    found = [record.id for record in Records(folder / "jobs").all()[0]]
     assert len([*(folder / "jobs").iterdir()]) == len(found)
     return found
 
@@ -341,9 +341,9 @@ def test_a_job_whose_number_is_not_known_is_found_once_it_starts(slurm, tmp_path
 
     engine = slurm(sbatch="echo 17")
     with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left"):
-        patched.setattr(engine._records, "update", no_space)
+        patched.setattr(engine.records, "update", no_space)
         engine.submit(JOB)
-    (record,) = engine._records.all()
+    ((record,), _) = engine.records.all()
     look = f"`squeue --user={getpass.getuser()} --name=mine` shows one that waits"
     assert engine.status(record).state == "lost" and engine.status(record).detail.endswith(look)
     Path(record.folder, "job-id").write_text("")  # it is about to
@@ -354,7 +354,7 @@ def test_a_job_whose_number_is_not_known_is_found_once_it_starts(slurm, tmp_path
     slurm(scontrol="echo JobState=PENDING Reason=Priority", scancel="exit 1")
     with pytest.raises(SubmitError, match="from scancel 17"):
         engine.cancel(record)
-    assert not engine._records.load(record.id).details["cancelled"]
+    assert not engine.records.load(record.id).details["cancelled"]
     slurm(scontrol="echo JobState=PENDING Reason=Priority", scancel=is_noted)
     assert engine.status(record).state == "queued"
     assert engine.cancel(record) == "slurm-1: cancelled"

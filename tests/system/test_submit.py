@@ -49,7 +49,7 @@ def slurm(
     yield run_tfdist
     if request.session.testsfailed > failed_before:
         print(slurm_here.logs())
-    for record in run_tfdist.records.all():
+    for record in run_tfdist.records.all()[0]:
         subprocess.run(["scancel", record.details["job"]], timeout=60)
         wait_until(lambda job=record.details["job"]: not ask("squeue", "-h", "-j", job), 60, "the end of the job")
 

@@ -8,7 +8,6 @@ import json
 import os
 import shlex
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,20 +15,13 @@ from typing import Any
 import click
 
 from tfdist.jobs import SCHEDULERS
-from tfdist.jobs.engine import engine_of
+from tfdist.jobs.engine import engine_of, job_of
 from tfdist.jobs.record import Record, Records
 from tfdist.jobs.request import Request, SubmitError, seconds_of
 from tfdist.jobs.status import RUNNING, Status
 from tfdist.launcher.arguments import TARGET, TRANSPORT_OPTION, ScriptCommand, read_env
 
 _SHOWN = 20
-
-
-def _read_time(ctx: click.Context, param: click.Parameter, text: str | None) -> int | None:
-    try:
-        return None if text is None else seconds_of(text)
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from None
 
 
 def _read_volumes(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
@@ -44,6 +36,7 @@ def _read_volumes(ctx: click.Context, param: click.Parameter, values: tuple[str,
 
 @contextlib.contextmanager
 def _errors() -> Iterator[None]:
+    """Shows what the disk or a scheduler refuses in a line, without a traceback."""
     try:
         yield
     except BrokenPipeError:
@@ -81,7 +74,7 @@ def _errors() -> Iterator[None]:
     "--time",
     "time_limit",
     metavar="TIME",
-    callback=_read_time,
+    type=seconds_of,
     help="Slurm, Kubernetes: time limit of a run, such as 2h, 90m or 1d12h. On Slurm it is saved and requeued then.",
 )
 @click.option("--pack", is_flag=True, help="Keep the workers on as few hosts as possible.")
@@ -102,16 +95,16 @@ def _errors() -> Iterator[None]:
 @click.option("--env", multiple=True, metavar="KEY=VALUE", callback=read_env, help="Set a variable (repeatable).")
 @click.option("--dry-run", is_flag=True, help="Print what the scheduler would be given, and do nothing.")
 @click.pass_context
+@_errors()
 def submit(ctx: click.Context, dry_run: bool, **options: Any) -> None:
     """Submit SCRIPT, unchanged, as a job, and print the job's id.
 
     SCRIPT is a Python file, -m MODULE, or -- COMMAND for any other program; all that follows it is passed to it. It
     goes on after a restart, and after a preemption, where tfdist.callbacks.BackupAndRestore has saved it.
     """
-    with _errors():
-        request = Request(target=ctx.meta[TARGET], **options)
-        engine = engine_of(request.scheduler, Records.of_user(os.environ))
-        click.echo(engine.dry_run(request) if dry_run else engine.submit(request).id, nl=not dry_run)
+    request = Request(target=ctx.meta[TARGET], **options)
+    engine = engine_of(request.scheduler, Records.of_user(os.environ))
+    click.echo(engine.dry_run(request) if dry_run else engine.submit(request).id, nl=not dry_run)
 
 
 @click.command(short_help="Show the state of a job, or list the last ones.")
@@ -120,42 +113,42 @@ def submit(ctx: click.Context, dry_run: bool, **options: Any) -> None:
     "-a", "--all", "everything", is_flag=True, help=f"Without JOB: list all jobs, not only the last {_SHOWN}."
 )
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@_errors()
 def status(job: str | None, everything: bool, as_json: bool) -> None:
     """Show the state of a job, and epoch, step, loss and remaining time of its training.
 
     Without JOB, list the jobs that have been submitted here, the newest last, with their state.
     """
-    with _errors():
-        if job is None:
-            _show_all(Records.of_user(os.environ), everything, as_json)
-        else:
-            _show(Records.of_user(os.environ), job, as_json)
+    if job is None:
+        _show_all(Records.of_user(os.environ), everything, as_json)
+    else:
+        _show(job, as_json)
 
 
 @click.command(short_help="Show the output of a job.")
 @click.argument("job")
 @click.option("-f", "--follow", is_flag=True, help="Until the job is over.")
+@_errors()
 def logs(job: str, follow: bool) -> None:
     """Show what a job has printed; with -f, also what it prints from now on, until it is over."""
-    with _errors(), contextlib.suppress(KeyboardInterrupt):
-        records = Records.of_user(os.environ)
-        record = records.load(job)
-        engine_of(record.scheduler, records).logs(record, sys.stdout.buffer, follow)
+    with contextlib.suppress(KeyboardInterrupt):
+        record, engine = job_of(job, os.environ)
+        engine.logs(record, sys.stdout.buffer, follow)
 
 
 @click.command(short_help="End a job.")
 @click.argument("job")
+@_errors()
 def cancel(job: str) -> None:
     """End a job: it gets SIGTERM and its grace, in which tfdist.callbacks.BackupAndRestore saves the training."""
-    with _errors():
-        records = Records.of_user(os.environ)
-        record = records.load(job)
-        click.echo(engine_of(record.scheduler, records).cancel(record))
+    record, engine = job_of(job, os.environ)
+    click.echo(engine.cancel(record))
 
 
 @click.command(short_help="Watch a run: how far each process is, restarts, backups, remaining time.")
 @click.argument("run", metavar="[JOB|FOLDER]", required=False)
 @click.option("--once", is_flag=True, help="Print what is to be seen now, and end. So it is without a terminal.")
+@_errors()
 def monitor(run: str | None, once: bool) -> None:
     """Watch a run of `tfdist run` or a job of `tfdist submit` until it is over.
 
@@ -165,22 +158,22 @@ def monitor(run: str | None, once: bool) -> None:
     # rich takes a while to import.
     from rich.console import Console
 
-    from tfdist.jobs.monitor import find, snapshot, watch
+    from tfdist.jobs.monitor import Watch, find, watch, width
+    from tfdist.plain_text import plain_text
 
-    with _errors():
-        source = find(run, Path(), os.environ)
-        console = Console()
-        if once or not console.is_terminal:
-            click.echo(snapshot(source))
-            return
-        with contextlib.suppress(KeyboardInterrupt):
-            watch(source, console)
+    source, console = find(run, Path(), os.environ), Console()
+    if once or not console.is_terminal:
+        click.echo(plain_text(Watch(source).view(), width=width()))
+        return
+    with contextlib.suppress(KeyboardInterrupt):
+        watch(source, console)
 
 
 @click.command(short_help="Show what the wall time of a run went into: steps, restarts, waiting for data, ...")
 @click.argument("run", metavar="[JOB|FOLDER]", required=False)
 @click.option("--per-failure", is_flag=True, help="Also what each failure, or other interruption, has cost.")
 @click.option("--json", "as_json", is_flag=True, help="All of it as JSON.")
+@_errors()
 def goodput(run: str | None, per_failure: bool, as_json: bool) -> None:
     """Show what the wall time of a run went into: each second belongs to one kind.
 
@@ -193,18 +186,16 @@ def goodput(run: str | None, per_failure: bool, as_json: bool) -> None:
     from tfdist.jobs.monitor import find, width
     from tfdist.plain_text import plain_text
 
-    with _errors():
-        source = find(run, Path(), os.environ)
-        found = (source.title, *read(source, time.time()))
-        if as_json:
-            click.echo(json.dumps(for_programs(*found), indent=1))
-        else:
-            click.echo(plain_text(*as_tables(*found, per_failure), width=width()))
+    source = find(run, Path(), os.environ)
+    found = (source.title, *read(source))
+    if as_json:
+        click.echo(json.dumps(for_programs(*found), indent=1))
+    else:
+        click.echo(plain_text(*as_tables(*found, per_failure), width=width()))
 
 
-def _show(records: Records, job: str, as_json: bool) -> None:
-    record = records.load(job)
-    engine = engine_of(record.scheduler, records)
+def _show(job: str, as_json: bool) -> None:
+    record, engine = job_of(job, os.environ)
     now, progress = engine.status(record), engine.progress(record)
     if as_json:
         more = {"progress": dataclasses.asdict(progress) if progress else None}
@@ -221,8 +212,9 @@ def _show(records: Records, job: str, as_json: bool) -> None:
 
 
 def _show_all(records: Records, everything: bool, as_json: bool) -> None:
-    found = [(record, _status(records, record)) for record in records.all()[0 if everything else -_SHOWN :]]
-    for problem in records.unreadable():
+    known, problems = records.all()
+    found = [(record, _status(records, record)) for record in known[0 if everything else -_SHOWN :]]
+    for problem in problems:
         click.echo(f"tfdist: {problem}", err=True)
     if as_json:
         click.echo(json.dumps([_facts(record, status) for record, status in found], indent=1))

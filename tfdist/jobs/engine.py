@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import BinaryIO
 
 from tfdist.jobs.record import Record, Records
@@ -41,7 +41,7 @@ class Engine(ABC):
     looks_every = 0.25
 
     def __init__(self, records: Records) -> None:
-        self._records = records
+        self.records = records
 
     @abstractmethod
     def dry_run(self, request: Request) -> str:
@@ -79,14 +79,14 @@ class Engine(ABC):
         # Before: it may end at once, and others who look would note that it has failed.
         self._note(record, cancelled=True)
         try:
-            return f"{record.id}: {self._end(self._records.load(record.id), now, again)}"
+            return f"{record.id}: {self._end(self.records.load(record.id), now, again)}"
         except SubmitError:
             self._note(record, cancelled=again)
             raise
 
     def _note(self, record: Record, **details: object) -> None:
         with contextlib.suppress(OSError):  # a disk may be full
-            self._records.update(record.id, **details)
+            self.records.update(record.id, **details)
 
     def progress(self, record: Record) -> Progress | None:
         """How far the training of a job is, if that is known."""
@@ -110,7 +110,7 @@ class Engine(ABC):
     @contextlib.contextmanager
     def _recorded(self, request: Request, **details: object) -> Iterator[Record]:
         """The record of a job that is being submitted; it stays if the scheduler may have taken the job."""
-        record = self._records.add(request, **details)
+        record = self.records.add(request, **details)
         kept = f"Whether the job runs is not known: `tfdist status {record.id}` shows it once it does"
         try:
             yield record
@@ -119,13 +119,24 @@ class Engine(ABC):
         except UnansweredError as error:
             raise UnansweredError(f"{error}. {kept}") from None
         except (SubmitError, OSError):
-            self._records.remove(record)
+            self.records.remove(record)
             raise
 
 
 def engine_of(scheduler: str, records: Records) -> Engine:
     """The engine of one of `tfdist.jobs.SCHEDULERS`; only its modules are imported."""
     return getattr(importlib.import_module(f"tfdist.jobs.{scheduler}"), _CLASSES[scheduler])(records)
+
+
+def job_of(job: str, env: Mapping[str, str]) -> tuple[Record, Engine]:
+    """The job with this id among those of the user, and the engine of its scheduler.
+
+    Raises:
+        SubmitError: there is no such job, or its record is damaged.
+    """
+    records = Records.of_user(env)
+    record = records.load(job)
+    return record, engine_of(record.scheduler, records)
 
 
 def answer(words: list[str], content: str = "") -> subprocess.CompletedProcess[str]:

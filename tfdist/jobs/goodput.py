@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
-from tfdist.jobs.monitor import Source, looked_at, plain_table
+from tfdist.jobs.monitor import Source, Watch, plain_table
 from tfdist.jobs.request import SubmitError
 from tfdist.jobs.run_state import end_of
 from tfdist.jobs.status import in_words, is_number
@@ -41,7 +40,7 @@ KINDS = {
 _COSTS = (STOPPED, RESTART, REDONE)
 _LEFT = {"preempted": "preempted", "unsaved": "stopped, and could not save,"}
 _COMPLETE = "complete"
-# A table shows so many rows at most; JSON has all.
+# The table of interruptions shows so many at most; JSON has all.
 _MOST_ROWS = 50
 _NOTHING = "no training steps reported: only Keras' fit does, with a strategy or a callback of tfdist"
 
@@ -241,21 +240,17 @@ def _whole(value: object) -> int:
     return int(value) if is_number(value) and value >= 0 else 0  # type: ignore[arg-type, operator]
 
 
-def read(source: Source, now: float) -> tuple[str, Account]:
+def read(source: Source) -> tuple[str, Account]:
     """The status of a run, in words, and what its time went into.
-
-    Args:
-        source: the run.
-        now: in seconds since 1970.
 
     Raises:
         SubmitError: it is a search of `tfdist tune`, whose trials run side by side.
     """
-    found = looked_at(source)
+    found = Watch(source)
     if found.run.search is not None:
         raise SubmitError(f"Received: {source.title}, a search of `tfdist tune`. Expected: a training")
     events = EventStream(source.folder).read()
-    return found.status, account_of(events, now if found.goes_on and found.run.ending is None else None)
+    return found.status, account_of(events, time.time() if found.goes_on and found.run.ending is None else None)
 
 
 def as_json(title: str, status: str, account: Account) -> dict[str, Any]:
@@ -279,14 +274,15 @@ def as_tables(title: str, status: str, account: Account, interruptions: bool) ->
     goodput = f"goodput: {shares[TRAINING]:.1%} of {in_words(total)} went into new training steps"
     rows = [(name, _clock(account.seconds[kind]), f"{shares[kind]:.1%}") for kind, name in KINDS.items()]
     rows.append(("total", _clock(total), f"{sum(shares.values()):.1%}"))
-    parts: list[RenderableType] = [Text(f"{title}: {status}", "bold")]
-    parts += [
+    parts: list[RenderableType] = [
+        Text(f"{title}: {status}", "bold"),
         Text(f"  {goodput if account.has_trained else _NOTHING}"),
-        _table(("time went into", "time", "share"), rows),
+        plain_table(("time went into", "time", "share"), ("time went into",), rows),
     ]
     if interruptions and account.interruptions:
         titles = ("interrupted", "not running", "restart", "done again", "steps", "lost", "by")
-        parts.append(_table(titles, map(_interruption, account.interruptions)))
+        last = map(_interruption, account.interruptions[-_MOST_ROWS:])
+        parts.append(plain_table(titles, ("interrupted", "by"), last))
     return parts
 
 
@@ -298,8 +294,3 @@ def _interruption(one: Mapping[str, Any]) -> tuple[str, ...]:
 def _clock(seconds: float) -> str:
     """A time as hours, minutes and seconds, with the days before."""
     return str(datetime.timedelta(seconds=round(seconds)))
-
-
-def _table(titles: Sequence[str], rows: Iterable[tuple[str, ...]]) -> Table:
-    left = (titles[0], "by")
-    return plain_table({name: name not in left for name in titles}, list(rows)[-_MOST_ROWS:])

@@ -91,7 +91,7 @@ class KubernetesEngine(Engine):
                 more = [] if silent is None else [f"--since={silent}s"]
                 _copy([chief["metadata"]["name"], *more, *(["-f"] if follow else []), *_where(record)], to)
                 shown, cut_off = chief["metadata"]["uid"], time.monotonic()
-            if not follow or self.status(self._records.load(record.id)).is_over:
+            if not follow or self.status(self.records.load(record.id)).is_over:
                 return
             time.sleep(_WAIT)
 

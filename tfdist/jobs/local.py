@@ -39,7 +39,7 @@ class LocalEngine(Engine):
                 streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
                 started = subprocess.Popen(command, env=env, cwd=working, start_new_session=True, **streams)
             process = Identity.of(started.pid)
-        return self._records.update(record.id, process=asdict(process) if process else None)
+        return self.records.update(record.id, process=asdict(process) if process else None)
 
     def _ask(self, record: Record) -> Status:
         process, host = record.details["process"], record.details["host"]
@@ -71,18 +71,15 @@ class LocalEngine(Engine):
 
 def _command(request: Request, folder: Path) -> list[str]:
     """The command line of `tfdist run` for a job with this folder."""
-    try:
-        request.target.command()
-    except ValueError as error:
-        raise SubmitError(str(error)) from None
+    request.command()  # there has to be such a program
     if request.time_limit:
         raise SubmitError("Received: --time and --scheduler local. Expected: `timeout 2h tfdist run ...`")
-    options: dict[str, object] = {"-n": request.workers, "--ps": request.ps, "--grace": request.grace}
-    if request.transport != AUTO:
-        options["--transport"] = request.transport
-    options["--max-restarts"] = request.max_restarts
-    options["--log-dir"] = folder / "logs"
-    options["--cpus-per-worker"] = request.cpus_per_worker or "auto"
-    options["--gpus-per-worker"] = "auto" if request.gpus_per_worker is None else request.gpus_per_worker
+    options = {
+        **{"-n": request.workers, "--ps": request.ps, "--grace": request.grace},
+        **({"--transport": request.transport} if request.transport != AUTO else {}),
+        **{"--max-restarts": request.max_restarts, "--log-dir": folder / "logs"},
+        "--cpus-per-worker": request.cpus_per_worker or "auto",
+        "--gpus-per-worker": "auto" if request.gpus_per_worker is None else request.gpus_per_worker,
+    }
     words = [str(word) for option in options.items() for word in option]
     return [sys.executable, "-m", "tfdist", "run", *words, *request.target.typed]

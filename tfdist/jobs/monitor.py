@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,12 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from tfdist.folders import NAME as LOGS
-from tfdist.jobs.engine import engine_of
-from tfdist.jobs.record import Records
+from tfdist.jobs.engine import job_of
 from tfdist.jobs.request import SubmitError
 from tfdist.jobs.run_state import ENDED, RESTARTING, RUNNING, STARTING, RankState, RunState, search_in_words
 from tfdist.jobs.status import FRESH, Status, in_words, is_number, of_total
-from tfdist.plain_text import plain_text
 from tfdist.supervision.events import FILE_NAME, EventStream
 from tfdist.supervision.identity import Identity, own_boot
 
@@ -75,15 +73,13 @@ def find(what: str | None, here: Path, env: Mapping[str, str]) -> Source:
             )
         newest = max(logs, key=lambda path: path.stat().st_mtime).parent
         return Source(str(Path(what or LOGS, newest.name)), newest)
-    records = Records.of_user(env)
-    record = records.load(what)
+    record, engine = job_of(what, env)
     if record.scheduler == _KUBERNETES:
         raise SubmitError(
             f"Received: {what}, a job of Kubernetes, whose events are in the output of its pods. Expected: another "
             f"job, or `tfdist status {what}`"
         )
-    engine = engine_of(record.scheduler, records)
-    return Source(what, record.event_log.parent, lambda: engine.status(records.load(what)))
+    return Source(what, record.event_log.parent, lambda: engine.status(engine.records.load(what)))
 
 
 def status_of(run: RunState, launcher_lives: bool, now: float) -> tuple[str, bool]:
@@ -131,9 +127,11 @@ class Watch:
         self.run, self.status, self.goes_on = RunState(), "", True
         self._source, self._ask_at = source, 0.0
         self._stream = EventStream(source.folder)
+        self.look()
+        self.look()  # now it is known which launcher may live
 
     def look(self) -> None:
-        """Reads what is new. The first look finds the launcher in the events, the second one asks whether it lives."""
+        """Reads what is new."""
         # Asked before reading: so all that was written before the end is read.
         launcher_lives = lives(self.run.launcher)
         if self._source.ask is not None and time.monotonic() >= self._ask_at:
@@ -159,22 +157,9 @@ class Watch:
         self.status, self.goes_on = str(status), not status.is_over
 
 
-def looked_at(source: Source) -> Watch:
-    """A run as it is now."""
-    watch = Watch(source)
-    watch.look()
-    watch.look()
-    return watch
-
-
-def snapshot(source: Source) -> str:
-    """The view of a run now, as plain text."""
-    return plain_text(looked_at(source).view(), width=width())
-
-
 def watch(source: Source, console: Console) -> None:
     """Shows a run until it is over, or until Ctrl-C. What does not fit on the terminal is left out."""
-    followed = looked_at(source)
+    followed = Watch(source)
     with Live(followed.view(), console=console, auto_refresh=False, vertical_overflow="crop") as live:
         while followed.goes_on:
             time.sleep(_INTERVAL)
@@ -213,16 +198,16 @@ def view(run: RunState, title: str, status: str, is_running: bool, now: float) -
     # However narrow the terminal is, each is one line.
     texts = (Text(text, style, no_wrap=True, overflow="ellipsis") for text, style in lines)
     ranks = sorted(run.ranks.values(), key=lambda one: one.rank)
-    columns = {name: name in _NUMBERS for name in ("process", "host", *_NUMBERS, "state")}
-    table = plain_table(columns, ((*_cells(rank), _state(rank, is_running, now)) for rank in ranks))
+    rows = ((*_cells(rank), _state(rank, is_running, now)) for rank in ranks)
+    table = plain_table(("process", "host", *_NUMBERS, "state"), ("process", "host", "state"), rows)
     return Group(*texts, *([table] if ranks else []))
 
 
-def plain_table(columns: Mapping[str, bool], rows: Iterable[tuple[str | Text, ...]]) -> Table:
-    """A table without lines between its columns, of which those that are named so are aligned to the right."""
+def plain_table(titles: Sequence[str], texts: Collection[str], rows: Iterable[tuple[str | Text, ...]]) -> Table:
+    """A table without lines between its columns, of which those with texts are aligned to the left."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name, to_the_right in columns.items():
-        table.add_column(name, justify="right" if to_the_right else "left", no_wrap=name != "by")
+    for title in titles:
+        table.add_column(title, justify="left" if title in texts else "right", no_wrap=title != "by")
     for row in rows:
         table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     return table

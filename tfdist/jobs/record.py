@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import itertools
@@ -90,7 +91,7 @@ class Records:
 
     Example:
         >>> Records(Path("/nowhere")).all()
-        []
+        ([], [])
     """
 
     def __init__(self, folder: Path) -> None:
@@ -128,11 +129,9 @@ class Records:
         names = (path.name.removeprefix(f"{scheduler}-") for path in self.folder.glob(f"{scheduler}-*"))
         for number in itertools.count(max((whole_number(name) or 0 for name in names), default=0) + 1):
             folder = self.folder / f"{scheduler}-{number}"
-            try:
+            with contextlib.suppress(FileExistsError):
                 folder.mkdir(mode=0o700)
-            except FileExistsError:
-                continue
-            return folder
+                return folder
         raise AssertionError
 
     def _save(self, record: Record) -> None:
@@ -158,15 +157,8 @@ class Records:
         except ValueError as error:
             raise SubmitError(f"Received: {path}: {error}. Expected: the record of a job") from None
 
-    def all(self) -> list[Record]:
-        """All records that can be read, in the order in which the jobs were submitted."""
-        return self._read_all()[0]
-
-    def unreadable(self) -> list[str]:
-        """What keeps the other records from being read, a text for each."""
-        return self._read_all()[1]
-
-    def _read_all(self) -> tuple[list[Record], list[str]]:
+    def all(self) -> tuple[list[Record], list[str]]:
+        """The records that can be read, the oldest first; and what keeps each other one from being read."""
         found, problems = [], []
         for path in sorted(self.folder.glob(f"*/{_FILE}")):
             try:

@@ -111,6 +111,17 @@ class Request:
             _check(name not in _OWN, f"--env {name}=...", words)
             _check(_VARIABLE.fullmatch(name), f"--env {name}=...", "the name of an environment variable")
 
+    def command(self) -> tuple[str, ...]:
+        """The argument vector of the program, where the files of this machine are.
+
+        Raises:
+            SubmitError: there is no such program.
+        """
+        try:
+            return self.target.command()
+        except ValueError as error:
+            raise SubmitError(str(error)) from None
+
     @property
     def tasks(self) -> int:
         """The number of all processes."""
@@ -167,7 +178,7 @@ def seconds_of(text: str) -> int:
     """Seconds of a time such as "90m", "1d12h" or, as for Slurm, "1-12:00:00". A number without a unit is refused.
 
     Raises:
-        ValueError: for any other text, and for no time at all.
+        click.BadParameter: for any other text, and for no time at all.
 
     Example:
         >>> seconds_of("1h30m"), seconds_of("1-12:00:00")
@@ -177,5 +188,7 @@ def seconds_of(text: str) -> int:
     numbers = [int(number or 0) for number in match.groups()] if match else []
     seconds = sum(number * unit for number, unit in zip(numbers, _UNITS.values(), strict=False))
     if seconds == 0:
-        raise ValueError(f"Received: {text!r}. Expected: a time such as 2h, 90m, 1d12h or 01:30:00, with its unit")
+        raise click.BadParameter(
+            f"Received: {text!r}. Expected: a time such as 2h, 90m, 1d12h or 01:30:00, with its unit"
+        )
     return seconds

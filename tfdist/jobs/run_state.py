@@ -106,7 +106,7 @@ class RunState:
                 rank.progress, rank.last = progress, event
         elif kind == "saved":
             self.saved = event
-        elif _is_of_search(event):
+        elif kind in ("search", "searched") or kind.startswith("trial"):
             begun, counts = event if kind == "search" else self.search or {}, event.get("counts")
             self.search = {**begun, **counts} if isinstance(counts, dict) else begun
         elif name == _LAUNCHER:
@@ -122,7 +122,8 @@ class RunState:
             self.restarts += kind == "replacement"
             rank = self.ranks.get(str(event.get("task")))
             if rank is not None:
-                rank.state = RESTARTING if kind == "replacement" else f"{ENDED}, {ending_of_process(event)}"
+                how = "it stood still" if event.get("kind") == "hang" else f"exit code {event.get('exit_code')}"
+                rank.state = RESTARTING if kind == "replacement" else f"{ENDED}, {how}"
         elif kind == "restart":
             self.restarts += 1
             for rank in self.ranks.values():
@@ -194,10 +195,6 @@ def in_one_line(event: Event) -> str | None:
         return None
 
 
-def _is_of_search(event: Event) -> bool:
-    return event["event"] in ("search", "searched") or event["event"].startswith("trial")
-
-
 def end_of(event: Event) -> str | None:
     """How a run has ended, from the launcher's last event; None for other events.
 
@@ -205,22 +202,10 @@ def end_of(event: Event) -> str | None:
         >>> end_of({"event": "gave-up", "exit_code": 3, "reason": ""}), end_of({"event": "saved"})
         ('failed: exit code 3', None)
     """
-    kind, code, reason = event.get("event"), event.get("exit_code"), event.get("reason")
-    if kind == "complete":
-        return "complete"
+    kind, code, reason = event["event"], event.get("exit_code"), event.get("reason")
     if kind == "gave-up":
         return f"failed: exit code {code}{f', {reason}' if reason else ''}"
     if kind == "interrupted":
         how = ": it could not save" if code == UNSAVED else ""
         return f"interrupted by {event['signal']}{how}" if event.get("signal") else "interrupted"
-    return "preempted: saved, to be started again" if kind == "preempted" else None
-
-
-def ending_of_process(event: Event) -> str:
-    """How a process has ended.
-
-    Example:
-        >>> ending_of_process({"kind": "exit", "exit_code": 3}), ending_of_process({"kind": "hang", "exit_code": 124})
-        ('exit code 3', 'it stood still')
-    """
-    return "it stood still" if event.get("kind") == "hang" else f"exit code {event.get('exit_code')}"
+    return {"complete": "complete", "preempted": "preempted: saved, to be started again"}.get(kind)

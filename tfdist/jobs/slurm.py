@@ -24,10 +24,8 @@ from tfdist.jobs.status import CANCELLED, FAILED, LOST, QUEUED, RUNNING, SUCCEED
 
 _STATES = {
     **dict.fromkeys(("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"), QUEUED),
-    **dict.fromkeys(
-        ("CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT"), RUNNING
-    ),
-    **dict.fromkeys(("RESIZING",), RUNNING),
+    **dict.fromkeys(("CONFIGURING", "RUNNING", "COMPLETING", "RESIZING"), RUNNING),
+    **dict.fromkeys(("SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT"), RUNNING),
     "COMPLETED": SUCCEEDED,
     "CANCELLED": CANCELLED,
     "REVOKED": CANCELLED,
@@ -74,15 +72,16 @@ class SlurmEngine(Engine):
 
     def dry_run(self, request: Request) -> str:
         """The batch script, with a word in place of the secret."""
-        return _script(request, self._records.folder / "FOLDER", "SECRET")
+        return batch_script(request, self.records.folder / "FOLDER", os.getcwd(), "SECRET")
 
     def submit(self, request: Request) -> Record:
         """Writes the script and hands it to sbatch. The record gets Slurm's number of the job afterwards."""
         with self._recorded(request, job=None, cluster=None, grace=request.grace) as record:
             path = Path(record.folder, "job.sh")
-            write_atomically(path, _script(request, path.parent, secrets.token_hex(32)), mode=0o600)
+            script = batch_script(request, path.parent, os.getcwd(), secrets.token_hex(32))
+            write_atomically(path, script, mode=0o600)
             job, _, cluster = run("sbatch", "--parsable", str(path)).strip().partition(";")
-        return self._records.update(record.id, job=job, cluster=cluster)
+        return self.records.update(record.id, job=job, cluster=cluster)
 
     def _ask(self, record: Record) -> Status:
         """The state by scontrol; of a job that ended long ago by sacct, or the file that the script has written."""
@@ -96,7 +95,7 @@ class SlurmEngine(Engine):
                 return Status(
                     LOST, f"sbatch has not answered, and no such job has started: `{look}` shows one that waits"
                 )
-            record = self._records.update(record.id, job=job, cluster="")
+            record = self.records.update(record.id, job=job, cluster="")
         # It knows a job for some minutes after its end, too.
         now = attempt("scontrol", *_cluster(record), "--oneliner", "show", "job", job)
         if now.returncode == 0:
@@ -115,13 +114,6 @@ class SlurmEngine(Engine):
             return f"gets SIGTERM, and has {record.details['grace']} s to save its state"
         run("scancel", *job)
         return "cancelled"
-
-
-def _script(request: Request, folder: Path, token: str) -> str:
-    try:
-        return batch_script(request, folder, os.getcwd(), token)
-    except ValueError as error:
-        raise SubmitError(str(error)) from None
 
 
 def _cluster(record: Record) -> list[str]:
@@ -167,12 +159,7 @@ def from_scontrol(text: str) -> Status:
         'queued: Resources (waits until enough nodes are free)'
     """
     fields = {"Reason": "", "StartTime": "", "EndTime": "", "ExitCode": "", **dict(re.findall(r"(\w+)=(\S*)", text))}
-    state = fields["JobState"]
-    own = _STATES.get(state, FAILED)
-    is_over = own not in (QUEUED, RUNNING)
-    detail = _exit(fields["ExitCode"]) if is_over else fields["Reason"]
-    found = _status(state, detail, fields["StartTime"], fields["EndTime"] if is_over else "")
-    return Status(own, found.detail, None if own == QUEUED else found.started, found.ended)
+    return _status(fields["JobState"], fields["ExitCode"], fields["StartTime"], fields["EndTime"], fields["Reason"])
 
 
 def from_sacct(text: str) -> Status | None:
@@ -186,16 +173,19 @@ def from_sacct(text: str) -> Status | None:
         return None
     # A requeued job has a line for each run.
     state, code, start, end = text.strip().splitlines()[-1].split("|")
-    return _status(state.partition(" ")[0], _exit(code), start, end)
+    return _status(state.partition(" ")[0], code, start, end)
 
 
-def _status(state: str, detail: str, start: str, end: str) -> Status:
+def _status(state: str, code: str, start: str, end: str, reason: str = "") -> Status:
+    """The state of a job that Slurm calls so; what it says of the reason counts until the job is over."""
     own = _STATES.get(state, FAILED)
+    if own in (QUEUED, RUNNING):
+        end, detail = "", reason_in_words(reason, start) if own == QUEUED else reason
+    else:
+        detail = "" if own in (SUCCEEDED, CANCELLED) else _exit(code)
     words = [] if state in (*_QUIET, "FAILED") else [state.lower().replace("_", " ")]
-    if own == QUEUED and detail not in _QUIET:
-        detail = reason_in_words(detail, start)
-    words += [] if detail in _QUIET or own in (SUCCEEDED, CANCELLED) else [detail]
-    return Status(own, ", ".join(words), _time(start), _time(end))
+    words += [] if detail in _QUIET else [detail]
+    return Status(own, ", ".join(words), None if own == QUEUED else _time(start), _time(end))
 
 
 def _exit(text: str) -> str:

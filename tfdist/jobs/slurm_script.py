@@ -7,7 +7,7 @@ import signal
 import unicodedata
 from pathlib import Path
 
-from tfdist.jobs.request import Request
+from tfdist.jobs.request import Request, SubmitError
 from tfdist.supervision.events import FILE_NAME
 from tfdist.supervision.events import VARIABLE as EVENT_LOG
 from tfdist.supervision.exit_codes import PREEMPTED, REFUSED
@@ -127,7 +127,7 @@ def batch_script(request: Request, folder: Path, cwd: str, token: str) -> str:
         token: the secret of this job's processes.
 
     Raises:
-        ValueError: there is no such program; or a folder's name has a line break, which would end a line for Slurm.
+        SubmitError: there is no such program; or a folder's name has a line break, which would end a line for Slurm.
 
     Example:
         >>> from tfdist.launcher.arguments import Target
@@ -157,7 +157,7 @@ def batch_script(request: Request, folder: Path, cwd: str, token: str) -> str:
     own = {"TFDIST_TOKEN": token, EVENT_LOG: str(folder / "logs" / FILE_NAME)}
     variables = {**request.env, **own, **request.of_all}
     # srun does not inherit the number of cores from sbatch.
-    step = ["srun", "--kill-on-bad-exit=1", "--label", f"--ntasks={request.tasks}", *each, *request.target.command()]
+    step = ["srun", "--kill-on-bad-exit=1", "--label", f"--ntasks={request.tasks}", *each, *request.command()]
     body = _BODY.format(
         cancel=CANCEL_SIGNAL,
         exit_code=EXIT_CODE,
@@ -181,9 +181,9 @@ def _asked_for(options: dict[str, object]) -> list[str]:
 
 
 def _check_line(what: str, path: str) -> None:
-    """Raises ValueError for a path that cannot stand in a line of options: what follows a line break would be run."""
+    """Raises SubmitError for a path that cannot stand in a line of options: what follows a line break would be run."""
     if any(unicodedata.category(character) in ("Cc", "Zl", "Zp") for character in path):
-        raise ValueError(
+        raise SubmitError(
             f"Received: {path!r} as {what}, which has a line break or another control character. Expected: a path "
             "that fits into one line of a batch script; rename the folder, or submit from another one"
         )
