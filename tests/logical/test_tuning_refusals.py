@@ -37,7 +37,7 @@ class TestBackups:
     @pytest.mark.parametrize("folder", ["/backup", "/backup/"])
     def test_a_backup_lies_in_a_folder_of_its_project_and_trial(self, tmp_path: Path, folder: str) -> None:
         mark = ProjectMark(tmp_path)
-        own = f"/backup/{mark.id}/0/execution0"
+        own = f"/backup/{mark.content['id']}/0/execution0"
         mark.write()
         callback = self.moved(tmp_path, folder)
         assert (callback.backup_dir.rstrip("/"), str(callback.weights)) == (own, f"{own}/latest.h5")

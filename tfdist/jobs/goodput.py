@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 from rich.console import RenderableType
 from rich.text import Text
 
-from tfdist.jobs.monitor import Source, Watch, plain_table
+from tfdist.jobs.monitor import Source, Watch
 from tfdist.jobs.request import SubmitError
 from tfdist.jobs.run_state import end_of
 from tfdist.jobs.status import in_words, is_number
+from tfdist.plain_text import plain_table
 from tfdist.supervision import time_spent
 from tfdist.supervision.events import Event, EventStream
 
@@ -277,12 +278,12 @@ def as_tables(title: str, status: str, account: Account, interruptions: bool) ->
     parts: list[RenderableType] = [
         Text(f"{title}: {status}", "bold"),
         Text(f"  {goodput if account.has_trained else _NOTHING}"),
-        plain_table(("time went into", "time", "share"), ("time went into",), rows),
+        plain_table(("time went into", "time", "share"), rows, right=("time", "share")),
     ]
     if interruptions and account.interruptions:
-        titles = ("interrupted", "not running", "restart", "done again", "steps", "lost", "by")
+        costs = ("not running", "restart", "done again", "steps", "lost")
         last = map(_interruption, account.interruptions[-_MOST_ROWS:])
-        parts.append(plain_table(titles, ("interrupted", "by"), last))
+        parts.append(plain_table(("interrupted", *costs, "by"), last, right=costs, wraps=("by",)))
     return parts
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from tfdist.folders import NAME as LOGS
@@ -19,6 +17,7 @@ from tfdist.jobs.engine import job_of
 from tfdist.jobs.request import SubmitError
 from tfdist.jobs.run_state import ENDED, RESTARTING, RUNNING, STARTING, RankState, RunState, search_in_words
 from tfdist.jobs.status import FRESH, Status, in_words, is_number, of_total
+from tfdist.plain_text import plain_table
 from tfdist.supervision.events import FILE_NAME, EventStream
 from tfdist.supervision.identity import Identity, own_boot
 
@@ -199,18 +198,8 @@ def view(run: RunState, title: str, status: str, is_running: bool, now: float) -
     texts = (Text(text, style, no_wrap=True, overflow="ellipsis") for text, style in lines)
     ranks = sorted(run.ranks.values(), key=lambda one: one.rank)
     rows = ((*_cells(rank), _state(rank, is_running, now)) for rank in ranks)
-    table = plain_table(("process", "host", *_NUMBERS, "state"), ("process", "host", "state"), rows)
+    table = plain_table(("process", "host", *_NUMBERS, "state"), rows, right=_NUMBERS)
     return Group(*texts, *([table] if ranks else []))
-
-
-def plain_table(titles: Sequence[str], texts: Collection[str], rows: Iterable[tuple[str | Text, ...]]) -> Table:
-    """A table without lines between its columns, of which those with texts are aligned to the left."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for title in titles:
-        table.add_column(title, justify="left" if title in texts else "right", no_wrap=title != "by")
-    for row in rows:
-        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
-    return table
 
 
 def _totals(run: RunState, now: float) -> str:

@@ -29,6 +29,9 @@ class ProjectMark:
 
     Args:
         project: the folder.
+
+    Attributes:
+        content: its `id` tells this project from others that were, or will be, in the same folder.
     """
 
     def __init__(self, project: Path) -> None:
@@ -41,11 +44,6 @@ class ProjectMark:
     def is_of(self, search_id: str, number: int) -> bool:
         """Whether the project belongs to a search of this id, and to this or a later call of `search` in its script."""
         return self.content["search_id"] == search_id and self.content["number"] >= number
-
-    @property
-    def id(self) -> str:
-        """Tells this project from others that were, or will be, in the same folder."""
-        return self.content["id"]
 
     def write(self) -> None:
         """Writes it down."""
@@ -78,8 +76,7 @@ def read_search(folder: Path, search_id: str, number: int) -> dict[str, Any] | N
 
 def begin_again(folder: Path) -> None:
     """Forgets how the script has ended before, which would end the other tuners at once."""
-    with contextlib.suppress(OSError):
-        _path_of(folder, 0).unlink()
+    _path_of(folder, 0).unlink(missing_ok=True)
 
 
 def searches_in(folder: Path, search_id: str) -> list[dict[str, Any]]:

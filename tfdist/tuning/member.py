@@ -44,8 +44,8 @@ class Member:
 
     Example:
         >>> member = Member(1, 2, "s", "/logs", 3)
-        >>> Member.of_process({VARIABLE: member.to_json()}) == member, Member.of_process({}), member.name
-        (True, None, 'tuner 1')
+        >>> Member.of_process({VARIABLE: member.to_json()}) == member, Member.of_process({}), member.name, member.id
+        (True, None, 'tuner 1', 'tuner1')
     """
 
     tuner: int
@@ -73,17 +73,7 @@ class Member:
     @property
     def id(self) -> str:
         """By which KerasTuner knows the tuner."""
-        return id_of(self.tuner)
-
-
-def id_of(tuner: int) -> str:
-    """A tuner, for KerasTuner.
-
-    Example:
-        >>> id_of(1)
-        'tuner1'
-    """
-    return f"tuner{tuner}"
+        return f"tuner{self.tuner}"
 
 
 def plan_tuners(
@@ -115,15 +105,15 @@ def plan_tuners(
         >>> [(plan.name, plan.cpus) for plan in plans.values()]
         [('tuner 0', (0,)), ('tuner 1', (1,))]
     """
-    if own := {*_OF_KERAS_TUNER, VARIABLE} & {*shares.env}:
-        raise PlanError(f"--env {own.pop()}=...: tfdist tune sets it for every process itself. Leave it out.")
+    if contradicted := {*_OF_KERAS_TUNER, VARIABLE} & {*shares.env}:
+        raise PlanError(f"--env {contradicted.pop()}=...: tfdist tune sets it for every process itself. Leave it out.")
     cpus, gpus = share_cpus(shares, machine), share_gpus(shares, machine)
     shared_gpus = {"TF_FORCE_GPU_ALLOW_GROWTH": "true"} if shares_gpus(shares, machine) else {}
     not_inherited = (*OF_CLUSTER, *STAGE_VARIABLES, *_OF_KERAS_TUNER)
     inherited = {name: value for name, value in environ.items() if name not in not_inherited}
     plans = {}
     for task, tuner in zip(shares.tasks, here, strict=True):
-        pinned = cpus.get(task, ())
+        own, pinned = dataclasses.replace(member, tuner=tuner), cpus.get(task, ())
         env = {
             **runtime_defaults(len(pinned), len(machine.cores), ps_cluster=False),
             **shared_gpus,
@@ -135,8 +125,8 @@ def plan_tuners(
             "TFDIST_CLUSTER": ClusterConfig.single_process("tfdist tune").to_json(),
             RUN_ID: f"{member.search_id}-{tuner}",
             "TFDIST_LOG_DIR": member.folder,
-            "KERASTUNER_TUNER_ID": id_of(tuner),
-            VARIABLE: dataclasses.replace(member, tuner=tuner).to_json(),
+            "KERASTUNER_TUNER_ID": own.id,
+            VARIABLE: own.to_json(),
         }
         plans[tuner] = ProcessPlan("tuner", tuner, tuple(command), env, pinned, show_all or tuner == here[0])
     return plans

@@ -177,7 +177,7 @@ def patches(searches: Searches) -> tuple[Patch, ...]:
         def _configure_tensorboard_dir(
             self: BaseTuner, callbacks: list[keras.callbacks.Callback], trial: Trial, execution: int = 0
         ) -> Any:
-            project = ProjectMark(Path(self.project_dir)).id
+            project = ProjectMark(Path(self.project_dir)).content["id"]
             for callback in callbacks:
                 if hasattr(callback, "backup_dir"):
                     # Trials of each project are numbered from 0: a backup of an earlier one must not be taken up.

@@ -6,11 +6,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from tfdist.launcher.output import Outlet
-from tfdist.plain_text import plain_text
+from tfdist.plain_text import plain_table, plain_text
 
 _SHOWN = 10
 _ERROR_WIDTH = 60
@@ -38,15 +37,11 @@ def table_of(search: dict[str, Any]) -> Table:
     """
     trials = search["trials"][:_SHOWN]
     names = list(dict.fromkeys(name for trial in trials for name in trial["hyperparameters"]))
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("trial", no_wrap=True)
-    table.add_column(search["objective"], justify="right", no_wrap=True)
-    for name in names:
-        table.add_column(name)
-    for trial in trials:
-        values = [_text(trial["hyperparameters"].get(name, "-")) for name in names]
-        table.add_row(trial["trial"], _outcome(trial), *values)
-    return table
+    rows = (
+        (trial["trial"], _outcome(trial), *(_text(trial["hyperparameters"].get(name, "-")) for name in names))
+        for trial in trials
+    )
+    return plain_table(("trial", search["objective"], *names), rows, right=(search["objective"],), wraps=names)
 
 
 def summary_of(search: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ started again gets the trial that it had.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import math
@@ -30,7 +31,7 @@ from keras_tuner.engine.trial import Trial
 
 from tfdist.supervision.events import EventLog
 from tfdist.tuning.files import ProjectMark, hold, read_search, turn_of, write_search
-from tfdist.tuning.member import START_AGAIN, Member, id_of
+from tfdist.tuning.member import START_AGAIN, Member
 
 PAUSE = 0.25
 IDLE, RUNNING, STOPPED, COMPLETED, FAILED = "IDLE", "RUNNING", "STOPPED", "COMPLETED", "FAILED"
@@ -185,7 +186,8 @@ class SharedOracle:
     def _recover(self) -> None:
         """Gives back the trials that no tuner of this search has: they are tried again."""
         oracle, queue = self._oracle, self._oracle._retry_queue
-        for tuner in set(oracle.ongoing_trials) - {id_of(tuner) for tuner in range(self._member.tuners)}:
+        members = {dataclasses.replace(self._member, tuner=tuner).id for tuner in range(self._member.tuners)}
+        for tuner in set(oracle.ongoing_trials) - members:
             del oracle.ongoing_trials[tuner]
         at_work = {trial.trial_id for trial in oracle.ongoing_trials.values()}
         queue[:] = [one for one in dict.fromkeys(queue) if one not in at_work and one not in oracle.end_order]
@@ -268,17 +270,14 @@ class SharedOracle:
         try:
             result = getattr(self._oracle, method)(argument)
         except Exception as error:
-            self._fail(str(error))
+            self._mark.content.setdefault("failure", str(error))
+            self._mark.write()
             raise
         finally:
             del vars(self._oracle)["save"]
         if not (isinstance(result, Trial) and result.status == IDLE):  # who waits, asks several times a second
             self._oracle.save()
         return result
-
-    def _fail(self, why: str) -> None:
-        self._mark.content.setdefault("failure", why)
-        self._mark.write()
 
     def _check(self) -> None:
         content = self._mark.content

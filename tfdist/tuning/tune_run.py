@@ -147,9 +147,8 @@ class _TuneAttempt(Attempt):
         run._files.call(self._read)
         # The script has failed at an earlier start: tuner 0 may be started again, too.
         self._old = self._ended or None
-        self._failure: Failure | None = None
-        self._give_up: GiveUp | None = None
-        self._error, self._code = "", 0
+        # How the search ends, once that is decided.
+        self._result = Ending(0)
         self._start({number: plan for number, plan in run._plans.items() if not number})
 
     def _is_over(self) -> bool:
@@ -199,7 +198,7 @@ class _TuneAttempt(Attempt):
         self._run._note_start(self._run._policy.used, len(pids), pids)
 
     def _end(self, code: int, error: str = "") -> None:
-        self._code, self._error = code, error if code else ""
+        self._result = Ending(code, error=error if code else "")
         self._stop(signal.SIGTERM, min(self._grace, FAILURE_GRACE))
 
     def _end_tuner(self, process: Process, failure: Failure) -> None:
@@ -218,28 +217,26 @@ class _TuneAttempt(Attempt):
         elif in_vain > policy.limit:
             reason = f"not restarted: {name} has failed {in_vain} times in a row before it began a trial"
         if reason is not None:
-            self._failure, self._give_up = failure, GiveUp(reason)
+            self._result = Ending(failure.exit_code, failure, decision=GiveUp(reason))
             self._stop(signal.SIGTERM, self._grace)
             return
         policy.used += 1
         self._begun.discard(name)
         delay = float(in_vain)
         self._due[process] = time.monotonic() + delay
-        lost = {"task": name, "kind": "signal" if failure.status < 0 else "exit", "cause": failure.cause}
-        code = {"exit_code": failure.exit_code, "log": failure.log_path}
-        self._run._events.write("replacement", **lost, **code, number=policy.used, delay=delay)
+        kind = "signal" if failure.status < 0 else "exit"
+        lost = {"task": name, "kind": kind, "cause": failure.cause, "exit_code": failure.exit_code}
+        self._run._events.write("replacement", **lost, log=failure.log_path, number=policy.used, delay=delay)
         when = f" in {delay:g} s" if delay else ""
         self._terminal.message(f"{failure.cause} ({failure.log_path}); started again{when}")
 
     def _ending(self) -> Ending:
-        if self._interrupt is not None:
-            # A tuner that waits for a trial has nothing to save, and just ends by the signal.
-            codes = {process.status for process in self._interrupted}
-            if PREEMPTED in codes:
-                codes.discard(-self._interrupt)
-            agreed = codes.pop() if len(codes) == 1 else None
-            code = agreed if agreed is not None and agreed > 0 else exit_code(-self._interrupt)
-            return Ending(code, interrupt=self._interrupt)
-        if self._failure is not None:
-            return Ending(self._failure.exit_code or 1, self._failure, decision=self._give_up)
-        return Ending(self._code, error=self._error)
+        if self._interrupt is None:
+            return self._result
+        # A tuner that waits for a trial has nothing to save, and just ends by the signal.
+        codes = {process.status for process in self._interrupted}
+        if PREEMPTED in codes:
+            codes.discard(-self._interrupt)
+        agreed = codes.pop() if len(codes) == 1 else None
+        code = agreed if agreed is not None and agreed > 0 else exit_code(-self._interrupt)
+        return Ending(code, interrupt=self._interrupt)
