@@ -8,12 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import tfdist
+from tests.processes import marked
 from tfdist.jobs.record import VARIABLE, Record, Records
 
 SOURCE = Path(tfdist.__file__).parents[1]
@@ -62,26 +63,12 @@ class Tfdist:
 
     def processes(self) -> list[int]:
         """All processes that have the folder of these jobs in their environment: jobs, launchers, workers."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit() and int(entry.name) != os.getpid():
-                with contextlib.suppress(OSError):
-                    if f"{VARIABLE}={self.records.folder}\0".encode() in (entry / "environ").read_bytes():
-                        found.append(int(entry.name))
-        return found
+        return marked(VARIABLE, f"{self.records.folder}\0")
 
     def logs(self) -> str:
         """All that was printed, for a test that fails."""
         paths = [*self.records.folder.glob("*.log"), *self.records.folder.glob("*/*.log")]
         return "\n".join(f"--- {path}\n{path.read_text(errors='replace')[-4000:]}" for path in paths)
-
-
-def wait_until(condition: Callable[[], object], deadline: float, what: str) -> None:
-    end = time.monotonic() + deadline
-    while not condition():
-        if time.monotonic() > end:
-            pytest.fail(f"waited {deadline} s in vain for {what}")
-        time.sleep(0.05)
 
 
 @pytest.fixture

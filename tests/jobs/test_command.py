@@ -138,7 +138,6 @@ def test_a_folder_of_jobs_that_cannot_be_made(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "t.py").touch()
     (tmp_path / "file").touch()
     monkeypatch.setenv("TFDIST_JOBS_DIR", f"{tmp_path}/file/jobs")
-    monkeypatch.setenv("PATH", f"{tmp_path}")
     result = CliRunner().invoke(main, ["submit", "t.py"])
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr == f"tfdist: [Errno 20] Not a directory: '{tmp_path}/file/jobs'\n"

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.jobs.conftest import wait_until
+from tests.launcher.conftest import wait_until
 from tfdist.jobs.engine import Engine, engine_of
 from tfdist.jobs.kubernetes import status_of
 from tfdist.jobs.record import Records

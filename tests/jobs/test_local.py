@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs.conftest import OUTER, Tfdist, wait_until
+from tests.jobs.conftest import OUTER, Tfdist
+from tests.launcher.conftest import wait_until
 from tfdist.jobs.local import LocalEngine
 from tfdist.jobs.record import Record
 from tfdist.jobs.request import Request, SubmitError

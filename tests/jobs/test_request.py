@@ -6,7 +6,6 @@ import click
 import pytest
 
 from tfdist.jobs.request import Request, SubmitError, default_name, seconds_of
-from tfdist.jobs.slurm_script import for_slurm
 from tfdist.jobs.status import in_words
 from tfdist.launcher.arguments import Target
 
@@ -30,12 +29,7 @@ def test_what_is_no_time(text: str) -> None:
         seconds_of(text)
 
 
-def test_times_as_they_are_written() -> None:
-    assert [for_slurm(seconds_of(text)) for text in ("2h", "1d12h", "61s")] == [
-        "0-02:00:00",
-        "1-12:00:00",
-        "0-00:01:01",
-    ]
+def test_times_in_words() -> None:
     assert [in_words(seconds) for seconds in (0, 89, 90, 5399, 5400, 172800)] == [
         *("0 s", "89 s", "2 min", "90 min", "1.5 h", "2.0 days"),
     ]
@@ -61,11 +55,6 @@ def test_what_is_refused(more: dict, words: list[str]) -> None:
         Request(**{"scheduler": "slurm", "target": TARGET, **more})
     for word in words:
         assert word in str(caught.value)
-
-
-def test_the_number_of_processes() -> None:
-    assert Request("local", TARGET, workers=3).tasks == 3
-    assert Request("local", TARGET, workers=3, ps=2).tasks == 6
 
 
 @pytest.mark.parametrize(

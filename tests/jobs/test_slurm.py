@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs.conftest import OUTER, wait_until
+from tests.jobs.conftest import OUTER
+from tests.launcher.conftest import wait_until
 from tfdist.jobs.record import Records
 from tfdist.jobs.request import Request, SubmitError
 from tfdist.jobs.slurm import SlurmEngine, from_sacct, from_scontrol

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs.conftest import Tfdist, wait_until
+from tests.jobs.conftest import Tfdist
+from tests.launcher.conftest import wait_until
 from tests.system.slurm import Slurm
 from tfdist.jobs.status import last_progress
 from tfdist.supervision.events import last_events

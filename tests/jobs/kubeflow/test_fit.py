@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,13 +10,6 @@ from tests.jobs.kubeflow.controller import Controller
 from tfdist.testing import run_local
 
 pytestmark = pytest.mark.cluster
-
-
-@pytest.fixture
-def controller(tmp_path: Path) -> Iterator[Controller]:
-    made = Controller(tmp_path)
-    yield made
-    made.close()
 
 
 def train(env: dict[str, str]) -> dict[str, Any]:

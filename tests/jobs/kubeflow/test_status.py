@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -16,20 +15,14 @@ import jsonschema
 import pytest
 from hypothesis import strategies as st
 
-from tests.jobs.conftest import SOURCE, wait_until
+from tests.jobs.conftest import SOURCE
 from tests.jobs.kubeflow.controller import PATH, Controller, accept, reply
+from tests.launcher.conftest import wait_until
 from tfdist.supervision import trainjob_status
 from tfdist.supervision.trainjob_status import TrainJobStatus, status_of
 
 SCHEMA = json.loads((Path(__file__).parent / "trainjob.schema.json").read_text())
 STATUS = SCHEMA["properties"]["status"]["properties"]["trainerStatus"]
-
-
-@pytest.fixture
-def controller(tmp_path: Path) -> Iterator[Controller]:
-    made = Controller(tmp_path)
-    yield made
-    made.close()
 
 
 @pytest.fixture(autouse=True)

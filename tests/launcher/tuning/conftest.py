@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.launcher.conftest import Launch, wait_until
+from tests.launcher.conftest import Launch, Result, wait_until
 
 # The processes import TensorFlow, on a machine that does other things as well.
 DEADLINE = 240.0
@@ -73,6 +73,12 @@ class Search(Launch):
     def go(self) -> None:
         """Lets the trials end."""
         (self.folder / "go").touch()
+
+    def succeed(self) -> Result:
+        """Waits for its end, which has to be a good one."""
+        result = self.finish(DEADLINE)
+        assert result.code == 0, result
+        return result
 
     def trials(self, project: str = "out/p") -> dict[str, dict[str, Any]]:
         """What KerasTuner's files say of each trial."""

@@ -30,8 +30,7 @@ def test_a_killed_tuner_loses_no_trial(tune: Tune, tmp_path: Path) -> None:
     killed = search.kill("tuner1")
     search.wait_for_trials(3)
     search.go()
-    result = search.finish(DEADLINE)
-    assert result.code == 0, result
+    result = search.succeed()
     assert runs(search) == {str(trial): 1 + (str(trial) == killed) for trial in range(6)}
     trials = search.trials()
     assert statuses_of(trials) == ["COMPLETED"] * 6
@@ -57,8 +56,7 @@ def test_the_killed_oracle_goes_on(tune: Tune) -> None:
     killed = search.kill("tuner0")
     # The other one ends its trial meanwhile, and waits for the oracle with that.
     search.go()
-    result = search.finish(DEADLINE)
-    assert result.code == 0, result
+    search.succeed()
     assert runs(search) == {str(trial): 1 + (str(trial) == killed) for trial in range(6)}
     assert statuses_of(search.trials()) == ["COMPLETED"] * 6
 
@@ -76,8 +74,7 @@ def test_the_launcher_is_started_again(tune: Tune) -> None:
     assert done == ["0", "1", "2"]
     first.go()
     second = tune("-n", "2", script=script(in_trial=wait))
-    result = second.finish(DEADLINE)
-    assert result.code == 0, result
+    second.succeed()
     assert runs(second) == {"0": 1, "1": 1, "2": 1, "3": 2, "4": 2, "5": 1}
     assert statuses_of(second.trials()) == ["COMPLETED"] * 6
 
@@ -86,8 +83,7 @@ def test_the_launcher_is_started_again(tune: Tune) -> None:
 def test_a_trial_that_kills_its_tuner_fails(tune: Tune) -> None:
     deadly = 'if trial.trial_id == "1": os.kill(os.getpid(), signal.SIGKILL)'
     search = tune("-n", "2", "--max-restarts", "1", script=script(in_trial=deadly))
-    result = search.finish(DEADLINE)
-    assert result.code == 0, result
+    search.succeed()
     assert runs(search) == {"0": 1, "1": 2, "2": 1, "3": 1, "4": 1, "5": 1}
     assert statuses_of(search.trials()) == ["COMPLETED", "FAILED", *["COMPLETED"] * 4]
     assert search.trials()["1"]["message"] == "Its tuner was killed or lost 2 times (--max-restarts 1)."
@@ -98,8 +94,7 @@ def test_a_trial_that_takes_too_long_fails(tune: Tune) -> None:
     """In both tuners, of which one keeps the oracle. No exception would end these trials."""
     text = script(in_trial='if trial.trial_id in "01": threading.Event().wait()').replace("os,", "os, threading,")
     search = tune("-n", "2", "--trial-timeout", "15", "--max-restarts", "0", script=text)
-    result = search.finish(DEADLINE)
-    assert result.code == 0, result
+    result = search.succeed()
     assert runs(search) == {str(trial): 1 for trial in range(6)}
     trials = search.trials()
     assert statuses_of(trials) == ["FAILED"] * 2 + ["COMPLETED"] * 4
@@ -123,8 +118,7 @@ def test_a_failed_trial_is_tried_again(tune: Tune) -> None:
         more="max_retries_per_trial=1",
     )
     search = tune("-n", "2", script=text)
-    result = search.finish(DEADLINE)
-    assert result.code == 0, result
+    result = search.succeed()
     assert runs(search) == {"0": 1, "1": 2, "2": 1, "3": 1, "4": 2, "5": 1}
     assert statuses_of(search.trials()) == [*["COMPLETED"] * 4, "FAILED", "COMPLETED"]
     assert "ValueError: no luck" in search.trials()["4"]["message"]

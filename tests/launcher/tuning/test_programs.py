@@ -73,11 +73,6 @@ def by_values(trials: Mapping[str, Mapping[str, Any]], item: str) -> dict[str, A
     return {str(sorted(trial["hyperparameters"]["values"].items())): trial[item] for trial in trials.values()}
 
 
-def assert_ended(search: Search) -> None:
-    result = search.finish(DEADLINE)
-    assert result.code == 0, result
-
-
 def test_a_script_without_a_search_runs_once_and_says_so(tune: Tune, tmp_path: Path) -> None:
     search = tune("-n", "3", script='print("script runs", flush=True)')
     result = search.finish(DEADLINE)
@@ -98,7 +93,7 @@ def test_a_script_that_fails_before_its_search(tune: Tune) -> None:
 def test_a_random_search_equals_that_of_one_process(tune: Tune, tmp_path: Path) -> None:
     text = script(in_trial=f'if "TFDIST_TUNE" in os.environ:\n    {ALL_THERE.format(3)}')
     search = tune("-n", "3", script=text)
-    assert_ended(search)
+    search.succeed()
     trials, alone = search.trials(), serial(tmp_path / "alone", text)
     assert len(trials) == 6
     assert {tuner for _, tuner, _ in search.ran()} == {"tuner0", "tuner1", "tuner2"}
@@ -109,7 +104,7 @@ def test_a_random_search_equals_that_of_one_process(tune: Tune, tmp_path: Path) 
 @pytest.mark.nightly
 def test_a_grid_search_of_models_equals_that_of_one_process(tune: Tune, tmp_path: Path) -> None:
     search = tune("-n", "2", script=model_script())
-    assert_ended(search)
+    search.succeed()
     alone = serial(tmp_path / "alone", model_script())
     assert statuses_of(alone) == ["COMPLETED"] * 4
     assert by_values(search.trials(), "score") == by_values(alone, "score")
@@ -122,7 +117,7 @@ def test_hyperband(tune: Tune) -> None:
     text = model_script().replace('keras_tuner.GridSearch(build, "val_loss",', search)
     text = text.replace('hp.Choice("rate", [0.1, 0.01])', 'hp.Float("rate", 0.01, 0.1)')
     running = tune("-n", "2", script=text)
-    assert_ended(running)
+    running.succeed()
     assert statuses_of(running.trials()) == ["COMPLETED"] * 5
 
 
@@ -134,7 +129,7 @@ def test_a_killed_trial_goes_on_exactly(tune: Tune, tmp_path: Path) -> None:
         'if epoch == 2 and not (here / "killed").exists():\n    (here / "killed").touch()\n    os.kill(os.getpid(), 9)'
     )
     search = tune("-n", "1", script=model_script(on_epoch=stop, callbacks=backup))
-    assert_ended(search)
+    search.succeed()
     epochs = [line.split()[0] for line in (tmp_path / "epochs").read_text().splitlines()]
     assert epochs == [*"012", *"23", *("0123" * 3)]
     alone = serial(tmp_path / "alone", model_script())
@@ -163,7 +158,7 @@ tuner.search()
             {ALL_THERE.format(2)}"""
     first = script(trials=3, in_trial=wait, more="overwrite=True")
     search = tune("-n", "2", script=first + again.replace("PROJECT", project))
-    assert_ended(search)
+    search.succeed()
     assert statuses_of(search.trials("out/p")) == statuses_of(search.trials(f"out/{project}")) == ["COMPLETED"] * 3
     assert len(search.ran()) == 6
     # Between the searches both go on, and find the same.
@@ -186,8 +181,7 @@ def test_a_project_of_each_process_is_refused(tune: Tune) -> None:
 def test_the_guide(tune: Tune, tmp_path: Path) -> None:
     (block,) = blocks_of("docs/tuning.md", "python")
     search = tune("-n", "2", script=block.text)
-    result = search.finish(DEADLINE)
-    assert result.code == 0, result
+    result = search.succeed()
     (path,) = tmp_path.glob("tfdist-logs/*/tfdist-search-1.json")
     found = json.loads(path.read_text())
     assert found["over"] and len(found["trials"]) == 6 and found["objective"] == "val_accuracy"

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,24 @@ def run_of(folder: Path, *programs: str, restarts: int = 3) -> TuneRun:
     return TuneRun(plans, member, Terminal(io.BytesIO(), is_tty=False, live="tuner 0"), 20.0)
 
 
+@contextlib.contextmanager
+def once_there_is(path: Path, do: Callable[[], None]) -> Iterator[None]:
+    """Does something in another thread, as soon as the tuners have made a file."""
+
+    def wait_and_do() -> None:
+        wait_until(path.exists, 120.0, path.name)
+        do()
+
+    thread = threading.Thread(target=wait_and_do, daemon=True)
+    thread.start()
+    yield
+    thread.join(60)
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def test_a_tuner_that_ends_in_the_search_is_started_again(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """By `sys.exit()` in a trial, say."""
     leaves = 'event("trial")\nif first_time("left"): sys.exit(75)\n(folder / "done").touch(); time.sleep(1000)'
@@ -89,15 +108,8 @@ def test_one_that_ends_between_two_searches_is_not(tmp_path: Path, capsys: pytes
 def test_an_idle_tuner_does_not_hide_that_the_other_one_has_saved(tmp_path: Path, ends: str, code: int) -> None:
     keeper = f'{ends}; event("search"); meet(); (folder / "there").touch(); time.sleep(1000)'
     run = run_of(tmp_path, keeper, 'wait("there"); (folder / "idle").touch(); time.sleep(1000)')
-
-    def interrupt() -> None:
-        wait_until((tmp_path / "idle").exists, 120.0, "both tuners")
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    sender = threading.Thread(target=interrupt, daemon=True)
-    sender.start()
-    assert run.run() == code
-    sender.join(60)
+    with once_there_is(tmp_path / "idle", interrupt):
+        assert run.run() == code
     # What is interrupted may be started again: the others wait.
     assert not (tmp_path / "tfdist-search-ended.json").exists()
 
@@ -122,16 +134,9 @@ def test_the_others_end_with_a_new_end_of_the_script(tmp_path: Path) -> None:
     run = run_of(tmp_path, "", "")
     del run._plans[0]
     write_search(run._member, 0, code=1)
-
-    def end() -> None:
-        # The run has begun, and has read the earlier one.
-        wait_until((tmp_path / "events.jsonl").exists, 60.0, "the start of the run")
-        write_search(run._member, 0, code=3)
-
-    sender = threading.Thread(target=end, daemon=True)
-    sender.start()
-    assert run.run() == 3
-    sender.join(60)
+    # Then the run has begun, and has read the earlier one.
+    with once_there_is(tmp_path / "events.jsonl", lambda: write_search(run._member, 0, code=3)):
+        assert run.run() == 3
 
 
 def test_a_child_that_is_forked_in_a_turn_does_not_keep_it(tmp_path: Path) -> None:
@@ -153,15 +158,8 @@ def test_events_in_a_pipe_that_nobody_reads(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "events.jsonl")
     saves = "signal.signal(signal.SIGTERM, lambda *_: os._exit(77))"
     run = run_of(tmp_path, f'{saves}; meet(); (folder / "there").touch(); time.sleep(1000)')
-
-    def interrupt() -> None:
-        wait_until((tmp_path / "there").exists, 120.0, "the tuner")
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    sender = threading.Thread(target=interrupt, daemon=True)
-    sender.start()
-    assert run.run() == 77
-    sender.join(60)
+    with once_there_is(tmp_path / "there", interrupt):
+        assert run.run() == 77
 
 
 @pytest.mark.nightly
