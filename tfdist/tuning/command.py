@@ -9,27 +9,48 @@ import click
 
 from tfdist.launcher.arguments import TARGET, CountOrAuto, ScriptCommand, read_env
 
-_TUNERS_HELP = "Number of tuners, which run trials at the same time.  [default: number of GPUs; 2 without GPUs]"
-_ONLY_HELP = "Run only this one of the -n tuners; the others run elsewhere, with the same --log-dir, the search's own."
-_TIMEOUT_HELP = (
-    "Seconds that a trial may take; after that it has failed, and its tuner is started again.  [default: any]"
-)
-_RESTARTS_HELP = "How often a trial is tried again whose tuner was killed; 0: the search ends then."
-_LOG_HELP = "Folder of the logs; with --only, one that all see.  [default: tfdist-logs/<date-time>-<pid>]"
-_GRACE_HELP = "Seconds between a signal that is passed on and SIGKILL."
-
 
 @click.command(cls=ScriptCommand, short_help="Run a KerasTuner search with several tuners.")
-@click.option("-n", "--tuners", type=click.IntRange(min=1), help=_TUNERS_HELP)
-@click.option("--only", type=click.IntRange(min=0), metavar="INDEX", help=_ONLY_HELP)
+@click.option(
+    "-n",
+    "--tuners",
+    type=click.IntRange(min=1),
+    help="Number of tuners, which run trials at the same time.  [default: number of GPUs; 2 without GPUs]",
+)
+@click.option(
+    "--only",
+    type=click.IntRange(min=0),
+    metavar="INDEX",
+    help="Run only this one of the -n tuners; the others run elsewhere, with the same --log-dir, the search's own.",
+)
 @click.option("--cpus-per-worker", type=CountOrAuto(1), default="auto", show_default=True, help="Cores of each one.")
 @click.option("--gpus-per-worker", type=CountOrAuto(0), default="auto", show_default=True, help="GPUs of each one.")
 @click.option("--env", multiple=True, metavar="KEY=VALUE", callback=read_env, help="Set a variable (repeatable).")
-@click.option("--log-dir", metavar="DIR", help=_LOG_HELP)
-@click.option("--grace", type=click.FloatRange(min=0), default=30, show_default=True, help=_GRACE_HELP)
+@click.option(
+    "--log-dir",
+    metavar="DIR",
+    help="Folder of the logs; with --only, one that all see.  [default: tfdist-logs/<date-time>-<pid>]",
+)
+@click.option(
+    "--grace",
+    type=click.FloatRange(min=0),
+    default=30,
+    show_default=True,
+    help="Seconds between a signal that is passed on and SIGKILL.",
+)
 @click.option("--output", type=click.Choice(["first", "all"]), default="first", help="Whose output to show.")
-@click.option("--max-restarts", type=click.IntRange(min=0), default=3, show_default=True, help=_RESTARTS_HELP)
-@click.option("--trial-timeout", type=click.FloatRange(min=0, min_open=True), help=_TIMEOUT_HELP)
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(min=0),
+    default=3,
+    show_default=True,
+    help="How often a trial is tried again whose tuner was killed; 0: the search ends then.",
+)
+@click.option(
+    "--trial-timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Seconds that a trial may take; after that it has failed, and its tuner is started again.  [default: any]",
+)
 @click.pass_context
 def tune(ctx: click.Context, **options: Any) -> None:
     """Run SCRIPT, an unchanged KerasTuner search, with several tuners at the same time.
