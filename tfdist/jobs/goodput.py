@@ -40,7 +40,6 @@ KINDS = {
 # What an interruption costs.
 _COSTS = (STOPPED, RESTART, REDONE)
 _LEFT = {"preempted": "preempted", "unsaved": "stopped, and could not save,"}
-_COMPLETE = "complete"
 # The table of interruptions shows so many at most; JSON has all.
 _MOST_ROWS = 50
 _NOTHING = "no training steps reported: only Keras' fit does, with a strategy or a callback of tfdist"
@@ -179,7 +178,7 @@ class _Book:
         elif kind in ("replacement", "loss"):
             self._interrupt(cause)  # the others go on
         elif ending is not None:
-            if ending == _COMPLETE:
+            if kind == "complete":
                 # What logs into the same folder next is another training.
                 self._begins, self._furthest = START, (0, 0)
             elif self.state in (START, OTHER):

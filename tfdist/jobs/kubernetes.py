@@ -169,17 +169,16 @@ def status_of(job: Json, pods: Sequence[Json]) -> Status:
         if condition["type"] in _OVER and condition["status"] == "True":
             state, ended = _OVER[condition["type"]], _time(condition.get("lastTransitionTime"))
             return Status(state, _why(condition) if state == FAILED else "", started, ended)
-    phases = [_phase(pod) for pod in pods]
-    waiting = [pod for pod, phase in zip(pods, phases, strict=True) if phase == "Pending"]
-    detail = f"{now['failed']} pods have failed" if now.get("failed") else ""
-    if waiting and "Running" not in phases:
-        return Status(QUEUED, _obstacle(waiting))
     if not pods:
         return Status(QUEUED, "no pod yet")
+    waiting, detail = [pod for pod in pods if _phase(pod) == "Pending"], ""
+    why = _obstacle(waiting)
+    if waiting and "Running" not in map(_phase, pods):
+        return Status(QUEUED, why)
     if waiting:
-        detail = f"{len(waiting)} of {job['spec']['completions']} pods wait" + (
-            f": {why}" if (why := _obstacle(waiting)) else ""
-        )
+        detail = f"{len(waiting)} of {job['spec']['completions']} pods wait{f': {why}' if why else ''}"
+    elif now.get("failed"):
+        detail = f"{now['failed']} pods have failed"
     return Status(RUNNING, detail, started)
 
 

@@ -21,7 +21,6 @@ from tfdist.plain_text import plain_table
 from tfdist.supervision.events import FILE_NAME, EventStream
 from tfdist.supervision.identity import Identity, own_boot
 
-_KUBERNETES = "kubernetes"
 # Seconds. Processes that train write every ten seconds, except in long steps and validations.
 _SILENCE = 1800.0
 # These states are no failures: they are not shown in red.
@@ -73,7 +72,7 @@ def find(what: str | None, here: Path, env: Mapping[str, str]) -> Source:
         newest = max(logs, key=lambda path: path.stat().st_mtime).parent
         return Source(str(Path(what or LOGS, newest.name)), newest)
     record, engine = job_of(what, env)
-    if record.scheduler == _KUBERNETES:
+    if record.scheduler == "kubernetes":
         raise SubmitError(
             f"Received: {what}, a job of Kubernetes, whose events are in the output of its pods. Expected: another "
             f"job, or `tfdist status {what}`"

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from tfdist.folders import current_folder, default_log_dir
 from tfdist.launcher.arguments import Target
 from tfdist.launcher.guardian import Guardian
 from tfdist.launcher.operating_system import SignalInbox
@@ -18,7 +16,7 @@ from tfdist.launcher.output import Terminal, hidden_lines
 from tfdist.launcher.plan import Machine, ProcessPlan, RunOptions, default_workers
 from tfdist.launcher.policy import Failure, GiveUp, Restart, RestartPolicy, exit_code, used_up
 from tfdist.launcher.process import Process, ProcessGroup
-from tfdist.launcher.run import shortest
+from tfdist.launcher.run import log_folder, new_run_id, shortest
 from tfdist.launcher.supervisor import FAILURE_GRACE, Attempt, Ending, Supervisor
 from tfdist.supervision.events import EventStream
 from tfdist.supervision.exit_codes import PREEMPTED, REFUSED, UNSAVED
@@ -68,8 +66,8 @@ def run(
     machine = Machine.this_one()
     count = tuners or default_workers(machine, gpus_per_worker)
     here = range(count) if only is None else (only,)
-    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    folder = Path(log_dir or default_log_dir(name, current_folder(), tempfile.gettempdir())).absolute()
+    name = new_run_id()
+    folder = log_folder(log_dir, name)
     folder.mkdir(parents=True, exist_ok=True)
     # Started again, an element of a job array goes on with the search of its folder.
     member = Member(0, count, name if only is None else str(folder), str(folder), max_restarts, trial_timeout)
