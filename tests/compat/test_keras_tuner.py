@@ -44,7 +44,8 @@ def test_the_methods_take_what_is_passed_on() -> None:
     assert list(inspect.signature(BaseTuner.search).parameters) == ["self", "fit_args", "fit_kwargs"]
     names = list(inspect.signature(keras_tuner.Tuner._configure_tensorboard_dir).parameters)
     assert names == ["self", "callbacks", "trial", "execution"]
-    assert {"overwrite", "directory", "project_name"} <= set(inspect.signature(BaseTuner.__init__).parameters)
+    places = ["self", "oracle", "hypermodel", "directory", "project_name", "overwrite", "kwargs"]
+    assert list(inspect.signature(BaseTuner.__init__).parameters) == places
 
 
 def test_a_grid_that_is_reloaded_has_forgotten_its_place(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import json
 import os
 import time
@@ -123,16 +122,20 @@ def patches(searches: Searches) -> tuple[Patch, ...]:
     """The changes."""
 
     def init(original: Callable) -> Callable:
-        signature = inspect.signature(original)
-
         @functools.wraps(original)
-        def __init__(self: BaseTuner, *args: Any, **kwargs: Any) -> None:
-            called = signature.bind(self, *args, **kwargs)
-            if called.arguments.get("overwrite"):
-                folder, name = called.arguments.get("directory") or ".", called.arguments.get("project_name")
-                project = Path(folder, name or "untitled_project")
-                called.arguments["overwrite"] = searches.may_overwrite(project)
-            original(*called.args, **called.kwargs)
+        def __init__(
+            self: BaseTuner,
+            oracle: Any,
+            hypermodel: Any = None,
+            directory: Any = None,
+            project_name: str | None = None,
+            overwrite: bool = False,
+            **kwargs: Any,
+        ) -> None:
+            if overwrite:
+                project = Path(directory or ".", project_name or "untitled_project")
+                overwrite = searches.may_overwrite(project)
+            original(self, oracle, hypermodel, directory, project_name, overwrite, **kwargs)
 
         return __init__
 
