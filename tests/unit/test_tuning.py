@@ -77,10 +77,10 @@ def trial(name: str, **more: Any) -> dict[str, Any]:
 
 class TestResults:
     def test_trials_that_failed_say_why(self) -> None:
-        failed = trial("1", status="FAILED", score=None, error="Traceback\nValueError: no luck\n")
+        failed = trial("1", status="FAILED", score=None, error="Traceback\nValueError: no luck in [/data]\n")
         search = {"objective": "loss", "over": True, "project": "p", "trials": [trial("0"), failed]}
         text = plain_text(table_of(search), width=120)
-        assert "failed: ValueError: no luck" in text and "Traceback" not in text
+        assert "failed: ValueError: no luck in [/data]" in text and "Traceback" not in text
         assert summary_of(search) == "search finished: 2 trials, 1 failed; p"
 
     def test_only_what_this_search_has_written_counts(self, tmp_path: Path) -> None:

@@ -171,15 +171,14 @@ def status_of(job: Json, pods: Sequence[Json]) -> Status:
             return Status(state, _why(condition) if state == FAILED else "", started, ended)
     if not pods:
         return Status(QUEUED, "no pod yet")
-    waiting, detail = [pod for pod in pods if _phase(pod) == "Pending"], ""
+    waiting = [pod for pod in pods if _phase(pod) == "Pending"]
     why = _obstacle(waiting)
     if waiting and "Running" not in map(_phase, pods):
         return Status(QUEUED, why)
     if waiting:
         detail = f"{len(waiting)} of {job['spec']['completions']} pods wait{f': {why}' if why else ''}"
-    elif now.get("failed"):
-        detail = f"{now['failed']} pods have failed"
-    return Status(RUNNING, detail, started)
+        return Status(RUNNING, detail, started)
+    return Status(RUNNING, f"{now['failed']} pods have failed" if now.get("failed") else "", started)
 
 
 def chief_of(pods: Sequence[Json]) -> Json | None:
