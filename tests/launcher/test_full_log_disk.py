@@ -104,7 +104,7 @@ def test_submit(tmp_path: Path, logs: Path, monkeypatch: pytest.MonkeyPatch) -> 
     record = engine.submit(Request("local", Target("script", ("chatty.py",)), workers=2))
 
     def ended() -> str:
-        return engine.status(engine._records.load(record.id)).state
+        return engine.status(engine.records.load(record.id)).state
 
     wait_until(lambda: ended() != RUNNING, 60, "the end of the job")
     assert ended() == SUCCEEDED and (tmp_path / "done-job").exists()
