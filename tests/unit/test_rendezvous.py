@@ -154,7 +154,7 @@ def test_no_free_port(port):
         other.close()
         started = listen(registration(0, 2), [port, free], SECRET)
         assert started.port == free
-        started.end()
+        started.leave()
 
 
 def test_a_given_port_is_taken_again_at_once(port):
@@ -169,7 +169,7 @@ def test_a_given_port_is_taken_again_at_once(port):
         sockets.bind_everywhere(port, reuse=False)
     started = listen(registration(0, 2), [port], SECRET)
     assert started.port == port
-    started.end()
+    started.leave()
 
 
 def test_names_that_nobody_knows_are_replaced(pool, port):
@@ -348,11 +348,12 @@ def test_a_channel_that_carries_nothing_ends_the_meeting(monkeypatch):
             pass
 
     started: list[server.Server] = []
+    leave = server.Server.leave
     monkeypatch.setattr(server.Server, "leave", lambda self: started.append(self))
     monkeypatch.setattr("tfdist.cluster.rendezvous.open_channel", lambda membership, env: Broken())
     with pytest.raises(ClusterError, match=r"^rank 1 did not come$"):
         meet(Membership(0, 2, "MPICH", "job", has_channel=True), DEADLINE, {})
-    assert [one.end() for one in started] == [None], "its server ends"
+    assert [leave(one) for one in started] == [None], "its server ends"
 
 
 def test_shares_of_devices():

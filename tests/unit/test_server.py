@@ -30,7 +30,6 @@ from tfdist.cluster.server import (
     BarrierTimeoutError,
     Client,
     Listener,
-    OtherVersionError,
     ProcessGoneError,
     Server,
     UnderWayError,
@@ -99,7 +98,7 @@ def collect(started: Server, timeout: float = DEADLINE, check: Callable = lambda
 
 
 def gather(client: Client, value: Any = None, timeout: float = DEADLINE) -> dict:
-    _, result = client.gather("meeting", value, time.monotonic() + timeout, lambda: None)
+    _, result = client.gather("meeting", value, time.monotonic() + timeout, lambda *news: None)
     return server.unpack(result, 1 << 20)
 
 
@@ -210,15 +209,15 @@ def test_it_listens_no_longer_when_they_hear_that_all_have_met(
     monkeypatch, start, come, pool: ThreadPoolExecutor
 ) -> None:
     """Who hears it looks for TensorFlow's server at the same port, and must not find this one."""
-    started, send_text, found = start(2), server._Guest.send_text, []
+    started, send, found = start(2), server._Guest.send, []
 
-    def send(guest: Any, text: bytes) -> None:
-        if b'"all"' in text:
+    def look_and_send(guest: Any, message: Any) -> None:
+        if "all" in message:
             with socket.socket() as other:
                 found.append(other.connect_ex(("127.0.0.1", started.port)))
-        send_text(guest, text)
+        send(guest, message)
 
-    monkeypatch.setattr(server._Guest, "send_text", send)
+    monkeypatch.setattr(server._Guest, "send", look_and_send)
     first = pool.submit(collect, started)
     gather(come(started, 1))
     first.result(DEADLINE)
@@ -353,7 +352,7 @@ SETTINGS_FRAME = b"\x00\x00\x12\x04\x00\x00\n\n"  # of HTTP/2; it may look like 
     ("lines", "error", "said"),
     [
         ([json.dumps(GREETING).encode() + b"\n", b'{"proof": "1"}\n'], UnreachedError, r"\(it has another secret\)"),
-        ([b'{"tfdist": 99, "challenge": "0"}\n'], OtherVersionError, "received version 99 of the handshake, expected"),
+        ([b'{"tfdist": 99, "challenge": "0"}\n'], UnreachedError, "received version 99 of the handshake, expected"),
         ([SETTINGS_FRAME], UnderWayError, "a TensorFlow server answers there instead of a waiting tfdist chief: a job"),
         ([SETTINGS_FRAME + bytes(100_000)], UnderWayError, "a TensorFlow server answers there"),
         ([SETTINGS_FRAME[:2], SETTINGS_FRAME[2:]], UnderWayError, "a TensorFlow server answers there"),
@@ -774,7 +773,7 @@ def test_a_listener_gives_away_no_connection_of_who_does_not_know_the_secret() -
         assert refused.recv(1) == b""
     with pytest.raises(UnreachedError, match="does not know the secret"):
         server.connected(place, b"another", {}, DEADLINE)
-    listener.end()
+    listener.leave()
     sockets.bind_host("127.0.0.1", listener.port).close()
 
 
@@ -798,7 +797,7 @@ def test_who_gets_a_connection_gets_all_that_was_sent_to_it_and_nothing_before()
             other.settimeout(DEADLINE)
             for end, sent in (own, b"x"), (other, b"y"):
                 assert end.recv(50_000, socket.MSG_WAITALL) == sent * 50_000
-    listener.end()
+    listener.leave()
 
 
 # --- Connecting -------------------------------------------------------------------------------------------------------

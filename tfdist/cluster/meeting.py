@@ -171,13 +171,7 @@ class _Barrier:
         return named(self._config, [self._present[rank] for rank in ranks])
 
     def _disagreements(self, said: Any) -> list[str]:
-        try:
-            return disagreements(self._own, read_introduction(said))
-        except ValueError as error:
-            return [
-                f"{self._task} hears something else than this version of tfdist says ({error}); install the same one "
-                "on every machine"
-            ]
+        return disagreements(self._own, read_introduction(said))
 
     def come(self, store: Client | None, rejoin: bool) -> tuple[Client, dict[int, dict]]:
         """The part of the other tasks."""

@@ -115,10 +115,6 @@ class UnderWayError(UnreachedError):
     """A TensorFlow server answers: the job has begun."""
 
 
-class OtherVersionError(UnreachedError):
-    """The other end is of another version. Nobody has proved it: it ends no job."""
-
-
 class _BrokenError(Exception):
     """The other end breaks the rules above; the text says how."""
 
@@ -205,10 +201,7 @@ class Wire:
 
     def send(self, message: object) -> None:
         """Sends a message; what the other end does not take is kept."""
-        self.send_text(json.dumps(message, separators=(",", ":")).encode())
-
-    def send_text(self, text: bytes) -> None:
-        """As `send`, for what is JSON already."""
+        text = json.dumps(message, separators=(",", ":")).encode()
         if not self.writer.is_closing():
             self.writer.write((self._code(0, text) if self.keys[0] else b"") + text + b"\n")
 
@@ -230,7 +223,8 @@ class Wire:
         """Refuses another version, and what is no tfdist."""
         version = said.get("tfdist") if isinstance(said, dict) else None
         if type(version) is int and version != VERSION:
-            raise OtherVersionError(
+            # Nobody has proved it: it ends no job.
+            raise UnreachedError(
                 f"it uses another version of tfdist (received version {version} of the handshake, expected {VERSION}); "
                 "install the same one on every machine"
             )
@@ -309,7 +303,7 @@ class Listener:
         bound.listen(socket.SOMAXCONN)
         sockets.keep_from_children(bound)
 
-    def end(self) -> None:
+    def leave(self) -> None:
         """Stops listening, and ends all connections: the port is free on return."""
 
         def end() -> None:
@@ -332,7 +326,7 @@ class Listener:
         loop().call_later(SECONDS, lambda: guest.known or guest.abort())
         try:
             await self._attended(guest, await self._introduced(guest))
-        except (_BrokenError, OtherVersionError) as problem:
+        except (_BrokenError, UnreachedError) as problem:
             if guest.keys[1] or type(problem) is not _BrokenError:
                 self.turn_away(f"{guest.who or f'a process from {guest.peer}'}: {problem}")
         except (EOFError, OSError):
@@ -452,8 +446,6 @@ class Store:
 class _Own:
     """Rank 0's own request: in place of a connection."""
 
-    rank = 0
-
     def __init__(self) -> None:
         self.answer: futures.Future[tuple[str, Any]] = futures.Future()
 
@@ -548,7 +540,8 @@ class Server(Listener, Store):
             value: That of this process.
             timeout: How long to wait, in seconds.
             names: Names of ranks, for messages.
-            check: Says what is wrong with another process' value: it ends the job, unless it is a stranger's.
+            check: Says what is wrong with another process' value, or raises a ValueError if that is something else
+                than this version of tfdist says: it ends the job, unless it is a stranger's.
 
         Raises:
             BarrierTimeoutError: If one does not come in time; it is named, and all hear it.
@@ -569,7 +562,7 @@ class Server(Listener, Store):
                 self._server.close()
             for guest in self._gatherings.pop(name).came.values():
                 guest.limit = LONG_LINE
-                guest.send_text(b'[%d, "all", "%s"]' % (guest.coming.pop(name)[0], text.encode()))
+                guest.send([guest.coming.pop(name)[0], "all", text])
 
         in_loop(publish)
         _stay_while(lambda: any(_is_behind(guest) for guest in self._ranks.values()), FAREWELL_SECONDS)
@@ -577,10 +570,6 @@ class Server(Listener, Store):
     def wait_until_left(self, seconds: float) -> None:
         """Waits until no other process is connected: nobody needs the texts then."""
         _stay_while(lambda: self._ranks, seconds)
-
-    def leave(self) -> None:
-        """Ends all connections."""
-        self.end()
 
     # What follows runs in the loop's thread.
 
@@ -614,7 +603,13 @@ class Server(Listener, Store):
         if may_come:
             self._place(guest)
         while True:
-            self._asked(guest, await guest.read())
+            match await guest.read():
+                case [int() as number, str() as operation, *arguments] if (
+                    self.secret or self._over or operation == "gather"
+                ):
+                    self._answer(guest, number, operation, arguments)
+                case _:
+                    raise _BrokenError(_ODD)
 
     def _place(self, guest: _Guest) -> None:
         """Gives a process its rank; what is none of the job's ranks stays a stranger."""
@@ -625,15 +620,6 @@ class Server(Listener, Store):
             if before is not None:
                 before.abort()
         guest.send([0, "welcome", None])
-
-    def _asked(self, guest: _Guest, said: Any) -> None:
-        match said:
-            case [int() as number, str() as operation, *arguments] if (
-                self.secret or self._over or operation == "gather"
-            ):
-                self._answer(guest, number, operation, arguments)
-            case _:
-                raise _BrokenError(_ODD)
 
     def _answer(self, asker: _Guest | _Own, number: int, operation: str, arguments: list) -> None:
         match [operation, *arguments]:
@@ -684,7 +670,14 @@ class Server(Listener, Store):
 
     def _consider(self, name: str, guest: _Guest) -> None:
         gathering = self._gatherings[name]
-        if problems := gathering.check(guest.coming[name][1]):
+        try:
+            problems = gathering.check(guest.coming[name][1])
+        except ValueError as error:
+            problems = [
+                f"{self._own['who']} hears something else than this version of tfdist says ({cleaned(error, 200)}); "
+                "install the same one on every machine"
+            ]
+        if problems:
             loop().create_task(self._decided(guest, problems))
         elif self._ranks.get(guest.rank) is guest:
             gathering.came[guest.rank] = guest
@@ -739,7 +732,7 @@ class Server(Listener, Store):
         names: Callable[[Iterable[int]], list[str]],
         check: Callable[[Any], list[str]],
     ) -> dict[int, Any]:
-        deadline, note_at, told_at = time.monotonic() + timeout, time.monotonic() + NOTE_SECONDS, 0.0
+        deadline, note, told_at = time.monotonic() + timeout, _Note(timeout), 0.0
         came = self._gatherings.setdefault(name, _Gathering(check, {})).came
         for guest in [guest for guest in self.guests if name in guest.coming]:
             self._consider(name, guest)
@@ -758,11 +751,9 @@ class Server(Listener, Store):
                 await self._break_off("error", ClusterError(f"{listed(names(gone))} is gone, after all tasks had met"))
             if now >= deadline:
                 late = [rank for rank in missing if self._left_at.get(rank, 0.0) <= now - _SAME_TIMEOUT] or missing
-                problem = not_come(names(late), timeout, turned_away=self.turned_away())
+                problem = not_come(timeout, names(late), 0, self.turned_away())
                 await self._break_off("late", BarrierTimeoutError(problem))
-            if now >= note_at:
-                _log.warning(waiting(names(missing), timeout) + self.turned_away())
-                note_at = now + NOTE_AGAIN_SECONDS
+            note(names(missing), 0, self.turned_away())
             shown = [names(missing[:NAMES]), max(0, len(missing) - NAMES), self.turned_away()]
             if now - told_at >= max(_TICK, self._size / _TOLD_EACH_SECOND) and shown != news:
                 news, told_at = shown, now
@@ -787,6 +778,18 @@ class Server(Listener, Store):
             self._changed.clear()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), left)
+
+
+class _Note:
+    """Warns of those who are missing: after some time, and then again at times."""
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout, self._at = timeout, time.monotonic() + NOTE_SECONDS
+
+    def __call__(self, names: list[str], more: int, why: str) -> None:
+        if names and time.monotonic() >= self._at:
+            _log.warning(waiting(self._timeout, names, more, why))
+            self._at = time.monotonic() + NOTE_AGAIN_SECONDS
 
 
 def _is_behind(guest: _Guest) -> bool:
@@ -919,14 +922,14 @@ class Client(Store):
         kind = ProcessGoneError if of == 0 and problem == "is gone" else ConnectionError
         raise kind(f"the process that keeps the messages of this job, {self._name}, {problem}")
 
-    def gather(self, name: str, value: Any, deadline: float, note: Callable[[], object]) -> tuple[bool, str]:
+    def gather(self, name: str, value: Any, deadline: float, note: Callable[..., object]) -> tuple[bool, str]:
         """Waits until all have come to a gathering; whether that was before this one came, and the packed result.
 
         Args:
             name: The gathering.
             value: That of this process.
             deadline: Until when to wait, on `time.monotonic`'s clock.
-            note: Is called now and then; `news` then has what rank 0 says of those who are missing.
+            note: Is called now and then with what rank 0 says of those who are missing: `news`.
 
         Raises:
             ClusterError: If rank 0 says that all cannot go on.
@@ -938,7 +941,7 @@ class Client(Store):
                 kind, result = coming.result(max(0.0, min(1.0, deadline - time.monotonic())))
                 return kind == "over", result
             except futures.TimeoutError:
-                note()
+                note(*self.news)
                 if time.monotonic() >= deadline:
                     raise UnreachedError("it is there, but the others have not come") from None
 
@@ -1038,8 +1041,7 @@ def attend(
     """
     deadline = time.monotonic() + timeout
     problems: dict[str, str] = {}
-    news: list = [[], 0, ""]
-    note_at = time.monotonic() + NOTE_SECONDS
+    note = _Note(timeout)
     clients = [before] if before else []
 
     def attempt(place: tuple[str, int], left: float) -> tuple[Client, bool, T]:
@@ -1052,27 +1054,20 @@ def attend(
                 raise JobUnderWayError(f"{who}: {error}") from None
             raise
         try:
-            over, result = client.gather(name, value(client), deadline, lambda: client.news[0] and note(*client.news))
+            over, result = client.gather(name, value(client), deadline, note)
             return client, over, read(result)
-        except BaseException:
-            # Before the time is over, it is rank 0 that is missing.
-            news[:] = client.news if time.monotonic() >= deadline else [[], 0, ""]
+        except BaseException as error:
             client.leave()
+            # Before the time is over, it is rank 0 that is missing.
+            if isinstance(error, UnreachedError) and client.news[0] and time.monotonic() >= deadline:
+                raise BarrierTimeoutError(not_come(timeout, *client.news)) from None
             raise
-
-    def note(names: list[str], more: int, why: str) -> None:
-        nonlocal note_at
-        if time.monotonic() >= note_at:
-            _log.warning(waiting(names, timeout, more) + why)
-            note_at = time.monotonic() + NOTE_AGAIN_SECONDS
 
     try:
         attempts = {sockets.join_address(*place): functools.partial(attempt, place) for place in places}
         return keep_trying(attempts, deadline, problems, lambda: note([first], 0, f": {_by_problem(problems)}"))
     except UnreachedError:
-        names, more, turned_away = news
-        text = not_come(names, timeout, more, turned_away) if names else unreached(_by_problem(problems))
-        raise BarrierTimeoutError(text) from None
+        raise BarrierTimeoutError(unreached(_by_problem(problems))) from None
 
 
 def hello(rank: int, who: str) -> dict:
@@ -1098,17 +1093,17 @@ def is_a_servers(first: bytes) -> bool:
     return first[:1] == b"\0" and first[3:4] == b"\4"  # after the length, three bytes, which is below 64 KiB
 
 
-def waiting(names: list[str], timeout: float, more: int = 0) -> str:
+def waiting(timeout: float, names: list[str], more: int, why: str) -> str:
     """The warning while processes are missing.
 
     Example:
-        >>> waiting(["worker 1 (b:1)"], 300.0)
+        >>> waiting(300.0, ["worker 1 (b:1)"], 0, "")
         'tfdist: waiting for worker 1 (b:1) (start_timeout 300 s)'
     """
-    return f"tfdist: waiting for {listed(names, more, NAMES)} (start_timeout {round(timeout, 1):g} s)"
+    return f"tfdist: waiting for {listed(names, more, NAMES)} (start_timeout {round(timeout, 1):g} s){why}"
 
 
-def not_come(names: list[str], timeout: float, more: int = 0, turned_away: str = "") -> str:
+def not_come(timeout: float, names: list[str], more: int, turned_away: str) -> str:
     """The error if processes have not come."""
     return (
         f"not all tasks came within start_timeout={round(timeout, 1):g} s; missing: {listed(names, more, NAMES)}; "
@@ -1154,7 +1149,5 @@ def _by_problem(problems: dict[str, str]) -> str:
     """The problems, each with the places where it was seen, if there are several."""
     if len(problems) == 1:
         return next(iter(problems.values()))
-    places: dict[str, list[str]] = {}
-    for place, problem in problems.items():
-        places.setdefault(problem, []).append(place)
-    return "; ".join(f"{', '.join(where)}: {problem}" for problem, where in places.items())
+    seen = dict.fromkeys(problems.values())
+    return "; ".join(f"{', '.join(one for one in problems if problems[one] == what)}: {what}" for what in seen)

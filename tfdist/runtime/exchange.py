@@ -137,7 +137,7 @@ class _Meeting:
                 for link in self._links.values():
                     link.close()
         if self._listener is not None:
-            self._listener.end()
+            self._listener.leave()
 
     def _share_memory(self, hosts: list[list[int]]) -> tuple[list[list[int]], HostMemory | None]:
         """The processes of each host; those that cannot see each other's memory are as on hosts of their own."""
