@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import itertools
 import random
 import socket
 from pathlib import Path
@@ -11,12 +13,12 @@ from tfdist.cluster import sockets
 from tfdist.cluster.errors import ClusterError
 
 _LINUX_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_USUAL_EPHEMERAL = 32768
-_LOW = 20000
+# The end is where Linux begins with the ports of outgoing connections.
+USUAL = 20000, 32768
 
 
-class Reservation:
-    """Ports that are held until `close`; a context manager.
+class Reservation(contextlib.ExitStack):
+    """Ports that are held until `close`, of which a second call does nothing; a context manager.
 
     A held port is bound, but nobody listens on it: a server that sets SO_REUSEADDR, as TensorFlow's does, can bind and
     listen over it, while a plain bind and every other reservation are refused.
@@ -26,19 +28,8 @@ class Reservation:
     """
 
     def __init__(self, held: list[socket.socket]) -> None:
-        self._held = held
-        self.ports: tuple[int, ...] = tuple(holder.getsockname()[1] for holder in held)
-
-    def close(self) -> None:
-        """Gives the ports back; a second call does nothing."""
-        while self._held:
-            self._held.pop().close()
-
-    def __enter__(self) -> Reservation:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+        super().__init__()
+        self.ports = tuple(self.enter_context(holder).getsockname()[1] for holder in held)
 
 
 def reserve(count: int, host: str = "127.0.0.1", low: int | None = None, high: int | None = None) -> Reservation:
@@ -73,18 +64,12 @@ def reserve(count: int, host: str = "127.0.0.1", low: int | None = None, high: i
     candidates = range(low, high)
     # The system's randomness: processes forked at the same moment must not walk the same way.
     start = random.SystemRandom().randrange(len(candidates)) if candidates else 0
-    held: list[socket.socket] = []
-    for port in (*candidates[start:], *candidates[:start]):
-        if len(held) == count:
-            break
-        holder = _hold(port)
-        if holder is not None:
-            held.append(holder)
+    free = filter(None, map(_hold, itertools.chain(candidates[start:], candidates[:start])))
+    held = list(itertools.islice(free, count))
     if len(held) < count:
-        found = len(held)
         Reservation(held).close()
         raise ClusterError(
-            f"only {found} of the {count} ports needed are free in {low} to {high - 1}; "
+            f"only {len(held)} of the {count} ports needed are free in {low} to {high - 1}; "
             "stop what uses them (see `ss -ltn`) or choose a wider range"
         )
     return Reservation(held)
@@ -119,7 +104,7 @@ def ephemeral_low(path: Path = _LINUX_RANGE) -> int:
     try:
         return int(path.read_text().split()[0])
     except (OSError, ValueError, IndexError):
-        return _USUAL_EPHEMERAL
+        return USUAL[1]
 
 
 def default_range() -> tuple[int, int]:
@@ -131,10 +116,11 @@ def default_range() -> tuple[int, int]:
     """
     high = ephemeral_low()
     # If the ports of outgoing connections begin below, none would be left. They never take a port that is held.
-    return _LOW, (high if high > _LOW else _USUAL_EPHEMERAL)
+    return USUAL[0], (high if high > USUAL[0] else USUAL[1])
 
 
 def _hold(port: int) -> socket.socket | None:
+    """The socket that holds a port; `None` if it is not free."""
     try:
         holder = sockets.bind_everywhere(port, reuse=False)
     except OSError as error:

@@ -17,13 +17,12 @@ import psutil
 from tfdist.cluster import sockets
 from tfdist.cluster.errors import ClusterError
 from tfdist.cluster.membership import Membership
-from tfdist.cluster.ports import default_range
+from tfdist.cluster.ports import USUAL, default_range
 from tfdist.cluster.preflight import SKIP_ADDRESS_CHECK, is_on
 from tfdist.cluster.variables import MEETING, TOKEN, text
 
 # Rank 0 takes the first of these that is free: some may be in use, also by another job of the same user.
 _CANDIDATES = 8
-_USUAL = 20000, 32768
 _PORTS = "TFDIST_PORTS"
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 # Of this host's addresses: one with many containers has an address for each of their networks.
@@ -59,7 +58,7 @@ def meeting_ports(membership: Membership, env: Mapping[str, str]) -> list[int]:
         [21000]
     """
     # The usual range: where the ports of outgoing connections begin may differ from host to host.
-    low, high = port_range(env) if env.get(_PORTS) else _USUAL
+    low, high = port_range(env) if env.get(_PORTS) else USUAL
     ports: dict[int, None] = {}
     for attempt in range(16 * _CANDIDATES):
         digest = hashlib.sha256(f"{name_of(membership, env)}/{attempt}".encode()).digest()
