@@ -10,7 +10,6 @@ import contextlib
 import logging
 import math
 import os
-import random
 import signal
 import socket
 import sys
@@ -41,7 +40,6 @@ _TICK = 1.0
 _REPLACEMENT = "TFDIST_REPLACEMENT"
 # Inter-op threads: a step holds one until it is done, and what it waits for needs others: with one it waits for ever.
 _LEAST_THREADS = 4
-_PAUSE = 0.5
 _CONNECT_SECONDS = 5.0
 # Refused: nobody listens there any more. Anything else may be the network's fault for a while.
 _UNREACHABLE_SECONDS = 10.0
@@ -70,12 +68,17 @@ def serve(cluster: ClusterConfig, start_timeout: float) -> NoReturn:
     """
     deadline = time.monotonic() + start_timeout
     own, chief = _name(cluster, (cluster.task_type, cluster.task_index)), _name(cluster, cluster.compute_tasks[0])
-    tasks = members(cluster, servers="ps" in cluster.jobs)
     preflight.require(cluster)
-    server = None
+    with_ps, server = "ps" in cluster.jobs, None
+    tasks = members(cluster, servers=with_ps)
     while True:
+        rejoined = False
         try:
-            rejoined = _meet_or_rejoin(cluster, deadline - time.monotonic())
+            # What a parameter server held is lost with it: it begins again, together with all others.
+            may_rejoin = with_ps and cluster.task_type != "ps"
+            _meet(cluster, deadline - time.monotonic(), servers=with_ps, rejoin=may_rejoin)
+        except JobUnderWayError:
+            rejoined = True  # this worker has come back
         except BarrierTimeoutError:
             if server is None:
                 raise
@@ -86,9 +89,17 @@ def serve(cluster: ClusterConfig, start_timeout: float) -> NoReturn:
             _spec(cluster, tasks), cluster.task_type, cluster.task_index, protocol="grpc", config=_config(cluster, own)
         )
         watch = ServerWatch(cluster.chief_address or "")
-        _reach_chief(watch, chief, start_timeout, _LONG_WAIT if rejoined else deadline - time.monotonic(), rejoined)
+        # If it was there a moment ago and is gone now, it has ended.
+        if not watch.reach(_LONG_WAIT if rejoined else deadline - time.monotonic()) and not rejoined:
+            raise BarrierTimeoutError(
+                f"{chief} came to the barrier but has no TensorFlow server within start_timeout={start_timeout:g} s; "
+                "look into its output for why not, and start all tasks again"
+            )
         say(f"{own} serves {chief}{' again' if rejoined else ''}, as process {os.getpid()}")
-        _wait_for_end(watch)
+        life = threading.Thread(target=watch.wait, name="tfdist-watch-chief", daemon=True)
+        life.start()
+        while life.is_alive():
+            life.join(_TICK)  # a signal does not wake the main thread if the system gives it to another one
         # A worker that is started together with its job can find the chief of a former one, which is about to end.
         if not rejoined or os.environ.get(_REPLACEMENT) or time.monotonic() >= deadline:
             break
@@ -233,17 +244,6 @@ def gone(name: str, role: str, log: str) -> str:
     )
 
 
-def _meet_or_rejoin(cluster: ClusterConfig, timeout: float) -> bool:
-    """Meets the other processes; returns true if this worker has come back to a job that is under way."""
-    with_ps = "ps" in cluster.jobs
-    try:
-        # What a parameter server held is lost with it: it begins again, together with all others.
-        _meet(cluster, timeout, servers=with_ps, rejoin=with_ps and cluster.task_type != "ps")
-    except JobUnderWayError:
-        return True
-    return False
-
-
 def _meet(cluster: ClusterConfig, timeout: float, servers: bool, rejoin: bool = False) -> None:
     info = {"same.tensorflow": tf.__version__, "same.keras": keras.__version__}
     meet(cluster, timeout, info, servers=servers, rejoin=rejoin)
@@ -255,22 +255,6 @@ def _reach(watch: ServerWatch, name: str, deadline: float) -> bool:
         return True
     say(f"waiting for the TensorFlow server of {name}")
     return watch.reach(deadline - time.monotonic())
-
-
-def _reach_chief(watch: ServerWatch, chief: str, start_timeout: float, within: float, rejoined: bool) -> None:
-    """Waits for the chief's server; if that was there a moment ago and is gone now, the chief has ended."""
-    if not watch.reach(within) and not rejoined:
-        raise BarrierTimeoutError(
-            f"{chief} came to the barrier but has no TensorFlow server within start_timeout={start_timeout:g} s; "
-            "look into its output for why not, and start all tasks again"
-        )
-
-
-def _wait_for_end(watch: ServerWatch) -> None:
-    life = threading.Thread(target=watch.wait, name="tfdist-watch-chief", daemon=True)
-    life.start()
-    while life.is_alive():
-        life.join(_TICK)  # a signal does not wake the main thread if the system gives it to another one
 
 
 def _config(cluster: ClusterConfig, own: str) -> config_pb2.ConfigProto | None:
@@ -325,24 +309,34 @@ class ServerWatch:
         self._place = sockets.split_address(place)
         self._connection: socket.socket | None = None
 
-    def reach(self, within: float) -> bool:
+    def reach(self, within: float, was_there: bool = False) -> bool:
         """Waits until the server listens; returns whether it does.
 
         Args:
             within: for how many seconds to try.
+            was_there: whether it has listened: nobody is there any more if the host says so.
         """
-        try:
-            self._connection = keep_trying({"": lambda _: self._connect()}, time.monotonic() + within, {})
-        except UnreachedError:
-            return False
-        return True
+
+        def attempt(seconds: float) -> socket.socket | None:
+            try:
+                return self._connect()
+            except ConnectionRefusedError:
+                if was_there:
+                    return None
+                raise
+
+        with contextlib.suppress(UnreachedError):
+            self._connection = keep_trying({"": attempt}, time.monotonic() + within, {})
+        return self._connection is not None
 
     def wait(self) -> None:
         """Returns when the process that was reached is gone."""
         while self._connection is not None:
             was_a_server = self._listen(self._connection)
             sockets.close_without_trace(self._connection)
-            self._connection = self._reconnect() if was_a_server else None
+            self._connection = None
+            if was_a_server:
+                self.reach(_UNREACHABLE_SECONDS, was_there=True)
 
     def _listen(self, connection: socket.socket) -> bool:
         """Reads until the connection ends; returns whether a TensorFlow server was at its other end."""
@@ -353,18 +347,6 @@ class ServerWatch:
                     return False  # the next job's chief, at the same address
                 first = False
         return True
-
-    def _reconnect(self) -> socket.socket | None:
-        deadline = time.monotonic() + _UNREACHABLE_SECONDS
-        while True:
-            try:
-                return self._connect()
-            except ConnectionRefusedError:
-                return None
-            except OSError:
-                if time.monotonic() >= deadline:
-                    return None
-            time.sleep(_PAUSE * random.SystemRandom().uniform(0.5, 1.0))
 
     def _connect(self) -> socket.socket:
         connection = sockets.connect(self._place, _CONNECT_SECONDS)
