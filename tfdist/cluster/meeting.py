@@ -95,9 +95,7 @@ def store_of(config: ClusterConfig) -> Store:
 
 def keep(config: ClusterConfig, store: Store) -> None:
     """Notes that this process is connected to the others of a cluster, all of its tasks."""
-    for servers in (False, True):
-        if len(found := members(config, servers)) == sum(len(places) for places in config.jobs.values()):
-            _stores[_key(config, found)] = store, collections.Counter()
+    _stores[_key(config, members(config, servers=True))] = store, collections.Counter()
 
 
 def members(config: ClusterConfig, servers: bool) -> tuple[Task, ...]:
@@ -140,7 +138,13 @@ class _Barrier:
         """The chief's part."""
         store = store or self._server()
         try:
-            came = store.collect(self._name, self._own, self._timeout, self._names, self._disagreements)
+            came = store.collect(
+                self._name,
+                self._own,
+                self._timeout,
+                self._names,
+                check=lambda said: disagreements(self._own, read_introduction(said)),
+            )
             infos = {rank: told["info"] for rank, told in came.items()}
             store.publish(self._name, {"infos": list(infos.values())})
         except BaseException:
@@ -169,9 +173,6 @@ class _Barrier:
 
     def _names(self, ranks: Iterable[int]) -> list[str]:
         return named(self._config, [self._present[rank] for rank in ranks])
-
-    def _disagreements(self, said: Any) -> list[str]:
-        return disagreements(self._own, read_introduction(said))
 
     def come(self, store: Client | None, rejoin: bool) -> tuple[Client, dict[int, dict]]:
         """The part of the other tasks."""

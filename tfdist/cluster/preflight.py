@@ -14,6 +14,7 @@ from tfdist.cluster.errors import ClusterError
 
 # Set where the others reach this process by an address that is not this machine's own.
 SKIP_ADDRESS_CHECK = "TFDIST_SKIP_ADDRESS_CHECK"
+_LEGACY_KERAS = "TF_USE_LEGACY_KERAS"
 
 
 def check(config: ClusterConfig, env: Mapping[str, str] | None = None) -> list[str]:
@@ -33,7 +34,10 @@ def check(config: ClusterConfig, env: Mapping[str, str] | None = None) -> list[s
         []
     """
     env = os.environ if env is None else env
-    problems = _keras(env)
+    problems = []
+    if is_on(env, _LEGACY_KERAS):
+        legacy = f"{_LEGACY_KERAS}={env[_LEGACY_KERAS]}"
+        problems.append(f"{legacy} selects Keras 2, which is not supported; unset it to use Keras 3")
     if config.is_single_process:
         return problems
     if config.rank is not None and config.num_workers > 1:
@@ -58,13 +62,6 @@ def require(config: ClusterConfig) -> None:
     """
     if problems := check(config):
         raise ClusterError(problems)
-
-
-def _keras(env: Mapping[str, str]) -> list[str]:
-    name = "TF_USE_LEGACY_KERAS"
-    if not is_on(env, name):
-        return []
-    return [f"{name}={env[name]} selects Keras 2, which is not supported; unset it to use Keras 3"]
 
 
 def is_on(env: Mapping[str, str], name: str) -> bool:

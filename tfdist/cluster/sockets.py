@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import ipaddress
 import os
 import random
@@ -202,7 +201,6 @@ _own: weakref.WeakSet[_HasNumber] = weakref.WeakSet()
 
 def keep_from_children(connection: _HasNumber) -> None:
     """Closes a connection in processes that are forked later: it ends with this process, whatever they still do."""
-    _begin()
     _own.add(connection)
 
 
@@ -215,7 +213,7 @@ def _close_copies() -> None:
     _own.clear()
 
 
-_begin = functools.cache(functools.partial(os.register_at_fork, after_in_child=_close_copies))
+os.register_at_fork(after_in_child=_close_copies)
 
 
 class UnreachedError(Exception):

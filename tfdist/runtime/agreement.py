@@ -121,7 +121,9 @@ class CommonStop(keras.callbacks.Callback):
                 self._note(self._all_stop_after(batch))
             if not self._all_stop:
                 self.model.stop_training = False
-                self._request()
+                self._requested = True
+                if self._agreement is not None:
+                    self._agreement.request(Request.STOP)
         # A call comes after several batches with steps_per_execution.
         if self._between_checks and (batch + 1) // self._between_checks > self._checks:
             self._checks = (batch + 1) // self._between_checks
@@ -145,11 +147,6 @@ class CommonStop(keras.callbacks.Callback):
     def _note(self, all_stop: bool) -> None:
         self._all_stop = self.model.stop_training = all_stop
         self._requested = False
-
-    def _request(self) -> None:
-        self._requested = True
-        if self._agreement is not None:
-            self._agreement.request(Request.STOP)
 
     def _all_stop_after(self, batch: int) -> bool:
         """Whether all processes have set it after this batch: the same answer on all that ask."""

@@ -232,18 +232,14 @@ _M_TOP_PAD = -2
 _KEPT_BYTES = 64 * 2**20
 
 
-def keep_freed_pages() -> bool:
-    """Asks glibc to keep up to 64 MiB of freed memory; returns whether it will.
+def keep_freed_pages() -> None:
+    """Asks glibc to keep up to 64 MiB of freed memory.
 
     Does nothing where the user has decided (`MALLOC_TOP_PAD_`, which `tfdist run` sets), or without glibc.
     """
-    if "MALLOC_TOP_PAD_" in os.environ:
-        return True
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        return False
-    return bool(mallopt(_M_TOP_PAD, _KEPT_BYTES))
+    if "MALLOC_TOP_PAD_" not in os.environ:
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).mallopt(_M_TOP_PAD, _KEPT_BYTES)
 
 
 GONE, SILENT, THERE = "gone", "silent", "there"

@@ -18,7 +18,7 @@ import os
 import random
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -232,10 +232,7 @@ def receive(own: Registration, started: Server, timeout: float) -> dict:
             "everywhere; correct how the processes are started"
         ]
 
-    def names(ranks: Iterable[int]) -> list[str]:
-        return [f"rank {rank}" for rank in ranks]
-
-    came = started.collect(_NAME, dataclasses.asdict(own), timeout, names, check)
+    came = started.collect(_NAME, dataclasses.asdict(own), timeout, lambda ranks: [f"rank {r}" for r in ranks], check)
     result = _decided([own, *(Registration.read(came[rank]) for rank in range(1, own.size))])
     started.publish(_NAME, result)
     return result
