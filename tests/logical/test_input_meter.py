@@ -49,7 +49,7 @@ def test_batches_and_rows_are_counted_once(
 
 def test_a_meter_leaves_out_the_first_execution_and_the_validation() -> None:
     now = [100.0]
-    meter = TrainingMeter(None, 10, clock=lambda: now[0])
+    meter = TrainingMeter(None, clock=lambda: now[0])
     assert meter.lap() == Lap(0.0, 0)
     meter.epoch_begins()
     now[0] += 30  # tracing
@@ -58,7 +58,7 @@ def test_a_meter_leaves_out_the_first_execution_and_the_validation() -> None:
     now[0] += 2
     meter.step(7)
     now[0] += 1
-    meter.step(11)  # an execution of four steps, of which there were two left
+    meter.step(9)
     meter.pause()
     now[0] += 50  # validation
     meter.pause()

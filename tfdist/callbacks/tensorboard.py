@@ -152,8 +152,8 @@ class TensorBoard(keras.callbacks.TensorBoard):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._steps_before_epoch = self._steps_before_execution = 0
-        self._speed_of_epochs = TrainingMeter(self.model, self.params.get("steps"))
-        self._speed_of_updates = TrainingMeter(self.model, self.params.get("steps"))
+        self._speed_of_epochs = TrainingMeter(self.model)
+        self._speed_of_updates = TrainingMeter(self.model)
         self._data = latest_iterator(self.model)
         # With several processes, `_joined` sets it.
         self._is_everywhere = self._peers is None
@@ -203,8 +203,8 @@ class TensorBoard(keras.callbacks.TensorBoard):
         super().on_train_batch_begin(batch, logs)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        self._speed_of_epochs.step(batch)
-        self._speed_of_updates.step(batch)
+        self._speed_of_epochs.step(self._steps_of_epoch - 1)
+        self._speed_of_updates.step(self._steps_of_epoch - 1)
         is_due = self._is_due()
         super().on_train_batch_end(batch, self._of_all_replicas(logs) if is_due else None)
         if is_due and self._writes_speed:

@@ -99,7 +99,7 @@ class ProgressReporter(keras.callbacks.Callback):
         # Steps and time when the first execution was over, which takes longer than the others: speed counts from there.
         self._base: tuple[int, float] | None = None
         time_spent().fit_begins()
-        self._meter = TrainingMeter(self.model, self._steps, self._clock)
+        self._meter = TrainingMeter(self.model, self._clock)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._epoch, self._before_epoch = epoch, self._total
@@ -398,15 +398,13 @@ class TrainingMeter:
 
     Args:
         model: the model that is trained.
-        steps: how many an epoch has, if it is known.
         clock: tells the time, in seconds.
     """
 
-    def __init__(self, model: Any, steps: int | None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, model: Any, clock: Callable[[], float] = time.monotonic) -> None:
         self._input = hooks_of(getattr(model, "distribute_strategy", None)).input_meter
         if self._input is not None:
             self._input.wanted = True
-        self._steps_of_epoch = steps
         self._clock = clock
         self._has_begun = False
         self._stopped: tuple[float, np.ndarray] | None = None
@@ -429,9 +427,6 @@ class TrainingMeter:
 
     def step(self, batch: int) -> None:
         """Says that an execution is over. Its last batch had this number, from 0, in the epoch."""
-        if self._steps_of_epoch:
-            # Keras counts the last execution of an epoch as if it was a whole one.
-            batch = min(batch, self._steps_of_epoch - 1)
         if not self._has_begun:
             self._has_begun, self._batch = True, batch + 1
             self._base = self._now()
