@@ -15,8 +15,7 @@ class ClusterError(ValueError):
     """
 
     def __init__(self, problems: str | Iterable[str]) -> None:
-        lines = [problems] if isinstance(problems, str) else list(problems)
-        super().__init__("\n".join(lines))
+        super().__init__(problems if isinstance(problems, str) else "\n".join(problems))
 
     @property
     def problems(self) -> list[str]:

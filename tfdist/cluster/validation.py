@@ -8,7 +8,7 @@ from typing import Any
 
 from tfdist.cluster import sockets
 from tfdist.cluster.errors import ClusterError
-from tfdist.cluster.foreign_text import listed
+from tfdist.cluster.foreign_text import listed, whole_number
 
 JOBS = ("chief", "worker", "ps", "evaluator")
 Jobs = dict[str, dict[int, str]]
@@ -51,11 +51,7 @@ def as_index(value: object) -> int | None:
         >>> as_index("1"), as_index(True), as_index(-1)
         (1, None, None)
     """
-    if isinstance(value, str) and value.isascii() and value.isdigit():
-        return int(value)
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    return None
+    return whole_number(str(value)) if isinstance(value, (int, str)) and not isinstance(value, bool) else None
 
 
 def read_jobs(raw: object) -> Jobs:
