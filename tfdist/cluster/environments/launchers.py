@@ -22,8 +22,8 @@ class Launcher:
         local_rank: The variable with the rank among the processes of the host.
         local_size: The variable with the number of processes on the host.
         job: What tells its jobs apart and is the same on all hosts; `{A|B}` is the value of A, or of B if A has none.
-        present: The variables that exist in its processes; by default those of rank and size.
-        filled: The variables that have a value; where people set them, a blank one counts as not set.
+        needs: The variables that have a value in its processes, by default those of rank and size; a blank one counts
+            as not set.
         unless: Whether something else has set these variables.
         host: The variable with the host of rank 0.
         has_channel: Whether rank 0 tells the others its host by a channel: see `tfdist.cluster.rendezvous.channels`.
@@ -43,8 +43,7 @@ class Launcher:
     local_rank: str
     local_size: str
     job: str
-    present: tuple[str, ...] = ()
-    filled: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
     unless: Callable[[Mapping[str, str]], bool] | None = None
     host: str | None = None
     has_channel: bool = False
@@ -52,10 +51,8 @@ class Launcher:
 
     def detect(self, env: Mapping[str, str]) -> bool:
         """Whether it has started this process."""
-        present = self.present or (() if self.filled else (self.rank, self.size))
-        if not all(name in env for name in present) or not all(text(env, name) for name in self.filled):
-            return False
-        return self.unless is None or not self.unless(env)
+        has_all = all(text(env, name) for name in self.needs or (self.rank, self.size))
+        return has_all and (self.unless is None or not self.unless(env))
 
     def read(self, env: Mapping[str, str]) -> Membership:
         """Rank and size, and the host of rank 0 or how the processes can learn it.
@@ -95,7 +92,7 @@ BY_HAND = Launcher(
     "TFDIST_RANK",
     *("TFDIST_RANK", "TFDIST_SIZE", "TFDIST_LOCAL_RANK", "TFDIST_LOCAL_SIZE"),
     job="",
-    filled=("TFDIST_RANK",),
+    needs=("TFDIST_RANK",),
 )
 # PyTorch's convention, set by hand or by Kubeflow's PyTorchJob. MASTER_PORT only tells jobs apart: who sets it may
 # listen there. MASTER_ADDR may be "localhost" on the host of rank 0.
@@ -103,7 +100,7 @@ RANK_VARIABLES = Launcher(
     "RANK and WORLD_SIZE",
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     job="ranks-{MASTER_PORT}",
-    filled=("RANK", "WORLD_SIZE", "MASTER_ADDR"),
+    needs=("RANK", "WORLD_SIZE", "MASTER_ADDR"),
     host="MASTER_ADDR",
 )
 # One torchrun on each host, several processes by each. TORCHELASTIC_RESTART_COUNT is not the same on all hosts.
@@ -111,7 +108,7 @@ TORCHRUN = dataclasses.replace(
     RANK_VARIABLES,
     name="torchrun",
     job="ranks-{MASTER_PORT}-{TORCHELASTIC_RUN_ID}",
-    present=("TORCHELASTIC_RUN_ID",),
+    needs=("TORCHELASTIC_RUN_ID", *RANK_VARIABLES.needs),
 )
 # TrainJobs of Kubeflow Trainer with the policy "torch", one process a pod. The variables are those that torchrun reads;
 # PET_NPROC_PER_NODE is for torchrun alone, and often the number of cores.
@@ -121,7 +118,7 @@ KUBEFLOW_TRAINER = dataclasses.replace(
     rank="PET_NODE_RANK",
     size="PET_NNODES",
     job="trainjob-{PET_MASTER_ADDR}",
-    filled=("PET_NODE_RANK", "PET_NNODES", "PET_MASTER_ADDR"),
+    needs=("PET_NODE_RANK", "PET_NNODES", "PET_MASTER_ADDR"),
     host="PET_MASTER_ADDR",
 )
 # Horovod's launcher with Gloo. `tfdist.HorovodStrategy` is connected by Horovod itself.
@@ -129,7 +126,6 @@ HOROVODRUN = Launcher(
     "horovodrun",
     *("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
     job=f"horovod-{{{_GLOO_HOST}}}:{{{_GLOO_PORT}}}",
-    filled=("HOROVOD_RANK", "HOROVOD_SIZE"),
     unless=_set_by_tfdist,
     has_channel=True,
 )
@@ -159,7 +155,7 @@ MPICH = Launcher(
     has_channel=True,
 )
 INTEL_MPI = tuple(
-    dataclasses.replace(MPICH, name="Intel MPI", present=("PMI_RANK", "PMI_SIZE", own))
+    dataclasses.replace(MPICH, name="Intel MPI", needs=("PMI_RANK", "PMI_SIZE", own))
     for own in ("I_MPI_ROOT", "I_MPI_HYDRA_BOOTSTRAP")
 )
 MPI = (OPEN_MPI, MVAPICH, *INTEL_MPI, MPICH)
