@@ -59,6 +59,17 @@ def all_names_are_listed(storage: Storage, root: str) -> None:
     assert "beside" in storage.names(root)
 
 
+def a_name_is_no_pattern(storage: Storage, root: str) -> None:
+    folders = ("run[1]", "run1", "lr=*", "lr=0.1", "what?")
+    for folder in folders:
+        storage.write(f"{root}/{folder}/{folder}-file", b"x")
+    for folder in folders:
+        assert storage.names(f"{root}/{folder}") == [f"{folder}-file"]
+    assert storage.folders_with(root, "lr=*-file") == {folder: folder == "lr=*" for folder in folders}
+    storage.remove_all(f"{root}/lr=*")
+    assert [storage.names(f"{root}/{folder}") for folder in ("lr=*", "lr=0.1")] == [[], ["lr=0.1-file"]]
+
+
 def a_folder_is_removed(storage: Storage, root: str) -> None:
     for path in ("a/one", "a/two", "ab/three"):
         storage.write(f"{root}/{path}", b"x")
@@ -74,5 +85,6 @@ CONTRACT = [
     what_is_not_there,
     large_files_are_copied,
     all_names_are_listed,
+    a_name_is_no_pattern,
     a_folder_is_removed,
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import re
 import secrets
@@ -25,7 +26,7 @@ class TensorFlowStorage(Storage):
     def names(self, folder: str, levels: int = 1) -> list[str]:
         try:
             with os_errors():
-                found = tf.io.gfile.glob(f"{folder}{'/*' * levels}")
+                found = tf.io.gfile.glob(f"{glob.escape(folder)}{'/*' * levels}")
         except FileNotFoundError:
             return []
         return [path.removeprefix(f"{folder}/") for path in found if not path.endswith("/")]

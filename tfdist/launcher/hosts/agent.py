@@ -129,7 +129,7 @@ class Agent:
             log_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             self._reporter.message(f"no folder for events there: {error}; those of its processes are lost")
-        self._events = EventStream(log_dir, keep=False)
+        self._events = EventStream(log_dir)
         with contextlib.suppress(OSError):
             self._events.read()  # what is there already was told by another agent
 
