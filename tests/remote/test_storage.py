@@ -11,7 +11,7 @@ from typing import Any
 import fsspec
 import pytest
 
-from tests.remote.contract import CONTRACT
+from tests.remote.contract import CONTRACT, LIKE_PATTERNS
 from tests.remote.storages import MemoryStorage
 from tests.unit.pages import ROOT
 from tfdist.storage.base import Storage, check_writable
@@ -28,7 +28,7 @@ _numbers = itertools.count()
 def test_contract(tmp_path: Path, scheme: str, check: Callable[[Storage, str], None]) -> None:
     root = f"{scheme}://contract-{next(_numbers)}/run" if scheme else str(tmp_path)
     if not scheme:
-        for name in ("a", *(f"folder-{number}/deeper" for number in range(7)), "ab"):
+        for name in ("a", *(f"folder-{number}/deeper" for number in range(7)), "ab", *LIKE_PATTERNS):
             (tmp_path / name).mkdir(parents=True)
     storage = MemoryStorage() if scheme == "test" else storage_of(root)
     kinds = {"": LocalStorage, "ram": TensorFlowStorage, "memory": FsspecStorage, "test": MemoryStorage}
