@@ -228,6 +228,11 @@ def two_devices() -> dict[str, Any]:
         getattr(model.layers[1].kernel.value, "distribute_strategy", None),
     ]
     found["made in the model's scope"] = sum(owner is strategy for owner in owners)
+    weight, value = keras.Variable(2.0), tf.constant(2.0)
+    with tf.GradientTape() as tape, keras.StatelessScope([(weight, value)]):
+        tape.watch(value)
+        product = keras.remat(lambda x: x * weight)(tf.constant(3.0))
+    found["the gradient of a value in place of a weight"] = tape.gradient(product, value)
     found["installed"] = hasattr(keras.Model.export, "_tfdist_original")
 
     def cleared() -> None:
@@ -293,6 +298,7 @@ def cluster() -> list[dict[str, Any]]:
 PATCHES = [*patches(), *keras_distribution.PATCHES]
 # What is found without the patch of a function, by the name that it has above.
 CANARIES: dict[str, tuple[str, Any]] = {
+    "tensorflow:recompute_grad": ("the gradient of a value in place of a weight", None),
     "tensorflow.python.framework.func_graph:FuncGraph.capture_call_time_value": (
         "steps_per_execution",
         ("InvalidArgumentError", True),

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfdist
 from tests.logical.memory_models import MODELS, data
 from tests.models import assert_arrays, ready
+from tests.tiers import daily
 from tfdist.memory import MemoryPolicy
 
 BATCH, BATCHES, EPOCHS = 8, 4, 2
@@ -100,3 +103,49 @@ def test_xla():
 def test_eager_steps():
     policy = MemoryPolicy({"block_0": "recompute", "*": "recompute+swap"}, host="CPU:3", min_bytes=0)
     assert_equal(train("dense", None, policy, run_eagerly=True), plain("dense", None, run_eagerly=True))
+
+
+class Recomputed(keras.layers.Layer):
+    """Computes its layers again in the backward pass, by itself."""
+
+    def __init__(self, again: Callable) -> None:
+        super().__init__()
+        self.first, self.second = keras.layers.Dense(8, "tanh"), keras.layers.Dense(5)
+        self._again = again(lambda x: self.second(self.first(x)))
+
+    def build(self, shape: tuple) -> None:
+        self.first.build(shape)
+        self.second.build((*shape[:-1], 8))
+
+    def call(self, x: Any) -> Any:
+        return x + self._again(x)
+
+
+RECOMPUTED = {
+    "keras.remat": lambda: keras.Sequential([keras.Input((5,)), Recomputed(keras.remat), Recomputed(keras.remat)]),
+    "tf.recompute_grad": lambda: keras.Sequential(
+        [keras.Input((5,)), *(Recomputed(lambda f: tf.recompute_grad(f)) for _ in range(2))]
+    ),
+}
+STRATEGIES = {
+    "plain": lambda devices: tfdist.MirroredStrategy(devices),
+    "recompute": lambda devices: tfdist.MirroredStrategy(devices, memory="recompute"),
+    "sharded": lambda devices: tfdist.FullyShardedStrategy(),
+    "pipeline": lambda devices: tfdist.PipelineStrategy(devices, num_microbatches=2),
+}
+
+
+@pytest.mark.parametrize("model", RECOMPUTED)
+@pytest.mark.parametrize("strategy", daily(STRATEGIES, "sharded"))
+def test_what_keras_recomputes_gets_its_gradients(mirrored, strategy, model):
+    """Blocks and stages have values in the place of weights, which TensorFlow's own recomputation does not find."""
+    x = np.random.default_rng(0).normal(size=(24, 5)).astype("float32")
+    found = []
+    for scope in (contextlib.nullcontext(), STRATEGIES[strategy](list(mirrored.extended.worker_devices)[:2]).scope()):
+        keras.utils.set_random_seed(7)
+        with scope:
+            trained = RECOMPUTED[model]()
+            trained.compile(keras.optimizers.SGD(0.5), "mse")
+        found.append([trained.fit(x, x[:, ::-1], batch_size=8, shuffle=False, verbose=0).history["loss"]])
+        found[-1] += trained.get_weights()
+    assert_arrays(found[1], found[0], 1e-5)

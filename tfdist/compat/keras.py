@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat.patch import Patch, inherited
+from tfdist.compat.upstream import in_stateless_scope
 
 
 class StrategyTraits:
@@ -339,4 +340,29 @@ def save_as(saved_form: Callable[[Any], Any]) -> None:
         patch.install()
 
 
-PATCHES = [*_IN_STEP, *_TRAINING, *_SAVING, *_VARIABLES, *_SLOTS]
+def _recompute(original: Callable) -> Callable:
+    """`tf.recompute_grad`, which `keras.remat` and `keras.RematScope` call."""
+
+    @functools.wraps(original)
+    def recompute_grad(function: Callable) -> Callable:
+        recomputed = original(function)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            # In a block or a stage, where tfdist decides what is kept.
+            return (function if in_stateless_scope() else recomputed)(*args, **kwargs)
+
+        return call
+
+    return recompute_grad
+
+
+_RECOMPUTED = [
+    Patch(
+        "tensorflow:recompute_grad",
+        _recompute,
+        "tensorflow",
+        "no upstream issue: it looks for variables, whose values a StatelessScope has; so weights lose their gradients",
+    )
+]
+PATCHES = [*_IN_STEP, *_TRAINING, *_SAVING, *_VARIABLES, *_SLOTS, *_RECOMPUTED]
