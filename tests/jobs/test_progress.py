@@ -11,7 +11,7 @@ import pytest
 
 from tfdist.jobs import status
 from tfdist.jobs.status import Progress, last_progress
-from tfdist.supervision.events import events_in, last_events
+from tfdist.supervision.events import events_in, last_events, without_event
 
 NOW = 1_764_000_000.0
 
@@ -70,3 +70,9 @@ def test_only_the_end_of_a_long_log_is_read(tmp_path: Path) -> None:
     progress = last_progress(events)
     assert progress is not None and progress.step == 19999
     assert last_events(tmp_path / "nothing") == []
+
+
+def test_events_are_left_out_of_what_people_read() -> None:
+    event = line().encode()
+    lines = [b"Epoch 1/3", b"3/25 - loss: 0.3" + event, event, b'{"time": 3}', b'{"time": 3']
+    assert b"".join(map(without_event, lines)) == b'Epoch 1/3\n3/25 - loss: 0.3{"time": 3}\n{"time": 3\n'

@@ -132,6 +132,24 @@ def test_seconds_on_request_hold_for_all_but_the_start() -> None:
         assert overdue_after(watchdog, at(now, phase)) == limit
 
 
+def test_a_program_that_has_not_reported_is_watched_only_if_it_is_known_to_train() -> None:
+    nothing = {"worker 0": None, "worker 1": None}
+    assert Watchdog(1.0, 10.0).overdue(nothing, 1e6) is None
+    assert Watchdog(1.0, 10.0, due=100.0).overdue(nothing, 110.0) is None
+    assert Watchdog(1.0, 10.0, due=100.0).overdue(nothing, 111.0) == Overdue("worker 0", 11.0, True)
+
+
+def test_a_silence_that_has_a_reason_does_not_count() -> None:
+    watchdog = Watchdog(5.0, 600.0)
+    progress = {"worker 0": at(100.0)}
+    for now in (101.0, 105.0):
+        assert watchdog.overdue(progress, now) is None
+    watchdog.excuse(105.5)
+    for now in (108.0, 110.5):
+        assert watchdog.overdue(progress, now) is None
+    assert watchdog.overdue(progress, 110.6) == Overdue("worker 0", pytest.approx(5.1), False)
+
+
 def test_time_in_which_the_launcher_was_stopped_does_not_count() -> None:
     watchdog = Watchdog(10.0, 600.0)
     seen = {"worker 0": at(100.0)}
@@ -217,6 +235,8 @@ def test_who_has_not_begun_is_suspected_at_the_start(seen: dict) -> None:
 
 
 KILLED = Failure("worker 1", -9)
+HUNG = Failure("worker 1", 124, hang="stands still")
+RAISED = Failure("worker 1", 1, ("ValueError: no such column",))
 
 
 def reached(step: int, phase: str = "training", resumed: int | None = None) -> Progress:
@@ -266,6 +286,16 @@ def test_the_same_step_with_fewer_workers_is_another_attempt() -> None:
     assert isinstance(policy.decide(incident(7, workers=1)), GiveUp)
 
 
+@pytest.mark.parametrize(
+    ("failure", "fewest", "workers", "left"),
+    [(KILLED, 1, 3, 2), (HUNG, 1, 3, 2), (RAISED, 1, 3, 3), (KILLED, 3, 3, 3), (KILLED, None, 3, 3)],
+)
+def test_who_is_lost_is_not_replaced_in_an_elastic_run(
+    failure: Failure, fewest: int | None, workers: int, left: int
+) -> None:
+    assert RestartPolicy(3, fewest).decide(incident(5, failure, workers=workers)) == Restart(1, left, 0.0)
+
+
 def test_a_process_without_steps_of_its_own_fails_at_those_of_the_run() -> None:
     what = incident(0, progress={"worker 0": reached(12), "worker 1": None})
     assert (what.step, what.cause) == (12, "worker 1 was killed by SIGKILL at step 12")
@@ -284,6 +314,21 @@ def test_recovery() -> None:
         assert recovery.is_complete(progress) is complete
     outcome = recovery.outcome({"worker 0": reached(117, resumed=116), "worker 1": None}, 103.42)
     assert outcome == Outcome(restart=1, seconds=3.42, resumed_step=116, steps_redone=7)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "text"),
+    [
+        (Outcome(1, 3.42, 116, 7), "training again after 3.4 s, 7 steps redone"),
+        (Outcome(1, 0.06, 116, 1), "training again after 0.1 s, 1 step redone"),
+        (
+            Outcome(1, 9, 0, 5),
+            "training again after 9.0 s, 5 steps redone: from the beginning, since no backup was resumed",
+        ),
+    ],
+)
+def test_outcome(outcome: Outcome, text: str) -> None:
+    assert str(outcome) == text
 
 
 def test_a_worker_is_replaced_at_once_and_after_short_lives_less_and_less_often() -> None:

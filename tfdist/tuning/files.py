@@ -76,7 +76,8 @@ def read_search(folder: Path, search_id: str, number: int) -> dict[str, Any] | N
 
 def begin_again(folder: Path) -> None:
     """Forgets how the script has ended before, which would end the other tuners at once."""
-    _path_of(folder, 0).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        _path_of(folder, 0).unlink()
 
 
 def searches_in(folder: Path, search_id: str) -> list[dict[str, Any]]:

@@ -253,7 +253,7 @@ class Reach:
         """The argument vector that runs the agent of a host.
 
         Example:
-            >>> words = Reach(("ssh",), None, "/work", "run", "/work/logs", {}).command("node-1", is_here=False)
+            >>> words = Reach(("ssh",), None, "/home/me", "run", "/home/me/logs", {}).command("node-1", is_here=False)
             >>> words[:2], words[-2]
             (['ssh', '-T'], 'node-1')
         """
