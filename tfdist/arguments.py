@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import Any
 
@@ -35,6 +36,22 @@ def check_bucket_bytes(value: Any) -> None:
         raise ValueError(
             f"Received: bucket_bytes={value!r}. Expected: a positive whole number of bytes, 'auto', or None for all at "
             "once."
+        )
+
+
+def check_shares(value: Any) -> None:
+    """Refuses what is no list of positive numbers, nor `None`.
+
+    Example:
+        >>> check_shares([2, 0])
+        Traceback (most recent call last):
+        ValueError: Received: batch_shares=[2, 0]. Expected: a list of positive numbers such as [2, 1], or None.
+    """
+    numbers = [] if isinstance(value, str) or not isinstance(value, Iterable) else list(value)
+    are_positive = all(isinstance(one, Real) and not isinstance(one, bool) and 0 < one < math.inf for one in numbers)
+    if value is not None and not (numbers and are_positive):
+        raise ValueError(
+            f"Received: batch_shares={value!r}. Expected: a list of positive numbers such as [2, 1], or None."
         )
 
 

@@ -19,25 +19,28 @@ pytestmark = pytest.mark.cluster
 _DEADLINE = 1200
 
 
-def rows_of_table(names: list[str], devices: int, transport: str, place: Path) -> Found:
+def rows_of_table(names: list[str], devices: int, transport: str, shares: list[float] | None, place: Path) -> Found:
     """Runs on every process."""
     import tfdist
     from tfdist.steps.reduce import DirectReduction
 
-    strategy = tfdist.MultiWorkerMirroredStrategy(transport=transport, start_timeout=60, peer_timeout=60)
+    times = {"start_timeout": 60, "peer_timeout": 60}
+    strategy = tfdist.MultiWorkerMirroredStrategy(transport=transport, batch_shares=shares, **times)
     assert strategy.num_replicas_in_sync == 2 * devices
     assert isinstance(strategy.extended._cross_device_ops, DirectReduction) == (transport == "auto")
     return run_rows(strategy, names, place, turn=devices % 2)
 
 
 @functools.cache
-def results(devices: int, names: tuple[str, ...], transport: str = "auto") -> list[Found]:
+def results(
+    devices: int, names: tuple[str, ...], transport: str = "auto", shares: tuple[float, ...] | None = None
+) -> list[Found]:
     return run_local(
         rows_of_table,
         workers=2,
         devices_per_worker=devices,
         timeout=_DEADLINE,
-        args=(list(names), devices, transport, reference.folder()),
+        args=(list(names), devices, transport, shares and list(shares), reference.folder()),
     )
 
 
@@ -62,6 +65,15 @@ _OVER_TENSORFLOW = ("BatchNormalization", "clipnorm", "Embedding and Adam (spars
 @pytest.mark.parametrize("name", _OVER_TENSORFLOW)
 def test_over_collectives_of_tensorflow_equals_one_process(name):
     assert_compared(name, 1, _OVER_TENSORFLOW, "tensorflow")
+
+
+@pytest.mark.timeout(_DEADLINE + 60)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", EXCHANGES)
+@pytest.mark.parametrize(("devices", "transport"), [(1, "auto"), (2, "auto"), (1, "tensorflow")])
+def test_with_unequal_shares_equals_one_process(name, devices, transport):
+    for rank, found in enumerate(results(devices, EXCHANGES, transport, (2, 1))):
+        gaps_of(found, name, rank)
 
 
 _REST = tuple(name for name in FEATURES if name not in (*IN_PROCESSES, *EXCHANGES, *VARIANTS))

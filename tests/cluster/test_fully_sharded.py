@@ -30,24 +30,32 @@ NAMES = tuple(dict.fromkeys(name for name in (*IN_PROCESSES, *EXCHANGES) if "spa
 ROWS = tuple(name for name in NAMES if name != "Embedding and Adam (sparse gradients)")
 
 
-def rows_of_table(names: list[str], transport: str, place: Path) -> Found:
+def rows_of_table(names: list[str], transport: str, shares: list[float] | None, place: Path) -> Found:
     """Runs on every process."""
     import tfdist
 
-    strategy = tfdist.FullyShardedStrategy(transport=transport, start_timeout=60, peer_timeout=60)
+    times = {"start_timeout": 60, "peer_timeout": 60}
+    strategy = tfdist.FullyShardedStrategy(transport=transport, batch_shares=shares, **times)
     assert strategy.num_replicas_in_sync == 2
     return run_rows(strategy, names, place)
 
 
 @functools.cache
-def results(names: tuple[str, ...], transport: str) -> list[Found]:
-    arguments = (list(names), transport, reference.folder())
+def results(names: tuple[str, ...], transport: str, shares: tuple[float, ...] | None = None) -> list[Found]:
+    arguments = (list(names), transport, shares and list(shares), reference.folder())
     return run_local(rows_of_table, workers=2, timeout=360, args=arguments)
 
 
 @pytest.mark.parametrize("name", IN_PROCESSES[:2])
 def test_equals_one_process(name: str) -> None:
     for rank, found in enumerate(results(IN_PROCESSES[:2], "auto")):
+        gaps_of(found, name, rank)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ROWS)
+def test_with_unequal_shares_equals_one_process(name: str) -> None:
+    for rank, found in enumerate(results(ROWS, "auto", (2, 1))):
         gaps_of(found, name, rank)
 
 

@@ -140,6 +140,14 @@ def wrong_data(finished: Path) -> dict[str, Any]:
         error = error_of(fit, endless, steps_per_epoch=3)
         assert_error(error, "ValueError", f"number of batches: {names[0]}: 12; {names[1]}: -1.")
 
+    def strategies_with_other_arguments() -> None:
+        for name, values in (("batch_shares", ([2.0, 1.0], [1.0, 2.0])), ("compression", (None, "bf16"))):
+            error = error_of(tfdist.MultiWorkerMirroredStrategy, **{name: values[rank]})
+            words = f"Received: {name}: {names[0]}: {values[0]!r}; {names[1]}: {values[1]!r}. Expected: the same"
+            assert_error(error, "ValueError", words)
+        words = "batch_shares=[2.0, 1.0, 1.0] for 2 processes. Expected: a number for each"
+        assert_error(error_of(tfdist.MultiWorkerMirroredStrategy, batch_shares=[2, 1, 1]), "ValueError", words)
+
     def a_rank_that_does_not_come_to_fit() -> None:
         if rank == 1:
             while not finished.exists():
@@ -156,7 +164,7 @@ def wrong_data(finished: Path) -> dict[str, Any]:
 
     sections = [other_number_of_batches, other_components, other_number_of_rows, arrays_in_parts_of_equal_size]
     sections += [errors_leave_no_trace, a_model_without_a_scope, anchors_beside_rows, shards_of_the_users_own]
-    sections += [shards_of_other_sizes, functions_of_other_sizes]
+    sections += [shards_of_other_sizes, functions_of_other_sizes, strategies_with_other_arguments]
     sections += [a_rank_that_does_not_come_to_fit]
     return {section.__name__: attempt(section.__name__, section) for section in sections}
 

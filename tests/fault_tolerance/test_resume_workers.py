@@ -95,6 +95,7 @@ def assert_same(expected: list[Ended], received: list[Ended]) -> None:
             pytest.param(LIGHT, (0,), id="the chief"),
             pytest.param(DATASET, (0, 1), id="all, a dataset"),
             pytest.param(COMPRESSED, (1,), id="with compression"),
+            pytest.param(DATASET.with_(strategy="unequal workers"), (1,), id="unequal shares"),
             pytest.param(SHARDED, (0,), id="fully sharded, the chief"),
             pytest.param(SHARDED, (1,), id="fully sharded, another one"),
         ],

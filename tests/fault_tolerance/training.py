@@ -96,8 +96,9 @@ COMPRESSIONS: dict[str | None, Any] = {
 def _strategy(name: str | None, compression: Any) -> tf.distribute.Strategy:
     if name is None:
         return tf.distribute.get_strategy()
-    if name == "workers":
-        return tfdist.MultiWorkerMirroredStrategy(peer_timeout=60, compression=compression)
+    if name in ("workers", "unequal workers"):
+        shares = [2, 1] if name == "unequal workers" else None
+        return tfdist.MultiWorkerMirroredStrategy(peer_timeout=60, compression=compression, batch_shares=shares)
     if name == "sharded":
         return tfdist.FullyShardedStrategy(peer_timeout=60)
     cpu = tf.config.list_physical_devices("CPU")[0]

@@ -71,6 +71,13 @@ def test_stand_in_rows_that_count(mirrored, monkeypatch):
 
 
 @pytest.mark.nightly
+def test_gathered_rows_whose_gradients_have_no_weights(mirrored, monkeypatch):
+    monkeypatch.setattr(replica_step, "gather_with_weights", lambda step, gather: gather)
+    with reference.only_fit(), pytest.raises(AssertionError, match="does not equal one process"):
+        FEATURES["all_gather in the loss of a train_step (clip)"](mirrored)
+
+
+@pytest.mark.nightly
 def test_metrics_of_a_step_that_are_taken_for_keras_own(mirrored, monkeypatch):
     monkeypatch.setattr(replica_step, "are_read_by_keras", lambda step, logs: True)
     noticed = pytest.raises(AssertionError, match=r"does not equal one process(.|\n)*history \d \(hits\)")

@@ -8,6 +8,8 @@ import pytest
 tf = pytest.importorskip("tensorflow")
 
 from tfdist.strategies.data_parallel.dataset import (  # noqa: E402
+    Pieces,
+    _number_of,
     count_rows,
     cut_for_replica,
     cut_for_worker,
@@ -16,6 +18,7 @@ from tfdist.strategies.data_parallel.dataset import (  # noqa: E402
     rows_if,
     with_stand_in,
 )
+from tfdist.strategies.data_parallel.strategy import ends_of_pieces  # noqa: E402
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 7])
@@ -29,14 +32,38 @@ def test_shares_are_a_partition_in_order(rows, pieces):
     assert sizes == sorted(sizes, reverse=True)
 
 
+@pytest.mark.parametrize("shares", [[3, 1], [2, 1], [0.1, 7, 1.3], [1, 1, 1], [1e-9, 1]])
+@pytest.mark.parametrize("rows", [*range(0, 9), 97, 1_000_003])
+def test_unequal_shares_are_a_partition_in_order_and_the_same_in_a_graph(rows, shares):
+    ends = ends_of_pieces(shares, len(shares), 1)
+    pieces = [piece_bounds(rows, ends, piece) for piece in range(len(shares))]
+    assert [begin for begin, _ in pieces] == [sum(size for _, size in pieces[:i]) for i in range(len(shares))]
+    assert sum(size for _, size in pieces) == rows
+    for (_, size), share in zip(pieces, shares, strict=True):
+        assert abs(size - rows * share / sum(shares)) <= 1
+    for count in (tf.constant(rows), tf.constant(rows, tf.int64)):
+        found = [piece_bounds(count, ends, piece) for piece in range(len(shares))]
+        assert [(int(begin), int(size)) for begin, size in found] == pieces
+        assert {one.dtype for pair in found for one in pair} == {count.dtype}
+
+
+def test_devices_of_a_worker_share_its_rows_equally():
+    """Local replica `k` of worker `w` has piece `k * workers + w`."""
+    ends = ends_of_pieces([1, 3], 2, 2)
+    assert [piece_bounds(80, ends, piece)[1] for piece in range(4)] == [10, 30, 10, 30]
+    assert ends_of_pieces([1, 3], 1, 2) == (0.25, 1.0)
+    assert ends_of_pieces([1, 3], 1, 1) is None
+    assert ends_of_pieces(None, 2, 2) is None
+
+
 @pytest.mark.parametrize("static", [True, False])
-@pytest.mark.parametrize(("rows", "pieces"), [(10, 4), (3, 4)])
+@pytest.mark.parametrize(("rows", "pieces"), [(10, 4), (3, 4), (10, (0.75, 1.0)), (3, (0.5, 0.7, 1.0))])
 def test_take_share_of_nested_batches(rows, pieces, static):
     dense = tf.range(rows)
     batch = {"a": dense[:, None] * tf.constant([1, 10]), "b": (dense, tf.constant(5.0), None)}
 
     def all_shares(batch: dict) -> list:
-        return [cut_piece_or_stand_in(batch, pieces, piece) for piece in range(pieces)]
+        return [cut_piece_or_stand_in(batch, pieces, piece) for piece in range(_number_of(pieces))]
 
     if static:
         shares = all_shares(batch)
@@ -78,9 +105,9 @@ def test_a_batch_without_rows_is_an_error():
 
 @pytest.mark.parametrize("static", [True, False])
 def test_components_with_other_numbers_of_rows(static):
-    def shares(*rows: int) -> list:
+    def shares(*rows: int, pieces: Pieces = 2) -> list:
         def cut(*batch: tf.Tensor) -> list:
-            return [cut_piece_or_stand_in(batch, 2, piece) for piece in range(2)]
+            return [cut_piece_or_stand_in(batch, pieces, piece) for piece in range(2)]
 
         batch = [tf.range(count) for count in rows]
         if static:
@@ -95,6 +122,10 @@ def test_components_with_other_numbers_of_rows(static):
     with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match="or multiples of 2") as refused:
         shares(5, 12)
     assert "Received: a batch whose components have" in str(refused.value)
+    found = [([part.numpy().tolist() for part in parts], int(rows)) for parts, rows in shares(1, 4, pieces=(0.75, 1.0))]
+    assert found == [([[0], [0, 1, 2]], 3), ([[0], [3]], 1)]
+    with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match=r"or one row: .* Without batch_shares"):
+        shares(4, 12, pieces=(0.75, 1.0))
 
 
 def test_sparse_pieces_keep_their_dimensions():
@@ -105,14 +136,14 @@ def test_sparse_pieces_keep_their_dimensions():
 
 
 @pytest.mark.parametrize("count", [True, False])
-@pytest.mark.parametrize(("workers", "replicas"), [(1, 2), (3, 2)])
-def test_order_of_rows_over_workers_and_replicas(workers, replicas, count):
+@pytest.mark.parametrize(("workers", "replicas", "ends"), [(1, 2, None), (3, 2, None), (1, 2, (0.75, 1.0))])
+def test_order_of_rows_over_workers_and_replicas(workers, replicas, ends, count):
     """Replica `k` of worker `w` has piece `k * workers + w`, of every global batch."""
     batches = [list(range(0, 6)), list(range(6, 12)), [12]]
     dataset = tf.data.Dataset.range(13).batch(6)
-    pieces = workers * replicas
+    pieces = ends or workers * replicas
     for worker in range(workers):
-        elements = list(cut_for_worker(dataset, workers, worker, replicas, count))
+        elements = list(cut_for_worker(dataset, workers, worker, replicas, count, ends=ends))
         assert len(elements) == len(batches) * replicas
         for i, element in enumerate(elements):
             whole, replica = batches[i // replicas], i % replicas
@@ -129,6 +160,7 @@ def test_shapes_stay_static_where_the_batch_divides():
     spec = cut_for_worker(tf.data.Dataset.range(16).batch(8, drop_remainder=True), 2, 0, 2, count=True).element_spec
     assert spec.data.shape == [2]
     assert cut_for_replica(tf.zeros((8, 3)), 4, 1).data.shape == [2, 3]
+    assert cut_for_replica(tf.zeros((8, 3)), (0.75, 1.0), 0).data.shape == [6, 3]
 
 
 def filled(batch: object) -> object:

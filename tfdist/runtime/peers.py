@@ -13,7 +13,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -330,6 +330,24 @@ class Peers:
         else:
             restore_random_state(self.hear(key, 0, "tell its random state"))
 
+    def check_same_strategy(self, arguments: Mapping[str, str]) -> None:
+        """Compares the arguments of this process' strategy with the others'.
+
+        Raises:
+            ValueError: on every process, if some differ: they would exchange other numbers than the others expect.
+        """
+        everyone = self.gather("strategy", dict(arguments), "create the strategy")
+        for name in arguments:
+            values = [one[name] for one in everyone]
+            if len(set(values)) > 1:
+                raise ValueError(
+                    f"The processes have different strategies. Received: {name}: {self._listing(values)}. Expected: "
+                    "the same arguments on every process."
+                )
+
+    def _listing(self, values: Sequence[Any]) -> str:
+        return "; ".join(f"{name}: {value}" for name, value in zip(self.names, values, strict=True))
+
     def check_same_dataset(
         self, dataset: tf.data.Dataset, manual: bool = False, rows: int | None = None, glance: Sequence[float] = ()
     ) -> None:
@@ -355,11 +373,10 @@ class Peers:
         for what in own_facts:
             values = [value[what] for value in everyone]
             if any(value != values[0] for value in values):
-                listing = "; ".join(f"{name}: {value}" for name, value in zip(self.names, values, strict=True))
                 remedy = _SAME_STEPS if manual else _REMEDIES[what]
                 raise ValueError(
-                    f"The processes have different datasets. Received: {what}: {listing}. Expected: the same dataset "
-                    f"of global batches on every process; tfdist gives each its rows. {remedy}"
+                    f"The processes have different datasets. Received: {what}: {self._listing(values)}. Expected: the "
+                    f"same dataset of global batches on every process; tfdist gives each its rows. {remedy}"
                 )
         different = [
             name for name, (_, numbers) in zip(self.names, told, strict=True) if not _near(numbers, told[0][1])

@@ -201,6 +201,32 @@ def global_sum(value: Any) -> tf.Tensor:
     return summed(value)
 
 
+def gather_with_weights(step: KerasStep, gather: Callable) -> Callable:
+    """A replica context's `all_gather` whose gradient is that of one process, where replicas have unequal weights.
+
+    A replica's gradient is multiplied by its weight later. That of a gathered row comes from the losses of all
+    replicas, each of which has its own weight.
+    """
+
+    def scaled(value: Any, scale: Callable) -> Any:
+        """The value, with another gradient."""
+        return tf.custom_gradient(lambda x: (tf.identity(x), scale))(value)
+
+    def all_gather(value: Any, axis: int, options: Any = None) -> Any:
+        def gathered(one: Any) -> Any:
+            if not isinstance(one, tf.Tensor) or not one.dtype.is_floating:
+                return gather(one, axis, options)
+            weight = tf.cast(step.relative_weight, one.dtype)
+            return scaled(
+                gather(scaled(one, lambda upstream: tf.math.divide_no_nan(upstream, weight)), axis, options),
+                lambda upstream: weight * upstream,
+            )
+
+        return tf.nest.map_structure(gathered, value)
+
+    return all_gather
+
+
 def scale_loss(scale: Callable, value: Any) -> Any:
     """Keras' division of a loss by the number of replicas, and its reverse."""
     return scale(value) if current_step() is None else value

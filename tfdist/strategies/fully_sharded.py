@@ -148,6 +148,7 @@ class FullyShardedStrategy(MultiWorkerMirroredStrategy):
             so weights are gathered on the host, and between hosts go the sums of gradients only (HSDP). It needs
             `transport="direct"`, and equally many processes on each host, two or more, each with one device.
         batch_norm: as in `MultiWorkerMirroredStrategy`.
+        batch_shares: as in `MultiWorkerMirroredStrategy`; all replicas keep equal parts of the weights.
         transport: as in `MultiWorkerMirroredStrategy`.
         start_timeout: how long to wait at the start until all processes are there, in seconds.
         peer_timeout: how long to wait for another process that has not yet come to the same call, in seconds.
@@ -182,6 +183,7 @@ class FullyShardedStrategy(MultiWorkerMirroredStrategy):
         shard_within: str | None = None,
         cluster: ClusterConfig | None = None,
         batch_norm: str = "global",
+        batch_shares: Sequence[float] | None = None,
         transport: str | None = None,
         start_timeout: float = 300.0,
         peer_timeout: float = 1800.0,
@@ -203,6 +205,7 @@ class FullyShardedStrategy(MultiWorkerMirroredStrategy):
             cluster=cluster,
             compression=compression,
             batch_norm=batch_norm,
+            batch_shares=batch_shares,
             memory=GatherPolicy(mode, blocks=blocks, prefetch=prefetch),
             transport=transport,
             start_timeout=start_timeout,

@@ -49,10 +49,13 @@ class MirroredStrategy(DataParallel, tf.distribute.MirroredStrategy):
         batch_norm: `"global"` (BatchNormalization uses the statistics of the global batch, as one process does; two
             small collectives a layer and step) or `"local"` (of each replica's rows; the moving statistics are
             averaged at every step).
+        batch_shares: how many rows of each batch each device gets, in proportion: `[2, 1]` gives the first one two
+            thirds. The result stays that of one process. By default all get equally many.
         memory: what models keep for their backward pass, see `tfdist.memory.MemoryPolicy`; by default everything.
 
     Raises:
-        ValueError: for a device that does not exist, or an unknown `compression` or `batch_norm`.
+        ValueError: for a device that does not exist, an unknown `compression` or `batch_norm`, or `batch_shares` that
+            are not a positive number for each device.
 
     Example:
         >>> import keras, numpy as np, tfdist
@@ -71,11 +74,12 @@ class MirroredStrategy(DataParallel, tf.distribute.MirroredStrategy):
         compression: str | PowerSGD | TopK | None = None,
         bucket_bytes: int | str | None = "auto",
         batch_norm: str = "global",
+        batch_shares: Sequence[float] | None = None,
         memory: MemoryPolicy | str | None = None,
     ):
         install()
         _warn_in_cluster()
-        self._configure_data_parallel(compression, bucket_bytes, batch_norm, memory)
+        self._configure_data_parallel(compression, bucket_bytes, batch_norm, batch_shares, memory)
         self._collective_key_base = next(_GROUP_KEYS)
         # By itself TensorFlow takes those of all tasks of a cluster that is connected.
         devices = own_devices() if devices is None else _existing_devices(devices)

@@ -118,6 +118,9 @@ class MultiWorkerMirroredStrategy(DataParallel, tf.distribute.MultiWorkerMirrore
         batch_norm: `"global"` (BatchNormalization uses the statistics of the global batch, as one process does; two
             small collectives a layer and step) or `"local"` (of each replica's rows; the moving statistics are
             averaged at every step).
+        batch_shares: how many rows of each batch each process gets, by rank and in proportion: `[2, 1]` gives rank 0
+            two thirds. The result stays that of one process. By default all get equally many; without a cluster, it
+            is a number for each device.
         memory: what models keep for their backward pass, see `tfdist.memory.MemoryPolicy`; by default everything.
         transport: what carries the sums over the processes. `"tensorflow"`: TensorFlow's collectives. `"direct"`, for
             CPUs and GPUs that processes share: shared memory on a host and sockets between hosts, several times faster
@@ -130,8 +133,9 @@ class MultiWorkerMirroredStrategy(DataParallel, tf.distribute.MultiWorkerMirrore
     Raises:
         tfdist.ClusterError: if the cluster description is wrong, the processes' descriptions differ, or a process does
             not come; the message names it.
-        ValueError: for an unknown `compression`, `batch_norm` or `transport`, or `"direct"` with GPUs that no other
-            process has.
+        ValueError: for an unknown `compression`, `batch_norm` or `transport`, `"direct"` with GPUs that no other
+            process has, `batch_shares` that are not a positive number for each process, or arguments that are not the
+            same on all of them.
 
     Example (started by `tfdist run -n 2 train.py`):
         >>> import keras, numpy as np, tfdist
@@ -161,6 +165,7 @@ class MultiWorkerMirroredStrategy(DataParallel, tf.distribute.MultiWorkerMirrore
         compression: str | PowerSGD | TopK | None = None,
         bucket_bytes: int | str | None = "auto",
         batch_norm: str = "global",
+        batch_shares: Sequence[float] | None = None,
         memory: MemoryPolicy | str | None = None,
         transport: str | None = None,
         start_timeout: float = 300.0,
@@ -169,7 +174,7 @@ class MultiWorkerMirroredStrategy(DataParallel, tf.distribute.MultiWorkerMirrore
         install()
         check_seconds(start_timeout=start_timeout, peer_timeout=peer_timeout)
         transport = _own_transport(transport, communication_options)
-        self._configure_data_parallel(compression, bucket_bytes, batch_norm, memory)
+        self._configure_data_parallel(compression, bucket_bytes, batch_norm, batch_shares, memory)
         try:
             config = cluster_of(cluster, cluster_resolver, start_timeout)
             self._job = join(config, start_timeout, peer_timeout) if config.num_workers > 1 else None

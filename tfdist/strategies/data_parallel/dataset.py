@@ -7,6 +7,7 @@ construction; so, unlike `tf.distribute.DistributedDataset`, no collective is ne
 
 rows of a global batch of 10 over 4 replicas:   0 1 2 | 3 4 5 | 6 7 | 8 9
 rows of a last batch of 3 over 4 replicas:      0 | 1 | 2 | (none: row 0 stands in, with weight 0)
+rows of a batch of 8 with batch_shares=[3, 1]:  0 1 2 3 4 5 | 6 7
 
 From top to bottom:
 
@@ -53,6 +54,8 @@ _WARNED: set[tuple[str, ...]] = set()
 # So many values of a row, and of these dtypes, tell a batch from others.
 _SAMPLED = 32
 _NUMBERS = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int8, tf.uint8, tf.int16, tf.uint16, tf.int32, tf.int64)
+# How a batch is cut: into so many equal pieces, or where each of them ends, as a part of the rows: (0.75, 1.0).
+Pieces = int | tuple[float, ...]
 # Nothing here needs AutoGraph, which takes a second to find that out.
 _as_it_is = tf.autograph.experimental.do_not_convert
 
@@ -184,7 +187,8 @@ class ReplicaBatchDataset(input_lib.DistributedDatasetsFromFunction):
         self.source = dataset = _shrink_batches(dataset, workers) if manual and not shrunk else dataset
         if workers * replicas > 1:
             share = (1, 0) if manual else (workers, worker)
-            dataset = cut_for_worker(dataset, *share, replicas, count, manual)
+            ends = None if manual else extended._container_strategy()._ends_of_pieces
+            dataset = cut_for_worker(dataset, *share, replicas, count, manual, ends)
         super().__init__(
             input_workers=extended._input_workers_with_options(options),
             strategy=extended._container_strategy(),
@@ -340,7 +344,13 @@ def _are_cpus(devices: tuple[str, ...]) -> bool:
 
 
 def cut_for_worker(
-    dataset: tf.data.Dataset, num_workers: int, worker: int, replicas: int, count: bool = False, manual: bool = False
+    dataset: tf.data.Dataset,
+    num_workers: int,
+    worker: int,
+    replicas: int,
+    count: bool = False,
+    manual: bool = False,
+    ends: tuple[float, ...] | None = None,
 ) -> tf.data.Dataset:
     """Cuts each global batch of `dataset` into this worker's pieces, one element per local replica.
 
@@ -351,6 +361,7 @@ def cut_for_worker(
         replicas: number of replicas on this worker.
         count: whether elements are `ReplicaBatch`es. Plain elements have no stand-ins: they may have no rows.
         manual: whether the user has sharded the data, so that only this worker's rows of a step are known here.
+        ends: where the pieces of a batch end; `None` for equal pieces.
 
     Returns:
         A dataset with `replicas` elements for each element of `dataset`. Local replica `k` of worker `w` gets piece
@@ -358,7 +369,8 @@ def cut_for_worker(
     """
     source = array_source(dataset)
     if source is not None:
-        return _cut_arrays(source, dataset.options(), num_workers, worker, replicas, count, manual)
+        return _cut_arrays(source, dataset.options(), num_workers, worker, replicas, count, manual, ends)
+    pieces = ends or num_workers * replicas
     is_tuple = isinstance(dataset.element_spec, tuple)
     # Random numbers that rows are augmented with may differ, and the rows be the same. Nobody knows what Python draws.
     is_sampled = count and num_workers > 1 and not draws_numbers(dataset)
@@ -368,11 +380,11 @@ def cut_for_worker(
         batch = components if is_tuple else components[0]
         piece = replica * num_workers + worker
         if count:
-            cut = cut_for_replica(batch, num_workers * replicas, piece, whole=not manual)
+            cut = cut_for_replica(batch, pieces, piece, whole=not manual)
             # One replica of a process notes it.
             return cut._replace(sample=sample_of(batch if replica == 0 else (), is_of_python)) if is_sampled else cut
         warn_of_other_rows(batch, num_workers * replicas)
-        return cut_piece(batch, num_workers * replicas, piece)
+        return cut_piece(batch, pieces, piece)
 
     if replicas == 1:
         return dataset.map(_as_it_is(lambda *components: cut(components, 0)))
@@ -432,10 +444,10 @@ def _cut_arrays(source: ArraySource, options: tf.data.Options, *arguments: Any) 
     return rows.with_options(options).prefetch(tf.data.AUTOTUNE)
 
 
-def cut_for_replica(batch: Any, pieces: int, piece: int, whole: bool = True) -> ReplicaBatch:
-    """Returns one of `pieces` shares of a batch, which is the global batch unless not `whole`."""
+def cut_for_replica(batch: Any, pieces: Pieces, piece: int, whole: bool = True) -> ReplicaBatch:
+    """Returns one of the pieces of a batch, which is the global batch unless not `whole`."""
     data, rows = cut_piece_or_stand_in(batch, pieces, piece)
-    warn_of_other_rows(batch, pieces)
+    warn_of_other_rows(batch, _number_of(pieces))
     return ReplicaBatch(data, tf.convert_to_tensor(rows), count_rows(batch) if whole else None)
 
 
@@ -446,7 +458,8 @@ def split_over_replicas(extended: Any, batch: Any) -> Any:
     # On the host: the first GPU may have no room for the rows of all.
     with tf.device("CPU:0"):
         batch = tf.nest.map_structure(lambda x: x if x is None or tf.is_tensor(x) else tf.convert_to_tensor(x), batch)
-    parts = [cut_for_replica(batch, workers * replicas, k * workers + worker) for k in range(replicas)]
+    pieces = extended._container_strategy()._ends_of_pieces or workers * replicas
+    parts = [cut_for_replica(batch, pieces, k * workers + worker) for k in range(replicas)]
     return distribute_utils.regroup(parts, always_wrap=True)
 
 
@@ -475,38 +488,55 @@ def sample_of(batch: Any, is_of_python: bool) -> tf.Tensor:
     return tf.concat([total, [float(is_of_python)]], 0)
 
 
-def piece_bounds(rows: Any, pieces: int, piece: int) -> tuple[Any, Any]:
-    """Returns `(begin, size)` of one piece of `rows` rows split into `pieces` sizes that differ by at most one.
+def piece_bounds(rows: Any, pieces: Pieces, piece: int) -> tuple[Any, Any]:
+    """Returns `(begin, size)` of one piece of `rows` rows; the sizes of equal pieces differ by at most one.
 
     Args:
         rows: number of rows, an int or a scalar integer tensor.
-        pieces: number of pieces, at least 1.
-        piece: which piece, in `[0, pieces)`.
+        pieces: number of pieces, at least 1, or where each of them ends.
+        piece: which piece, from 0.
 
     Example:
         >>> [piece_bounds(10, 4, i) for i in range(4)]
         [(0, 3), (3, 3), (6, 2), (8, 2)]
+        >>> [piece_bounds(10, (0.75, 1.0), i) for i in range(2)]
+        [(0, 8), (8, 2)]
     """
+    if not isinstance(pieces, int):
+        begin, end = (_place(rows, part) for part in (0.0, *pieces)[piece : piece + 2])
+        return begin, end - begin
     base, extra = rows // pieces, rows % pieces
     if isinstance(rows, int):
         return piece * base + min(piece, extra), base + int(piece < extra)
     return piece * base + tf.minimum(piece, extra), base + tf.cast(piece < extra, base.dtype)
 
 
-def cut_piece_or_stand_in(batch: Any, pieces: int, piece: int, of: Any = None) -> tuple[Any, Any]:
+def _place(rows: Any, part: float) -> Any:
+    """The row next to a part of all; halves go to the even one, in a graph as in Python."""
+    return (
+        round(rows * part) if isinstance(rows, int) else tf.cast(tf.round(tf.cast(rows, tf.float64) * part), rows.dtype)
+    )
+
+
+def _number_of(pieces: Pieces) -> int:
+    return pieces if isinstance(pieces, int) else len(pieces)
+
+
+def cut_piece_or_stand_in(batch: Any, pieces: Pieces, piece: int, of: Any = None) -> tuple[Any, Any]:
     """Cuts the rows of one replica out of a (nested) batch; components without rows are kept whole.
 
     A replica for which no row is left gets a copy of the first one, which counts with weight 0: with an empty batch,
     models and metrics may return NaN or fail. Shapes stay static where the number of rows is static and divides.
 
     Components may have different numbers of rows, such as labelled and unlabelled rows. Each is then cut by its own
-    number. As a replica has one weight for all of them, each number has to be a multiple of `pieces`, or 1: every
-    replica gets such a single row. Several rows for each row of another batch are cut like that one.
+    number. As a replica has one weight for all of them, the pieces have to be equal and each number a multiple of
+    theirs, or 1: every replica gets such a single row. Several rows for each row of another batch are cut like that
+    one.
 
     Args:
         batch: the batch.
-        pieces: number of pieces, at least 1.
-        piece: which piece, in `[0, pieces)`.
+        pieces: number of pieces, at least 1, or where each of them ends.
+        piece: which piece, from 0.
         of: number of rows of the batch whose shares these belong to, an int or an int32 scalar; those of `batch` if
             `None`.
 
@@ -518,7 +548,7 @@ def cut_piece_or_stand_in(batch: Any, pieces: int, piece: int, of: Any = None) -
         tf.errors.InvalidArgumentError: for the same reason, in the step, if the numbers are not known while tracing.
     """
     counts = [_known_rows(leaf) for leaf in _batched(batch)]
-    checks = _check(counts, pieces, of) if pieces > 1 else []
+    checks = _check(counts, pieces, of) if pieces != 1 else []
 
     def cut(leaf: Any) -> Any:
         if not is_batched(leaf):
@@ -575,8 +605,8 @@ def with_stand_in(batch: Any) -> Any:
         return tf.nest.map_structure(fill, batch)
 
 
-def cut_piece(batch: Any, pieces: int, piece: int) -> Any:
-    """Cuts one of `pieces` pieces out of every component of a batch that has rows; the piece may be empty."""
+def cut_piece(batch: Any, pieces: Pieces, piece: int) -> Any:
+    """Cuts one of the pieces out of every component of a batch that has rows; the piece may be empty."""
 
     def cut(leaf: Any) -> Any:
         return _cut(leaf, *piece_bounds(_rows(leaf), pieces, piece)) if is_batched(leaf) else leaf
@@ -613,20 +643,27 @@ def _rows_together(total: Any, of: Any) -> Any:
     return tf.where(total % of == 0, tf.maximum(total // of, 1), 1)
 
 
-def _check(rows: list, pieces: int, of: Any) -> list[tf.Operation]:
+def _check(rows: list, pieces: Pieces, of: Any) -> list[tf.Operation]:
     """Refuses components of a batch whose rows cannot be cut so that every replica has the same part of each."""
     multiple = "" if of is None else "a multiple of the rows of the inputs, "
+    are_equal = isinstance(pieces, int)
+    multiples = f"or multiples of {pieces} (the number of replicas or micro-batches) " if are_equal else ""
     message = (
-        f"Expected: the same number of rows in all, {multiple}or multiples of {pieces} (the number of replicas or "
-        "micro-batches) or one row: the rows of a replica have one weight. `.batch(n, drop_remainder=True)` leaves out "
-        "a last batch that does not divide."
+        f"Expected: the same number of rows in all, {multiple}{multiples}or one row: the rows of a replica have one "
+        "weight. "
+    )
+    message += (
+        "`.batch(n, drop_remainder=True)` leaves out a last batch that does not divide."
+        if are_equal
+        else "Without batch_shares, numbers that divide by the number of replicas are right, too."
     )
     known = rows if of is None else [of, *rows]
     is_static = all(isinstance(count, int) for count in known)
     counts = np.array(known or [1]) if is_static else tf.stack(known)
     largest = np.max if is_static else tf.reduce_max
     whole = largest([largest(counts) if of is None else of, 1])
-    fits = (counts % whole == 0) | (counts == 1) | ((counts % pieces == 0) & (whole % pieces == 0))
+    fits = (counts % whole == 0) | (counts == 1)
+    fits |= ((counts % pieces == 0) & (whole % pieces == 0)) if are_equal else False
     if is_static and not fits.all():
         raise ValueError(f"Received: a batch whose components have {known} rows. {message}")
     if is_static or len(known) < 2:

@@ -58,6 +58,7 @@ from tfdist.optimizers.sharded_optimizer import ShardedOptimizer, given_rows, sc
 from tfdist.runtime.agreement import Agreement
 from tfdist.steps.derived_logs import DerivedLogs, marked_result, metric_of
 from tfdist.steps.gradients import GradientOptions, all_reduce_sum, check_finite, scale
+from tfdist.steps.in_step import gather_with_weights
 from tfdist.steps.keras_step import KerasStep, global_replica, local_replica, shadowed
 from tfdist.steps.local_values import Dependence, LocalValues
 from tfdist.steps.shards import other_readers, to_apply
@@ -99,7 +100,11 @@ def _train_or_test(step: KerasStep, data: Any, rows: Any, global_rows: Any) -> A
         step.note_batch(data)
         step.begin_replica(static_rows(data), count_rows(data) if rows is None else rows, global_rows)
         state = step.here.state = ReplicaState(step, data)
-        with undone_unless(step.has_rows, [v for metric in metrics_of(step.model) for v in metric.variables]):
+        context = tf.distribute.get_replica_context()
+        with (
+            undone_unless(step.has_rows, [v for metric in metrics_of(step.model) for v in metric.variables]),
+            shadowed(context, all_gather=gather_with_weights(step, context.all_gather)),
+        ):
             logs = step.function(data)
         state.synchronize()
         logs = logs if are_read_by_keras(step, logs) else all_reduce_logs(step, logs)

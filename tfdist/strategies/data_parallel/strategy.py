@@ -12,6 +12,7 @@ import contextlib
 import functools
 import inspect
 import itertools
+import logging
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +21,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.arguments import AUTO, check_bucket_bytes
+from tfdist.arguments import AUTO, check_bucket_bytes, check_shares
 from tfdist.compat.deferred_captures import step_lock
 from tfdist.compat.upstream import (
     DistributedValues,
@@ -65,6 +66,12 @@ from tfdist.strategies.data_parallel.replica_step import (
 )
 from tfdist.strategies.hooks import StrategyHooks, jit_compiles_by_itself, not_compiled_as_a_whole
 
+_log = logging.getLogger("tfdist")
+_SHARES_ARE_FOR_GLOBAL_BATCHES = (
+    "Received: batch_shares=%s, and data that each process has sharded for itself (AutoShardPolicy.OFF or FILE, "
+    "distribute_datasets_from_function): it trains on the rows that it has. Expected: a dataset of global batches, the "
+    "same on every process, or batches as unequal as the shares."
+)
 # A large odd number, so that workers' seeds do not meet in those that users give.
 _WORKER_SEED_STRIDE = 0x3C6EF373
 
@@ -90,6 +97,8 @@ class DataParallelHooks(StrategyHooks):
             make(iterator, **arguments)
         dataset = iterator._distributed_dataset
         is_cut = isinstance(dataset, ReplicaBatchDataset)
+        if not is_cut or dataset.manual:
+            self._strategy._say_that_shares_are_not_for_shards()
         if is_cut and isinstance(iterator.data_adapter, TFDatasetAdapter):
             # Keras counts the steps of an epoch here; a worker's own shards have more of them than the user's dataset.
             iterator.data_adapter._dataset = dataset.source
@@ -171,6 +180,9 @@ class DataParallel:
     _memory: MemoryPolicy | None  # the memory policy of its models
     _gradient_options: GradientOptions  # how gradients travel
     _global_batch_norm: bool  # whether BatchNormalization uses the statistics of the global batch
+    _batch_shares: list[float] | None  # as given
+    _arguments: dict[str, str]  # those that have to be the same on all processes
+    _ends_of_pieces: tuple[float, ...] | None = None  # where each piece of a batch ends; `None`: they are equal
     _metric_totals: MetricTotals  # what metrics add up to at the end of an epoch
     _agreement: Agreement | None  # requests that all processes obey after the same step; `None` for one process
     _input_meter: InputMeter  # counts what compiled steps take from the data
@@ -180,10 +192,25 @@ class DataParallel:
     _keras_asks_for_data = False  # whether Keras makes its input now, of which this is the iterator:
     _epoch_iterator: Any = None
     _said_order = False  # whether the log says that a dataset has no order of its own
+    _said_shares = False  # whether it says that shares are for global batches
 
     def _configure_data_parallel(
-        self, compression: Any, bucket_bytes: Any, batch_norm: str, memory: Any, dtypes: Any = NARROW_DTYPES
+        self,
+        compression: Any,
+        bucket_bytes: Any,
+        batch_norm: str,
+        batch_shares: Any,
+        memory: Any,
+        dtypes: Any = NARROW_DTYPES,
     ) -> None:
+        check_shares(batch_shares)
+        self._batch_shares = None if batch_shares is None else [float(share) for share in batch_shares]
+        self._arguments = {
+            "compression": repr(compression),
+            "bucket_bytes": repr(bucket_bytes),
+            "batch_norm": repr(batch_norm),
+            "batch_shares": repr(self._batch_shares),
+        }
         self._gradient_options = make_gradient_options(compression, bucket_bytes, dtypes)
         if batch_norm not in ("global", "local"):
             raise ValueError(
@@ -203,8 +230,11 @@ class DataParallel:
             if context.global_seed() != self._job.seed:
                 tf.random.set_seed(self._job.seed)
             restore_sigterm_handler()
+            self._job.peers.check_same_strategy(self._arguments)
             # What scripts draw from generators that they have not seeded, such as the order of files.
             self._job.peers.share_random_state("create the strategy")
+        devices = len(self.extended.worker_devices)
+        self._ends_of_pieces = ends_of_pieces(self._batch_shares, self.extended._input_position()[0], devices)
 
     @property
     def _peers(self) -> Peers | None:
@@ -233,6 +263,11 @@ class DataParallel:
                 yield
             finally:
                 self._keras_asks_for_data, self._epoch_iterator = False, None
+
+    def _say_that_shares_are_not_for_shards(self) -> None:
+        if self._ends_of_pieces and not self._said_shares and self.is_chief:
+            self._said_shares = True
+            _log.warning(_SHARES_ARE_FOR_GLOBAL_BATCHES, self._batch_shares)
 
     def run(self, fn: Callable, args: tuple = (), kwargs: dict | None = None, options: Any = None) -> Any:
         # What is noted of a step, and replaced on its model, while it is traced, is for this thread and its replicas.
@@ -351,6 +386,34 @@ class DataParallel:
 
     def _gathered_rows(self, value: Any) -> Any:
         return of_any_size(super().gather, value) if _is_sizeless(value) else super().gather(value, 0)
+
+
+def ends_of_pieces(shares: list[float] | None, workers: int, devices: int) -> tuple[float, ...] | None:
+    """Where the pieces of a batch end, as parts of its rows; `None` where they are equal.
+
+    Args:
+        shares: for each worker, or for each device of a single one.
+        workers: how many there are.
+        devices: how many each has; they share its rows equally.
+
+    Raises:
+        ValueError: for another number of shares.
+
+    Example:
+        >>> ends_of_pieces([3, 1], 2, 1), ends_of_pieces([3, 1], 2, 2)
+        ((0.75, 1.0), (0.375, 0.5, 0.875, 1.0))
+    """
+    if shares is None or workers * devices == 1:
+        return None
+    expected, whose = (workers, "processes") if workers > 1 else (devices, "devices")
+    if len(shares) != expected:
+        raise ValueError(
+            f"Received: batch_shares={shares} for {expected} {whose}. Expected: a number for each; None gives all "
+            "equally many rows, however many there are."
+        )
+    # Local replica k of worker w has piece `k * workers + w`.
+    sums = list(itertools.accumulate(shares * (workers * devices // expected)))
+    return tuple(one / sums[-1] for one in sums)
 
 
 def make_gradient_options(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -38,6 +38,7 @@ class HorovodStrategy(MultiWorkerMirroredStrategy):
         bucket_bytes: as in `MultiWorkerMirroredStrategy`.
         cluster: as in `MultiWorkerMirroredStrategy`.
         batch_norm: as in `MultiWorkerMirroredStrategy`.
+        batch_shares: as in `MultiWorkerMirroredStrategy`.
         memory: as in `MultiWorkerMirroredStrategy`.
         start_timeout: how long to wait at the start until all processes are there, in seconds; horovodrun and mpirun
             have limits of their own.
@@ -46,8 +47,8 @@ class HorovodStrategy(MultiWorkerMirroredStrategy):
     Raises:
         ImportError: if Horovod is not installed, or was built for another TensorFlow.
         tfdist.ClusterError: if a process does not come, or the processes do not fit together.
-        ValueError: for an unknown `compression` or `batch_norm`, or a `bucket_bytes` or a limit of time that is no
-            positive number.
+        ValueError: for an unknown `compression` or `batch_norm`, a `bucket_bytes` or a limit of time that is no
+            positive number, or `batch_shares` that are not a positive number for each process.
 
     References:
         Sergeev and Del Balso, "Horovod: fast and easy distributed deep learning in TensorFlow" (arXiv 1802.05799).
@@ -70,13 +71,14 @@ class HorovodStrategy(MultiWorkerMirroredStrategy):
         bucket_bytes: int | str | None = "auto",
         cluster: ClusterConfig | None = None,
         batch_norm: str = "global",
+        batch_shares: Sequence[float] | None = None,
         memory: MemoryPolicy | str | None = None,
         start_timeout: float = 300.0,
         peer_timeout: float = 1800.0,
     ):
         install()
         check_seconds(start_timeout=start_timeout, peer_timeout=peer_timeout)
-        self._configure_data_parallel(compression, bucket_bytes, batch_norm, memory, NARROW)
+        self._configure_data_parallel(compression, bucket_bytes, batch_norm, batch_shares, memory, NARROW)
         try:
             # Horovod draws the port of its server from the program's own generator, and on rank 0 only.
             with random_state_kept():
