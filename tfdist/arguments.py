@@ -40,18 +40,18 @@ def check_bucket_bytes(value: Any) -> None:
 
 
 def check_shares(value: Any) -> None:
-    """Refuses what is no list of positive numbers, nor `None`.
+    """Refuses what is no list of positive numbers, "auto" or `None`.
 
     Example:
         >>> check_shares([2, 0])
         Traceback (most recent call last):
-        ValueError: Received: batch_shares=[2, 0]. Expected: a list of positive numbers such as [2, 1], or None.
+        ValueError: Received: batch_shares=[2, 0]. Expected: a list of positive numbers such as [2, 1], 'auto' or None.
     """
     numbers = [] if isinstance(value, str) or not isinstance(value, Iterable) else list(value)
     are_positive = all(isinstance(one, Real) and not isinstance(one, bool) and 0 < one < math.inf for one in numbers)
-    if value is not None and not (numbers and are_positive):
+    if value is not None and value != AUTO and not (numbers and are_positive):
         raise ValueError(
-            f"Received: batch_shares={value!r}. Expected: a list of positive numbers such as [2, 1], or None."
+            f"Received: batch_shares={value!r}. Expected: a list of positive numbers such as [2, 1], 'auto' or None."
         )
 
 

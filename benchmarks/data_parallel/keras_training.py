@@ -31,7 +31,9 @@ def train(keras: Any, strategy: tf.distribute.Strategy | None, workload: Workloa
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
     keras.utils.set_random_seed(1)
     with strategy.scope() if strategy else contextlib.nullcontext():
-        model = keras.Sequential([keras.Input(shape.input_shape), *(_layer(keras, layer) for layer in shape.layers)])
+        model = keras.Sequential(
+            [keras.Input(shape.input_shape), *(keras_layer(keras, layer) for layer in shape.layers)]
+        )
         model.compile(
             optimizer=keras.optimizers.SGD(LEARNING_RATE, momentum=MOMENTUM),
             loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -50,7 +52,8 @@ def train(keras: Any, strategy: tf.distribute.Strategy | None, workload: Workloa
     return clock, float(history["loss"][0]), float(history["accuracy"][0])
 
 
-def _layer(keras: Any, layer: Layer) -> Any:
+def keras_layer(keras: Any, layer: Layer) -> Any:
+    """A layer of Keras 3 or of tf_keras."""
     match layer:
         case Conv(filters, size):
             return keras.layers.Conv2D(filters, size, activation="relu")

@@ -30,7 +30,7 @@ def on_two_processes(*sections: Callable[[Any, Path, Writes], Any]) -> list[dict
     def run(folder: str) -> dict[str, Any]:
         import tfdist
 
-        strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout=60, peer_timeout=60)
+        strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout=60, peer_timeout=300)
         writes, found = Writes(folder), {}
         for turn, section in enumerate(sections):
             own = Path(folder, section.__name__)

@@ -424,7 +424,7 @@ OVER_HOROVOD = (
 def run(names: tuple[str, ...], folder: str, kind: str) -> dict[str, Any]:
     """On each process; every section asserts what it is about."""
     one = tf.distribute.get_strategy()
-    strategy = getattr(tfdist, kind)(start_timeout=60, peer_timeout=60)
+    strategy = getattr(tfdist, kind)(start_timeout=60, peer_timeout=300)
     return {name: attempt(name, SECTIONS[name], strategy, one, Path(folder)) for name in names}
 
 

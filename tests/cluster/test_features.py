@@ -24,7 +24,7 @@ def rows_of_table(names: list[str], devices: int, transport: str, shares: list[f
     import tfdist
     from tfdist.steps.reduce import DirectReduction
 
-    times = {"start_timeout": 60, "peer_timeout": 60}
+    times = {"start_timeout": 60, "peer_timeout": 300}
     strategy = tfdist.MultiWorkerMirroredStrategy(transport=transport, batch_shares=shares, **times)
     assert strategy.num_replicas_in_sync == 2 * devices
     assert isinstance(strategy.extended._cross_device_ops, DirectReduction) == (transport == "auto")

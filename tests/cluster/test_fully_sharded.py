@@ -34,7 +34,7 @@ def rows_of_table(names: list[str], transport: str, shares: list[float] | None, 
     """Runs on every process."""
     import tfdist
 
-    times = {"start_timeout": 60, "peer_timeout": 60}
+    times = {"start_timeout": 60, "peer_timeout": 300}
     strategy = tfdist.FullyShardedStrategy(transport=transport, batch_shares=shares, **times)
     assert strategy.num_replicas_in_sync == 2
     return run_rows(strategy, names, place)
@@ -76,7 +76,7 @@ def trained(folder: str) -> dict[str, Any]:
 
     keras.config.set_floatx("float64")
     x, y = np.random.default_rng(1).normal(size=(24, 5)), np.random.default_rng(2).normal(size=(24, 2))
-    strategy = tfdist.FullyShardedStrategy(start_timeout=60, peer_timeout=60)
+    strategy = tfdist.FullyShardedStrategy(start_timeout=60, peer_timeout=300)
     place = Path(folder)
 
     def fit(epochs: int, backup: Path, *callbacks: Any) -> keras.Model:
@@ -176,7 +176,7 @@ def compared_with_one_process(is_mistaken: bool) -> float:
         return [tf.split(one * tf.cast(weight, one.dtype), 4)[strategy.first_part] for one in wholes]
 
     keras.config.set_floatx("float64")
-    strategy = tfdist.FullyShardedStrategy(start_timeout=60, peer_timeout=60)
+    strategy = tfdist.FullyShardedStrategy(start_timeout=60, peer_timeout=300)
     mistaken = mock.patch.object(shards, "own_rows_of_sums", own_rows)
     with mistaken if is_mistaken else contextlib.nullcontext():
         gaps = tfdist.testing.assert_transparent(strategy, of_many_blocks, some_rows(), batch_size=16, tolerance=1e-12)
@@ -195,7 +195,7 @@ def trained_on(folder: str, epochs: int) -> dict[str, Any]:
     """Runs on every process."""
     import tfdist
 
-    return fit_with_backup(lambda: tfdist.FullyShardedStrategy(start_timeout=60, peer_timeout=60), folder, epochs)
+    return fit_with_backup(lambda: tfdist.FullyShardedStrategy(start_timeout=60, peer_timeout=300), folder, epochs)
 
 
 def fit_with_backup(
@@ -281,7 +281,7 @@ def held(folder: str) -> dict[str, Any]:
 
     import tfdist
 
-    strategy = tfdist.FullyShardedStrategy(start_timeout=60, peer_timeout=60)
+    strategy = tfdist.FullyShardedStrategy(start_timeout=60, peer_timeout=300)
     x = np.ones((8, WIDTH))
     found: dict[str, Any] = {}
 
@@ -360,7 +360,7 @@ def from_presets(folder: str, is_sharded: bool) -> dict[str, Any]:
 
     import tfdist
 
-    strategy = tfdist.FullyShardedStrategy(peer_timeout=60) if is_sharded else tf.distribute.get_strategy()
+    strategy = tfdist.FullyShardedStrategy(peer_timeout=300) if is_sharded else tf.distribute.get_strategy()
     tokens = np.random.default_rng(3).integers(1, 1000, (6, 16))
     found: dict[str, Any] = {}
     for name, task, targets in (
@@ -417,7 +417,7 @@ def with_a_full_disk(folder: str) -> dict[str, Any]:
     import tfdist
     from tfdist.checkpoint import store
 
-    strategy = tfdist.FullyShardedStrategy(start_timeout=60, peer_timeout=60)
+    strategy = tfdist.FullyShardedStrategy(start_timeout=60, peer_timeout=300)
     with strategy.scope():
         model = keras.Sequential([keras.Input((40,)), keras.layers.Dense(40)])
         model.compile("adam", "mse")
@@ -467,7 +467,7 @@ def left_alone(folder: str) -> None:
 
     import tfdist
 
-    strategy = tfdist.FullyShardedStrategy(start_timeout=60, peer_timeout=60)
+    strategy = tfdist.FullyShardedStrategy(start_timeout=60, peer_timeout=300)
     with strategy.scope():
         model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(8), keras.layers.Dense(8)])
     if strategy.is_chief:
@@ -510,7 +510,7 @@ def rounded(transport: str) -> dict[str, Any]:
     for compression in (None, "bf16", "fp16"):
         keras.utils.set_random_seed(3)
         strategy = tfdist.FullyShardedStrategy(
-            transport=transport, compression=compression, start_timeout=60, peer_timeout=60
+            transport=transport, compression=compression, start_timeout=60, peer_timeout=300
         )
         with strategy.scope():
             model = keras.Sequential([keras.Input((40,)), keras.layers.Dense(200, "tanh"), keras.layers.Dense(3)])

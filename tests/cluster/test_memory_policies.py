@@ -23,7 +23,7 @@ def trained(memory: Any = None) -> Any:
     import tfdist
 
     keras.utils.set_random_seed(0)
-    with tfdist.MultiWorkerMirroredStrategy(start_timeout=60, peer_timeout=60, memory=memory).scope():
+    with tfdist.MultiWorkerMirroredStrategy(start_timeout=60, peer_timeout=300, memory=memory).scope():
         x = inputs = keras.Input((8,))
         for name in BLOCKS:
             inner = [layers.Dense(64, "gelu"), layers.BatchNormalization(), layers.Dropout(0.2), layers.Dense(8)]

@@ -47,7 +47,7 @@ def wrong_data(finished: Path) -> dict[str, Any]:
     from tests.cluster.counting import ROWS, SIZE, one_hot_rows, times_seen
     from tests.features.table import batches, mlp, rows
 
-    strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout=60, peer_timeout=60)
+    strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout=60, peer_timeout=300)
     rank, names = strategy._peers.rank, strategy._peers.names
     with strategy.scope():
         model = mlp()()

@@ -78,7 +78,7 @@ def everything(folder: str) -> dict[str, Any]:
 
     import tfdist
 
-    strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout=60, peer_timeout=60)
+    strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout=60, peer_timeout=300)
     is_chief = strategy.is_chief
     on_chief = tfdist.callbacks.on_chief
 

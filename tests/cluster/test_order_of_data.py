@@ -88,7 +88,7 @@ def seen() -> dict[str, Any]:
 
     import tfdist
 
-    strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout=60, peer_timeout=60)
+    strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout=60, peer_timeout=300)
     found: dict[str, Any] = {}
     made = {name: make() for name, make in pipelines().items()}
     alone = batches(made["interleave"], ROWS)

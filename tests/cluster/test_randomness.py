@@ -40,7 +40,7 @@ def everything() -> dict[str, Any]:
     rank = tfdist.discover().rank
     one = tf.distribute.get_strategy()
     keras.utils.set_random_seed(100 + rank)
-    strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout=60, peer_timeout=60)
+    strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout=60, peer_timeout=300)
     found: dict[str, Any] = {}
 
     def note(name: str, function: Any, *arguments: Any, seed: int | None = 200 + rank, **more: Any) -> None:

@@ -25,7 +25,7 @@ def trained(seed: int, deterministic: list[bool]) -> str:
     rank = tfdist.discover().rank
 
     tfdist.set_seed(seed, deterministic[rank])
-    strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout=60, peer_timeout=60)
+    strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout=60, peer_timeout=300)
     images = np.random.default_rng(0).normal(size=(48, 8, 8, 1)).astype("float32")
     data = tf.data.Dataset.from_tensor_slices((images, np.arange(48) % 4))
     data = data.shuffle(48).map(lambda x, y: (x + tf.random.normal(x.shape), y)).batch(12)

@@ -174,7 +174,7 @@ SECTIONS = {one.__name__: one for one in (what_nobody_has_seeded, other_rows, au
 
 
 def run(folder: str) -> dict[str, Any]:
-    strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout=60, peer_timeout=60)
+    strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout=60, peer_timeout=300)
     return {name: attempt(name, section, strategy, Path(folder)) for name, section in SECTIONS.items()}
 
 

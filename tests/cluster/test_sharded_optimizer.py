@@ -242,7 +242,7 @@ SECTIONS = {
 
 def everything(folder: str) -> dict[str, Any]:
     """Runs on every process; each section asserts what it is about."""
-    strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout=60, peer_timeout=60)
+    strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout=60, peer_timeout=300)
     found = {}
     for name, section in SECTIONS.items():
         own = Path(folder, name)

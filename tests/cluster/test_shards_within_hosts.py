@@ -23,7 +23,7 @@ def strategy_on(hosts: str, **arguments: Any) -> Any:
 
     host = hosts[tfdist.discover().task_index]
     with mock.patch.object(exchange, "_machine", lambda: host):
-        return tfdist.FullyShardedStrategy(start_timeout=60, peer_timeout=60, **arguments)
+        return tfdist.FullyShardedStrategy(start_timeout=60, peer_timeout=300, **arguments)
 
 
 def of_some_blocks() -> Any:

@@ -73,7 +73,7 @@ def stops(kind: str, names: tuple[str, ...]) -> dict[str, Any]:
     import tfdist
     from tfdist.runtime import agreement
 
-    strategy = getattr(tfdist, kind)(start_timeout=60, peer_timeout=60)
+    strategy = getattr(tfdist, kind)(start_timeout=60, peer_timeout=300)
     peers = strategy._peers
     rank = peers.rank
     first = build(strategy)

@@ -18,7 +18,7 @@ def on_each(folder: Path) -> dict[str, Any]:
     """Runs on every process."""
     import tfdist
 
-    strategy = tfdist.HorovodStrategy(start_timeout=60, peer_timeout=60)
+    strategy = tfdist.HorovodStrategy(start_timeout=60, peer_timeout=300)
     history = fit(strategy, folder)["history"]
     written = Written(strategy, folder)
     written.assert_metrics(history)

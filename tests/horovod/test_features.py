@@ -29,7 +29,7 @@ def table(names: list[str], place: Path) -> Found:
     """Runs on every process."""
     import tfdist
 
-    strategy = tfdist.HorovodStrategy(start_timeout=60, peer_timeout=60)
+    strategy = tfdist.HorovodStrategy(start_timeout=60, peer_timeout=300)
     assert strategy.extended._collectives is not None
     return run_rows(strategy, names, place, turn=strategy.num_replicas_in_sync % 2)
 
@@ -75,7 +75,7 @@ def without_reduction() -> str:
     from tfdist.strategies.horovod.extended import Collectives
     from tfdist.testing import assert_transparent
 
-    strategy = tfdist.HorovodStrategy(start_timeout=60, peer_timeout=60)
+    strategy = tfdist.HorovodStrategy(start_timeout=60, peer_timeout=300)
 
     def nothing(self: Collectives, op: Any, value: Any) -> Any:
         return value

@@ -23,7 +23,6 @@ NAMES = tuple(name for name in FEATURES if "of other numbers, in one batch" not 
 DAILY = (
     "last batch of one row (81 rows)",
     "BatchNormalization in a custom train_step, uneven",
-    "train_on_batch, test_on_batch, predict_on_batch",
 )
 
 
@@ -68,7 +67,7 @@ def test_each_device_gets_its_share(unequal, method):
     assert seen == {0: {6}, 1: {2}}
 
 
-@pytest.mark.parametrize("shares", ["auto", [], [1, 0], [1, -2], [1, float("nan")], [1, float("inf")], 3, [True, 2]])
+@pytest.mark.parametrize("shares", ["equal", [], [1, 0], [1, -2], [1, float("nan")], [1, float("inf")], 3, [True, 2]])
 def test_no_shares_are_refused(four_devices, shares):
     with pytest.raises(ValueError, match=re.escape(f"Received: batch_shares={shares!r}. Expected: a list of positive")):
         tfdist.MirroredStrategy(DEVICES, batch_shares=shares)
@@ -81,6 +80,15 @@ def test_shares_of_other_devices_are_refused(four_devices):
         tfdist.MirroredStrategy(DEVICES, batch_shares=[2, 1, 1])
     # There is nothing to be shared.
     assert tfdist.MirroredStrategy(DEVICES[:1], batch_shares=[2, 1])._ends_of_pieces is None
+
+
+def test_devices_of_one_process_are_not_timed(four_devices):
+    with pytest.raises(
+        ValueError, match=r"batch_shares='auto' with several devices in one process.* Expected: a number"
+    ):
+        tfdist.MirroredStrategy(DEVICES, batch_shares="auto")
+    # There is nothing to be shared.
+    assert tfdist.MirroredStrategy(DEVICES[:1], batch_shares="auto")._automatic_shares is None
 
 
 def test_shards_of_the_users_own_are_said_to_have_no_shares(unequal, caplog):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,45 @@ def sharded(four_devices: list[str]) -> tf.distribute.Strategy:
 def test_equals_one_process(sharded: tf.distribute.Strategy, name: str) -> None:
     assert sharded.num_replicas_in_sync == 4
     assert differences_of(sharded, name, reference.folder()), "nothing was compared"
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "is_tied", "words"),
+    daily(
+        [
+            pytest.param(
+                "adam", False, "optimizer Adam for weight '(.*/)?table/embeddings' of an embedding", id="Adam"
+            ),
+            pytest.param("loss scale", False, "optimizer Adagrad for weight", id="in a LossScaleOptimizer"),
+            pytest.param("sgd", False, "", id="SGD"),
+            pytest.param("adam", True, "", id="used by a layer that needs all of it, too"),
+        ],
+        "Adam",
+    ),
+)
+def test_optimizers_that_square_sums_of_rows_are_told(
+    four_devices: list[str], recwarn: pytest.WarningsRecorder, optimizer: str, is_tied: bool, words: str
+) -> None:
+    """An embedding's gradient is whole here; Keras squares each of a row's gradients by itself."""
+    with tfdist.FullyShardedStrategy().scope():
+        inputs = keras.Input((6,), dtype="int32")
+        table = keras.layers.Embedding(9, 8, name="table")
+        x = table(inputs)
+        if is_tied:
+            logits = keras.layers.Lambda(lambda x: keras.ops.matmul(x, keras.ops.transpose(table.embeddings)))
+            logits._table = table
+            x = logits(x)
+        model = keras.Model(inputs, keras.layers.Dense(1)(x))
+        scaled = (
+            keras.optimizers.LossScaleOptimizer(keras.optimizers.Adagrad()) if optimizer == "loss scale" else optimizer
+        )
+        model.compile(scaled, "mse")
+    x, y = np.random.default_rng(0).integers(0, 9, (24, 6)), np.ones((24, 6, 1))
+    for _ in range(2):
+        model.fit(x, y, batch_size=8, verbose=0)
+    said = [str(one.message) for one in recwarn if "squares the sum" in str(one.message)]
+    assert len(said) == bool(words)
+    assert all(re.search(words, text) for text in said), said
 
 
 def deep(optimizer: Callable[[], Any] = lambda: "adam", width: int = 32) -> keras.Model:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers
 
 from tests.logical.pipelines import (
@@ -93,6 +95,32 @@ def test_options(stages, microbatches, schedule, memory, weight_gradients):
 def test_state_goes_from_micro_batch_to_micro_batch(stages, microbatches, schedule, memory):
     strategy = pipeline(stages, microbatches, schedule=schedule, memory=memory)
     assert_equal(expected_of_stateful(microbatches), observe(strategy, stateful, labelled(), whole=False))
+
+
+class Centred(layers.Layer):
+    """Subtracts an average of all rows so far, and counts its calls."""
+
+    def build(self, shape: tuple) -> None:
+        state = {"initializer": "zeros", "trainable": False}
+        self.average = self.add_weight(shape=(shape[-1],), name="average", **state)
+        self.calls = self.add_weight(shape=(), name="calls", dtype="int32", **state)
+
+    def call(self, x: tf.Tensor, training: bool = False) -> tf.Tensor:
+        if training:
+            self.average.assign(0.9 * self.average + 0.1 * tf.reduce_mean(x, 0))
+            self.calls.assign_add(1)
+        return x - self.average
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_state_that_a_layer_updates_for_each_micro_batch_is_told(microbatches, recwarn):
+    model = in_scope(pipeline(2, microbatches), mlp(Centred, lambda: layers.Dropout(0.1)))
+    for _ in range(2):
+        model.fit(*labelled(), batch_size=16, verbose=0)
+    said = [str(one.message) for one in recwarn if "assigns when it is called" in str(one.message)]
+    assert len(said) == (microbatches > 1)
+    words = r"Received: weight '.*centred.*/average' and 1 other\(s\), .* for each of 4 micro-batches"
+    assert all(re.match(words, text) for text in said), said
 
 
 def test_uneven_batches():

@@ -30,6 +30,7 @@ from benchmarks.parameter_server.trials import Case
 from benchmarks.parameter_server.trials import Trial as ServerTrial
 from benchmarks.sharded import tables as sharded_tables
 from benchmarks.sharded.__main__ import BENCHMARK as SHARDED
+from benchmarks.shares import trials as share_trials
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
@@ -50,7 +51,7 @@ def test_wrong_arguments(parse, words, message, capsys):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["checkpointing", "data_parallel", "memory", "parameter_server", "sharded"])
+@pytest.mark.parametrize("name", ["checkpointing", "data_parallel", "memory", "parameter_server", "sharded", "shares"])
 def test_readme_has_a_place_for_the_result(name):
     filled = fill((FOLDER / name / "README.md").read_text(), "| new |")
     assert f"{BEGIN}\n| new |\n{END}" in filled
@@ -222,6 +223,20 @@ def test_steps_of_sharded_training() -> None:
         "| FullyShardedStrategy |  | 170 (120-220) | 1.15 (1.10-1.20) | 0.85 | 1.83 |",
         "| PyTorch DDP | 80 (80-80) | 100 (100-100) |  |  | 1.00 |",
         "| PyTorch FSDP2 |  | 200 (200-200) | 2.00 (2.00-2.00) |  | 1.00 |",
+    ]
+
+
+def test_shares_are_compared_with_what_both_workers_could_do() -> None:
+    def record(case: str, *milliseconds: float, rows: float = 0.5) -> dict:
+        return {"model": "mlp", "case": case, "trials": [{"ms": list(milliseconds), "rows": rows}]}
+
+    alike, equal, *_, automatic = share_trials.CASES
+    records = [record(alike, 10.0, 10.0), record(equal, 20.0, 20.0), record(automatic, 14.0, 14.7, rows=0.33)]
+    lines = share_trials.table_of(records).splitlines()[2:]
+    assert [line.split(" | ")[2:] for line in lines] == [
+        ["10 (10-10)", "1.00 (1.00-1.00)", "50%", "1.00 |"],
+        ["20 (20-20)", "0.67 (0.67-0.67)", "50%", "1.00 |"],
+        ["14 (14-15)", "0.93 (0.93-0.93)", "33%", "1.05 |"],
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import socket
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -122,6 +123,34 @@ def test_sums(job, machines: str) -> None:
         np.testing.assert_allclose(found[0], np.sum(given, 0, dtype="d"), rtol=1e-5, atol=1e-5)
         for other in found[1:]:
             np.testing.assert_array_equal(found[0], other)  # bit by bit
+
+
+@pytest.mark.parametrize("machines", MACHINES[:2])
+def test_who_waits_knows_for_how_long(job, machines: str) -> None:
+    """What comes while another exchange waits was computed meanwhile: only then the process begins to wait."""
+    first, second = job(machines)
+    one, other = np.ones(3), np.ones(5)
+    with ThreadPoolExecutor(2) as pool:
+        waits = pool.submit(first.all_reduce, [one])
+        while not first._lock.locked():
+            time.sleep(0.001)
+        time.sleep(0.2)
+        began = time.monotonic()
+        comes_later = pool.submit(first.all_reduce, [other])
+        while first._last_came < began:
+            time.sleep(0.001)
+        time.sleep(0.1)
+        second.all_reduce([one])
+        second.all_reduce([other])
+        waits.result(), comes_later.result()
+        assert 0.1 <= first.seconds_waited <= time.monotonic() - began
+    before = first.seconds_waited
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(first.all_reduce, [one])
+        time.sleep(0.2)
+        second.all_reduce([one])
+        waits.result()
+    assert first.seconds_waited > before
 
 
 @pytest.mark.parametrize("machines", ["a", "aaa", "aab", "abab", *MACHINES])

@@ -18,7 +18,7 @@ from tfdist.strategies.data_parallel.dataset import (  # noqa: E402
     rows_if,
     with_stand_in,
 )
-from tfdist.strategies.data_parallel.strategy import ends_of_pieces  # noqa: E402
+from tfdist.strategies.data_parallel.shares import ends_of_pieces, shares_by_speed  # noqa: E402
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 7])
@@ -54,6 +54,22 @@ def test_devices_of_a_worker_share_its_rows_equally():
     assert ends_of_pieces([1, 3], 1, 2) == (0.25, 1.0)
     assert ends_of_pieces([1, 3], 1, 1) is None
     assert ends_of_pieces(None, 2, 2) is None
+
+
+@pytest.mark.parametrize("fixed", [0.0, 0.2], ids=["time by rows", "and some for each step"])
+@pytest.mark.parametrize("costs", [[1.0, 3.0], [1.0, 1.02], [5.0, 1.0, 1.0, 2.0], [1.0, 1000.0]])
+def test_shares_by_speed_let_all_take_as_long(costs, fixed):
+    """Beginning with equal ones; each epoch is measured with the shares that the one before has set."""
+    shares = [1 / len(costs)] * len(costs)
+    for _ in range(12):
+        before, times = shares, [fixed + share * cost for share, cost in zip(shares, costs, strict=True)]
+        shares = shares_by_speed(shares, times)
+        assert abs(sum(shares) - 1) < 1e-12
+        # Nobody gets less than a tenth of an equal share.
+        assert min(shares) > 0.09 / len(costs)
+    assert shares == before, "they do not settle"
+    if max(costs) < 100:
+        assert max(times) / min(times) < 1.12
 
 
 @pytest.mark.parametrize("static", [True, False])
@@ -143,7 +159,7 @@ def test_order_of_rows_over_workers_and_replicas(workers, replicas, ends, count)
     dataset = tf.data.Dataset.range(13).batch(6)
     pieces = ends or workers * replicas
     for worker in range(workers):
-        elements = list(cut_for_worker(dataset, workers, worker, replicas, count, ends=ends))
+        elements = list(cut_for_worker(dataset, workers, worker, replicas, count, pieces=ends))
         assert len(elements) == len(batches) * replicas
         for i, element in enumerate(elements):
             whole, replica = batches[i // replicas], i % replicas

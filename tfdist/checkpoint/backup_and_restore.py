@@ -396,6 +396,8 @@ class FitBackup:
         self._state.load(checkpoint.tensors)
         callback_state.restore(self._others, self._settings, self._entries, checkpoint.tensors)
         restore_random_state(checkpoint.meta["random"])
+        if shares := checkpoint.meta.get("shares"):
+            hooks_of(self._model.distribute_strategy).take_shares(shares)
         if self._place.steps:
             self._show_metrics_of_empty_epoch()
 
@@ -522,6 +524,7 @@ class FitBackup:
                     "csv": callback_state.csv_lengths(self._everyone),
                     "position": self._position.state(tensors, mid_epoch),
                     "random": random_state(),
+                    "shares": hooks_of(self._model.distribute_strategy).shares,
                 }
                 unless_written.pop_all()
             taken = _since(began)

@@ -319,11 +319,17 @@ _POSITION = {
     **{"facts": ANY_OBJECT, "array seed": _is_seed, "global seed": _is_seed, "used?": is_count, **_ORDER},
     "random at begin?": (NOTHING, is_random_state),
 }
+
+
+def _is_share(value: Any) -> bool:
+    return isinstance(value, float) and 0 < value <= 1
+
+
 _META = {
     **dict.fromkeys(("epoch", "steps", "total", "validations", "epochs"), is_count),
     **{"done": bool, "stopped": bool, "seed": _is_seed, "variables": {...: _is_variable}, "identity": ANY_OBJECT},
     **{"callbacks": [_CALLBACK], "csv": {...: is_count}, "position": _POSITION, "random": is_random_state},
-    **{"validation order?": _ORDER, **ANY_OBJECT},
+    **{"validation order?": _ORDER, "shares?": (NOTHING, [_is_share]), **ANY_OBJECT},
 }
 
 

@@ -51,6 +51,9 @@ class StrategyTraits:
     agreement: Any = None
     """What all processes do after the same step, a `tfdist.runtime.agreement.Agreement`; `None` in a single one."""
 
+    shares: Any = None
+    """Which part of each batch each worker gets, a list, where that may change; else `None`."""
+
     input_meter: Any = None
     """Counts what compiled steps take from the data, a `tfdist.runtime.progress.InputMeter`, or `None`."""
 
@@ -63,6 +66,9 @@ class StrategyTraits:
         Raises:
             Exception: what a step has raised.
         """
+
+    def take_shares(self, shares: list[float]) -> None:
+        """Takes over `shares` of an earlier process."""
 
     def file_of_cache(self, path: str) -> str:
         """Where this process keeps what `Dataset.cache(path)` writes."""

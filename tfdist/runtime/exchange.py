@@ -574,6 +574,7 @@ class Exchange:
 
     Attributes:
         hosts: as given.
+        seconds_waited: for how long it has exchanged values while nothing more came to be exchanged, in all.
 
     Example:
         >>> Exchange().all_reduce([np.array([1.0, 2.0])])
@@ -594,6 +595,7 @@ class Exchange:
         self._first, self._members, self._root, self._heads, self._neighbours = found
         self._results = ResultMemory()
         self._lock = threading.Lock()
+        self.seconds_waited = self._last_came = 0.0
         self._number = 0
         # Which segments other processes of this host may still read.
         self._last_read = 0
@@ -732,6 +734,7 @@ class Exchange:
     @contextlib.contextmanager
     def _alone(self, purpose: Purpose) -> Iterator[None]:
         """One call after another, and none after one that failed."""
+        came = self._last_came = time.monotonic()
         with self._lock:
             if self._failure:
                 raise ExchangeError(self._failure)
@@ -742,6 +745,9 @@ class Exchange:
                 # Whatever it is: the others would wait, or add up what does not belong together.
                 self._fail(str(error) or type(error).__name__)
                 raise
+            # As long as there come others, the process computes what they exchange.
+            if came == self._last_came:
+                self.seconds_waited += time.monotonic() - came
 
     def _fail(self, why: str) -> None:
         self._failure = why

@@ -38,6 +38,7 @@ class ReplicaStep:
         scaled: ids of the optimizers that have scaled its loss.
         halves: for each gradient that an optimizer applies, whether it was computed in float16.
         scattered: by id, parts of gradients that were computed.
+        of_slices: ids of those of weights of which some rows were used, perhaps several times.
         branches: names of the graphs of branches in which an optimizer has applied some.
         in_parts: the weights that an optimizer works on, of which it sees this replica's parts if they are sharded.
         meetings: the layers in which it has exchanged something; `None` outside of layers.
@@ -54,6 +55,7 @@ class ReplicaStep:
     scaled: set[int] = dataclasses.field(default_factory=set)
     halves: Sequence[bool] = ()
     scattered: dict[int, Any] = dataclasses.field(default_factory=dict)
+    of_slices: set[int] = dataclasses.field(default_factory=set)
     branches: set[str] = dataclasses.field(default_factory=set)
     in_parts: Sequence[Any] = ()
     meetings: list[keras.Layer | None] = dataclasses.field(default_factory=list)

@@ -523,6 +523,10 @@ class DirectReduction(cross_device_ops.CollectiveAllReduce):
                 results += super()._all_reduce_per_replica_values(reduce_op, [value], options)
         return results
 
+    def seconds_waited(self) -> float:
+        """For how long this process has exchanged values, and computed nothing meanwhile, in all."""
+        return self._exchange.seconds_waited
+
     def sum_of_each(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The sums over all processes; each process has one replica.
 

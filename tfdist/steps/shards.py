@@ -93,6 +93,8 @@ def scattered(gradients: Sequence[Any], layouts: Sequence[FlatBucket]) -> list[A
     for i, own in zip(present, own_rows_of_sums(wholes, options, weight), strict=True):
         found[i] = _taken_for(tf.TensorShape(None) if is_within else layouts[i].shapes[0], own)
         step.here.scattered[id(found[i])] = found[i]
+        if isinstance(gradients[i], tf.IndexedSlices):
+            step.here.of_slices.add(id(found[i]))
     return found
 
 

@@ -183,7 +183,7 @@ class FullyShardedStrategy(MultiWorkerMirroredStrategy):
         shard_within: str | None = None,
         cluster: ClusterConfig | None = None,
         batch_norm: str = "global",
-        batch_shares: Sequence[float] | None = None,
+        batch_shares: Sequence[float] | str | None = None,
         transport: str | None = None,
         start_timeout: float = 300.0,
         peer_timeout: float = 1800.0,

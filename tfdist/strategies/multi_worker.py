@@ -82,6 +82,11 @@ class MultiWorkerExtended(DataParallelExtended, collective_strategy.CollectiveAl
     def _sum_of_each(self) -> Callable[[Sequence[tf.Tensor]], list[tf.Tensor]] | None:
         return self._by_direct("sum_of_each")
 
+    @property
+    def _seconds_waited(self) -> Callable[[], float] | None:
+        operations = self._cross_device_ops
+        return operations.seconds_waited if isinstance(operations, DirectReduction) else None
+
     def _scatter_of_rows(self) -> Callable[[Sequence[tf.Tensor]], list[tf.Tensor]] | None:
         """A function that gives each replica its rows of the sums of their matrices; `None` for an all-reduce."""
         if isinstance(self._cross_device_ops, DirectReduction):
@@ -119,8 +124,9 @@ class MultiWorkerMirroredStrategy(DataParallel, tf.distribute.MultiWorkerMirrore
             small collectives a layer and step) or `"local"` (of each replica's rows; the moving statistics are
             averaged at every step).
         batch_shares: how many rows of each batch each process gets, by rank and in proportion: `[2, 1]` gives rank 0
-            two thirds. The result stays that of one process. By default all get equally many; without a cluster, it
-            is a number for each device.
+            two thirds. `"auto"`: as many as it computes in the time of the others, which is measured in each epoch;
+            it needs `transport="direct"`. The result stays that of one process. By default all get equally many;
+            without a cluster, it is a number for each device.
         memory: what models keep for their backward pass, see `tfdist.memory.MemoryPolicy`; by default everything.
         transport: what carries the sums over the processes. `"tensorflow"`: TensorFlow's collectives. `"direct"`, for
             CPUs and GPUs that processes share: shared memory on a host and sockets between hosts, several times faster
@@ -134,8 +140,8 @@ class MultiWorkerMirroredStrategy(DataParallel, tf.distribute.MultiWorkerMirrore
         tfdist.ClusterError: if the cluster description is wrong, the processes' descriptions differ, or a process does
             not come; the message names it.
         ValueError: for an unknown `compression`, `batch_norm` or `transport`, `"direct"` with GPUs that no other
-            process has, `batch_shares` that are not a positive number for each process, or arguments that are not the
-            same on all of them.
+            process has, `batch_shares` that are not a positive number for each process, `"auto"` where nobody can
+            measure, or arguments that are not the same on all processes.
 
     Example (started by `tfdist run -n 2 train.py`):
         >>> import keras, numpy as np, tfdist
@@ -165,7 +171,7 @@ class MultiWorkerMirroredStrategy(DataParallel, tf.distribute.MultiWorkerMirrore
         compression: str | PowerSGD | TopK | None = None,
         bucket_bytes: int | str | None = "auto",
         batch_norm: str = "global",
-        batch_shares: Sequence[float] | None = None,
+        batch_shares: Sequence[float] | str | None = None,
         memory: MemoryPolicy | str | None = None,
         transport: str | None = None,
         start_timeout: float = 300.0,

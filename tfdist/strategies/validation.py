@@ -6,7 +6,7 @@ import contextlib
 import sys
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfdist.cluster.config import ClusterConfig
 from tfdist.compat.keras import has_hooks
-from tfdist.inspection.model_state import metrics_of, optimizers_of, parts_of
+from tfdist.inspection.model_state import metrics_of, optimizers_of, parts_of, seed_generators_of
 from tfdist.runtime.job import joined
 from tfdist.steps.keras_step import recognise_step
 
@@ -24,7 +24,7 @@ _unused: weakref.WeakSet[tf.distribute.Strategy] = weakref.WeakSet()
 _INNER = ("tfdist", "keras")
 
 # An attribute of a model.
-_WARNED = "_tfdist_warned_of_statistics"
+_WARNED, _WARNED_OF_UPDATES = "_tfdist_warned_of_statistics", "_tfdist_warned_of_updates"
 # Where the devices of a process are that is in no cluster; TensorFlow leaves it out of their names, strategies do not.
 _ALONE = "/job:localhost/replica:0/task:0"
 # With Keras 3, `horovod.keras.DistributedOptimizer` overrides a method that Keras no longer calls: it reduces nothing,
@@ -226,6 +226,30 @@ def warn_of_statistics(model: keras.Model, rows: str) -> None:
         f"Received: layer '{paths[0]}' (BatchNormalization){others}, which normalises over {rows}, so that training "
         "differs from one process. Expected: keras.layers.LayerNormalization or GroupNormalization; trainable=False; "
         "or parts of many rows, where the difference is small.",
+        stacklevel=2,
+    )
+
+
+def warn_of_updates(model: keras.Model, changed: Sequence[keras.Variable], parts: int) -> None:
+    """Warns, once, of state that layers assign when they are called, where they are called for each micro-batch.
+
+    Args:
+        model: a compiled model.
+        changed: weights that were assigned; those of BatchNormalization and seeds are no news.
+        parts: how many micro-batches there are.
+    """
+    layers = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)]
+    known = {id(weight) for layer in layers for weight in layer.weights}
+    known |= {id(generator.state) for generator in seed_generators_of(model)}
+    paths = [weight.path for weight in changed if id(weight) not in known]
+    if not paths or parts == 1 or hasattr(model, _WARNED_OF_UPDATES):
+        return
+    object.__setattr__(model, _WARNED_OF_UPDATES, True)
+    others = f" and {len(paths) - 1} other(s)" if len(paths) > 1 else ""
+    warnings.warn(
+        f"Received: weight '{paths[0]}'{others}, which a layer assigns when it is called: once for each of {parts} "
+        "micro-batches, from the rows of that one, so that training differs from one process. Expected: state that is "
+        "updated in a callback or a train_step, or num_microbatches=1.",
         stacklevel=2,
     )
 

@@ -54,8 +54,9 @@ _WARNED: set[tuple[str, ...]] = set()
 # So many values of a row, and of these dtypes, tell a batch from others.
 _SAMPLED = 32
 _NUMBERS = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int8, tf.uint8, tf.int16, tf.uint16, tf.int32, tf.int64)
-# How a batch is cut: into so many equal pieces, or where each of them ends, as a part of the rows: (0.75, 1.0).
-Pieces = int | tuple[float, ...]
+# How a batch is cut: into so many equal pieces, or where each of them ends, as a part of the rows: (0.75, 1.0). These
+# may be scalar tensors.
+Pieces = int | tuple[Any, ...]
 # Nothing here needs AutoGraph, which takes a second to find that out.
 _as_it_is = tf.autograph.experimental.do_not_convert
 
@@ -72,6 +73,18 @@ _HOST_INPUT = tf.distribute.InputOptions(
     experimental_fetch_to_device=False,
     experimental_replication_mode=tf.distribute.InputReplicationMode.PER_REPLICA,
 )
+
+
+class WholeBatch(NamedTuple):
+    """A global batch that the step cuts, since shares may change, and batches are read ahead.
+
+    Attributes:
+        data: its rows.
+        sample: as in `ReplicaBatch`.
+    """
+
+    data: Any
+    sample: Any
 
 
 class ReplicaBatch(NamedTuple):
@@ -185,20 +198,25 @@ class ReplicaBatchDataset(input_lib.DistributedDatasetsFromFunction):
         self.manual = manual
         self._extended, self._input_options, self._count = extended, options, count
         self.source = dataset = _shrink_batches(dataset, workers) if manual and not shrunk else dataset
-        if workers * replicas > 1:
-            share = (1, 0) if manual else (workers, worker)
-            ends = None if manual else extended._container_strategy()._ends_of_pieces
-            dataset = cut_for_worker(dataset, *share, replicas, count, manual, ends)
+        strategy = extended._container_strategy()
+        is_whole = count and not manual and strategy._automatic_shares is not None
+        if is_whole:
+            dataset = _whole_batches(dataset)
+        elif workers * replicas > 1:
+            share, pieces = ((1, 0), replicas) if manual else ((workers, worker), strategy._pieces)
+            dataset = cut_for_worker(dataset, *share, replicas, count, manual, pieces)
+        on_host = is_whole or (options is None and _are_cpus(extended.worker_devices))
         super().__init__(
             input_workers=extended._input_workers_with_options(options),
-            strategy=extended._container_strategy(),
+            strategy=strategy,
             input_contexts=[tf.distribute.InputContext(workers, worker, workers * replicas)],
             dataset_fn=lambda _: dataset,
-            options=_HOST_INPUT if options is None and _are_cpus(extended.worker_devices) else options,
+            options=_HOST_INPUT if on_host else options,
         )
         self._enable_get_next_as_optional = False
-        self._element_spec = _without_unknown_rows(
-            self._element_spec, of=dataset.element_spec, none=tf.NoneTensorSpec()
+        spec = dataset.element_spec
+        self._element_spec = (
+            spec if is_whole else _without_unknown_rows(self._element_spec, of=spec, none=tf.NoneTensorSpec())
         )
 
     def skip(self, steps: int) -> ReplicaBatchDataset:
@@ -266,14 +284,17 @@ class ReplicaBatchIterator(input_lib.DistributedIterator):
         return self._one_for_each_replica(lambda iterator: iterator.get_next_as_optional_list())
 
     def _make_per_replica(self, batches: list[Any]) -> Any:
+        if isinstance(batches[0], WholeBatch):
+            return batches[0]
         return _without_unknown_rows(input_lib._create_per_replica(batches, self._strategy), of=batches[0])
 
     def _one_for_each_replica(self, take: Callable[[Any], list[Any]]) -> list[Any]:
         """What `take` returns is for all replicas of this worker; of a plain iterator, for the next one."""
         ((device, iterator),) = zip(self._input_workers.worker_devices, self._iterators, strict=True)
         taken: list[Any] = []
+        is_whole = isinstance(self._element_spec, WholeBatch)
         with tf.device(device):
-            while len(taken) < len(self._input_workers.compute_devices_for_worker(0)):
+            while len(taken) < (1 if is_whole else len(self._input_workers.compute_devices_for_worker(0))):
                 taken += take(iterator)
         return taken
 
@@ -311,6 +332,8 @@ class ReplicaBatchIteratorSpec(input_lib.DistributedIteratorSpec):
 def _rows_and_manual(batch: Any) -> tuple[Any, bool]:
     """The number of rows of a distributed batch, and whether they are only those of this process."""
     with tf.device("CPU:0"):
+        if isinstance(batch, WholeBatch):
+            return count_rows(batch.data), False
         if not isinstance(batch, ReplicaBatch):
             return count_rows(batch) if _batched(batch) else 0, False
         rows, whole = (list(getattr(value, "values", [value])) for value in (batch.rows, batch.global_rows))
@@ -350,7 +373,7 @@ def cut_for_worker(
     replicas: int,
     count: bool = False,
     manual: bool = False,
-    ends: tuple[float, ...] | None = None,
+    pieces: Pieces | None = None,
 ) -> tf.data.Dataset:
     """Cuts each global batch of `dataset` into this worker's pieces, one element per local replica.
 
@@ -361,7 +384,7 @@ def cut_for_worker(
         replicas: number of replicas on this worker.
         count: whether elements are `ReplicaBatch`es. Plain elements have no stand-ins: they may have no rows.
         manual: whether the user has sharded the data, so that only this worker's rows of a step are known here.
-        ends: where the pieces of a batch end; `None` for equal pieces.
+        pieces: how a batch is cut; `None`: into equal pieces.
 
     Returns:
         A dataset with `replicas` elements for each element of `dataset`. Local replica `k` of worker `w` gets piece
@@ -369,12 +392,10 @@ def cut_for_worker(
     """
     source = array_source(dataset)
     if source is not None:
-        return _cut_arrays(source, dataset.options(), num_workers, worker, replicas, count, manual, ends)
-    pieces = ends or num_workers * replicas
+        return _cut_arrays(source, dataset.options(), num_workers, worker, replicas, count, manual, pieces)
+    pieces = pieces or num_workers * replicas
     is_tuple = isinstance(dataset.element_spec, tuple)
-    # Random numbers that rows are augmented with may differ, and the rows be the same. Nobody knows what Python draws.
-    is_sampled = count and num_workers > 1 and not draws_numbers(dataset)
-    is_of_python = is_sampled and runs_python(dataset)
+    sample = _sampler_of(dataset) if count and num_workers > 1 else None
 
     def cut(components: tuple, replica: int) -> Any:
         batch = components if is_tuple else components[0]
@@ -382,7 +403,7 @@ def cut_for_worker(
         if count:
             cut = cut_for_replica(batch, pieces, piece, whole=not manual)
             # One replica of a process notes it.
-            return cut._replace(sample=sample_of(batch if replica == 0 else (), is_of_python)) if is_sampled else cut
+            return cut._replace(sample=sample(batch if replica == 0 else ())) if sample else cut
         warn_of_other_rows(batch, num_workers * replicas)
         return cut_piece(batch, pieces, piece)
 
@@ -397,6 +418,24 @@ def cut_for_worker(
         return first
 
     return dataset.flat_map(one_element_per_replica)
+
+
+def _whole_batches(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """A dataset of `WholeBatch`es."""
+    is_tuple, sample = isinstance(dataset.element_spec, tuple), _sampler_of(dataset)
+
+    @_as_it_is
+    def whole(*components: Any) -> WholeBatch:
+        data = components if is_tuple else components[0]
+        return WholeBatch(data, sample(data) if sample else ())
+
+    return dataset.map(whole)
+
+
+def _sampler_of(dataset: tf.data.Dataset) -> Callable[[Any], tf.Tensor] | None:
+    """`sample_of` for batches of a dataset; `None` where these may differ."""
+    # Random numbers that rows are augmented with may differ, and the rows be the same. Nobody knows what Python draws.
+    return None if draws_numbers(dataset) else functools.partial(sample_of, is_of_python=runs_python(dataset))
 
 
 class ArraySource(NamedTuple):
@@ -451,15 +490,20 @@ def cut_for_replica(batch: Any, pieces: Pieces, piece: int, whole: bool = True) 
     return ReplicaBatch(data, tf.convert_to_tensor(rows), count_rows(batch) if whole else None)
 
 
-def split_over_replicas(extended: Any, batch: Any) -> Any:
-    """Gives each replica its rows of a batch that every process holds whole."""
+def split_over_replicas(extended: Any, batch: Any, sample: Any = ()) -> Any:
+    """Gives each replica its rows of a batch that every process holds whole; the first one has the `sample`."""
     workers, worker = extended._input_position()
     replicas = len(extended.worker_devices)
     # On the host: the first GPU may have no room for the rows of all.
     with tf.device("CPU:0"):
         batch = tf.nest.map_structure(lambda x: x if x is None or tf.is_tensor(x) else tf.convert_to_tensor(x), batch)
-    pieces = extended._container_strategy()._ends_of_pieces or workers * replicas
-    parts = [cut_for_replica(batch, pieces, k * workers + worker) for k in range(replicas)]
+        pieces = extended._container_strategy()._pieces
+        parts = [cut_for_replica(batch, pieces, k * workers + worker) for k in range(replicas)]
+    # Only one replica of a process notes it.
+    parts = [
+        part._replace(sample=tf.nest.map_structure(tf.zeros_like, sample) if k else sample)
+        for k, part in enumerate(parts)
+    ]
     return distribute_utils.regroup(parts, always_wrap=True)
 
 
@@ -511,11 +555,12 @@ def piece_bounds(rows: Any, pieces: Pieces, piece: int) -> tuple[Any, Any]:
     return piece * base + tf.minimum(piece, extra), base + tf.cast(piece < extra, base.dtype)
 
 
-def _place(rows: Any, part: float) -> Any:
+def _place(rows: Any, part: Any) -> Any:
     """The row next to a part of all; halves go to the even one, in a graph as in Python."""
-    return (
-        round(rows * part) if isinstance(rows, int) else tf.cast(tf.round(tf.cast(rows, tf.float64) * part), rows.dtype)
-    )
+    if isinstance(rows, int) and isinstance(part, float):
+        return round(rows * part)
+    count = tf.convert_to_tensor(rows)
+    return tf.cast(tf.round(tf.cast(count, tf.float64) * part), count.dtype)
 
 
 def _number_of(pieces: Pieces) -> int:

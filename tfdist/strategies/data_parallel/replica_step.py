@@ -59,7 +59,7 @@ from tfdist.runtime.agreement import Agreement
 from tfdist.steps.derived_logs import DerivedLogs, marked_result, metric_of
 from tfdist.steps.gradients import GradientOptions, all_reduce_sum, check_finite, scale
 from tfdist.steps.in_step import gather_with_weights
-from tfdist.steps.keras_step import KerasStep, global_replica, local_replica, shadowed
+from tfdist.steps.keras_step import KerasStep, current_step, global_replica, local_replica, shadowed
 from tfdist.steps.local_values import Dependence, LocalValues
 from tfdist.steps.shards import other_readers, to_apply
 from tfdist.strategies.data_parallel import state as layer_state
@@ -71,7 +71,7 @@ from tfdist.strategies.validation import check_float8
 
 # What collectives can add up; anything else is sent as int32.
 _NUMBERS = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64)
-_WARNED = "_tfdist_warned_of_outputs"
+_WARNED, _WARNED_OF_SQUARES = "_tfdist_warned_of_outputs", "_tfdist_warned_of_squares"
 # Beginnings of the types of operations whose results have as many rows as their values say.
 _SIZES = ("Where", "Unique", "NonMaxSuppression", "DynamicPartition", "ListDiff", "SparseToSparseSet")
 
@@ -170,7 +170,7 @@ def _shadow_optimizer(stack: contextlib.ExitStack, step: KerasStep, optimizer: A
     def apply(grads: Any, trainable_variables: Any = None) -> None:
         variables = optimizer._trainable_variables if trainable_variables is None else list(trainable_variables)
         scaled = id(optimizer) in step.here.scaled
-        grads = [_part_to_apply(g, v) if is_sharded(v) else g for g, v in zip(grads, variables, strict=True)]
+        grads = [_part_to_apply(optimizer, g, v) if is_sharded(v) else g for g, v in zip(grads, variables, strict=True)]
         grads, applied, averaged = agree(step, optimizer, grads, variables, step.here.state.take_averaged())
         reduced = _all_reduce_gradients(step, grads, applied, averaged, scaled, options, optimizer, settings)
         step.here.state.note_updates(applied)
@@ -249,8 +249,10 @@ def _sharded_part(optimizer: Any) -> ShardedOptimizer | None:
     return inner if isinstance(inner, ShardedOptimizer) else None
 
 
-def _part_to_apply(gradient: Any, variable: keras.Variable) -> Any:
+def _part_to_apply(optimizer: Any, gradient: Any, variable: keras.Variable) -> Any:
     """What an optimizer is given of the gradient of a sharded weight."""
+    if id(gradient) in current_step().here.of_slices:
+        _warn_of_squares(optimizer, variable)
     part = None if gradient is None else to_apply(gradient, variable.value)
     if gradient is not None and part is None:
         raise NotImplementedError(
@@ -260,6 +262,23 @@ def _part_to_apply(gradient: Any, variable: keras.Variable) -> Any:
             "the optimizer clip and accumulate it."
         )
     return part
+
+
+def _warn_of_squares(optimizer: Any, variable: keras.Variable) -> None:
+    """Warns once of an optimizer that squares gradients of the rows of an embedding, which are added up before."""
+    inner = [*parts_of(optimizer), optimizer][0]
+    strategy = tf.distribute.get_strategy()
+    if isinstance(inner, (keras.optimizers.SGD, keras.optimizers.Lion)) or hasattr(strategy, _WARNED_OF_SQUARES):
+        return
+    setattr(strategy, _WARNED_OF_SQUARES, True)
+    warnings.warn(
+        f"Received: optimizer {type(inner).__name__} for weight '{variable.path}' of an embedding, under "
+        "FullyShardedStrategy. Where a batch uses a row several times, the gradients of the row are added up, and the "
+        "optimizer squares the sum, as its method says. In one process, Keras squares each gradient by itself, so that "
+        "training differs. Expected: nothing, unless both have to be equal; then use SGD, or "
+        "tfdist.MultiWorkerMirroredStrategy, which does as Keras does.",
+        stacklevel=2,
+    )
 
 
 def _check_gradients_unread() -> None:

@@ -51,8 +51,10 @@ from tfdist.steps.reduce import each, gathered, in_order_of_rows, of_any_size, v
 from tfdist.strategies import validation
 from tfdist.strategies.data_parallel import common_gradients, row_trial
 from tfdist.strategies.data_parallel.dataset import (
+    Pieces,
     ReplicaBatch,
     ReplicaBatchDataset,
+    WholeBatch,
     count_rows,
     distribute_in_common_order,
     split_over_replicas,
@@ -64,6 +66,7 @@ from tfdist.strategies.data_parallel.replica_step import (
     results_of_parts,
     shadowed_for_step,
 )
+from tfdist.strategies.data_parallel.shares import AutomaticShares, ShareBySpeed, ends_of_pieces
 from tfdist.strategies.hooks import StrategyHooks, jit_compiles_by_itself, not_compiled_as_a_whole
 
 _log = logging.getLogger("tfdist")
@@ -86,6 +89,16 @@ class DataParallelHooks(StrategyHooks):
         self.compressor = strategy._gradient_options.compressor
         self.peers, self.agreement, self.input_meter = strategy._peers, strategy._agreement, strategy._input_meter
         self.rows_seen = RowsSeen() if strategy._peers else None
+
+    @property
+    def shares(self) -> list[float] | None:
+        automatic = self._strategy._automatic_shares
+        return automatic and automatic.shares
+
+    def take_shares(self, shares: list[float]) -> None:
+        automatic = self._strategy._automatic_shares
+        if automatic is not None and len(shares) == len(automatic.shares):
+            automatic.set(shares)
 
     @property
     def seed_is_given(self) -> bool:
@@ -161,6 +174,9 @@ class DataParallelHooks(StrategyHooks):
         if self._strategy._chief_io is None:
             return callbacks
         callbacks, sync = let_chief_write(callbacks, self._strategy.is_chief, self.collected)
+        if automatic := self._strategy._automatic_shares:
+            waited = self._strategy.extended._seconds_waited
+            callbacks = [*callbacks, ShareBySpeed(automatic, self.peers, waited, callback_list)]
         return [*callbacks, CommonStop(callback_list, callbacks), sync]
 
     def arrange_callbacks(self, callback_list: Any, model: Any) -> None:
@@ -180,9 +196,10 @@ class DataParallel:
     _memory: MemoryPolicy | None  # the memory policy of its models
     _gradient_options: GradientOptions  # how gradients travel
     _global_batch_norm: bool  # whether BatchNormalization uses the statistics of the global batch
-    _batch_shares: list[float] | None  # as given
+    _batch_shares: list[float] | str | None  # as given
     _arguments: dict[str, str]  # those that have to be the same on all processes
-    _ends_of_pieces: tuple[float, ...] | None = None  # where each piece of a batch ends; `None`: they are equal
+    _ends_of_pieces: tuple[float, ...] | None = None  # where each piece of a batch ends; `None`: they are equal, or
+    _automatic_shares: AutomaticShares | None = None  # change by speed
     _metric_totals: MetricTotals  # what metrics add up to at the end of an epoch
     _agreement: Agreement | None  # requests that all processes obey after the same step; `None` for one process
     _input_meter: InputMeter  # counts what compiled steps take from the data
@@ -204,7 +221,7 @@ class DataParallel:
         dtypes: Any = NARROW_DTYPES,
     ) -> None:
         check_shares(batch_shares)
-        self._batch_shares = None if batch_shares is None else [float(share) for share in batch_shares]
+        self._batch_shares = batch_shares if batch_shares in (None, AUTO) else [float(one) for one in batch_shares]
         self._arguments = {
             "compression": repr(compression),
             "bucket_bytes": repr(bucket_bytes),
@@ -233,8 +250,36 @@ class DataParallel:
             self._job.peers.check_same_strategy(self._arguments)
             # What scripts draw from generators that they have not seeded, such as the order of files.
             self._job.peers.share_random_state("create the strategy")
-        devices = len(self.extended.worker_devices)
-        self._ends_of_pieces = ends_of_pieces(self._batch_shares, self.extended._input_position()[0], devices)
+        self._take_shares()
+
+    def _take_shares(self) -> None:
+        """Takes over `batch_shares`.
+
+        Raises:
+            ValueError: for another number of them, or where nobody can measure the speed of each worker.
+        """
+        workers, devices = self.extended._input_position()[0], len(self.extended.worker_devices)
+        if self._batch_shares != AUTO:
+            self._ends_of_pieces = ends_of_pieces(self._batch_shares, workers, devices)
+        elif workers > 1 and self.extended._seconds_waited is None:
+            raise ValueError(
+                "Received: batch_shares='auto' with a transport that does not say how long it waits for others. "
+                "Expected: transport='direct', or a number for each process, such as [2, 1]."
+            )
+        elif workers == 1 and devices > 1:
+            raise ValueError(
+                "Received: batch_shares='auto' with several devices in one process, which does not time each. "
+                "Expected: a number for each device, such as [2, 1]."
+            )
+        elif workers > 1:
+            self._automatic_shares = AutomaticShares(workers, devices)
+
+    @property
+    def _pieces(self) -> Pieces:
+        """How a global batch is cut into what the replicas get; in a step, where its pieces end by then."""
+        if self._automatic_shares is not None:
+            return self._automatic_shares.ends()
+        return self._ends_of_pieces or self.num_replicas_in_sync
 
     @property
     def _peers(self) -> Peers | None:
@@ -265,7 +310,8 @@ class DataParallel:
                 self._keras_asks_for_data, self._epoch_iterator = False, None
 
     def _say_that_shares_are_not_for_shards(self) -> None:
-        if self._ends_of_pieces and not self._said_shares and self.is_chief:
+        has_shares = self._ends_of_pieces or self._automatic_shares
+        if has_shares and not self._said_shares and self.is_chief:
             self._said_shares = True
             _log.warning(_SHARES_ARE_FOR_GLOBAL_BATCHES, self._batch_shares)
 
@@ -276,6 +322,7 @@ class DataParallel:
 
     def _run(self, fn: Callable, args: tuple, kwargs: dict | None, options: Any) -> Any:
         """Recognises Keras' step, cuts its batch, runs it on each replica, tries it once, and returns results."""
+        args = tuple(split_over_replicas(self.extended, *a) if isinstance(a, WholeBatch) else a for a in args)
         step = recognise_step(fn, args, kwargs)
         if step is None:
             self._metric_totals.forget()
@@ -386,34 +433,6 @@ class DataParallel:
 
     def _gathered_rows(self, value: Any) -> Any:
         return of_any_size(super().gather, value) if _is_sizeless(value) else super().gather(value, 0)
-
-
-def ends_of_pieces(shares: list[float] | None, workers: int, devices: int) -> tuple[float, ...] | None:
-    """Where the pieces of a batch end, as parts of its rows; `None` where they are equal.
-
-    Args:
-        shares: for each worker, or for each device of a single one.
-        workers: how many there are.
-        devices: how many each has; they share its rows equally.
-
-    Raises:
-        ValueError: for another number of shares.
-
-    Example:
-        >>> ends_of_pieces([3, 1], 2, 1), ends_of_pieces([3, 1], 2, 2)
-        ((0.75, 1.0), (0.375, 0.5, 0.875, 1.0))
-    """
-    if shares is None or workers * devices == 1:
-        return None
-    expected, whose = (workers, "processes") if workers > 1 else (devices, "devices")
-    if len(shares) != expected:
-        raise ValueError(
-            f"Received: batch_shares={shares} for {expected} {whose}. Expected: a number for each; None gives all "
-            "equally many rows, however many there are."
-        )
-    # Local replica k of worker w has piece `k * workers + w`.
-    sums = list(itertools.accumulate(shares * (workers * devices // expected)))
-    return tuple(one / sums[-1] for one in sums)
 
 
 def make_gradient_options(
@@ -533,6 +552,11 @@ class DataParallelExtended:
 
         It is called in a replica's context.
         """
+        return None
+
+    @property
+    def _seconds_waited(self) -> Callable[[], float] | None:
+        """A function: for how long this process has waited for others, in all; `None` where nobody knows."""
         return None
 
     def _input_position(self) -> tuple[int, int]:

@@ -38,7 +38,7 @@ class HorovodStrategy(MultiWorkerMirroredStrategy):
         bucket_bytes: as in `MultiWorkerMirroredStrategy`.
         cluster: as in `MultiWorkerMirroredStrategy`.
         batch_norm: as in `MultiWorkerMirroredStrategy`.
-        batch_shares: as in `MultiWorkerMirroredStrategy`.
+        batch_shares: as in `MultiWorkerMirroredStrategy`, but for `"auto"`: Horovod does not tell who waits.
         memory: as in `MultiWorkerMirroredStrategy`.
         start_timeout: how long to wait at the start until all processes are there, in seconds; horovodrun and mpirun
             have limits of their own.

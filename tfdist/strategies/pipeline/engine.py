@@ -51,6 +51,7 @@ from tfdist.strategies.data_parallel.dataset import (
 from tfdist.strategies.pipeline.chunk import Forward, GradientSums, added
 from tfdist.strategies.pipeline.plan import PipelinePlan
 from tfdist.strategies.pipeline.schedule import Instruction
+from tfdist.strategies.validation import warn_of_updates
 
 # Distance between the seeds of pipelines (2**31 divided by the golden ratio): no two draw the same Dropout masks.
 _SEED_STRIDE = 0x4F1BBCDD
@@ -340,17 +341,20 @@ class PipelineRun:
         """
         replicas = range(self._plan.replicas)
         rows = [sum(self._micro_batches.weight(r * self._each + i) for i in range(self._each)) for r in replicas]
+        changed = []
         for chunk in self._plan.chunks:
             with tf.device(self._plan.device_of(chunk.index)):
                 for i, variable in enumerate(chunk.state):
                     values = [self._state[r][chunk.index][i] for r in replicas]
                     if values[0] is self._initial_state[0][chunk.index][i]:
                         continue
+                    changed.append(variable)
                     if len(values) == 1 or not values[0].dtype.is_floating:
                         variable._value.assign(values[0])
                     else:
                         parts = [v * tf.cast(w, v.dtype) for v, w in zip(values, rows, strict=True)]
                         variable._value.assign(tf.add_n(parts))
+        warn_of_updates(self._plan.model, changed, self._micro_batches.count)
 
 
 def read_trainable(plan: PipelinePlan) -> list[list[tf.Tensor]]:

@@ -1,0 +1,1 @@
+"""What do batch shares gain where workers are unequal? See README.md."""
