@@ -111,6 +111,15 @@ TOPICS = {
         "MultiWorker": [f"{_AS_ONE}::test_section[loops_of_ones_own]"],
         "Horovod": [f"{_AS_ONE}::test_over_horovod[loops_of_ones_own]"],
     },
+    "unequal shares of each batch (`batch_shares`), as given": {
+        "Mirrored": ["tests/logical/test_batch_shares.py::test_equals_one_process"],
+        "MultiWorker": ["tests/cluster/test_features.py::test_with_unequal_shares_equals_one_process"],
+        "FullySharded": ["tests/cluster/test_fully_sharded.py::test_with_unequal_shares_equals_one_process"],
+    },
+    'unequal shares by speed (`batch_shares="auto"`)': {
+        "MultiWorker": ["tests/cluster/test_batch_shares.py::test_shares_change_and_the_result_does_not[endless]"],
+        "FullySharded": ["tests/cluster/test_batch_shares.py::test_shares_change_and_the_result_does_not[sharded]"],
+    },
     "memory policies change nothing": {
         "Mirrored": [
             "tests/logical/test_memory_transparency.py::test_every_mode_on_two_replicas",
