@@ -39,20 +39,25 @@ def check_bucket_bytes(value: Any) -> None:
         )
 
 
-def check_shares(value: Any) -> None:
-    """Refuses what is no list of positive numbers, "auto" or `None`.
+def checked_shares(value: Any) -> list[float] | str | None:
+    """A list of positive numbers, "auto" or `None`; refuses all else.
 
     Example:
-        >>> check_shares([2, 0])
+        >>> checked_shares([2, 1])
+        [2.0, 1.0]
+        >>> checked_shares([2, 0])
         Traceback (most recent call last):
         ValueError: Received: batch_shares=[2, 0]. Expected: a list of positive numbers such as [2, 1], 'auto' or None.
     """
+    if value is None or (isinstance(value, str) and value == AUTO):
+        return value
     numbers = [] if isinstance(value, str) or not isinstance(value, Iterable) else list(value)
     are_positive = all(isinstance(one, Real) and not isinstance(one, bool) and 0 < one < math.inf for one in numbers)
-    if value is not None and value != AUTO and not (numbers and are_positive):
+    if not (numbers and are_positive):
         raise ValueError(
             f"Received: batch_shares={value!r}. Expected: a list of positive numbers such as [2, 1], 'auto' or None."
         )
+    return [float(one) for one in numbers]
 
 
 def check_seconds(**values: Any) -> None:

@@ -118,7 +118,6 @@ TOPICS = {
     },
     'unequal shares by speed (`batch_shares="auto"`)': {
         "MultiWorker": ["tests/cluster/test_batch_shares.py::test_shares_change_and_the_result_does_not[endless]"],
-        "FullySharded": ["tests/cluster/test_batch_shares.py::test_shares_change_and_the_result_does_not[sharded]"],
     },
     "memory policies change nothing": {
         "Mirrored": [

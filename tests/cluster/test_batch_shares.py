@@ -37,8 +37,7 @@ def trained(kind: str, folder: str = "", epochs: int = 4, waits: bool = False) -
     from tfdist.strategies.data_parallel import shares as module
 
     is_alone = not tfdist.discover().num_workers > 1
-    made = tfdist.FullyShardedStrategy if kind == "sharded" else tfdist.MultiWorkerMirroredStrategy
-    strategy = tf.distribute.get_strategy() if is_alone else made(batch_shares="auto")
+    strategy = tf.distribute.get_strategy() if is_alone else tfdist.MultiWorkerMirroredStrategy(batch_shares="auto")
     cost = 0 if is_alone else COST[strategy._peers.rank]
     seen: list[tuple[int, int]] = []
 
@@ -69,7 +68,7 @@ def trained(kind: str, folder: str = "", epochs: int = 4, waits: bool = False) -
     callbacks = [tfdist.callbacks.BackupAndRestore(folder, delete_checkpoint=False)] if folder else []
 
     def made_up(callback: module.ShareBySpeed, batch: int, logs: dict | None = None) -> None:
-        callback._computed.append(cost * callback._automatic.shares[callback._peers.rank])
+        callback._computed.append(cost * callback._automatic.rows_of_workers()[callback._peers.rank])
 
     fake = mock.patch.object(module.ShareBySpeed, "on_train_batch_end", made_up)
     with contextlib.nullcontext() if waits else fake:
@@ -102,7 +101,6 @@ def assert_equal(received: dict[str, Any], expected: dict[str, Any], tolerance: 
             pytest.param("endless", 1, id="an endless dataset, read ahead"),
             pytest.param("executions", 1, id="several steps a call"),
             pytest.param("dataset", 2, id="two devices each"),
-            pytest.param("sharded", 1, id="fully sharded"),
         ],
         "an endless dataset, read ahead",
     ),
@@ -143,12 +141,44 @@ def refused() -> list[tuple[str, str]]:
     import tfdist
 
     make: Callable[..., Any] = tfdist.MultiWorkerMirroredStrategy
-    return [error_of(make, batch_shares="auto", transport="tensorflow"), error_of(make, batch_shares="auto")]
+    return [
+        error_of(make, batch_shares="auto", transport="tensorflow"),
+        error_of(tfdist.FullyShardedStrategy, batch_shares="auto"),
+        error_of(make, batch_shares="auto"),
+    ]
 
 
 @pytest.mark.nightly
 def test_a_transport_that_cannot_tell_is_refused() -> None:
-    for error, allowed in run_local(refused, 2, timeout=240):
-        assert error[0] == "ValueError", error
+    for error, sharded, allowed in run_local(refused, 2, timeout=240):
+        assert error[0] == sharded[0] == "ValueError", error
         assert "batch_shares='auto' with a transport that does not say how long it waits" in error[1]
+        assert "batch_shares='auto' under FullyShardedStrategy, which gathers weights while" in sharded[1]
         assert allowed[0] == "no error"
+
+
+def trained_on_shards() -> list[float]:
+    """Runs on every process."""
+    import keras
+    import tensorflow as tf
+
+    import tfdist
+
+    strategy = tfdist.MultiWorkerMirroredStrategy(batch_shares="auto")
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    x = np.ones((80, 4), "float32")
+    dataset = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(8)
+    seconds = 1.0 + strategy._peers.rank
+    fake = mock.patch("tfdist.strategies.data_parallel.shares.statistics.median", lambda computed: seconds)
+    with fake:
+        model.fit(dataset.with_options(options), epochs=2, verbose=0, validation_data=dataset)
+    return strategy._automatic_shares.shares
+
+
+@pytest.mark.nightly
+def test_what_is_not_cut_by_shares_does_not_change_them() -> None:
+    assert run_local(trained_on_shards, 2, timeout=240) == [[0.5, 0.5]] * 2

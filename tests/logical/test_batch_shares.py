@@ -82,6 +82,10 @@ def test_shares_of_other_devices_are_refused(four_devices):
     assert tfdist.MirroredStrategy(DEVICES[:1], batch_shares=[2, 1])._ends_of_pieces is None
 
 
+def test_shares_may_be_an_array(four_devices):
+    assert tfdist.MirroredStrategy(DEVICES, batch_shares=np.array([3, 1]))._ends_of_pieces == (0.75, 1.0)
+
+
 def test_devices_of_one_process_are_not_timed(four_devices):
     with pytest.raises(
         ValueError, match=r"batch_shares='auto' with several devices in one process.* Expected: a number"

@@ -46,6 +46,7 @@ from tfdist.inspection.model_state import random_state, restore_random_state
 from tfdist.runtime.agreement import CommonStop, Request
 from tfdist.runtime.chief import Arranged, is_the_chiefs
 from tfdist.storage.selection import check_remote_path, scheme_of
+from tfdist.strategies.data_parallel.shares import ShareBySpeed
 from tfdist.strategies.hooks import build_for_steps, install
 from tfdist.supervision.events import EventLog
 from tfdist.supervision.exit_codes import PREEMPTED, UNSAVED
@@ -54,7 +55,7 @@ from tfdist.supervision.time_spent import SAVING, time_spent
 
 _log = logging.getLogger("tfdist")
 
-_WITHOUT_STATE = (keras.callbacks.ProgbarLogger, CommonStop)
+_WITHOUT_STATE = (keras.callbacks.ProgbarLogger, CommonStop, ShareBySpeed)
 
 
 class BackupAndRestore(Arranged):

@@ -54,6 +54,9 @@ class StrategyTraits:
     shares: Any = None
     """Which part of each batch each worker gets, a list, where that may change; else `None`."""
 
+    largest_piece: Any = None
+    """The largest part of a batch that a replica may get; `None`: all get equal parts."""
+
     input_meter: Any = None
     """Counts what compiled steps take from the data, a `tfdist.runtime.progress.InputMeter`, or `None`."""
 

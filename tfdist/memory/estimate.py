@@ -13,6 +13,7 @@ import collections
 import contextlib
 import dataclasses
 import heapq
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -579,9 +580,10 @@ class Estimate:
 def estimate(model: keras.Model, batch: Any) -> Estimate:
     """Traces a training step for a global batch of these specifications, and runs through its operations."""
     replicas = compute_devices(model)
-    sharing = model.distribute_strategy.num_replicas_in_sync
+    strategy = model.distribute_strategy
+    sharing, largest = strategy.num_replicas_in_sync, hooks_of(strategy).largest_piece
     # The replica with the most rows.
-    on_each = map_rows(batch, lambda rows: -(-rows // sharing))
+    on_each = map_rows(batch, lambda rows: math.ceil(rows * largest) if largest else -(-rows // sharing))
     graph, forward, labels = trace_step(model, on_each)
     operations = operations_of(graph, replicas[0], lambda op: labels[op.name])
     # Either order may be nearer to what happens. The larger peak is taken: too much is safer than too little.

@@ -574,7 +574,7 @@ class Exchange:
 
     Attributes:
         hosts: as given.
-        seconds_waited: for how long it has exchanged values while nothing more came to be exchanged, in all.
+        seconds_waited: for how long it has exchanged values, in all; most of it waiting for others.
 
     Example:
         >>> Exchange().all_reduce([np.array([1.0, 2.0])])
@@ -595,7 +595,7 @@ class Exchange:
         self._first, self._members, self._root, self._heads, self._neighbours = found
         self._results = ResultMemory()
         self._lock = threading.Lock()
-        self.seconds_waited = self._last_came = 0.0
+        self.seconds_waited = 0.0
         self._number = 0
         # Which segments other processes of this host may still read.
         self._last_read = 0
@@ -734,7 +734,7 @@ class Exchange:
     @contextlib.contextmanager
     def _alone(self, purpose: Purpose) -> Iterator[None]:
         """One call after another, and none after one that failed."""
-        came = self._last_came = time.monotonic()
+        came = time.monotonic()
         with self._lock:
             if self._failure:
                 raise ExchangeError(self._failure)
@@ -745,9 +745,7 @@ class Exchange:
                 # Whatever it is: the others would wait, or add up what does not belong together.
                 self._fail(str(error) or type(error).__name__)
                 raise
-            # As long as there come others, the process computes what they exchange.
-            if came == self._last_came:
-                self.seconds_waited += time.monotonic() - came
+            self.seconds_waited += time.monotonic() - came
 
     def _fail(self, why: str) -> None:
         self._failure = why

@@ -524,7 +524,7 @@ class DirectReduction(cross_device_ops.CollectiveAllReduce):
         return results
 
     def seconds_waited(self) -> float:
-        """For how long this process has exchanged values, and computed nothing meanwhile, in all."""
+        """For how long this process has exchanged values, in all."""
         return self._exchange.seconds_waited
 
     def sum_of_each(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:

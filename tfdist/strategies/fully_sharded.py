@@ -148,7 +148,7 @@ class FullyShardedStrategy(MultiWorkerMirroredStrategy):
             so weights are gathered on the host, and between hosts go the sums of gradients only (HSDP). It needs
             `transport="direct"`, and equally many processes on each host, two or more, each with one device.
         batch_norm: as in `MultiWorkerMirroredStrategy`.
-        batch_shares: as in `MultiWorkerMirroredStrategy`; all replicas keep equal parts of the weights.
+        batch_shares: as in `MultiWorkerMirroredStrategy`, but for `"auto"`; all replicas keep equal parts of weights.
         transport: as in `MultiWorkerMirroredStrategy`.
         start_timeout: how long to wait at the start until all processes are there, in seconds.
         peer_timeout: how long to wait for another process that has not yet come to the same call, in seconds.
@@ -183,7 +183,7 @@ class FullyShardedStrategy(MultiWorkerMirroredStrategy):
         shard_within: str | None = None,
         cluster: ClusterConfig | None = None,
         batch_norm: str = "global",
-        batch_shares: Sequence[float] | str | None = None,
+        batch_shares: Sequence[float] | None = None,
         transport: str | None = None,
         start_timeout: float = 300.0,
         peer_timeout: float = 1800.0,
@@ -194,6 +194,11 @@ class FullyShardedStrategy(MultiWorkerMirroredStrategy):
             raise ValueError(
                 f"Received: compression={compression!r} under FullyShardedStrategy, where no replica has whole "
                 "gradients of the global batch. Expected: None, 'bf16' or 'fp16'."
+            )
+        if batch_shares == "auto":
+            raise ValueError(
+                "Received: batch_shares='auto' under FullyShardedStrategy, which gathers weights while it computes, so "
+                "that nobody knows how long a process waits. Expected: a number for each process, such as [2, 1]."
             )
         if shard_within not in (None, "host"):
             raise ValueError(f"Received: shard_within={shard_within!r}. Expected: None, or 'host'.")

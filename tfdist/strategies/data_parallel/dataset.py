@@ -181,6 +181,7 @@ class ReplicaBatchDataset(input_lib.DistributedDatasetsFromFunction):
     Attributes:
         source: the dataset with one element for each step.
         manual: as given.
+        is_whole: whether elements are `WholeBatch`es.
     """
 
     def __init__(
@@ -215,6 +216,7 @@ class ReplicaBatchDataset(input_lib.DistributedDatasetsFromFunction):
         )
         self._enable_get_next_as_optional = False
         spec = dataset.element_spec
+        self.is_whole = is_whole
         self._element_spec = (
             spec if is_whole else _without_unknown_rows(self._element_spec, of=spec, none=tf.NoneTensorSpec())
         )
@@ -422,7 +424,9 @@ def cut_for_worker(
 
 def _whole_batches(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """A dataset of `WholeBatch`es."""
-    is_tuple, sample = isinstance(dataset.element_spec, tuple), _sampler_of(dataset)
+    # Arrays may have other values on each process, where something was drawn without a seed; the log has said so.
+    sample = None if array_source(dataset) else _sampler_of(dataset)
+    is_tuple = isinstance(dataset.element_spec, tuple)
 
     @_as_it_is
     def whole(*components: Any) -> WholeBatch:
@@ -496,7 +500,7 @@ def split_over_replicas(extended: Any, batch: Any, sample: Any = ()) -> Any:
     replicas = len(extended.worker_devices)
     # On the host: the first GPU may have no room for the rows of all.
     with tf.device("CPU:0"):
-        batch = tf.nest.map_structure(lambda x: x if x is None or tf.is_tensor(x) else tf.convert_to_tensor(x), batch)
+        batch = tf.nest.map_structure(_as_tensor, batch)
         pieces = extended._container_strategy()._pieces
         parts = [cut_for_replica(batch, pieces, k * workers + worker) for k in range(replicas)]
     # Only one replica of a process notes it.
@@ -505,6 +509,11 @@ def split_over_replicas(extended: Any, batch: Any, sample: Any = ()) -> Any:
         for k, part in enumerate(parts)
     ]
     return distribute_utils.regroup(parts, always_wrap=True)
+
+
+def _as_tensor(one: Any) -> Any:
+    is_one = one is None or tf.is_tensor(one) or isinstance(one, tf.experimental.Optional)
+    return one if is_one else tf.convert_to_tensor(one)
 
 
 def sample_of(batch: Any, is_of_python: bool) -> tf.Tensor:
@@ -547,7 +556,7 @@ def piece_bounds(rows: Any, pieces: Pieces, piece: int) -> tuple[Any, Any]:
         [(0, 8), (8, 2)]
     """
     if not isinstance(pieces, int):
-        begin, end = (_place(rows, part) for part in (0.0, *pieces)[piece : piece + 2])
+        begin, end = (_end(rows, pieces, i) for i in (piece - 1, piece))
         return begin, end - begin
     base, extra = rows // pieces, rows % pieces
     if isinstance(rows, int):
@@ -555,12 +564,22 @@ def piece_bounds(rows: Any, pieces: Pieces, piece: int) -> tuple[Any, Any]:
     return piece * base + tf.minimum(piece, extra), base + tf.cast(piece < extra, base.dtype)
 
 
-def _place(rows: Any, part: Any) -> Any:
-    """The row next to a part of all; halves go to the even one, in a graph as in Python."""
-    if isinstance(rows, int) and isinstance(part, float):
-        return round(rows * part)
-    count = tf.convert_to_tensor(rows)
-    return tf.cast(tf.round(tf.cast(count, tf.float64) * part), count.dtype)
+def _end(rows: Any, ends: tuple[Any, ...], piece: int) -> Any:
+    """Where a piece ends: at the row next to its part of all, so that each piece has a row if there are so many.
+
+    Halves go to the even row, in a graph as in Python.
+    """
+    after = len(ends) - 1 - piece
+    if piece < 0:
+        return 0 * rows  # of its type
+    if isinstance(rows, int) and isinstance(ends[0], float):
+        place = max(1, *(round(rows * end) - i for i, end in enumerate(ends[: piece + 1]))) + piece
+        return min(place, rows - after) if rows >= len(ends) else min(rows, piece + 1)
+    rows = tf.convert_to_tensor(rows)
+    parts = tf.convert_to_tensor(ends[: piece + 1], tf.float64)
+    places = tf.cast(tf.round(tf.cast(rows, tf.float64) * parts), rows.dtype) - tf.range(piece + 1, dtype=rows.dtype)
+    place = tf.maximum(tf.reduce_max(places), 1) + piece
+    return tf.where(rows >= len(ends), tf.minimum(place, rows - after), tf.minimum(rows, piece + 1))
 
 
 def _number_of(pieces: Pieces) -> int:

@@ -266,9 +266,9 @@ def _part_to_apply(optimizer: Any, gradient: Any, variable: keras.Variable) -> A
 
 def _warn_of_squares(optimizer: Any, variable: keras.Variable) -> None:
     """Warns once of an optimizer that squares gradients of the rows of an embedding, which are added up before."""
-    inner = [*parts_of(optimizer), optimizer][0]
-    strategy = tf.distribute.get_strategy()
-    if isinstance(inner, (keras.optimizers.SGD, keras.optimizers.Lion)) or hasattr(strategy, _WARNED_OF_SQUARES):
+    strategy, adding = tf.distribute.get_strategy(), (keras.optimizers.SGD, keras.optimizers.Lion)
+    inner = next((one for one in parts_of(optimizer) or [optimizer] if not isinstance(one, adding)), None)
+    if inner is None or hasattr(strategy, _WARNED_OF_SQUARES):
         return
     setattr(strategy, _WARNED_OF_SQUARES, True)
     warnings.warn(

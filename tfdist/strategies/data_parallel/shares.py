@@ -18,6 +18,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.runtime.peers import Peers
+from tfdist.strategies.data_parallel.dataset import piece_bounds
 from tfdist.supervision.events import EventLog
 
 _log = logging.getLogger("tfdist")
@@ -25,7 +26,7 @@ _log = logging.getLogger("tfdist")
 _FEWEST_CALLS = 5
 # A share that would change by less stays: the times of equal workers differ, too.
 _WORTH_A_CHANGE = 0.05
-# Of an equal share: nobody gets fewer rows, however slow.
+# Of an equal share, before all are made to add up to 1: nobody gets fewer rows, however slow.
 _LEAST = 0.1
 
 
@@ -57,21 +58,22 @@ def ends_of_pieces(shares: Sequence[float] | None, workers: int, devices: int) -
     return tuple(one / sums[-1] for one in sums)
 
 
-def shares_by_speed(shares: Sequence[float], seconds: Sequence[float]) -> list[float]:
+def shares_by_speed(shares: Sequence[float], rows: Sequence[int], seconds: Sequence[float]) -> list[float]:
     """The shares with which all workers would take as long, if the time goes by the number of rows.
 
     Args:
-        shares: of the workers, which add up to 1.
-        seconds: how long each has computed for its rows.
+        shares: of the workers so far, which add up to 1.
+        rows: that each has had in a step; shares are rounded to whole rows.
+        seconds: how long each has computed for them.
 
     Returns:
         Shares that add up to 1; the old ones where hardly anything would change.
 
     Example:
-        >>> shares_by_speed([0.5, 0.5], [2.0, 6.0]), shares_by_speed([0.5, 0.5], [2.0, 2.1])
+        >>> shares_by_speed([0.5, 0.5], [8, 8], [2.0, 6.0]), shares_by_speed([0.5, 0.5], [8, 8], [2.0, 2.1])
         ([0.75, 0.25], [0.5, 0.5])
     """
-    speeds = [share / max(taken, 1e-9) for share, taken in zip(shares, seconds, strict=True)]
+    speeds = [count / max(taken, 1e-9) for count, taken in zip(rows, seconds, strict=True)]
     least = _LEAST / len(speeds)
     found = [max(speed / sum(speeds), least) for speed in speeds]
     found = [one / sum(found) for one in found]
@@ -88,19 +90,32 @@ class AutomaticShares:
 
     Attributes:
         shares: of the workers, which add up to 1.
+        cuts: whether data that Keras has asked for last are cut by them.
     """
 
     def __init__(self, workers: int, devices: int) -> None:
         self._workers, self._devices = workers, devices
+        self.cuts = False
         self.shares = [1 / workers] * workers
         with tf.init_scope(), tf.device("CPU:0"):
             ends = ends_of_pieces(self.shares, workers, devices)
             self._ends = tf.Variable(ends, trainable=False, dtype=tf.float64, name="ends_of_pieces")
+            self._most_rows = tf.Variable(0, trainable=False, dtype=tf.int32, name="rows_of_a_batch")
 
     def set(self, shares: Sequence[float]) -> None:
         """Changes them, from the next step on; each process has to do so after the same step."""
         self.shares = list(shares)
         self._ends.assign(ends_of_pieces(self.shares, self._workers, self._devices))
+
+    def note_rows(self, rows: tf.Tensor) -> None:
+        """Notes how many rows a global batch has; called in each step."""
+        self._most_rows.assign(tf.maximum(self._most_rows, rows))
+
+    def rows_of_workers(self) -> list[int]:
+        """How many rows each worker has of the largest batch so far."""
+        rows, ends = int(self._most_rows), ends_of_pieces(self.shares, self._workers, self._devices)
+        sizes = [piece_bounds(rows, ends, piece)[1] for piece in range(len(ends))]
+        return [sum(sizes[worker :: self._workers]) for worker in range(self._workers)]
 
     def ends(self) -> tuple[tf.Tensor, ...]:
         """Where the pieces of this step's batch end: float64 scalars."""
@@ -110,8 +125,9 @@ class AutomaticShares:
 class ShareBySpeed(keras.callbacks.Callback):
     """Gives each worker as many rows of a batch as it computes in the time of the others.
 
-    It measures what a worker computes in a call of the step: all of its time but that in which it waits for others. The
-    median of an epoch counts, so that a single slow step does not. Shares change between two epochs.
+    It measures what a worker computes in a call of the step: all of its time but that in which it exchanges values,
+    which is waiting for others. So gradients are sent at once, when all are computed. The median of an epoch counts, so
+    that a single slow step does not. Shares change between two epochs.
 
     Args:
         automatic: the shares.
@@ -126,9 +142,11 @@ class ShareBySpeed(keras.callbacks.Callback):
         super().__init__()
         self._automatic, self._peers, self._waited, self._callback_list = automatic, peers, waited, callback_list
         self._computed: list[float] = []
-        self._began = 0.0
+        self._began, self._cuts = 0.0, False
 
     def on_train_begin(self, logs: dict | None = None) -> None:
+        # Validation data may be others.
+        self._cuts = self._automatic.cuts
         # Keras would not wait for this callback before it begins the next step.
         self._callback_list._async_train = False
 
@@ -142,10 +160,13 @@ class ShareBySpeed(keras.callbacks.Callback):
         self._computed.append(time.monotonic() - self._waited() - self._began)
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-        own = statistics.median(self._computed) if len(self._computed) >= _FEWEST_CALLS else None
-        told = self._peers.gather("speed", own, "finish the epoch")
+        is_known = self._cuts and len(self._computed) >= _FEWEST_CALLS
+        told = self._peers.gather("speed", statistics.median(self._computed) if is_known else None, "finish the epoch")
         before = self._automatic.shares
-        if None in told or (shares := shares_by_speed(before, told)) == before:
+        if None in told:
+            return
+        shares = shares_by_speed(before, self._automatic.rows_of_workers(), told)
+        if shares == before:
             return
         self._automatic.set(shares)
         if self._peers.rank == 0:

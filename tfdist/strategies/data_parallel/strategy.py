@@ -9,6 +9,7 @@ DataParallelExtended  mixin for their extended parts: what replicas exchange, va
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import itertools
@@ -21,7 +22,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.arguments import AUTO, check_bucket_bytes, check_shares
+from tfdist.arguments import AUTO, check_bucket_bytes, checked_shares
 from tfdist.compat.deferred_captures import step_lock
 from tfdist.compat.upstream import (
     DistributedValues,
@@ -95,6 +96,13 @@ class DataParallelHooks(StrategyHooks):
         automatic = self._strategy._automatic_shares
         return automatic and automatic.shares
 
+    @property
+    def largest_piece(self) -> float | None:
+        if self._strategy._automatic_shares is not None:
+            return 1.0
+        ends = self._strategy._ends_of_pieces
+        return max(end - begin for begin, end in itertools.pairwise((0.0, *ends))) if ends else None
+
     def take_shares(self, shares: list[float]) -> None:
         automatic = self._strategy._automatic_shares
         if automatic is not None and len(shares) == len(automatic.shares):
@@ -110,6 +118,8 @@ class DataParallelHooks(StrategyHooks):
             make(iterator, **arguments)
         dataset = iterator._distributed_dataset
         is_cut = isinstance(dataset, ReplicaBatchDataset)
+        if self._strategy._automatic_shares:
+            self._strategy._automatic_shares.cuts = is_cut and dataset.is_whole
         if not is_cut or dataset.manual:
             self._strategy._say_that_shares_are_not_for_shards()
         if is_cut and isinstance(iterator.data_adapter, TFDatasetAdapter):
@@ -220,8 +230,7 @@ class DataParallel:
         memory: Any,
         dtypes: Any = NARROW_DTYPES,
     ) -> None:
-        check_shares(batch_shares)
-        self._batch_shares = batch_shares if batch_shares in (None, AUTO) else [float(one) for one in batch_shares]
+        self._batch_shares = checked_shares(batch_shares)
         self._arguments = {
             "compression": repr(compression),
             "bucket_bytes": repr(bucket_bytes),
@@ -273,6 +282,8 @@ class DataParallel:
             )
         elif workers > 1:
             self._automatic_shares = AutomaticShares(workers, devices)
+            # Where some are sent while others are computed, nobody knows how long a process waits.
+            self._gradient_options = dataclasses.replace(self._gradient_options, bucket_bytes=None)
 
     @property
     def _pieces(self) -> Pieces:
@@ -322,7 +333,7 @@ class DataParallel:
 
     def _run(self, fn: Callable, args: tuple, kwargs: dict | None, options: Any) -> Any:
         """Recognises Keras' step, cuts its batch, runs it on each replica, tries it once, and returns results."""
-        args = tuple(split_over_replicas(self.extended, *a) if isinstance(a, WholeBatch) else a for a in args)
+        args = tuple(self._cut_whole(a) if isinstance(a, WholeBatch) else a for a in args)
         step = recognise_step(fn, args, kwargs)
         if step is None:
             self._metric_totals.forget()
@@ -340,6 +351,12 @@ class DataParallel:
                 raise
         row_trial.try_once(step, (_count_operations() - operations) // len(self.extended.worker_devices))
         return self._outputs_for_keras(step, results) if step.kind == "predict" else self._logs_for_keras(results)
+
+    def _cut_whole(self, batch: WholeBatch) -> Any:
+        """The rows of each replica, by the shares of this step."""
+        with tf.device("CPU:0"):
+            self._automatic_shares.note_rows(count_rows(batch.data))
+        return split_over_replicas(self.extended, *batch)
 
     def _cut(self, step: KerasStep, batch: Any) -> Any:
         """The rows of each replica: the strategy's datasets are cut already, `*_on_batch` gives a whole batch."""
