@@ -10,6 +10,7 @@ called in a step is the same under all strategies: steps/in_step.py.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -78,6 +79,7 @@ class StrategyTraits:
         return path
 
 
+_WARNED_OF_RACE = "_tfdist_warned_of_race"
 _without_strategy = StrategyTraits()
 _in_step: Any = None
 
@@ -359,11 +361,30 @@ def _recompute(original: Callable) -> Callable:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             # In a block or a stage, where tfdist decides what is kept.
-            return (function if in_stateless_scope() else recomputed)(*args, **kwargs)
+            if in_stateless_scope():
+                return function(*args, **kwargs)
+            _warn_of_race()
+            return recomputed(*args, **kwargs)
 
         return call
 
     return recompute_grad
+
+
+def _warn_of_race() -> None:
+    """Warns once of what TensorFlow computes again in a training step, which tfdist could do."""
+    step, strategy = _in_step.current_step(), tf.distribute.get_strategy()
+    has_order = tf.config.optimizer.get_experimental_options().get("dependency_optimization") is False
+    if step is None or step.kind != "train" or step.graph is None or has_order or hasattr(strategy, _WARNED_OF_RACE):
+        return
+    setattr(strategy, _WARNED_OF_RACE, True)
+    warnings.warn(
+        "Received: keras.remat or tf.recompute_grad in a training step. In a graph, TensorFlow's optimizer of "
+        "dependencies loses the order of what is computed again and of updates: gradients are sometimes those of "
+        "weights that are updated already. Expected: memory='recompute' of the strategy in its place; or, at the "
+        "beginning of the program, tf.config.optimizer.set_experimental_options({'dependency_optimization': False}).",
+        stacklevel=3,
+    )
 
 
 _RECOMPUTED = [
