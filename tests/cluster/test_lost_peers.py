@@ -6,7 +6,9 @@ import json
 import os
 import socket
 import sys
+import time
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,6 +17,7 @@ import tfdist
 from tests.processes import forked
 from tests.tiers import daily
 from tfdist.cluster import ports
+from tfdist.testing import run_local
 
 pytestmark = pytest.mark.cluster
 
@@ -35,6 +38,22 @@ class End(keras.callbacks.Callback):
             os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[sys.argv[2]])
 model.fit(np.ones((6400, 4)), np.ones((6400, 1)), batch_size=32, verbose=0, shuffle=False, callbacks=[End()])
 """
+
+
+def reads_late() -> list[int]:
+    """Runs on every process: rank 0 ends as soon as it has told all, which rank 1 reads a second later."""
+    import tfdist
+
+    peers = tfdist.MultiWorkerMirroredStrategy(start_timeout=60)._peers
+    hear = peers.hear
+
+    def late(*arguments: Any, **more: Any) -> Any:
+        time.sleep(1.0)
+        return hear(*arguments, **more)
+
+    if peers.rank == 1:
+        peers.hear = late
+    return peers.gather("last words", peers.rank, "say the last words")
 
 
 def train(folder: Path, size: int, transport: str, *arguments: str) -> tuple[list[str], list[tuple[int, str]]]:
@@ -133,3 +152,7 @@ def test_nothing_else_changes_what_is_shown(monkeypatch):
     job.name_lost_peers(cluster)
     sys.excepthook(ValueError, ValueError("Collective"), None)
     assert shown == [ValueError]
+
+
+def test_the_last_words_of_rank_0_are_heard():
+    assert run_local(reads_late, 2, timeout=120) == [[0, 1]] * 2

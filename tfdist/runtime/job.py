@@ -38,8 +38,9 @@ from tfdist.runtime.chief import ChiefIO
 from tfdist.runtime.exchange import Exchange, ExchangeError, connect
 from tfdist.runtime.peers import Peers
 
-# Programs of one job end at about the same time.
-_LAST_SECONDS = 60.0
+# Programs of one job end at about the same time. Who still asks for a file waits for it; what was told is read at once,
+# but on a busy host.
+_LAST_SECONDS, _LAST_READ_SECONDS = 60.0, 5.0
 
 
 @dataclasses.dataclass
@@ -117,11 +118,12 @@ class Job:
     def leave(self) -> None:
         """Ends this process' part, at the end of the program.
 
-        The chief keeps the messages: it waits for those that have not yet heard of a file that it has saved.
+        The chief keeps the messages: it waits for those that have not yet read the last ones, or not yet heard of a
+        file that it has saved.
         """
         self.peers.leave()
-        if self.chief_io.someone_may_ask and not has_failed():
-            self.peers.wait_until_left(_LAST_SECONDS)
+        if self.peers.rank == 0 and not has_failed():
+            self.peers.wait_until_left(_LAST_SECONDS if self.chief_io.someone_may_ask else _LAST_READ_SECONDS)
 
     def __str__(self) -> str:
         return str(self.cluster) if self.cluster else f"a job of {', '.join(self.peers.names)}"
