@@ -21,6 +21,7 @@ from tfdist.steps.in_step import global_sum as global_sum
 from tfdist.strategies import FullyShardedStrategy as FullyShardedStrategy
 from tfdist.strategies import HorovodStrategy as HorovodStrategy
 from tfdist.strategies import HostOffloadStrategy as HostOffloadStrategy
+from tfdist.strategies import LocalStepsStrategy as LocalStepsStrategy
 from tfdist.strategies import MirroredStrategy as MirroredStrategy
 from tfdist.strategies import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
 from tfdist.strategies import ParameterServerStrategy as ParameterServerStrategy

@@ -85,6 +85,7 @@ class TrainingState:
             # Metrics that Keras does not know, and does not reset at the beginning of an epoch.
             "other metrics": [variable for metric in metrics_of(model) for variable in metric.variables],
             "optimizer": [variable for optimizer in self._optimizers for variable in optimizer.variables],
+            "strategy": hooks_of(model.distribute_strategy).more_state(model),
         }
         seen: set[int] = set()
         variables: dict[str, Any] = {}
@@ -210,6 +211,8 @@ class TrainingState:
             is_kept: whether this process writes more than its rows of sharded variables. What compression keeps on all
                 replicas is as much as all their weights.
         """
+        strategy = self._model.distribute_strategy
+        keeps_own = hooks_of(strategy).keeps_own
         tensors: dict[str, tf.Tensor] = {}
         per_replica: dict[str, Any] = {}
         for name, variable in self._variables.items():
@@ -220,25 +223,29 @@ class TrainingState:
             elif is_sharded(variable):
                 rows = variable.value.own_rows()
                 tensors.update({f"{ROWS}{name}/{first}": value for first, value in rows.items()})
+            elif keeps_own:
+                # One after another: nobody but who writes has to have room for all.
+                (value,) = gather(strategy, [variable])
+                tensors |= {f"{_PER_REPLICA}/{name}": value} if is_kept else {}
             else:
                 # Shares the buffer: TensorFlow copies it when the next step writes to the variable.
                 tensors[name] = parts_of_variable(variable)[0].read_value()
         if per_replica:
-            values = gather(self._model.distribute_strategy, list(per_replica.values()))
+            values = gather(strategy, list(per_replica.values()))
             tensors.update(zip(per_replica, values, strict=True))
         for name, variable in self._of_compression.items():
             if not is_kept_per_replica(variable):
                 tensors[name] = parts_of_variable(variable)[0].read_value()
                 continue
-            # One after another: nobody but who writes has to have room for all.
-            (value,) = gather(self._model.distribute_strategy, [variable])
+            (value,) = gather(strategy, [variable])
             if is_kept:
                 tensors[f"{_PER_REPLICA}/{name}"] = value
         return tensors if is_kept else {name: v for name, v in tensors.items() if name.startswith(ROWS)}
 
     def load(self, tensors: Mapping[str, np.ndarray]) -> None:
         """Puts a snapshot back. It may be of another number of replicas, or without any strategy."""
-        in_rows = _pieces(tensors)
+        strategy = self._model.distribute_strategy
+        keeps_own, in_rows, is_of_others = hooks_of(strategy).keeps_own, _pieces(tensors), False
         for name, variable in (self._variables | self._of_compression).items():
             whole, replicas = tensors.get(name), tensors.get(f"{_PER_REPLICA}/{name}")
             if name in in_rows:
@@ -250,15 +257,18 @@ class TrainingState:
                 whole = np.concatenate(list(pieces.values())).reshape(-1)[: int(np.prod(shape))].reshape(shape)
             if name in self._lost or (whole is None and replicas is None):
                 continue
-            if is_kept_per_replica(variable):
+            if is_kept_per_replica(variable) or (keeps_own and replicas is not None):
                 values = whole[np.newaxis] if replicas is None else replicas
-                scatter(self._model.distribute_strategy, variable, values)
+                scatter(strategy, variable, values)
+                is_of_others |= len(values) != strategy.num_replicas_in_sync
                 continue
             if is_sharded(variable):
                 variable.value.assign(whole)
                 continue
             for part in parts_of_variable(variable):
                 part.assign(tf.constant(combine(variable, replicas) if whole is None else whole, dtype=part.dtype))
+        if keeps_own and is_of_others:
+            hooks_of(strategy).restored_of_others(self._model)
 
 
 def _pieces(tensors: Collection[str]) -> dict[str, dict[int, str]]:

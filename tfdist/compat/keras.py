@@ -40,6 +40,9 @@ class StrategyTraits:
     keeps_parts = False
     """Whether each process has a part of each weight, which it writes into backups itself."""
 
+    keeps_own = False
+    """Whether each process trains weights of its own for some steps; backups have those of all."""
+
     memory: Any = None
     """The policy that models get when they are built, a `tfdist.memory.policy.MemoryPolicy`, or `None`."""
 
@@ -70,6 +73,13 @@ class StrategyTraits:
         Raises:
             Exception: what a step has raised.
         """
+
+    def more_state(self, model: Any) -> list[keras.Variable]:
+        """Variables of the training of a model that neither it nor its optimizers have."""
+        return []
+
+    def restored_of_others(self, model: Any) -> None:
+        """Called where `keeps_own`, after a model was restored from a backup of another number of processes."""
 
     def take_shares(self, shares: list[float]) -> None:
         """Takes over `shares` of an earlier process."""

@@ -20,8 +20,8 @@ from tfdist.launcher.arguments import Target
 from tfdist.memory.estimate import specifications_of
 
 _STRATEGIES = (
-    *("FullyShardedStrategy", "HorovodStrategy", "HostOffloadStrategy", "MirroredStrategy"),
-    *("MultiWorkerMirroredStrategy", "ParameterServerStrategy", "PipelineStrategy"),
+    *("FullyShardedStrategy", "HorovodStrategy", "HostOffloadStrategy", "LocalStepsStrategy"),
+    *("MirroredStrategy", "MultiWorkerMirroredStrategy", "ParameterServerStrategy", "PipelineStrategy"),
 )
 
 

@@ -93,7 +93,10 @@ class CommonStop(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         self._fit = self._peers.count("fit")
-        self._between_checks = batches_between_checks()
+        # Weights that each process trains by itself are the same at the ends of epochs.
+        keeps_own = hooks_of(self.model.distribute_strategy).keeps_own
+        between = batches_between_checks()
+        self._between_checks = None if between and keeps_own else between
         told = self._peers.gather("may stop", [*self._may_stop, bool(self.model.stop_training)], "begin to train")
         # Sums must be the same on all: one process with such a callback is enough.
         self._asks_in_batches, self._asks_at_beginning, stops = (any(of_all) for of_all in zip(*told, strict=True))

@@ -69,7 +69,10 @@ def next_seed(draw: Callable, generator: Any, *args: Any, **kwargs: Any) -> Any:
     seed = draw(generator, *args, **kwargs)
     if (step := current_step()) is not None:
         return seed_of_replica(seed, step.shard)
-    return seed if _strategy_of_custom_loop() is None else seed_of_replica(seed)
+    context = tf.distribute.get_replica_context()
+    # That of one replica is the first one, unless it trains by itself for some steps.
+    is_other = context is not None and hooks_of(context.strategy).is_data_parallel and global_replica() > 0
+    return seed_of_replica(seed) if is_other else seed
 
 
 def seed_of_replica(seed: tf.Tensor, shard: tf.Tensor | None = None) -> tf.Tensor:

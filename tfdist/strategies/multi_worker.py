@@ -154,6 +154,8 @@ class MultiWorkerMirroredStrategy(DataParallel, tf.distribute.MultiWorkerMirrore
 
     _extended_class: type[MultiWorkerExtended] = MultiWorkerExtended
     _hooks_class: type[DataParallelHooks] = DataParallelHooks
+    # Whether sums of GPUs go through the host's memory, too: for who rarely has any.
+    _goes_through_host = False
 
     def __new__(cls, *args: Any, **kwargs: Any) -> MultiWorkerMirroredStrategy:
         chooses_none = cls is MultiWorkerMirroredStrategy and kwargs.get("transport") is None
@@ -200,7 +202,8 @@ class MultiWorkerMirroredStrategy(DataParallel, tf.distribute.MultiWorkerMirrore
         tf.distribute.Strategy.__init__(self, extended)
         if self._job:
             MultiWorkerExtended._std_server_started = True
-        if self._job and (exchange := _exchange_of(self._job, extended.worker_devices, transport, start_timeout)):
+        devices = () if self._goes_through_host else extended.worker_devices
+        if self._job and (exchange := _exchange_of(self._job, devices, transport, start_timeout)):
             extended._carry_directly(exchange)
             if bucket_bytes == "auto" and exchange.number_of_hosts > 1 and self._gradient_options.compressor is None:
                 # What a method compresses is never much: its buckets need not be smaller.

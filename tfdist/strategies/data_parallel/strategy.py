@@ -381,7 +381,7 @@ class DataParallel:
             step.global_seeds = global_seeds()
             step.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
             stack.enter_context(traced(self, step))
-            stack.enter_context(_other_random_numbers(self.extended._input_position()[1]))
+            stack.enter_context(other_random_numbers(self.extended._input_position()[1]))
             step.purpose = self._identify(step)
             step.is_compiled = xla_compiles(step.model, batch)
             stack.enter_context(marked_for_xla(step.is_compiled))
@@ -605,7 +605,7 @@ def _without_counts(args: tuple) -> tuple:
 
 
 @contextlib.contextmanager
-def _other_random_numbers(worker: int) -> Iterator[None]:
+def other_random_numbers(worker: int) -> Iterator[None]:
     """Lets `tf.random` operations without a seed draw other numbers on each worker; worker 0 draws as one process."""
     graph = tf.compat.v1.get_default_graph()
     if worker == 0 or tf.executing_eagerly() or graph.seed is None:

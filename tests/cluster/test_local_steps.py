@@ -1,0 +1,510 @@
+"""`LocalStepsStrategy` on two processes, beside a simulation: a model for each worker, and the outer step by hand."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.cluster.attempt import error_of
+from tests.tiers import daily
+from tfdist.testing import run_local
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(420)]
+ROWS, BATCH, EPOCHS = 83, 16, 3  # a last batch of three rows
+OUTER = {"learning_rate": 0.7, "momentum": 0.9, "nesterov": True}
+
+# Kinds of programs: what is special about the model, and how it is trained.
+KINDS = {
+    "plain": {},
+    "BatchNormalization": {"layers": "normalization"},
+    "steps_per_execution": {"steps_per_execution": 2},
+    "run_eagerly": {"run_eagerly": True},
+    "jit_compile": {"jit_compile": True},
+    "a step of its own, with two optimizers": {"model": "two optimizers"},
+    "a step that updates a copy of the weights": {"model": "momentum encoder"},
+    "accumulated gradients": {"accumulated": 2},
+    "frozen layer": {"layers": "frozen"},
+    "masks and sample weights": {"layers": "masked", "sample_weight": True},
+    "a dataset": {"data": "dataset"},
+    "an endless dataset": {"data": "endless"},
+    "train_on_batch": {"data": "batches"},
+    "last batch of one row": {"rows": 81},
+}
+DAILY = ("BatchNormalization", "a step of its own, with two optimizers", "last batch of one row")
+
+
+def make_model(kind: dict[str, Any]) -> Any:
+    """A compiled model, in float64."""
+    import keras
+    import tensorflow as tf
+
+    class TwoOptimizers(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = keras.layers.Dense(6, "tanh"), keras.layers.Dense(1)
+            self.other = keras.optimizers.Adam(0.02)
+
+        def call(self, x: Any) -> Any:
+            return self.second(self.first(x))
+
+        def train_step(self, data: tuple) -> dict:
+            x, y, *_ = data
+            with tf.GradientTape(persistent=True) as tape:
+                loss = tf.reduce_mean(tf.square(y - self(x, training=True)))
+            self.optimizer.apply(tape.gradient(loss, self.first.trainable_variables), self.first.trainable_variables)
+            self.other.apply(tape.gradient(loss, self.second.trainable_variables), self.second.trainable_variables)
+            return {"own": loss, "rows": tf.cast(tf.shape(x)[0], "float64")}
+
+    class MomentumEncoder(keras.Sequential):
+        def __init__(self) -> None:
+            super().__init__([keras.Input((5,)), keras.layers.Dense(1)])
+            self.copy = keras.layers.Dense(1, trainable=False)
+            self.copy.build((None, 5))
+
+        def train_step(self, data: tuple) -> dict:
+            logs = super().train_step(data)
+            for slow, fast in zip(self.copy.weights, self.layers[0].weights, strict=True):
+                slow.assign(0.9 * slow + 0.1 * fast)
+            return logs
+
+    special = {
+        "normalization": [keras.layers.BatchNormalization(momentum=0.8)],
+        "frozen": [keras.layers.Dense(7, "tanh", trainable=False)],
+        "masked": [keras.layers.Reshape((5, 1)), keras.layers.Masking(0.0), keras.layers.SimpleRNN(4)],
+    }.get(kind.get("layers", ""), [])
+    if "model" in kind:
+        model = {"two optimizers": TwoOptimizers, "momentum encoder": MomentumEncoder}[kind["model"]]()
+        model(np.zeros((1, 5)))
+    else:
+        layers = [keras.layers.Dense(6, "tanh"), *special, keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input((5,)), *(layers[1:] if kind.get("layers") == "masked" else layers)])
+    optimizer = keras.optimizers.Adam(0.01, gradient_accumulation_steps=kind.get("accumulated"))
+    compiled = {name: kind[name] for name in ("steps_per_execution", "run_eagerly", "jit_compile") if name in kind}
+    model.compile(optimizer, "mse", metrics=["mae"], **{"jit_compile": False, **compiled})
+    return model
+
+
+def make_data(kind: dict[str, Any]) -> tuple[np.ndarray, ...]:
+    generator = np.random.default_rng(1)
+    x = generator.normal(size=(kind.get("rows", ROWS), 5))
+    if kind.get("layers") == "masked":
+        x[::3, 3:] = 0.0
+    weights = [generator.uniform(0.5, 2.0, size=len(x))] if kind.get("sample_weight") else []
+    return x, np.tanh(x @ generator.normal(size=(5, 1))), *weights
+
+
+def trained(name: str, sync_every: int, outer: dict[str, Any], epochs: int = EPOCHS) -> dict[str, Any]:
+    """Trains under the strategy. Runs on every process."""
+    import keras
+    import tensorflow as tf
+
+    import tfdist
+
+    keras.config.set_floatx("float64")
+    kind = KINDS[name]
+    optimizer = functools.partial(keras.optimizers.SGD, **outer)
+    times = {"start_timeout": 60, "peer_timeout": 300}
+    strategy = tfdist.LocalStepsStrategy(sync_every, outer_optimizer=optimizer, **times)
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = make_model(kind)
+    data = make_data(kind)
+    sums: list[float] = []
+
+    class Sums(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+            sums.append([float(np.sum(np.square(v))) for v in model.trainable_variables])
+
+    dataset = tf.data.Dataset.from_tensor_slices(data).batch(BATCH)
+    steps = -(-len(data[0]) // BATCH)
+    history = {}
+    if kind.get("data") == "batches":
+        for _ in range(epochs):
+            for i in range(steps):
+                model.train_on_batch(*(array[i * BATCH : (i + 1) * BATCH] for array in data))
+                Sums.on_train_batch_end(None, i)
+    else:
+        arguments = {"x": data[0], "y": data[1], "batch_size": BATCH, "shuffle": False}
+        if kind.get("sample_weight"):
+            arguments["sample_weight"] = data[2]
+        if kind.get("data") == "dataset":
+            arguments = {"x": dataset}
+        elif kind.get("data") == "endless":
+            arguments = {"x": dataset.repeat(), "steps_per_epoch": steps}
+        callbacks = [Sums()]
+        history = model.fit(**arguments, epochs=epochs, verbose=0, callbacks=callbacks, validation_data=dataset).history
+    return {
+        "weights": model.get_weights(),
+        "history": history,
+        "evaluated": model.evaluate(dataset, verbose=0),
+        "predicted": model.predict(data[0], batch_size=BATCH, verbose=0),
+        "sums": sums,
+    }
+
+
+def simulated(name: str, sync_every: int, outer: dict[str, Any], epochs: int = EPOCHS) -> dict[str, Any]:
+    """The same in one process: a model for each of two workers, trained by itself, and the outer step in NumPy."""
+    import keras
+    import tensorflow as tf
+
+    keras.config.set_floatx("float64")
+    kind = {key: value for key, value in KINDS[name].items() if key not in ("data", "steps_per_execution")}
+    data = make_data(kind)
+    keras.utils.set_random_seed(3)
+    model = make_model(kind)
+    models = [model, make_model(kind)]
+    models[1].set_weights(model.get_weights())
+    trainable = set(map(id, model.trainable_variables))
+    is_trained = [id(v) in trainable for v in model.weights]
+    momentum, base, counts, period = [np.zeros(w.shape) for w in model.get_weights()], model.get_weights(), [0, 0], 0
+
+    kept = float(np.float32(outer.get("momentum", 0.0)))  # Keras has it from a float32
+
+    def exchange() -> None:
+        nonlocal base, period
+        weights = [one.get_weights() for one in models]
+        share = np.divide(counts, sum(counts))
+        means = [share[0] * one + share[1] * other for one, other in zip(*weights, strict=True)]
+        for i, (mean, old) in enumerate(zip(means, base, strict=True)):
+            if not is_trained[i]:
+                continue
+            gradient, rate = old - mean, outer["learning_rate"]
+            momentum[i] = kept * momentum[i] - rate * gradient
+            change = kept * momentum[i] - rate * gradient if outer.get("nesterov") else momentum[i]
+            means[i] = old + change
+        for one in models:
+            one.set_weights(means)
+        base, counts[:], period = means, [0, 0], 0
+
+    for _ in range(epochs):
+        for begin in range(0, len(data[0]), BATCH):
+            rows = min(BATCH, len(data[0]) - begin)
+            middle = begin + -(-rows // 2)
+            for worker, (first, last) in enumerate([(begin, middle), (middle, begin + rows)]):
+                if last > first:
+                    models[worker].train_on_batch(*(array[first:last] for array in data))
+                    counts[worker] += last - first
+            period += 1
+            if period == sync_every:
+                exchange()
+        if period and KINDS[name].get("data") != "batches":
+            exchange()
+    dataset = tf.data.Dataset.from_tensor_slices(data).batch(BATCH)
+    return {
+        "weights": model.get_weights(),
+        "evaluated": model.evaluate(dataset, verbose=0),
+        "predicted": model.predict(data[0], batch_size=BATCH, verbose=0),
+    }
+
+
+def all_trained(names: list[str]) -> dict[str, dict[str, Any]]:
+    """Runs on every process."""
+    return {name: trained(name, 4, OUTER) for name in names}
+
+
+def all_simulated(names: list[str]) -> dict[str, dict[str, Any]]:
+    return {name: simulated(name, 4, OUTER) for name in names}
+
+
+@functools.cache
+def results(names: tuple[str, ...]) -> list[dict[str, dict[str, Any]]]:
+    """What two workers have found, and the simulation."""
+    workers = run_local(all_trained, 2, args=(list(names),), timeout=360)
+    return [*workers, *run_local(all_simulated, 1, args=(list(names),), timeout=360)]
+
+
+def gap(found: dict[str, Any], expected: dict[str, Any]) -> float:
+    """The largest difference of weights and predictions."""
+    pairs = [*zip(found["weights"], expected["weights"], strict=True), (found["predicted"], expected["predicted"])]
+    pairs.append((np.array(found["evaluated"]), np.array(expected["evaluated"])))
+    return max(float(np.abs(one - other).max()) for one, other in pairs)
+
+
+@pytest.mark.parametrize("name", daily(list(KINDS), *DAILY))
+def test_is_what_the_equations_say(name: str) -> None:
+    """Periods of four steps, and an epoch of six: its last period has two."""
+    together = tuple(one for one in KINDS if (one in DAILY) == (name in DAILY))
+    first, second, expected = (found[name] for found in results(together))
+    is_fit, tolerance = KINDS[name].get("data") != "batches", 1e-6 if name == "jit_compile" else 1e-10
+    assert set(first["history"]) == set(second["history"])
+    for key, values in first["history"].items():
+        np.testing.assert_allclose(values, second["history"][key], rtol=1e-12, err_msg=key)
+    if is_fit:  # else the last period is not over
+        for one, other in zip(first["weights"], second["weights"], strict=True):
+            np.testing.assert_array_equal(one, other)
+        assert gap(first, expected) < tolerance
+        assert gap(second, expected) < tolerance
+    if "own" in first["history"]:
+        assert first["history"]["rows"] == [1.5] * EPOCHS  # the last batch has two rows here, and one there
+    for step, (one, other) in enumerate(zip(first["sums"], second["sums"], strict=True)):
+        # In a period, weights differ, but for the step that only accumulates; callbacks see its end.
+        place = (step % 6 if is_fit else step) + 1
+        if "steps_per_execution" not in KINDS[name] and (place % 4 == 0 or "accumulated" not in KINDS[name]):
+            assert (one == other) == (place % 4 == 0), step
+
+
+@pytest.mark.nightly
+def test_another_outer_step_is_found() -> None:
+    """The negative control."""
+    (wrong,) = run_local(simulated, 1, args=("plain", 4, OUTER | {"learning_rate": 0.71}), timeout=300)
+    (right,) = run_local(simulated, 1, args=("plain", 4, OUTER), timeout=300)
+    assert gap(wrong, right) > 1e-5
+
+
+@pytest.mark.parametrize("name", daily(["plain", "masks and sample weights"], "plain"))
+def test_averaged_after_each_step_it_is_data_parallel(name: str) -> None:
+    """With an outer SGD(1.0) and an inner SGD, the mean of weights after a step is a step with the mean gradient."""
+
+    first, second = run_local(averaged, 2, args=(name,), timeout=300)
+    (alone,) = run_local(averaged, 1, args=(name,), timeout=300)
+    for found in (first, second):
+        assert gap(found, alone) < 1e-6
+        for key, values in alone["history"].items():
+            np.testing.assert_allclose(found["history"][key], values, rtol=1e-6, err_msg=key)
+
+
+def averaged(name: str) -> dict[str, Any]:
+    """Runs on every process, or on one alone without the strategy."""
+    import keras
+    import tensorflow as tf
+
+    import tfdist
+
+    keras.config.set_floatx("float64")
+    is_alone = tfdist.discover().num_workers == 1
+    outer = functools.partial(keras.optimizers.SGD, 1.0)
+    strategy = tf.distribute.get_strategy() if is_alone else tfdist.LocalStepsStrategy(1, outer_optimizer=outer)
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = make_model(KINDS[name])
+        model.compile(keras.optimizers.SGD(0.05), "mse", metrics=["mae"])
+    data = make_data(KINDS[name])
+    weights = {"sample_weight": data[2]} if len(data) > 2 else {}
+    # Masked means are those of each worker's rows: in full batches of equal weights only, they are those of all.
+    if "layers" in KINDS[name]:
+        data, weights = tuple(array[:80] for array in data), {}
+    history = model.fit(data[0], data[1], batch_size=BATCH, epochs=3, verbose=0, shuffle=False, **weights)
+    return {
+        "weights": model.get_weights(),
+        "history": history.history,
+        "evaluated": model.evaluate(data[0], data[1], verbose=0),
+        "predicted": model.predict(data[0], batch_size=BATCH, verbose=0),
+    }
+
+
+def in_the_middle(folder: str) -> dict[str, Any]:
+    """What callbacks see in the middle of a period. Runs on every process."""
+    import keras
+
+    import tfdist
+
+    strategy = tfdist.LocalStepsStrategy(4, start_timeout=60, peer_timeout=300)
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = make_model({})
+    x, y = make_data({})
+    begun = model.get_weights()
+    found: dict[str, Any] = {}
+
+    class Looks(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+            if self.params.get("epochs") and batch == 2 and not found:
+                own = model.get_weights()
+                found["evaluated"] = model.evaluate(x, y, batch_size=BATCH, verbose=0)
+                found["predicted"] = model.predict(x, batch_size=BATCH, verbose=0)
+                model.save(Path(folder) / "own.keras")
+                found["kept"] = all(np.array_equal(*pair) for pair in zip(own, model.get_weights(), strict=True))
+                found["own"] = own
+
+    saving = keras.callbacks.ModelCheckpoint(Path(folder) / "best-{epoch}-{batch}.weights.h5", save_freq=3)
+    saving.save_weights_only = True
+    model.fit(x, y, batch_size=BATCH, epochs=2, verbose=0, shuffle=False, callbacks=[Looks(), saving])
+    return {"begun": begun, **found}
+
+
+def test_in_the_middle_of_a_period_files_have_its_beginning(tmp_path: Path) -> None:
+    import keras
+
+    first, second = run_local(in_the_middle, 2, args=(str(tmp_path),), timeout=300)
+    assert first["kept"] and second["kept"]
+    assert not all(np.array_equal(*pair) for pair in zip(first["own"], second["own"], strict=True))
+    np.testing.assert_array_equal(first["evaluated"], second["evaluated"])
+    np.testing.assert_array_equal(first["predicted"], second["predicted"])
+    back = keras.models.load_model(tmp_path / "own.keras")
+    for one, other in zip(back.get_weights(), first["begun"], strict=True):
+        np.testing.assert_array_equal(one, other)
+    x, y = make_data({})
+    np.testing.assert_allclose(back.evaluate(x, y, batch_size=BATCH, verbose=0), first["evaluated"], rtol=1e-5)
+    back.load_weights(tmp_path / "best-1-3.weights.h5")
+    for one, other in zip(back.get_weights(), first["begun"], strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def resumed(folder: str, epochs: int, ends: int = 0) -> dict[str, Any]:
+    """Trains with backups after every five steps, to the end or to step `ends`. Runs on every process."""
+    import keras
+
+    import tfdist
+
+    strategy = tfdist.LocalStepsStrategy(4, start_timeout=60, peer_timeout=300)
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = make_model({"layers": "normalization"})
+        model.add(keras.layers.Dropout(0.2))
+        model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+    x, y = make_data({})
+
+    class Ends(keras.callbacks.Callback):
+        steps = 0
+
+        def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+            self.steps += 1
+            if self.steps == ends:
+                raise KeyboardInterrupt
+
+    backup = tfdist.callbacks.BackupAndRestore(folder, save_freq=5, delete_checkpoint=False)
+    history = None
+    with contextlib.suppress(KeyboardInterrupt):
+        history = model.fit(x, y, batch_size=BATCH, epochs=epochs, verbose=0, callbacks=[backup, Ends()]).history
+    outer = strategy._outer_of(model)
+    state = [*model.optimizer.variables, *outer._optimizer.variables]
+    return {"weights": model.get_weights(), "state": [np.array(v) for v in state], "history": history}
+
+
+def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    """From the middle of a period, where each worker has weights and slots of its own."""
+    whole = run_local(resumed, 2, args=(str(tmp_path / "whole"), 4), timeout=300)
+    run_local(resumed, 2, args=(str(tmp_path / "parts"), 4, 17), timeout=300)
+    rest = run_local(resumed, 2, args=(str(tmp_path / "parts"), 4), timeout=300)
+    for found, expected in zip(rest, whole, strict=True):
+        for key in ("weights", "state"):
+            for one, other in zip(found[key], expected[key], strict=True):
+                np.testing.assert_array_equal(one, other, err_msg=key)
+        assert found["history"]["loss"][-1] == expected["history"]["loss"][-1]
+    # Slots are each worker's own.
+    assert any(not np.array_equal(*pair) for pair in zip(rest[0]["state"], rest[1]["state"], strict=True))
+
+
+@pytest.mark.nightly
+def test_another_number_of_workers_begins_from_the_last_exchange(tmp_path: Path) -> None:
+    run_local(resumed, 2, args=(str(tmp_path), 4, 17), timeout=300)
+    found = run_local(resumed, 3, args=(str(tmp_path), 4), timeout=300)
+    for other in found[1:]:
+        for pair in zip(found[0]["weights"], other["weights"], strict=True):
+            np.testing.assert_array_equal(*pair)
+    assert found[0]["history"] is not None
+
+
+def stopped(folder: str, how: str) -> dict[str, Any]:
+    """One worker stops, or is told to, in the middle of a period. Runs on every process."""
+    import os
+    import signal
+
+    import keras
+
+    import tfdist
+
+    strategy = tfdist.LocalStepsStrategy(4, start_timeout=60, peer_timeout=300)
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = make_model({})
+    x, y = make_data({})
+    seen: list[int] = []
+
+    class Stops(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+            seen.append(batch)
+            if not strategy.is_chief and len(seen) == 2:
+                if how == "signal":
+                    os.kill(os.getpid(), signal.SIGTERM)
+                else:
+                    self.model.stop_training = True
+
+    callbacks: list[Any] = [Stops()]
+    if how == "signal":
+        callbacks.append(tfdist.callbacks.BackupAndRestore(folder))
+    code = None
+    try:
+        model.fit(x, y, batch_size=8, epochs=2, verbose=0, callbacks=callbacks)
+    except SystemExit as error:
+        code = error.code
+    return {"seen": seen, "code": code, "weights": model.get_weights()}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("how", ["stop_training", "signal"])
+def test_all_stop_after_the_next_exchange(how: str, tmp_path: Path) -> None:
+    found = run_local(stopped, 2, args=(str(tmp_path), how), timeout=300)
+    for one in found:
+        assert one["seen"] == [0, 1, 2, 3]
+        assert one["code"] == (77 if how == "signal" else None)
+    for pair in zip(*(one["weights"] for one in found), strict=True):
+        np.testing.assert_array_equal(*pair)
+
+
+def refused() -> list[tuple[str, str]]:
+    """Runs on every process."""
+    import keras
+
+    import tfdist
+
+    make: Callable[..., Any] = tfdist.LocalStepsStrategy
+    rank = tfdist.discover().task_index
+    return [
+        error_of(make, 0),
+        error_of(make, compression="PowerSGD"),
+        error_of(make, 4 + rank),
+        error_of(make, 4, outer_optimizer=lambda: keras.optimizers.SGD(0.5 + rank)),
+    ]
+
+
+def test_what_cannot_be_is_refused() -> None:
+    for of_count, of_compression, of_period, of_outer in run_local(refused, 2, timeout=240):
+        assert of_count == ("ValueError", "Received: sync_every=0. Expected: a whole number, at least 1.")
+        assert of_compression[0] == "ValueError"
+        for error, name in ((of_period, "sync_every"), (of_outer, "outer_optimizer")):
+            assert error[0] == "ValueError", error
+            assert re.search(rf"\b{name}\b", error[1]), error
+
+
+def in_a_loop() -> list[str]:
+    """Runs on every process."""
+    import warnings
+
+    import keras
+    import tensorflow as tf
+
+    import tfdist
+
+    strategy = tfdist.LocalStepsStrategy(4, start_timeout=60, peer_timeout=300)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        optimizer = keras.optimizers.SGD(0.1)
+        optimizer.build(model.trainable_variables)
+
+    @tf.function
+    def step(x: tf.Tensor) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(x) ** 2) / 2
+        optimizer.apply_gradients(
+            zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables, strict=True)
+        )
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            strategy.run(step, (tf.ones((2, 4)),))
+    return [str(one.message) for one in caught if "LocalStepsStrategy" in str(one.message)]
+
+
+def test_loops_of_ones_own_are_told_once() -> None:
+    for found in run_local(in_a_loop, 2, timeout=240):
+        assert len(found) == 1
+        assert "this loop exchanges the gradients of every step" in found[0]
