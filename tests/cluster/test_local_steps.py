@@ -36,6 +36,9 @@ KINDS = {
     "an endless dataset": {"data": "endless"},
     "train_on_batch": {"data": "batches"},
     "last batch of one row": {"rows": 81},
+    "a dataset of unknown size, of whole periods": {"data": "unknown", "rows": 64},
+    "a copy of the weights that Keras takes for trainable": {"model": "trainable copy"},
+    "a loss of gathered rows": {"model": "gathered"},
 }
 DAILY = ("BatchNormalization", "a step of its own, with two optimizers", "last batch of one row")
 
@@ -63,9 +66,9 @@ def make_model(kind: dict[str, Any]) -> Any:
             return {"own": loss, "rows": tf.cast(tf.shape(x)[0], "float64")}
 
     class MomentumEncoder(keras.Sequential):
-        def __init__(self) -> None:
+        def __init__(self, is_trainable: bool = False) -> None:
             super().__init__([keras.Input((5,)), keras.layers.Dense(1)])
-            self.copy = keras.layers.Dense(1, trainable=False)
+            self.copy = keras.layers.Dense(1, trainable=is_trainable)
             self.copy.build((None, 5))
 
         def train_step(self, data: tuple) -> dict:
@@ -74,13 +77,32 @@ def make_model(kind: dict[str, Any]) -> Any:
                 slow.assign(0.9 * slow + 0.1 * fast)
             return logs
 
+    class Gathered(keras.Sequential):
+        def __init__(self) -> None:
+            super().__init__([keras.Input((5,)), keras.layers.Dense(1)])
+
+        def train_step(self, data: tuple) -> dict:
+            x, y, *_ = data
+            context = tf.distribute.get_replica_context()
+            with tf.GradientTape() as tape:
+                out = self(x, training=True)
+                rows = context.all_gather(out, axis=0)
+                loss = tf.reduce_mean((y - out) ** 2) + 0.1 * tf.reduce_mean((rows - tf.reduce_mean(rows)) ** 2)
+            self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+            return {"own": loss, "rows": context.all_reduce("SUM", tf.cast(tf.shape(x)[0], "float64"))}
+
     special = {
         "normalization": [keras.layers.BatchNormalization(momentum=0.8)],
         "frozen": [keras.layers.Dense(7, "tanh", trainable=False)],
         "masked": [keras.layers.Reshape((5, 1)), keras.layers.Masking(0.0), keras.layers.SimpleRNN(4)],
     }.get(kind.get("layers", ""), [])
     if "model" in kind:
-        model = {"two optimizers": TwoOptimizers, "momentum encoder": MomentumEncoder}[kind["model"]]()
+        model = {
+            "two optimizers": TwoOptimizers,
+            "momentum encoder": MomentumEncoder,
+            "trainable copy": functools.partial(MomentumEncoder, True),
+            "gathered": Gathered,
+        }[kind["model"]]()
         model(np.zeros((1, 5)))
     else:
         layers = [keras.layers.Dense(6, "tanh"), *special, keras.layers.Dense(1)]
@@ -136,6 +158,8 @@ def trained(name: str, sync_every: int, outer: dict[str, Any], epochs: int = EPO
             arguments["sample_weight"] = data[2]
         if kind.get("data") == "dataset":
             arguments = {"x": dataset}
+        elif kind.get("data") == "unknown":
+            arguments = {"x": dataset.filter(lambda *_: True)}
         elif kind.get("data") == "endless":
             arguments = {"x": dataset.repeat(), "steps_per_epoch": steps}
         callbacks = [Sums()]
@@ -161,7 +185,8 @@ def simulated(name: str, sync_every: int, outer: dict[str, Any], epochs: int = E
     model = make_model(kind)
     models = [model, make_model(kind)]
     models[1].set_weights(model.get_weights())
-    trainable = set(map(id, model.trainable_variables))
+    copied = set(map(id, model.copy.weights)) if hasattr(model, "copy") else set()
+    trainable = set(map(id, model.trainable_variables)) - copied
     is_trained = [id(v) in trainable for v in model.weights]
     momentum, base, counts, period = [np.zeros(w.shape) for w in model.get_weights()], model.get_weights(), [0, 0], 0
 
@@ -245,7 +270,8 @@ def test_is_what_the_equations_say(name: str) -> None:
         assert first["history"]["rows"] == [1.5] * EPOCHS  # the last batch has two rows here, and one there
     for step, (one, other) in enumerate(zip(first["sums"], second["sums"], strict=True)):
         # In a period, weights differ, but for the step that only accumulates; callbacks see its end.
-        place = (step % 6 if is_fit else step) + 1
+        steps = -(-KINDS[name].get("rows", ROWS) // BATCH)
+        place = (step % steps if is_fit else step) + 1
         if "steps_per_execution" not in KINDS[name] and (place % 4 == 0 or "accumulated" not in KINDS[name]):
             assert (one == other) == (place % 4 == 0), step
 
@@ -373,11 +399,12 @@ def resumed(folder: str, epochs: int, ends: int = 0) -> dict[str, Any]:
     history = None
     with contextlib.suppress(KeyboardInterrupt):
         history = model.fit(x, y, batch_size=BATCH, epochs=epochs, verbose=0, callbacks=[backup, Ends()]).history
-    outer = strategy._outer_of(model)
+    outer = strategy._outer_models[model]
     state = [*model.optimizer.variables, *outer._optimizer.variables]
     return {"weights": model.get_weights(), "state": [np.array(v) for v in state], "history": history}
 
 
+@pytest.mark.nightly
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     """From the middle of a period, where each worker has weights and slots of its own."""
     whole = run_local(resumed, 2, args=(str(tmp_path / "whole"), 4), timeout=300)
@@ -447,6 +474,112 @@ def test_all_stop_after_the_next_exchange(how: str, tmp_path: Path) -> None:
         assert one["code"] == (77 if how == "signal" else None)
     for pair in zip(*(one["weights"] for one in found), strict=True):
         np.testing.assert_array_equal(*pair)
+
+
+def special_cases(folder: str) -> dict[str, Any]:
+    """What strangers do; each gives something that has to be the same on all. Runs on every process."""
+    import keras
+    import tensorflow as tf
+
+    import tfdist
+
+    strategy = tfdist.LocalStepsStrategy(4, start_timeout=60, peer_timeout=300)
+    x, y = make_data({"rows": 81})
+    x, y = x.astype("float32"), y.astype("float32")
+    found: dict[str, Any] = {}
+
+    def made(*layers: Any, optimizer: Any = "adam", **compiled: Any) -> Any:
+        keras.utils.set_random_seed(3)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((5,)), *[make() for make in layers], keras.layers.Dense(1)])
+            model.compile(optimizer if isinstance(optimizer, str) else optimizer(), "mse", **compiled)
+        return model
+
+    def fit(model: Any, epochs: int = 2, **more: Any) -> dict:
+        arguments = {"batch_size": BATCH, "shuffle": False, "verbose": 0, "validation_data": (x, y)}
+        return model.fit(x, y, epochs=epochs, **{**arguments, **more}).history
+
+    model = made()
+    found["fitted twice, the last batches have no row here"] = fit(model), fit(model), model.get_weights()
+
+    swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+    averaged = functools.partial(keras.optimizers.Adam, use_ema=True, ema_momentum=0.9)
+    model = made(optimizer=averaged)
+    found["averages of weights"] = fit(model), model.get_weights(), fit(model), model.get_weights()
+    model = made(optimizer=averaged)
+    found["averages of weights, swapped"] = fit(model, callbacks=[swap]), model.get_weights()
+
+    parts: list[Any] = []
+    normalization = functools.partial(keras.layers.BatchNormalization, momentum=0.5)
+    model = made(functools.partial(keras.layers.Dense, 4), normalization)
+
+    class Looks(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+            if batch == 5:
+                parts.append([self.model.predict(x, verbose=0), encoder.predict(x, verbose=0)])
+
+    with strategy.scope():
+        encoder = keras.Model(model.inputs, model.layers[-2].output)
+    found["a part in the middle of a period"] = fit(model, 1, callbacks=[Looks()]), parts
+
+    with strategy.scope():
+        other = keras.Model(model.inputs, model.outputs)
+        other.compile("sgd", "mae")
+    for _ in range(3):  # two models that train the same weights
+        model.train_on_batch(x[:16], y[:16])
+        other.train_on_batch(x[16:32], y[16:32])
+    strategy.synchronize(model)
+    strategy.synchronize(other)
+    found["two models, the same weights"] = model.get_weights()
+
+    model.train_on_batch(x[:16], y[:16])
+    before = model.get_weights()
+    predicted = model.predict(x, verbose=0)
+    assert not all(np.array_equal(*pair) for pair in zip(before, model.get_weights(), strict=True))
+    found["predict ends a period"] = predicted, model.get_weights()
+    model.train_on_batch(x[:16], y[:16])
+    with pytest.warns(UserWarning, match=r"strategy\.synchronize\(model\) before"):
+        model.save(Path(folder) / "model.keras")
+
+    class Logs(keras.Sequential):
+        def __init__(self) -> None:
+            super().__init__([keras.Input((5,)), keras.layers.Dense(1, "sigmoid")])
+            self.centre = tf.Variable(0.0, trainable=False)
+
+        def train_step(self, data: tuple) -> dict:
+            self.centre.assign(0.9 * self.centre + 0.1 * tf.reduce_mean(data[0]))
+            return {**super().train_step(data), "largest": tf.reduce_max(data[0])}
+
+    with strategy.scope():
+        model = Logs()
+        model.compile("sgd", "binary_crossentropy", metrics=["AUC"])
+    labels = (y > 0).astype("float32")
+    history = model.fit(x, labels, batch_size=81, epochs=1, verbose=0, shuffle=False).history
+    found["logs beside metrics, a tf.Variable"] = history, float(model.centre.numpy())
+
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+        model.compile(tfdist.ShardedOptimizer(keras.optimizers.Adam()), "mse")
+    with pytest.raises(ValueError, match="a ShardedOptimizer under LocalStepsStrategy"):
+        fit(model)
+    return found
+
+
+@pytest.mark.nightly
+def test_special_cases_are_the_same_on_all(tmp_path: Path) -> None:
+    import tensorflow as tf
+
+    first, second = run_local(special_cases, 2, args=(str(tmp_path),), timeout=300)
+    assert set(first) == set(second)
+    for name in first:
+        for one, other in zip(tf.nest.flatten(first[name]), tf.nest.flatten(second[name]), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-6, err_msg=name)
+    # Rows of both have counted, 41 and 40.
+    x, _ = make_data({"rows": 81})
+    history, centre = first["logs beside metrics, a tf.Variable"]
+    largest = [x[:41].max(), x[41:].max()]
+    np.testing.assert_allclose(history["largest"], [np.mean(largest)], rtol=1e-6)
+    np.testing.assert_allclose(centre, 0.1 * x.mean(), rtol=1e-5)
 
 
 def refused() -> list[tuple[str, str]]:

@@ -25,7 +25,7 @@ class Job:
         callbacks: names of the callbacks beside the backup, see `training.py`.
         seed: of `keras.utils.set_random_seed`; `None` sets none.
         fits: how often to call `fit`.
-        strategy: `None`, "mirrored", "host offload", "workers", "unequal workers" or "sharded".
+        strategy: `None`, "mirrored", "host offload", "workers", "unequal workers", "sharded" or "local steps".
         compression: of the strategy: `None`, or a name of `training.py`.
         backup: arguments of `BackupAndRestore`; `None` leaves it out.
         kill: how the process ends itself, see `kills.py`.

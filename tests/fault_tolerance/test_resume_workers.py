@@ -98,8 +98,10 @@ def assert_same(expected: list[Ended], received: list[Ended]) -> None:
             pytest.param(DATASET.with_(strategy="unequal workers"), (1,), id="unequal shares"),
             pytest.param(SHARDED, (0,), id="fully sharded, the chief"),
             pytest.param(SHARDED, (1,), id="fully sharded, another one"),
+            pytest.param(LIGHT.with_(strategy="local steps"), (1,), id="local steps"),
         ],
         "the chief",
+        "local steps",
         "fully sharded, another one",
     ),
 )

@@ -99,6 +99,8 @@ def _strategy(name: str | None, compression: Any) -> tf.distribute.Strategy:
     if name in ("workers", "unequal workers"):
         shares = [2, 1] if name == "unequal workers" else None
         return tfdist.MultiWorkerMirroredStrategy(peer_timeout=60, compression=compression, batch_shares=shares)
+    if name == "local steps":
+        return tfdist.LocalStepsStrategy(4, peer_timeout=60)
     if name == "sharded":
         return tfdist.FullyShardedStrategy(peer_timeout=60)
     cpu = tf.config.list_physical_devices("CPU")[0]

@@ -39,9 +39,12 @@ from tfdist.inspection.model_state import (
     seed_generators_of,
 )
 from tfdist.json_schema import ANY_OBJECT, NOTHING, anything, check, is_count
+from tfdist.steps.gradients import buckets
 
 _PER_REPLICA = "replicas"
 _COMPRESSION = "compression"
+# How much of each process is gathered at once.
+_PART_BYTES = 64 << 20
 # All other seed generators belong to a layer, and their states to the model's variables.
 _GLOBAL_SEED = "seeds/0"
 
@@ -204,7 +207,8 @@ class TrainingState:
     def snapshot(self, with_metrics: bool, is_kept: bool = True) -> dict[str, tf.Tensor]:
         """Current values of all variables, as tensors that later training steps do not change.
 
-        With several workers, and `with_metrics` or compression, this is a collective: all call it at the same step.
+        With several workers, and `with_metrics`, compression or weights of each worker's own, this is a collective: all
+        call it at the same step.
 
         Args:
             with_metrics: whether metrics are in the middle of an epoch, so that their values are needed.
@@ -215,6 +219,7 @@ class TrainingState:
         keeps_own = hooks_of(strategy).keeps_own
         tensors: dict[str, tf.Tensor] = {}
         per_replica: dict[str, Any] = {}
+        of_each: dict[str, Any] = {}
         for name, variable in self._variables.items():
             if name.startswith("metrics/") and not with_metrics:
                 continue
@@ -224,15 +229,19 @@ class TrainingState:
                 rows = variable.value.own_rows()
                 tensors.update({f"{ROWS}{name}/{first}": value for first, value in rows.items()})
             elif keeps_own:
-                # One after another: nobody but who writes has to have room for all.
-                (value,) = gather(strategy, [variable])
-                tensors |= {f"{_PER_REPLICA}/{name}": value} if is_kept else {}
+                of_each[f"{_PER_REPLICA}/{name}"] = variable
             else:
                 # Shares the buffer: TensorFlow copies it when the next step writes to the variable.
                 tensors[name] = parts_of_variable(variable)[0].read_value()
         if per_replica:
             values = gather(strategy, list(per_replica.values()))
             tensors.update(zip(per_replica, values, strict=True))
+        # A part after another: nobody but who writes has to have room for all.
+        names, variables = list(of_each), list(of_each.values())
+        for part in buckets([tf.TensorSpec(v.shape, v.dtype) for v in variables], _PART_BYTES):
+            values = gather(strategy, [variables[i] for i in part])
+            if is_kept:
+                tensors.update(zip([names[i] for i in part], values, strict=True))
         for name, variable in self._of_compression.items():
             if not is_kept_per_replica(variable):
                 tensors[name] = parts_of_variable(variable)[0].read_value()

@@ -74,6 +74,9 @@ class StrategyTraits:
             Exception: what a step has raised.
         """
 
+    def note_update(self, variables: Any) -> None:
+        """Called where an optimizer updates variables, also in a step."""
+
     def more_state(self, model: Any) -> list[keras.Variable]:
         """Variables of the training of a model that neither it nor its optimizers have."""
         return []

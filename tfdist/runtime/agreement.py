@@ -83,7 +83,7 @@ class CommonStop(keras.callbacks.Callback):
         self._agreement: Agreement | None = None
         self._asks_in_batches = self._asks_at_beginning = False
         self._fit = self._epoch = 0
-        self._all_stop = self._requested = False
+        self._all_stop = self._requested = self._keeps_own = False
         self._between_checks: int | None = None
         self._checks = 0
 
@@ -94,9 +94,9 @@ class CommonStop(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict | None = None) -> None:
         self._fit = self._peers.count("fit")
         # Weights that each process trains by itself are the same at the ends of epochs.
-        keeps_own = hooks_of(self.model.distribute_strategy).keeps_own
+        self._keeps_own = hooks_of(self.model.distribute_strategy).keeps_own
         between = batches_between_checks()
-        self._between_checks = None if between and keeps_own else between
+        self._between_checks = None if between and self._keeps_own else between
         told = self._peers.gather("may stop", [*self._may_stop, bool(self.model.stop_training)], "begin to train")
         # Sums must be the same on all: one process with such a callback is enough.
         self._asks_in_batches, self._asks_at_beginning, stops = (any(of_all) for of_all in zip(*told, strict=True))
@@ -120,7 +120,7 @@ class CommonStop(keras.callbacks.Callback):
             self._note(True)  # also if a callback has taken it back
         elif self.model.stop_training:
             # What sets it after every batch from now on has been heard already.
-            if self._asks_in_batches and not self._requested:
+            if self._asks_in_batches and not self._requested and not self._keeps_own:
                 self._note(self._all_stop_after(batch))
             if not self._all_stop:
                 self.model.stop_training = False

@@ -317,9 +317,10 @@ class SyncCallback(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         """Raises ValueError on every process if callbacks have restored different states."""
-        peers, optimizer = hooks_of(self.model.distribute_strategy).peers, self.model.optimizer
-        steps = int(optimizer.iterations.numpy()) if optimizer is not None else 0
-        own = {"epoch": self.model._initial_epoch or 0, "optimizer step": steps}
+        hooks, optimizer = hooks_of(self.model.distribute_strategy), self.model.optimizer
+        peers, own = hooks.peers, {"epoch": self.model._initial_epoch or 0}
+        if not hooks.keeps_own:  # a worker may have skipped some
+            own["optimizer step"] = int(optimizer.iterations.numpy()) if optimizer is not None else 0
         helpers = [type(callback).__name__ for callback in self._helpers]
         told = peers.gather("begin", [own, helpers, self._files], "begin to train")
         everyone = [state for state, *_ in told]

@@ -70,7 +70,7 @@ def next_seed(draw: Callable, generator: Any, *args: Any, **kwargs: Any) -> Any:
     if (step := current_step()) is not None:
         return seed_of_replica(seed, step.shard)
     context = tf.distribute.get_replica_context()
-    # That of one replica is the first one, unless it trains by itself for some steps.
+    # The first replica draws what one process draws, every other one numbers of its own.
     is_other = context is not None and hooks_of(context.strategy).is_data_parallel and global_replica() > 0
     return seed_of_replica(seed) if is_other else seed
 
@@ -264,6 +264,12 @@ def sum_gradients(add: Callable, optimizer: Any, grads_and_vars: Any) -> Any:
 
 def apply_gradients(apply: Callable, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
     """`optimizer.apply`; in a loop of one's own with global gradients, if the optimizer clips or tests them."""
+    grads = list(grads)
+    if trainable_variables is not None:
+        trainable_variables = list(trainable_variables)
+    variables = trainable_variables or getattr(optimizer, "_trainable_variables", None) or ()
+    updated = [v for gradient, v in zip(grads, variables, strict=False) if gradient is not None]
+    hooks_of(tf.distribute.get_strategy()).note_update(updated)
     strategy = None if getattr(_of_thread, "summed", False) else _strategy_of_custom_loop()
     if strategy is None:
         return apply(optimizer, grads, trainable_variables)

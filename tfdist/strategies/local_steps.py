@@ -35,15 +35,20 @@ from tfdist.arguments import check_count
 from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.errors import ClusterError
 from tfdist.cluster.variables import DIRECT
-from tfdist.inspection.model_state import metrics_of, optimizers_of, parts_of, parts_of_variable
+from tfdist.compat.scopes import outside_of_scope
+from tfdist.inspection.model_state import held_variables, metrics_of, optimizers_of, parts_of, parts_of_variable
 from tfdist.memory.policy import MemoryPolicy
+from tfdist.optimizers.sharded_optimizer import ShardedOptimizer
+from tfdist.steps.derived_logs import marked_result, metric_of
 from tfdist.steps.gradients import all_reduce_sum
 from tfdist.steps.keras_step import KerasStep, marked_for_xla, recognise_step, shadowed, xla_compiles
 from tfdist.steps.reduce import values_of
 from tfdist.strategies.data_parallel.dataset import count_rows, static_rows, with_stand_in
-from tfdist.strategies.data_parallel.replica_step import undone_unless
+from tfdist.strategies.data_parallel.replica_step import agreement_of, undone_unless
+from tfdist.strategies.data_parallel.state import is_mirrored
 from tfdist.strategies.data_parallel.strategy import DataParallel, DataParallelHooks, other_random_numbers
 from tfdist.strategies.multi_worker import MultiWorkerExtended, MultiWorkerMirroredStrategy
+from tfdist.strategies.validation import check_float8
 
 _log = logging.getLogger("tfdist")
 _ANOTHER_TRAINING = (
@@ -56,7 +61,6 @@ _MADE_TOO_EARLY = (
     "processes. Expected: a function that makes it, such as `lambda: keras.optimizers.SGD(0.7, momentum=0.9)`."
 )
 _DEFAULT = {"class_name": "SGD", "config": {"learning_rate": 0.7, "momentum": 0.9, "nesterov": True}}
-_SHOWS = ("evaluate", "predict", "test_on_batch", "predict_on_batch")
 
 
 class _LocalStepsExtended(MultiWorkerExtended):
@@ -64,6 +68,7 @@ class _LocalStepsExtended(MultiWorkerExtended):
 
     # Whether the strategy is that of this process alone.
     is_alone = False
+    _of_one = tf.distribute.ReductionToOneDevice()
 
     @property
     def _num_replicas_in_sync(self) -> int:
@@ -73,10 +78,7 @@ class _LocalStepsExtended(MultiWorkerExtended):
         return None if self.is_alone else super()._by_direct(name)
 
     def _get_cross_device_ops(self, value: Any) -> Any:
-        return tf.distribute.ReductionToOneDevice() if self.is_alone else super()._get_cross_device_ops(value)
-
-    def _replica_ctx_all_gather(self, value: Any, axis: int, options: Any) -> Any:
-        return value if self.is_alone else super()._replica_ctx_all_gather(value, axis, options)
+        return self._of_one if self.is_alone else super()._get_cross_device_ops(value)
 
     def _call_for_each_replica(self, fn: Callable, args: tuple, kwargs: dict) -> Any:
         # Under the number that it has among all: random numbers go by it.
@@ -91,33 +93,75 @@ class LocalStepsHooks(DataParallelHooks):
     """Models whose weights differ between the processes in the middle of a period."""
 
     keeps_own = True
+    # Whether a model is evaluated, or predicts; also in the middle of a fit.
+    _is_testing = False
+
+    def check(self, model: Any) -> None:
+        super().check(model)
+        for optimizer in optimizers_of(model):
+            if any(isinstance(part, ShardedOptimizer) for part in [optimizer, *parts_of(optimizer)]):
+                raise ValueError(
+                    "Received: a ShardedOptimizer under LocalStepsStrategy, where each worker trains by itself. "
+                    "Expected: the optimizer inside, as it is."
+                )
 
     def make_function(self, make: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
         if args[:1] == (model.train_step,):
             self._strategy._make_outer(model)
         return super().make_function(make, model, *args, **kwargs)
 
+    def note_update(self, variables: Any) -> None:
+        if self._strategy._traced_outer is not None:
+            self._strategy._traced_outer.note_update(variables)
+
     def read_metrics(self, read: Callable, model: Any, logs: Any) -> Any:
-        outer = self._strategy._outer_of(model)
-        if outer is not None and not outer.is_shown:
+        outer = None if self._is_testing else self._strategy._outer_models.get(model)
+        if outer is not None:
             outer.end_period()
         found = super().read_metrics(read, model, logs)
-        # Keras has read the metrics of all processes; what else a step has logged is of its own rows.
-        return found if self.peers is None or found is not logs else self._mean_of_logs(logs)
+        # Keras has read the metrics of all processes, if there was nothing else.
+        return found if self.peers is None or outer is None or found is not logs else self._of_all(outer, logs)
 
-    def _mean_of_logs(self, logs: Any) -> Any:
-        flat = [np.asarray(one, "float64") for one in tf.nest.flatten(logs)]
-        everyone = self.peers.gather("logs", [one.tolist() for one in flat], "finish the epoch")
-        means = [
-            np.mean(values, 0) if np.ptp(values) else np.asarray(values[0]) for values in zip(*everyone, strict=True)
+    def _of_all(self, outer: OuterModel, logs: Any) -> Any:
+        """Logs of which some are no metrics' results: the mean over the workers of what each has logged last."""
+        flat, origins = tf.nest.flatten(logs), outer.origins
+        own = [
+            None if origin else np.asarray(one, "float64").tolist() for one, origin in zip(flat, origins, strict=True)
         ]
-        return tf.nest.pack_sequence_as(logs, [float(one) if one.ndim == 0 else one for one in means])
+        everyone = zip(*self.peers.gather("logs", own, "finish the epoch"), strict=True)
+        found = [
+            tf.nest.flatten(origin[0].result())[origin[1]] if origin else np.mean(values, 0)
+            for origin, values in zip(origins, everyone, strict=True)
+        ]
+        return tf.nest.pack_sequence_as(logs, found)
+
+    def fit(self, fit: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
+        before, self._strategy._is_fitting = self._strategy._is_fitting, True
+        try:
+            return super().fit(fit, model, *args, **kwargs)
+        finally:
+            self._strategy._is_fitting = before
 
     def call(self, method: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._shown(model) if method.__name__ in _SHOWS else contextlib.nullcontext():
+        trains, strategy = method.__name__ in ("fit", "train_on_batch"), self._strategy
+        if trains or not strategy._is_fitting:
+            # All processes come here together. What another model has learned of the same weights is not lost.
+            own = strategy._outer_models.get(model) if trains else None
+            for outer in strategy._outers_with(model):
+                if outer is not own:
+                    outer.end_period()
+        if trains:
             return super().call(method, model, *args, **kwargs)
+        before, self._is_testing = self._is_testing, True
+        try:
+            with self._shown(model):
+                return super().call(method, model, *args, **kwargs)
+        finally:
+            self._is_testing = before
 
     def save(self, write: Callable, model: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self._strategy._is_fitting:
+            self._strategy._warn_of_hidden_steps(model)
         with self._shown(model):
             return super().save(write, model, path, *args, **kwargs)
 
@@ -126,16 +170,19 @@ class LocalStepsHooks(DataParallelHooks):
         with super().collected(model), self._shown(model):
             yield
 
-    def _shown(self, model: Any) -> contextlib.AbstractContextManager:
-        outer = self._strategy._outer_of(model)
-        return contextlib.nullcontext() if outer is None else outer.shown()
+    @contextlib.contextmanager
+    def _shown(self, model: Any) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for outer in self._strategy._outers_with(model):
+                stack.enter_context(outer.shown())
+            yield
 
     def more_state(self, model: Any) -> list[keras.Variable]:
-        outer = self._strategy._outer_of(model)
+        outer = self._strategy._outer_models.get(model)
         return [] if outer is None else outer.variables
 
     def restored_of_others(self, model: Any) -> None:
-        self._strategy._outer_of(model).begin_anew()
+        self._strategy._outer_models[model].begin_anew()
 
 
 class LocalStepsStrategy(MultiWorkerMirroredStrategy):
@@ -200,7 +247,8 @@ class LocalStepsStrategy(MultiWorkerMirroredStrategy):
             raise ValueError(f"Received: compression={compression!r}. Expected: None, 'bf16' or 'fp16'.")
         self._sync_every, self._outer_optimizer = sync_every, outer_optimizer
         self._outer_models: weakref.WeakKeyDictionary[Any, OuterModel] = weakref.WeakKeyDictionary()
-        self._said_local = self._said_loop = False
+        self._said_local = self._said_loop = self._said_hidden = self._is_fitting = False
+        self._traced_outer: OuterModel | None = None
         try:
             super().__init__(
                 cluster=cluster,
@@ -222,16 +270,33 @@ class LocalStepsStrategy(MultiWorkerMirroredStrategy):
             )
 
     def _begin(self) -> None:
-        given = self._outer_optimizer
-        made = given() if callable(given) else keras.optimizers.get(_DEFAULT if given is None else given)
+        given = _DEFAULT if self._outer_optimizer is None else self._outer_optimizer
+        made = given() if callable(given) else keras.optimizers.get(given)
         config = json.dumps([type(made).__name__, made.get_config()], default=str, sort_keys=True)
-        self._make_optimizer = functools.partial(type(made).from_config, made.get_config())
+        self._make_optimizer = (
+            given if callable(given) else functools.partial(type(made).from_config, made.get_config())
+        )
         self._arguments |= {"sync_every": repr(self._sync_every), "outer_optimizer": config}
         super()._begin()
 
-    def _outer_of(self, model: Any) -> OuterModel | None:
-        """What is kept of a model beside its weights; `None` before its training function was made."""
-        return self._outer_models.get(model)
+    def synchronize(self, model: keras.Model) -> None:
+        """Ends a period of a model now: the workers exchange what they have learned since the last exchange.
+
+        `fit` does so at the end of each epoch, and `evaluate` and `predict` outside of a fit do. A loop around
+        `train_on_batch` calls it before it saves the model. All processes call it at the same point.
+
+        Args:
+            model: a model of this strategy; nothing happens if it was not trained since.
+        """
+        for outer in self._outers_with(model):
+            outer.end_period()
+
+    def _outers_with(self, model: Any) -> list[OuterModel]:
+        """What trains a weight of a model, such as that of which it is a part, in the order in which it was made."""
+        if not self._outer_models:
+            return []
+        weights = set(map(id, model.weights))
+        return [outer for outer in list(self._outer_models.values()) if outer.trains_one_of(weights)]
 
     def _make_outer(self, model: Any) -> None:
         """Makes what is kept of a model beside its weights, unless it is there; all processes come here together."""
@@ -240,6 +305,8 @@ class LocalStepsStrategy(MultiWorkerMirroredStrategy):
         self._said_local = True
         outer = self._outer_models.get(model)
         if outer is None or not outer.is_of(model):
+            if outer is not None:
+                outer.end_period()
             with self.scope():
                 self._outer_models[model] = OuterModel(self, model, self._make_optimizer())
 
@@ -260,18 +327,34 @@ class LocalStepsStrategy(MultiWorkerMirroredStrategy):
                 self._warn_of_own_loop(fn)
             return super()._run(fn, args, kwargs, options)
         outer, batch = self._outer_models[step.model], self._cut(step, *args)
+        parts = [values_of(one)[0] for one in tf.nest.flatten(batch)]
+        data = [x for x in tf.nest.flatten(parts, expand_composites=True) if tf.is_tensor(x)]
         step.is_compiled = xla_compiles(step.model, batch)
-        outer.begin_step()
-        with (
-            self._alone(),
-            outer.noting_state(step.model),
-            other_random_numbers(self.extended._input_position()[1]),
-            marked_for_xla(step.is_compiled),
-        ):
-            # Past what the data-parallel strategies do to a step.
-            logs, rows = super(DataParallel, self).run(_training_alone(step), tuple(batch), None, options)
-        outer.end_step(values_of(rows)[0])
+        # Counters do not depend on the data: without this, some ranks would count the step that finds no data.
+        with tf.control_dependencies(data):
+            outer.begin_step()
+            with (
+                self._alone(),
+                outer.noting(step.model),
+                other_random_numbers(self.extended._input_position()[1]),
+                marked_for_xla(step.is_compiled),
+            ):
+                # Past what the data-parallel strategies do to a step.
+                on_replica = _training_alone(step, outer)
+                logs, rows = super(DataParallel, self).run(on_replica, tuple(batch), None, options)
+            outer.note_logs(logs)
+            outer.end_step(values_of(rows)[0])
         return self._logs_for_keras(logs)
+
+    def _warn_of_hidden_steps(self, model: Any) -> None:
+        if self._said_hidden or not any(outer.is_in_period for outer in self._outers_with(model)):
+            return
+        self._said_hidden = True
+        warnings.warn(
+            f"Received: model '{model.name}' to save, trained since the workers have exchanged last. The file has the "
+            "weights with which this period has begun. Expected: strategy.synchronize(model) before, on all processes.",
+            stacklevel=2,
+        )
 
     def _warn_of_own_loop(self, fn: Callable) -> None:
         if self._said_loop or str(getattr(fn, "__module__", "")).startswith("tfdist."):
@@ -285,7 +368,7 @@ class LocalStepsStrategy(MultiWorkerMirroredStrategy):
         )
 
 
-def _training_alone(step: KerasStep) -> Callable:
+def _training_alone(step: KerasStep, outer: OuterModel) -> Callable:
     """What this worker runs of a training step: its logs, and how many rows it had."""
     model = step.model
     rows_seen = model.distribute_strategy._keras_hooks.rows_seen
@@ -299,17 +382,24 @@ def _training_alone(step: KerasStep) -> Callable:
             data, rows = with_stand_in(data), count_rows(data)
         elif rows is None:
             rows = count_rows(data)
-        if fixed is not None and fixed > 1:
-            return step.function(data), rows
-        # Of a last batch with fewer rows than workers, a row stands in here for none: nothing is learned from it.
-        has_rows, trained = rows > 0, set(map(id, trained_variables(model)))
-        state = [v for v in model.weights if id(v) not in trained]
+        context = tf.distribute.get_replica_context()
         with contextlib.ExitStack() as stack:
-            metrics = [v for metric in metrics_of(model) for v in metric.variables]
-            stack.enter_context(undone_unless(has_rows, [*metrics, *state]))
-            for optimizer in optimizers_of(model):
-                apply = functools.partial(_apply_if, has_rows, optimizer.apply)
-                stack.enter_context(shadowed(optimizer, apply=apply))
+            # What a step asks of all replicas it asks of this one.
+            alone = {
+                "all_reduce": lambda op, value, options=None: value,
+                "all_gather": lambda value, axis, options=None: value,
+            }
+            stack.enter_context(shadowed(context, **alone))
+            for metric in metrics_of(model):
+                stack.enter_context(shadowed(metric, result=marked_result(metric)))
+            if fixed is None or fixed <= 1:
+                # Of a last batch with fewer rows than workers, a row stands in here for none: it teaches nothing.
+                outer.has_rows = rows > 0
+                metrics = [v for metric in metrics_of(model) for v in metric.variables]
+                stack.enter_context(undone_unless(outer.has_rows, metrics))
+                for optimizer in optimizers_of(model):
+                    apply = functools.partial(_apply_if, outer.has_rows, optimizer.apply)
+                    stack.enter_context(shadowed(optimizer, apply=apply))
             return step.function(data), rows
 
     return on_replica
@@ -324,8 +414,8 @@ def _apply_if(condition: tf.Tensor, apply: Callable, grads: Any, trainable_varia
     tf.cond(condition, applied, lambda: tf.constant(True))
 
 
-def trained_variables(model: keras.Model) -> list[keras.Variable]:
-    """The weights that a model's optimizers update, each once."""
+def trainable_variables(model: keras.Model) -> list[keras.Variable]:
+    """The weights that a model's optimizers may update, each once."""
     optimizers = [part for one in optimizers_of(model) for part in [one, *parts_of(one)]]
     of_optimizers = [v for one in optimizers for v in getattr(one, "_trainable_variables", None) or ()]
     found = {id(v): v for v in (*model.trainable_variables, *of_optimizers)}
@@ -335,6 +425,8 @@ def trained_variables(model: keras.Model) -> list[keras.Variable]:
 class OuterModel:
     """What all workers begin a period from, and the optimizer that moves it. To be made in the strategy's scope.
 
+    Which weights the training step updates, and what other state it writes, is seen while it is traced.
+
     Args:
         strategy: whose model it is.
         model: a model that is built, with its optimizers.
@@ -342,53 +434,103 @@ class OuterModel:
 
     Attributes:
         is_shown: whether the model has the weights of the period's beginning now.
+        has_rows: in the step that is traced, whether this worker has rows of the batch; `None` if it certainly has.
+        origins: for each of the step's logs, the metric whose result it is, and which of its numbers, or `None`.
     """
 
     def __init__(self, strategy: LocalStepsStrategy, model: keras.Model, optimizer: keras.optimizers.Optimizer) -> None:
-        self._strategy, self._optimizer = strategy, optimizer
-        self._trained = trained_variables(model)
-        self._agreement = strategy._keras_hooks.agreement
-        self._model = weakref.ref(model)
-        # Other state that the training step writes, by id.
-        self._state: dict[int, keras.Variable] = {}
+        self._strategy, self._optimizer, self._model = strategy, optimizer, weakref.ref(model)
+        self._trainable = trainable_variables(model)
+        check_float8(self._trainable)
         make = functools.partial(keras.Variable, initializer="zeros", trainable=False)
-        self._base = [make(shape=v.shape, dtype=v.dtype, name="base") for v in self._trained]
+        self._base = [make(shape=v.shape, dtype=v.dtype, name="base") for v in self._trainable]
         self._steps = make(shape=(), dtype="int64", name="steps")
         self._rows = make(shape=(), dtype="int64", name="rows")
-        optimizer.build(self._trained)
-        self.is_shown = False
+        optimizer.build(self._trainable)
+        # Ids of what optimizers have updated, and what else was written, with what it was when the period began.
+        self._updated: set[int] = set()
+        self._state: dict[int, tuple[Any, tf.Variable]] = {}
+        self.is_shown, self.has_rows, self.origins = False, None, []
 
     def is_of(self, model: keras.Model) -> bool:
         """Whether it was made for these weights of a model; another optimizer may train others."""
-        return list(map(id, trained_variables(model))) == list(map(id, self._trained))
+        return list(map(id, trainable_variables(model))) == list(map(id, self._trainable))
+
+    def trains_one_of(self, weights: set[int]) -> bool:
+        """Whether it trains one of the weights with these ids."""
+        return any(id(v) in weights and self._is_trained(v) for v in self._trainable)
+
+    def _is_trained(self, variable: keras.Variable) -> bool:
+        return id(variable) in self._updated or not self._updated  # not traced yet, after a backup was restored
+
+    @property
+    def _trained(self) -> list[tuple[keras.Variable, keras.Variable]]:
+        """The weights that optimizers have updated, each with its base."""
+        pairs = zip(self._trainable, self._base, strict=True)
+        return [(variable, base) for variable, base in pairs if self._is_trained(variable)]
 
     @property
     def variables(self) -> list[keras.Variable]:
         """Its own state, for backups."""
         return [self._steps, self._rows, *self._base, *self._optimizer.variables]
 
-    @contextlib.contextmanager
-    def noting_state(self, model: keras.Model) -> Iterator[None]:
-        """While a step is traced, notes which other weights of the model it writes."""
-        trained = set(map(id, self._trained))
+    @property
+    def is_in_period(self) -> bool:
+        """Whether this worker has trained since the last exchange."""
+        return int(_part(self._steps)) > 0
 
-        def noting(variable: keras.Variable, assign: Callable, value: Any) -> Any:
-            self._state[id(variable)] = variable
-            return assign(value)
+    # While a step is traced
+
+    @contextlib.contextmanager
+    def noting(self, model: keras.Model) -> Iterator[None]:
+        """While a step is traced, notes which weights of the model it writes; without rows it writes none."""
+        strategy = self._strategy
+
+        def assign(variable: keras.Variable, original: Callable, value: Any) -> Any:
+            self._note_state(variable)
+            if self.has_rows is not None:
+                value = tf.where(self.has_rows, tf.cast(value, variable.dtype), variable.value)
+            return original(value)
 
         with contextlib.ExitStack() as stack:
             for variable in model.weights:
-                if id(variable) not in trained:
-                    assign = functools.partial(noting, variable, variable._direct_assign)
-                    stack.enter_context(shadowed(variable, _direct_assign=assign))
-            yield
+                noting = functools.partial(assign, variable, variable._direct_assign)
+                stack.enter_context(shadowed(variable, _direct_assign=noting))
+            before, strategy._traced_outer, self.has_rows = strategy._traced_outer, self, None
+            try:
+                yield
+            finally:
+                strategy._traced_outer, self.has_rows = before, None
+        for variable in filter(is_mirrored, held_variables(model)):
+            self._note_state(variable)
+
+    def _note_state(self, variable: Any) -> None:
+        if id(variable) not in self._state and id(variable) not in self._updated:
+            with tf.init_scope(), outside_of_scope(), tf.device(self._strategy.extended.worker_devices[0]):
+                self._state[id(variable)] = variable, tf.Variable(_part(variable), trainable=False)
+
+    def note_update(self, variables: Any) -> None:
+        """Notes that an optimizer updates variables."""
+        known = set(map(id, self._trainable))
+        for variable in variables:
+            if id(variable) not in known:
+                raise ValueError(
+                    f"Received: a train_step that updates '{getattr(variable, 'path', variable.name)}', which is no "
+                    "trainable weight of the model, and not of an optimizer that is built. Expected: layers and "
+                    "optimizers as attributes of the model."
+                )
+            self._updated.add(id(variable))
+
+    def note_logs(self, logs: Any) -> None:
+        """Notes which of a step's logs are results of metrics."""
+        self.origins = list(map(metric_of, tf.nest.flatten(logs)))
 
     def begin_step(self) -> None:
         """Before a training step: the first one of a period keeps the weights."""
         tf.cond(tf.equal(_part(self._steps).read_value(), 0), self._keep_base, lambda: tf.constant(True))
 
     def _keep_base(self) -> tf.Tensor:
-        for base, variable in zip(self._base, self._trained, strict=True):
+        for base, variable in zip(self._base, self._trainable, strict=True):
             _part(base).assign(_part(variable).read_value())
         return tf.constant(True)
 
@@ -403,73 +545,87 @@ class OuterModel:
         is_last = _part(self._steps).read_value() >= self._strategy._sync_every
         tf.cond(is_last, self._synchronize, lambda: tf.constant(True))
 
+    # Exchanges
+
     def end_period(self) -> None:
-        """Exchanges now, at the end of an epoch, if this worker has trained since the last time."""
-        if int(_part(self._steps)):
+        """Exchanges now, if the workers have trained since the last time; all come here after the same step."""
+        if self.is_in_period:
             self._synchronize()
 
     def _synchronize(self) -> tf.Tensor:
-        """All workers come here after the same step."""
-        self._strategy.extended.call_here(self._on_replica)
+        self._strategy.extended.call_here(self._exchange)
         for count in (self._steps, self._rows):
             _part(count).assign(0)
         return tf.constant(True)
 
-    def _on_replica(self) -> None:
-        options = self._strategy._gradient_options
-        weights, bases = [*map(_part, self._trained)], [*map(_part, self._base)]
+    def _exchange(self) -> None:
+        strategy, model = self._strategy, self._model()
         rows = tf.cast(_part(self._rows).read_value(), tf.float64)
-        agreement = self._agreement
-        if agreement is not None and self._model() not in agreement.models:
-            agreement = None
+        agreement = agreement_of(model)
         total, *requests = all_reduce_sum([rows, *([agreement.read()] if agreement else [])])
         if agreement:
             agreement.keep_sum(requests[0])
         share = tf.math.divide_no_nan(rows, total)
-        differences = [base.read_value() - weight.read_value() for base, weight in zip(bases, weights, strict=True)]
-        means = all_reduce_sum(differences, options, share)
-        self._average_state(share)
-        with self._strategy._alone():
-            for weight, base in zip(weights, bases, strict=True):
+        trained = [(variable, _part(variable), _part(base)) for variable, base in self._trained]
+        differences = [base.read_value() - weight.read_value() for _, weight, base in trained]
+        means = all_reduce_sum(differences, strategy._gradient_options, share)
+        self._average_state(model, share)
+        with strategy._alone():
+            for _, weight, base in trained:
                 weight.assign(base.read_value())
-            self._optimizer.apply(means, self._trained)
+            self._optimizer.apply(means, [variable for variable, *_ in trained])
 
-    def _average_state(self, share: tf.Tensor) -> None:
-        """Layers' other state: means over the rows; of what is not a float, rank 0's value."""
-        model = self._model()
-        written = [_part(v) for v in model.weights if id(v) in self._state]
-        floats = [v for v in written if v.dtype.is_floating]
-        others = [v for v in written if not v.dtype.is_floating]
+    def _average_state(self, model: keras.Model, share: tf.Tensor) -> None:
+        """Other state: means over the rows; of what is not a float, rank 0's value."""
+        if self._updated and not model.run_eagerly:
+            written = [variable for key, (variable, _) in self._state.items() if key not in self._updated]
+        else:
+            # Rows may decide what a step that runs eagerly writes; and after a restart, none was seen.
+            trained = {id(variable) for variable, _ in self._trained}
+            written = [v for v in (*model.weights, *filter(is_mirrored, held_variables(model))) if id(v) not in trained]
+        averages = [
+            variable
+            for optimizer in optimizers_of(model)
+            for part in [optimizer, *parts_of(optimizer)]
+            for variable in getattr(part, "_model_variables_moving_average", None) or ()
+        ]
+        parts = list(map(_part, [*written, *averages]))
+        floats = [v for v in parts if v.dtype.is_floating]
+        others = [v for v in parts if not v.dtype.is_floating and v.dtype != tf.string]
         for variable, mean in zip(floats, all_reduce_sum([v.read_value() for v in floats], weight=share), strict=True):
             variable.assign(mean)
         is_first = int(self._strategy.extended._input_position()[1] == 0)
         values = [tf.cast(v.read_value(), tf.int64) * is_first for v in others]
         for variable, value in zip(others, all_reduce_sum(values), strict=True):
             variable.assign(tf.cast(value, variable.dtype))
+        for variable, base in self._state.values():
+            base.assign(_part(variable).read_value())
+
+    # What others see in the middle of a period
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
-        """While the block runs, the model has the weights of the period's beginning, which all workers have."""
-        if self.is_shown or not int(_part(self._steps)):
+        """While the block runs, the model has the weights and state of the period's beginning, as on all workers."""
+        if self.is_shown or not self.is_in_period:
             yield
             return
-        own = [tf.identity(_part(v)) for v in self._trained]
+        pairs = [(_part(variable), _part(base)) for variable, base in [*self._trained, *self._state.values()]]
+        own = [tf.identity(variable) for variable, _ in pairs]
         self.is_shown = True
         try:
-            self._show(map(_part, self._base))
+            for variable, base in pairs:
+                variable.assign(base.read_value())
             yield
         finally:
-            self._show(own)
+            for (variable, _), value in zip(pairs, own, strict=True):
+                variable.assign(value)
             self.is_shown = False
-
-    def _show(self, values: Any) -> None:
-        for variable, value in zip(self._trained, values, strict=True):
-            _part(variable).assign(tf.convert_to_tensor(value))
 
     def begin_anew(self) -> None:
         """Begins another period from where this one has begun: a backup is of another number of workers."""
-        if int(_part(self._steps)):
-            self._show(map(_part, self._base))
+        if self.is_in_period:
+            for variable, base in self._trained:
+                _part(variable).assign(_part(base).read_value())
         for count in (self._steps, self._rows):
             _part(count).assign(0)
 

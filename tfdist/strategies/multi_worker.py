@@ -154,7 +154,7 @@ class MultiWorkerMirroredStrategy(DataParallel, tf.distribute.MultiWorkerMirrore
 
     _extended_class: type[MultiWorkerExtended] = MultiWorkerExtended
     _hooks_class: type[DataParallelHooks] = DataParallelHooks
-    # Whether sums of GPUs go through the host's memory, too: for who rarely has any.
+    # Whether the host adds up what GPUs send, too: a strategy that rarely exchanges sets it.
     _goes_through_host = False
 
     def __new__(cls, *args: Any, **kwargs: Any) -> MultiWorkerMirroredStrategy:

@@ -210,7 +210,7 @@ def _all_reduce_gradients(
     weight = step.relative_weight if scaled else step.weight
     if scaled:
         state_values = [value / step.replicas for value in state_values]
-    agreement = _agreement_of(step.model)
+    agreement = agreement_of(step.model)
     if agreement is not None:
         state_values.append(agreement.read())
     if options.compressor is not None:
@@ -291,7 +291,8 @@ def _check_gradients_unread() -> None:
         )
 
 
-def _agreement_of(model: keras.Model) -> Agreement | None:
+def agreement_of(model: keras.Model) -> Agreement | None:
+    """Whose requests travel with what the steps of a model exchange; `None` if nobody requests anything."""
     agreement = hooks_of(model.distribute_strategy).agreement
     return agreement if agreement is not None and model in agreement.models else None
 
