@@ -641,3 +641,37 @@ def test_loops_of_ones_own_are_told_once() -> None:
     for found in run_local(in_a_loop, 2, timeout=240):
         assert len(found) == 1
         assert "this loop exchanges the gradients of every step" in found[0]
+
+
+def said(sync_every: int, averages: bool) -> list[str]:
+    """What the log says in a training with epochs of six steps. Runs on every process."""
+    import logging
+
+    import keras
+
+    import tfdist
+
+    lines: list[str] = []
+
+    class Notes(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    logging.getLogger("tfdist").addHandler(Notes())
+    outer = functools.partial(keras.optimizers.SGD, 1.0) if averages else None
+    strategy = tfdist.LocalStepsStrategy(sync_every, outer_optimizer=outer, start_timeout=60, peer_timeout=300)
+    with strategy.scope():
+        model = make_model({})
+    x, y = make_data({})
+    model.fit(x, y, batch_size=BATCH, epochs=2, verbose=0)
+    return [line for line in lines if "LocalStepsStrategy" in line or "periods of" in line]
+
+
+@pytest.mark.nightly
+def test_what_it_is_and_short_periods_are_told_once() -> None:
+    for sync_every, averages in ((4, False), (50, False), (4, True)):
+        first, second = run_local(said, 2, args=(sync_every, averages), timeout=300)
+        assert second == []
+        assert len(first) == (1 if averages else 2)
+        assert f"LocalStepsStrategy(sync_every={sync_every}): workers train by themselves" in first[0]
+        assert averages or f"periods of {min(sync_every, 6)} steps, and the default outer_optimizer" in first[1]

@@ -52,10 +52,17 @@ from tfdist.strategies.validation import check_float8
 
 _log = logging.getLogger("tfdist")
 _ANOTHER_TRAINING = (
-    "LocalStepsStrategy(sync_every=%d): each worker takes %d optimizer steps by itself before they exchange what they "
-    "have learned. That is another training than that of one process: compare the validation loss with that of "
-    "MultiWorkerMirroredStrategy before you rely on it."
+    "LocalStepsStrategy(sync_every=%d): workers train by themselves between two exchanges. That is another training "
+    "than that of one process: compare the validation loss with that of MultiWorkerMirroredStrategy before you rely on "
+    "it."
 )
+_SHORT_PERIODS = (
+    "Received: periods of %d steps, and the default outer_optimizer, SGD(0.7, momentum=0.9, nesterov=True), which is "
+    "for longer ones: if the loss goes up and down, take outer_optimizer=lambda: keras.optimizers.SGD(1.0), longer "
+    "periods, or epochs of more steps."
+)
+# Of fewer steps, the momentum of the default adds up what is mostly the same.
+_SHORT = 20
 _MADE_TOO_EARLY = (
     "Received: outer_optimizer=%r, an optimizer, whose variables were made before the strategy could connect the "
     "processes. Expected: a function that makes it, such as `lambda: keras.optimizers.SGD(0.7, momentum=0.9)`."
@@ -118,6 +125,7 @@ class LocalStepsHooks(DataParallelHooks):
         outer = None if self._is_testing else self._strategy._outer_models.get(model)
         if outer is not None:
             outer.end_period()
+            self._strategy._say_that_periods_are_short(outer)
         found = super().read_metrics(read, model, logs)
         # Keras has read the metrics of all processes, if there was nothing else.
         return found if self.peers is None or outer is None or found is not logs else self._of_all(outer, logs)
@@ -247,7 +255,7 @@ class LocalStepsStrategy(MultiWorkerMirroredStrategy):
             raise ValueError(f"Received: compression={compression!r}. Expected: None, 'bf16' or 'fp16'.")
         self._sync_every, self._outer_optimizer = sync_every, outer_optimizer
         self._outer_models: weakref.WeakKeyDictionary[Any, OuterModel] = weakref.WeakKeyDictionary()
-        self._said_local = self._said_loop = self._said_hidden = self._is_fitting = False
+        self._said_local = self._said_loop = self._said_short = self._said_hidden = self._is_fitting = False
         self._traced_outer: OuterModel | None = None
         try:
             super().__init__(
@@ -272,6 +280,8 @@ class LocalStepsStrategy(MultiWorkerMirroredStrategy):
     def _begin(self) -> None:
         given = _DEFAULT if self._outer_optimizer is None else self._outer_optimizer
         made = given() if callable(given) else keras.optimizers.get(given)
+        if not isinstance(made, keras.optimizers.Optimizer):
+            raise ValueError(f"Received: an outer_optimizer that makes {made!r}. Expected: a Keras optimizer.")
         config = json.dumps([type(made).__name__, made.get_config()], default=str, sort_keys=True)
         self._make_optimizer = (
             given if callable(given) else functools.partial(type(made).from_config, made.get_config())
@@ -301,7 +311,7 @@ class LocalStepsStrategy(MultiWorkerMirroredStrategy):
     def _make_outer(self, model: Any) -> None:
         """Makes what is kept of a model beside its weights, unless it is there; all processes come here together."""
         if not self._said_local and self.is_chief:
-            _log.warning(_ANOTHER_TRAINING, self._sync_every, self._sync_every)
+            _log.warning(_ANOTHER_TRAINING, self._sync_every)
         self._said_local = True
         outer = self._outer_models.get(model)
         if outer is None or not outer.is_of(model):
@@ -345,6 +355,13 @@ class LocalStepsStrategy(MultiWorkerMirroredStrategy):
             outer.note_logs(logs)
             outer.end_step(values_of(rows)[0])
         return self._logs_for_keras(logs)
+
+    def _say_that_periods_are_short(self, outer: OuterModel) -> None:
+        """At the end of an epoch, once."""
+        is_short = self._outer_optimizer is None and outer.most_steps < _SHORT
+        if is_short and self.is_chief and not self._said_short:
+            _log.warning(_SHORT_PERIODS, outer.most_steps)
+        self._said_short |= is_short
 
     def _warn_of_hidden_steps(self, model: Any) -> None:
         if self._said_hidden or not any(outer.is_in_period for outer in self._outers_with(model)):
@@ -446,6 +463,7 @@ class OuterModel:
         self._base = [make(shape=v.shape, dtype=v.dtype, name="base") for v in self._trainable]
         self._steps = make(shape=(), dtype="int64", name="steps")
         self._rows = make(shape=(), dtype="int64", name="rows")
+        self._longest = make(shape=(), dtype="int64", name="longest")
         optimizer.build(self._trainable)
         # Ids of what optimizers have updated, and what else was written, with what it was when the period began.
         self._updated: set[int] = set()
@@ -472,7 +490,7 @@ class OuterModel:
     @property
     def variables(self) -> list[keras.Variable]:
         """Its own state, for backups."""
-        return [self._steps, self._rows, *self._base, *self._optimizer.variables]
+        return [self._steps, self._rows, self._longest, *self._base, *self._optimizer.variables]
 
     @property
     def is_in_period(self) -> bool:
@@ -552,8 +570,15 @@ class OuterModel:
         if self.is_in_period:
             self._synchronize()
 
+    @property
+    def most_steps(self) -> int:
+        """How many steps the longest period had."""
+        return int(_part(self._longest))
+
     def _synchronize(self) -> tf.Tensor:
         self._strategy.extended.call_here(self._exchange)
+        longest, steps = _part(self._longest), _part(self._steps)
+        longest.assign(tf.maximum(longest.read_value(), steps.read_value()))
         for count in (self._steps, self._rows):
             _part(count).assign(0)
         return tf.constant(True)
