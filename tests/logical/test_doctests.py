@@ -22,7 +22,7 @@ SKIPPED = {
     "launcher.local.fork_server": "this process would fork those of later tests from the example's server",
     "launcher.process": "a worker's plan",
     "launcher.supervisor": "workers to watch",
-    "strategies.local_steps": "a process with one device",
+    "strategies.local_steps.strategy": "a process with one device",
     "runtime.job": "changes how this process ends",
     "runtime.servers": "a cluster",
     "strategies.parameter_server.dispatcher": "a cluster",

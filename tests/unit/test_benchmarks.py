@@ -21,6 +21,8 @@ from benchmarks.data_parallel import arguments as data_parallel
 from benchmarks.data_parallel import peers, processes, table
 from benchmarks.data_parallel.table import BEGIN, END, fill
 from benchmarks.data_parallel.workload import Workload
+from benchmarks.local_steps import loss as local_loss
+from benchmarks.local_steps import speed as local_speed
 from benchmarks.memory import tables
 from benchmarks.memory.__main__ import BENCHMARK
 from benchmarks.memory.variants import PLAIN, RECOMPUTE, REMAT_SCOPE
@@ -51,7 +53,9 @@ def test_wrong_arguments(parse, words, message, capsys):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["checkpointing", "data_parallel", "memory", "parameter_server", "sharded", "shares"])
+@pytest.mark.parametrize(
+    "name", ["checkpointing", "data_parallel", "local_steps", "memory", "parameter_server", "sharded", "shares"]
+)
 def test_readme_has_a_place_for_the_result(name):
     filled = fill((FOLDER / name / "README.md").read_text(), "| new |")
     assert f"{BEGIN}\n| new |\n{END}" in filled
@@ -237,6 +241,39 @@ def test_shares_are_compared_with_what_both_workers_could_do() -> None:
         ["10 (10-10)", "1.00 (1.00-1.00)", "50%", "1.00 |"],
         ["20 (20-20)", "0.67 (0.67-0.67)", "50%", "1.00 |"],
         ["14 (14-15)", "0.93 (0.93-0.93)", "33%", "1.05 |"],
+    ]
+
+
+def test_efficiency_and_loss_of_local_steps() -> None:
+    def record(link: str, case: str, *milliseconds: float, kilobytes: float = 0.0) -> dict:
+        trial = {"ms": list(milliseconds), "bytes": [1e3 * kilobytes] * len(milliseconds)}
+        return {"model": "mlp", "link": link, "case": case, "trials": [trial]}
+
+    alone, local, *_, peer = local_speed.CASES
+    lines = local_speed.table_of(
+        [
+            record("", alone, 10.0, 10.0),
+            record("", peer, 8.0, 8.0),
+            record("1g", alone, 40.0, 40.0, kilobytes=7000),
+            record("1g", local, 10.0, 12.0, kilobytes=140),
+            record("1g", peer, 16.0, 16.0, kilobytes=140),
+        ]
+    )
+    assert [line.split(" | ")[3:] for line in lines.splitlines()[2:]] == [
+        ["10.0 (10.0-10.0)", "1.00 (1.00-1.00)", "0.0", "1.00 |"],
+        ["8.0 (8.0-8.0)", "1.00 (1.00-1.00)", "0.0", "1.00 |"],
+        ["40.0 (40.0-40.0)", "0.25 (0.25-0.25)", "7000.0", "1.00 |"],
+        ["11.0 (10.0-12.0)", "0.91 (0.91-0.91)", "140.0", "1.20 |"],
+        ["16.0 (16.0-16.0)", "0.50 (0.50-0.50)", "140.0", "1.00 |"],
+    ]
+    trials = {0: [(0.5, 0.9), (0.7, 0.8), (0.4, 0.95)], 50: [(0.6, 0.85)]}
+    losses = [
+        {"task": "digits", "workers": 2, "period": period, "trials": [{"loss": x, "accuracy": y} for x, y in found]}
+        for period, found in trials.items()
+    ]
+    assert local_loss.table_of(losses).splitlines()[2:] == [
+        "| digits, CNN | 2 | each step | 0.5000 | 1.000 | 90.00% | +0.00 |",
+        "| digits, CNN | 2 | 50 steps | 0.6000 | 1.200 | 85.00% | -5.00 |",
     ]
 
 

@@ -276,8 +276,8 @@ class TrainingState:
                 continue
             for part in parts_of_variable(variable):
                 part.assign(tf.constant(combine(variable, replicas) if whole is None else whole, dtype=part.dtype))
-        if keeps_own and is_of_others:
-            hooks_of(strategy).restored_of_others(self._model)
+        if keeps_own:
+            hooks_of(strategy).restored(self._model, is_of_others)
 
 
 def _pieces(tensors: Collection[str]) -> dict[str, dict[int, str]]:

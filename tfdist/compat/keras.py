@@ -81,8 +81,8 @@ class StrategyTraits:
         """Variables of the training of a model that neither it nor its optimizers have."""
         return []
 
-    def restored_of_others(self, model: Any) -> None:
-        """Called where `keeps_own`, after a model was restored from a backup of another number of processes."""
+    def restored(self, model: Any, of_others: bool) -> None:
+        """Called where `keeps_own`, after a model was restored; the backup may be of another number of processes."""
 
     def take_shares(self, shares: list[float]) -> None:
         """Takes over `shares` of an earlier process."""

@@ -32,6 +32,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -63,6 +64,8 @@ class _NotCalledError(ExchangeError):
 # --- All listen, meet, and call each other ----------------------------------------------------------------------------
 
 _PURPOSE = "connect to the others"
+# The name of the thread.
+_BACKGROUND = "tfdist-exchange"
 # All listen before anybody connects: a port that is not let through is not waited for.
 _SECONDS = 30.0
 
@@ -195,7 +198,9 @@ class _Meeting:
 
     def _link(self, connected: socket.socket, rank: int) -> Link:
         def lost_or_elsewhere() -> str:
-            return self._lost() or self._peers.waits_in_vain(rank)
+            # Who exchanges in the background may be elsewhere, too.
+            in_background = threading.current_thread().name == _BACKGROUND
+            return self._lost() or ("" if in_background else self._peers.waits_in_vain(rank))
 
         return Link(connected, self._names[rank], self._peers.timeout, lost_or_elsewhere)
 
@@ -595,6 +600,7 @@ class Exchange:
         self._first, self._members, self._root, self._heads, self._neighbours = found
         self._results = ResultMemory()
         self._lock = threading.Lock()
+        self._in_background: threading.Thread | None = None
         self.seconds_waited = 0.0
         self._number = 0
         # Which segments other processes of this host may still read.
@@ -726,6 +732,35 @@ class Exchange:
                 found.append(rows.reshape(counts.sum(), *rows.shape[2:]) if is_even else np.concatenate(parts))
             return found
 
+    def in_background(self, exchange: Callable[[], Any]) -> Future:
+        """Calls a function that makes calls of this object, while the program goes on; further calls come after it.
+
+        All processes do so at the same point.
+
+        Args:
+            exchange: the function.
+
+        Returns:
+            What it will have returned, or raised.
+        """
+        found: Future = Future()
+
+        def run() -> None:
+            try:
+                found.set_result(exchange())
+            except BaseException as error:
+                found.set_exception(error)
+
+        self._wait_for_background()
+        # A process that ends does not wait for it.
+        self._in_background = threading.Thread(target=run, daemon=True, name=_BACKGROUND)
+        self._in_background.start()
+        return found
+
+    def _wait_for_background(self) -> None:
+        if self._in_background not in (None, threading.current_thread()):
+            self._in_background.join()
+
     def close(self) -> None:
         """Ends all connections."""
         for link in self._links.values():
@@ -735,6 +770,7 @@ class Exchange:
     def _alone(self, purpose: Purpose) -> Iterator[None]:
         """One call after another, and none after one that failed."""
         came = time.monotonic()
+        self._wait_for_background()
         with self._lock:
             if self._failure:
                 raise ExchangeError(self._failure)

@@ -12,7 +12,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "fully_sharded": ["FullyShardedStrategy"],
         "horovod.strategy": ["HorovodStrategy"],
         "host_offload": ["HostOffloadStrategy"],
-        "local_steps": ["LocalStepsStrategy"],
+        "local_steps.strategy": ["LocalStepsStrategy"],
         "mirrored": ["MirroredStrategy"],
         "multi_worker": ["MultiWorkerMirroredStrategy"],
         "parameter_server.strategy": ["ParameterServerStrategy"],

@@ -1,7 +1,7 @@
 from tfdist.strategies.fully_sharded import FullyShardedStrategy as FullyShardedStrategy
 from tfdist.strategies.horovod.strategy import HorovodStrategy as HorovodStrategy
 from tfdist.strategies.host_offload import HostOffloadStrategy as HostOffloadStrategy
-from tfdist.strategies.local_steps import LocalStepsStrategy as LocalStepsStrategy
+from tfdist.strategies.local_steps.strategy import LocalStepsStrategy as LocalStepsStrategy
 from tfdist.strategies.mirrored import MirroredStrategy as MirroredStrategy
 from tfdist.strategies.multi_worker import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
 from tfdist.strategies.parameter_server.strategy import ParameterServerStrategy as ParameterServerStrategy

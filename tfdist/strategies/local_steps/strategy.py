@@ -1,6 +1,6 @@
 """`tfdist.LocalStepsStrategy`: workers that train by themselves, and put together what they have learned now and then.
 
-A period of a worker, with `sync_every=3`; the others do the same on their rows of the same batches:
+A period of a worker, with `sync_every=3`, without fragments; the others do the same on their rows of the same batches:
 
 before its first step   base := weights
 step 1, 2, 3            Keras' own train_step on this worker's rows, as in one process   (`_run`, `_alone`)
@@ -11,6 +11,7 @@ after its last one      differences := base - weights       of each worker      
 LocalStepsStrategy  `run` gives a training step to this process alone; everything else is data-parallel
 LocalStepsHooks     what Keras sees between two periods is what all have learned, and in the middle of one the last base
 OuterModel          base, counters and outer optimizer of a model
+Sending             with `fragments=`, exchanges a part of the weights while the next steps are computed
 
 While a step is traced, the strategy is that of one replica (`_alone`). So Keras and tfdist add nothing to it, and it
 exchanges nothing.
@@ -35,20 +36,18 @@ from tfdist.arguments import check_count
 from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.errors import ClusterError
 from tfdist.cluster.variables import DIRECT
-from tfdist.compat.scopes import outside_of_scope
-from tfdist.inspection.model_state import held_variables, metrics_of, optimizers_of, parts_of, parts_of_variable
+from tfdist.inspection.model_state import metrics_of, optimizers_of, parts_of
 from tfdist.memory.policy import MemoryPolicy
 from tfdist.optimizers.sharded_optimizer import ShardedOptimizer
-from tfdist.steps.derived_logs import marked_result, metric_of
-from tfdist.steps.gradients import all_reduce_sum
+from tfdist.runtime.exchange import Exchange
+from tfdist.steps.derived_logs import marked_result
 from tfdist.steps.keras_step import KerasStep, marked_for_xla, recognise_step, shadowed, xla_compiles
 from tfdist.steps.reduce import values_of
 from tfdist.strategies.data_parallel.dataset import count_rows, static_rows, with_stand_in
-from tfdist.strategies.data_parallel.replica_step import agreement_of, undone_unless
-from tfdist.strategies.data_parallel.state import is_mirrored
+from tfdist.strategies.data_parallel.replica_step import undone_unless
 from tfdist.strategies.data_parallel.strategy import DataParallel, DataParallelHooks, other_random_numbers
+from tfdist.strategies.local_steps.outer_model import OuterModel
 from tfdist.strategies.multi_worker import MultiWorkerExtended, MultiWorkerMirroredStrategy
-from tfdist.strategies.validation import check_float8
 
 _log = logging.getLogger("tfdist")
 _ANOTHER_TRAINING = (
@@ -75,6 +74,8 @@ class _LocalStepsExtended(MultiWorkerExtended):
 
     # Whether the strategy is that of this process alone.
     is_alone = False
+    # What connects the processes; `None` in a single one.
+    exchange: Exchange | None = None
     _of_one = tf.distribute.ReductionToOneDevice()
 
     @property
@@ -90,6 +91,10 @@ class _LocalStepsExtended(MultiWorkerExtended):
     def _call_for_each_replica(self, fn: Callable, args: tuple, kwargs: dict) -> Any:
         # Under the number that it has among all: random numbers go by it.
         return self.call_here(fn, args, kwargs) if self.is_alone else super()._call_for_each_replica(fn, args, kwargs)
+
+    def _carry_directly(self, exchange: Exchange) -> None:
+        super()._carry_directly(exchange)
+        self.exchange = exchange
 
     def call_here(self, fn: Callable, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Calls a function in the context of this process' replica."""
@@ -189,8 +194,8 @@ class LocalStepsHooks(DataParallelHooks):
         outer = self._strategy._outer_models.get(model)
         return [] if outer is None else outer.variables
 
-    def restored_of_others(self, model: Any) -> None:
-        self._strategy._outer_models[model].begin_anew()
+    def restored(self, model: Any, of_others: bool) -> None:
+        self._strategy._outer_models[model].restored(of_others)
 
 
 class LocalStepsStrategy(MultiWorkerMirroredStrategy):
@@ -211,6 +216,9 @@ class LocalStepsStrategy(MultiWorkerMirroredStrategy):
         outer_optimizer: a function that makes a Keras optimizer (or what `keras.optimizers.get` takes), whose gradient
             is weights before minus mean of the weights after. By default SGD(0.7, momentum=0.9, nesterov=True), as in
             the paper; `lambda: keras.optimizers.SGD(1.0)` averages the weights. Each model gets one of its own.
+        fragments: into how many parts the weights are cut. With one, they are exchanged at once, while the workers
+            wait. With k, one of them after each `sync_every / k` steps, in turn, and while the next steps are
+            computed: what a worker learns of a part meanwhile is added to what it receives.
         compression: `None`, or `"bf16"` or `"fp16"`, to which the differences are cast for the exchange.
         cluster: the cluster and this process' place in it; by default what `tfdist.discover()` finds. One process
             alone takes the outer steps, too.
@@ -220,11 +228,13 @@ class LocalStepsStrategy(MultiWorkerMirroredStrategy):
 
     Raises:
         tfdist.ClusterError: as in `MultiWorkerMirroredStrategy`.
-        ValueError: for a `sync_every` below 1, another `compression`, or a process with several devices: start one for
-            each, as `tfdist run` does with GPUs.
+        ValueError: for a `sync_every` below 1, `fragments` that do not divide it or are more than a model's weights,
+            another `compression`, or a process with several devices: start one for each, as `tfdist run` does with
+            GPUs.
 
     Source: Douillard et al., "DiLoCo: distributed low-communication training of language models" (2023, arXiv
-    2311.08105); Stich, "Local SGD converges fast and communicates little" (2019, arXiv 1805.09767).
+    2311.08105), "Streaming DiLoCo with overlapping communication" (2025, arXiv 2501.18512) for `fragments`; Stich,
+    "Local SGD converges fast and communicates little" (2019, arXiv 1805.09767).
 
     Example (started by `tfdist run -n 2 train.py`):
         >>> import keras, numpy as np, tfdist  # doctest: +SKIP
@@ -244,6 +254,7 @@ class LocalStepsStrategy(MultiWorkerMirroredStrategy):
         sync_every: int = 50,
         *,
         outer_optimizer: Callable[[], keras.optimizers.Optimizer] | keras.optimizers.Optimizer | str | None = None,
+        fragments: int = 1,
         compression: str | None = None,
         cluster: ClusterConfig | None = None,
         memory: MemoryPolicy | str | None = None,
@@ -251,9 +262,14 @@ class LocalStepsStrategy(MultiWorkerMirroredStrategy):
         peer_timeout: float = 1800.0,
     ):
         check_count("sync_every", sync_every)
+        check_count("fragments", fragments)
+        if sync_every % fragments:
+            raise ValueError(
+                f"Received: fragments={fragments} with sync_every={sync_every}. Expected: a number that divides it."
+            )
         if compression not in (None, "bf16", "fp16"):
             raise ValueError(f"Received: compression={compression!r}. Expected: None, 'bf16' or 'fp16'.")
-        self._sync_every, self._outer_optimizer = sync_every, outer_optimizer
+        self._sync_every, self._fragments, self._outer_optimizer = sync_every, fragments, outer_optimizer
         self._outer_models: weakref.WeakKeyDictionary[Any, OuterModel] = weakref.WeakKeyDictionary()
         self._said_local = self._said_loop = self._said_short = self._said_hidden = self._is_fitting = False
         self._traced_outer: OuterModel | None = None
@@ -286,7 +302,11 @@ class LocalStepsStrategy(MultiWorkerMirroredStrategy):
         self._make_optimizer = (
             given if callable(given) else functools.partial(type(made).from_config, made.get_config())
         )
-        self._arguments |= {"sync_every": repr(self._sync_every), "outer_optimizer": config}
+        self._arguments |= {
+            "sync_every": repr(self._sync_every),
+            "fragments": repr(self._fragments),
+            "outer_optimizer": config,
+        }
         super()._begin()
 
     def synchronize(self, model: keras.Model) -> None:
@@ -429,232 +449,3 @@ def _apply_if(condition: tf.Tensor, apply: Callable, grads: Any, trainable_varia
 
     grads = list(grads)
     tf.cond(condition, applied, lambda: tf.constant(True))
-
-
-def trainable_variables(model: keras.Model) -> list[keras.Variable]:
-    """The weights that a model's optimizers may update, each once."""
-    optimizers = [part for one in optimizers_of(model) for part in [one, *parts_of(one)]]
-    of_optimizers = [v for one in optimizers for v in getattr(one, "_trainable_variables", None) or ()]
-    found = {id(v): v for v in (*model.trainable_variables, *of_optimizers)}
-    return list(found.values())
-
-
-class OuterModel:
-    """What all workers begin a period from, and the optimizer that moves it. To be made in the strategy's scope.
-
-    Which weights the training step updates, and what other state it writes, is seen while it is traced.
-
-    Args:
-        strategy: whose model it is.
-        model: a model that is built, with its optimizers.
-        optimizer: the outer optimizer.
-
-    Attributes:
-        is_shown: whether the model has the weights of the period's beginning now.
-        has_rows: in the step that is traced, whether this worker has rows of the batch; `None` if it certainly has.
-        origins: for each of the step's logs, the metric whose result it is, and which of its numbers, or `None`.
-    """
-
-    def __init__(self, strategy: LocalStepsStrategy, model: keras.Model, optimizer: keras.optimizers.Optimizer) -> None:
-        self._strategy, self._optimizer, self._model = strategy, optimizer, weakref.ref(model)
-        self._trainable = trainable_variables(model)
-        check_float8(self._trainable)
-        make = functools.partial(keras.Variable, initializer="zeros", trainable=False)
-        self._base = [make(shape=v.shape, dtype=v.dtype, name="base") for v in self._trainable]
-        self._steps = make(shape=(), dtype="int64", name="steps")
-        self._rows = make(shape=(), dtype="int64", name="rows")
-        self._longest = make(shape=(), dtype="int64", name="longest")
-        optimizer.build(self._trainable)
-        # Ids of what optimizers have updated, and what else was written, with what it was when the period began.
-        self._updated: set[int] = set()
-        self._state: dict[int, tuple[Any, tf.Variable]] = {}
-        self.is_shown, self.has_rows, self.origins = False, None, []
-
-    def is_of(self, model: keras.Model) -> bool:
-        """Whether it was made for these weights of a model; another optimizer may train others."""
-        return list(map(id, trainable_variables(model))) == list(map(id, self._trainable))
-
-    def trains_one_of(self, weights: set[int]) -> bool:
-        """Whether it trains one of the weights with these ids."""
-        return any(id(v) in weights and self._is_trained(v) for v in self._trainable)
-
-    def _is_trained(self, variable: keras.Variable) -> bool:
-        return id(variable) in self._updated or not self._updated  # not traced yet, after a backup was restored
-
-    @property
-    def _trained(self) -> list[tuple[keras.Variable, keras.Variable]]:
-        """The weights that optimizers have updated, each with its base."""
-        pairs = zip(self._trainable, self._base, strict=True)
-        return [(variable, base) for variable, base in pairs if self._is_trained(variable)]
-
-    @property
-    def variables(self) -> list[keras.Variable]:
-        """Its own state, for backups."""
-        return [self._steps, self._rows, self._longest, *self._base, *self._optimizer.variables]
-
-    @property
-    def is_in_period(self) -> bool:
-        """Whether this worker has trained since the last exchange."""
-        return int(_part(self._steps)) > 0
-
-    # While a step is traced
-
-    @contextlib.contextmanager
-    def noting(self, model: keras.Model) -> Iterator[None]:
-        """While a step is traced, notes which weights of the model it writes; without rows it writes none."""
-        strategy = self._strategy
-
-        def assign(variable: keras.Variable, original: Callable, value: Any) -> Any:
-            self._note_state(variable)
-            if self.has_rows is not None:
-                value = tf.where(self.has_rows, tf.cast(value, variable.dtype), variable.value)
-            return original(value)
-
-        with contextlib.ExitStack() as stack:
-            for variable in model.weights:
-                noting = functools.partial(assign, variable, variable._direct_assign)
-                stack.enter_context(shadowed(variable, _direct_assign=noting))
-            before, strategy._traced_outer, self.has_rows = strategy._traced_outer, self, None
-            try:
-                yield
-            finally:
-                strategy._traced_outer, self.has_rows = before, None
-        for variable in filter(is_mirrored, held_variables(model)):
-            self._note_state(variable)
-
-    def _note_state(self, variable: Any) -> None:
-        if id(variable) not in self._state and id(variable) not in self._updated:
-            with tf.init_scope(), outside_of_scope(), tf.device(self._strategy.extended.worker_devices[0]):
-                self._state[id(variable)] = variable, tf.Variable(_part(variable), trainable=False)
-
-    def note_update(self, variables: Any) -> None:
-        """Notes that an optimizer updates variables."""
-        known = set(map(id, self._trainable))
-        for variable in variables:
-            if id(variable) not in known:
-                raise ValueError(
-                    f"Received: a train_step that updates '{getattr(variable, 'path', variable.name)}', which is no "
-                    "trainable weight of the model, and not of an optimizer that is built. Expected: layers and "
-                    "optimizers as attributes of the model."
-                )
-            self._updated.add(id(variable))
-
-    def note_logs(self, logs: Any) -> None:
-        """Notes which of a step's logs are results of metrics."""
-        self.origins = list(map(metric_of, tf.nest.flatten(logs)))
-
-    def begin_step(self) -> None:
-        """Before a training step: the first one of a period keeps the weights."""
-        tf.cond(tf.equal(_part(self._steps).read_value(), 0), self._keep_base, lambda: tf.constant(True))
-
-    def _keep_base(self) -> tf.Tensor:
-        for base, variable in zip(self._base, self._trainable, strict=True):
-            _part(base).assign(_part(variable).read_value())
-        return tf.constant(True)
-
-    def end_step(self, rows: tf.Tensor) -> None:
-        """After a training step: the last one of a period exchanges.
-
-        Args:
-            rows: how many this worker has had in it.
-        """
-        _part(self._steps).assign_add(1)
-        _part(self._rows).assign_add(tf.cast(rows, tf.int64))
-        is_last = _part(self._steps).read_value() >= self._strategy._sync_every
-        tf.cond(is_last, self._synchronize, lambda: tf.constant(True))
-
-    # Exchanges
-
-    def end_period(self) -> None:
-        """Exchanges now, if the workers have trained since the last time; all come here after the same step."""
-        if self.is_in_period:
-            self._synchronize()
-
-    @property
-    def most_steps(self) -> int:
-        """How many steps the longest period had."""
-        return int(_part(self._longest))
-
-    def _synchronize(self) -> tf.Tensor:
-        self._strategy.extended.call_here(self._exchange)
-        longest, steps = _part(self._longest), _part(self._steps)
-        longest.assign(tf.maximum(longest.read_value(), steps.read_value()))
-        for count in (self._steps, self._rows):
-            _part(count).assign(0)
-        return tf.constant(True)
-
-    def _exchange(self) -> None:
-        strategy, model = self._strategy, self._model()
-        rows = tf.cast(_part(self._rows).read_value(), tf.float64)
-        agreement = agreement_of(model)
-        total, *requests = all_reduce_sum([rows, *([agreement.read()] if agreement else [])])
-        if agreement:
-            agreement.keep_sum(requests[0])
-        share = tf.math.divide_no_nan(rows, total)
-        trained = [(variable, _part(variable), _part(base)) for variable, base in self._trained]
-        differences = [base.read_value() - weight.read_value() for _, weight, base in trained]
-        means = all_reduce_sum(differences, strategy._gradient_options, share)
-        self._average_state(model, share)
-        with strategy._alone():
-            for _, weight, base in trained:
-                weight.assign(base.read_value())
-            self._optimizer.apply(means, [variable for variable, *_ in trained])
-
-    def _average_state(self, model: keras.Model, share: tf.Tensor) -> None:
-        """Other state: means over the rows; of what is not a float, rank 0's value."""
-        if self._updated and not model.run_eagerly:
-            written = [variable for key, (variable, _) in self._state.items() if key not in self._updated]
-        else:
-            # Rows may decide what a step that runs eagerly writes; and after a restart, none was seen.
-            trained = {id(variable) for variable, _ in self._trained}
-            written = [v for v in (*model.weights, *filter(is_mirrored, held_variables(model))) if id(v) not in trained]
-        averages = [
-            variable
-            for optimizer in optimizers_of(model)
-            for part in [optimizer, *parts_of(optimizer)]
-            for variable in getattr(part, "_model_variables_moving_average", None) or ()
-        ]
-        parts = list(map(_part, [*written, *averages]))
-        floats = [v for v in parts if v.dtype.is_floating]
-        others = [v for v in parts if not v.dtype.is_floating and v.dtype != tf.string]
-        for variable, mean in zip(floats, all_reduce_sum([v.read_value() for v in floats], weight=share), strict=True):
-            variable.assign(mean)
-        is_first = int(self._strategy.extended._input_position()[1] == 0)
-        values = [tf.cast(v.read_value(), tf.int64) * is_first for v in others]
-        for variable, value in zip(others, all_reduce_sum(values), strict=True):
-            variable.assign(tf.cast(value, variable.dtype))
-        for variable, base in self._state.values():
-            base.assign(_part(variable).read_value())
-
-    # What others see in the middle of a period
-
-    @contextlib.contextmanager
-    def shown(self) -> Iterator[None]:
-        """While the block runs, the model has the weights and state of the period's beginning, as on all workers."""
-        if self.is_shown or not self.is_in_period:
-            yield
-            return
-        pairs = [(_part(variable), _part(base)) for variable, base in [*self._trained, *self._state.values()]]
-        own = [tf.identity(variable) for variable, _ in pairs]
-        self.is_shown = True
-        try:
-            for variable, base in pairs:
-                variable.assign(base.read_value())
-            yield
-        finally:
-            for (variable, _), value in zip(pairs, own, strict=True):
-                variable.assign(value)
-            self.is_shown = False
-
-    def begin_anew(self) -> None:
-        """Begins another period from where this one has begun: a backup is of another number of workers."""
-        if self.is_in_period:
-            for variable, base in self._trained:
-                _part(variable).assign(_part(base).read_value())
-        for count in (self._steps, self._rows):
-            _part(count).assign(0)
-
-
-def _part(variable: Any) -> tf.Variable:
-    """This worker's copy of a variable."""
-    return parts_of_variable(variable)[0]

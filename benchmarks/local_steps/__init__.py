@@ -1,0 +1,1 @@
+"""How fast, and how good, is training by local steps? See README.md."""
