@@ -66,7 +66,8 @@ PARTS = (
     # The newest versions of everything, other random examples, and the time that `make test` may take.
     Part(
         "newest",
-        "make lint docs test VENV=.venv-matrix/newest CONSTRAINTS= ARGS=--hypothesis-profile=random"
+        "make lint docs VENV=.venv-matrix/newest CONSTRAINTS="
+        " && make test VENV=.venv-matrix/newest CONSTRAINTS= ARGS=--hypothesis-profile=random"
         " && .venv-matrix/newest/bin/python tools/test_times.py --limit 480 build/reports/test.xml",
         "test",
     ),
