@@ -33,6 +33,7 @@ def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["submit", "--scheduler", "pbs", "t.py"], ["'pbs' is not one of 'local', 'slurm', 'kubernetes'"]),
         (["submit", "--transport", "mpi", "t.py"], ["'mpi' is not one of 'auto', 'tensorflow', 'direct', 'horovod'"]),
         (["submit", "--env", "A", "t.py"], ["'A': expected KEY=VALUE"]),
+        (["submit", "--volume", "a:/b", "--volume", "a:/c", "t.py"], ["'a:/c': claim a is at /b already"]),
         (["submit", "--volume", "a:b", "t.py"], ["'a:b': expected CLAIM:/PATH", "--volume backups:/backups"]),
         (["logs"], ["Missing argument 'JOB'"]),
     ],

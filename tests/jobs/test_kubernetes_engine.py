@@ -12,10 +12,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
 from tests.launcher.conftest import wait_until
+from tfdist.jobs import command
 from tfdist.jobs.engine import Engine, engine_of
 from tfdist.jobs.kubernetes import status_of
 from tfdist.jobs.record import Records
@@ -258,6 +260,19 @@ def test_what_the_cluster_refuses_moves_no_cursor(engine: Engine, cluster: Clust
     with pytest.raises(SubmitError, match=r"jobs \\x1b]0;title\\x07 forbidden") as refused:
         engine.status(record)
     assert str(refused.value).isprintable()
+
+
+def test_the_state_is_shown_where_the_output_cannot_be_read(
+    engine: Engine, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """The chief's node may be gone, or nobody may read logs."""
+    record = engine.submit(REQUEST)
+    monkeypatch.setattr(engine, "progress", mock.Mock(side_effect=SubmitError("i/o timeout")))
+    monkeypatch.setattr(command, "job_of", lambda *_: (record, engine))
+    command._show(record.id, as_json=False)
+    assert capsys.readouterr().out.splitlines()[0].endswith("queued: no pod yet")
+    command._show(record.id, as_json=True)
+    assert json.loads(capsys.readouterr().out)["progress"] is None
 
 
 def test_progress_and_logs_are_in_the_chiefs_output(engine: Engine, cluster: Cluster) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import shlex
@@ -204,3 +205,18 @@ def test_the_names_of_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "node-7.of/here")
     assert host == this_host(), "a machine may be renamed while a process runs"
     assert shown_host(this_host.__wrapped__()) == "node-7.of/here"
+
+
+def test_a_job_that_is_cancelled_while_its_output_is_followed_stays_cancelled(engine: LocalEngine) -> None:
+    job = started(engine, "a")
+
+    class Cancels(io.BytesIO):
+        """Another terminal cancels the job as soon as its output is shown in this one."""
+
+        def flush(self) -> None:
+            if not (found := engine.records.load(job.id)).details.get("cancelled"):
+                engine.cancel(found)
+                engine.cancel(engine.records.load(job.id))  # at once
+
+    engine.logs(job, Cancels(), follow=True)
+    assert engine.status(engine.records.load(job.id)).state == "cancelled"

@@ -51,6 +51,7 @@ def test_what_sbatch_is_told() -> None:
         *["--chdir='/some where'", "--output=/jobs/50%%/output.log"],
     ]
     exports = dict(line[7:].split("=", 1) for line in text.splitlines() if line.startswith("export "))
+    assert exports["SLURM_EXPORT_ENV"] == "ALL"  # also where the site has SBATCH_EXPORT=NONE
     assert {name: exports[name] for name in ("A", "TFDIST_TOKEN", "TFDIST_EVENT_LOG", "TFDIST_PS")} == {
         **{"A": shlex.quote("it's $HOME"), "TFDIST_TOKEN": "s3cret", "TFDIST_PS": "1"},
         "TFDIST_EVENT_LOG": "/jobs/50%/logs/events.jsonl",

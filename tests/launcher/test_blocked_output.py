@@ -6,12 +6,15 @@ import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.launcher.conftest import Launch
+from tfdist.launcher import output
+from tfdist.launcher.output import Writer, write_all
 
 # The process that is named prints more than all pipes and queues hold. All go on printing until they are stopped.
 CHATTY = """
@@ -166,3 +169,36 @@ def test_closed_streams(launch, closed: str, is_shown: bool) -> None:
     lines = ["out", "['0', '1', '2', '3']"]
     assert [started.log(f"worker-{index}").splitlines() for index in (0, 1)] == [lines] * 2
     assert result.out.splitlines() == [f"[worker 0] {line}" for line in lines if is_shown]
+
+
+def test_what_still_waits_at_the_end_is_counted(launch, unread: int) -> None:
+    """Less than what is dropped at once: it waits for a reader, until the run ends without one."""
+    result = launch("print('x' * 1000)", "-n", "1", stdout=unread).finish(DEADLINE)
+    assert result.code == 0
+    said = re.search(r"tfdist: (\d+) bytes of the output were not shown: nobody reads it", result.err)
+    assert said and int(said[1]) >= 1000
+
+
+def test_what_was_not_written_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output, "_PATIENCE", 0.0)
+    writer, may_go_on = Writer(), threading.Event()
+    writer.do(3, may_go_on.wait)
+    writer.do(4, int)
+    writer.close()
+    assert (writer.dropped, writer.problem) == (7, "nobody reads it, or its disk does not answer")
+    writer.close()
+    assert writer.dropped == 7
+    may_go_on.set()
+
+
+def test_a_slow_reader_is_not_a_stuck_one() -> None:
+    reading, writing = os.pipe()
+    text, moved, read = os.urandom(1 << 18), [], []
+    reader = threading.Thread(target=lambda: read.extend(iter(lambda: os.read(reading, 1 << 14), b"")))
+    reader.start()
+    write_all(writing, text, lambda: moved.append(True))
+    os.close(writing)
+    reader.join(DEADLINE)
+    os.close(reading)
+    assert b"".join(read) == text
+    assert len(moved) > 2  # each piece that the reader has made room for

@@ -192,3 +192,17 @@ def test_sigterm_goes_to_a_python_program_alone(
         one.kill()
         wait_until(lambda: one.poll() or one.is_over, DEADLINE, "the end of the group")
         one.close()
+
+
+def test_processes_that_are_replaced_leave_no_descriptors(tmp_path: Path) -> None:
+    """A search may replace a tuner a thousand times."""
+    plan = ProcessPlan("worker", 0, ("/bin/true",), os.environ)
+    terminal = Terminal(io.BytesIO(), is_tty=False)
+    with Guardian() as guardian, ProcessGroup([plan], tmp_path, terminal, guardian, 0, start_unpinned) as group:
+        counts = []
+        for number in range(1, 6):
+            wait_until(lambda: group.tick() == [] and group.is_over, DEADLINE, "the end of the process")
+            counts.append(len(os.listdir("/proc/self/fd")))
+            group.replace(group.processes[0], number)
+        wait_until(lambda: group.tick() == [] and group.is_over, DEADLINE, "the end of the process")
+    assert len(set(counts)) == 1

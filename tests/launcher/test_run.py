@@ -134,6 +134,16 @@ def test_module_and_command(launch, tmp_path) -> None:
     assert re.fullmatch(r"\[worker 0\] \d{8}-\d{6}-\d+\n", result.out)
 
 
+def test_the_ports_are_those_that_are_allowed(launch) -> None:
+    script = "print([int(address.rpartition(':')[2]) for address in config['cluster']['worker']])"
+    result = launch(script, env={"TFDIST_PORTS": "21000-21099"}).finish()
+    assert result.code == 0, result.err
+    ports = json.loads(result.out.removeprefix("[worker 0] "))
+    assert len(ports) == 2 and all(21000 <= port <= 21099 for port in ports)
+    wrong = launch("", env={"TFDIST_PORTS": "many"}).finish()
+    assert wrong.code != 0 and "Received: TFDIST_PORTS='many'. Expected: two ports" in wrong.err
+
+
 def test_reader_that_goes_away_does_not_end_the_training(launch, tmp_path) -> None:
     started = launch("for number in range(200): print('x' * 1000); time.sleep(0.002)\nPath('end').touch()", "-n", "1")
     assert started.popen.stdout is not None

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+from pathlib import Path
 
-from tests.launcher.conftest import DEADLINE
+import pytest
+
+from tests.launcher.conftest import DEADLINE, Launch
 
 READY_THEN_SLEEP = "Path(name).touch(); time.sleep(1000)"
 
@@ -57,4 +61,18 @@ def test_signals_to_the_whole_group_spare_the_guardian(launch) -> None:
     started.wait_for_file("worker-0", "worker-1")
     os.killpg(started.popen.pid, signal.SIGKILL)
     started.popen.wait(DEADLINE)
+    started.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_launcher_that_was_started_with_sigchld_ignored(launches, tmp_path: Path, code: int) -> None:
+    """As some services do, to have no zombies: the kernel would forget how processes end."""
+    words = [sys.executable, "-m", "tfdist", "run", "-n", "2", "--", "sh", "-c", f"echo done; exit {code}"]
+    ignoring = (
+        "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    launches.append(started := Launch(tmp_path, [sys.executable, "-c", ignoring, *words]))
+    result = started.finish()
+    assert (result.code, result.out) == (code, "[worker 0] done\n"), result.err
+    assert started.log("worker-1") == "done\n"
     started.assert_nothing_is_left()

@@ -48,6 +48,12 @@ def hyperband() -> keras_tuner.Oracle:
     return keras_tuner.oracles.HyperbandOracle(objective, max_epochs=2, factor=2, seed=3, hyperparameters=wide())
 
 
+def bayesian() -> keras_tuner.Oracle:
+    return keras_tuner.oracles.BayesianOptimizationOracle(
+        keras_tuner.Objective("score", "min"), num_initial_points=3, max_trials=9, seed=3, hyperparameters=wide()
+    )
+
+
 def wide() -> keras_tuner.HyperParameters:
     found = keras_tuner.HyperParameters()
     found.Float("x", 0.0, 1.0)
@@ -409,3 +415,19 @@ class TestSeveralTuners:
         alone = Keeper(folder / "alone", lambda: random_search(max_trials=30))
         alone.search()
         assert keeper.values() == alone.values()
+
+
+def test_a_bayesian_search_guesses_the_trials_at_work_from_those_that_have_ended(tmp_path: Path) -> None:
+    """A score that has nothing to do with them would draw the search to that trial, or away from it."""
+    keeper = Keeper(tmp_path, bayesian)
+    for number in range(3):
+        trial = keeper.shared.create_trial("")
+        keeper.shared.update_trial(trial.trial_id, {"score": 50.0 + number})
+        keeper.shared.end_trial(Trial.from_state({**trial.get_state(), "status": "COMPLETED"}))
+    assert keeper.shared.create_trial("").status == "RUNNING"
+    other, seen = another(tmp_path, 1, bayesian), []
+    vectorize = other._oracle._vectorize_trials
+    other._oracle._vectorize_trials = lambda: seen.append(vectorize()) or seen[-1]
+    assert other.create_trial("").status == "RUNNING"
+    _, scores = seen[-1]
+    assert len(scores) == 4 and min(scores) > 45

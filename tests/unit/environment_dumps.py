@@ -276,6 +276,11 @@ DUMPS = {
         *("Kubernetes", 3, 4, {"KUBERNETES_SERVICE_HOST": None}, "single process"),
         host="train-0.train.default.svc.cluster.local",
     ),
+    "Kubernetes Indexed Job, TFDIST_HOST from status.podIP": Dump(
+        {**_INDEXED_JOB, "TFDIST_HOST": "10.1.2.3"},
+        *("Kubernetes", 3, 4, {"KUBERNETES_SERVICE_HOST": None}, "single process"),
+        host="train-0",  # there is no such name here, so it has no domain
+    ),
     "Kubernetes Indexed Job, setHostnameAsFQDN": Dump(
         {**_INDEXED_JOB, "HOSTNAME": "train-3.train.default.svc.cluster.local"},
         *("Kubernetes", 3, 4, {"KUBERNETES_SERVICE_HOST": None}, "single process"),

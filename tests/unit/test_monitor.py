@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -156,6 +157,13 @@ def test_a_run_with_two_workers() -> None:
     ]
 
 
+def test_workers_that_rarely_exchange() -> None:
+    run = run_of(*TWO, progress("worker 0", 0, 1, steps_alone=12))
+    assert (
+        shown(run)[2] == "  2 processes, restarts: 0, last backup 12 s ago, after step 58, last exchange 12 steps ago"
+    )
+
+
 def test_the_states_of_a_process() -> None:
     run = run_of(start(100, "worker 0", "worker 1"))
     assert [rank.state for rank in run.ranks.values()] == ["starting", "starting"]
@@ -273,6 +281,8 @@ def test_a_launcher_that_was_killed() -> None:
     assert not lives(identity)
     # What becomes of processes on another machine cannot be known here.
     assert lives(dataclasses.replace(identity, boot="another"))
+    # In another container on this machine, the same id is another process'.
+    assert lives(dataclasses.replace(identity, boot=re.sub(r"\d+$", "4026530000", identity.boot)))
 
 
 def write(folder: Path, *events: dict[str, Any]) -> Path:

@@ -238,9 +238,10 @@ class TestPlan:
         made = plan_for(profile(), hardware(), [8], "src/fit.py --epochs 3")
         assert {found.start for found in made.rows} == {
             "python src/fit.py --epochs 3",
-            "tfdist submit --scheduler slurm -n 8 src/fit.py --epochs 3",
+            "tfdist submit --scheduler slurm -n 8 --gpus-per-worker 1 src/fit.py --epochs 3",
         }
-        assert "started by `tfdist submit --scheduler slurm -n 8 src/fit.py --epochs 3`" in made.reason
+        submitted = "tfdist submit --scheduler slurm -n 8 --gpus-per-worker 1 src/fit.py --epochs 3"
+        assert f"started by `{submitted}`" in made.reason
 
     def test_some_of_the_gpus_of_a_host(self):
         rows = {found.name: found for found in plan_for(profile(), hardware(), [2]).rows}

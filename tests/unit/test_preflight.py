@@ -90,7 +90,10 @@ def test_without_ipv4_the_other_address_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(ports.sockets, "is_own", lambda host: host == "::1")
     assert ports.own_loopback() == "::1"
     with pytest.raises(ClusterError, match=r"host '127\.0\.0\.1' is not an address of this machine; use ::1, or"):
-        ports.reserve(1)
+        ports.reserve(1, "127.0.0.1")
+    # Where nobody has named an address, it is not asked.
+    with ports.reserve(1) as reservation:
+        assert len(reservation.ports) == 1
 
 
 @pytest.fixture(autouse=True)

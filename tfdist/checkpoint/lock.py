@@ -22,8 +22,7 @@ from typing import Any, NoReturn
 
 from tfdist.json_schema import read_json
 from tfdist.storage.base import Storage, patiently
-from tfdist.supervision.identity import Identity, own_boot
-from tfdist.supervision.process_folders import place
+from tfdist.supervision.identity import Identity, own_boot, own_place
 
 _log = logging.getLogger("tfdist")
 
@@ -237,7 +236,7 @@ class FolderLease:
         pid, identity = os.getpid(), Identity.of(os.getpid())
         self._own: dict[str, Any] = {
             **{"token": secrets.token_hex(16), "process": f"process {pid} on {socket.gethostname()[:100]}"},
-            **{"place": place(), "pid": pid, "start": identity.start if identity else 0, "renewals": 0},
+            **{"place": own_place(), "pid": pid, "start": identity.start if identity else 0, "renewals": 0},
         }
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -257,8 +256,8 @@ class FolderLease:
     def _wait_for_its_end(self, found: bytes) -> None:
         """Returns once the owner of a lease has ended, or has given no sign of life for as long as it lasts."""
         owner = _decoded(found)
-        is_here = owner.get("place") == place()
-        is_alive = is_here and Identity(owner["pid"], owner["start"], own_boot()).is_alive
+        is_here = owner.get("place") == own_place()
+        is_alive = is_here and Identity(owner["pid"], owner["start"], own_place()).is_alive
         if is_here and not is_alive:
             return
         _log.warning(

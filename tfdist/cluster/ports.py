@@ -32,14 +32,14 @@ class Reservation(contextlib.ExitStack):
         self.ports = tuple(self.enter_context(holder).getsockname()[1] for holder in held)
 
 
-def reserve(count: int, host: str = "127.0.0.1", low: int | None = None, high: int | None = None) -> Reservation:
+def reserve(count: int, host: str | None = None, low: int | None = None, high: int | None = None) -> Reservation:
     """Reserves ports on this machine, safely against other reservations made at the same time.
 
     The ports are held on every interface whatever the host is, because TensorFlow's server binds to every interface.
 
     Args:
         count: How many.
-        host: The address under which the processes will be reached; checked to be one of this machine.
+        host: The address under which the processes will be reached, if it is to be checked that this machine has it.
         low: The lowest port to use; 20000 by default.
         high: The end of the range (not used itself). By default the start of the range from which the system takes
             the ports of outgoing connections, so that no such connection is in the way.
@@ -55,7 +55,7 @@ def reserve(count: int, host: str = "127.0.0.1", low: int | None = None, high: i
         ...     len(set(reservation.ports))
         2
     """
-    if not sockets.is_own(host):
+    if host is not None and not sockets.is_own(host):
         raise ClusterError(
             f"host {host!r} is not an address of this machine; use {own_loopback()}, or one that `ip address` shows"
         )

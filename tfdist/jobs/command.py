@@ -30,6 +30,8 @@ def _read_volumes(ctx: click.Context, param: click.Parameter, values: tuple[str,
         claim, separator, path = text.partition(":")
         if not claim or not separator or not path.startswith("/"):
             raise click.BadParameter(f"{text!r}: expected CLAIM:/PATH, for example --volume backups:/backups.")
+        if claim in volumes:
+            raise click.BadParameter(f"{text!r}: claim {claim} is at {volumes[claim]} already, expected each once.")
         volumes[claim] = path
     return volumes
 
@@ -196,7 +198,9 @@ def goodput(run: str | None, per_failure: bool, as_json: bool) -> None:
 
 def _show(job: str, as_json: bool) -> None:
     record, engine = job_of(job, os.environ)
-    now, progress = engine.status(record), engine.progress(record)
+    now, progress = engine.status(record), None
+    with contextlib.suppress(SubmitError):  # the state is known without the output
+        progress = engine.progress(record)
     if as_json:
         more = {"progress": dataclasses.asdict(progress) if progress else None}
         click.echo(json.dumps({**_facts(record, now), **more}, indent=1))

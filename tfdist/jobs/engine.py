@@ -97,7 +97,8 @@ class Engine(ABC):
         at = 0
         while True:
             # Asked before reading: so all that was written before the end is read.
-            is_over = not follow or self.status(record).is_over
+            # Of its newest record: somebody may have cancelled it.
+            is_over = not follow or self.status(self.records.load(record.id)).is_over
             with contextlib.suppress(FileNotFoundError), open(record.output, "rb") as file:
                 file.seek(at)
                 shutil.copyfileobj(file, to)

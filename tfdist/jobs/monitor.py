@@ -19,7 +19,7 @@ from tfdist.jobs.run_state import ENDED, RESTARTING, RUNNING, STARTING, RankStat
 from tfdist.jobs.status import FRESH, Status, in_words, is_number, of_total
 from tfdist.plain_text import plain_table
 from tfdist.supervision.events import FILE_NAME, EventStream
-from tfdist.supervision.identity import Identity, own_boot
+from tfdist.supervision.identity import Identity, own_place
 
 # Seconds. Processes that train write every ten seconds, except in long steps and validations.
 _SILENCE = 1800.0
@@ -105,8 +105,8 @@ def status_of(run: RunState, launcher_lives: bool, now: float) -> tuple[str, boo
 
 
 def lives(launcher: Identity | None) -> bool:
-    """Whether a launcher is alive. One on another machine is assumed to be."""
-    return launcher is None or launcher.boot != own_boot() or launcher.is_alive
+    """Whether a launcher is alive. One on another machine, or in another container, is assumed to be."""
+    return launcher is None or launcher.boot != own_place() or launcher.is_alive
 
 
 class Watch:
@@ -208,7 +208,9 @@ def _totals(run: RunState, now: float) -> str:
         age = "" if run.ending else f" {in_words(max(now - run.saved['time'], 0))} ago,"
         backup = f"last backup{age} after step {run.saved.get('step')}"
     processes = f"{len(run.ranks)} process{'' if len(run.ranks) == 1 else 'es'}"
-    return f"{processes}, restarts: {run.restarts}, {backup}"
+    alone = run.chief.last.get("steps_alone") if run.chief is not None else None
+    exchanged = f", last exchange {alone:.0f} steps ago" if is_number(alone) else ""
+    return f"{processes}, restarts: {run.restarts}, {backup}{exchanged}"
 
 
 def _cells(rank: RankState) -> tuple[str, ...]:

@@ -170,6 +170,8 @@ def batch_script(request: Request, folder: Path, cwd: str, token: str) -> str:
         max_restarts=request.max_restarts,
     )
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in options), ""]
+    # SBATCH_EXPORT=NONE, as some sites set it, would keep what follows from the processes.
+    lines.append("export SLURM_EXPORT_ENV=ALL")
     lines += [f"export {name}=${{{name}:-{value}}}" for name, value in request.runtime_defaults.items()]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
     return "\n".join([*lines, f"folder={shlex.quote(str(folder))}"]) + body

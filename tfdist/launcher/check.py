@@ -25,7 +25,7 @@ from tfdist.cluster.foreign_text import cleaned
 from tfdist.cluster.gpus import visible_gpus
 from tfdist.cluster.meeting import meet
 from tfdist.cluster.meeting import members as tasks_of
-from tfdist.cluster.rendezvous.endpoints import host_name
+from tfdist.cluster.rendezvous.endpoints import host_name, port_range
 from tfdist.cluster.variables import DIRECT, TENSORFLOW
 from tfdist.launcher.operating_system import die_with_parent
 from tfdist.launcher.plan import LOG_LEVEL, QUIET, public_addresses, usable_cores, versions
@@ -114,7 +114,8 @@ def _check(config: ClusterConfig, timeout: float, with_tensorflow: bool) -> int:
 
     own = Member(names[rank], str(config.address), host_name(os.environ), len(usable_cores()),
                  len(visible_gpus(os.environ)), versions(), [*public_addresses()])  # fmt: skip
-    with ports.reserve(1) as reservation, _listening(reservation.ports[0]):
+    low, high = port_range(os.environ)
+    with ports.reserve(1, low=low, high=high) as reservation, _listening(reservation.ports[0]):
         introduction = {"member": dataclasses.asdict(own), "port": reservation.ports[0]}
         met = tell("introduction", introduction, _INTRODUCTION, most=_LONGEST_NAME)
         # Task and address are those of the cluster, which is the same for all.

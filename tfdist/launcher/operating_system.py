@@ -151,6 +151,9 @@ class SignalInbox:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue
             self._previous[number] = signal.signal(number, lambda number, frame: self.put(signal.Signals(number)))
+        if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
+            # As some services leave it to what they start: the kernel would forget how a process has ended.
+            self._previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         return self
 
     def put(self, number: signal.Signals) -> None:

@@ -32,6 +32,9 @@ _MUCH = 1 << 18
 # What has not moved for so many seconds is stuck.
 _PATIENCE = 2.0
 _TICK = 0.005
+# Of what is larger, a pipe that waits says nothing before it has taken all of it.
+_PIECE = select.PIPE_BUF
+_STUCK = "nobody reads it, or its disk does not answer"
 # Who read it is gone (a closed terminal, `| head`), and wants no more of it.
 _NOT_WANTED = (errno.EPIPE, errno.EIO)
 
@@ -79,7 +82,7 @@ class Writer:
             self._moved_at = time.monotonic()
         if self._asked - self._done > _MOST_WAITING:
             self._refused += size
-            self.problem = self.problem or "nobody reads it, or its disk does not answer"
+            self.problem = self.problem or _STUCK
             return
         if not self._has_thread:
             self._has_thread = True
@@ -97,9 +100,17 @@ class Writer:
         while self._asked > self._done and not self._is_stuck:
             time.sleep(_TICK)
 
+    def moved(self) -> None:
+        """Says that some of what is being written was: a slow reader is no stuck one."""
+        self._moved_at = time.monotonic()
+
     def close(self) -> None:
-        """The same; then its thread ends."""
+        """The same; then its thread ends, and what waits is counted as dropped."""
         self.drain()
+        if (left := self._asked - self._done) > 0:
+            self._asked -= left
+            self._refused += left
+            self.problem = self.problem or _STUCK
         if self._has_thread:
             self._has_thread = False
             self._jobs.put(None)
@@ -112,7 +123,7 @@ class Writer:
             except OSError as error:
                 self._failed += size
                 self.problem = error.strerror or str(error)
-            self._moved_at = time.monotonic()
+            self.moved()
             self._done += size
 
 
@@ -154,7 +165,7 @@ class Outlet:
                 stream.write(data.decode("utf-8", "replace"))
             stream.flush()  # also what the program has printed before
             if self._descriptor >= 0:
-                write_all(self._descriptor, data)
+                write_all(self._descriptor, data, self.writer.moved)
         except ValueError:
             pass  # somebody has closed it
         except OSError as error:
@@ -171,15 +182,21 @@ def outlets(stdout: TextIO | None, stderr: TextIO | None) -> tuple[Outlet, Outle
     return shown, errors
 
 
-def write_all(descriptor: int, data: bytes) -> None:
+def write_all(descriptor: int, data: bytes, moved: Callable[[], None] = lambda: None) -> None:
     """Writes all of it, also where a pipe does not wait by itself.
+
+    Args:
+        descriptor: where to.
+        data: the bytes.
+        moved: is called whenever some of it is written.
 
     Raises:
         OSError: there is no room, or nobody reads.
     """
     while data:
         try:
-            data = data[os.write(descriptor, data) :]
+            data = data[os.write(descriptor, data[:_PIECE]) :]
+            moved()
         except BlockingIOError:
             select.select([], [descriptor], [])
 

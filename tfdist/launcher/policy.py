@@ -25,7 +25,7 @@ _EXCEPTION = re.compile(r"^(?:[A-Za-z_]\w*\.)*([A-Z]\w*(?:Error|Exception|Interr
 _LINES_SHOWN = 20
 _EXCEPTION_WIDTH = 160
 _FLOOR = 30.0
-# A step may be compiled anew, a file system may be slow for once: a hang is far beyond what has been seen.
+# A step may be compiled again, a file system may be slow for once: a hang is far beyond what has been seen.
 _OWN_PHASE_FACTOR = 10.0
 _ANY_PHASE_FACTOR = 2.0
 # The launcher looks many times a second; after a longer pause it was stopped itself, perhaps the processes with it.

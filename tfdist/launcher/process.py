@@ -452,6 +452,8 @@ class ProcessGroup:
             OSError: it could not be started.
         """
         plan = dataclasses.replace(process.plan, env={**process.plan.env, REPLACEMENT: str(number)})
+        if plan.name in self._progress_files:
+            self._progress_files.pop(plan.name).close()
         successor = self._made(plan, f"replacement {number}")
         self.processes[self.processes.index(process)] = successor
         self._started.remove(process)

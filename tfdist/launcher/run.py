@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import secrets
 import tempfile
 import time
 from collections.abc import Collection, Mapping
@@ -110,8 +111,8 @@ def check_transport(transport: str) -> None:
 
 
 def new_run_id() -> str:
-    """A name for a run, and for the folder of its logs."""
-    return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    """A name for a run, and for the folder of its logs, by chance: in containers, all launchers have the same pid."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.randbelow(10**6)}"
 
 
 def log_folder(given: str | os.PathLike[str] | None, run_id: str) -> Path:

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tfdist.cluster.ports import reserve
+from tfdist.cluster.rendezvous.endpoints import port_range
 from tfdist.launcher.guardian import Guardian
 from tfdist.launcher.operating_system import SignalInbox
 from tfdist.launcher.output import Terminal, Writer
@@ -344,7 +345,8 @@ class ClusterRun(TrainingRun):
     @contextmanager
     def _started(self, restart: Restart, inbox: SignalInbox, guardian: Guardian) -> Iterator[ProcessGroup]:
         options = replace(self._options, workers=restart.workers)
-        with reserve(len(options.tasks), host=options.host) as reservation:
+        low, high = port_range(os.environ)
+        with reserve(len(options.tasks), options.host, low, high) as reservation:
             plans = self._plan(options, ports=reservation.ports, restart=restart.number)
             of_run = (self._log_dir, self.terminal, guardian, restart.number, self._start_program)
             with ProcessGroup(plans, *of_run) as group:

@@ -102,9 +102,11 @@ def start_of(hardware: Hardware, devices: int, how: str = "") -> str:
     Example:
         >>> from tfdist.planning.hardware import PRESETS
         >>> start_of(PRESETS["v100-nvlink"], 8), start_of(PRESETS["v100-nvlink"], 16)
-        ('tfdist run -n 8 train.py', 'tfdist submit --scheduler slurm -n 16 train.py')
+        ('tfdist run -n 8 train.py', 'tfdist submit --scheduler slurm -n 16 --gpus-per-worker 1 train.py')
     """
-    how = how or f"-n {devices}"
+    # Else the workers of a host share all of its GPUs, and Slurm gives none.
+    takes_some = hardware.kind == "GPU" and devices != hardware.per_host
+    how = how or f"-n {devices}" + " --gpus-per-worker 1" * takes_some
     command = "run" if devices <= hardware.per_host else "submit --scheduler slurm"
     return f"tfdist {command} {how} {PROGRAM}"
 

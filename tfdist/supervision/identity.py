@@ -24,7 +24,7 @@ class Identity:
     Attributes:
         pid: the process id.
         start: when it was started, in ticks since the machine was.
-        boot: the id that the kernel has drawn when the machine was started.
+        boot: names the processes among which its id is unique, see `own_place`.
 
     Example:
         >>> Identity.of(os.getpid()).is_alive
@@ -45,7 +45,7 @@ class Identity:
         fields = status[status.rindex(b")") + 1 :].split()
         if fields[_STATE] in (b"Z", b"X"):
             return None
-        return cls(pid, int(fields[_START]), own_boot())
+        return cls(pid, int(fields[_START]), own_place())
 
     @property
     def is_alive(self) -> bool:
@@ -71,6 +71,11 @@ def own_boot() -> str:
         36
     """
     return _BOOT.read_text().strip()
+
+
+def own_place() -> str:
+    """Names the processes among which the id of this one is unique: those of a container have ids of their own."""
+    return f"{own_boot().replace('-', '')}-{os.stat('/proc/self/ns/pid').st_ino}"
 
 
 @functools.cache

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from tfdist.supervision.identity import Identity, own_boot
+from tfdist.supervision.identity import Identity, own_place
 
 _NAME = re.compile(r"tfdist-[a-z]+-(?P<place>[0-9a-f]{32}-\d+)-(?P<pid>\d+)-(?P<start>\d+)-.*")
 
@@ -38,7 +38,7 @@ def process_folder(kind: str) -> Iterator[Path]:
     """
     base, own = tempfile.gettempdir(), Identity.of(os.getpid())
     _remove_abandoned(base)
-    folder = tempfile.mkdtemp(prefix=f"tfdist-{kind}-{place()}-{own.pid}-{own.start}-", dir=base)
+    folder = tempfile.mkdtemp(prefix=f"tfdist-{kind}-{own_place()}-{own.pid}-{own.start}-", dir=base)
     try:
         yield Path(folder)
     finally:
@@ -50,14 +50,9 @@ def _remove_abandoned(base: str) -> None:
     with contextlib.suppress(OSError):
         for path in Path(base).iterdir():
             match = _NAME.fullmatch(path.name)
-            if match is None or match["place"] != place():
+            if match is None or match["place"] != own_place():
                 continue
-            owner = Identity(int(match["pid"]), int(match["start"]), own_boot())
+            owner = Identity(int(match["pid"]), int(match["start"]), own_place())
             with contextlib.suppress(OSError):
                 if path.lstat().st_uid == os.getuid() and not owner.is_alive:
                     shutil.rmtree(path, ignore_errors=True)
-
-
-def place() -> str:
-    """Names the processes among which the number of this one is unique."""
-    return f"{own_boot().replace('-', '')}-{os.stat('/proc/self/ns/pid').st_ino}"

@@ -70,7 +70,7 @@ class Searches:
                 shared.close()
 
     def may_overwrite(self, project: Path) -> bool:
-        """Whether a tuner may begin its project anew: not if this is a further start, or a further tuner."""
+        """Whether a tuner may begin its project from nothing: not if this is a further start, or a further tuner."""
         may = not self.member.tuner and not ProjectMark(project).is_of(self.member.search_id, self._number + 1)
         if may:
             hold(project)  # before all that is there is removed

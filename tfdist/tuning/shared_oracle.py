@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 from keras_tuner import HyperParameters, Oracle
 from keras_tuner.engine.trial import Trial
 
@@ -210,6 +211,7 @@ class SharedOracle:
             if self._has_stopped() and not self._oracle._retry_queue:
                 trial = _empty(STOPPED)
             else:
+                self._fit_regressor()
                 trial = self._call("create_trial", self._member.id)
                 if trial.status == STOPPED:
                     self._mark.content["stopped_with"] = self._size_of_space()
@@ -222,6 +224,22 @@ class SharedOracle:
                 values = trial.hyperparameters.values
                 self._journal.write("trial", trial=trial.trial_id, hyperparameters=values, counts=self._write())
             return trial
+
+    def _fit_regressor(self) -> None:
+        """Lets a Bayesian oracle guess the scores of trials at work from those that have ended, as KerasTuner's does.
+
+        Its regressor is in no file: each turn has a new one, and that takes every trial at work for a score of 1.
+        """
+        oracle = self._oracle
+        ended = {name: trial for name, trial in oracle.trials.items() if trial.status == COMPLETED}
+        if not (hasattr(oracle, "gpr") and ended and oracle.ongoing_trials):
+            return
+        everything = oracle.trials, oracle.ongoing_trials
+        oracle.trials, oracle.ongoing_trials = ended, {}
+        try:
+            oracle.gpr.fit(*(np.nan_to_num(one, posinf=0, neginf=0) for one in oracle._vectorize_trials()))
+        finally:
+            oracle.trials, oracle.ongoing_trials = everything
 
     def _may_go_on(self, trial: Trial) -> bool:
         """Whether a tuner runs the trial that it has already; no longer if that has killed it again and again."""

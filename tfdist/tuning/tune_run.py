@@ -27,6 +27,8 @@ from tfdist.tuning.results import show
 # These end a tuner, but not the search: it was asked to stop, or its trial took too long.
 _GOES_ON = (PREEMPTED, UNSAVED, START_AGAIN)
 _LOOK_EVERY = 0.25
+# A tuner ends a trial that takes too long itself, unless it is stopped: then it is ended so many seconds later.
+_STOPPED_AFTER = 30.0
 # How long the machine of tuner 0 may take to begin the search.
 _LATEST = 3600.0
 NO_SEARCH = (
@@ -137,6 +139,8 @@ class _TuneAttempt(Attempt):
         self._due: dict[Process, float] = {}
         # Who has begun a trial since it was started, and how often in a row the others were started in vain.
         self._begun: set[str] = set()
+        # Since when this has known that a tuner is at work on a trial.
+        self._trials: dict[str, float] = {}
         self._in_vain: Counter[str] = Counter()
         self._events = EventStream(run._log_dir)
         run._files.call(self._events.read)  # what an earlier run has left in the folder
@@ -176,6 +180,7 @@ class _TuneAttempt(Attempt):
             self._waiting = {}
         elif self._waiting and now - self._begun_at > _LATEST:
             self._end(1, f"tuner 0 has not begun its search within {_LATEST / 60:.0f} minutes; nothing to do here")
+        self._end_stopped(now)
         for process, due in list(self._due.items()):
             if process.is_over and now >= due:
                 del self._due[process]
@@ -183,11 +188,25 @@ class _TuneAttempt(Attempt):
 
     def _read(self) -> None:
         """Reads what the tuners have written."""
-        found = [event["name"] for event in self._events.read() if event["event"] in ("trial", "trial-again")]
-        self._begun.update(found)
+        for event in self._events.read():
+            if event["event"] in ("trial", "trial-again"):
+                self._begun.add(event["name"])
+                self._trials[event["name"]] = time.monotonic()
+            elif event["event"] == "trial-ended":
+                self._trials.pop(event["name"], None)
         folder, search_id = self._run._log_dir, self._run._member.search_id
         self._searches = self._searches or read_search(folder, search_id, 1) is not None
         self._ended = (read_search(folder, search_id, 0) or {}).get("code")
+
+    def _end_stopped(self, now: float) -> None:
+        """Ends tuners that do not end a trial which takes too long: a stopped process has no thread that would."""
+        limit = self._run._member.trial_timeout
+        for process in self._group.running:
+            began = self._trials.get(process.plan.name, now)
+            if limit is not None and now - began > limit + _STOPPED_AFTER:
+                del self._trials[process.plan.name]
+                self._terminal.message(f"{process.plan.name} neither goes on nor ends its trial after {limit:g} s")
+                process.kill()
 
     def _start(self, plans: Mapping[int, ProcessPlan]) -> None:
         for plan in plans.values():
@@ -220,6 +239,7 @@ class _TuneAttempt(Attempt):
             return
         policy.used += 1
         self._begun.discard(name)
+        self._trials.pop(name, None)
         delay = float(in_vain)
         self._due[process] = time.monotonic() + delay
         kind = "signal" if failure.status < 0 else "exit"

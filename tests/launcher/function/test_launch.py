@@ -92,6 +92,23 @@ class TestReturns:
         assert isinstance(result, Result)
         assert result.value == 4
 
+    def test_a_class_of_the_caller_stays_as_it_is(self):
+        """The worker has a copy, whose changes stay there, as those of variables do."""
+
+        class Counter:
+            runs = 0
+
+            def where(self) -> str:
+                return "here"
+
+        def function() -> Counter:
+            Counter.runs += 1
+            Counter.where = lambda self: "there"
+            return Counter()
+
+        result = tfdist.launch(function, workers=1)
+        assert (Counter.runs, result.where(), isinstance(result, Counter)) == (0, "here", True)
+
     def test_each_process_has_its_cores_and_variables(self, folder, monkeypatch):
         cores = sorted(os.sched_getaffinity(0))
         if len(cores) < 2:
@@ -172,6 +189,21 @@ class TestFailures:
         assert lines[-2:-1] == ["begins"]  # worker 0 did something else
         assert lines[-1].startswith("Logs: /")
         assert "Traceback" not in capsys.readouterr().out
+
+    def test_an_exception_of_a_class_that_only_the_worker_can_import(self, folder):
+        (folder / "only_there.py").write_text("class Bad(Exception):\n    pass\n")
+
+        def function(path: str) -> None:
+            sys.path.insert(0, path)
+            import only_there
+
+            raise only_there.Bad("broken")
+
+        with pytest.raises(tfdist.LaunchError) as error:
+            tfdist.launch(function, (str(folder),), workers=1)
+        lines = str(error.value).splitlines()
+        assert lines[0].endswith("only_there.Bad: broken")
+        assert '    raise only_there.Bad("broken")' in lines
 
     def test_an_exception_of_the_first_is_not_shown_twice(self, folder, capsys):
         def function() -> None:
@@ -323,6 +355,7 @@ class TestRefusals:
             ((rank,), {"output": "some"}, ValueError, 'received output=\'some\', expected "chief" or "all"'),
             ((rank,), {"cpus_per_worker": 999}, ValueError, "^cpus_per_worker=999: 2 processes need 1998 cores, but"),
             ((rank,), {"gpus_per_worker": 1}, ValueError, "^gpus_per_worker=1: 2 processes need 2 GPUs, but 0 were"),
+            ((rank,), {"env": {"OMP_NUM_THREADS": 4}}, TypeError, "env={'OMP_NUM_THREADS': 4}, expected text: '4'"),
             ((rank,), {"env": {"TF_CONFIG": ""}}, ValueError, "^env=TF_CONFIG=...: tfdist run sets TF_CONFIG"),
         ],
     )

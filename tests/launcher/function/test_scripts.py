@@ -206,3 +206,32 @@ def test_a_folder_that_was_deleted(start):
     text = "import os, tfdist\nos.mkdir('gone'); os.chdir('gone'); os.rmdir('../gone')\ntfdist.launch(print)\n"
     ended = start(script=text).finish(60)
     assert ended.err.splitlines()[-1].startswith("FileNotFoundError: Received: a current folder that does not exist")
+
+
+SHARDED = """
+import keras, numpy as np, tfdist
+
+x = np.random.default_rng(1).normal(size=(60, 4)).astype("float32")
+
+def train():
+    strategy = tfdist.FullyShardedStrategy()
+    keras.utils.set_random_seed(7)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)])
+        model.compile("adam", "mse")
+    model.fit(x, x[:, :1], batch_size=20, epochs=2, verbose=0)
+    print("evaluated:", model.evaluate(x, x[:, :1], verbose=0))
+    return model
+
+print("here:", tfdist.launch(train).evaluate(x, x[:, :1], verbose=0))
+"""
+
+
+@pytest.mark.nightly
+def test_a_model_of_which_each_worker_has_a_part_comes_back_whole(start):
+    script = start(script=SHARDED)
+    ended = script.finish(180)
+    assert ended.code == 0, ended.err
+    there, here = (float(line.rpartition(": ")[2]) for line in ended.out.splitlines()[-2:])
+    assert here == pytest.approx(there, rel=1e-5)
+    script.assert_nothing_is_left()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import io
+import json
 import os
 import signal
 import sys
@@ -19,6 +20,7 @@ from tests.launcher.conftest import Launch, wait_until
 from tfdist.launcher.arguments import Target
 from tfdist.launcher.output import Terminal
 from tfdist.launcher.plan import ProcessPlan
+from tfdist.tuning import tune_run
 from tfdist.tuning.files import read_search, turn_of, write_search
 from tfdist.tuning.member import Member
 from tfdist.tuning.tune_run import TuneRun, run
@@ -46,7 +48,7 @@ def meet():
 KEEPER = 'event("search"); meet(); wait("done"); event("searched"); time.sleep(1)'
 
 
-def run_of(folder: Path, *programs: str, restarts: int = 3) -> TuneRun:
+def run_of(folder: Path, *programs: str, restarts: int = 3, trial_timeout: float | None = None) -> TuneRun:
     """A run of tuners that do what the programs say."""
     plans = {
         number: ProcessPlan(
@@ -57,7 +59,7 @@ def run_of(folder: Path, *programs: str, restarts: int = 3) -> TuneRun:
         )
         for number, program in enumerate(programs)
     }
-    member = Member(0, len(plans), "s", str(folder), restarts)
+    member = Member(0, len(plans), "s", str(folder), restarts, trial_timeout)
     return TuneRun(plans, member, Terminal(io.BytesIO(), is_tty=False, live="tuner 0"), 20.0)
 
 
@@ -198,3 +200,18 @@ trial = {"trial": "0", "status": "COMPLETED", "score": 0.5, "error": None, "hype
 show([{"over": True, "project": "p", "trials": [trial], "objective": "val_loss"}])
 sys.exit(7)
 """
+
+
+def test_a_tuner_that_is_stopped_in_a_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread of its own can end the trial, and the others would wait for it for ever."""
+    monkeypatch.setattr(tune_run, "_STOPPED_AFTER", 0.5)
+    goes_on = 'event("trial"); event("trial-ended"); time.sleep(3); (folder / "done").touch()'
+    stops = f'if first_time("stopped"): event("trial"); os.kill(os.getpid(), signal.SIGSTOP)\n{goes_on}'
+    tuning = run_of(tmp_path, KEEPER, stops, trial_timeout=0.5)
+    with once_there_is(tmp_path / "done", lambda: None):
+        assert tuning.run() == 0
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    replaced = [event for event in events if event["event"] == "replacement"]
+    assert [(event["task"], event["kind"], event["cause"]) for event in replaced] == [
+        ("tuner 1", "signal", "tuner 1 was killed by SIGKILL")
+    ]

@@ -58,7 +58,9 @@ def read(env: Mapping[str, str]) -> Membership:
     own = env.get("TFDIST_HOST") or socket.getfqdn(short)
     first = None
     if ordinal is not None and int(ordinal.group(1)) == rank:
-        name, dot, domain = own.partition(".")
+        # An address, or another name, does not tell that of the first pod.
+        like_own = own if _ORDINAL.search(own.partition(".")[0]) else socket.getfqdn(short)
+        name, dot, domain = like_own.partition(".")
         first = _ORDINAL.sub("-0", name) + dot + domain
     return Membership(rank, size, NAME, f"kubernetes-{_ORDINAL.sub('', short)}", host=first, own_name=own)
 

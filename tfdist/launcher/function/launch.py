@@ -100,7 +100,7 @@ def launch(
         (0, 2)
     """
     __tracebackhide__ = True
-    _check_arguments(fn, args, workers, output, {"timeout": timeout, "hang_timeout": hang_timeout}, max_restarts)
+    _check_arguments(fn, args, workers, env, output, {"timeout": timeout, "hang_timeout": hang_timeout}, max_restarts)
     _refuse_in_cluster(os.environ)
     variables = dict(env or {})
     # Where the user names GPUs, these are shared out.
@@ -216,7 +216,7 @@ def _result(call: Path, rank: int) -> Path:
 
 
 def _check_arguments(
-    fn: Any, args: Any, workers: Any, output: Any, limits: Mapping[str, Any], max_restarts: Any
+    fn: Any, args: Any, workers: Any, env: Any, output: Any, limits: Mapping[str, Any], max_restarts: Any
 ) -> None:
     __tracebackhide__ = True
     if not callable(fn):
@@ -228,6 +228,9 @@ def _check_arguments(
             f"launch: received args of type {type(args).__name__}, expected a tuple. "
             "A single argument needs a comma: launch(train, (x,))."
         )
+    for name, value in (env or {}).items():
+        if not isinstance(value, str):
+            raise TypeError(f"launch: received env={{{name!r}: {value!r}}}, expected text: {str(value)!r}.")
     if workers is not None and (not isinstance(workers, int) or workers < 1):
         raise ValueError(f"launch: received workers={workers!r}, expected a whole number of at least 1, or None.")
     if output not in ("chief", "all"):

@@ -84,6 +84,26 @@ class CallPickler(cloudpickle.Pickler):
         return super().reducer_override(obj)
 
 
+class _ReplyPickler(CallPickler):
+    """Pickles what a function returns. Classes that came with the call are those of the caller, as they are there.
+
+    By value, cloudpickle would give the caller's own class this process' methods and attributes.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, type) and obj in _CAME_WITH_THE_CALL:
+            return _class_of_caller, (_CAME_WITH_THE_CALL[obj],)
+        return super().reducer_override(obj)
+
+
+# What cloudpickle calls them in both processes.
+_CAME_WITH_THE_CALL: dict[type, str] = {}
+
+
+def _class_of_caller(name: str) -> type:
+    return cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID[name]
+
+
 def _code(filename: str, *parts: Any) -> CodeType:
     return CodeType(*parts).replace(co_filename=filename)
 
@@ -142,7 +162,9 @@ def read_outcome(path: Path) -> Outcome | None:
         return Outcome(moment, succeeded, pickle.loads(value), printed)
     except Exception as error:
         text = f"What the function returned cannot be read here ({type(error).__name__}: {error}). {_ADVICE}."
-        return Outcome(moment, False, RuntimeError(text))
+        if not succeeded and printed.strip():
+            text = printed.strip().splitlines()[-1]  # an exception of a class that is not here
+        return Outcome(moment, False, RuntimeError(text), printed)
 
 
 def run_call(file: BinaryIO, setup: dict[str, Any], result: str, returns: bool) -> int:
@@ -159,9 +181,10 @@ def run_call(file: BinaryIO, setup: dict[str, Any], result: str, returns: bool) 
         _prepare(file, setup)
         fn, args = pickle.load(file)
         file.close()
+        _CAME_WITH_THE_CALL.update(cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS)
         value = fn(*args)
         succeeded, code = True, 0
-        value = value if returns else None
+        value = value if returns or _is_in_parts(value) else None
     except BaseException as error:
         succeeded, value = False, error
         # As Python does when an exception ends a script: exit handlers look for it, and wait for nobody.
@@ -173,7 +196,8 @@ def run_call(file: BinaryIO, setup: dict[str, Any], result: str, returns: bool) 
     # The time before pickling: a large model takes a while.
     moment = time.time()
     try:
-        data = _dump(value)
+        data = _dump(value, _ReplyPickler)
+        data = data if returns or not succeeded else pickle.dumps(None)
         if not succeeded:
             pickle.loads(data)  # what an exception's __init__ asks for may not be in its args
     except Exception as error:
@@ -189,6 +213,13 @@ def run_call(file: BinaryIO, setup: dict[str, Any], result: str, returns: bool) 
     if succeeded and jobs is not None and jobs.joined() is not None:
         jobs.joined().leave()
     return code
+
+
+def _is_in_parts(value: Any) -> bool:
+    """Whether it is a model of which each process has a part: all pickle it together."""
+    keras, state = sys.modules.get("keras"), sys.modules.get("tfdist.inspection.model_state")
+    is_model = keras is not None and state is not None and isinstance(value, keras.Model)
+    return is_model and any(map(state.is_sharded, value.variables))
 
 
 def _sources() -> dict[str, list[str]]:
