@@ -10,7 +10,7 @@ PYTHON ?= $(shell for python in python3.13 python3.12 python3.11 python3.10 pyth
 # A user-wide `user = true` in pip's configuration makes every installation into a virtual environment fail.
 export PIP_USER := 0
 
-# Where this is set, every process that starts would compile the tests and tfdist anew.
+# Where this is set, every process that starts would compile the tests and tfdist again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test nightly test-rest test-timing test-horovod test-matrix test-slurm test-gpu conformance soak \
@@ -19,8 +19,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo "make demo    train a digits classifier with two workers on this machine"
-	@echo "make test    run the tests, 8 minutes on two cores; options for pytest: make test ARGS='-k ports -x'"
-	@echo "make nightly everything else, in parts, two hours: PARTS='mutations soak' runs these"
+	@echo "make test    run the tests, 11 minutes on two cores; options for pytest: make test ARGS='-k ports -x'"
+	@echo "make nightly everything else, in parts, 2 to 3 hours: PARTS='mutations soak' runs these"
 	@echo "make test-matrix the tests with other versions of TensorFlow and Keras, each in its own environment"
 	@echo "make test-slurm those on a real Slurm, MPI and networks, which it installs as root on Debian"
 	@echo "make test-gpu those on a GPU, cut into two logical ones; ARGS=--stand-in tries them on CPU devices"
@@ -161,7 +161,7 @@ $(VENV)/.made:
 	@"$(PYTHON)" tools/bootstrap_venv.py $(VENV)
 	@touch $@
 
-# One stamp for each extra: a second `make` installs nothing, a change of the requirements installs anew.
+# One stamp for each extra: a second `make` installs nothing, a change of the requirements installs again.
 $(VENV)/.examples $(VENV)/.test $(VENV)/.bench $(VENV)/.docs $(VENV)/.horovod-build $(VENV)/.conformance \
 		$(VENV)/.package: $(VENV)/.%: $(VENV)/.made pyproject.toml setup.py
 	@echo "Installing .[$*]: TensorFlow takes about 700 MB to download, 2.6 GB on disk; PyTorch, of bench, several GB more"

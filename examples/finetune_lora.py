@@ -75,7 +75,7 @@ def build(options: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def compile_model(model: Any, learning_rate: float) -> None:
-    """Compiles the model; anew whenever other weights are to be trained."""
+    """Compiles the model; again whenever other weights are to be trained."""
     model.compile(
         optimizer=keras.optimizers.Adam(learning_rate, global_clipnorm=1.0),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -142,7 +142,7 @@ def main() -> None:
     train = batches_of(tokenizer, text[:held_out], options, shuffled=True)
     test = batches_of(tokenizer, text[held_out:], options)
     before, _ = model.evaluate(test, verbose=0)
-    # Killed and started again, it goes on where it was; once it has finished, the next start trains anew.
+    # Killed and started again, it goes on where it was; once it has finished, the next start begins again.
     backup = tfdist.callbacks.BackupAndRestore(options.backup_dir)
     # The dataset shuffles itself; Keras warns unless it is told not to.
     model.fit(train, epochs=options.epochs, shuffle=False, callbacks=[backup], verbose=2)

@@ -129,7 +129,7 @@ def main() -> None:
     with strategy.scope() if strategy else contextlib.nullcontext():
         model = build_model(options)
     callbacks = [
-        # Killed and started again, it goes on where it was; once it has finished, the next start trains anew.
+        # Killed and started again, it goes on where it was; once it has finished, the next start begins again.
         tfdist.callbacks.BackupAndRestore(options.backup_dir),
         keras.callbacks.ModelCheckpoint(options.model_path, monitor="val_auc", mode="max", save_best_only=True),
     ]

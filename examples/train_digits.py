@@ -77,7 +77,7 @@ def main() -> None:
 
     with strategy.scope():
         model = build_model((8, 8, 1), classes=10)
-    # Killed and started again, it goes on where it was; once it has finished, the next start trains anew.
+    # Killed and started again, it goes on where it was; once it has finished, the next start begins again.
     backup = tfdist.callbacks.BackupAndRestore(options.backup_dir)
     # The dataset shuffles itself; Keras warns unless it is told not to.
     model.fit(train, validation_data=test, epochs=options.epochs, shuffle=False, callbacks=[backup])

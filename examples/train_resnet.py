@@ -313,7 +313,7 @@ def main() -> None:
     with strategy.scope():
         model = build_model(options, classes, steps)
     callbacks = [
-        # Killed and started again, it goes on where it was; once it has finished, the next start trains anew.
+        # Killed and started again, it goes on where it was; once it has finished, the next start begins again.
         # `dataset_fn` makes the data of that epoch at once, instead of reading what came before.
         tfdist.callbacks.BackupAndRestore(
             options.backup_dir, save_freq=options.save_freq or "epoch", dataset_fn=training

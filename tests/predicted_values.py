@@ -57,6 +57,14 @@ OUTPUTS: dict[str, Callable[[tf.Tensor], Any]] = {
         tf.reduce_any(tf.constant([True, False])),
     ),
     "means and sums": lambda x: (x, tf.reduce_mean(x), tf.reduce_mean(x, 0), tf.reduce_sum(x, 0)),
+    # Of which the number of rows is no part.
+    "sizes": lambda x: (
+        x,
+        tf.shape(x)[1],
+        tf.shape(x)[-1:],
+        tf.unstack(tf.shape(x))[1],
+        tf.reduce_sum(x) / tf.cast(tf.shape(x)[1], tf.float32),
+    ),
     # Over the first axis, along which there are experts or centres, and no rows.
     "moved rows": lambda x: (
         tf.reduce_sum(tf.exp(-tf.square(tf.expand_dims(x, 0) - EXPERTS)), 0),

@@ -1,4 +1,4 @@
-"""Checks of arguments that strategies and callbacks have in common. Pure."""
+"""Checks of arguments that strategies and callbacks have in common, and what is said once. Pure."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 # The value of `bucket_bytes` that lets tfdist choose.
 AUTO = "auto"
+_SAID = "_tfdist_said"
 
 
 def check_count(name: str, value: Any) -> None:
@@ -83,3 +84,28 @@ def check_path(name: str, value: Any, example: str) -> None:
     """
     if not isinstance(value, (str, os.PathLike)):
         raise ValueError(f"Received: {name}={value!r}. Expected: the path of {example}.")
+
+
+def is_new(owner: Any, what: str) -> bool:
+    """Whether this is asked for the first time of an object, such as a model: a warning is given once.
+
+    Args:
+        owner: has attributes.
+        what: names the warning.
+
+    Example:
+        >>> class Model: ...
+        >>> model = Model()
+        >>> is_new(model, "rounding"), is_new(model, "rounding"), is_new(model, "branches")
+        (True, False, True)
+    """
+    if was_said(owner, what):
+        return False
+    # Past Keras, which would track an attribute.
+    vars(owner).setdefault(_SAID, set()).add(what)
+    return True
+
+
+def was_said(owner: Any, what: str) -> bool:
+    """Whether `is_new` was asked already."""
+    return what in vars(owner).get(_SAID, ())

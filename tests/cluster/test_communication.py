@@ -117,6 +117,7 @@ def results(transport: str) -> list[dict[str, list[str]]]:
     return run_local(sums, workers=2, timeout=150, args=(transport,))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
@@ -129,7 +130,7 @@ def results(transport: str) -> list[dict[str, list[str]]]:
 )
 @pytest.mark.parametrize(
     ("transport", "operation"),
-    [("direct", "PyFunc"), pytest.param("tensorflow", "CollectiveReduceV2", marks=pytest.mark.nightly)],
+    [("direct", "PyFunc"), ("tensorflow", "CollectiveReduceV2")],
 )
 def test_number_of_sums(model, expected, transport, operation):
     for rank, found in enumerate(results(transport)):

@@ -88,6 +88,8 @@ def trained() -> dict[str, Any]:
     return found
 
 
+# tests/logical/test_keras_distribution.py does so on two devices.
+@pytest.mark.nightly
 def test_equals_one_process() -> None:
     everyone = [f"cpu:{i}" for i in range(4)]
     for rank, found in enumerate(run_local(trained, workers=2, devices_per_worker=2, timeout=280)):

@@ -395,6 +395,7 @@ def in_the_middle(folder: str) -> dict[str, Any]:
         def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
             if self.params.get("epochs") and batch == 2 and not found:
                 own = model.get_weights()
+                found["alone"] = strategy._keras_hooks.steps_alone(model)
                 found["evaluated"] = model.evaluate(x, y, batch_size=BATCH, verbose=0)
                 found["predicted"] = model.predict(x, batch_size=BATCH, verbose=0)
                 model.save(Path(folder) / "own.keras")
@@ -412,6 +413,7 @@ def test_in_the_middle_of_a_period_files_have_its_beginning(tmp_path: Path) -> N
 
     first, second = run_local(in_the_middle, 2, args=(str(tmp_path),), timeout=300)
     assert first["kept"] and second["kept"]
+    assert first["alone"] == second["alone"] == 3
     assert not all(np.array_equal(*pair) for pair in zip(first["own"], second["own"], strict=True))
     np.testing.assert_array_equal(first["evaluated"], second["evaluated"])
     np.testing.assert_array_equal(first["predicted"], second["predicted"])
@@ -529,6 +531,51 @@ def test_all_stop_after_the_next_exchange(how: str, tmp_path: Path) -> None:
         np.testing.assert_array_equal(*pair)
 
 
+def stopped_in_the_last_step(folder: str, is_first: bool) -> dict[str, Any]:
+    """A signal, heard when the last part of an epoch is sent; or the next start. Runs on every process."""
+    import os
+    import signal
+
+    import keras
+
+    import tfdist
+
+    strategy = tfdist.LocalStepsStrategy(4, fragments=2, start_timeout=60, peer_timeout=300)
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = make_model({})
+    x, y = make_data({"rows": 64})
+
+    class Stops(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+            if is_first and batch == 4:  # sent with the part of step 6, heard with that of step 8, the last one
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    backup = tfdist.callbacks.BackupAndRestore(folder, delete_checkpoint=False)
+    code, history = None, {}
+    try:
+        fit = model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0, callbacks=[Stops(), backup])
+        history = fit.history
+    except SystemExit as error:
+        code = error.code
+    return {"code": code, "weights": model.get_weights(), "history": history}
+
+
+@pytest.mark.nightly
+def test_an_epoch_that_is_resumed_behind_its_last_step_ends_with_an_exchange(tmp_path: Path) -> None:
+    whole = run_local(stopped_in_the_last_step, 2, args=(str(tmp_path / "whole"), False), timeout=300)
+    first = run_local(stopped_in_the_last_step, 2, args=(str(tmp_path / "parts"), True), timeout=300)
+    assert [one["code"] for one in first] == [77, 77]
+    # Stopped where only the end of the epoch is left.
+    assert not all(np.array_equal(*pair) for pair in zip(*(one["weights"] for one in first), strict=True))
+    for found, expected in zip(
+        run_local(stopped_in_the_last_step, 2, args=(str(tmp_path / "parts"), False), timeout=300), whole, strict=True
+    ):
+        for pair in zip(found["weights"], expected["weights"], strict=True):
+            np.testing.assert_array_equal(*pair)
+        assert found["history"] == expected["history"]
+
+
 def special_cases(folder: str) -> dict[str, Any]:
     """What strangers do; each gives something that has to be the same on all. Runs on every process."""
     import keras
@@ -633,6 +680,120 @@ def test_special_cases_are_the_same_on_all(tmp_path: Path) -> None:
     largest = [x[:41].max(), x[41:].max()]
     np.testing.assert_allclose(history["largest"], [np.mean(largest)], rtol=1e-6)
     np.testing.assert_allclose(centre, 0.1 * x.mean(), rtol=1e-5)
+
+
+def more_cases(folder: str) -> dict[str, Any]:
+    """Runs on every process."""
+    import keras
+    import tensorflow as tf
+
+    import tfdist
+    from tfdist.inspection.model_state import gather
+
+    x, y = make_data({"rows": 96})
+    x, y = x.astype("float32"), y.astype("float32")
+    found: dict[str, Any] = {}
+
+    def strategy_of(*arguments: Any, **more: Any) -> Any:
+        keras.utils.set_random_seed(3)
+        return tfdist.LocalStepsStrategy(*arguments, start_timeout=60, peer_timeout=300, **more)
+
+    strategy = strategy_of(4, memory=tfdist.memory.MemoryPolicy("auto", budget="1 GB"))
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((5,)), *(keras.layers.Dense(5, "relu") for _ in range(9))])
+        model.compile("adam", "mse")
+    found["a step that is traced before the first fit"] = model.fit(x, x, batch_size=32, verbose=0).history["loss"]
+
+    strategy = strategy_of(4)
+    with strategy.scope():
+        inner = keras.layers.Dense(6)
+        model = keras.Sequential([keras.Input((5,)), keras.layers.SpectralNormalization(inner), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.Adam(0.05), "mse")
+    kept: dict[str, Any] = {}
+
+    class Looks(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+            if batch == 3:
+                kept["begin"] = model.get_weights()
+            if batch == 5:
+                model.save_weights(Path(folder) / "middle.weights.h5")
+
+    model.fit(x, y, batch_size=8, epochs=1, shuffle=False, verbose=0, callbacks=[Looks()])
+    model.load_weights(Path(folder) / "middle.weights.h5")
+    found["weights that are assigned before they are trained"] = [
+        float(np.abs(one - other).max()) for one, other in zip(model.get_weights(), kept["begin"], strict=True)
+    ]
+
+    with strategy.scope():
+        critic = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, "sigmoid")])
+        critic.compile("adam", "binary_crossentropy")
+        maker = keras.Sequential([keras.Input((5,)), keras.layers.Dense(4)])
+        both = keras.Sequential([keras.Input((5,)), maker, critic])
+        critic.trainable = False
+        both.compile("adam", "binary_crossentropy")
+    alone = []
+    for _ in range(3):
+        critic.trainable = True
+        critic.train_on_batch(x[:8, :4], y[:8] * 0 + 1)
+        critic.trainable = False
+        both.train_on_batch(x[:8], y[:8] * 0 + 1)
+        alone.append([strategy._keras_hooks.steps_alone(one) for one in (critic, both)])
+    found["steps of a GAN"] = alone
+
+    class Student(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.teacher, self.student = keras.layers.Dense(1), keras.layers.Dense(1)
+
+        def call(self, x: Any) -> Any:
+            return self.student(x) + 0 * tf.stop_gradient(self.teacher(x))
+
+        def train_step(self, data: tuple) -> dict:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self(data[0]) - data[1]) ** 2)
+            weights = self.student.trainable_variables
+            self.optimizer.apply(tape.gradient(loss, weights), weights)
+            return {"loss": loss}
+
+    outer = functools.partial(keras.optimizers.Adam, 0.1)
+    strategy = strategy_of(2, fragments=2, outer_optimizer=outer)
+    with strategy.scope():
+        model = Student()
+        model.compile("sgd")
+    model.fit(x, y, batch_size=16, epochs=1, verbose=0)
+    found["a part of which nothing is trained"] = [float(np.abs(one).max()) for one in model.student.get_weights()]
+
+    class Filter(keras.layers.Layer):
+        def build(self, shape: tuple) -> None:
+            self.weight = self.add_weight(
+                shape=(5,), dtype="complex64", initializer="zeros", trainable=False, autocast=False
+            )
+
+        def call(self, x: Any) -> Any:
+            return tf.math.real(tf.cast(x, tf.complex64) * self.weight.value)
+
+    strategy = strategy_of(2)
+    with strategy.scope():
+        layer = Filter()
+        model = keras.Sequential([keras.Input((5,)), layer, keras.layers.Dense(1)])
+        model.compile("sgd", "mse", run_eagerly=True)
+    layer.weight.assign(np.full(5, 0.5 + 0.25j, "complex64"))
+    model.fit(x, y, batch_size=32, verbose=0)
+    found["complex numbers"] = layer.weight.numpy().tolist()
+    layer.weight.assign(np.full(5, 1j + tfdist.discover().rank, "complex64"))
+    found["complex numbers in a backup"] = gather(strategy, [layer.weight])[0].numpy()[:, 0].tolist()
+    return found
+
+
+@pytest.mark.nightly
+def test_more_cases(tmp_path: Path) -> None:
+    for found in run_local(more_cases, 2, args=(str(tmp_path),), timeout=300):
+        assert np.isfinite(found["a step that is traced before the first fit"]).all()
+        assert found["weights that are assigned before they are trained"] == [0.0] * 5
+        assert found["steps of a GAN"] == [[1, 1], [2, 2], [3, 3]]
+        assert np.isfinite(found["a part of which nothing is trained"]).all()
+        np.testing.assert_allclose(found["complex numbers"], [0.5 + 0.25j] * 5, rtol=1e-6)
+        assert found["complex numbers in a backup"] == [1j, 1 + 1j]
 
 
 def refused() -> list[tuple[str, str]]:

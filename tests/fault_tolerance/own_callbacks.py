@@ -39,9 +39,11 @@ class Count:
 class Keeper(keras.callbacks.Callback):
     """Keeps its state in some of what a backup can hold; test_plain_data.py has all of it."""
 
-    def __init__(self, settings: tuple[str, ...] = ("a", "b")) -> None:
+    of_class: dict[int, int] = {}  # noqa: RUF012
+
+    def __init__(self, settings: tuple[str, ...] = ("a", "b"), latest: list[np.ndarray] | None = None) -> None:
         super().__init__()
-        self.settings = set(settings)
+        self.settings, self.latest = set(settings), latest
         self.by_pair: dict[tuple[int, int], float] = {}
         self.text, self.count = b"", Count()
         self.variable, self.means = tf.Variable(0.0), {"batch": keras.metrics.Mean()}
@@ -55,12 +57,15 @@ class Keeper(keras.callbacks.Callback):
         self.variable.assign_add(1.0)
         self.means["batch"].update_state(float(batch))
         self.drawn.append(self.generator.random())
+        self.latest = [np.full(2, float(batch))]
+        self.of_class[batch] = self.of_class.get(batch, 0) + 1
 
     @property
     def facts(self) -> dict[str, str]:
         """What it has come to."""
         facts = {name: repr(value) for name, value in vars(self).items() if name not in ("_model", "params")}
         mean = self.means["batch"]
+        facts["of_class"] = repr(self.of_class)
         return {**facts, "means": repr([float(mean.result()), float(mean.count)]), "generator": "", "settings": ""}
 
 

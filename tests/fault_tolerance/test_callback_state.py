@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.fault_tolerance.job import Job
-from tests.fault_tolerance.own_callbacks import Keeper, carry
+from tests.fault_tolerance.own_callbacks import Keeper, Thing, carry
 from tests.fault_tolerance.trials import KILLED, Case, Trials, at, interrupted
 from tfdist.checkpoint import callback_state
 from tfdist.checkpoint.callback_state import NotPlainError
@@ -97,6 +97,50 @@ def test_an_object_that_is_missing_is_named() -> None:
         "Late.mean is in the backup and cannot be restored: this process has no such object in its place. Expected: "
         "one like that which was saved, before the first epoch begins; or give it get_state() and set_state(state)."
     ]
+
+
+def test_what_methods_keep_in_an_argument_or_in_the_class() -> None:
+    class Best(keras.callbacks.Callback):
+        losses: list[float] = []  # noqa: RUF012
+        counts = np.zeros(2)
+        unit: dict[str, int] = {"s": 1}  # noqa: RUF012
+
+        def __init__(self, rows: np.ndarray, drawn: list, weights: list | None = None) -> None:
+            super().__init__()
+            self.rows, self.drawn, self.weights = rows, drawn, weights
+
+        def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+            self.weights = [np.full(2, float(epoch))]
+            self.drawn.append(np.ones(1))
+            self.losses.append(0.5)
+            self.counts[1] += 1
+
+    one, other = (Best(np.ones(3), [np.zeros(1)]) for _ in range(2))
+    began = callback_state.begin([one], "folder")
+    one.on_epoch_end(3)
+    arrays: dict[str, np.ndarray] = {}
+    entries = callback_state.capture([one], [began[0].settings], arrays, (), began)
+    assert [name for name, _ in entries[0]["state"]["dict"]] == ["losses", "counts", "drawn", "weights"]
+    # In another process the class is as the program has made it.
+    losses, counts = Best.losses, Best.counts
+    losses.clear()
+    counts[:] = 0
+    callback_state.restore([other], callback_state.settings([other]), entries, arrays)
+    assert (losses, counts.tolist()) == ([0.5], [0.0, 1.0])
+    assert ([a.tolist() for a in other.drawn], other.weights[0].tolist()) == ([[0.0], [1.0]], [3.0, 3.0])
+
+
+def test_what_callbacks_that_only_write_know_of_the_fit() -> None:
+    class Board(keras.callbacks.TensorBoard):
+        def __init__(self) -> None:
+            super().__init__("logs")
+            self.seen, self.thing = 0, Thing()
+
+    one, other = Board(), Board()
+    one.seen = one._global_train_batch = 5
+    carry(one, other, other)
+    assert (other.seen, other._global_train_batch) == (5, 0)
+    assert entry_of(one)["unsaved"] == ["thing"]
 
 
 def test_get_state_returns_what_cannot_be_saved() -> None:

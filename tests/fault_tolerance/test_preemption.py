@@ -40,6 +40,10 @@ CASES = [
         "SIGTERM: stopped after epoch 2, which is saved; exit code 77",
     ),
     (
+        interrupted("at the end", LIGHT, sigterm(1, "on_train_end")),
+        "SIGTERM: stopped at the end of the fit, which is complete; exit code 77",
+    ),
+    (
         interrupted(
             "another signal", LIGHT.with_(backup={"preemption_signal": int(signal.SIGUSR1)}), sigterm(9, which=10)
         ),

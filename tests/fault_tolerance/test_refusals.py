@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 
 import tfdist
@@ -140,6 +141,16 @@ def test_refuses_wrong_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as caught:
         tfdist.callbacks.BackupAndRestore(**{"backup_dir": "backup", **options})
     assert str(caught.value).startswith(message)
+
+
+def test_refuses_the_callback_of_keras_beside_it(tmp_path: Path) -> None:
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    callbacks = [module.callbacks.BackupAndRestore(str(tmp_path / module.__name__)) for module in (keras, tfdist)]
+    with pytest.raises(
+        ValueError, match=r"Received: keras.callbacks.BackupAndRestore beside that of tfdist\. Expected"
+    ):
+        model.fit(np.ones((4, 3)), np.ones((4, 1)), callbacks=callbacks, verbose=0)
 
 
 def test_arguments_are_those_of_keras() -> None:

@@ -34,6 +34,11 @@ CASES = [
     interrupted("again and again", EVERY_STEP.light, *[at(2)] * 4),
     interrupted("executions that do not divide an epoch", LIGHT.with_(steps_per_execution=4), at(6)),
     interrupted("in several fits", LIGHT.with_(epochs=2, fits=3), {**at(7), "fit": 2}, {**at(4), "fit": 3}),
+    interrupted(
+        "columns of a CSVLogger",
+        LIGHT.with_(callbacks=("plateau", "csv"), validation="arrays", fit={"validation_freq": 2}),
+        at(7),
+    ),
     interrupted("initial_epoch", LIGHT.with_(epochs=6, fit={"initial_epoch": 2}), at(8), at(3)),
     Case("more epochs after a kill", (LIGHT.with_(epochs=3, kill=at(12)), LIGHT.with_(epochs=5))),
     of_model("weights on the host", "deep", strategy="host offload", callbacks=("csv",)),

@@ -42,6 +42,7 @@ CASES = [
     resumed("repeat", "repeat", fit={"steps_per_epoch": 12}),
     resumed("finite, executions of several steps", "shuffle", *EARLY_KILLS, fit={"steps_per_epoch": 6}, epochs=5),
     resumed("unknown size, killed in the first epoch", "filter", at(4)),
+    resumed("part of a shuffled validation", "shuffle", KILL, validation="shuffle", fit={"validation_steps": 2}),
     resumed("shuffled validation", "shuffle", *KILLS, at(2, "on_test_batch_begin"), validation="shuffle"),
 ]
 

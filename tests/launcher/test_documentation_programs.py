@@ -65,11 +65,14 @@ def build_model():
 model = build_model()
 """
 WITH_FRAGMENTS = ("README.md", "docs/fault-tolerance.md", "docs/submit.md")
+# Of strategies that take one device of a process.
+ONE_DEVICE = ("docs/local-steps.md",)
 # The command, and what the first process prints last.
 UNDER_THE_LAUNCHER = {
     "docs/choosing.md": (("-n", "2"), "equal"),
     "docs/data-parallel.md": (("-n", "2"), "trained"),
     "docs/fully-sharded.md": (("-n", "2"), "saved"),
+    "docs/local-steps.md": (("-n", "2"), "trained"),
     "docs/moving/from-horovod.md": (("-n", "2"), None),
     "docs/moving/from-tf-distribute.md": (("-n", "2"), None),
     "docs/own-loops.md": (("-n", "2"), "trained for 3 epochs"),
@@ -101,7 +104,8 @@ def requests(folder: str) -> list[dict[str, Any]]:
     found = []
     for number, (page, own) in enumerate(blocks.items()):
         (place := Path(folder, str(number))).mkdir()
-        found.append({"page": page, "folder": str(place), "devices": 2, "given": given.get(page, ""), "blocks": own})
+        of_page = {"devices": 1 if page in ONE_DEVICE else 2, "given": given.get(page, ""), "blocks": own}
+        found.append({"page": page, "folder": str(place), **of_page})
     return found
 
 
@@ -161,7 +165,7 @@ def test_programs_run_under_the_launcher(page, warm_launch, tmp_path):
 
 
 def test_lists_of_pages_are_of_pages_with_programs():
-    for page in (*NOT_RUN, *ELSEWHERE, *NEEDS, *WITH_FRAGMENTS, *UNDER_THE_LAUNCHER, *WHOLE_DIFFS):
+    for page in (*NOT_RUN, *ELSEWHERE, *NEEDS, *WITH_FRAGMENTS, *UNDER_THE_LAUNCHER, *WHOLE_DIFFS, *ONE_DEVICE):
         assert programs(page), page
     for test in ELSEWHERE.values():
         assert (SOURCE / test).exists()

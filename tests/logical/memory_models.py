@@ -132,6 +132,46 @@ def blocks() -> keras.Model:
     return model
 
 
+class Nested(keras.Model):
+    """Blocks in blocks of the same class."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = []
+        for _ in range(2):
+            inner = keras.Sequential([keras.Input((12,)), layers.Dense(12, "tanh"), layers.Dense(12)])
+            self.blocks.append(keras.Sequential([keras.Input((12,)), layers.Dense(12, "relu"), inner]))
+        self.head = layers.Dense(CLASSES, activation="softmax")
+
+    def call(self, x, training=None):
+        for block in self.blocks:
+            x = x + block(x, training=training)
+        return self.head(x)
+
+
+def nested() -> keras.Model:
+    """Sequential models of which each contains one."""
+    model = Nested()
+    model(np.zeros((1, 12)))
+    return model
+
+
+# The blocks of `tied`: one has no weight of its own, and one some of its own.
+TIED = ["first", layers.Dense, "reader"]
+
+
+def tied() -> keras.Model:
+    """Other layers read the weight of one, and do not know it."""
+    shared = layers.Dense(12, "tanh")
+    shared.build((None, 12))
+    narrow = keras.Input((12,))
+    reader = keras.Model(narrow, keras.ops.matmul(layers.Dense(12, "relu")(narrow), shared.kernel), name="reader")
+    inputs = keras.Input((12,))
+    x = layers.Lambda(lambda x: keras.ops.matmul(x, shared.kernel), name="first")(inputs)
+    x = reader(shared(layers.Dense(12, "relu")(x)))
+    return keras.Model(inputs, layers.Dense(CLASSES, activation="softmax")(x))
+
+
 def unet() -> keras.Model:
     """Two levels down and up, with skips."""
     x = inputs = keras.Input((8, 8, 2))
@@ -153,6 +193,8 @@ MODELS: dict[str, Callable[[], keras.Model]] = {
     "resnet": resnet,
     "transformer": transformer,
     "written": written,
+    "nested": nested,
+    "tied": tied,
     "unet": unet,
 }
 
@@ -161,8 +203,7 @@ def data(name: str, rows: int) -> tuple[np.ndarray, np.ndarray]:
     """Inputs and classes for a model."""
     rng = np.random.default_rng(3)
     x = {
-        "dense": lambda: rng.normal(size=(rows, 12)).astype("float32"),
-        "blocks": lambda: rng.normal(size=(rows, 12)).astype("float32"),
+        **dict.fromkeys(("dense", "blocks", "nested", "tied"), lambda: rng.normal(size=(rows, 12)).astype("float32")),
         "resnet": lambda: rng.normal(size=(rows, 8, 8, 3)).astype("float32"),
         "transformer": lambda: rng.integers(0, 20, (rows, 6)).astype("int32"),
         "written": lambda: rng.integers(0, 20, (rows, 6)).astype("int32"),

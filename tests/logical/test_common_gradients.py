@@ -11,7 +11,7 @@ from tests import unlike_replicas
 from tests.tiers import daily
 from tests.unlike_replicas import APART, KINDS, X, Y
 
-DAILY = ("one of two", "an expert for some rows, eager", "gradients without None", "in a tf.function")
+DAILY = ("one of two", "an expert for some rows, eager")
 
 
 @pytest.mark.parametrize("name", daily(KINDS, *DAILY))

@@ -20,7 +20,8 @@ def test_equals_one_process(mirrored, name):
     assert differences_of(mirrored, name, reference.folder()), "nothing was compared"
 
 
-@pytest.mark.parametrize("name", daily(AHEAD, "last batch of one row (81 rows)"))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", AHEAD)
 def test_data_that_are_sent_to_each_device_ahead_of_time(mirrored, name, monkeypatch):
     """As they are to GPUs."""
     monkeypatch.setattr(dataset, "_are_cpus", lambda devices: False)

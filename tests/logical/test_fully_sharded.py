@@ -629,7 +629,6 @@ TEXTS = np.where(np.arange(6) < np.random.default_rng(4).integers(2, 7, (42, 1))
                 id="mask, both ways",
             ),
         ],
-        "LSTM",
         "branch",
     ),
 )

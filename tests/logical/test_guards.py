@@ -17,6 +17,7 @@ from tests.logical.conftest import DEVICES
 from tests.models import in_scope, ready
 from tests.tiers import daily
 from tfdist.inspection.model_state import metrics_of
+from tfdist.strategies.data_parallel.replica_step import _ScaledLosses
 from tfdist.testing import assert_transparent, train_and_observe
 
 
@@ -60,6 +61,42 @@ class TwoOptimizers(keras.Model):
 
     def test_step(self, data: tuple) -> dict:
         return {"gap": keras.ops.mean(keras.ops.square(self(data[0]) - data[0]))}
+
+
+class OneMoreLoss(keras.Sequential):
+    """After Keras' step, which scales its loss, the same optimizer applies the gradients of a loss that is not."""
+
+    def train_step(self, data: tuple) -> dict:
+        logs = super().train_step(data)
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean(keras.ops.square(self(data[0], training=True) - 0.5))
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return logs
+
+
+class InTwoCalls(keras.Sequential):
+    """Applies the gradients of one loss, which is scaled, in two calls."""
+
+    def train_step(self, data: tuple) -> dict:
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(None, data[1], self(data[0], training=True))
+            scaled = self.optimizer.scale_loss(loss)
+        weights = self.trainable_variables
+        gradients = tape.gradient(scaled, weights)
+        for part in (slice(2), slice(2, None)):
+            self.optimizer.apply(gradients[part], weights[part])
+        return {"loss": loss}
+
+
+def applying(kind: type[keras.Sequential], eagerly: bool = False) -> object:
+    def build() -> keras.Model:
+        parts = [layers.Dense(6, "tanh"), layers.BatchNormalization(), layers.Dense(1)]
+        model = ready(kind([keras.Input((8,)), *parts]), keras.optimizers.SGD(0.1), "mse", run_eagerly=eagerly)
+        model.optimizer.build(model.trainable_variables)
+        return model
+
+    return build
 
 
 def always(made: object) -> object:
@@ -240,6 +277,49 @@ def test_one_of_two_losses_is_scaled(mirrored):
             mirrored, lambda: ready(TwoOptimizers(), keras.optimizers.SGD(0.1)), rows(83), batch_size=15
         )
     assert max(gaps.values()) < 1e-5
+
+
+APPLYING_TWICE = {
+    "one more loss": (OneMoreLoss, lambda: tfdist.MirroredStrategy(DEVICES), False),
+    "in two calls": (InTwoCalls, lambda: tfdist.MirroredStrategy(DEVICES), False),
+    "in two calls, eagerly": (InTwoCalls, lambda: tfdist.MirroredStrategy(DEVICES), True),
+    "one more loss, parts of weights": (OneMoreLoss, tfdist.FullyShardedStrategy, False),
+    "in two calls, parts of weights": (InTwoCalls, tfdist.FullyShardedStrategy, False),
+}
+
+
+@pytest.mark.usefixtures("four_devices")
+@pytest.mark.parametrize("name", daily(APPLYING_TWICE, "one more loss", "in two calls"))
+def test_an_optimizer_that_applies_twice_after_one_scaled_loss(name):
+    kind, strategy, eagerly = APPLYING_TWICE[name]
+    with only_fit():
+        gaps = assert_transparent(strategy, applying(kind, eagerly), rows(43), batch_size=15, epochs=1)
+    assert max(gaps.values()) < 1e-5
+
+
+def test_gradients_tell_whether_their_loss_was_scaled():
+    weight, kept, found = tf.Variable(2.0), tf.Variable(0.0), {}
+
+    @tf.function(autograph=False)
+    def step() -> None:
+        losses, divisor = _ScaledLosses(), tf.constant(2.0)
+        with tf.GradientTape(persistent=True) as tape:
+            scaled, other = weight**2 / divisor, weight**3
+        gradient, of_other = tape.gradient(scaled, weight), tape.gradient(other, weight)
+        losses.note(divisor)
+        assert losses.are_of(None, None, [of_other]), "the first apply after scale_loss"
+        losses.note_apply()
+        values = {"scaled": 2 * gradient, "not": of_other, "accumulated": kept + 0.0, "none": None}
+        found.update({name: losses.are_of(None, None, [value]) for name, value in values.items()})
+
+    step()
+    assert found == {"scaled": True, "not": False, "accumulated": True, "none": True}
+
+
+def test_one_more_loss_in_an_eager_step_is_refused(mirrored):
+    model = in_scope(mirrored, applying(OneMoreLoss, eagerly=True))
+    with pytest.raises(NotImplementedError, match=r"applies gradients once more after one optimizer\.scale_loss"):
+        fit(model)
 
 
 class TestNothingStays:

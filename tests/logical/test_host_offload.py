@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfdist
-from tests.logical.memory_models import CLASSES, Block, blocks, data, dense
+from tests.logical.memory_models import CLASSES, TIED, Block, blocks, data, dense
 from tests.logical.test_memory_transparency import Trained, assert_equal, train
 from tests.models import assert_arrays, in_scope, ready
 from tests.tiers import daily
@@ -70,6 +70,12 @@ def streamed(name: str, strategy: tfdist.HostOffloadStrategy) -> Trained:
 @pytest.mark.parametrize("name", daily(["dense", "transformer"], "dense"))
 def test_equal_to_plain_training(strategy, name, tolerance):
     assert_equal(streamed(name, strategy), plain(name), tolerance)
+
+
+@pytest.mark.parametrize("name", daily(["tied", "nested"], "tied"))
+def test_weights_of_other_layers_and_blocks_in_blocks(four_devices, name):
+    strategy = tfdist.HostOffloadStrategy(DEVICE, HOST, blocks=TIED if name == "tied" else "auto")
+    assert_equal(train(name, strategy, None), plain(name), 2e-6)
 
 
 OPTIMIZERS = {

@@ -15,6 +15,7 @@ from keras import layers, ops
 import tfdist
 from tests.features.reference import only_fit
 from tests.features.table import batches, rows
+from tests.logical.conftest import DEVICES
 from tests.models import in_scope, ready, warned
 from tests.tiers import daily
 from tfdist.testing import assert_transparent
@@ -139,7 +140,8 @@ def test_equals_one_process_with_batches_that_do_not_divide(mirrored, update, st
         assert_transparent(mirrored, building((8,), update, **state), rows(21), batch_size=4)
 
 
-@pytest.mark.parametrize("name", daily(BY_ROW, "GRU"))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", BY_ROW)
 def test_a_mean_behind_layers_that_keep_rows_apart_is_exact(mirrored, name):
     x, y = rows(21)
     with warnings.catch_warnings(), only_fit():
@@ -249,6 +251,52 @@ def test_a_sum_in_a_block_that_is_recomputed_is_refused(mirrored):
     strategy = tfdist.MirroredStrategy(list(mirrored.extended.worker_devices), memory="recompute")
     with pytest.raises(NotImplementedError, match=r"kept' with aggregation='sum', to which a layer adds that a memory"):
         trained(strategy, build)
+
+
+class KeepsCodes(keras.Model):
+    """Keeps tensors on `self`, which its loss reads; between them, replicas meet in BatchNormalization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = [layers.Dense(6, "tanh"), layers.Dense(6, "tanh")]
+        self.norms = [layers.BatchNormalization(), layers.BatchNormalization()]
+        self.out, self.code, self.codes, self.total = layers.Dense(1), None, [], 0.0
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        self.codes, self.total = [], 0.0
+        for hidden, norm in zip(self.hidden, self.norms, strict=True):
+            x = self.code = hidden(x)
+            self.codes.append(x)
+            self.total = self.total + ops.mean(x**2)
+            x = norm(x, training=training)
+        return self.out(x)
+
+    def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, *args: Any, **kwargs: Any) -> Any:
+        penalties = 0.3 * ops.mean(ops.abs(self.codes[0])) + 0.2 * ops.mean(self.code**2) + 0.1 * self.total
+        return super().compute_loss(x, y, y_pred, *args, **kwargs) + penalties
+
+
+@pytest.mark.usefixtures("four_devices")
+@pytest.mark.parametrize("eagerly", [pytest.param(False, id="graph"), pytest.param(True, id="eager")])
+@pytest.mark.parametrize(
+    "strategy",
+    daily(
+        [
+            pytest.param(lambda: tfdist.MirroredStrategy(DEVICES), id="mirrored"),
+            pytest.param(tfdist.FullyShardedStrategy, id="parts of weights"),
+        ],
+        "mirrored",
+    ),
+)
+def test_what_call_keeps_on_self_is_of_each_replica(strategy, eagerly):
+    with only_fit():
+        assert_transparent(
+            strategy,
+            lambda: ready(KeepsCodes(), keras.optimizers.SGD(0.1), "mse", run_eagerly=eagerly),
+            rows(23),
+            batch_size=9,
+            epochs=1,
+        )
 
 
 RIGHT = {

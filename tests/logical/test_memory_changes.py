@@ -9,6 +9,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfdist
+from tests.logical.test_pipeline_models import Augmented, Told, Untold
 from tests.models import ready
 from tests.tiers import daily
 from tfdist import memory
@@ -23,9 +24,13 @@ def stack() -> keras.Model:
 
 
 def train(model: keras.Model, optimizer: str = "sgd", **arguments) -> list[np.ndarray]:
+    model.compile(optimizer, "mse", **arguments)
+    return fitted(model)
+
+
+def fitted(model: keras.Model) -> list[np.ndarray]:
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(2 * ROWS, WIDTH)).astype("float32"), np.ones((2 * ROWS, 1), "float32")
-    model.compile(optimizer, "mse", **arguments)
     model.fit(x, y, batch_size=ROWS, shuffle=False, verbose=0)
     return model.get_weights()
 
@@ -140,6 +145,126 @@ def test_variables_of_tensorflow_that_would_be_changed_twice():
     model = keras.Sequential([keras.Input((WIDTH,)), layers.Dense(8), Counting(name="counting"), layers.Dense(1)])
     memory.apply(model, memory.MemoryPolicy("recompute", ["counting"]))
     with pytest.raises(ValueError, match=r"block 'counting', which is to be run again and changes a variable"):
+        train(model)
+
+
+KEPT: dict[str, tf.Tensor] = {}
+
+
+class Keeping(layers.Dense):
+    """Keeps a tensor for another layer."""
+
+    kept = staticmethod(lambda x, y: y)
+
+    def call(self, x):
+        y = super().call(x)
+        KEPT["it"] = self.kept(x, y)
+        return y
+
+
+class Reading(layers.Dense):
+    def call(self, x):
+        return super().call(x) + KEPT["it"]
+
+
+def handing_on(kept=None) -> keras.Model:
+    keras.utils.set_random_seed(0)
+    keeping, inputs = Keeping(8, name="keeping"), keras.Input((WIDTH,))
+    keeping.kept = kept or Keeping.kept
+    x = layers.Dense(8, name="between")(keeping(layers.Dense(8, name="before")(inputs)))
+    return keras.Model(inputs, layers.Dense(1)(Reading(8, name="reading")(x)))
+
+
+@pytest.mark.parametrize(
+    "mode", [{"*": "recompute"}, {"keeping": "none", "*": "recompute"}, {"reading": "swap", "*": "none"}], ids=str
+)
+def test_tensors_that_are_not_passed_are_refused(mode):
+    """Their gradients would be lost: they have none outside of the block that has made them."""
+    policy = memory.MemoryPolicy(mode, ["keeping", "between", "reading"])
+    with pytest.raises(ValueError, match=r"block 'reading', in which a layer reads a tensor that it was not passed"):
+        train(memory.apply(handing_on(), policy))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "kept",
+    [lambda x, y: tf.stop_gradient(y), lambda x, y: tf.cast(x[:, :8] > 0, x.dtype)],
+    ids=["stop_gradient", "a mask"],
+)
+def test_tensors_without_gradients_need_not_be_passed(kept):
+    policy = memory.MemoryPolicy("recompute", ["keeping", "between", "reading"])
+    assert close(train(memory.apply(handing_on(kept), policy)), train(handing_on(kept)))
+
+
+@pytest.mark.parametrize("how", daily(["policy", "host", "sharded"], "policy"))
+def test_layers_that_train_without_being_asked(how, four_devices):
+    """A step that calls the model without a word; layers train by default, and so do those after them."""
+
+    def weights(strategy, policy: str | None) -> list:
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            inputs = keras.Input((WIDTH,))
+            x = Augmented()(Told()(layers.Dense(WIDTH, "tanh")(inputs)))
+            for _ in range(4):
+                x = Told()(layers.Dense(WIDTH, "tanh")(x))
+            model = Untold(inputs, layers.Dense(1)(x))
+            model.compile("sgd", "mse")
+        if policy:
+            memory.apply(model, policy)
+        return fitted(model)
+
+    plain = tf.distribute.get_strategy()
+    strategies = {
+        "policy": lambda: plain,
+        "host": lambda: tfdist.HostOffloadStrategy("CPU:1", "CPU:0"),
+        "sharded": lambda: tfdist.FullyShardedStrategy(memory="recompute"),
+    }
+    found = weights(strategies[how](), "recompute" if how == "policy" else None)
+    assert close(found, weights(plain, None))
+
+
+@pytest.mark.parametrize("how", daily(["policy", "host"], "policy"))
+def test_sparse_inputs(how, four_devices):
+    """The layers that take them are called as they are."""
+    x = tf.sparse.from_dense(np.where(np.arange(2 * ROWS * WIDTH).reshape(2 * ROWS, WIDTH) % 3, 0.0, 0.1))
+    x = tf.cast(x, tf.float32)
+    data = tf.data.Dataset.from_tensor_slices((x, np.ones((2 * ROWS, 1), "float32"))).batch(ROWS)
+
+    def weights(strategy, policy: str | None) -> list:
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            inner = [layers.Dense(WIDTH, "tanh") for _ in range(5)]
+            model = keras.Sequential([keras.Input((WIDTH,), sparse=True), *inner, layers.Dense(1)])
+            model.compile("sgd", "mse", jit_compile=False)
+        if policy:
+            memory.apply(model, policy)
+        model.fit(data, verbose=0)
+        return model.get_weights()
+
+    plain = tf.distribute.get_strategy()
+    used = tfdist.HostOffloadStrategy("CPU:1", "CPU:0") if how == "host" else plain
+    assert close(weights(used, "recompute" if how == "policy" else None), weights(plain, None))
+
+
+class Ragged(layers.Dense):
+    def call(self, x):
+        return tf.RaggedTensor.from_tensor(super().call(x))
+
+
+class OfRagged(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Ragged(8, name="first"), layers.Dense(1)
+
+    def call(self, x):
+        return self.second(self.first(x).to_tensor(shape=(None, 8)))
+
+
+def test_blocks_that_return_ragged_tensors_are_refused():
+    model = OfRagged()
+    model(np.zeros((1, WIDTH), "float32"))
+    memory.apply(model, memory.MemoryPolicy("recompute", ["first"]))
+    with pytest.raises(ValueError, match=r"block 'first', which returns a sparse or ragged tensor"):
         train(model)
 
 

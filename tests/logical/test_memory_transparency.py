@@ -16,7 +16,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tests.logical.memory_models import MODELS, data
+from tests.logical.memory_models import MODELS, TIED, data
 from tests.models import assert_arrays, ready
 from tests.tiers import daily
 from tfdist.memory import MemoryPolicy
@@ -91,6 +91,36 @@ def test_every_mode_on_two_replicas(mirrored):
 def test_equal_to_plain_training(name, mode):
     policy = MemoryPolicy(mode, host="CPU:3", min_bytes=0)
     assert_equal(train(name, None, policy), plain(name, None))
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    daily(
+        [
+            pytest.param(name, mode, id=f"{name}, {mode}")
+            for name in ("nested", "tied")
+            for mode in ("recompute", "swap", "recompute+swap")
+        ],
+        *("nested, swap", "tied, recompute", "tied, swap"),
+    ),
+)
+def test_blocks_in_blocks_and_weights_of_other_layers(name, mode):
+    policy = MemoryPolicy(mode, TIED if name == "tied" else "auto", host="CPU:3", min_bytes=0)
+    assert_equal(train(name, None, policy), plain(name, None), 2e-6)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("arguments", [{"run_eagerly": True}, {"jit_compile": True}], ids=str)
+def test_weights_of_other_layers_without_a_graph_and_compiled(arguments):
+    assert_equal(train("tied", None, MemoryPolicy("recompute", TIED), **arguments), plain("tied", None), 2e-5)
+
+
+@pytest.mark.parametrize("changes", daily([{}, {"memory": "recompute"}, {"reshard_after_forward": False}], "{}"))
+@pytest.mark.parametrize("name", daily(["nested", "tied"], "nested"))
+def test_blocks_whose_weights_are_in_parts(four_devices, name, changes):
+    strategy = tfdist.FullyShardedStrategy(blocks=TIED if name == "tied" else "auto", **changes)
+    found, expected = (train(name, used, None, optimizer="sgd") for used in (strategy, None))
+    assert_equal(found, expected, 1e-6)
 
 
 # That recomputation works under XLA, and what it saves: tests/memory/test_peak.py.

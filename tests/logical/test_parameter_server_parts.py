@@ -6,13 +6,16 @@ import functools
 import types
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
 import tfdist
+from tests.logical.test_row_trial import MinibatchDeviation, root
 from tests.models import ready, warned
 from tfdist.cluster import ClusterConfig, ClusterError
-from tfdist.strategies.parameter_server import synchronous
+from tfdist.strategies.hooks import install
+from tfdist.strategies.parameter_server import data, synchronous
 from tfdist.strategies.parameter_server.step import only_adds
 from tfdist.strategies.parameter_server.strategy import ParameterServerHooks, check_arguments, find_cluster
 
@@ -64,6 +67,105 @@ class TestCut:
         assert synchronous._cut(tensors, tf.RaggedTensorSpec([None, None]), 2) == ([1.0], [tensors])
         for tensors in ([tf.zeros([4]), tf.zeros([3])], [tf.zeros([])], []):
             assert synchronous._cut(tensors, self.DENSE, 2) == ([1.0], [tensors])
+
+
+class TestShards:
+    """Steps on the shards of a batch, traced without a cluster."""
+
+    ROWS = np.random.RandomState(0).randn(8, 4).astype("float32"), np.ones((8, 1), "float32")
+    SPEC = tf.TensorSpec([None, 4]), tf.TensorSpec([None, 1])
+
+    @pytest.fixture(autouse=True)
+    def strategy(self, monkeypatch):
+        install()
+        strategy = tf.distribute.get_strategy()
+        monkeypatch.setattr(strategy, "_num_workers", 2, raising=False)
+        monkeypatch.setattr(strategy, "_run_replica", lambda function, *given: function(*given), raising=False)
+        return strategy
+
+    def test_sums_of_a_step_are_those_of_the_batch(self, strategy):
+        model = ready(Counting(), keras.optimizers.SGD(0.0), "mse")
+        expected = model.fit(*self.ROWS, batch_size=8, verbose=0).history
+        step = synchronous.GradientStep(strategy, model)
+        function = step.single(self.SPEC).function
+        for size in (4, 3):
+            parts = [[one[:size] for one in self.ROWS], [one[size:] for one in self.ROWS]]
+            given = [(tf.constant(len(one[0]) / 8, tf.float64), *map(tf.constant, one)) for one in parts]
+            found = [function(tf.constant(i, tf.int64), *one)[0] for i, one in enumerate(given)]
+            model.reset_metrics()
+            for vectors in found:
+                values = step._packing.unpack([vector.numpy() for vector in vectors])
+                for variable, value in zip(step.variables, values, strict=True):
+                    variable.assign_add(value)
+            for metric in model.sums:
+                assert float(metric.result()) == pytest.approx(expected[metric.name][0], rel=1e-5), metric.name
+
+    @pytest.mark.parametrize(
+        ("make", "culprit"),
+        [
+            (lambda: MinibatchDeviation(), "(MinibatchDeviation), which mixes the rows of a batch"),
+            (lambda: keras.layers.Dense(2), ""),
+        ],
+    )
+    def test_steps_that_mix_rows_are_told(self, strategy, make, culprit):
+        keras.utils.set_random_seed(1)
+        model = ready(keras.Sequential([keras.Input((4,)), make(), keras.layers.Dense(1)]), "sgd", "mse")
+        model.train_on_batch(*self.ROWS)
+        said = warned(lambda: synchronous.GradientStep(strategy, model).single(self.SPEC), "Received: ")
+        assert len(said) == bool(culprit)
+        for message in said:
+            assert culprit in message and "Each worker sees its own rows" in message
+            assert message.endswith("or mode='async' with max_inflight=1, where each worker gets whole batches.")
+
+    def test_a_loss_that_mixes_rows_is_told(self, strategy):
+        model = ready(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]), "sgd", root)
+        model.train_on_batch(*self.ROWS)
+        (said,) = warned(lambda: synchronous.GradientStep(strategy, model).single(self.SPEC), "Received: ")
+        assert said.startswith("Received: loss 'root', which mixes the rows of a batch")
+
+    @pytest.mark.parametrize(
+        ("parts", "whole"),
+        [
+            ([[0.0, 1.0], [2.0]], [0.0, 1.0, 2.0]),
+            ([[[1], [2]], [[3]]], [[1], [2], [3]]),
+            ([1.0, 4.0], 2.0),
+            ([1, 4], None),
+            ([[1.0, 2.0, 3.0], [1.0, 2.0, 3.0]], None),
+        ],
+    )
+    def test_what_a_metric_is_given_of_a_batch(self, monkeypatch, parts, whole):
+        for module in (synchronous, data):
+            monkeypatch.setattr(module, "COORDINATOR", "/device:CPU:0")
+        metric = object()
+        updates = [[(metric, (tf.constant(part), None), {"sample_weight": tf.constant(part)})] for part in parts]
+        found = synchronous._of_batch(updates, [2, 1], [2 / 3, 1 / 3])
+        if whole is None:
+            assert found is None
+            return
+        ((same, (given, nothing), more),) = found
+        assert same is metric and nothing is None
+        assert given.numpy().tolist() == more["sample_weight"].numpy().tolist() == whole
+
+
+class Counting(keras.Model):
+    """Its `train_step` gives numbers to sums, one a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        self.sums = [keras.metrics.Sum(name=name) for name in ("energy", "rows", "labels", "steps")]
+
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        return self.dense(x)
+
+    def train_step(self, data: tuple) -> dict:
+        logs = super().train_step(data)
+        energy, rows, labels, steps = self.sums
+        energy.update_state(tf.reduce_sum(data[0] ** 2))
+        rows.update_state(tf.cast(tf.shape(data[0])[0], tf.float32))
+        labels.update_state(tf.reduce_sum(tf.cast(data[1], tf.int32)))
+        steps.update_state(1.0)
+        return logs | {metric.name: metric.result() for metric in self.sums}
 
 
 class TestMistakes:

@@ -58,6 +58,41 @@ def test_models_that_share_layers() -> None:
     assert_same(*both(use, build))
 
 
+class Criticized(keras.Model):
+    """Its step calls a model that is no part of its graph of layers."""
+
+    def __init__(self, inputs, outputs, critic):
+        super().__init__(inputs, outputs)
+        self.critic = critic
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            made = self(data[0], training=True)
+            loss = tf.reduce_mean((made - data[1]) ** 2) + tf.reduce_mean(self.critic(made, training=True) ** 2)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+
+def criticized() -> keras.Model:
+    made = build()
+    inputs = keras.Input((3,))
+    critic = keras.Model(inputs, layers.Dense(1)(layers.Dense(8, "tanh")(inputs)))
+    return ready(Criticized(made.input, made.output, critic), keras.optimizers.SGD(0.1))
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_model_beside_the_stages_that_is_called_by_itself(is_first: bool) -> None:
+    def use(model: keras.Model) -> list:
+        seen = [model.critic.predict(Y, verbose=0)] if is_first else []
+        for _ in range(2):
+            fit(model)
+            seen.append(model.critic.predict(Y, verbose=0))
+        assert not np.allclose(*seen[-2:])
+        return seen
+
+    assert_same(*both(use, criticized))
+
+
 def test_a_step_of_the_instance() -> None:
     def train_step(self: keras.Model, data: tuple) -> dict:
         with tf.GradientTape() as tape:

@@ -6,7 +6,7 @@ import keras
 import pytest
 from keras import layers
 
-from tfdist.layer_graph.costs import costs_of, crossing, measured_costs, weights
+from tfdist.layer_graph.costs import costs_of, crossing, kept_bytes, measured_costs, weights
 from tfdist.layer_graph.graph import LayerGraph, flatten, functional_of
 from tfdist.layer_graph.partition import Cost, balance
 
@@ -100,11 +100,26 @@ def test_measured_costs_follow_the_work():
             r"The layer 'odd' cannot be called with 128 for the dimensions that the model leaves open\. "
             r"Received: inputs of shape \[\(None, None, 4\)\].*say where to cut with cuts=",
         ),
+        (
+            lambda: kept_bytes(sequence((None, 4), Positions(name="odd")), rows=1),
+            r"The layer 'odd' cannot be called with 128 .*, with blocks=\[\.\.\.\] otherwise",
+        ),
     ],
 )
 def test_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+class Positions(layers.Layer):
+    """Has so many positions; only a gradient fails for more."""
+
+    def build(self, shape):
+        self.table = self.add_weight(shape=(8, 4))
+
+    def call(self, x):
+        found = keras.ops.slice(self.table, (0, 0), (x.shape[1], 4)) if x.shape[1] else self.table[:1]
+        return x + keras.ops.broadcast_to(found, keras.ops.shape(x))
 
 
 def refuse(x):

@@ -9,7 +9,8 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from tests.logical.pipelines import labelled, mlp, pipeline
+import tfdist
+from tests.logical.pipelines import assert_trains_equally, labelled, mlp, numbers, pipeline
 from tests.models import assert_arrays, in_scope, ready
 
 pytestmark = pytest.mark.usefixtures("four_devices")
@@ -144,6 +145,66 @@ def assert_refused(build: Callable[[], keras.Model], options: dict, words: list[
 @pytest.mark.parametrize("name", REFUSED)
 def test_models(name):
     assert_refused(*REFUSED[name])
+
+
+class Adding(layers.Dense):
+    """Adds what was set from outside."""
+
+    added = 0.0
+
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        return super().call(x) + self.added
+
+
+class Conditioned(keras.Model):
+    def __init__(self, inputs: tf.Tensor, outputs: tf.Tensor) -> None:
+        super().__init__(inputs, outputs)
+        self.beside = layers.Dense(3)
+        self.beside.build((None, 8))
+
+    def train_step(self, data: tuple) -> dict:
+        with tf.GradientTape() as tape:
+            self.get_layer("adding").added = self.beside(data[0])
+            loss = tf.reduce_mean(self(data[0], training=True) ** 2)
+        variables = self.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        return {"loss": loss}
+
+
+def test_a_tensor_that_is_not_passed():
+    """Its gradient would be lost: `beside` would not be trained."""
+
+    def conditioned() -> keras.Model:
+        inputs = keras.Input((8,))
+        return ready(Conditioned(inputs, Adding(3, name="adding")(layers.Dense(8)(inputs))), "sgd")
+
+    with pytest.raises(ValueError, match=r"a layer that reads a tensor that it was not passed \(.*\), among adding\."):
+        in_scope(pipeline(num_microbatches=1), conditioned).fit(*labelled(16), verbose=0)
+
+
+def of_any_length() -> keras.Model:
+    """Takes any length but 128, which is what costs are counted with."""
+
+    def halved(x: tf.Tensor) -> tf.Tensor:
+        if x.shape[1] == 128:
+            raise TypeError("too long")
+        return 0.5 * x
+
+    parts = [layers.Dense(4, "tanh", name="first"), layers.Lambda(halved, (None, 4)), layers.Dense(1)]
+    return ready(keras.Sequential([keras.Input((None, 4)), *parts]), keras.optimizers.SGD(0.1), "mse")
+
+
+def test_a_model_of_unknown_sizes_is_cut_by_hand():
+    data = numbers(16, 6, 4), numbers(16, 6, 1, seed=2)
+    message = r"dimensions that the model leaves open.*or say where to cut with cuts=\[\.\.\.\] of a PipelineStrategy"
+    with pytest.raises(ValueError, match=message):
+        in_scope(pipeline(), of_any_length).fit(*data, verbose=0)
+    strategy = pipeline(cuts=["first"])
+    assert_trains_equally(of_any_length, data, strategy, whole=False)
+    assert "Predicted speed-up: unknown (at most 2)" in strategy.summary()
+    with pytest.raises(ValueError, match=r"with blocks=\[\.\.\.\] otherwise"):
+        tfdist.memory.apply(of_any_length(), "recompute")
+    tfdist.memory.apply(of_any_length(), tfdist.memory.MemoryPolicy("recompute", ["first"]))
 
 
 @pytest.mark.parametrize("where", ["outside of strategy.scope()", "in the scope of another PipelineStrategy"])

@@ -142,6 +142,19 @@ def test_modes_by_stages():
     assert max(differences(trained, after_two_steps("none", "gpipe")).values()) <= 1e-6
 
 
+def test_stages_recompute_by_the_micro_batches_that_the_schedule_has_in_flight(monkeypatch):
+    """1F1B has two of eight at a time, GPipe all of them."""
+    model = mlp()()
+    plan = PipelinePlan(pipeline(2, 8)._options, model, functional_of(model))
+    rows = 64
+    of_batch = max(sum(cost.output_bytes for cost in plan.costs_of_chunk(i)) for i in (0, 1)) * rows / 16
+    monkeypatch.setattr("tfdist.strategies.pipeline.plan._memory_limit", lambda *_: of_batch)
+    for obstacle, name in ((None, "1f1b"), ("a loss", "gpipe")):
+        plan.choose_schedule(obstacle)
+        plan.choose_recompute(rows)
+        assert (plan.schedule.name, "recompute" in plan.modes) == (name, name == "gpipe")
+
+
 def test_the_host_is_that_of_the_process():
     assert _host_of("/job:worker/replica:0/task:1/device:GPU:3", "CPU:0") == (
         "/job:worker/replica:0/task:1/device:CPU:0"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import keras
 import numpy as np
 import pytest
@@ -83,6 +85,46 @@ def pairwise() -> keras.Model:
     return ready(Pairwise(inputs, layers.Dense(3, use_bias=False)(x)), keras.optimizers.Adam(0.01), "mse")
 
 
+class Augmented(layers.Layer):
+    """Trains unless it is asked not to, as Keras' layers of augmentation do."""
+
+    def call(self, x: tf.Tensor, training: bool = True) -> tf.Tensor:
+        return 2.0 * x if training else x
+
+
+class Told(layers.Layer):
+    """Trains if it is asked to, or the layer before it trains."""
+
+    def call(self, x: tf.Tensor, training: bool | None = None) -> tf.Tensor:
+        return 3.0 * x if training else x
+
+
+class Untold(keras.Model):
+    """Calls itself without a word about training."""
+
+    def train_step(self, data: tuple) -> dict:
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(*data, self(data[0]))
+        variables = self.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        return {"loss": loss}
+
+
+def untold() -> keras.Model:
+    """In the stages after `Augmented`, layers train as well."""
+    inputs = keras.Input((8,))
+    x = Augmented()(Told()(layers.Dense(8, "tanh")(inputs)))
+    x = Told()(layers.Dense(8, "tanh")(x))
+    return ready(Untold(inputs, layers.Dense(3)(layers.Dense(8, "tanh")(x))), keras.optimizers.SGD(0.02), "mse")
+
+
+def monte_carlo() -> keras.Model:
+    """Drops out whenever it is called: other masks in every step."""
+    inputs = keras.Input((8,))
+    x = layers.Dropout(0.5, seed=3)(layers.Dense(16, "relu")(inputs), training=True)
+    return ready(Untold(inputs, layers.Dense(3)(layers.Dense(8, "tanh")(x))), keras.optimizers.SGD(0.02), "mse")
+
+
 class Gan(keras.Model):
     """Generator and discriminator, each with an optimizer, trained in turn. Calling it runs both."""
 
@@ -135,6 +177,24 @@ def with_compute_loss() -> keras.Model:
     return model
 
 
+def ignoring(loss: object = None) -> keras.Model:
+    """A loss that leaves out labels: how many others there are only the whole batch knows."""
+    loss = loss or keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0)
+    dense = [layers.Dense(16, "relu"), layers.Dense(8, "tanh"), layers.Dense(3)]
+    return ready(keras.Sequential([keras.Input((8,)), *dense]), keras.optimizers.SGD(0.1), loss)
+
+
+def ignoring_by_a_function() -> keras.Model:
+    def loss(y: tf.Tensor, p: tf.Tensor) -> tf.Tensor:
+        return keras.losses.sparse_categorical_crossentropy(y, p, from_logits=True, ignore_class=0)
+
+    return ignoring(loss)
+
+
+# Rows to leave out are not even over micro-batches: all of the first one.
+LABELS = np.where(np.arange(37) % 16 < 6, 0, 1 + np.arange(37) % 2)
+
+
 def summed() -> keras.Model:
     return regression(keras.losses.MeanSquaredError(reduction="sum"))
 
@@ -178,9 +238,32 @@ def test_equals_one_process(name):
     assert_trains_equally(build, data, pipeline(**options))
 
 
+@pytest.mark.parametrize(
+    ("build", "options"),
+    [
+        pytest.param(untold, {"stages": 4}, id="by default"),
+        # One micro-batch draws what one process draws.
+        pytest.param(monte_carlo, {"num_microbatches": 1}, id="where the layer is called"),
+    ],
+)
+def test_layers_that_train_without_being_asked(build, options):
+    assert_trains_equally(build, (X, Y), pipeline(**options), whole=False)
+
+
 def test_interleaved_as_gpipe():
     """Where the loss needs the whole batch, the device still has two chunks."""
     assert_trains_equally(pairwise, (X, Y), pipeline(1, schedule="interleaved"), whole=False)
+
+
+@pytest.mark.parametrize("build", [ignoring, pytest.param(ignoring_by_a_function, marks=pytest.mark.nightly)])
+def test_labels_that_are_ignored(build):
+    assert_trains_equally(build, (X, LABELS), whole=False)
+
+
+def test_losses_of_keras_that_mask_their_values_are_known():
+    """They are divided by how many values are left: that with `ignore_class`, and `circle`, which mixes rows."""
+    source = inspect.getsource(inspect.getmodule(keras.losses.MeanSquaredError))
+    assert source.count("set_keras_mask(") == 2
 
 
 @pytest.mark.parametrize(
@@ -190,6 +273,12 @@ def test_interleaved_as_gpipe():
         (recurrent, MASKED),
         (one_of_the_users_own, "the loss '<lambda>' may look at several rows at once"),
         (summed, "the loss 'mean_squared_error' has reduction='sum'"),
+        (
+            ignoring,
+            "the loss 'sparse_categorical_crossentropy' has ignore_class=0, and is divided by the number of all other "
+            "labels",
+        ),
+        (ignoring_by_a_function, "the loss 'loss' may look at several rows at once"),
         (with_compute_loss, "the model has a compute_loss of its own"),
         (pairwise, "the model has a train_step of its own"),
         (gan, "the model has a train_step of its own"),

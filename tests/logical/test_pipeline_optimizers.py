@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import keras
@@ -90,6 +91,40 @@ def test_slots_that_were_built_before_the_first_fit_are_moved():
         np.testing.assert_allclose(b.numpy(), a.numpy(), atol=1e-6, err_msg=a.path)
     assert_slots_follow(received)
     assert len({v.value.device for v in received.trainable_variables}) == 3
+
+
+def without_decay(when: str) -> keras.Model:
+    """Some weights are named by themselves, some by a part of their names."""
+    dense = [keras.layers.Dense(8, "tanh", name=name) for name in ("first", "second", "third")]
+    model = keras.Sequential([keras.Input((8,)), *dense, keras.layers.Dense(3, "softmax", name="last")])
+    optimizer = optimizers.AdamW(0.01, weight_decay=0.9)
+    optimizer.exclude_from_weight_decay([model.get_layer("last").kernel], ["bias", "second"])
+    if when == "it has slots":
+        optimizer.build(model.trainable_variables)
+    if when == "it is compiled":
+        model.predict(DATA[0], verbose=0)
+    model.compile(optimizer, "sparse_categorical_crossentropy")
+    return model
+
+
+@pytest.mark.parametrize("when", daily(["it is trained", "it has slots", "it is compiled"], "it is trained"))
+def test_weights_that_are_excluded_from_weight_decay(when):
+    """Keras knows them by ids and names of TensorFlow's variables; the model moves to its stages when ..."""
+    build = functools.partial(without_decay, when)
+    _, received = after_one_step(pipeline(3), build, DATA, steps=4)
+    assert_equal(expected(build), received, 2e-5)
+
+
+@pytest.mark.nightly
+def test_several_optimizers_that_were_built_before_the_first_fit():
+    def build() -> keras.Model:
+        several = [optimizers.Adam(0.01), optimizers.SGD(0.1, momentum=0.9)]
+        model = mlp(optimizer=lambda: optimizers.MultiOptimizer(lambda v: several["bias" in v.path]), metrics=None)()
+        model.optimizer.build(model.trainable_variables)
+        return model
+
+    _, received = after_one_step(pipeline(3), build, DATA, steps=3)
+    assert_equal(expected(build, 3), received, 2e-5)
 
 
 def assert_slots_follow(model: keras.Model) -> None:

@@ -87,6 +87,21 @@ def test_devices_as_tensorflow_lists_them():
         tfdist.PipelineStrategy(local[0])
 
 
+def test_variables_follow_their_stages_in_the_scope_too():
+    """With their names, by which optimizers may know them."""
+    strategy = pipeline()
+    with strategy.scope():
+        model = network()
+        before = [v.value.name for v in model.variables]
+        model.fit(*DATA, batch_size=16, verbose=0)
+    assert [v.value.name for v in model.variables] == before
+    devices = [tf.DeviceSpec.from_string(v.value.device).device_index for v in model.variables]
+    assert devices == sorted(devices) and set(devices) == {0, 1}
+    slots = [v for v in model.optimizer.variables if v.path.endswith("velocity")]
+    trained = [v.value.device for v in model.trainable_variables]
+    assert [v.value.device for v in slots] == trained
+
+
 SCHEDULES = [(4, {}), *daily([(2, {"schedule": "interleaved", "memory": "recompute"})])]
 
 

@@ -12,7 +12,9 @@ from tests.predicted_values import OUTPUTS, Returns, X, assert_same, own_loop, p
 from tests.tiers import daily
 
 
-@pytest.mark.parametrize("name", daily(OUTPUTS, "ragged", "large whole numbers", "means and sums", "moved rows"))
+@pytest.mark.parametrize(
+    "name", daily(OUTPUTS, "ragged", "large whole numbers", "means and sums", "sizes", "moved rows")
+)
 def test_equals_one_process(mirrored, name):
     found, expected = (predictions(strategy, [name])[name] for strategy in (mirrored, tf.distribute.get_strategy()))
     assert_same(found, expected, name)
@@ -40,6 +42,13 @@ def test_a_maximum_over_the_batch_is_averaged_with_a_warning(mirrored):
     with pytest.warns(UserWarning, match=r"Received: an output of shape \(\) .* and the average is returned. Expected"):
         _, maxima = model.predict(X[:4], batch_size=4, verbose=0)
     np.testing.assert_allclose(maxima, [(3 + 7) / 2])
+
+
+def test_a_constant_beside_a_sum_is_warned_of(mirrored):
+    """Each replica has it: it is no part of what is added up."""
+    model = in_scope(mirrored, lambda: ready(Returns(lambda x: (x, tf.reduce_sum(x) + 1)), "sgd", "mse"))
+    with pytest.warns(UserWarning, match=r"Received: an output of shape \(\) .* and the average is returned. Expected"):
+        model.predict(X[:4], batch_size=4, verbose=0)
 
 
 class Dense(Returns):

@@ -93,6 +93,14 @@ class OtherSteps(Own):
         return outputs - ops.mean(outputs, axis=0)
 
 
+class Centred(Own):
+    """Only its `train_step` leaves rows alone."""
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        outputs = super().call(x)
+        return outputs if training else outputs - ops.mean(outputs, axis=0)
+
+
 class OtherLoss(keras.Model):
     def __init__(self, loss: Callable) -> None:
         super().__init__()
@@ -365,12 +373,19 @@ def test_the_longest_row_of_a_batch(mirrored):
     assert "(CutToLongest), which pads to the longest row" in message
 
 
-def test_counts_of_a_batch(mirrored):
+def count_rows(x: Any) -> Any:
+    return float(x.shape[0] or 4)
+
+
+def sum_and_a_constant(x: Any) -> Any:
+    return tf.reduce_sum(x**2) + 1
+
+
+@pytest.mark.parametrize(
+    "count", daily([pytest.param(one, id=one.__name__) for one in (count_rows, sum_and_a_constant)], "count_rows")
+)
+def test_counts_of_a_batch(mirrored, count):
     """A `Mean` or `Sum` of numbers that grow with the batch: 1/n of one process', by rows."""
-
-    def count(x: Any) -> Any:
-        return float(x.shape[0] or 4)
-
     messages = said_of_fits(mirrored, own(mean, count))
     assert ["'tokens' (Mean)" in messages[0], "'total' (Sum)" in messages[1], len(messages)] == [True, True, 2]
 
@@ -380,6 +395,12 @@ CALLS = {
     "all three, a layer": (compiled(MinibatchDeviation), ["predict", "evaluate", "fit"], ["(MinibatchDeviation)"]),
     "a test_step": (own(mean, kind=OtherSteps), ["fit", "evaluate"], ["'tokens' (Mean)"]),
     "a predict_step": (own(mean, kind=OtherSteps), ["fit", "predict"], ["OtherSteps.predict_step"]),
+    "a compiled loss after a train_step": (
+        lambda: ready(Own(mean), keras.optimizers.SGD(0.05), root),
+        ["fit", "evaluate", "predict"],
+        ["loss 'root', which mixes the rows"],
+    ),
+    "an output after a train_step": (own(mean, kind=Centred), ["fit", "predict"], ["(Centred), which mixes"]),
     "a number of rows": (NumberOfRows, ["predict"], ["an output of shape ()"]),
     "compute_loss": (own(negatives, kind=OtherLoss), ["evaluate", "fit"], ["loss, whose loss", "loss, whose gradient"]),
     "rows": (compiled(MeanOfActivity, layers.BatchNormalization), ["evaluate", "predict", "fit"], []),
@@ -495,7 +516,7 @@ class Draws(layers.Layer):
         return self.draw(x, self.seeds)
 
 
-@pytest.mark.parametrize("name", daily(DRAWS, "keras.random.uniform, global seeds", "in a tf.function"))
+@pytest.mark.parametrize("name", daily(DRAWS, "keras.random.uniform, global seeds"))
 def test_steps_that_draw_are_tried(mirrored, name, caplog):
     of = functools.partial(Draws, DRAWS[name])
     assert said_of_fits(mirrored, compiled(of, MeanOfActivity)) == []

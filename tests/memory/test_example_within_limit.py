@@ -33,10 +33,12 @@ def test_a_batch_that_only_a_policy_can_hold(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr[-3000:]
     _, plain, recomputed = re.split(r"^--- --memory \w+$", result.stdout, flags=re.MULTILINE)
 
-    # Which of a step's tensors does not fit, and whether several do not, depends on the order of the executor.
-    assert re.search(r"^out of memory: .*OOM when allocating tensor", result.stderr, re.MULTILINE)
     assert "test accuracy" not in plain
-    assert "--- ended with exit code 1" in plain
+    # On some processors, TensorFlow's oneDNN takes the memory that it does not get for memory, and ends by SIGSEGV.
+    if "--- ended with exit code -11" not in plain:
+        # Which of a step's tensors does not fit, and whether several do not, depends on the order of the executor.
+        assert re.search(r"^out of memory: .*OOM when allocating tensor", result.stderr, re.MULTILINE)
+        assert "--- ended with exit code 1" in plain
 
     assert "--- ended with exit code 0" in recomputed, result.stderr[-3000:]
     assert len(re.findall(r"^Epoch \d+/20$", recomputed, re.MULTILINE)) == 20

@@ -62,6 +62,27 @@ class Largest(Count):
         self.total.assign(tf.maximum(self.total.value, tf.reduce_max(tf.cast(y_true, "float32"))))
 
 
+class Moving(Count):
+    """A moving average of the means of batches: not a sum."""
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.total.assign(0.9 * self.total.value + 0.1 * tf.reduce_mean(tf.cast(y_true, "float32")))
+
+
+class Counting(keras.Sequential):
+    """Its `train_step` counts, by one number a batch."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.energy, self.rows = keras.metrics.Sum(name="energy"), keras.metrics.Sum(name="rows")
+
+    def train_step(self, data: tuple) -> dict:
+        logs = super().train_step(data)
+        self.energy.update_state(tf.reduce_sum(data[0]))
+        self.rows.update_state(tf.cast(tf.shape(data[0])[0], "float32"))
+        return logs | {"energy": self.energy.result(), "rows": self.rows.result()}
+
+
 def dense_model(
     optimizer: Any = "adam", *extra: keras.layers.Layer, metrics: Sequence[Any] = (), **more: Any
 ) -> keras.Model:

@@ -16,7 +16,10 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.nightly, pytest
 _DEADLINE = 300
 # What tests/parameter_server/test_features.py has not; of equality `make test` runs what is there.
 SECTIONS = ("Adagrad", "dropout", "tied embedding")
-IN_SYNC = (*SECTIONS, "finished outside", "another variable", "loss scaling", "a vector of losses")
+IN_SYNC = (
+    *(*SECTIONS, "finished outside", "another variable", "loss scaling", "a vector of losses"),
+    *("sums of a step", "a moving average", "rows that are mixed"),
+)
 OUTSIDE = ("names", "a head")
 
 
@@ -29,8 +32,12 @@ def equality(mode: str, wanted: tuple[str, ...]) -> dict[str, Any]:
     from tests.cluster.attempt import error_of
     from tests.logical.test_loss_scaling import left_out
     from tests.logical.test_outside_of_the_scope import trained
+    from tests.logical.test_row_trial import MinibatchDeviation
+    from tests.models import warned
     from tests.parameter_server.models import (
         VOCABULARY,
+        Counting,
+        Moving,
         click_model,
         clicks,
         dense_model,
@@ -64,6 +71,16 @@ def equality(mode: str, wanted: tuple[str, ...]) -> dict[str, Any]:
     def unreduced() -> keras.losses.Loss:
         return keras.losses.BinaryCrossentropy(reduction="none")
 
+    def counting() -> keras.Model:
+        model = Counting([keras.Input((8,)), keras.layers.Dense(1, "sigmoid")])
+        model.compile("sgd", "binary_crossentropy")
+        return model
+
+    def mixed_rows() -> list[str]:
+        with strategy.scope():
+            model = dense_model("sgd", MinibatchDeviation())
+        return warned(lambda: model.fit(*rows(64), batch_size=32, verbose=0), "Received: ")
+
     def tied() -> keras.Model:
         # The table is read by rows and as a whole.
         ids, table = keras.Input((3,), dtype="int64"), keras.layers.ReversibleEmbedding(VOCABULARY, 4)
@@ -81,6 +98,9 @@ def equality(mode: str, wanted: tuple[str, ...]) -> dict[str, Any]:
         # A model that was made in the scope.
         "loss scaling": lambda: left_out(strategy),
         "a vector of losses": lambda: gaps(strategy, lambda: dense_model("sgd", loss=unreduced()), *rows(138)),
+        "sums of a step": lambda: gaps(strategy, counting, *rows(138)),
+        "a moving average": lambda: gaps(strategy, lambda: dense_model("sgd", metrics=[Moving("moving")]), *rows(138)),
+        "rows that are mixed": mixed_rows,
         "finished outside": lambda: {way: largest(trained(strategy, way), trained(None, way)) for way in OUTSIDE},
     }
     return run_sections({name: sections[name] for name in wanted})
@@ -100,10 +120,23 @@ def test_one_execution_at_a_time(name):
     assert max(gaps.values()) <= (1e-6 if name == "Adagrad" else 0.0), gaps
 
 
-@pytest.mark.parametrize("name", ["Adagrad", "tied embedding", "a vector of losses"])
+@pytest.mark.parametrize("name", ["Adagrad", "tied embedding", "a vector of losses", "a moving average"])
 def test_synchronous(name):
     gaps = found(results("sync"), name)
     assert max(gaps.values()) <= 1e-6, gaps
+
+
+def test_sums_of_a_step():
+    gaps = found(results("sync"), "sums of a step")
+    # Sums of hundreds of float32 numbers, in another order.
+    assert gaps.pop("history") <= 1e-3
+    assert max(gaps.values()) <= 1e-6, gaps
+
+
+def test_rows_that_are_mixed_are_told():
+    (message,) = found(results("sync"), "rows that are mixed")
+    assert "(MinibatchDeviation), which mixes the rows of a batch" in message
+    assert "Each worker sees its own rows" in message
 
 
 def test_a_model_that_is_finished_outside_of_the_scope():

@@ -67,12 +67,14 @@ EVIDENCE = {
         "custom train_step, written for one process",
         "BatchNormalization in a custom train_step, uneven",
         f"{GUARDS}::test_one_of_two_losses_is_scaled",
+        f"{GUARDS}::test_an_optimizer_that_applies_twice_after_one_scaled_loss",
     ],
     "metrics that a `train_step` logs": [
         "metrics that a train_step logs under other names",
         "numbers that a train_step and a test_step compute from metrics",
         "metrics and other values in the logs of a train_step",
     ],
+    "tensors that `call` keeps on `self`": [f"{LAYER_STATE}::test_what_call_keeps_on_self_is_of_each_replica"],
     "`train_on_batch`": ["train_on_batch, test_on_batch, predict_on_batch"],
     "`TextVectorization` and": ["TextVectorization and ragged.to_tensor without a length, unmasked"],
     "`predict_on_batch`": ["train_on_batch, test_on_batch, predict_on_batch"],
@@ -131,6 +133,7 @@ EVIDENCE = {
         f"{EQUALITY}::test_synchronous",
         f"{EQUALITY}::test_each_shard_has_its_own_dropout_mask",
         f"{EQUALITY}::test_a_variable_that_no_layer_has_is_refused",
+        f"{EQUALITY}::test_rows_that_are_mixed_are_told",
         "tf.Variables that layers and a train_step assign",
         "tests/parameter_server/test_features.py::test_synchronous_training_equals_one_process",
     ],
@@ -184,6 +187,10 @@ EVIDENCE = {
     "layers that exchange something": [f"{COMMON}::test_layers_that_exchange_statistics_are_refused"],
     "a metric's state that is assigned": ["tests/logical/test_metric_sums.py::test_no_count_is_lost"],
     "data that differ on a process": ["tests/cluster/test_same_data.py::other_rows"],
+    "an optimizer that draws random numbers": [
+        "tests/logical/test_global_seeds.py::test_an_optimizer_that_draws_with_tf_random_is_refused",
+        "tests/logical/test_global_seeds.py::test_an_optimizer_draws_the_same_on_all_replicas",
+    ],
     "float8 layers": [f"{GUARDS}::test_float8"],
     "datasets of different (known) size": [
         f"{MISTAKES}::other_number_of_batches",

@@ -24,6 +24,7 @@ import functools
 import logging
 import os
 import signal
+import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -35,8 +36,8 @@ import tensorflow as tf
 from tfdist.arguments import check_path
 from tfdist.checkpoint import callback_state, training_state
 from tfdist.checkpoint.manifest import drill_folder
-from tfdist.checkpoint.position import DataPosition, ReadData
-from tfdist.checkpoint.schedule import BackgroundWriter, PreemptionSignal, SaveSchedule
+from tfdist.checkpoint.position import DataPosition, ReadData, made_by_validation
+from tfdist.checkpoint.schedule import BackgroundWriter, PreemptionSignal, SaveSchedule, frame_of_fit
 from tfdist.checkpoint.store import Checkpoint, SharedStore, is_final
 from tfdist.checkpoint.training_state import TrainingState, check_meta, fault_of_meta
 from tfdist.compat.keras import hooks_of
@@ -55,6 +56,8 @@ from tfdist.supervision.time_spent import SAVING, time_spent
 
 _log = logging.getLogger("tfdist")
 
+# The variables of Keras' `fit` that say what it validates with.
+_OF_VALIDATION = {"val_x", "val_y", "val_sample_weight", "batch_size", "validation_batch_size", "validation_steps"}
 _WITHOUT_STATE = (keras.callbacks.ProgbarLogger, CommonStop, ShareBySpeed)
 
 
@@ -159,6 +162,11 @@ class BackupAndRestore(Arranged):
             raise ValueError(
                 "Received: two BackupAndRestore callbacks in one fit. Expected: one; a resumed fit can only follow one."
             )
+        if any(isinstance(callback, keras.callbacks.BackupAndRestore) for callback in callbacks):
+            raise ValueError(
+                "Received: keras.callbacks.BackupAndRestore beside that of tfdist. Expected: tfdist's alone; the other "
+                "one lets the fit begin at an epoch of its own."
+            )
         last = [callback for callback in callbacks if getattr(callback, "comes_last", False)]
         others = [callback for callback in callbacks if callback is not self and callback not in last]
         return [_First(self, functools.partial(FitBackup, self, callback_list, others)), *others, self, *last]
@@ -199,7 +207,10 @@ class _First(keras.callbacks.Callback):
         self._backup._fit.epoch_begins(epoch)
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        self._backup._fit.batch_ended(batch)
+        self._backup._fit.batch_ended(batch, logs)
+
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        self._backup._fit.logged(logs)
 
 
 @dataclasses.dataclass
@@ -234,8 +245,8 @@ class FitBackup:
         self._model = model = options.model
         self._callback_list = callback_list
         self._everyone = others
-        # The others only show something, run on the chief alone, or agree with other processes: they change no result.
-        self._others = [c for c in others if not (isinstance(c, _WITHOUT_STATE) or is_the_chiefs(c))]
+        # The others only show something, or agree with other processes: they change no result.
+        self._others = [c for c in others if not isinstance(c, _WITHOUT_STATE)]
         strategy = model.distribute_strategy
         hooks = hooks_of(strategy)
         self._peers, self._agreement = hooks.peers, hooks.agreement
@@ -253,12 +264,14 @@ class FitBackup:
         self._validations = 0
         self._validation_order: dict = {}
         self._resumed: Checkpoint | None = None
-        self._was_done = False
+        self._done: Checkpoint | None = None  # that of a fit which had ended
         self._entries: list[dict] = []
         self._named_as_unsaved: set[tuple[int, str]] = set()
         self._until_begun = contextlib.ExitStack()
         self._at_epoch_end = False
         self._batches_ended = 0  # of the current epoch
+        self._logs: dict = {}  # of the last step or epoch
+        self._validated: Any = None
 
     # Beginning
 
@@ -269,9 +282,11 @@ class FitBackup:
             raise RuntimeError("Received: BackupAndRestore outside of Model.fit. Expected: fit(..., callbacks=[...]).")
         self._signal.install()
         self._epochs = self._callback_list.params["epochs"]
-        self._settings = callback_state.settings(self._others)
+        self._began = callback_state.begin(self._others, self._store.directory)
+        self._settings = [one.settings for one in self._began]
         self._identity = training_state.identity_of(self._model, self._store.directory)
         self._position = DataPosition(self._model, iterator, self._options.dataset_fn, self._after_step)
+        self._position.follow()
         if self._agreement is not None:
             self._agreement.begin(self._model)
         checkpoint = self._store.newest(self._is_wanted)
@@ -300,6 +315,8 @@ class FitBackup:
             self._check_identity(meta)
             self._entries = callback_state.matching(self._others, self._settings, meta["callbacks"])
             self._position.resume(meta, checkpoint.tensors)
+            logs = meta.get("logs", {}).items()
+            self._logs = {name: callback_state.decode(value, checkpoint.tensors) for name, value in logs}
         except ValueError as error:
             raise is_final(error) from None  # it is no better another time
         self._state.load(checkpoint.tensors)
@@ -311,7 +328,7 @@ class FitBackup:
         if self._is_chief:
             callback_state.resume_csv(self._everyone, meta["csv"], self._until_begun, meta["done"])
         over = self._is_over(meta)
-        self._was_done = meta["done"] and over
+        self._done = checkpoint if meta["done"] and over else None
         model._initial_epoch = max(self._epochs, 1) if over else meta["epoch"]
         if (reporter := ProgressWriter.from_environment()) is not None and not over:
             reporter.resumed(meta["total"])
@@ -319,7 +336,8 @@ class FitBackup:
             "resumed", checkpoint=checkpoint.name, epoch=meta["epoch"], step=meta["total"], seconds=_since(began)
         )
         if self._is_chief:
-            new = [type(c).__name__ for c, entry in zip(self._others, self._entries, strict=True) if entry is None]
+            pairs = zip(self._others, self._entries, strict=True)
+            new = [type(c).__name__ for c, entry in pairs if entry is None and not is_the_chiefs(c)]
             gone = [saved["class"] for saved in meta["callbacks"] if not any(saved is used for used in self._entries)]
             if new or gone:
                 _warn(
@@ -373,7 +391,9 @@ class FitBackup:
         self._until_begun.close()
         self._schedule.saved(self._place.total)
         if self._resumed is not None and self._is_over(self._resumed.meta):
+            self._position.pass_over()
             self._restore_the_rest()  # no epoch begins
+            self._end_with_logs()
 
     # Epochs
 
@@ -394,27 +414,54 @@ class FitBackup:
 
     def _restore_the_rest(self) -> None:
         checkpoint, self._resumed = self._resumed, None
-        self._state.load(checkpoint.tensors)
-        callback_state.restore(self._others, self._settings, self._entries, checkpoint.tensors)
-        restore_random_state(checkpoint.meta["random"])
+        if self._validations and (iterator := self._validation_iterator()) is not None:
+            # Before the next iterator over the training data, which may draw from the same seeds.
+            self._prepare_validation(iterator)
+        self._put_back(checkpoint)
         if shares := checkpoint.meta.get("shares"):
             hooks_of(self._model.distribute_strategy).take_shares(shares)
         if self._place.steps:
             self._show_metrics_of_empty_epoch()
 
+    def _put_back(self, checkpoint: Checkpoint) -> None:
+        self._state.load(checkpoint.tensors)
+        callback_state.restore(self._others, self._settings, self._entries, checkpoint.tensors)
+        restore_random_state(checkpoint.meta["random"])
+
     def _show_metrics_of_empty_epoch(self) -> None:
         """Gives Keras the metrics of an epoch of which no step is left; it would take them from the logs of a step."""
-        original = self._model._get_metrics_result_or_logs
+        original, saved = self._model._get_metrics_result_or_logs, self._logs
 
         def result_or_logs(logs: Any) -> Any:
             del self._model._get_metrics_result_or_logs
-            return original(logs) if logs else self._model.get_metrics_result()
+            found = original(logs)  # where workers that train by themselves exchange
+            if logs:
+                return found
+            metrics = self._model.get_metrics_result()
+            # A step of the user's may log something else.
+            return metrics if not saved or saved.keys() == metrics.keys() else saved
 
         object.__setattr__(self._model, "_get_metrics_result_or_logs", result_or_logs)
 
-    def batch_ended(self, batch: int) -> None:
+    def _end_with_logs(self) -> None:
+        """Gives the callbacks the logs of the last epoch, as Keras does at the end of a fit that was not restarted."""
+        callback_list, saved = self._callback_list, self._logs
+
+        def on_train_end(logs: Any = None) -> None:
+            del callback_list.on_train_end
+            callback_list.on_train_end(logs or saved)
+
+        callback_list.on_train_end = on_train_end
+
+    def batch_ended(self, batch: int, logs: dict | None) -> None:
         """Before any other callback's `on_train_batch_end`."""
-        self._batches_ended = batch + 1
+        if batch >= self._batches_ended:  # Keras may call it in several threads
+            self._batches_ended = batch + 1
+            self.logged(logs)
+
+    def logged(self, logs: dict | None) -> None:
+        """Before any other callback, which may add something to the logs."""
+        self._logs = dict(logs or {})
 
     def _after_step(self, steps: int) -> None:
         """After each execution of steps, with the number of steps of the epoch that are done."""
@@ -446,21 +493,47 @@ class FitBackup:
         return min(steps, self._position.steps_per_epoch or steps)
 
     def validation_begins(self) -> None:
-        """Before a validation. After a restart, makes the iterators that earlier validations have made."""
+        """Before a validation."""
         iterator = getattr(self._model, "_eval_epoch_iterator", None)
-        if iterator is None:
+        if iterator is not None:
+            self._prepare_validation(iterator)
+            self._validations += 1
+
+    def _prepare_validation(self, iterator: Any) -> None:
+        """Puts the data of a validation in order; after a restart, makes the iterators that earlier ones have made."""
+        if iterator is self._validated:
             return
-        if iterator is not getattr(self, "_validated", None):
-            data = ReadData(self._model, iterator)
-            data.put_in_order()
-            data.give(self._validation_order)
-            self._validation_order = data.order
-            source = data.source
-            if self._validations and isinstance(source, tf.data.Dataset) and draws_seeds(source):
-                made = self._validations * (1 if iterator._num_batches is None else 2)
-                replay(source, lambda: iter(iterator._get_iterator()), made, self._validations)
         self._validated = iterator
-        self._validations += 1
+        data = ReadData(self._model, iterator)
+        data.put_in_order()
+        data.give(self._validation_order)
+        self._validation_order = data.order
+        source = data.source
+        if self._validations and isinstance(source, tf.data.Dataset) and draws_seeds(source):
+            each, taken = made_by_validation(iterator)
+            number = self._validations
+            replay(source, lambda: iter(iterator._get_iterator()), each * number, number, taken)
+
+    def _validation_iterator(self) -> Any:
+        """Keras' iterator over the validation data of a fit that goes on, if it is a pipeline; `None` otherwise.
+
+        Keras makes it when the first validation begins, and not at all in a fit that is finished.
+        """
+        frame = frame_of_fit(self._model, sys._getframe())
+        asked = {} if frame is None else frame.f_locals
+        if not _OF_VALIDATION.issubset(asked) or not isinstance(asked["val_x"], tf.data.Dataset):
+            return None
+        self._model._eval_epoch_iterator = type(latest_iterator(self._model))(
+            x=asked["val_x"],
+            y=asked["val_y"],
+            sample_weight=asked["val_sample_weight"],
+            batch_size=asked["validation_batch_size"] or asked["batch_size"],
+            distribute_strategy=self._model.distribute_strategy,
+            steps_per_execution=self._model.steps_per_execution,
+            steps_per_epoch=asked["validation_steps"],
+            shuffle=False,
+        )
+        return self._model._eval_epoch_iterator
 
     def epoch_ended(self) -> None:
         """After all other callbacks' `on_epoch_end`."""
@@ -509,7 +582,8 @@ class FitBackup:
                     unless_written.callback(self._store.skip, number)
                 if self._writer.is_busy:
                     return
-                entries = callback_state.capture(self._others, self._settings, tensors, self._state.parts)
+                parts = self._state.parts
+                entries = callback_state.capture(self._others, self._settings, tensors, parts, self._began)
                 self._name_what_is_not_saved(entries)
                 meta = {
                     **dataclasses.asdict(place),
@@ -523,6 +597,7 @@ class FitBackup:
                     "seed": get_random_seed(),
                     "callbacks": entries,
                     "csv": callback_state.csv_lengths(self._everyone),
+                    "logs": callback_state.encode_logs(self._logs, tensors),
                     "position": self._position.state(tensors, mid_epoch),
                     "random": random_state(),
                     "shares": hooks_of(self._model.distribute_strategy).shares,
@@ -596,10 +671,15 @@ class FitBackup:
     def ended(self) -> None:
         """After all other callbacks have ended."""
         self._model._initial_epoch = None
+        if self._done is not None:
+            self._put_back(self._done)  # their `on_train_end` was called before it was saved
         self._wait_for_writer()
+        stop = self._stop_at_end or self._signal.received
+        if self._peers is not None:
+            stop = any(self._peers.gather("backup-end", stop, "finish the fit"))
         # A process that gets the signal will be started again, and must then find that nothing is left to train.
-        delete = self._options.delete_checkpoint and not self._stop_at_end
-        if not (self._was_done or delete):
+        delete = self._options.delete_checkpoint and not stop
+        if not (self._done is not None or delete):
             self._save(mid_epoch=False, done=True)
         self._writer.close()
         if delete and self._is_chief:
@@ -608,11 +688,12 @@ class FitBackup:
         if delete and self._is_chief:
             _remove_if_empty(self._options.backup_dir)
         training_state.forget(self._model)
+        callback_state.forget(self._others)
         key = _key(self._options.backup_dir)
         _finished[key] = _finished.get(key, 0) + 1
-        if self._stop_at_end:
+        if stop:
             self._leave("at the end of the fit", "is complete", self._failure)
-        self._signal.uninstall()
+        self._signal.give_back()
 
     def _warn_not_written(self, error: Exception) -> None:
         self._events.write("not saved", error=str(error))

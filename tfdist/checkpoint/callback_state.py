@@ -2,7 +2,8 @@
 
 Keras' callbacks keep what they know in attributes: EarlyStopping's `wait`, `best` and `best_weights`,
 ReduceLROnPlateau's `cooldown_counter`, History's `history`. Everything that `encode` can express is saved. A
-callback that keeps something else has `get_state()`, which returns plain data, and `set_state(data)`.
+callback that keeps something else has `get_state()`, which returns plain data, and `set_state(data)`. Containers in the
+body of a class that methods change in place are attributes, too; arrays that the program has passed are none.
 
 Numbers, text, bytes, dates, paths, arrays, tensors and containers of all these come back as new objects. Objects that
 hold a state (variables, metrics, random number generators, and everything with `get_state` and `set_state`) are made by
@@ -23,6 +24,7 @@ import datetime
 import dis
 import enum
 import functools
+import hashlib
 import inspect
 import io
 import json
@@ -33,14 +35,17 @@ import random
 import threading
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.inspection.model_state import is_kept_per_replica, parts_of_variable
+from tfdist.inspection.model_state import is_kept_per_replica, own_copy, parts_of_variable
+from tfdist.runtime.chief import is_the_chiefs
 
 # Passed in place of the object that this process has: there are none since only data are read (those of a
 # `get_state()`), or this one is missing.
@@ -58,6 +63,10 @@ _STATELESS = (
 # These run in every process before a backup is restored.
 _BEFORE = ("__init__", "__new__", "set_model", "set_params", "on_train_begin")
 _OBJECTS = ("variable", "variables", "generator", "random", "state", "array", "tensor", "elsewhere")
+# What Keras' callbacks that only write know of the fit: the columns of a CSVLogger, and what an OrbaxCheckpoint counts
+# and compares. All else that they keep is of files that they have open.
+_OF_WRITERS = {"keys", "best", "_batches_seen_since_last_saving", "_last_batch_seen", "_total_batches_seen"}
+_IN_PLACE = (list, dict, set, collections.deque, np.ndarray)
 
 
 class NotRestoredError(ValueError):
@@ -263,7 +272,7 @@ def _object(value: Any, encode: Callable, put: Callable) -> Any:
     if (variables := _variables_of(value)) is not None:
         if any(is_kept_per_replica(variable) for variable in variables):
             return None  # reading it is a collective, and only one process writes backups
-        names = [put(np.array(parts_of_variable(variable)[0].read_value())) for variable in variables]
+        names = [put(np.array(own_copy(variable).read_value())) for variable in variables]
         return {"variable": names[0]} if isinstance(value, _VARIABLES) else {"variables": names}
     if isinstance(value, np.random.Generator):
         return {"generator": [type(value.bit_generator).__name__, encode(value.bit_generator.state)]}
@@ -320,6 +329,78 @@ def _put_back(kind: str, state: Any, present: Any, decode: Callable[[Any], Any],
     raise NotRestoredError("this process has no such object in its place")
 
 
+@dataclass(frozen=True)
+class Beginning:
+    """What a callback has when its fit begins.
+
+    Attributes:
+        fit: the folder of the fit's backups.
+        settings: see `settings`.
+        received: its arguments that hold arrays, and how many items each has. They are there again in another process.
+        of_class: the content of the containers in the bodies of its classes.
+    """
+
+    fit: str
+    settings: dict[str, str]
+    received: dict[str, tuple[Any, int]]
+    of_class: dict[str, str | None]
+
+
+# By the ids of callbacks. A fit that has failed, and is tried again, has changed what its callbacks had at first.
+_began: dict[int, tuple[weakref.ref, Beginning]] = {}
+
+
+def begin(callbacks: Sequence[keras.callbacks.Callback], fit: str) -> list[Beginning]:
+    """What each callback has, or had when this fit began in this process for the first time."""
+    found = []
+    for callback in callbacks:
+        key = id(callback)
+        if key not in _began or _began[key][1].fit != fit:
+            forget_it = functools.partial(lambda key, _: _began.pop(key, None), key)
+            _began[key] = weakref.ref(callback, forget_it), _beginning(callback, fit)
+        found.append(_began[key][1])
+    return found
+
+
+def forget(callbacks: Sequence[keras.callbacks.Callback]) -> None:
+    """Notes that the fit of these callbacks has come to its end."""
+    for callback in callbacks:
+        _began.pop(id(callback), None)
+
+
+def _beginning(callback: keras.callbacks.Callback, fit: str = "") -> Beginning:
+    parameters = _parameters_of(type(callback))
+    held = {name: value for name, value in vars(callback).items() if name in parameters and _holds_arrays(value)}
+    return Beginning(
+        fit,
+        settings([callback])[0],
+        {name: (value, _size(value)) for name, value in held.items()},
+        {name: _content(value) for name, value in _containers_of_class(callback).items()},
+    )
+
+
+def _containers_of_class(callback: keras.callbacks.Callback) -> dict[str, Any]:
+    """The containers in the bodies of a callback's classes: methods may change them in place."""
+    return {
+        name: value
+        for base in type(callback).__mro__
+        for name, value in vars(base).items()
+        if isinstance(value, _IN_PLACE) and not name.startswith("__") and name not in vars(callback)
+        if getattr(type(callback), name, None) is value
+    }
+
+
+def _content(value: Any) -> str | None:
+    """What a container holds, as text that is the same for the same content; None if no backup can hold it."""
+    arrays: dict[str, Any] = {}
+    try:
+        text = json.dumps(encode(value, arrays, ""))
+    except (NotPlainError, RecursionError):
+        return None
+    found = map(np.asarray, arrays.values())
+    return text + "".join(f"{a.dtype}{a.shape}{hashlib.sha256(a.tobytes()).hexdigest()}" for a in found)
+
+
 def settings(callbacks: Sequence[keras.callbacks.Callback]) -> list[dict[str, str]]:
     """The arguments of each callback that it keeps under their names, as they are before the training."""
     found = []
@@ -347,6 +428,7 @@ def capture(
     passed: Sequence[dict[str, str]],
     arrays: dict[str, Any],
     elsewhere: Collection[int] = (),
+    began: Sequence[Beginning] | None = None,
 ) -> list[dict]:
     """The state of callbacks as JSON-serialisable data.
 
@@ -355,6 +437,7 @@ def capture(
         passed: their `settings`.
         arrays: receives the arrays, under the names that the data has for them.
         elsewhere: ids of the objects whose state is saved elsewhere.
+        began: what `begin` returned; by default, the fit begins now.
 
     Returns:
         One entry for each callback.
@@ -363,9 +446,10 @@ def capture(
         NotPlainError: if a callback's `get_state()` returns what cannot be saved.
     """
     elsewhere = {*elsewhere, *map(id, callbacks)}
+    began = list(map(_beginning, callbacks)) if began is None else began
     entries = []
-    for i, (callback, own) in enumerate(zip(callbacks, passed, strict=True)):
-        state, unsaved = _state_of(callback, arrays, f"callbacks/{i}", elsewhere)
+    for i, (callback, own, first) in enumerate(zip(callbacks, passed, began, strict=True)):
+        state, unsaved = _state_of(callback, arrays, f"callbacks/{i}", elsewhere, first)
         entries.append(
             {
                 "class": type(callback).__name__,
@@ -380,7 +464,11 @@ def capture(
 
 
 def _state_of(
-    callback: keras.callbacks.Callback, arrays: dict[str, Any], prefix: str, elsewhere: Collection[int]
+    callback: keras.callbacks.Callback,
+    arrays: dict[str, Any],
+    prefix: str,
+    elsewhere: Collection[int],
+    began: Beginning,
 ) -> tuple[dict, list[str]]:
     """A callback's state, and the names of the attributes that cannot be saved."""
     if hasattr(callback, "get_state"):
@@ -391,10 +479,16 @@ def _state_of(
                 f"{type(callback).__name__}.get_state() returned what cannot be saved. {error}"
             ) from None
     parameters = _parameters_of(type(callback))
+    of_keras = _kept_by_keras(type(callback))
+    left_out = {*_NOT_STATE, *(of_keras - _OF_WRITERS if is_the_chiefs(callback) else ())}
+    of_class = _containers_of_class(callback)
+    changed = {name: value for name, value in of_class.items() if _content(value) != began.of_class.get(name)}
     pairs, unsaved = [], []
-    for name, value in vars(callback).items():
+    for name, value in {**changed, **vars(callback)}.items():
         # Arrays that the user has passed (validation data, say) are there again in the next process.
-        if name in _NOT_STATE or id(value) in elsewhere or (name in parameters and _holds_arrays(value)):
+        received, size = began.received.get(name, (None, 0))
+        is_received = value is received is not None and _size(value) == size
+        if name in left_out or id(value) in elsewhere or is_received:
             continue
         own: dict[str, Any] = {}
         try:
@@ -405,13 +499,18 @@ def _state_of(
         else:
             arrays.update(own)
     # What else Keras' own callbacks keep is no state.
-    return {"dict": pairs}, [] if type(callback).__module__.startswith("keras.") else unsaved
+    is_of_keras = type(callback).__module__.startswith("keras.")
+    return {"dict": pairs}, [] if is_of_keras else [name for name in unsaved if name not in of_keras]
 
 
 def _holds_arrays(value: Any) -> bool:
     if isinstance(value, dict):
         return any(map(_holds_arrays, value.values()))
     return isinstance(value, np.ndarray) or (isinstance(value, (list, tuple)) and any(map(_holds_arrays, value)))
+
+
+def _size(value: Any) -> int:
+    return value.size if isinstance(value, np.ndarray) else len(value)
 
 
 def matching(
@@ -495,6 +594,9 @@ def _set(callback: keras.callbacks.Callback, name: str, present: Any, value: Any
     """Sets an attribute. A container is changed in place, since the user's code may refer to it."""
     if value is present:
         return
+    if isinstance(present, np.ndarray) and name not in vars(callback) and np.shape(value) == present.shape:
+        present[...] = value
+        return
     for kind, fill in ((dict, "update"), (set, "update"), (list, "extend"), (collections.deque, "extend")):
         if isinstance(present, kind) and isinstance(value, kind):
             present.clear()
@@ -570,13 +672,24 @@ def _texts(encoded: Any, place: tuple = ()) -> Iterator[tuple[tuple, str]]:
 @functools.cache
 def _assigned_by(cls: type) -> frozenset[str]:
     """The attributes that the methods of a class assign once training has begun."""
+    return frozenset().union(*(_assigned_in(base, _BEFORE) for base in cls.__mro__))
+
+
+@functools.cache
+def _kept_by_keras(cls: type) -> frozenset[str]:
+    """The attributes that a class has from Keras' own classes."""
+    bases = (base for base in cls.__mro__ if base.__module__.startswith("keras."))
+    return frozenset().union(*(_assigned_in(base) for base in bases))
+
+
+def _assigned_in(cls: type, but: Collection[str] = ()) -> frozenset[str]:
+    """The attributes that the methods in a class' own body assign, except for some methods."""
     assigned: set[str] = set()
-    for base in cls.__mro__:
-        for name, member in vars(base).items():
-            function = inspect.unwrap(getattr(member, "fget", None) or getattr(member, "__func__", member))
-            if name not in _BEFORE:
-                for code in _codes_of(getattr(function, "__code__", None)):
-                    assigned.update(step.argval for step in dis.get_instructions(code) if step.opname == "STORE_ATTR")
+    for name, member in vars(cls).items():
+        function = inspect.unwrap(getattr(member, "fget", None) or getattr(member, "__func__", member))
+        if name not in but:
+            for code in _codes_of(getattr(function, "__code__", None)):
+                assigned.update(step.argval for step in dis.get_instructions(code) if step.opname == "STORE_ATTR")
     return frozenset(assigned)
 
 
@@ -586,6 +699,17 @@ def _codes_of(code: types.CodeType | None) -> Iterator[types.CodeType]:
         for constant in code.co_consts:
             if isinstance(constant, types.CodeType):
                 yield from _codes_of(constant)
+
+
+def encode_logs(logs: Mapping[str, Any], arrays: dict[str, Any]) -> dict[str, Any]:
+    """Logs of a step or an epoch as JSON, and their arrays in `arrays`; without what cannot be saved."""
+    found = {}
+    for i, (name, value) in enumerate(logs.items()):
+        own: dict[str, Any] = {}
+        with contextlib.suppress(NotPlainError, RecursionError):
+            found[name] = encode(value, own, f"logs/{i}")
+            arrays.update(own)
+    return found
 
 
 def csv_lengths(callbacks: Sequence[keras.callbacks.Callback]) -> dict[str, int]:

@@ -31,7 +31,9 @@ from tfdist.inspection.datasets import (
     goes_by_processors,
     in_order,
     order_of,
+    parts_that_draw,
     replay,
+    replay_takes_elements,
     seeds,
     why_not_repeatable,
 )
@@ -52,6 +54,8 @@ _REMEDIES = (
     ("in parallel", "use tf.random.stateless_*, or map without num_parallel_calls"),
     ("", "keras.utils.set_random_seed, called first, seeds all that has no seed"),
 )
+# Those of finished fits whose pipelines were not read yet, which a later fit may need.
+_passed_over: list[DataPosition] = []
 
 
 class DataPosition:
@@ -262,6 +266,36 @@ class DataPosition:
         if "dataset" in state and hasattr(self._py_dataset, "set_state"):
             self._py_dataset.set_state(callback_state.decode(state["dataset"], tensors))
 
+    def pass_over(self) -> None:
+        """Draws the seeds that a finished fit has drawn: a later fit may read the same pipeline.
+
+        Where that takes elements, it waits for such a fit: most scripts have none, and are to end at once.
+        """
+        source = self._data.source
+        if self._dataset_fn is not None or self._is_arrays or not isinstance(source, tf.data.Dataset):
+            return
+        if draws_seeds(source):
+            _passed_over.append(self)
+            if not replay_takes_elements(source):
+                self._catch_up()
+
+    def follow(self) -> None:
+        """Before a fit begins: draws what finished fits were left to draw from parts that its pipeline shares."""
+        source = self._data.source
+        own = set(map(id, parts_that_draw(source))) if _passed_over and isinstance(source, tf.data.Dataset) else set()
+        for before in list(_passed_over):
+            if not own.isdisjoint(map(id, parts_that_draw(before._data.source))):
+                before._catch_up()
+
+    def _catch_up(self) -> None:
+        _passed_over.remove(self)
+        state, now = self._resumed, random_state()
+        if state[_ITERATOR] is not None:  # it knows how often it has drawn
+            self._find(state)
+        else:
+            replay(self._data.source, self._make, state["made"], _used_of(state))
+        restore_random_state(now)
+
     # The steps of an epoch
 
     def _enumerate(self) -> Iterator:
@@ -330,8 +364,7 @@ class DataPosition:
             iterator._num_batches = state["batches"]  # learnt when the data ended for the first time
         goes_on = state["goes on"]
         before = state["made"] - int(goes_on)
-        # A backup of an earlier version does not tell: all but those that Keras makes at the ends of epochs, in vain.
-        used = state.get("used", -(-state["made"] // 2))
+        used = _used_of(state)
         source = self._data.source
         if isinstance(source, tf.data.Dataset) and not self._is_arrays and draws_seeds(source):
             replay(source, self._make, before, used - bool(goes_on and state["taken"]))
@@ -376,6 +409,11 @@ class DataPosition:
         return distributed.skip(steps) if hasattr(distributed, "skip") else self._data.distribute(dataset.skip(steps))
 
 
+def _used_of(state: Mapping[str, Any]) -> int:
+    # A backup of an earlier version does not tell: all but those that Keras makes at the ends of epochs, in vain.
+    return state.get("used", -(-state["made"] // 2))
+
+
 @contextlib.contextmanager
 def _global_seed(seed: int | None) -> Iterator[None]:
     """Sets TensorFlow's global seed for a block, and leaves no trace of it."""
@@ -385,6 +423,22 @@ def _global_seed(seed: int | None) -> Iterator[None]:
         yield
     finally:
         restore_random_state(before)
+
+
+def made_by_validation(iterator: Any) -> tuple[int, int | None]:
+    """How many iterators Keras makes for a validation, and how many batches it takes; `None` for all that there are.
+
+    It makes a second one, in vain, where the steps have come to the end of the data.
+
+    Args:
+        iterator: Keras' own over the data of validations.
+    """
+    size, each = iterator._num_batches, iterator.steps_per_execution
+    steps = iterator.steps_per_epoch
+    taken = steps and -(-steps // each) * each
+    if size is None:
+        return 1, taken
+    return (2, None) if taken is None or taken >= size else (1, taken)
 
 
 class ReadData:

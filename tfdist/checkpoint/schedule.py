@@ -139,7 +139,7 @@ class PreemptionSignal:
         self._installed = True
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if _in_fit_of(self._model, frame):
+        if frame_of_fit(self._model, frame) is not None:
             self.received = True
             return
         self.uninstall()
@@ -152,10 +152,17 @@ class PreemptionSignal:
             # None: installed by something other than Python; TensorFlow's would swallow the signal.
             signal.signal(self._number, signal.SIG_DFL if self._previous is None else self._previous)
 
+    def give_back(self) -> None:
+        """Puts the previous handler back, and lets it have a signal that came, and that nobody has obeyed."""
+        self.uninstall()
+        if self.received:
+            signal.raise_signal(self._number)
 
-def _in_fit_of(model: keras.Model, frame: FrameType | None) -> bool:
+
+def frame_of_fit(model: keras.Model, frame: FrameType | None) -> FrameType | None:
+    """The frame of Keras' `fit` of a model, if that has called this frame."""
     while frame is not None:
         if frame.f_code.co_name == "fit" and frame.f_locals.get("self") is model:
-            return True
+            return frame
         frame = frame.f_back
-    return False
+    return None

@@ -25,6 +25,7 @@ from tfdist.checkpoint.store import ROWS
 from tfdist.compat.keras import hooks_of
 from tfdist.compat.upstream import Functional, global_seed_generator
 from tfdist.inspection.model_state import (
+    all_optimizers_of,
     combine,
     gather,
     is_kept_per_replica,
@@ -33,7 +34,7 @@ from tfdist.inspection.model_state import (
     is_used,
     metrics_of,
     optimizers_of,
-    parts_of,
+    own_copy,
     parts_of_variable,
     scatter,
     seed_generators_of,
@@ -87,7 +88,7 @@ class TrainingState:
             "metrics": list(model.metrics_variables),
             # Metrics that Keras does not know, and does not reset at the beginning of an epoch.
             "other metrics": [variable for metric in metrics_of(model) for variable in metric.variables],
-            "optimizer": [variable for optimizer in self._optimizers for variable in optimizer.variables],
+            "optimizer": [variable for optimizer in all_optimizers_of(model) for variable in optimizer.variables],
             "strategy": hooks_of(model.distribute_strategy).more_state(model),
         }
         seen: set[int] = set()
@@ -96,10 +97,6 @@ class TrainingState:
             own = [v for v in members if not (id(v) in seen or seen.add(id(v)))]
             variables.update({f"{group}/{i}": variable for i, variable in enumerate(own)})
         return variables
-
-    @property
-    def _optimizers(self) -> list[Any]:
-        return [part for optimizer in optimizers_of(self._model) for part in [optimizer, *parts_of(optimizer)]]
 
     @property
     def is_in_parts(self) -> bool:
@@ -128,16 +125,16 @@ class TrainingState:
     def _fixed_description(self) -> dict[str, list]:
         description = _described(self._variables)
         # Other optimizers may have variables of the same shapes, with another meaning.
-        names = [type(optimizer).__name__ for optimizer in self._optimizers]
+        names = [type(optimizer).__name__ for optimizer in all_optimizers_of(self._model)]
         return description | {f"optimizer class/{i}": ["", [], name] for i, name in enumerate(names)}
 
     @functools.cached_property
     def parts(self) -> frozenset[int]:
         """The ids of all objects whose state this is. Callbacks that refer to one of them need not save it."""
         model, variables = self._model, list(self._variables.values())
-        owners = [model, *model._flatten_layers(), *self._optimizers, *metrics_of(model), *seed_generators_of(model)]
+        owners = [model, *model._flatten_layers(), *all_optimizers_of(model), *metrics_of(model)]
         within = [part for variable in variables for part in [variable._value, *parts_of_variable(variable)]]
-        return frozenset(map(id, [*owners, *variables, *within]))
+        return frozenset(map(id, [*owners, *seed_generators_of(model), *variables, *within]))
 
     def make_global_seed_generator(self, saved: Mapping[str, list]) -> None:
         """Makes the seed generator of `keras.random` now, if it was there when `saved` was: Keras makes it late."""
@@ -232,7 +229,7 @@ class TrainingState:
                 of_each[f"{_PER_REPLICA}/{name}"] = variable
             else:
                 # Shares the buffer: TensorFlow copies it when the next step writes to the variable.
-                tensors[name] = parts_of_variable(variable)[0].read_value()
+                tensors[name] = own_copy(variable).read_value()
         if per_replica:
             values = gather(strategy, list(per_replica.values()))
             tensors.update(zip(per_replica, values, strict=True))
@@ -244,7 +241,7 @@ class TrainingState:
                 tensors.update(zip([names[i] for i in part], values, strict=True))
         for name, variable in self._of_compression.items():
             if not is_kept_per_replica(variable):
-                tensors[name] = parts_of_variable(variable)[0].read_value()
+                tensors[name] = own_copy(variable).read_value()
                 continue
             (value,) = gather(strategy, [variable])
             if is_kept:
@@ -348,7 +345,7 @@ _META = {
     **dict.fromkeys(("epoch", "steps", "total", "validations", "epochs"), is_count),
     **{"done": bool, "stopped": bool, "seed": _is_seed, "variables": {...: _is_variable}, "identity": ANY_OBJECT},
     **{"callbacks": [_CALLBACK], "csv": {...: is_count}, "position": _POSITION, "random": is_random_state},
-    **{"validation order?": _ORDER, "shares?": (NOTHING, [_is_share]), **ANY_OBJECT},
+    **{"validation order?": _ORDER, "shares?": (NOTHING, [_is_share]), "logs?": ANY_OBJECT, **ANY_OBJECT},
 }
 
 

@@ -18,6 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.arguments import is_new
 from tfdist.compat.patch import Patch, inherited
 from tfdist.compat.upstream import in_stateless_scope
 
@@ -84,6 +85,10 @@ class StrategyTraits:
     def restored(self, model: Any, of_others: bool) -> None:
         """Called where `keeps_own`, after a model was restored; the backup may be of another number of processes."""
 
+    def steps_alone(self, model: Any) -> int | None:
+        """How many steps a worker has taken by itself since the last exchange; `None` where it exchanges in each."""
+        return None
+
     def take_shares(self, shares: list[float]) -> None:
         """Takes over `shares` of an earlier process."""
 
@@ -92,7 +97,6 @@ class StrategyTraits:
         return path
 
 
-_WARNED_OF_RACE = "_tfdist_warned_of_race"
 _without_strategy = StrategyTraits()
 _in_step: Any = None
 
@@ -388,9 +392,8 @@ def _warn_of_race() -> None:
     """Warns once of what TensorFlow computes again in a training step, which tfdist could do."""
     step, strategy = _in_step.current_step(), tf.distribute.get_strategy()
     has_order = tf.config.optimizer.get_experimental_options().get("dependency_optimization") is False
-    if step is None or step.kind != "train" or step.graph is None or has_order or hasattr(strategy, _WARNED_OF_RACE):
+    if step is None or step.kind != "train" or step.graph is None or has_order or not is_new(strategy, "race"):
         return
-    setattr(strategy, _WARNED_OF_RACE, True)
     warnings.warn(
         "Received: keras.remat or tf.recompute_grad in a training step. In a graph, TensorFlow's optimizer of "
         "dependencies loses the order of what is computed again and of updates: gradients are sometimes those of "

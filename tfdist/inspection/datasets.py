@@ -383,7 +383,31 @@ def _counts(node: Any) -> bool:
     return node.op.startswith("Assign") and node.op.endswith("VariableOp")
 
 
-def replay(dataset: tf.data.Dataset, make: Callable[[], Any], made: int, used: int) -> None:
+def parts_that_draw(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
+    """The parts of a pipeline that draw seeds, as the program has made them: others may read from them, too."""
+    return [part for part in _parts(dataset) if kind_of(type(part).__name__) == DRAWS]
+
+
+def _parts(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
+    order = order_of(dataset)
+    return list(pipeline(dataset if order is None else order.source))
+
+
+def _draws_behind(dataset: tf.data.Dataset, *families: str) -> bool:
+    """Whether parts of these families read from one that draws."""
+    drawing = parts_that_draw(dataset)
+    return any(
+        family_of(type(part).__name__) in families and any(other in drawing for other in pipeline(part))
+        for part in _parts(dataset)
+    )
+
+
+def replay_takes_elements(dataset: tf.data.Dataset) -> bool:
+    """Whether `replay` reads a pipeline: to make its iterators is not enough."""
+    return len(parts_that_draw(dataset)) > 1 or _draws_behind(dataset, "Repeat", "Concatenate", "Cache")
+
+
+def replay(dataset: tf.data.Dataset, make: Callable[[], Any], made: int, used: int, taken: int | None = None) -> None:
     """Brings the seeds that the iterators of a pipeline draw to where they were.
 
     A shuffle in front of another one, or of a cache, draws when the first element is asked for, not before.
@@ -393,24 +417,20 @@ def replay(dataset: tf.data.Dataset, make: Callable[[], Any], made: int, used: i
         make: makes an iterator.
         made: how many were made before.
         used: of how many of them elements were taken.
+        taken: how many elements of each of those; `None` for all.
     """
-    order = order_of(dataset)
-    parts = list(pipeline(dataset if order is None else order.source))
-    drawing = [part for part in parts if kind_of(type(part).__name__) == DRAWS]
-
-    def are_behind(*families: str) -> bool:
-        return any(
-            family_of(type(part).__name__) in families and any(other in drawing for other in pipeline(part))
-            for part in parts
-        )
-
-    each_ends = are_behind("Repeat", "Concatenate") and dataset.cardinality() != tf.data.INFINITE_CARDINALITY
+    has_several = len(parts_that_draw(dataset)) > 1
+    each_ends = _draws_behind(dataset, "Repeat", "Concatenate") and (
+        taken is not None or dataset.cardinality() != tf.data.INFINITE_CARDINALITY
+    )
+    # One that was not read to its end has filled no cache.
+    fills_cache = _draws_behind(dataset, "Cache")
     for number in range(made):
         iterator = make()
-        if number < used and (each_ends or (number == 0 and are_behind("Cache"))):
-            for _ in iterator:
+        if number < used and (each_ends or (fills_cache and (number == 0 or taken is not None))):
+            for _ in itertools.islice(iterator, taken):
                 pass
-        elif number < used and len(drawing) > 1:
+        elif number < used and has_several:
             next(iterator, None)
 
 

@@ -42,6 +42,11 @@ def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     return [optimizer for key, optimizer in found.items() if key not in parts]
 
 
+def all_optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+    """The optimizers of a model, and those inside of them."""
+    return [part for optimizer in optimizers_of(model) for part in [optimizer, *parts_of(optimizer)]]
+
+
 def metrics_of(model: keras.Model) -> list[keras.Metric]:
     """`model.metrics`, and those among the attributes of all layers (in lists and dicts, too), with their parts."""
     found: dict[int, keras.Metric] = {}
@@ -96,6 +101,11 @@ def parts_of_variable(variable: Any) -> list[tf.Variable]:
     return list(value.values) if isinstance(value, DistributedVariable) else [value]
 
 
+def own_copy(variable: Any) -> tf.Variable:
+    """The TensorFlow variable behind a Keras (or TensorFlow) variable, on the first local replica."""
+    return parts_of_variable(variable)[0]
+
+
 def is_kept_per_replica(variable: Any) -> bool:
     """Whether each replica has a value of its own, which are combined only when the variable is read."""
     return isinstance(getattr(variable, "_value", variable), SyncOnReadVariable)
@@ -111,7 +121,7 @@ def gather(strategy: tf.distribute.Strategy, variables: Sequence[Any]) -> list[t
     """The values of all replicas of all workers; with several workers, one collective for each dtype.
 
     The variables of one dtype are laid end to end in one row for each replica, so that they need one collective only.
-    Floats, int32 and int64 are sent as they are, all others as int32.
+    Floats, int32 and int64 are sent as they are, complex numbers and uint64 as their bits, all others as int32.
 
     Args:
         strategy: the strategy of the variables.
@@ -126,12 +136,15 @@ def gather(strategy: tf.distribute.Strategy, variables: Sequence[Any]) -> list[t
     gathered: list[tf.Tensor | None] = [None] * len(local)
     for dtype in dict.fromkeys(value.dtype for value in local):
         chosen = [i for i, value in enumerate(local) if value.dtype == dtype]
-        carried = dtype if dtype.is_floating or dtype in (tf.int32, tf.int64) else tf.int32
-        rows = tf.concat([tf.cast(tf.reshape(local[i], [len(local[i]), -1]), carried) for i in chosen], axis=1)
+        as_bits = dtype.is_complex or dtype == tf.uint64
+        sent = [tf.bitcast(local[i], tf.int64) if as_bits else local[i] for i in chosen]
+        carried = sent[0].dtype if dtype.is_floating or sent[0].dtype in (tf.int32, tf.int64) else tf.int32
+        rows = tf.concat([tf.cast(tf.reshape(one, [len(one), -1]), carried) for one in sent], axis=1)
         everything = _gather_of(strategy)(rows)
-        parts = tf.split(everything, [local[i][0].shape.num_elements() for i in chosen], axis=1)
-        for i, part in zip(chosen, parts, strict=True):
-            gathered[i] = tf.cast(tf.reshape(part, [-1, *local[i].shape[1:]]), dtype)
+        parts = tf.split(everything, [one[0].shape.num_elements() for one in sent], axis=1)
+        for i, one, part in zip(chosen, sent, parts, strict=True):
+            whole = tf.reshape(part, [-1, *one.shape[1:]])
+            gathered[i] = tf.bitcast(whole, dtype) if as_bits else tf.cast(whole, dtype)
     return gathered
 
 

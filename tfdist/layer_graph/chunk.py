@@ -18,6 +18,9 @@ import tensorflow as tf
 from tfdist.compat.upstream import CallContext, get_keras_mask, global_state, set_keras_mask
 from tfdist.layer_graph.graph import Call, LayerGraph
 
+# Tensors that are made of several.
+NOT_DENSE = (tf.SparseTensor, tf.RaggedTensor)
+
 
 class Value(NamedTuple):
     """A tensor with the mask and the logits that Keras has attached to it.
@@ -46,8 +49,9 @@ class Gradients(NamedTuple):
 
 
 def value_of(tensor: tf.Tensor) -> Value:
-    """The tensor with its mask and logits."""
-    tensor = tf.convert_to_tensor(tensor)
+    """The tensor with its mask and logits; a sparse or ragged one, and `None`, stays what it is."""
+    if tensor is not None and not isinstance(tensor, NOT_DENSE):
+        tensor = tf.convert_to_tensor(tensor)
     return Value(tensor, get_keras_mask(tensor), getattr(tensor, "_keras_logits", None))
 
 
@@ -121,15 +125,31 @@ class PureResult(NamedTuple):
         result: what the function has returned.
         state: new values of the non-trainable variables, in their order; the old value where one did not change.
         losses: scalars that the layers have added.
+        others: trainable variables of other layers, which the function has read.
     """
 
     result: Any
     state: list[tf.Tensor]
     losses: list[tf.Tensor]
+    others: Sequence[keras.Variable] = ()
 
 
 class ImpureError(ValueError):
-    """A layer changes something that a pure function must not change."""
+    """A layer changes something that a pure function must not change, or reads something that is not passed to it."""
+
+
+class _Scope(keras.StatelessScope):
+    """Notes the trainable variables that are read, and for which it has no value."""
+
+    def __init__(self) -> None:
+        super().__init__(collect_losses=True)
+        self.others: dict[int, keras.Variable] = {}
+
+    def get_current_value(self, variable: keras.Variable) -> Any:
+        value = super().get_current_value(variable)
+        if value is None and variable.trainable:
+            self.others[id(variable)] = variable
+        return value
 
 
 def call_purely(
@@ -154,7 +174,7 @@ def call_purely(
         >>> float(result.state[0]), float(count)
         (7.0, 1.0)
     """
-    with keras.StatelessScope(collect_losses=True) as scope:
+    with _Scope() as scope:
         # The constructor of the scope would cast the values to the dtype in which the surrounding layers compute, and
         # frozen weights would come back in that dtype.
         scope.state_mapping.update({id(v): tf.cast(value, v._dtype) for v, value in [*trainable, *state]})
@@ -175,7 +195,7 @@ def call_purely(
             "Expected: layers change their own variables only; give keras.random functions a SeedGenerator that is an "
             "attribute of the layer."
         )
-    return PureResult(result, new_state, losses)
+    return PureResult(result, new_state, losses, list(scope.others.values()))
 
 
 _ATTRIBUTE = "current_call_ctx"
@@ -206,10 +226,10 @@ class Chunk:
         trainable, state = _variables(self.calls)
         return dataclasses.replace(self, trainable=trainable, state=state)
 
-    def call(self, inputs: Sequence[Value], training: bool) -> list[Value]:
+    def call(self, inputs: Sequence[Value], training: bool | None) -> list[Value]:
         """Calls the layers as Keras would, in a call of their model; their variables may change."""
         values = dict(zip(self.inputs, map(attached, inputs), strict=True))
-        with _tracing():
+        with tracing():
             for call in self.calls:
                 call.run(values, training)
         return [value_of(values[key]) for key in self.outputs]
@@ -219,29 +239,30 @@ class Chunk:
         trainable: Sequence[tf.Tensor],
         state: Sequence[tf.Tensor],
         inputs: Sequence[Value],
+        training: bool | None,
         context: Mapping[str, Any],
     ) -> PureResult:
         """Calls the layers, as a pure function of the variables' values and the inputs.
 
-        `context` is what Keras tells layers to which it is not passed: `{"training": True}`. The result is the values
-        with the keys `outputs`.
+        `training` is what the model was called with; `context` is what Keras tells layers to which it is not passed,
+        `{"training": True}`. The result is the values with the keys `outputs`.
         """
         # Keras stores masks as attributes of tensors. On copies (identities), no other user of the tensors sees them.
         own = [attached(value._replace(tensor=tf.identity(value.tensor))) for value in inputs]
         values = dict(zip(self.inputs, own, strict=True))
 
         def run() -> None:
-            with call_context(context), _tracing():
+            with call_context(context), tracing():
                 for call in self.calls:
-                    call.run(values, context["training"])
+                    call.run(values, training)
 
-        _, new_state, losses = call_purely(
+        _, *rest = call_purely(
             run,
             f"the layers {self.calls[0].name} to {self.calls[-1].name}",
             list(zip(self.trainable, trainable, strict=True)),
             list(zip(self.state, state, strict=True)),
         )
-        return PureResult([value_of(values[key]) for key in self.outputs], new_state, losses)
+        return PureResult([value_of(values[key]) for key in self.outputs], *rest)
 
 
 def make_chunks(graph: LayerGraph, cuts: Sequence[int]) -> list[Chunk]:
@@ -291,7 +312,8 @@ def is_traced() -> bool:
 
 
 @contextlib.contextmanager
-def _tracing() -> Iterator[None]:
+def tracing() -> Iterator[None]:
+    """While the block runs, the layers of a chunk are being called."""
     _traced.depth = getattr(_traced, "depth", 0) + 1
     try:
         yield
@@ -312,7 +334,11 @@ def context_values() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def call_context(values: Mapping[str, Any]) -> Iterator[None]:
-    """Tells layers the same in a later call. What the model has collected in its call is not touched."""
+    """Tells layers the same in a later call. What the model has collected in its call is not touched.
+
+    A layer that trains by default, or is called with `training=True`, tells so to the layers that are called after it
+    without a word, as in Keras, also to those after this context.
+    """
     previous = global_state.get_global_attribute(_ATTRIBUTE)
     # The context belongs to no layer. Keras ends a context with the layer that it belongs to.
     context = CallContext(entry_layer=None)
@@ -323,3 +349,5 @@ def call_context(values: Mapping[str, Any]) -> Iterator[None]:
         yield
     finally:
         global_state.set_global_attribute(_ATTRIBUTE, previous)
+        if previous is not None:
+            vars(previous).update(vars(context), entry_layer=previous.entry_layer)

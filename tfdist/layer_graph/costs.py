@@ -103,7 +103,11 @@ def kept_bytes(graph: LayerGraph, rows: int) -> list[float]:
         variables = [op.outputs[0] for op in made if op.type == "ReadVariableOp"]
         outputs = [values[key] for key in call.outputs]
         sources = list(filter(_is_counted, [*(values[key] for key in call.inputs.values()), *variables]))
-        reads = _read_backward(list(filter(_is_counted, outputs)), sources)
+        try:
+            reads = _read_backward(list(filter(_is_counted, outputs)), sources)
+        except ValueError as error:
+            _explain(call, graph, error)
+            raise
         kept = [*outputs, *(x for x in reads if x.op.name in computed and _is_counted(x))]
         found.append(float(sum(map(_tensor_bytes, {id(x): x for x in kept}.values()))))
     return found
@@ -258,13 +262,19 @@ def _run(call: Call, values: dict[int, Any], graph: LayerGraph, training: bool =
     try:
         call.run(values, training=training)
     except Exception as error:
-        opened = [shape for shape, _ in (graph.shapes[key] for key in graph.inputs) if None in shape[1:]]
-        if not opened:
-            raise
+        _explain(call, graph, error)
+        raise
+
+
+def _explain(call: Call, graph: LayerGraph, error: Exception) -> None:
+    """Says what an error of a layer may come from, if the model leaves dimensions open."""
+    opened = [shape for shape, _ in (graph.shapes[key] for key in graph.inputs) if None in shape[1:]]
+    if opened:
         raise ValueError(
             f"The layer '{call.name}' cannot be called with {_OPEN_DIMENSION} for the dimensions that the model leaves "
             f"open. Received: inputs of shape {opened}. Expected: layers that take any size, or inputs of known shape. "
-            "Give keras.Input() the whole shape, or say where to cut with cuts=."
+            "Give keras.Input() the whole shape, or say where to cut with cuts=[...] of a PipelineStrategy, with "
+            "blocks=[...] otherwise."
         ) from error
 
 

@@ -27,6 +27,7 @@ from tfdist.layer_graph.chunk import (
     call_purely,
     context_values,
     pack,
+    tracing,
     unpack,
     value_of,
 )
@@ -36,20 +37,20 @@ from tfdist.layer_graph.chunk import (
 class GraphBlock:
     """Consecutive calls of a Functional or Sequential model, in one call of the model."""
 
-    def __init__(self, chunk: Chunk, training: bool, inputs: Sequence[Value], label: str):
+    def __init__(self, chunk: Chunk, training: bool | None, inputs: Sequence[Value], label: str):
         self.label = label
         # `trainable` of layers may have changed since the policy was applied.
         chunk = chunk.as_it_is()
         self._chunk = dataclasses.replace(chunk, state=_with_global_seed(chunk.state))
         self.trainable, self.state = self._chunk.trainable, self._chunk.state
         self.tensors, self._layout = pack(inputs)
-        self._context = {**context_values(), "training": training}
+        self._training, self._context = training, context_values()
         self._output_layout: list[tuple[bool, ...]] = []
 
     def run(self, trainable: Sequence[Any], state: Sequence[Any], tensors: Sequence[Any]) -> PureResult:
         """Computes with these values of the variables; the result is a flat list of tensors."""
         inputs = unpack(tensors, self._layout)
-        outputs, *rest = self._chunk.run(trainable, state, inputs, self._context)
+        outputs, *rest = self._chunk.run(trainable, state, inputs, self._training, self._context)
         results, self._output_layout = pack(outputs)
         return PureResult(results, *rest)
 
@@ -76,7 +77,8 @@ class LayerBlock:
         args, kwargs = _filled_in(self._arguments, unpack(tensors, self._layout))
 
         def run() -> Any:
-            with call_context(self._context):
+            # Layers in it may be blocks by themselves, where it is none: here they are a part of it.
+            with call_context(self._context), tracing():
                 return self._function(*args, **kwargs)
 
         self._results, *rest = call_purely(

@@ -42,15 +42,15 @@ with which the block begins that goes back `prefetch` blocks earlier.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import keras
 import tensorflow as tf
 
-from tfdist.compat.upstream import AutocastScope, get_autocast_scope, record
+from tfdist.compat.upstream import AutocastScope, get_autocast_scope, ops, record
 from tfdist.inspection.model_state import is_sharded
-from tfdist.layer_graph.chunk import CHANGING, UNSEEDED, ImpureError, PureResult, is_differentiable
+from tfdist.layer_graph.chunk import CHANGING, NOT_DENSE, UNSEEDED, ImpureError, PureResult, is_differentiable
 from tfdist.layer_graph.costs import NOT_COMPUTED
 from tfdist.memory.block import GraphBlock, LayerBlock, RegularizerBlock, labelled, record_operations, upstream
 from tfdist.memory.order import Keeping, gated, released_together, waiting_for
@@ -72,9 +72,13 @@ class BlockCall:
         tensors: its inputs.
         keeping: how it is called.
         place: its number in the forward pass.
+        made: the names of the operations that the block has made in its forward pass, in a graph.
+        others: trainable variables of other layers, which it has read.
     """
 
     inference: ClassVar[type[BlockCall] | None] = None
+    made: Collection[str] = ()
+    others: Sequence[keras.Variable] = ()
 
     def __init__(self, block: Block, trainable: list, state: list, tensors: list, keeping: Keeping):
         self.block, self.trainable, self.state, self.keeping = block, trainable, state, keeping
@@ -92,15 +96,18 @@ class BlockCall:
         raise NotImplementedError
 
     def backward(self, cotangents: Sequence[tf.Tensor]) -> list[Any]:
-        """The gradients of the trainable variables and of the inputs, `None` where there is none.
+        """The gradients of the trainable variables, of `others` and of the inputs, `None` where there is none.
 
         Args:
             cotangents: gradients of the outputs and of the losses that the layers have added.
         """
         raise NotImplementedError
 
-    def gradients(self, tape: tf.GradientTape, result: PureResult, sources: list, cotangents: Sequence) -> list[Any]:
-        """The gradients of `sources`, which the tape has watched."""
+    def gradients(
+        self, tape: tf.GradientTape, result: PureResult, trainable: list, tensors: list, cotangents: Sequence
+    ) -> list[Any]:
+        """The gradients of `trainable`, `others` and `tensors`, which the tape has watched."""
+        sources = [*trainable, *(variable._value for variable in self.others), *tensors]
         outputs = [*result.result, *result.losses]
         pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if is_differentiable(o)]
         taken = [source for source in sources if is_differentiable(source)]
@@ -118,15 +125,52 @@ def call_block(block: Block, kind: type[BlockCall], keeping: Keeping) -> PureRes
     with labelled(block.label):
         with AutocastScope(None):
             trainable, state = ([_stored(v) for v in variables] for variables in (block.trainable, block.state))
-        recorded = [*trainable, *block.tensors]
-        trained = record.should_record_backprop(recorded)
+        trained = record.should_record_backprop([*trainable, *block.tensors])
         used = kind if trained else kind.inference
+        begin = ops.uid()
         call = used and used(block, trainable, state, block.tensors, keeping)
         result = call.forward() if call else block.run(trainable, state, block.tensors)
+        if trained:
+            _check_reads(call, begin, [*trainable, *block.tensors], state)
+            call.others = result.others
         for variable, old, new in zip(block.state, state, result.state, strict=True):
             if new is not old:
                 variable.assign(new)
-        return _as_one_operation(call, recorded, result) if trained else result
+        if not trained:
+            return result
+        with AutocastScope(None):
+            recorded = [*trainable, *map(_stored, result.others), *block.tensors]
+        return _as_one_operation(call, recorded, result)
+
+
+def _check_reads(call: BlockCall, begin: int, sources: Sequence[tf.Tensor], state: Sequence[tf.Tensor]) -> None:
+    """Refuses a layer that reads a tensor which it was not passed, an attribute say: its gradient would be lost.
+
+    Args:
+        call: of a block that is trained, after its forward pass.
+        begin: the number with which tensors begin that were made since.
+        sources: the values of its trainable variables, and its inputs.
+        state: those of its other variables.
+    """
+    known, passed = call.keeping.order.sources, {id(tensor) for tensor in (*sources, *state)}
+    graph = tf.compat.v1.get_default_graph()
+
+    def before(operation: tf.Operation) -> list[tf.Operation]:
+        return [one.op for one in operation.inputs if is_differentiable(one) and operation.type != "StopGradient"]
+
+    for operation in map(graph.get_operation_by_name, call.made):
+        for one in operation.inputs:
+            if one._id > begin or id(one) in passed or not is_differentiable(one):
+                continue
+            # No tape sees what is inside of another block.
+            hidden = any(op.name in known for op in upstream([one.op], before))
+            if hidden or record.should_record_backprop([one]):
+                raise ImpureError(
+                    f"Received: block '{call.block.label}', in which a layer reads a tensor that it was not passed "
+                    f"({one.name}, in operation {operation.name}). Its gradient would be lost. Expected: layers that "
+                    "take tensors as arguments of their call; or blocks=[...] with a layer that contains both."
+                )
+    known.update(one.op.name for one in sources if call.made and record.should_record_backprop([one]))
 
 
 def _stored(variable: keras.Variable) -> tf.Tensor:
@@ -144,6 +188,11 @@ def _as_one_operation(call: BlockCall, recorded: Sequence[tf.Tensor], result: Pu
         with labelled(call.block.label):
             return call.backward([tf.convert_to_tensor(cotangent) for cotangent in cotangents])
 
+    if any(isinstance(tensor, NOT_DENSE) for tensor in result.result):
+        raise ImpureError(
+            f"Received: block '{call.block.label}', which returns a sparse or ragged tensor. Expected: blocks=[...] "
+            "with layers that return dense tensors."
+        )
     with record.stop_recording():
         results = [tf.identity(tensor) for tensor in (*result.result, *result.losses)]
     record.record_operation("TfdistBlock", results, recorded, backward)
@@ -156,21 +205,25 @@ _NOT_COMPARED = frozenset({"Placeholder", "Const"})
 
 
 class Recomputed(BlockCall):
-    """Keeps the inputs on the device."""
+    """Keeps the inputs on the device.
 
-    # The operations of the first run, and their graph; none when executed eagerly.
+    Attributes:
+        hides: whether no tape sees what happens in the first run: what a tape records is kept until the backward pass.
+    """
+
+    hides: ClassVar[bool] = True
+
+    # Of the first run; none when executed eagerly.
     _graph: tf.Graph | None = None
-    _made: Sequence[str] = ()
 
     def forward(self) -> PureResult:
-        # No tape sees what happens inside: what a tape records is kept until the backward pass.
-        with record.stop_recording():
+        with record.stop_recording() if self.hides else contextlib.nullcontext():
             if tf.executing_eagerly():
                 return self.block.run(self.trainable, self.state, self.tensors)
             self._graph = tf.compat.v1.get_default_graph()
-            with record_operations(self._graph) as self._made:
+            with record_operations(self._graph) as self.made:
                 result = self.block.run(self.trainable, self.state, self.tensors)
-            _check_effects(self.block.label, map(self._graph.get_operation_by_name, self._made))
+            _check_effects(self.block.label, map(self._graph.get_operation_by_name, self.made))
             return result
 
     def inputs(self) -> list[tf.Tensor]:
@@ -192,12 +245,12 @@ class Recomputed(BlockCall):
             watch(tape, [*trainable, *tensors])
             result = self.block.run(trainable, state, tensors)
         with _recorded_if(same) as made:
-            gradients = self.gradients(tape, result, [*trainable, *tensors], cotangents)
+            gradients = self.gradients(tape, result, trainable, tensors, cotangents)
         if same:
             self._check_functions(again)
         if same and not compiled:  # XLA merges operations by rules of its own
             found = [t for t in tf.nest.flatten(gradients, expand_composites=True) if t is not None]
-            keep_apart(self._graph, self._made, again, made, found)
+            keep_apart(self._graph, self.made, again, made, found)
         return released_together(gradients, compiled)
 
     def _check_functions(self, again: Sequence[str]) -> None:
@@ -210,7 +263,7 @@ class Recomputed(BlockCall):
             inputs = [one for op in calls for one in op.inputs if one.op.type != "Const"]
             return {id(one) for one in inputs if one.dtype.is_floating or id(one) in weights}
 
-        if read(self._made) & read(again):
+        if read(self.made) & read(again):
             raise ImpureError(
                 f"Received: block '{self.block.label}', which is to be run again and has a layer that calls a "
                 "tf.function, which would read the weights of the first run. Expected: no tf.function, since Keras "
@@ -373,13 +426,13 @@ class Swapped(BlockCall):
         with record_operations(self._graph) as made, tf.GradientTape(persistent=True) as self._tape:
             watch(self._tape, [*self.trainable, *self.tensors])
             self._result = self.block.run(self.trainable, self.state, self.tensors)
-        self._made = {*made, *(tensor.op.name for tensor in self.tensors)}
+        self.made = {*made, *(tensor.op.name for tensor in self.tensors)}
         return self._result
 
     def backward(self, cotangents: Sequence[tf.Tensor]) -> list[Any]:
         self.keeping.order.begun.append(list(cotangents))
         with record_operations(self._graph) as made:
-            gradients = self.gradients(self._tape, self._result, [*self.trainable, *self.tensors], cotangents)
+            gradients = self.gradients(self._tape, self._result, self.trainable, self.tensors, cotangents)
         self._reroute(made)
         # Only now there are copies to wait for: which tensors the gradients read was not known in the forward pass.
         self.keeping.order.hold_back(self.place)
@@ -391,7 +444,7 @@ class Swapped(BlockCall):
         for operation in map(self._graph.get_operation_by_name, names):
             for position, tensor in enumerate(operation.inputs):
                 # Only results of computations are kept for the backward pass.
-                computed = tensor.op.name in self._made and tensor.op.type not in NOT_COMPUTED
+                computed = tensor.op.name in self.made and tensor.op.type not in NOT_COMPUTED
                 if not (computed and is_data(tensor) and self.keeping.moves(tensor)):
                     continue
                 if id(tensor) not in back:
@@ -401,6 +454,9 @@ class Swapped(BlockCall):
 
 class Fetched(Recomputed):
     """Takes the values of its variables from the host; where nothing is trained, this is all there is to do."""
+
+    # A layer may read a weight of another one, which is trained.
+    hides = False
 
     def __init__(self, *args: Any):
         super().__init__(*args)
@@ -444,13 +500,14 @@ class Streamed(Fetched, SwappedInputs):
     """
 
     inference = Fetched
+    hides = True
 
     def backward(self, cotangents: Sequence[tf.Tensor]) -> list[Any]:
         order = self.keeping.order
         # The second run needs the weights on the device, fetched behind the same gate as the inputs.
         with self._variables_on_device(order.fetch_after(self.keeping.prefetch, [list(cotangents)])):
             gradients = super().backward(cotangents)
-        count = len(self.trainable)
+        count = len(self.trainable) + len(self.others)
         # Gradients of weights go to the host, where the optimizer updates; those of inputs go on to the next block.
         with tf.device(self.keeping.host):
             on_host = tf.nest.map_structure(
@@ -556,7 +613,7 @@ class Gathered(_Gathering):
     def forward(self) -> PureResult:
         graph = tf.compat.v1.get_default_graph()
         trainable, state = self.forward_values()
-        with record_operations(graph) as self._made, tf.GradientTape(persistent=True) as self._tape:
+        with record_operations(graph) as self.made, tf.GradientTape(persistent=True) as self._tape:
             watch(self._tape, [*trainable, *self.tensors])
             self._result = self.block.run(trainable, state, self.tensors)
         return self.state_of(self._result, state)
@@ -565,7 +622,7 @@ class Gathered(_Gathering):
         again = self.begin_backward(cotangents)
         graph = tf.compat.v1.get_default_graph()
         with record_operations(graph) as made:
-            gradients = self.gradients(self._tape, self._result, [*self._first[0], *self.tensors], cotangents)
+            gradients = self.gradients(self._tape, self._result, self._first[0], self.tensors, cotangents)
         if not tf.executing_eagerly():
             self._reroute(graph, made, again)
         return self.to_parts(released_together(gradients, self.keeping.compiled))
@@ -579,7 +636,7 @@ class Gathered(_Gathering):
         }
         # Operations whose results come from weights and constants alone.
         repeatable: set[str] = set()
-        for op in map(graph.get_operation_by_name, self._made):
+        for op in map(graph.get_operation_by_name, self.made):
             known = [id(one) in copies or one.op.name in repeatable for one in op.inputs]
             if not any(known) or op.type in UNSEEDED | CHANGING or op._is_stateful:
                 continue

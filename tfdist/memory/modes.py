@@ -20,7 +20,7 @@ from keras import tree
 from tfdist.compat.keras import hooks_of
 from tfdist.compat.upstream import record, unpack_singleton
 from tfdist.inspection.model_state import is_sharded
-from tfdist.layer_graph.chunk import attached, is_traced, value_of
+from tfdist.layer_graph.chunk import NOT_DENSE, attached, is_traced, value_of
 from tfdist.layer_graph.graph import flatten, functional_of
 from tfdist.memory.block import GraphBlock, LayerBlock, RegularizerBlock, labelled
 from tfdist.memory.kinds import KINDS, call_block
@@ -73,9 +73,8 @@ class GraphCall:
 
     def __call__(self, inputs: Any, training: bool | None = None, mask: Any = None, **kwargs: Any) -> Any:
         symbolic = any(map(keras.backend.is_keras_tensor, tree.flatten(inputs)))
-        dense = all(isinstance(tensor, tf.Tensor) for tensor in tree.flatten(inputs))
         elsewhere = is_traced() or kwargs or symbolic or not _runs_blocks(self.policy)
-        if elsewhere or (self.policy.gathers and not dense) or not self.is_current():
+        if elsewhere or not self.is_current():
             return self._original(inputs, training=training, mask=mask, **kwargs)
         plan = self.plan
         tensors = plan.functional._standardize_inputs(inputs)
@@ -85,12 +84,15 @@ class GraphCall:
             values.update({key: values[key]._replace(mask=given) for key, given in masks if given is not None})
         how = keeping(self.policy, self._model)
         for chunk, mode, name in zip(plan.chunks, plan.modes, plan.names, strict=True):
-            if KINDS[mode] is None or not _is_block(self.policy, (*chunk.trainable, *chunk.state)):
+            given = [values[key] for key in chunk.inputs]
+            # Layers that take something else, as sparse tensors, are called as they are.
+            are_dense = all(isinstance(value.tensor, tf.Tensor) for value in given)
+            if KINDS[mode] is None or not are_dense or not _is_block(self.policy, (*chunk.trainable, *chunk.state)):
                 with labelled(name):
-                    outputs = chunk.call([values[key] for key in chunk.inputs], bool(training))
+                    outputs = chunk.call(given, training)
                 values.update(zip(chunk.outputs, outputs, strict=True))
                 continue
-            block = GraphBlock(chunk, bool(training), [values[key] for key in chunk.inputs], name)
+            block = GraphBlock(chunk, training, given, name)
             result = call_block(block, KINDS[mode], how)
             values.update(zip(chunk.outputs, block.outputs(result.result), strict=True))
             self._model._losses.extend(result.losses)
@@ -115,7 +117,8 @@ class LayerCall:
         in_block = is_traced() or not any(map(tf.is_tensor, tree.flatten((args, kwargs))))
         if in_block or not _runs_blocks(self.policy):
             return self._original(*args, **kwargs)
-        if KINDS[self._mode] is None or not _is_block(self.policy, self._layer.variables):
+        are_dense = not any(isinstance(value, NOT_DENSE) for value in tree.flatten((args, kwargs)))
+        if KINDS[self._mode] is None or not are_dense or not _is_block(self.policy, self._layer.variables):
             with labelled(self._name):
                 return self._original(*args, **kwargs)
         block = LayerBlock(self._layer, self._name, self._original, args, kwargs)

@@ -74,6 +74,7 @@ class Order:
         sent: for each block, in the order of the backward pass, the gradients of its weights that are on the host.
         on_host: what has been copied to the host, by id of the tensor, with the tensor, so that the id stays its own.
         gathering: for each block that gathers its weights, what does so for its backward pass.
+        sources: the names of the operations that have made weights and inputs of blocks, if these have gradients.
     """
 
     def __init__(self) -> None:
@@ -83,6 +84,7 @@ class Order:
         self.sent: list[list[tf.Tensor]] = []
         self.on_host: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
         self.gathering: dict[int, Callable[[Sequence[Any]], None]] = {}
+        self.sources: set[str] = set()
 
     def begin_block(self) -> int:
         """Adds a block to the forward pass; returns its place."""

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfdist.compat.keras import hooks_of
 from tfdist.compat.upstream import no_automatic_dependency_tracking
-from tfdist.inspection.model_state import optimizers_of, parts_of, parts_of_variable
+from tfdist.inspection.model_state import all_optimizers_of, parts_of_variable
 from tfdist.optimizers.flat import AVERAGE, FlatSlots, FlatStep, in_buckets
 from tfdist.optimizers.in_parts import are_finite, clip_parts
 from tfdist.steps.flat_bucket import FlatBucket
@@ -340,8 +340,7 @@ def collect_slots(model: keras.Model) -> None:
         tfdist.runtime.peers.PeerTimeoutError: if another process does not save the model, too.
         ConnectionError: if another process has ended.
     """
-    optimizers = [part for optimizer in optimizers_of(model) for part in (optimizer, *parts_of(optimizer))]
-    scattered = [one for one in optimizers if isinstance(one, ShardedOptimizer) and not one.is_collected]
+    scattered = [one for one in all_optimizers_of(model) if isinstance(one, ShardedOptimizer) and not one.is_collected]
     if scattered:
         hooks_of(model.distribute_strategy).peers.gather(
             "slots", None, "save the model, too (each process has a part of the slots of its ShardedOptimizer)"

@@ -45,6 +45,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.arguments import is_new
 from tfdist.cluster.variables import CHECK_WEIGHTS, optional_number
 from tfdist.compat.keras import hooks_of
 from tfdist.compat.upstream import is_default
@@ -60,7 +61,6 @@ _BATCH_HOOKS = ("on_batch_begin", "on_train_batch_begin", "on_batch_end", "on_tr
 _NAMED = 5
 # Of the norm: steps on slightly different sums are further apart than a single rounding.
 _ROUNDING = 1e-3
-_WARNED = "_tfdist_warned_of_rounding"
 
 # Of steps that see batches, and of how many of each it is known by itself what they have seen.
 _KINDS, _STEPS = ("train", "test"), 32
@@ -214,8 +214,7 @@ def check_weights(peers: Peers, model: keras.Model, checksums: Sequence[int], wh
     told = list(zip(weights, zip(*(sums for _, sums in everyone), strict=True), strict=True))
     paths = [variable.path for variable, sums in told if len({checksum for checksum, *_ in sums}) > 1]
     if any(gpus for gpus, _ in everyone) and all(_is_rounding([sketch for _, *sketch in sums]) for _, sums in told):
-        if not hasattr(model, _WARNED):
-            object.__setattr__(model, _WARNED, True)
+        if is_new(model, "rounding of weights"):
             warnings.warn(
                 f"The weights {', '.join(paths[:_NAMED])} differ between the processes by rounding {when}: GPUs add up "
                 "the rows of a sparse gradient in any order. tf.config.experimental.enable_op_determinism() makes them "
@@ -272,7 +271,6 @@ class RowsSeen:
             # By kind of step, for each of the first steps, and in the last line for all others.
             self._samples = tf.Variable(tf.zeros([len(_KINDS), _STEPS + 1, 3], tf.float64), trainable=False)
             self._counts = tf.Variable(tf.zeros([len(_KINDS)], tf.int32), trainable=False)
-        self._has_warned = False
 
     def begin(self) -> None:
         """At the beginning of an epoch."""
@@ -339,9 +337,8 @@ class RowsSeen:
         )
         if not everyone[0, number, step, 2]:
             raise RuntimeError(message)
-        if peers.rank == 0 and not self._has_warned:
+        if peers.rank == 0 and is_new(self, "augmented rows"):
             warnings.warn(f"{message} Random numbers that rows are augmented with may differ.", stacklevel=2)
-        self._has_warned = True
 
 
 def _are_near(numbers: Sequence[float], others: Sequence[float]) -> bool:

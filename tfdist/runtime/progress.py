@@ -229,6 +229,7 @@ class ProgressReporter(keras.callbacks.Callback):
             seconds_left=self._seconds_left(now),
             steps_per_second=_rounded(lap.steps_per_second),
             data_wait=_rounded(lap.data_wait),
+            steps_alone=hooks_of(getattr(self.model, "distribute_strategy", None)).steps_alone(self.model),
             # What `tfdist goodput` adds up: the last three begin with the process, and are never set back.
             trained=self._total - self._begun_after,
             fit=spent.fits,

@@ -3,7 +3,7 @@
 compat/keras.py lists the functions, and which of these is called in place of each. It is given the function that it
 stands for, and its arguments. From top to bottom, as a step computes:
 
-next_seed, draw_seed             each replica draws random numbers of its own
+next_seed, draw_seed             each replica draws random numbers of its own; an optimizer, the same ones on all
 pad                              ragged rows are as long as the longest row of all replicas
 apply_mask, reduce_values, scale_loss
                                  losses, see below
@@ -36,6 +36,7 @@ import keras
 import tensorflow as tf
 from keras import ops
 
+from tfdist.arguments import is_new
 from tfdist.compat.keras import has_hooks, hooks_of
 from tfdist.compat.scopes import outside_of_scope
 from tfdist.compat.upstream import distribute_utils, record
@@ -68,7 +69,7 @@ def next_seed(draw: Callable, generator: Any, *args: Any, **kwargs: Any) -> Any:
             return draw(generator, *args, **kwargs)
     seed = draw(generator, *args, **kwargs)
     if (step := current_step()) is not None:
-        return seed_of_replica(seed, step.shard)
+        return seed if step.here.is_updating else seed_of_replica(seed, step.shard)
     context = tf.distribute.get_replica_context()
     # The first replica draws what one process draws, every other one numbers of its own.
     is_other = context is not None and hooks_of(context.strategy).is_data_parallel and global_replica() > 0
@@ -91,12 +92,10 @@ def draw_seed(draw: Callable, seed: Any) -> Any:
 
 def _warn_of_fixed_seed(seed: int) -> None:
     step = current_step()
-    if step is None or step.replicas == 1 or _draws_weights():
+    if step is None or step.replicas == 1 or step.here.is_updating or _draws_weights():
         return
-    noted = vars(tf.distribute.get_strategy()).setdefault("_fixed_seeds", set())
-    if seed in noted:
+    if not is_new(tf.distribute.get_strategy(), f"seed {seed}"):
         return
-    noted.add(seed)
     warnings.warn(
         f"Received: seed={seed}, a whole number, for a function of keras.random in a step of {step.replicas} "
         "replicas. Each of them draws the same numbers for its own rows of the batch, and one process other ones "
@@ -286,7 +285,6 @@ def apply_gradients(apply: Callable, optimizer: Any, grads: Any, trainable_varia
         )
     if not is_summed_here:
         return apply(optimizer, grads, trainable_variables)
-    grads = list(grads)
     present = [i for i, gradient in enumerate(grads) if gradient is not None]
     for i, total in zip(present, all_reduce_sum([grads[i] for i in present], strategy._gradient_options), strict=True):
         grads[i] = total

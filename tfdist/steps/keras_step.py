@@ -35,7 +35,8 @@ class ReplicaStep:
         relative_weight: these over the mean of all replicas.
         may_be_empty: whether it may have none.
         state: what it has written of its layers' state: a `ReplicaState`.
-        scaled: ids of the optimizers that have scaled its loss.
+        values: of a shard, how its values depend on its rows: `LocalValues`.
+        scaled: by the id of an optimizer, what is known of the losses that it has scaled.
         halves: for each gradient that an optimizer applies, whether it was computed in float16.
         scattered: by id, parts of gradients that were computed.
         of_slices: ids of those of weights of which some rows were used, perhaps several times.
@@ -45,6 +46,7 @@ class ReplicaStep:
         applied: how often an optimizer has applied gradients.
         listing: what it has for the last of them, then what all have (common_gradients.py).
         agreed: in a branch of the step, whether all replicas take the same one; else `None`.
+        is_updating: whether an optimizer updates weights, which all replicas do alike.
         branch: predicate and functions of a `tf.cond` in which all meet.
     """
 
@@ -52,7 +54,8 @@ class ReplicaStep:
     relative_weight: Any = None
     may_be_empty: bool = False
     state: Any = None
-    scaled: set[int] = dataclasses.field(default_factory=set)
+    values: Any = None
+    scaled: dict[int, Any] = dataclasses.field(default_factory=dict)
     halves: Sequence[bool] = ()
     scattered: dict[int, Any] = dataclasses.field(default_factory=dict)
     of_slices: set[int] = dataclasses.field(default_factory=set)
@@ -62,6 +65,7 @@ class ReplicaStep:
     applied: int = 0
     listing: Any = None
     agreed: bool | None = None
+    is_updating: bool = False
     branch: tuple[Any, tuple] | None = None
 
 
@@ -175,7 +179,8 @@ class KerasStep:
 
     def adds_up(self, value: tf.Tensor) -> bool:
         """Whether the replicas' values of a traced step add up to that of the global batch."""
-        return self.here.state is not None and self.here.state.adds_up(value)
+        known = self.here.values if self.here.state is None else self.here.state
+        return known is not None and known.adds_up(value)
 
     @property
     def has_rows(self) -> tf.Tensor | None:

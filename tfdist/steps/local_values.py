@@ -56,6 +56,8 @@ _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
 _CALLS = ("PartitionedCall", "StatefulPartitionedCall", "If", "StatelessIf", "While", "StatelessWhile", "Case")
 _CUTS = ("StridedSlice", "Transpose", "ConcatV2", "Pack", "Unpack", "SplitV")
 _SUMS = ("Add", "AddV2", "AddN", "Sub", "BiasAdd")
+# What is added to a denominator, so that it is not 0, is no larger.
+_TINY = 1e-5
 _LINEAR = (
     "Identity",
     "EnsureShape",
@@ -111,6 +113,13 @@ class LocalValues:
     def dependence_of(self, value: tf.Tensor) -> Dependence:
         """How a tensor depends on the rows. `accesses` has to be read before."""
         return self._local.get(value.name, Dependence.SAME)
+
+    def adds_up(self, value: tf.Tensor) -> bool:
+        """Whether the replicas' values add up to that of the global batch, as sums over rows and numbers of rows do."""
+        if self._graph is not tf.compat.v1.get_default_graph():
+            return False
+        list(self.accesses())
+        return self.dependence_of(value) in (Dependence.SUM, Dependence.COUNT)
 
     def take_for_same(self, handle: int) -> None:
         """Takes the value of a variable, by the id of its handle, for the same on all replicas from now on."""
@@ -178,7 +187,13 @@ class LocalValues:
         is_forward = self._by_row is not None and "gradient_tape/" not in operation.name
         if is_forward and _are_rows(given) and self._by_row.search(operation.name):
             return [Dependence.ROWS] * count
+        if kind in ("StridedSlice", "Unpack") and self._takes_shape_of_rows(operation):
+            return _sizes(operation)
         return [Dependence.SAME if _are_same(given) else _made_by(operation, given)] * count
+
+    def _takes_shape_of_rows(self, operation: tf.Operation) -> bool:
+        shape = operation.inputs[0].op
+        return shape.type == "Shape" and self.dependence_of(shape.inputs[0]) is Dependence.ROWS
 
     def _handle(self, tensor: tf.Tensor) -> int | None:
         """The id of what the graph has captured as this tensor: a variable's handle, say."""
@@ -213,6 +228,11 @@ def only_updates(value: tf.Tensor) -> bool:
             elif not operation.type.startswith("Assign"):
                 return False
     return True
+
+
+def draws(operation: tf.Operation) -> bool:
+    """Whether an operation draws random numbers from a state of its own, or a function that it calls does."""
+    return operation.type in UNSEEDED or _draws_in_calls(operation)
 
 
 def _draws_in_calls(operation: tf.Operation) -> bool:
@@ -254,7 +274,11 @@ def _made_by(operation: tf.Operation, given: list[Dependence]) -> Dependence:
     if kind in (*_LINEAR, "ReadVariableOp"):
         return Dependence.MIXED if first is Dependence.SAME else first
     if kind in _SUMS:
-        return _join(given)
+        dependence = _join(given)
+        # Each replica adds it, and the replicas' sums are added up.
+        is_counted = dependence in (Dependence.SUM, Dependence.COUNT) and Dependence.SAME in given
+        same = [one for one, how in zip(operation.inputs, given, strict=True) if how is Dependence.SAME]
+        return Dependence.MIXED if is_counted and not all(map(_is_tiny, same)) else dependence
     if kind == "Mul" and Dependence.SAME in given:
         return given[1] if first is Dependence.SAME else first
     if kind == "RealDiv" and others_are_same:
@@ -283,6 +307,32 @@ def _made_by(operation: tf.Operation, given: list[Dependence]) -> Dependence:
     if by_row and (kind in ("Mul", "RealDiv") or kind in _ELEMENTWISE.split() or kind in _READS):
         return Dependence.ROWS
     return Dependence.MIXED
+
+
+def _is_tiny(value: tf.Tensor) -> bool:
+    known = tf.get_static_value(value)
+    return known is not None and bool(np.all(np.abs(known) <= _TINY))
+
+
+def _sizes(operation: tf.Operation) -> list[Dependence]:
+    """What an operation takes out of the shape of rows: how many there are, or other sizes."""
+    shape = operation.inputs[0].op.inputs[0].shape
+    if shape.rank is None:
+        return [Dependence.COUNT] * len(operation.outputs)
+    if operation.type == "Unpack":
+        return [Dependence.COUNT if i == 0 else _size(size) for i, size in enumerate(shape)]
+    begin, strides = (tf.get_static_value(operation.inputs[i]) for i in (1, 3))
+    first = 0
+    if begin is not None and strides is not None and strides[0] > 0 and not operation.get_attr("begin_mask"):
+        first = int(begin[0] if begin[0] >= 0 else max(0, begin[0] + shape.rank))
+    if first == 0:
+        return [Dependence.COUNT]
+    return [_size(shape[first] if operation.get_attr("shrink_axis_mask") else shape[first:].num_elements())]
+
+
+def _size(size: int | None) -> Dependence:
+    """Of the length of the longest row, say, each replica has its own."""
+    return Dependence.MIXED if size is None else Dependence.SAME
 
 
 def _moves_rows(operation: tf.Operation, given: list[Dependence]) -> bool:

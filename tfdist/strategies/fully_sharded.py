@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.server import ProcessGoneError
-from tfdist.inspection.model_state import gather, is_sharded, optimizers_of, own_methods, parts_of
+from tfdist.inspection.model_state import all_optimizers_of, gather, is_sharded, own_methods, parts_of
 from tfdist.memory.modes import regularization_losses
 from tfdist.memory.policy import GatherPolicy
 from tfdist.optimizers.sharded_optimizer import ELEMENTWISE, ShardedOptimizer
@@ -89,7 +89,7 @@ class FullyShardedHooks(DataParallelHooks):
                 "graph tells whether it changes gradients, of which each replica has a part. Expected: "
                 "run_eagerly=False."
             )
-        for optimizer in optimizers_of(model):
+        for optimizer in all_optimizers_of(model):
             _check_optimizer(optimizer)
 
     def decide_jit_compile(self, decide: Callable, model: Any) -> bool:
@@ -311,11 +311,10 @@ def _check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
     Raises:
         ValueError: for one that does not update each element by itself.
     """
-    for part in [optimizer, *parts_of(optimizer)]:
-        is_outer = parts_of(part) and not isinstance(part, ShardedOptimizer)
-        if not is_outer and type(part) not in ELEMENTWISE:
-            names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
-            raise ValueError(
-                f"Received: optimizer {type(part).__name__} under FullyShardedStrategy, where each replica updates a "
-                f"part of each variable. Expected: one of {names}, which update each element by itself."
-            )
+    is_outer = parts_of(optimizer) and not isinstance(optimizer, ShardedOptimizer)
+    if not is_outer and type(optimizer) not in ELEMENTWISE:
+        names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
+        raise ValueError(
+            f"Received: optimizer {type(optimizer).__name__} under FullyShardedStrategy, where each replica updates a "
+            f"part of each variable. Expected: one of {names}, which update each element by itself."
+        )

@@ -19,7 +19,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat.upstream import device_util, distribute_lib, one_device_strategy, record
-from tfdist.inspection.model_state import optimizers_of, parts_of
+from tfdist.inspection.model_state import all_optimizers_of
 from tfdist.memory.application import apply
 from tfdist.memory.modes import applied
 from tfdist.memory.policy import StreamPolicy
@@ -62,13 +62,6 @@ class _HostOffloadExtended(one_device_strategy.OneDeviceExtended):
     def _experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any) -> tf.data.Dataset:
         # Batches wait on the host, too: stock strategies keep the next ones on the device.
         return dataset
-
-    @property
-    def parameter_devices(self) -> tuple[str, ...]:
-        return (self.host,)
-
-    def non_slot_devices(self, var_list: Any) -> tuple[str, ...]:
-        return (self.host,)
 
 
 class HostOffloadStrategy(tf.distribute.Strategy):
@@ -165,12 +158,11 @@ def _work_on_host(model: keras.Model, host: str) -> Iterator[None]:
         host: the device with the variables.
     """
     with contextlib.ExitStack() as stack:
-        for optimizer in optimizers_of(model):
-            for part in [optimizer, *parts_of(optimizer)]:
-                methods = {"apply": _on(host, part.apply)}
-                if isinstance(part, keras.optimizers.LossScaleOptimizer):
-                    methods["check_finite"] = _on(host, part.check_finite)
-                stack.enter_context(shadowed(part, **methods))
+        for optimizer in all_optimizers_of(model):
+            methods = {"apply": _on(host, optimizer.apply)}
+            if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+                methods["check_finite"] = _on(host, optimizer.check_finite)
+            stack.enter_context(shadowed(optimizer, **methods))
         losses = functools.partial(_regularization_losses, model, host)
         stack.enter_context(shadowed(model, _get_regularization_losses=losses))
         yield

@@ -12,9 +12,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.arguments import is_new
 from tfdist.cluster.config import ClusterConfig
 from tfdist.compat.keras import has_hooks
-from tfdist.inspection.model_state import metrics_of, optimizers_of, parts_of, seed_generators_of
+from tfdist.inspection.model_state import all_optimizers_of, metrics_of, optimizers_of, seed_generators_of
 from tfdist.runtime.job import joined
 from tfdist.steps.keras_step import recognise_step
 
@@ -23,8 +24,6 @@ _unused: weakref.WeakSet[tf.distribute.Strategy] = weakref.WeakSet()
 # Packages whose lines are not the user's.
 _INNER = ("tfdist", "keras")
 
-# An attribute of a model.
-_WARNED, _WARNED_OF_UPDATES = "_tfdist_warned_of_statistics", "_tfdist_warned_of_updates"
 # Where the devices of a process are that is in no cluster; TensorFlow leaves it out of their names, strategies do not.
 _ALONE = "/job:localhost/replica:0/task:0"
 # With Keras 3, `horovod.keras.DistributedOptimizer` overrides a method that Keras no longer calls: it reduces nothing,
@@ -76,14 +75,13 @@ def check_compiled(strategy: tf.distribute.Strategy, model: keras.Model) -> None
                 f"Received: a model whose {name} is {getattr(model, name)!r}, not a method of its class. "
                 "Expected: a plain method, without @tf.function or other decorators (Keras compiles the step itself)."
             )
-    for optimizer in optimizers_of(model):
-        for part in [optimizer, *parts_of(optimizer)]:
-            if part._distribution_strategy is not strategy:
-                raise ValueError(
-                    f"Received: optimizer '{part.name}', created {_where(part._distribution_strategy)}. Its variables "
-                    "would not follow the model's. Expected: an optimizer created in this strategy's scope, "
-                    "`with strategy.scope(): optimizer = ...`, or its name, `compile('adam', ...)`."
-                )
+    for optimizer in all_optimizers_of(model):
+        if optimizer._distribution_strategy is not strategy:
+            raise ValueError(
+                f"Received: optimizer '{optimizer.name}', created {_where(optimizer._distribution_strategy)}. Its "
+                "variables would not follow the model's. Expected: an optimizer created in this strategy's scope, "
+                "`with strategy.scope(): optimizer = ...`, or its name, `compile('adam', ...)`."
+            )
 
 
 def check_variables(strategy: tf.distribute.Strategy, variables: Mapping[str, Any]) -> None:
@@ -214,13 +212,10 @@ def warn_of_statistics(model: keras.Model, rows: str) -> None:
         model: a compiled model.
         rows: which rows these are.
     """
-    if hasattr(model, _WARNED):
-        return
     layers = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)]
     paths = [layer.path or layer.name for layer in layers if layer.trainable]
-    if not paths:
+    if not paths or not is_new(model, "statistics"):
         return
-    object.__setattr__(model, _WARNED, True)
     others = f" and {len(paths) - 1} other(s)" if len(paths) > 1 else ""
     warnings.warn(
         f"Received: layer '{paths[0]}' (BatchNormalization){others}, which normalises over {rows}, so that training "
@@ -242,9 +237,8 @@ def warn_of_updates(model: keras.Model, changed: Sequence[keras.Variable], parts
     known = {id(weight) for layer in layers for weight in layer.weights}
     known |= {id(generator.state) for generator in seed_generators_of(model)}
     paths = [weight.path for weight in changed if id(weight) not in known]
-    if not paths or parts == 1 or hasattr(model, _WARNED_OF_UPDATES):
+    if not paths or parts == 1 or not is_new(model, "updates"):
         return
-    object.__setattr__(model, _WARNED_OF_UPDATES, True)
     others = f" and {len(paths) - 1} other(s)" if len(paths) > 1 else ""
     warnings.warn(
         f"Received: weight '{paths[0]}'{others}, which a layer assigns when it is called: once for each of {parts} "
@@ -268,7 +262,7 @@ def check_optimizers(model: keras.Model) -> None:
     """
     if "horovod" not in sys.modules:
         return  # nothing can be Horovod's; looking through all layers takes its time, at each call of Keras
-    for optimizer in (part for whole in optimizers_of(model) for part in [whole, *parts_of(whole)]):
+    for optimizer in all_optimizers_of(model):
         if _is_horovods(optimizer):
             raise ValueError(
                 f"Received: optimizer '{optimizer.name}', made by horovod.keras.DistributedOptimizer. With Keras 3 it "

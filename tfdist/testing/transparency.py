@@ -25,7 +25,7 @@ def train_and_observe(
         strategy: a strategy, or `tf.distribute.get_strategy()` for one process.
         build_model: returns a compiled model.
         data: `(x, y)` or `(x, y, sample_weight)` arrays, or a function that returns anything that `fit` accepts as
-            `x`; a function is called anew for `fit`, `evaluate` and `predict`.
+            `x`; a function is called again for `fit`, `evaluate` and `predict`.
         validation_data: passed to `fit` (a function is called first).
         seed: seeds Python, NumPy, TensorFlow and Keras before the model is built.
         **fit_arguments: passed to `fit`; `batch_size` to `evaluate` and `predict`, too.

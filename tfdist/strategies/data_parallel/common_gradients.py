@@ -27,6 +27,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.arguments import is_new
 from tfdist.compat.keras import hooks_of
 from tfdist.inspection.model_state import is_sharded
 from tfdist.steps.gradients import is_half
@@ -34,7 +35,7 @@ from tfdist.steps.keras_step import KerasStep
 
 _DENSE, _PART = "dense", "part"
 # Attributes of a model: what its replicas have agreed on, and whether it was warned of.
-_AGREED, _WARNED = "_tfdist_common_gradients", "_tfdist_warned_of_branches"
+_AGREED = "_tfdist_common_gradients"
 _REMEDY = (
     "Expected: the same layers on all replicas, with `keras.utils.set_random_seed(number)` on every process where "
     "Python's random numbers choose; or keras.ops.cond, which chooses in every step."
@@ -221,9 +222,8 @@ def _warn_of_branches(step: KerasStep, listings: list[Listing], names: list[str]
     """Warns once of a choice that Python has made for good."""
     having = [[key for key, (kind, _) in listing.gradients.items() if kind] for listing in listings]
     apart = next((key for one in having for key in one if any(key not in other for other in having)), None)
-    if apart is None or hasattr(step.model, _WARNED):
+    if apart is None or not is_new(step.model, "branches"):
         return
-    object.__setattr__(step.model, _WARNED, True)
     with_it, without = (
         next(name for name, keys in zip(names, having, strict=True) if (apart in keys) == has) for has in (True, False)
     )

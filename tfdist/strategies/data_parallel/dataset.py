@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from tfdist.arguments import is_new
 from tfdist.compat.upstream import ArrayDataAdapter, data_distribute, distribute_utils, input_lib, nest
 from tfdist.inspection.datasets import (
     NoOrderError,
@@ -161,8 +162,7 @@ def in_common_order(strategy: Any, dataset: tf.data.Dataset, always: bool = Fals
 
     ordered = in_order(dataset, shared=True, agree=agree, always=always)
     reasons = [] if ordered is dataset else order_of(ordered).reasons
-    if reasons and strategy.is_chief and not strategy._said_order:
-        strategy._said_order = True
+    if reasons and strategy.is_chief and is_new(strategy, "order"):
         _log.warning(_ORDER_IS_GIVEN, ", ".join(reasons))
     return ordered
 

@@ -4,7 +4,8 @@ Patches change what the classes of Keras do in a step (steps/in_step.py). A user
 may override these methods, and what it does there has to see the values of the global batch, too. So some methods are
 shadowed on instances while a step is traced. From top to bottom:
 
-make_replica_function  what each replica runs: the step on its rows, the exchange of state and logs
+make_replica_function  what each replica runs: the step on its rows, the exchange of state and logs; what layers keep
+                       in attributes is of each replica (attributes.py)
 shadowed_for_step      the shadows of a train or test step, in this order:
   optimizer.scale_loss   divides the loss by the number of replicas, and a vector by the share of rows
   optimizer.apply        receives the gradient of the global batch: weighted by the replicas' rows and reduced once,
@@ -33,14 +34,16 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfdist.arguments import is_new, was_said
 from tfdist.compat.keras import hooks_of
 from tfdist.compat.upstream import SyncOnReadVariable, trackable
 from tfdist.compat.upstream import values as distributed_values
@@ -60,9 +63,10 @@ from tfdist.steps.derived_logs import DerivedLogs, marked_result, metric_of
 from tfdist.steps.gradients import GradientOptions, all_reduce_sum, check_finite, scale
 from tfdist.steps.in_step import gather_with_weights
 from tfdist.steps.keras_step import KerasStep, current_step, global_replica, local_replica, shadowed
-from tfdist.steps.local_values import Dependence, LocalValues
+from tfdist.steps.local_values import Dependence, LocalValues, draws
 from tfdist.steps.shards import other_readers, to_apply
 from tfdist.strategies.data_parallel import state as layer_state
+from tfdist.strategies.data_parallel.attributes import of_each_replica
 from tfdist.strategies.data_parallel.batch_norm import global_moments
 from tfdist.strategies.data_parallel.common_gradients import agree
 from tfdist.strategies.data_parallel.dataset import count_rows, rows_if, static_rows, with_stand_in
@@ -71,7 +75,7 @@ from tfdist.strategies.validation import check_float8
 
 # What collectives can add up; anything else is sent as int32.
 _NUMBERS = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64)
-_WARNED, _WARNED_OF_SQUARES = "_tfdist_warned_of_outputs", "_tfdist_warned_of_squares"
+_OUTPUTS = "outputs"
 # Beginnings of the types of operations whose results have as many rows as their values say.
 _SIZES = ("Where", "Unique", "NonMaxSuppression", "DynamicPartition", "ListDiff", "SparseToSparseSet")
 
@@ -88,7 +92,8 @@ def make_replica_function(step: KerasStep) -> Callable:
             hooks_of(step.model.distribute_strategy).rows_seen.note(step.kind, sample)
         if rows is None and not static_rows(data):
             data, rows = with_stand_in(data), count_rows(data)
-        return run(step, data, rows, global_rows)
+        with of_each_replica((*step.model._flatten_layers(), *losses_of(step.model))):
+            return run(step, data, rows, global_rows)
 
     return on_replica
 
@@ -143,7 +148,7 @@ def shadowed_for_step(step: KerasStep, *, options: GradientOptions, global_batch
             if isinstance(layer, keras.layers.BatchNormalization) and (global_batch_norm or layer.synchronized):
                 stack.enter_context(shadowed(layer, _moments=global_moments(layer)))
         for loss in losses_of(step.model):
-            stack.enter_context(shadowed(loss, call=_noting_call(step, loss)))
+            stack.enter_context(shadowed(loss, call=noting_call(step, loss)))
         stack.enter_context(layer_state.assignments_aggregated(step))
         for metric in metrics_of(step.model):
             stack.enter_context(shadowed(metric, result=marked_result(metric)))
@@ -163,18 +168,24 @@ def _shadow_optimizer(stack: contextlib.ExitStack, step: KerasStep, optimizer: A
     def scale_loss(loss: tf.Tensor) -> tf.Tensor:
         # As many rows as one process has, on average: loss scaling sees gradients of the same size. The weight itself
         # comes later. A custom step need not call this, and back-propagation must be the same in both cases.
-        step.here.scaled.add(id(optimizer))
         loss = step.as_mean(loss)
-        return original_scale(loss / tf.distribute.get_replica_context().num_replicas_in_sync)
+        # A tensor: the gradients of the loss are made of it.
+        divisor = tf.constant(step.replicas, loss.dtype)
+        step.here.scaled.setdefault(id(optimizer), _ScaledLosses()).note(divisor)
+        return original_scale(loss / divisor)
 
     def apply(grads: Any, trainable_variables: Any = None) -> None:
+        grads, losses = list(grads), step.here.scaled.get(id(optimizer))
         variables = optimizer._trainable_variables if trainable_variables is None else list(trainable_variables)
-        scaled = id(optimizer) in step.here.scaled
+        scaled = losses is not None and losses.are_of(step, optimizer, grads)
         grads = [_part_to_apply(optimizer, g, v) if is_sharded(v) else g for g, v in zip(grads, variables, strict=True)]
         grads, applied, averaged = agree(step, optimizer, grads, variables, step.here.state.take_averaged())
         reduced = _all_reduce_gradients(step, grads, applied, averaged, scaled, options, optimizer, settings)
         step.here.state.note_updates(applied)
-        original_apply(reduced, trainable_variables if applied is variables else applied)
+        with _updating(step, optimizer):
+            original_apply(reduced, trainable_variables if applied is variables else applied)
+        if losses is not None:
+            losses.note_apply()
         step.here.state.skip()
 
     stack.enter_context(shadowed(optimizer, scale_loss=scale_loss, apply=apply))
@@ -185,6 +196,88 @@ def _shadow_optimizer(stack: contextlib.ExitStack, step: KerasStep, optimizer: A
     for variable in optimizer.variables:
         if getattr(variable, "aggregation", "") == "only_first_replica" and layer_state.is_mirrored(variable):
             stack.enter_context(shadowed(variable, _direct_assign=functools.partial(layer_state.assign_part, variable)))
+
+
+@contextlib.contextmanager
+def _updating(step: KerasStep, optimizer: Any) -> Iterator[None]:
+    """While an optimizer updates weights: the random numbers that it draws are the same on all replicas.
+
+    Raises:
+        NotImplementedError: traced, if it draws others.
+    """
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    count = len(graph.get_operations()) if graph else 0
+    step.here.is_updating = True
+    try:
+        yield
+    finally:
+        step.here.is_updating = False
+    made = graph.get_operations()[count:] if graph else []
+    if any(draws(one) or one.type == "RngReadAndSkip" for one in made):
+        raise NotImplementedError(
+            f"Received: optimizer '{optimizer.name}' ({type(optimizer).__name__}), which draws random numbers with "
+            "tf.random when it updates weights. Each replica would draw others, and train a model of its own. "
+            "Expected: functions of keras.random, with seed=self.seeds, a keras.random.SeedGenerator made in the "
+            "optimizer's __init__: all replicas draw the same from it; or tf.random.stateless_*."
+        )
+
+
+@dataclasses.dataclass
+class _ScaledLosses:
+    """The losses of a step that an optimizer has scaled on this replica, and whose gradients it is given.
+
+    Attributes:
+        divisors: what each was divided by.
+        is_new: whether one was scaled since the optimizer has applied gradients.
+        applied: run eagerly, a number: tensors that were made before that have smaller ones.
+    """
+
+    divisors: list[tf.Tensor] = dataclasses.field(default_factory=list)
+    is_new: bool = False
+    applied: int = 0
+
+    def note(self, divisor: tf.Tensor) -> None:
+        self.divisors.append(divisor)
+        self.is_new = True
+
+    def note_apply(self) -> None:
+        self.is_new = False
+        if tf.executing_eagerly():
+            self.applied = tf.identity(0.0)._id
+
+    def are_of(self, step: KerasStep, optimizer: Any, grads: Sequence[Any]) -> bool:
+        """Whether gradients are those of a scaled loss; of gradients that do not tell, yes.
+
+        Raises:
+            NotImplementedError: run eagerly, if the optimizer applies more of them, that were computed since.
+        """
+        if self.is_new:
+            return True
+        values = [one.values if isinstance(one, tf.IndexedSlices) else one for one in grads]
+        values = [one for one in values if isinstance(one, tf.Tensor)]
+        if tf.executing_eagerly():
+            if all(one._id < self.applied for one in values):
+                return True
+            raise NotImplementedError(
+                f"Received: a train_step of model '{step.model.name}', run eagerly, in which optimizer "
+                f"'{optimizer.name}' applies gradients once more after one optimizer.scale_loss. Nothing tells whether "
+                "their loss was scaled, too. Expected: optimizer.scale_loss of the loss of each optimizer.apply; all "
+                "gradients of a scaled loss, computed before the first of them are applied; or run_eagerly=False."
+            )
+        graph, names = self.divisors[0].graph, {one.op.name for one in self.divisors}
+        if any(one.graph is not graph for one in (*values, *self.divisors)):
+            return True
+        waiting, seen, is_computed = [one.op for one in values], set(), False
+        while waiting:
+            op = waiting.pop()
+            if op.name in names:
+                return True
+            if op.name not in seen:
+                seen.add(op.name)
+                is_computed |= "gradient_tape/" in op.name
+                waiting += [one.op for one in op.inputs]
+        # What was accumulated in variables, say, is not computed by a tape here.
+        return not is_computed
 
 
 def _all_reduce_gradients(
@@ -268,9 +361,8 @@ def _warn_of_squares(optimizer: Any, variable: keras.Variable) -> None:
     """Warns once of an optimizer that squares gradients of the rows of an embedding, which are added up before."""
     strategy, adding = tf.distribute.get_strategy(), (keras.optimizers.SGD, keras.optimizers.Lion)
     inner = next((one for one in parts_of(optimizer) or [optimizer] if not isinstance(one, adding)), None)
-    if inner is None or hasattr(strategy, _WARNED_OF_SQUARES):
+    if inner is None or not is_new(strategy, "squares"):
         return
-    setattr(strategy, _WARNED_OF_SQUARES, True)
     warnings.warn(
         f"Received: optimizer {type(inner).__name__} for weight '{variable.path}' of an embedding, under "
         "FullyShardedStrategy. Where a batch uses a row several times, the gradients of the row are added up, and the "
@@ -317,7 +409,7 @@ def losses_of(model: keras.Model) -> list[keras.losses.Loss]:
     return [loss for _, loss, *_ in listed if isinstance(loss, keras.losses.Loss)]
 
 
-def _noting_call(step: KerasStep, loss: keras.losses.Loss) -> Callable:
+def noting_call(step: KerasStep, loss: keras.losses.Loss) -> Callable:
     """The call of a compiled loss, which notes what it is given in a step."""
     call = loss.call
 
@@ -546,15 +638,13 @@ def _combine_output(step: KerasStep, output: tf.Tensor, dependence: Dependence) 
 
 
 def _warn_of_output(step: KerasStep, output: tf.Tensor, outcome: str) -> None:
-    if local_replica() or has_warned_of_output(step.model):
-        return
-    object.__setattr__(step.model, _WARNED, True)
-    warnings.warn(output_message(step.model, output, outcome), stacklevel=2)
+    if not local_replica() and is_new(step.model, _OUTPUTS):
+        warnings.warn(output_message(step.model, output, outcome), stacklevel=2)
 
 
 def has_warned_of_output(model: Any) -> bool:
     """Whether one of its outputs was said to be none of one process."""
-    return hasattr(model, _WARNED)
+    return was_said(model, _OUTPUTS)
 
 
 def output_message(model: Any, output: tf.Tensor, outcome: str) -> str:

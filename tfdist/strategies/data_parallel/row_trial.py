@@ -43,8 +43,8 @@ from tfdist.inspection.model_state import (
     is_kept_per_replica,
     metrics_of,
     optimizers_of,
+    own_copy,
     own_methods,
-    parts_of_variable,
     seed_generators_of,
     share_global_seeds,
 )
@@ -75,7 +75,7 @@ _MOST = 1 << 22
 # An attribute of a model: by kind of step, what it was compiled with when the step was tried, and what was found;
 # `None` for a step that could not be tried.
 _TRIED = "_tfdist_steps_tried"
-# Steps that run the same layers: if the first could be tried, and the last is Keras' own, it need not be.
+# Steps that run the same layers and losses: if the first could be tried, and both are Keras' own, the last need not be.
 _KINDS = ("train", "test", "predict")
 _RANDOM_LAYERS = ("keras.src.layers.regularization.", "keras.src.layers.preprocessing.image_preprocessing.random_")
 # Types of operations that draw random numbers, and what a trial takes instead; whole numbers: the smallest. Dropouts
@@ -92,21 +92,23 @@ _NOT_TRIED = ("Random", "Stateless", "PyFunc", "EagerPyFunc", "Iterator", "Colle
 _GATHER = "all rows, by tf.distribute.get_replica_context().all_gather(rows, axis=0) as in docs/own-loops.md"
 _SUM = "sums over the rows of all replicas, by tfdist.global_sum(sum of own rows), also in denominators"
 _BRANCHES = ("StatelessIf", "StatelessWhile", "StatelessCase")
+_ADDING = ("assign_add", "assign_sub")
 
 
-def try_once(step: KerasStep, operations: int) -> None:
+def try_once(step: KerasStep, operations: int, said: Callable[[str], str] = str) -> None:
     """Tries a step that was traced, and warns of what mixes rows; once for what a model was compiled with.
 
     Args:
         step: the step.
         operations: how many operations a replica has.
+        said: makes a warning from what is said of replicas.
     """
     model = step.model
     compiled = getattr(model, "_compile_loss", None)
     tried: dict[str, tuple[Any, list[str] | None]] = getattr(model, _TRIED, {})
     tried = {kind: known for kind, known in tried.items() if known[0] is compiled}
-    is_own = own_methods(model, f"{step.kind}_step")
-    before = [] if is_own else _KINDS[: _KINDS.index(step.kind)]
+    of_keras = [kind for kind in _KINDS if not own_methods(model, f"{kind}_step")]
+    before = of_keras[: of_keras.index(step.kind)] if step.kind in of_keras else []
     if step.kind in tried or any(tried[kind][1] is not None for kind in before if kind in tried):
         return
 
@@ -130,7 +132,7 @@ def try_once(step: KerasStep, operations: int) -> None:
     object.__setattr__(model, _TRIED, {**tried, step.kind: (compiled, messages)})
     for message in messages or ():
         if message not in known:
-            warnings.warn(message, stacklevel=2)
+            warnings.warn(said(message), stacklevel=2)
 
 
 def _is_keras_own(model: keras.Model) -> bool:
@@ -389,7 +391,7 @@ def _own_metrics(step: KerasStep, parts: Sequence[_Part]) -> list[keras.Metric]:
 def _compare_states(metric: keras.Metric, parts: Sequence[_Part]) -> list[tf.Tensor]:
     """By how much the results of a state, and of the sum of the halves' states, differ, and how large they are."""
     with contextlib.suppress(Exception):  # of a result that is no tensor, say: Keras may read it outside of the step
-        before = [tf.cast(parts_of_variable(variable)[0], tf.float64) for variable in metric.variables]
+        before = [tf.cast(own_copy(variable), tf.float64) for variable in metric.variables]
         whole, *halves = (
             [tf.cast(part.states.get(id(v), old), tf.float64) for v, old in zip(metric.variables, before, strict=True)]
             for part in parts
@@ -454,10 +456,12 @@ def _run(step: KerasStep, rows: Any, share: float, whole: _Part | None) -> _Part
         seeds = [generator.state for generator in seed_generators_of(step.model)]
         for variable in {id(v): v for v in [*seeds, *(v for owner in owners for v in owner.variables)]}.values():
             if isinstance(variable, keras.Variable):
-                stack.enter_context(shadowed(variable, _direct_assign=_noting_assignment(variable, part)))
+                # Those of parameter servers add by themselves.
+                adding = {name: functools.partial(getattr(keras.Variable, name), variable) for name in _ADDING}
+                stack.enter_context(shadowed(variable, _direct_assign=_noting_assignment(variable, part), **adding))
                 if is_kept_per_replica(variable):
                     # Read as a whole, it is a sum over the processes, which would wait for each other here.
-                    stack.enter_context(shadowed(variable, _value=parts_of_variable(variable)[0]))
+                    stack.enter_context(shadowed(variable, _value=own_copy(variable)))
         if step.kind == "predict":
             # Keras' function of it may be compiled: it would keep what is traced here.
             outputs = tf.nest.flatten(step.model.predict_step(rows))

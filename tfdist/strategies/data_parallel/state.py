@@ -18,6 +18,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.arguments import is_new
 from tfdist.compat.upstream import DistributedVariable, in_stateless_scope
 from tfdist.inspection.model_state import (
     held_variables,
@@ -32,7 +33,6 @@ from tfdist.steps.keras_step import KerasStep, global_replica, local_replica, sh
 from tfdist.steps.local_values import Dependence, LocalValues, only_updates
 from tfdist.steps.reduce import all_reduce, from_carried, to_carried
 
-_WARNED = "_tfdist_warned"
 _NO_MEAN = (
     "which equals one process only for updates that are linear in means over the rows: not for queues of rows, counts "
     "or maxima"
@@ -140,11 +140,11 @@ class ReplicaState:
         part.assign_add(_sum_over_replicas(self._step, value) if self._can_meet() else value)
 
     def adds_up(self, value: tf.Tensor) -> bool:
-        """Whether the replicas' values add up to that of the global batch, as sums over rows and numbers of rows do."""
+        """Whether the replicas' values add up to that of the global batch."""
         if self.graph is not tf.compat.v1.get_default_graph():
             return False
         self._look()
-        return self._values.dependence_of(value) in (Dependence.SUM, Dependence.COUNT)
+        return self._values.adds_up(value)
 
     def _can_meet(self) -> bool:
         """Replicas cannot exchange values in a branch or a loop of the step's graph."""
@@ -196,9 +196,8 @@ class ReplicaState:
             self._warn(variable, _NO_MEAN)
 
     def _warn(self, variable: Any, why: str) -> None:
-        if local_replica() or hasattr(variable, _WARNED) or _is_of_keras(self._step.model, variable):
+        if local_replica() or _is_of_keras(self._step.model, variable) or not is_new(variable, "state"):
             return
-        object.__setattr__(variable, _WARNED, True)
         kept = "replicas' average is" if _is_averaged(variable) else "first replica's value is"
         self._unsafe.setdefault((kept, why), []).append(_path(variable))
 

@@ -22,7 +22,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.arguments import AUTO, check_bucket_bytes, checked_shares
+from tfdist.arguments import AUTO, check_bucket_bytes, checked_shares, is_new
 from tfdist.compat.deferred_captures import step_lock
 from tfdist.compat.upstream import (
     DistributedValues,
@@ -218,8 +218,6 @@ class DataParallel:
     _keras_step: KerasStep | None = None  # that is traced, see `step_of`
     _keras_asks_for_data = False  # whether Keras makes its input now, of which this is the iterator:
     _epoch_iterator: Any = None
-    _said_order = False  # whether the log says that a dataset has no order of its own
-    _said_shares = False  # whether it says that shares are for global batches
 
     def _configure_data_parallel(
         self,
@@ -322,8 +320,7 @@ class DataParallel:
 
     def _say_that_shares_are_not_for_shards(self) -> None:
         has_shares = self._ends_of_pieces or self._automatic_shares
-        if has_shares and not self._said_shares and self.is_chief:
-            self._said_shares = True
+        if has_shares and self.is_chief and is_new(self, "shares"):
             _log.warning(_SHARES_ARE_FOR_GLOBAL_BATCHES, self._batch_shares)
 
     def run(self, fn: Callable, args: tuple = (), kwargs: dict | None = None, options: Any = None) -> Any:

@@ -12,20 +12,19 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat.scopes import outside_of_scope
-from tfdist.inspection.model_state import held_variables, optimizers_of, parts_of
+from tfdist.inspection.model_state import all_optimizers_of, held_variables, own_copy
 from tfdist.steps.derived_logs import metric_of
 from tfdist.steps.gradients import all_reduce_sum
 from tfdist.steps.keras_step import shadowed
 from tfdist.strategies.data_parallel.replica_step import agreement_of
 from tfdist.strategies.data_parallel.state import is_mirrored
-from tfdist.strategies.local_steps.sending import Sending, in_parts, local
+from tfdist.strategies.local_steps.sending import Sending, in_parts
 from tfdist.strategies.validation import check_float8
 
 
 def trainable_variables(model: keras.Model) -> list[keras.Variable]:
     """The weights that a model's optimizers may update, each once."""
-    optimizers = [part for one in optimizers_of(model) for part in [one, *parts_of(one)]]
-    of_optimizers = [v for one in optimizers for v in getattr(one, "_trainable_variables", None) or ()]
+    of_optimizers = [v for one in all_optimizers_of(model) for v in getattr(one, "_trainable_variables", None) or ()]
     found = {id(v): v for v in (*model.trainable_variables, *of_optimizers)}
     return list(found.values())
 
@@ -84,15 +83,26 @@ class OuterModel:
         return [(variable, base) for variable, base in pairs if self._is_trained(variable)]
 
     @property
+    def _other_state(self) -> list[tuple[Any, tf.Variable]]:
+        """What else the step writes, each with what it was when the period began."""
+        # A step may assign a weight that an optimizer updates afterwards.
+        return [pair for key, pair in self._state.items() if key not in self._updated]
+
+    @property
     def variables(self) -> list[keras.Variable]:
         """Its own state, for backups."""
         of_sending = self._sending.variables if self._sending else []
         return [self._steps, self._rows, self._longest, *of_sending, *self._base, *self._optimizer.variables]
 
     @property
+    def steps_in_period(self) -> int:
+        """How many steps this worker has taken since the last exchange of all parts."""
+        return int(own_copy(self._steps))
+
+    @property
     def is_in_period(self) -> bool:
-        """Whether this worker has trained since the last exchange."""
-        return int(local(self._steps)) > 0
+        """Whether this worker has trained since then."""
+        return self.steps_in_period > 0
 
     # While a step is traced
 
@@ -122,7 +132,7 @@ class OuterModel:
     def _note_state(self, variable: Any) -> None:
         if id(variable) not in self._state and id(variable) not in self._updated:
             with tf.init_scope(), outside_of_scope(), tf.device(self._strategy.extended.worker_devices[0]):
-                self._state[id(variable)] = variable, tf.Variable(local(variable), trainable=False)
+                self._state[id(variable)] = variable, tf.Variable(own_copy(variable), trainable=False)
 
     def note_update(self, variables: Any) -> None:
         """Notes that an optimizer updates variables."""
@@ -142,11 +152,11 @@ class OuterModel:
 
     def begin_step(self) -> None:
         """Before a training step: the first one of a period keeps the weights."""
-        tf.cond(tf.equal(local(self._steps).read_value(), 0), self._keep_base, lambda: tf.constant(True))
+        tf.cond(tf.equal(own_copy(self._steps).read_value(), 0), self._keep_base, lambda: tf.constant(True))
 
     def _keep_base(self) -> tf.Tensor:
         for base, variable in zip(self._base, self._trainable, strict=True):
-            local(base).assign(local(variable).read_value())
+            own_copy(base).assign(own_copy(variable).read_value())
         return tf.constant(True)
 
     def end_step(self, rows: tf.Tensor) -> None:
@@ -155,9 +165,9 @@ class OuterModel:
         Args:
             rows: how many this worker has had in it.
         """
-        local(self._steps).assign_add(1)
-        local(self._rows).assign_add(tf.fill([len(self._parts) + 1], tf.cast(rows, tf.int64)))
-        steps, turn = local(self._steps).read_value(), self._strategy._sync_every // len(self._parts)
+        own_copy(self._steps).assign_add(1)
+        own_copy(self._rows).assign_add(tf.fill([len(self._parts) + 1], tf.cast(rows, tf.int64)))
+        steps, turn = own_copy(self._steps).read_value(), self._strategy._sync_every // len(self._parts)
         if self._sending is None:
             tf.cond(steps >= turn, self._synchronize, lambda: tf.constant(True))
         else:
@@ -179,27 +189,30 @@ class OuterModel:
         """Receives the part that was sent last, and sends this one."""
         before = (part - 1) % len(self._parts)
         tf.cond(self._sending.is_on_its_way(), lambda: self._receive(before), lambda: tf.constant(True))
-        pairs = [(local(self._base[i]), local(self._trainable[i])) for i in self._parts[part]]
-        rows = local(self._rows).read_value()[part]
+        pairs = [(own_copy(self._base[i]), own_copy(self._trainable[i])) for i in self._parts[part]]
+        rows = own_copy(self._rows).read_value()[part]
         differences = [base.read_value() - weight.read_value() for base, weight in pairs]
         self._sending.send(part, differences, rows, agreement_of(self._model()))
-        local(self._rows).scatter_nd_update([[part]], tf.zeros([1], tf.int64))
+        own_copy(self._rows).scatter_nd_update([[part]], tf.zeros([1], tf.int64))
         return tf.constant(True)
 
     def _receive(self, part: int) -> tf.Tensor:
         """Takes an outer step of a part, and adds what this worker has learned of it since it was sent."""
         own, means = self._sending.receive(part, agreement_of(self._model()))
         chosen = [
-            (self._trainable[i], local(self._trainable[i]), local(self._base[i]), sent, mean)
+            (self._trainable[i], own_copy(self._trainable[i]), own_copy(self._base[i]), sent, mean)
             for i, sent, mean in zip(self._parts[part], own, means, strict=True)
             if self._is_trained(self._trainable[i])
         ]
         since = [weight.read_value() - (base.read_value() - sent) for _, weight, base, sent, _ in chosen]
         for _, weight, base, _, _ in chosen:
             weight.assign(base.read_value())
-        self._step([mean for *_, mean in chosen], [variable for variable, *_ in chosen])
-        if part + 1 < len(self._parts):  # an outer step is that of all parts
-            local(self._optimizer.iterations).assign_sub(1)
+        # An outer step is that of all parts, also of those of which no optimizer updates a weight.
+        count = own_copy(self._optimizer.iterations)
+        steps = count.read_value()
+        if chosen:
+            self._step([mean for *_, mean in chosen], [variable for variable, *_ in chosen])
+        count.assign(steps + int(part + 1 == len(self._parts)))
         for (variable, weight, base, _, _), learned in zip(chosen, since, strict=True):
             base.assign(weight.read_value())
             new = weight.read_value() + learned
@@ -218,11 +231,11 @@ class OuterModel:
     @property
     def most_steps(self) -> int:
         """How many steps the longest period had."""
-        return int(local(self._longest))
+        return int(own_copy(self._longest))
 
     def _synchronize(self) -> tf.Tensor:
         self._strategy.extended.call_here(self._exchange)
-        longest, steps = local(self._longest), local(self._steps)
+        longest, steps = own_copy(self._longest), own_copy(self._steps)
         period = tf.minimum(steps.read_value(), self._strategy._sync_every)
         longest.assign(tf.maximum(longest.read_value(), period))
         self._begin_period()
@@ -230,11 +243,11 @@ class OuterModel:
 
     def _begin_period(self) -> None:
         for count in (self._steps, self._rows):
-            local(count).assign(tf.zeros_like(local(count)))
+            own_copy(count).assign(tf.zeros_like(own_copy(count)))
 
     def _exchange(self) -> None:
         strategy, model = self._strategy, self._model()
-        rows = tf.cast(local(self._rows).read_value(), tf.float64)
+        rows = tf.cast(own_copy(self._rows).read_value(), tf.float64)
         agreement = agreement_of(model)
         totals, *requests = all_reduce_sum([rows, *([agreement.read()] if agreement else [])])
         if agreement:
@@ -245,39 +258,42 @@ class OuterModel:
             if self._sending is not None and not int(totals[number]):
                 continue  # it has just been received
             chosen = [i for i in part if self._is_trained(self._trainable[i])]
-            pairs = [(local(self._base[i]), local(self._trainable[i])) for i in chosen]
+            pairs = [(own_copy(self._base[i]), own_copy(self._trainable[i])) for i in chosen]
             differences = [base.read_value() - weight.read_value() for base, weight in pairs]
             means |= zip(chosen, all_reduce_sum(differences, strategy._gradient_options, share), strict=True)
         self._average_state(model, share_of_all)
         for variable, base in self._trained:
-            local(variable).assign(local(base).read_value())
+            own_copy(variable).assign(own_copy(base).read_value())
         self._step(list(means.values()), [self._trainable[i] for i in means])
 
     def _average_state(self, model: keras.Model, share: tf.Tensor) -> None:
         """Other state: means over the rows; of what is not a float, rank 0's value."""
         if self._updated and not model.run_eagerly:
-            written = [variable for key, (variable, _) in self._state.items() if key not in self._updated]
+            written = [variable for variable, _ in self._other_state]
         else:
             # Rows may decide what a step that runs eagerly writes; and after a restart, none was seen.
             trained = {id(variable) for variable, _ in self._trained}
             written = [v for v in (*model.weights, *filter(is_mirrored, held_variables(model))) if id(v) not in trained]
         averages = [
             variable
-            for optimizer in optimizers_of(model)
-            for part in [optimizer, *parts_of(optimizer)]
-            for variable in getattr(part, "_model_variables_moving_average", None) or ()
+            for optimizer in all_optimizers_of(model)
+            for variable in getattr(optimizer, "_model_variables_moving_average", None) or ()
         ]
-        parts = list(map(local, [*written, *averages]))
-        floats = [v for v in parts if v.dtype.is_floating]
-        others = [v for v in parts if not v.dtype.is_floating and v.dtype != tf.string]
-        for variable, mean in zip(floats, all_reduce_sum([v.read_value() for v in floats], weight=share), strict=True):
-            variable.assign(mean)
+        parts = list(map(own_copy, [*written, *averages]))
+        floats, pairs = ([v for v in parts if getattr(v.dtype, kind)] for kind in ("is_floating", "is_complex"))
+        others = [v for v in parts if v.dtype.is_integer or v.dtype.is_bool]
+        halves = [half(v.read_value()) for v in pairs for half in (tf.math.real, tf.math.imag)]
+        means = iter(all_reduce_sum([*(v.read_value() for v in floats), *halves], weight=share))
+        for variable in floats:
+            variable.assign(next(means))
+        for variable in pairs:
+            variable.assign(tf.complex(next(means), next(means)))
         is_first = int(self._strategy.extended._input_position()[1] == 0)
         values = [tf.cast(v.read_value(), tf.int64) * is_first for v in others]
         for variable, value in zip(others, all_reduce_sum(values), strict=True):
             variable.assign(tf.cast(value, variable.dtype))
-        for variable, base in self._state.values():
-            base.assign(local(variable).read_value())
+        for variable, base in self._other_state:
+            base.assign(own_copy(variable).read_value())
 
     # What others see in the middle of a period
 
@@ -287,7 +303,7 @@ class OuterModel:
         if self.is_shown or not self.is_in_period:
             yield
             return
-        pairs = [(local(variable), local(base)) for variable, base in [*self._trained, *self._state.values()]]
+        pairs = [(own_copy(variable), own_copy(base)) for variable, base in [*self._trained, *self._other_state]]
         own = [tf.identity(variable) for variable, _ in pairs]
         self.is_shown = True
         try:
@@ -305,6 +321,6 @@ class OuterModel:
             self._sending.forget(of_others)
         if of_others and self.is_in_period:
             for variable, base in self._trained:
-                local(variable).assign(local(base).read_value())
+                own_copy(variable).assign(own_copy(base).read_value())
         if of_others:
             self._begin_period()

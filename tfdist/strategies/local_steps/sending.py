@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.inspection.model_state import parts_of_variable
+from tfdist.inspection.model_state import own_copy
 from tfdist.runtime.agreement import Agreement, Request
 from tfdist.runtime.exchange import ExchangeError
 
@@ -50,25 +50,25 @@ class Sending:
     @property
     def part_on_its_way(self) -> int | None:
         """Which part was sent, and is not received yet."""
-        number = int(local(self._number))
+        number = int(own_copy(self._number))
         return number - 1 if number else None
 
     def is_on_its_way(self) -> tf.Tensor:
         """Whether a part was sent, and is not received yet; in the graph."""
-        return tf.greater(local(self._number).read_value(), 0)
+        return tf.greater(own_copy(self._number).read_value(), 0)
 
     def forget(self, is_dropped: bool) -> None:
         """Forgets what this process has on its way: it is sent again, or dropped."""
         self._found = None
         if is_dropped:
-            local(self._number).assign(0)
+            own_copy(self._number).assign(0)
 
     def send(self, part: int, differences: list[tf.Tensor], rows: tf.Tensor, agreement: Agreement | None) -> None:
         """Sends what this worker has learned of a part, with what it requests."""
-        sent = local(self._sent)
+        sent = own_copy(self._sent)
         flat = tf.concat([tf.reshape(tf.cast(one, sent.dtype), [-1]) for one in differences], 0)
         sent.assign(tf.pad(flat, [[0, sent.shape[0] - sum(self._sizes[part])]]))
-        local(self._sent_rows).assign(rows)
+        own_copy(self._sent_rows).assign(rows)
 
         def start(_: np.ndarray, values: np.ndarray, rows: np.ndarray, requests: np.ndarray) -> np.int64:
             if self._strategy.extended.exchange is not None:
@@ -78,14 +78,14 @@ class Sending:
 
         with tf.device("CPU:0"):
             # The number lets it come after what receives the part before, which writes it.
-            given = [local(self._number).read_value(), flat, rows, _requests(agreement)]
+            given = [own_copy(self._number).read_value(), flat, rows, _requests(agreement)]
             number = tf.numpy_function(start, given, tf.int64)
-        local(self._number).assign(tf.ensure_shape(number, []))
+        own_copy(self._number).assign(tf.ensure_shape(number, []))
 
     def receive(self, part: int, agreement: Agreement | None) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """What this worker has sent of a part, and the mean over all; waits for it if need be."""
         size = sum(self._sizes[part])
-        own = local(self._sent).read_value()[:size]
+        own = own_copy(self._sent).read_value()[:size]
 
         def finish(_: np.ndarray, values: np.ndarray, rows: np.ndarray, requests: np.ndarray) -> list[np.ndarray]:
             if self._strategy.extended.exchange is None:
@@ -98,10 +98,15 @@ class Sending:
                 raise tf.errors.UnavailableError(None, None, f"Exchanging what was learned failed: {error}") from None
             return [mean, heard, np.int64(0)]
 
-        given = [local(self._number).read_value(), own, local(self._sent_rows).read_value(), _requests(agreement)]
+        given = [
+            own_copy(self._number).read_value(),
+            own,
+            own_copy(self._sent_rows).read_value(),
+            _requests(agreement),
+        ]
         with tf.device("CPU:0"):
             mean, heard, number = tf.numpy_function(finish, given, [own.dtype, tf.float32, tf.int64])
-        local(self._number).assign(tf.ensure_shape(number, []))
+        own_copy(self._number).assign(tf.ensure_shape(number, []))
         if agreement is not None:
             agreement.keep_sum(tf.ensure_shape(heard, _requests(agreement).shape))
         return self._apart(part, own), self._apart(part, tf.ensure_shape(mean, [size]))
@@ -148,8 +153,3 @@ def in_parts(sizes: Sequence[int], count: int) -> list[list[int]]:
             parts.append([])
         parts[-1].append(place)
     return parts
-
-
-def local(variable: Any) -> tf.Variable:
-    """This worker's copy of a variable."""
-    return parts_of_variable(variable)[0]

@@ -25,18 +25,18 @@ import json
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.arguments import check_count
+from tfdist.arguments import check_count, is_new
 from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.errors import ClusterError
 from tfdist.cluster.variables import DIRECT
-from tfdist.inspection.model_state import metrics_of, optimizers_of, parts_of
+from tfdist.inspection.model_state import all_optimizers_of, metrics_of, optimizers_of
 from tfdist.memory.policy import MemoryPolicy
 from tfdist.optimizers.sharded_optimizer import ShardedOptimizer
 from tfdist.runtime.exchange import Exchange
@@ -110,12 +110,11 @@ class LocalStepsHooks(DataParallelHooks):
 
     def check(self, model: Any) -> None:
         super().check(model)
-        for optimizer in optimizers_of(model):
-            if any(isinstance(part, ShardedOptimizer) for part in [optimizer, *parts_of(optimizer)]):
-                raise ValueError(
-                    "Received: a ShardedOptimizer under LocalStepsStrategy, where each worker trains by itself. "
-                    "Expected: the optimizer inside, as it is."
-                )
+        if any(isinstance(optimizer, ShardedOptimizer) for optimizer in all_optimizers_of(model)):
+            raise ValueError(
+                "Received: a ShardedOptimizer under LocalStepsStrategy, where each worker trains by itself. "
+                "Expected: the optimizer inside, as it is."
+            )
 
     def make_function(self, make: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
         if args[:1] == (model.train_step,):
@@ -160,7 +159,8 @@ class LocalStepsHooks(DataParallelHooks):
         if trains or not strategy._is_fitting:
             # All processes come here together. What another model has learned of the same weights is not lost.
             own = strategy._outer_models.get(model) if trains else None
-            for outer in strategy._outers_with(model):
+            # A frozen part, such as the discriminator in a GAN's generator step, goes on with its own period.
+            for outer in strategy._outers_with(model.trainable_variables if trains else model.weights):
                 if outer is not own:
                     outer.end_period()
         if trains:
@@ -186,13 +186,17 @@ class LocalStepsHooks(DataParallelHooks):
     @contextlib.contextmanager
     def _shown(self, model: Any) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            for outer in self._strategy._outers_with(model):
+            for outer in self._strategy._outers_with(model.weights):
                 stack.enter_context(outer.shown())
             yield
 
     def more_state(self, model: Any) -> list[keras.Variable]:
         outer = self._strategy._outer_models.get(model)
         return [] if outer is None else outer.variables
+
+    def steps_alone(self, model: Any) -> int | None:
+        outer = self._strategy._outer_models.get(model)
+        return None if outer is None else outer.steps_in_period
 
     def restored(self, model: Any, of_others: bool) -> None:
         self._strategy._outer_models[model].restored(of_others)
@@ -202,7 +206,7 @@ class LocalStepsStrategy(MultiWorkerMirroredStrategy):
     """Workers that train by themselves and rarely talk: DiLoCo, local SGD, over slow networks.
 
     Each worker takes `sync_every` optimizer steps on its rows of the global batches, as one process does. Then the mean
-    of what they have changed is the gradient of an outer optimizer's step, which all begin anew from. So the network
+    of what they have changed is the gradient of an outer optimizer's step; all go on from its result. So the network
     carries the model once in `sync_every` steps. This is another training than that of one process: loss and accuracy
     have to be compared, not weights.
 
@@ -271,7 +275,7 @@ class LocalStepsStrategy(MultiWorkerMirroredStrategy):
             raise ValueError(f"Received: compression={compression!r}. Expected: None, 'bf16' or 'fp16'.")
         self._sync_every, self._fragments, self._outer_optimizer = sync_every, fragments, outer_optimizer
         self._outer_models: weakref.WeakKeyDictionary[Any, OuterModel] = weakref.WeakKeyDictionary()
-        self._said_local = self._said_loop = self._said_short = self._said_hidden = self._is_fitting = False
+        self._is_fitting = False
         self._traced_outer: OuterModel | None = None
         try:
             super().__init__(
@@ -318,27 +322,39 @@ class LocalStepsStrategy(MultiWorkerMirroredStrategy):
         Args:
             model: a model of this strategy; nothing happens if it was not trained since.
         """
-        for outer in self._outers_with(model):
+        for outer in self._outers_with(model.weights):
             outer.end_period()
 
-    def _outers_with(self, model: Any) -> list[OuterModel]:
-        """What trains a weight of a model, such as that of which it is a part, in the order in which it was made."""
+    def _outers_with(self, variables: Iterable[Any]) -> list[OuterModel]:
+        """What trains one of these weights, for a model or one of which it is a part, in the order of their making."""
         if not self._outer_models:
             return []
-        weights = set(map(id, model.weights))
+        weights = set(map(id, variables))
         return [outer for outer in list(self._outer_models.values()) if outer.trains_one_of(weights)]
 
     def _make_outer(self, model: Any) -> None:
         """Makes what is kept of a model beside its weights, unless it is there; all processes come here together."""
-        if not self._said_local and self.is_chief:
+        if self.is_chief and is_new(self, "another training"):
             _log.warning(_ANOTHER_TRAINING, self._sync_every)
-        self._said_local = True
         outer = self._outer_models.get(model)
         if outer is None or not outer.is_of(model):
             if outer is not None:
                 outer.end_period()
             with self.scope():
                 self._outer_models[model] = OuterModel(self, model, self._make_optimizer())
+
+    def _outer_of(self, model: Any) -> OuterModel:
+        """What is kept of a model; a step may be traced before Keras makes its train function."""
+        outer = self._outer_models.get(model)
+        if outer is None or not outer.is_of(model):
+            if not model.built:
+                raise ValueError(
+                    f"Received: a training step of model '{model.name}', which has no weights yet, under "
+                    "LocalStepsStrategy. Expected: model.build(...) before, or model.fit."
+                )
+            with tf.init_scope():
+                self._make_outer(model)
+        return self._outer_models[model]
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -356,7 +372,7 @@ class LocalStepsStrategy(MultiWorkerMirroredStrategy):
             if step is None:
                 self._warn_of_own_loop(fn)
             return super()._run(fn, args, kwargs, options)
-        outer, batch = self._outer_models[step.model], self._cut(step, *args)
+        outer, batch = self._outer_of(step.model), self._cut(step, *args)
         parts = [values_of(one)[0] for one in tf.nest.flatten(batch)]
         data = [x for x in tf.nest.flatten(parts, expand_composites=True) if tf.is_tensor(x)]
         step.is_compiled = xla_compiles(step.model, batch)
@@ -379,14 +395,13 @@ class LocalStepsStrategy(MultiWorkerMirroredStrategy):
     def _say_that_periods_are_short(self, outer: OuterModel) -> None:
         """At the end of an epoch, once."""
         is_short = self._outer_optimizer is None and outer.most_steps < _SHORT
-        if is_short and self.is_chief and not self._said_short:
+        if is_short and self.is_chief and is_new(self, "short periods"):
             _log.warning(_SHORT_PERIODS, outer.most_steps)
-        self._said_short |= is_short
 
     def _warn_of_hidden_steps(self, model: Any) -> None:
-        if self._said_hidden or not any(outer.is_in_period for outer in self._outers_with(model)):
+        is_hidden = any(outer.is_in_period for outer in self._outers_with(model.weights))
+        if not is_hidden or not is_new(self, "hidden steps"):
             return
-        self._said_hidden = True
         warnings.warn(
             f"Received: model '{model.name}' to save, trained since the workers have exchanged last. The file has the "
             "weights with which this period has begun. Expected: strategy.synchronize(model) before, on all processes.",
@@ -394,9 +409,8 @@ class LocalStepsStrategy(MultiWorkerMirroredStrategy):
         )
 
     def _warn_of_own_loop(self, fn: Callable) -> None:
-        if self._said_loop or str(getattr(fn, "__module__", "")).startswith("tfdist."):
+        if str(getattr(fn, "__module__", "")).startswith("tfdist.") or not is_new(self, "own loop"):
             return
-        self._said_loop = True
         warnings.warn(
             "Received: strategy.run with a function of your own, under LocalStepsStrategy, which lets workers train by "
             "themselves in Keras' training steps only: this loop exchanges the gradients of every step. Expected: "

@@ -25,6 +25,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.arguments import is_new
 from tfdist.compat.upstream import IteratorSpec, global_state, nest
 from tfdist.inspection.model_state import metrics_of, optimizers_of
 from tfdist.steps.derived_logs import DerivedLogs, marked_result, metric_of
@@ -234,7 +235,6 @@ class StepFunction:
         self._not_additive: list[keras.Variable] = []
         self._made: list[keras.Variable] = []
         self._traced_logs: Logs | None = None
-        self._warned_of_logs = False
         self._traced_updates: list[tuple[keras.Metric, Any]] = []
         self._traces: dict[str, Trace] = {}
 
@@ -467,8 +467,7 @@ class StepFunction:
     def _trace_logs(self, logs: Any, state: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         self._traced_logs = traced = Logs(logs)
         names = {tensor.name for tensor in state}
-        if not self._warned_of_logs and any(_depends(value, names, set()) for value in traced.own):
-            self._warned_of_logs = True
+        if any(_depends(value, names, set()) for value in traced.own) and is_new(self, "logs"):
             paths = [path for path, leaf in nest.flatten_with_joined_string_paths(logs) if not metric_of(leaf)]
             warnings.warn(
                 f"Received: a {self._step.__name__} of model '{self._model.name}' whose logs ({', '.join(paths)}) are "

@@ -27,7 +27,7 @@ from tfdist.cluster.discovery import discover
 from tfdist.cluster.errors import ClusterError
 from tfdist.compat.upstream import TFDatasetAdapter, get_stateless_scope, in_stateless_scope
 from tfdist.compat.upstream import parameter_server_strategy as upstream
-from tfdist.inspection.model_state import optimizers_of, parts_of
+from tfdist.inspection.model_state import all_optimizers_of
 from tfdist.memory.policy import MemoryPolicy, policy_of
 from tfdist.runtime import servers
 from tfdist.runtime.job import say
@@ -400,7 +400,7 @@ class ParameterServerHooks(StrategyHooks):
         is_async = self._strategy._mode == "async"
         if not is_async:
             validation.warn_of_statistics(model, "the rows of one worker's part of a batch")
-        for optimizer in (part for whole in optimizers_of(model) for part in [whole, *parts_of(whole)]):
+        for optimizer in all_optimizers_of(model):
             steps = getattr(optimizer, "gradient_accumulation_steps", None)
             if steps and is_async and self._strategy._max_inflight > 1:
                 raise ValueError(

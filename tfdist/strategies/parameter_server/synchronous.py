@@ -22,9 +22,12 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat.upstream import context, get_read_write_resource_inputs
-from tfdist.inspection.model_state import held_variables, optimizers_of
+from tfdist.inspection.model_state import held_variables, optimizers_of, own_copy
 from tfdist.steps.gradients import check_finite, is_half
 from tfdist.steps.keras_step import KerasStep, shadowed, traced
+from tfdist.steps.local_values import LocalValues
+from tfdist.strategies.data_parallel import row_trial
+from tfdist.strategies.data_parallel.replica_step import losses_of, noting_call
 from tfdist.strategies.parameter_server.data import (
     COORDINATOR,
     Packing,
@@ -32,7 +35,9 @@ from tfdist.strategies.parameter_server.data import (
     fetch,
     flatten_spec,
     is_dense,
+    local_constant,
     rows_of,
+    unflatten,
 )
 from tfdist.strategies.parameter_server.dispatcher import Task, Worker
 from tfdist.strategies.parameter_server.runner import Runner
@@ -40,6 +45,8 @@ from tfdist.strategies.parameter_server.step import StepFunction, StepOutcome, T
 
 _SHARD = tf.TensorSpec([], tf.int64)
 _WEIGHT = tf.TensorSpec([], tf.float64)
+# What no batch has as a whole.
+_APART = object()
 
 
 class SynchronousRunner(Runner):
@@ -61,10 +68,14 @@ class SynchronousRunner(Runner):
             weights, shards = _cut(batch, spec, self._strategy._num_workers)
             done = self._compute(trace, weights, shards)
             self._step.apply(trace, done, weights)
-            own = [part for shard in done for _, part in shard.outcome.own]
-            done[-1].outcome.own = list(zip(weights, own, strict=True))
-            for shard in done:
-                self._deliver(self._next_position(), shard.outcome)
+            outcomes = [shard.outcome for shard in done]
+            own = [part for one in outcomes for _, part in one.own]
+            outcomes[-1].own = list(zip(weights, own, strict=True))
+            updates = _of_batch([one.updates for one in outcomes], list(map(rows_of, shards)), weights)
+            for one in outcomes if updates is not None else ():
+                one.updates = updates if one is outcomes[-1] else []
+            for one in outcomes:
+                self._deliver(self._next_position(), one)
 
     def _wait(self, limit: int) -> None:
         """Does nothing: a step is done when its gradients are applied."""
@@ -99,6 +110,34 @@ def _cut(batch: list[tf.Tensor], spec: Any, count: int) -> tuple[list[float], li
     with tf.device(COORDINATOR):
         parts = [list(part) for part in zip(*(tf.split(tensor, sizes) for tensor in batch), strict=True)]
     return [size / rows for size in sizes], parts
+
+
+def _of_batch(
+    updates: Sequence[list[tuple[keras.Metric, tuple, dict]]], rows: Sequence[int | None], weights: Sequence[float]
+) -> list[tuple[keras.Metric, tuple, dict]] | None:
+    """The updates of metrics with all rows of a batch, from those of its shards; `None` if something has no rows."""
+    joined = []
+    for of_one in zip(*updates, strict=True):
+        leaves = zip(*(tf.nest.flatten(arguments) for _, *arguments in of_one), strict=True)
+        whole = [_joined(parts, rows, weights) for parts in leaves]
+        if any(one is _APART for one in whole):
+            return None
+        metric, *arguments = of_one[0]
+        joined.append((metric, *tf.nest.pack_sequence_as(arguments, whole)))
+    return joined
+
+
+def _joined(parts: Sequence[Any], rows: Sequence[int | None], weights: Sequence[float]) -> Any:
+    """What a batch has where its shards have these: all rows, or the mean of a number for each shard."""
+    if len(parts) == 1 or parts[0] is None:
+        return parts[0]
+    if all(isinstance(one, tf.Tensor) for one in parts):
+        if all(one.shape.rank and one.shape[0] == count for one, count in zip(parts, rows, strict=True)):
+            with tf.device(COORDINATOR):
+                return tf.concat(parts, 0)
+        if parts[0].dtype.is_floating and not parts[0].shape.rank:
+            return local_constant(mean([one.numpy() for one in parts], weights))
+    return _APART
 
 
 @dataclasses.dataclass
@@ -142,6 +181,7 @@ class GradientStep(StepFunction):
     def __init__(self, strategy: Any, model: keras.Model):
         super().__init__(strategy, model, model.train_step)
         self._traced_state: list[keras.Variable | tf.Variable] = []
+        self._traced_step: KerasStep | None = None
         # `tf.Variable`s that the step changes: known after a first trace.
         self._changed: list[tf.Variable] = []
         self._traced_gradients: tuple[_Gradients | None, keras.optimizers.Optimizer | None] = None, None
@@ -190,6 +230,8 @@ class GradientStep(StepFunction):
                 )
             self._changed += changed
             trace = super()._trace(spec)
+        if self._strategy._num_workers > 1:
+            row_trial.try_once(self._traced_step, len(trace.function.graph.get_operations()), _said_of_workers)
         return trace
 
     def _trace_once(self, spec: Any) -> ShardTrace:
@@ -207,13 +249,19 @@ class GradientStep(StepFunction):
 
         def enter(stack: contextlib.ExitStack) -> None:
             # Tells Keras' losses and metrics the weight of this shard, so that sums and means are of the whole batch.
-            step = KerasStep("train", self._model, self._step)
+            step = self._traced_step = KerasStep("train", self._model, self._step)
+            step.note_batch(unflatten(spec, flat))
             step.begin_shard(weight)
             step.shard = shard
+            graph, variables = tf.compat.v1.get_default_graph(), [*self._model.variables, *held_variables(self._model)]
+            same = [one for one in map(own_copy, variables) if one is not None]
+            step.here.values = LocalValues(graph, [shard, weight, *flat], same=same, watched=[], others=[])
             stack.enter_context(traced(self._strategy, step))
             for optimizer in optimizers_of(self._model):
                 scale_loss, apply = self._weighting(optimizer, step), _recorder(optimizer, captured)
                 stack.enter_context(shadowed(optimizer, scale_loss=scale_loss, apply=apply))
+            for loss in losses_of(self._model):
+                stack.enter_context(shadowed(loss, call=noting_call(step, loss)))
             copies.extend(stack.enter_context(_copied(variable)) for variable in self._changed)
 
         # Not only metrics but all variables that are not trained are captured, and optimizers only record their
@@ -275,6 +323,15 @@ class GradientStep(StepFunction):
             specs = [tf.TensorSpec([shards], tf.float64), *trace.gradients.specs * shards]
             self._apply_functions[key] = self._concrete(apply, specs)
         return self._apply_functions[key]
+
+
+def _said_of_workers(message: str) -> str:
+    """What is said of replicas, of workers that have no way to exchange rows."""
+    received, *_ = message.split(" Expected: ")
+    return (
+        f"{received.replace('replica', 'worker')} Expected: what has a value for each row, or is a mean of such; or "
+        "mode='async' with max_inflight=1, where each worker gets whole batches."
+    )
 
 
 def changed_variables(function: tf.types.experimental.ConcreteFunction, model: keras.Model) -> list[tf.Variable]:

@@ -39,6 +39,8 @@ from tfdist.layer_graph.chunk import (
     Chunk,
     Gradients,
     Value,
+    call_context,
+    context_values,
     differentiable,
     differentiable_parts,
     gradients_of,
@@ -81,6 +83,7 @@ class Passes:
         chunk: the chunk.
         model: whose layers they are.
         training: as in `model(x, training=training)`.
+        inherited: what layers to which it is not passed have from those before the chunk.
         recompute: whether the backward pass runs the forward pass again instead of keeping its residuals.
         split_weights: whether the backward pass leaves products over rows to be computed later.
         specs: shapes and dtypes of the chunk's inputs.
@@ -89,26 +92,29 @@ class Passes:
     Attributes:
         products: for each trainable variable, how the factors of its gradient are multiplied, if that is left for
             later.
+        handed_on: what layers after the chunk have of it, as `inherited`.
+        captures: tensors that the layers read, and are not passed.
     """
 
     def __init__(
         self,
         chunk: Chunk,
         model: keras.Model,
-        training: bool,
+        training: bool | None,
+        inherited: bool | None,
         recompute: bool,
         split_weights: bool,
         specs: Sequence[Value],
         differentiable: bool,
     ):
         self._chunk, self._model, self._training, self._specs = chunk, model, training, specs
-        self._recompute, self._split_weights = recompute, split_weights
+        self._recompute, self._split_weights, self._inherited = recompute, split_weights, inherited
         # Profiles show this name.
         self._name = f"stage_chunk_{chunk.index}_{'train' if training else 'infer'}"
         self._variables = [tf.TensorSpec(v.shape, v._value.dtype) for v in (*chunk.trainable, *chunk.state)]
         graph = self._forward_graph("forward")
         self._check_captures(graph)
-        self._captures = list(graph.external_captures)
+        self.captures = list(graph.external_captures)
         self._number_of_outputs = len(graph.outputs)
         self.products: list[RowProduct | None] = [None] * len(chunk.trainable)
         # Positions of the forward function's arguments that the backward function takes, too: those that all
@@ -135,7 +141,7 @@ class Passes:
             state: values of the other variables.
             inputs: the chunk's inputs.
         """
-        arguments = [*trainable, *state, *pack(inputs)[0], *self._captures]
+        arguments = [*trainable, *state, *pack(inputs)[0], *self.captures]
         turn, *results = self._forward.call_flat(turn, *arguments)
         kept = results[self._number_of_outputs :]
         taken = iter(results[: self._number_of_outputs])
@@ -187,7 +193,9 @@ class Passes:
     def _run(self, flat: list[tf.Tensor]) -> list[tf.Tensor]:
         first, second = len(self._chunk.trainable), len(self._variables)
         state, inputs = flat[first:second], unpack(flat[second:], pack(self._specs)[1])
-        result = self._chunk.run(flat[:first], state, inputs, {"training": self._training})
+        with call_context({"training": self._inherited}):
+            result = self._chunk.run(flat[:first], state, inputs, self._training, context_values())
+            self.handed_on = context_values()["training"]
         self._changed = [new is not old for new, old in zip(result.state, state, strict=True)]
         self._adds_losses = bool(result.losses)
         outputs, self._layout = pack(result.result)

@@ -145,11 +145,13 @@ class PipelineRun:
         micro_batches: MicroBatches,
         inputs: Sequence[tf.Tensor],
         trainable: Sequence[Sequence[tf.Tensor]],
-        training: bool,
+        training: bool | None,
         differentiable: bool,
     ):
         self._plan, self._micro_batches = plan, micro_batches
         self._training, self._differentiable = training, differentiable
+        # By chunk: what its layers have from those before, as in Keras, where `training` is `None`.
+        self._inherited = {0: training}
         # The number of micro-batches of each pipeline.
         self._each = micro_batches.count // plan.replicas
         # By micro-batch: the values that chunks have computed, and the gradients of values, by the key of the value. A
@@ -258,7 +260,8 @@ class PipelineRun:
         (replica, _), number, values = stage, instruction.chunk, self._values[index]
         chunk, before = self._plan.chunks[number], self._state[replica][number]
         inputs = [values[key] for key in chunk.inputs]
-        passes = self._plan.passes(chunk, self._training, inputs, self._differentiable)
+        passes = self._plan.passes(chunk, self._training, self._inherited[number], inputs, self._differentiable)
+        self._inherited[number + 1] = passes.handed_on
         forward = passes.forward(self._turns[stage], self._trainable[replica][number], before, inputs)
         self._turns[stage] = forward.turn
         values.update(zip(chunk.outputs, forward.outputs, strict=True))
@@ -280,7 +283,7 @@ class PipelineRun:
             forward = dataclasses.replace(forward, kept=self._offloads[stage].fetched(forward.kept))
         inputs = [self._values[index][key] for key in chunk.inputs]
         given = [_total(cotangents.pop(key, [])) for key in chunk.outputs]
-        passes = self._plan.passes(chunk, self._training, inputs, True)
+        passes = self._plan.passes(chunk, self._training, self._inherited[number], inputs, True)
         loss_cotangent = self.loss_cotangents[index] if forward.loss is not None else None
         self._turns[stage], of_inputs, of_weights = passes.backward(self._turns[stage], forward, given, loss_cotangent)
         self.add_cotangents(index, chunk.inputs, of_inputs)

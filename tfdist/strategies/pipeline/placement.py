@@ -20,7 +20,7 @@ import tensorflow as tf
 from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.discovery import discover
 from tfdist.cluster.errors import ClusterError
-from tfdist.inspection.model_state import optimizers_of, parts_of
+from tfdist.inspection.model_state import all_optimizers_of
 from tfdist.runtime.servers import connect, serve
 from tfdist.steps.keras_step import shadowed
 from tfdist.strategies.validation import check_cluster, existing_device, own_devices
@@ -100,15 +100,20 @@ def _checked(device: Any) -> str:
 def move(variable: keras.Variable, device: str) -> None:
     """Replaces the TensorFlow variable inside of a Keras variable by one on another device, with the same value.
 
-    A TensorFlow variable cannot change its device.
+    A TensorFlow variable cannot change its device. Optimizers know it by its id and its name, as what has slots, or no
+    weight decay, or another optimizer of several: the new one has the same.
     """
     old = variable._value
     if tf.DeviceSpec.from_string(old.device) == _full(device):
         return
+    # With a slash at its end, a name is taken as it is.
+    name = f"{old.name.partition(':')[0]}/"
     with tf.init_scope(), tf.device(device):
-        new = tf.Variable(
-            tf.identity(old), dtype=old.dtype, trainable=old.trainable, name=variable.name, aggregation=old.aggregation
+        # Not `tf.Variable`, which would ask the strategy for a device where a fit is in its scope.
+        new = type(old)(
+            tf.identity(old), dtype=old.dtype, trainable=old.trainable, name=name, aggregation=old.aggregation
         )
+    new._unique_id = new.handle._unique_id = old._unique_id
     variable._value = new
 
 
@@ -118,22 +123,13 @@ def move_slots(model: keras.Model, owners: dict[str, str], moved: dict[str, kera
     Args:
         model: the model.
         owners: for each slot, the variable it belongs to, by the ids of their TensorFlow variables.
-        moved: Keras variables by the id of the TensorFlow variable that they had before.
+        moved: the Keras variables that have moved, by the ids of their TensorFlow variables.
     """
-    for part in _parts(model):
+    for part in all_optimizers_of(model):
         for slot in part.variables:
             variable = moved.get(owners.get(slot._value._unique_id))
             if variable is not None:
                 move(slot, variable._value.device)
-                owners[slot._value._unique_id] = variable._value._unique_id
-        if part.built and hasattr(part, "_trainable_variables"):
-            # The optimizer finds a variable's slots by the id of the TensorFlow variable.
-            part._trainable_variables_indices = {part._var_key(v): i for i, v in enumerate(part._trainable_variables)}
-
-
-def _parts(model: keras.Model) -> list[Any]:
-    """The optimizers of a model, and those inside of them."""
-    return [part for optimizer in optimizers_of(model) for part in (optimizer, *parts_of(optimizer))]
 
 
 def _full(device: str) -> tf.DeviceSpec:
@@ -215,7 +211,7 @@ class LocalScalars:
 def local_optimizers(model: keras.Model, extended: Any) -> Iterator[None]:
     """While the block runs, a model's optimizers leave gradients where they are and read their scalars once."""
     with contextlib.ExitStack() as stack:
-        for part in _parts(model):
+        for part in all_optimizers_of(model):
             if isinstance(getattr(part, "_iterations", None), keras.Variable):
                 stack.enter_context(shadowed(part, _distributed_tf_update_step=_with_scalars(part, extended)))
         yield

@@ -28,8 +28,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tfdist.arguments import check_count
-from tfdist.compat.upstream import Functional, Node, device_lib, unpack_singleton
-from tfdist.layer_graph.chunk import Chunk, Value, make_chunks, uncuttable
+from tfdist.compat.upstream import Functional, Node, device_lib, record, unpack_singleton
+from tfdist.layer_graph.chunk import Chunk, Value, is_differentiable, make_chunks, uncuttable
 from tfdist.layer_graph.costs import costs_of, crossing, measured_costs, weights
 from tfdist.layer_graph.graph import Call, LayerGraph, flatten
 from tfdist.layer_graph.partition import Cost, balance
@@ -140,7 +140,7 @@ class PipelinePlan:
 
     Attributes:
         graph: the graph of layers, flat.
-        costs: the cost of each call.
+        costs: the cost of each call; all nothing if they are not known.
         pipelines: for each pipeline, the device of each stage. All train the same variables.
         devices: the devices of the first pipeline, which has the variables.
         schedule: the order of the work in a training step.
@@ -155,7 +155,7 @@ class PipelinePlan:
     def __init__(self, options: PipelineOptions, model: keras.Model, functional: Functional):
         self._options, self.model, self.functional = options, model, functional
         self.graph, self._cuts = options.cut(flatten(functional))
-        self.costs = costs_of(self.graph, _ROWS)
+        self.costs = _known_costs(self.graph)
         self.pipelines, self.devices = options.pipelines, options.devices
         self.schedule = options.make_schedule(options.schedule)
         self.policy = options.policy or MemoryPolicy("none")
@@ -185,16 +185,36 @@ class PipelinePlan:
         """For each chunk, whether what it keeps is on the host until its backward pass."""
         return [mode in ("swap", "recompute+swap") for mode in self.modes]
 
-    def passes(self, chunk: Chunk, training: bool, inputs: Sequence[Value], differentiable: bool) -> Passes:
+    def passes(
+        self,
+        chunk: Chunk,
+        training: bool | None,
+        inherited: bool | None,
+        inputs: Sequence[Value],
+        differentiable: bool,
+    ) -> Passes:
         """The traced passes of a chunk, for inputs of these shapes and dtypes."""
         specs = tuple(Value(*(None if t is None else tf.TensorSpec(t.shape, t.dtype) for t in v)) for v in inputs)
-        key = chunk.index, training, specs, differentiable, bool(self.model.jit_compile)
+        key = chunk.index, training, inherited, specs, differentiable, bool(self.model.jit_compile)
         if key not in self._passes:
             recompute, split = self.recompute[chunk.index], self._options.split_weights
             # Without a device in it, a function runs where it is called: several pipelines call it.
             with tf.device(None):
-                self._passes[key] = Passes(chunk, self.model, training, recompute, split, specs, differentiable)
+                self._passes[key] = Passes(
+                    chunk, self.model, training, inherited, recompute, split, specs, differentiable
+                )
         return self._passes[key]
+
+    def check_captures(self) -> None:
+        """Refuses a layer that reads a tensor which it was not passed, if a tape has recorded that."""
+        for (index, *_), passes in self._passes.items():
+            for tensor in filter(is_differentiable, passes.captures):
+                if record.should_record_backprop([tensor]):
+                    names = ", ".join(call.name for call in self.chunks[index].calls)
+                    raise ValueError(
+                        f"Received: a layer that reads a tensor that it was not passed ({tensor.name}), among {names}. "
+                        "Its gradient would be lost. Expected: layers that take tensors as arguments of their call."
+                    )
 
     def costs_of_chunk(self, chunk: int) -> Sequence[Cost]:
         """Costs of a chunk's calls."""
@@ -261,12 +281,23 @@ class PipelinePlan:
         """
         if self._options.policy is not None:
             return
-        in_flight = max(self._options.make_schedule(self._options.schedule).in_flight())
+        in_flight = max(self.schedule.in_flight())
         rows_in_flight = rows / self.replicas / self._options.num_microbatches * in_flight
+        modes = []
         for chunk in self.chunks:
             per_row = sum(cost.output_bytes for cost in self.costs_of_chunk(chunk.index)) / _ROWS
             is_short = per_row * rows_in_flight > _memory_limit(self.device_of(chunk.index), self.devices) / 2
-            self.modes[chunk.index] = "recompute" if is_short else "none"
+            modes.append("recompute" if is_short else "none")
+        if modes != self.modes:
+            self.modes, self._passes = modes, {}
+
+
+def _known_costs(graph: LayerGraph) -> list[Cost]:
+    """The cost of each call; nothing for a model that is cut where the user wants, and has sizes that nobody knows."""
+    try:
+        return costs_of(graph, _ROWS)
+    except ValueError:
+        return [Cost(0.0, 0.0, 0.0)] * len(graph.calls)
 
 
 def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
@@ -532,7 +563,10 @@ def _lines(plan: PipelinePlan, flops: list[float], rows: int | None) -> list[str
     backward = [c * (_RECOMPUTE if again else _BACKWARD) for c, again in zip(flops, plan.recompute, strict=True)]
     # The speed-up against one device, which would not recompute: useful work, not all work, counts.
     useful = (1 + _BACKWARD) * sum(flops)
-    predicted = speed_up(simulate(schedule, flops, backward)) * useful / sum((*flops, *backward)) if useful else 1.0
+    predicted = "unknown"
+    if useful:
+        speed = speed_up(simulate(schedule, flops, backward)) * useful / sum((*flops, *backward))
+        predicted = f"{speed * replicas:.2f} x one device"
     formula = "(K - 1) / (M + K - 1)" if chunks == 1 else "(K - 1) / (V M + K - 1)"
     numbers = f"K = {devices} devices, M = {count}" + (f", V = {chunks} chunks" if chunks > 1 else "")
     copies = f"{replicas} replicas x " if replicas > 1 else ""
@@ -544,7 +578,7 @@ def _lines(plan: PipelinePlan, flops: list[float], rows: int | None) -> list[str
     return [
         f"Schedule: {schedule.name}, {count} micro-batches{of_rows}",
         f"Bubble: {schedule.bubble():.1%} = {formula}, {numbers}",
-        f"Predicted speed-up: {predicted * replicas:.2f} x one device (at most {devices * replicas})",
+        f"Predicted speed-up: {predicted} (at most {devices * replicas})",
         f"Effective batch: {batch}",
     ]
 

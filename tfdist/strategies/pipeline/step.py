@@ -12,8 +12,8 @@ one operation, whose gradient runs the stages backwards, again micro-batch by mi
     F0 F1 F2 F3   loss of the whole batch, by Keras or the user   B0 B1 B2 B3
 
 A loss decomposes if that of a batch is the weighted mean of its micro-batches' losses, as Keras' own means over rows
-do. One that compares rows, or divides by what only the whole batch knows (the number of unmasked steps, the sum of the
-weights), does not: `why_not_decomposable` says why.
+do. One that compares rows, or divides by what only the whole batch knows (the number of unmasked steps, or of labels
+that are not ignored; the sum of the weights), does not: `why_not_decomposable` says why.
 """
 
 from __future__ import annotations
@@ -219,20 +219,20 @@ class LossHead:
         return list(graph.external_captures), define("pipeline_loss", graph), len(trackers), used
 
 
-def call_model(plan: PipelinePlan, inputs: Any, training: bool) -> Any:
+def call_model(plan: PipelinePlan, inputs: Any, training: bool | None) -> Any:
     """Calls a model, pipelined: the outputs have masks, and gradients for any tape that records.
 
     Args:
         plan: the stages.
         inputs: a batch of any number of rows, as the model takes it.
-        training: whether layers behave as in training.
+        training: whether layers behave as in training; with `None`, each as it does by itself.
     """
     # Reads variables in their own dtypes: the layers open autocast scopes of their own.
     with AutocastScope(None):
         return _call_model(plan, plan.functional._standardize_inputs(inputs), training)
 
 
-def _call_model(plan: PipelinePlan, flat: list[tf.Tensor], training: bool) -> Any:
+def _call_model(plan: PipelinePlan, flat: list[tf.Tensor], training: bool | None) -> Any:
     trainable = read_trainable(plan)
     recorded = [*(value for values in trainable for value in values), *flat]
     is_recorded = record.should_record_backprop(recorded)
@@ -247,7 +247,8 @@ def _call_model(plan: PipelinePlan, flat: list[tf.Tensor], training: bool) -> An
         run = PipelineRun(plan, micro_batches, flat, trainable, training, is_recorded)
         order = schedule.linear_order()
         run.execute([item for item in order if item[1].kind == "forward"])
-        if training:
+        # With `None`, some layers may train, and draw random numbers.
+        if training is not False:
             run.assign_state()
         values = [run.output(key) for key in plan.graph.outputs]
         # New tensors: the tape takes them for the outputs of the one operation, and masks are attached to them.
@@ -256,6 +257,8 @@ def _call_model(plan: PipelinePlan, flat: list[tf.Tensor], training: bool) -> An
         weights = [micro_batches.weight(i) for i in range(count)]
         losses = [loss * weights[i] for i in range(count) for loss in run.losses[i]]
         loss = [tf.cast(tf.add_n(losses), keras.config.floatx())] if losses else []
+
+    plan.check_captures()
 
     def backward(*cotangents: tf.Tensor) -> list[Any]:
         inputs = [*recorded, *cotangents]
@@ -315,4 +318,7 @@ def why_not_decomposable(model: keras.Model, functional: Any) -> str | None:
         reduction = getattr(found, "reduction", "sum_over_batch_size")
         if reduction not in _ROWWISE_REDUCTIONS:
             return f"the loss '{name}' has reduction={reduction!r}"
+        ignored = getattr(found, "_fn_kwargs", {}).get("ignore_class")
+        if ignored is not None:
+            return f"the loss '{name}' has ignore_class={ignored!r}, and is divided by the number of all other labels"
     return None

@@ -219,6 +219,8 @@ class PipelineStrategy(tf.distribute.Strategy):
         # Keras traces a step. Since the last trace, layers may have been frozen or changed, or the loss replaced.
         plan.refresh()
         self._place(plan)
+        for variable in model.variables:
+            self._keep(variable)
         if step.kind == "train":
             self._learn_rows(plan)
         previous, self._running = self._running, True
@@ -272,12 +274,12 @@ class PipelineStrategy(tf.distribute.Strategy):
 
         @tf.autograph.experimental.do_not_convert
         def run(data: Any) -> Any:
-            if plan.decomposes:
-                try:
-                    return train_step(plan, head, data)
-                except MaskedOutputs:
-                    # Found while the first micro-batch was traced; what it has added to the graph stays unused.
-                    plan.choose_schedule(MASKED)
+            try:
+                return train_step(plan, head, data)
+            except MaskedOutputs:
+                # Found while the first micro-batch was traced; what it has added to the graph stays unused.
+                plan.choose_schedule(MASKED)
+                self._learn_rows(plan)
             return stock(data)
 
         return run
@@ -288,9 +290,16 @@ class PipelineStrategy(tf.distribute.Strategy):
         moved = {variable._value._unique_id: variable for variable, _ in new}
         for variable, device in new:
             move(variable, device)
-            # Past Keras' attribute tracking.
-            object.__setattr__(variable, "_tfdist_strategy", weakref.ref(self))
+            self._keep(variable)
         move_slots(plan.model, self.extended.slot_owners, moved)
+
+    def _keep(self, variable: keras.Variable) -> None:
+        """Notes that a variable stays where it is: a function is traced with it.
+
+        A step may read others than those of the stages, such as those of a model that is an attribute of the model.
+        """
+        # Past Keras' attribute tracking.
+        object.__setattr__(variable, "_tfdist_strategy", weakref.ref(self))
 
 
 class PipelineHooks(StrategyHooks):
@@ -351,7 +360,7 @@ class _PipelinedCall:
         strategy = self.strategy()
         if strategy is None or not strategy._running or is_traced() or mask is not None or kwargs:
             return self._original(inputs, training=training, mask=mask, **kwargs)
-        return call_model(self.plan, inputs, bool(training))
+        return call_model(self.plan, inputs, None if training is None else bool(training))
 
 
 def _check_inputs(functional: Functional) -> None:
