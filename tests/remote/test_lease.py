@@ -16,8 +16,7 @@ from tests.remote.storages import Disturbed, MemoryStorage
 from tfdist.checkpoint import lock as module
 from tfdist.checkpoint.lock import FolderInUseError, FolderLease, FolderLostError
 from tfdist.storage import base
-from tfdist.supervision.identity import Identity
-from tfdist.supervision.process_folders import place
+from tfdist.supervision.identity import Identity, own_place
 
 FOLDER = "test://bucket/run"
 PATH = f"{FOLDER}/.lease"
@@ -118,7 +117,7 @@ def process() -> Iterator[subprocess.Popen]:
 def owner_of(child: subprocess.Popen, **changes: Any) -> bytes:
     identity = Identity.of(child.pid)
     assert identity is not None
-    return encoded({**ELSEWHERE, "place": place(), "pid": child.pid, "start": identity.start, **changes})
+    return encoded({**ELSEWHERE, "place": own_place(), "pid": child.pid, "start": identity.start, **changes})
 
 
 def test_a_dead_process_of_this_machine_is_followed_at_once(process: subprocess.Popen) -> None:
