@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks.argument_types import count, first_two_cores, names
 from benchmarks.children import Children
 from benchmarks.data_parallel import machine
-from benchmarks.data_parallel.processes import TrialError, end_on_sigterm, say
+from benchmarks.data_parallel.processes import ROOT, TrialError, end_on_sigterm, say
 from benchmarks.data_parallel.table import fill, machine_line
 from benchmarks.process_files import busy_cores
 
@@ -44,7 +44,6 @@ class Benchmark:
     Attributes:
         package: `benchmarks.pipeline`, say.
         description: of the command line.
-        folder: of the package.
         parts: by name.
         samples: how often everything is measured, unless the command line says so.
         pins: whether its processes are pinned to the two cores, so that the record names them.
@@ -52,10 +51,14 @@ class Benchmark:
 
     package: str
     description: str
-    folder: Path
     parts: Mapping[str, Part]
     samples: int = 3
     pins: bool = True
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the package."""
+        return ROOT.joinpath(*self.package.split("."))
 
     @property
     def results(self) -> Path:

@@ -7,6 +7,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
+
 _PATIENCE = 60.0
 # What a process writes there makes the peak of its memory what it has now (man 5 proc).
 _RESET_PEAK = "5"
@@ -40,20 +42,7 @@ def announced(folder: str, count: int) -> list[int]:
 
 def cpu_milliseconds(pids: Sequence[int]) -> list[float]:
     """Computing time of each process so far, all its threads together; it grows in steps of 10 ms."""
-    tick = 1000.0 / os.sysconf("SC_CLK_TCK")
-    return [tick * cpu_ticks(Path(f"/proc/{pid}/stat").read_text()) for pid in pids]
-
-
-def cpu_ticks(stat: str) -> int:
-    """User and system time of /proc/PID/stat.
-
-    Example:
-        >>> cpu_ticks("12 (a ) b) S 1 1 1 0 -1 4194304 100 0 0 0 250 50 0 0 20 0")
-        300
-    """
-    # The name, in parentheses, may have spaces and parentheses.
-    fields = stat.rpartition(")")[2].split()
-    return int(fields[11]) + int(fields[12])
+    return [1000.0 * sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids]
 
 
 def resident(pid: int) -> int:

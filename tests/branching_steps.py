@@ -90,6 +90,39 @@ class ReturnsNothing(LeavesOut):
         return {"loss": loss}
 
 
+class DrawsInBranch(Linear):
+    """Draws random numbers in the branch without a seed; they count nothing."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+
+        def apply() -> Any:
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x) + 0.0 * keras.random.normal((1,)))
+            self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+            return loss
+
+        return {"loss": tf.cond(tf.reduce_all(tf.math.is_finite(x)), apply, lambda: 0.0)}
+
+
+class ChoosesAtRandom(Linear):
+    """Applies its optimizer to some batches, which random numbers choose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seeds = keras.random.SeedGenerator(3)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        loss, gradients = self.of_loss(data)
+
+        def apply() -> float:
+            self.optimizer.apply(gradients, self.trainable_variables)
+            return 1.0
+
+        chosen = keras.random.uniform((), seed=self.seeds) < 0.6
+        return {"loss": loss, "applied": keras.ops.cond(chosen, apply, lambda: 0.0)}
+
+
 class TwoOptimizers(Linear):
     """Trains the first layer at every third step, on a loss of its own in the branch."""
 
@@ -132,7 +165,13 @@ class Loops(Linear):
         return {"steps": tf.while_loop(lambda i: i < 2, body, [0])[0]}
 
 
-KINDS = {kind.__name__: kind for kind in (Accumulates, LeavesOut, LeavesOutLarge, ReturnsNothing, TwoOptimizers)}
+KINDS = {
+    kind.__name__: kind
+    for kind in (
+        *(Accumulates, LeavesOut, LeavesOutLarge, ReturnsNothing),
+        *(DrawsInBranch, ChoosesAtRandom, TwoOptimizers),
+    )
+}
 
 
 def train(strategy: tf.distribute.Strategy, name: str) -> list[float]:

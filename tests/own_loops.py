@@ -19,6 +19,7 @@ OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
     "clipnorm": lambda: keras.optimizers.SGD(0.1, clipnorm=0.05),
     "global_clipnorm": lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.05),
     "loss scaling": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, clipnorm=0.05)),
+    "loss scaling alone": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, momentum=0.5)),
 }
 
 

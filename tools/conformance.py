@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import collections
 import json
-import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
@@ -21,6 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.data_parallel.table import fill  # noqa: E402
 from tests.conformance.in_scope import KERAS_DISTRIBUTION, STRATEGIES  # noqa: E402
 from tests.conformance.keras_tests import DISTRIBUTION, Outcomes, files, keras_directory, run_file  # noqa: E402
 
@@ -29,7 +29,6 @@ PAGE = ROOT / "docs/features.md"
 # Compared each time; the others when the table is renewed.
 COMPARED = ("none", "Mirrored", "MultiWorker")
 STOCK = "tf.distribute's Mirrored"
-_TABLE = re.compile(r"(?<=<!-- conformance -->\n\n).*?(?=\n\n<!-- /conformance -->)", re.DOTALL)
 
 
 def run(strategies: list[str], jobs: int, only: str) -> dict[str, Outcomes]:
@@ -114,7 +113,7 @@ def main() -> int:
             if strategy != STOCK
         }
         KNOWN.write_text(json.dumps({**known, **new}, indent=2) + "\n")
-        PAGE.write_text(_TABLE.sub(lambda _: table(found), PAGE.read_text()))
+        PAGE.write_text(fill(PAGE.read_text(), f"\n{table(found)}\n", "<!-- conformance -->", "<!-- /conformance -->"))
         return 0
     compared = {strategy: tests for strategy, tests in failed.items() if strategy in (*COMPARED, KERAS_DISTRIBUTION)}
     differences = compare(compared, known, passed | of_distribution.keys())

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -240,14 +239,13 @@ def _table(lines: list[list[str]]) -> str:
 
 def filled(text: str) -> str:
     """The page with both tables renewed."""
+    from benchmarks.data_parallel.table import fill
+
     stock = {
         cells[1].strip(): cells[-2].strip() for cells in (line.split("|") for line in text.splitlines() if "|" in line)
     }
     for name, table in (("features", feature_table(stock)), ("topics", topic_table())):
-        pattern = rf"(?<=^<!-- {name} -->\n)[\s\S]*?(?=^<!-- /{name} -->$)"
-        text, count = re.subn(pattern, lambda _, table=table: f"\n{table}\n\n", text, flags=re.MULTILINE)
-        if count != 1:
-            raise ValueError(f"Received: a page with {count} places <!-- {name} -->. Expected: one.")
+        text = fill(text, f"\n{table}\n", f"<!-- {name} -->", f"<!-- /{name} -->")
     return text
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from benchmarks.checkpointing import recovery_trial, saving, table
 from benchmarks.parts import Benchmark, Part
@@ -11,7 +10,6 @@ from benchmarks.parts import Benchmark, Part
 BENCHMARK = Benchmark(
     "benchmarks.checkpointing",
     __doc__,
-    Path(__file__).parent,
     {
         "overhead": Part("Steps with backups", saving.measure, table.overhead),
         "recovery": Part("Training again after a failure", recovery_trial.measure, table.recovery),

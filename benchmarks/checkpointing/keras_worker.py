@@ -12,15 +12,6 @@ from benchmarks.checkpointing.step_log import StepWriter
 from benchmarks.checkpointing.training import compiled_model, repeated_batch
 
 
-class _Steps(keras.callbacks.Callback):
-    def __init__(self, log: StepWriter) -> None:
-        super().__init__()
-        self._log = log
-
-    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        self.model.stop_training = self._log.write(batch + 1)
-
-
 def main(folder: str, save_every: str, most_steps: str) -> None:
     """Trains until the log says stop.
 
@@ -32,14 +23,18 @@ def main(folder: str, save_every: str, most_steps: str) -> None:
     strategy = tfdist.MultiWorkerMirroredStrategy()
     with strategy.scope():
         model = compiled_model()
-    rank = strategy.cluster_resolver.task_id
+    log = StepWriter(folder, strategy.cluster_resolver.task_id)
+
+    def after_step(batch: int, logs: dict | None = None) -> None:
+        model.stop_training = log.write(batch + 1)
+
     backup = tfdist.callbacks.BackupAndRestore(str(Path(folder, "backup")), save_freq=int(save_every))
     model.fit(
         repeated_batch(),
         steps_per_epoch=int(most_steps),
         shuffle=False,
         verbose=0,
-        callbacks=[_Steps(StepWriter(folder, rank)), backup],
+        callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=after_step), backup],
     )
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-from benchmarks.checkpointing.launchers import HANG_TIMEOUT, LAUNCHERS
 from benchmarks.checkpointing.recovery import FAILURES, SAVE_EVERY
+from benchmarks.checkpointing.recovery_trial import HANG_TIMEOUT, LAUNCHERS
 from benchmarks.checkpointing.saving import INTERVALS, MODES, Sample, Saving, ratios
 from benchmarks.checkpointing.training import BATCH, MODEL, state_bytes
 from benchmarks.data_parallel.models import count_parameters

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from benchmarks.data_parallel import data
 from benchmarks.data_parallel.models import CLASSES, Dense, ModelShape
+from benchmarks.data_parallel.models import make_batch as random_batch
 
 if TYPE_CHECKING:
     import keras
@@ -30,7 +30,7 @@ def state_bytes(parameters: int) -> int:
 
 def make_batch() -> tuple[np.ndarray, np.ndarray]:
     """The global batch that every step is made with."""
-    return data.make_batch(MODEL, BATCH)
+    return random_batch(MODEL, BATCH)
 
 
 def compiled_model() -> keras.Model:

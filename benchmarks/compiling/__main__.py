@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from benchmarks.compiling import first_step, tables, xla_steps
 from benchmarks.parts import Benchmark, Part
@@ -11,7 +10,6 @@ from benchmarks.parts import Benchmark, Part
 BENCHMARK = Benchmark(
     "benchmarks.compiling",
     __doc__,
-    Path(__file__).parent,
     {
         "first_step": Part("The first step", first_step.measure, tables.first_step),
         "xla": Part("Steps with XLA and without", xla_steps.measure, tables.xla),

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from benchmarks.children import Children
@@ -37,11 +34,10 @@ def measure(children: Children, samples: int, quick: bool) -> list[dict]:
     return records
 
 
-def main(text: str, path: str) -> None:
-    """Measures one case in this process and writes the seconds."""
+def main(settings: dict) -> float:
+    """Measures one case in this process and returns the seconds."""
     from benchmarks.compiling.models import compiled, make_devices, repeated_batch
 
-    settings = json.loads(text)
     strategy = _strategy(settings["strategy"], make_devices(settings["devices"]))
     # What TensorFlow does once in a process is in none.
     for name in ("CNN", MODEL):
@@ -51,7 +47,7 @@ def main(text: str, path: str) -> None:
         began = time.perf_counter()
         model.fit(data, steps_per_epoch=1, shuffle=False, verbose=0)
         seconds = time.perf_counter() - began
-    Path(path).write_text(json.dumps(seconds))
+    return seconds
 
 
 def _strategy(name: str, devices: list[str]) -> Any:
@@ -64,7 +60,3 @@ def _strategy(name: str, devices: list[str]) -> Any:
     if name == "stock":
         return tf.distribute.MirroredStrategy(devices)
     return tfdist.MirroredStrategy(devices, batch_norm="local" if name.endswith("local") else "global")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
-from pathlib import Path
 
 from benchmarks.children import Children
 from benchmarks.data_parallel.processes import say
@@ -25,15 +22,14 @@ def measure(children: Children, samples: int, quick: bool) -> list[dict]:
     return records
 
 
-def main(text: str, path: str) -> None:
-    """Measures the variants of one model in turns and writes a record of each."""
+def main(settings: dict) -> list[dict]:
+    """Measures the variants of one model in turns and returns a record of each."""
     import tensorflow as tf
 
     import tfdist
     from benchmarks.compiling.models import compiled, make_devices, repeated_batch
     from benchmarks.windows import FitWindows
 
-    settings = json.loads(text)
     strategies = {1: tf.distribute.get_strategy(), DEVICES: tfdist.MirroredStrategy(make_devices(DEVICES))}
     trials = {}
     for devices, strategy in strategies.items():
@@ -44,12 +40,7 @@ def main(text: str, path: str) -> None:
     for _ in range(settings["samples"]):
         for trial in trials.values():
             trial.run()
-    records = [
+    return [
         {"model": settings["model"], "devices": devices, "jit_compile": jit_compile, **trial.record}
         for (devices, jit_compile), trial in trials.items()
     ]
-    Path(path).write_text(json.dumps(records))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

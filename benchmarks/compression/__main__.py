@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from benchmarks.compression import accuracy
 from benchmarks.parts import Benchmark, Part
@@ -11,7 +10,6 @@ from benchmarks.parts import Benchmark, Part
 BENCHMARK = Benchmark(
     "benchmarks.compression",
     __doc__,
-    Path(__file__).parent,
     {
         "images": Part("Fashion-MNIST: classes of test images", accuracy.of("images"), accuracy.table),
         "text": Part("Language model: next bytes of held-out text", accuracy.of("text"), accuracy.table),

@@ -7,13 +7,22 @@ from typing import Any
 
 import tensorflow as tf
 
-from benchmarks.data_parallel.data import make_batch
-from benchmarks.data_parallel.measure import StepClock
-from benchmarks.data_parallel.models import LEARNING_RATE, MODELS, MOMENTUM, Conv, Dense, Flatten, Layer, Pool
+from benchmarks.data_parallel.measure import StepClock, result
+from benchmarks.data_parallel.models import (
+    LEARNING_RATE,
+    MODELS,
+    MOMENTUM,
+    Conv,
+    Dense,
+    Flatten,
+    Layer,
+    Pool,
+    make_batch,
+)
 from benchmarks.data_parallel.workload import Workload
 
 
-def train(keras: Any, strategy: tf.distribute.Strategy | None, workload: Workload) -> tuple[StepClock, float, float]:
+def train(keras: Any, strategy: tf.distribute.Strategy | None, workload: Workload) -> dict:
     """Trains in one `fit`.
 
     Args:
@@ -22,7 +31,7 @@ def train(keras: Any, strategy: tf.distribute.Strategy | None, workload: Workloa
         workload: what to train.
 
     Returns:
-        The clock, which has seen all steps, the loss and the accuracy.
+        See `benchmarks.data_parallel.measure.result`.
     """
     shape = MODELS[workload.model]
     # What a user writes: one dataset of global batches, the same in every process. Making one costs nothing.
@@ -42,14 +51,17 @@ def train(keras: Any, strategy: tf.distribute.Strategy | None, workload: Workloa
             jit_compile=False,
         )
     clock = StepClock(workload.warmup, workload.windows, workload.steps)
+    timer = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: clock.tick(batch + 1))
+    # tf_keras would otherwise read loss and accuracy back after every step, which Keras 3 never does.
+    timer._supports_tf_logs = True
     history = model.fit(
         dataset.with_options(options),
         steps_per_epoch=workload.total_steps,
         shuffle=False,
         verbose=0,
-        callbacks=[_timer(keras, clock)],
+        callbacks=[timer],
     ).history
-    return clock, float(history["loss"][0]), float(history["accuracy"][0])
+    return result(clock, float(history["loss"][0]), float(history["accuracy"][0]))
 
 
 def keras_layer(keras: Any, layer: Layer) -> Any:
@@ -63,16 +75,3 @@ def keras_layer(keras: Any, layer: Layer) -> Any:
             return keras.layers.Flatten()
         case Dense(units, relu):
             return keras.layers.Dense(units, activation="relu" if relu else None)
-
-
-def _timer(keras: Any, clock: StepClock) -> Any:
-    class Timer(keras.callbacks.Callback):
-        def __init__(self) -> None:
-            super().__init__()
-            # tf_keras would otherwise read loss and accuracy back after every step, which Keras 3 never does.
-            self._supports_tf_logs = True
-
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            clock.tick(batch + 1)
-
-    return Timer()

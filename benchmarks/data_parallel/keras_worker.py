@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-
 import keras
 
 import tfdist
-from benchmarks.data_parallel import result
 from benchmarks.data_parallel.keras_training import train
 from benchmarks.data_parallel.workload import Workload
 
 
-def main(text: str, path: str) -> None:
-    """Trains the workload and writes the result."""
-    workload = Workload.from_json(text)
+def main(settings: dict) -> dict | None:
+    """Trains the workload; the chief returns the result."""
+    workload = Workload(**settings["workload"])
     strategy = None
     if workload.processes > 1:
         strategy = tfdist.MultiWorkerMirroredStrategy(compression=workload.compression)
@@ -23,9 +20,4 @@ def main(text: str, path: str) -> None:
                 f"{strategy.num_replicas_in_sync} replicas; expected {workload.processes}. Start by `tfdist run`."
             )
     outcome = train(keras, strategy, workload)
-    if strategy is None or strategy.is_chief:
-        result.write(path, *outcome)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    return outcome if strategy is None or strategy.is_chief else None

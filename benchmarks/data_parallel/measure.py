@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -50,6 +51,18 @@ class StepClock:
             )
         pairs = zip(self._moments, self._moments[1:], strict=False)
         return [1000.0 * (after - before) / self._steps for before, after in pairs]
+
+
+def result(clock: StepClock, loss: float, accuracy: float) -> dict:
+    """What the process with rank 0 returns of a training.
+
+    Args:
+        clock: has seen the whole training.
+        loss: mean loss of the training, a check that all frameworks train the same.
+        accuracy: its mean accuracy.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    return {"samples_ms": clock.milliseconds(), "loss": loss, "accuracy": accuracy, "cores": cores}
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 CLASSES = 10
 LEARNING_RATE = 0.01
 MOMENTUM = 0.9
@@ -112,3 +114,18 @@ def count_parameters(model: ModelShape) -> int:
                 total += (shape[-1] + 1) * units
         shape = shape_after(layer, shape)
     return total
+
+
+def make_batch(model: ModelShape, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Random examples (float32, channels last) and labels (int32), the same on every call.
+
+    Example:
+        >>> from benchmarks.data_parallel.models import MODELS
+        >>> examples, labels = make_batch(MODELS["cnn"], 64)
+        >>> examples.shape, labels.shape
+        ((64, 28, 28, 1), (64,))
+    """
+    generator = np.random.default_rng(1)
+    examples = generator.standard_normal((rows, *model.input_shape), dtype=np.float32)
+    labels = generator.integers(0, CLASSES, rows, dtype=np.int32)
+    return examples, labels

@@ -155,6 +155,11 @@ def result_of(make: Callable[[Path, str], Sequence[Command]], deadline: float) -
         return json.loads(result.read_text())
 
 
+def program(module: str, settings: Mapping[str, Any], result: str) -> tuple[str, ...]:
+    """The words of a process that measures: see `benchmarks.worker`."""
+    return (sys.executable, "-m", "benchmarks.worker", module, json.dumps(settings), result)
+
+
 def end_on_sigterm() -> None:
     """Has SIGTERM unwind, as KeyboardInterrupt does, so that the processes that measure are ended."""
 

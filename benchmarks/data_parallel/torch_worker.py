@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.data_parallel import result
-from benchmarks.data_parallel.data import make_batch
-from benchmarks.data_parallel.measure import StepClock
+from benchmarks.data_parallel.measure import StepClock, result
 from benchmarks.data_parallel.models import (
     LEARNING_RATE,
     MODELS,
@@ -21,28 +17,18 @@ from benchmarks.data_parallel.models import (
     Layer,
     ModelShape,
     Pool,
+    make_batch,
     shape_after,
 )
 from benchmarks.data_parallel.workload import Workload
+from benchmarks.torch_ranks import together
 
 
-def main(text: str, path: str) -> None:
-    """Trains the workload and writes the result."""
-    workload = Workload.from_json(text)
-    torch.set_num_threads(1)
-    if workload.processes == 1:
-        result.write(path, *_train(workload, rank=0))
-        return
-    dist.init_process_group("gloo")
-    try:
-        rank = dist.get_rank()
-        outcome = _train(workload, rank)
-        if rank == 0:
-            result.write(path, *outcome)
-        # Rank 0 serves the rendezvous: it must not leave before the others.
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+def main(settings: dict) -> dict | None:
+    """Trains the workload; rank 0 returns the result."""
+    with together() as (rank, _):
+        found = _train(Workload(**settings["workload"]), rank)
+    return found if rank == 0 else None
 
 
 def build(shape: ModelShape) -> nn.Sequential:
@@ -74,7 +60,7 @@ def _as_keras_starts(module: nn.Conv2d | nn.Linear) -> nn.Module:
     return module
 
 
-def _train(workload: Workload, rank: int) -> tuple[StepClock, float, float]:
+def _train(workload: Workload, rank: int) -> dict:
     shape = MODELS[workload.model]
     examples, labels = (torch.from_numpy(part) for part in make_batch(shape, workload.global_batch))
     own = slice(rank * workload.batch, (rank + 1) * workload.batch)
@@ -100,7 +86,7 @@ def _train(workload: Workload, rank: int) -> tuple[StepClock, float, float]:
         correct += (logits.detach().argmax(1) == labels).sum()
         clock.tick(step + 1)
     rows = workload.batch * workload.total_steps
-    return clock, _mean(loss_sum / workload.total_steps), _mean(correct / rows)
+    return result(clock, _mean(loss_sum / workload.total_steps), _mean(correct / rows))
 
 
 def _mean(value: torch.Tensor) -> float:
@@ -108,7 +94,3 @@ def _mean(value: torch.Tensor) -> float:
         dist.all_reduce(value)
         value = value / dist.get_world_size()
     return value.item()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,17 +61,3 @@ class Workload:
     def total_steps(self) -> int:
         """Steps of the whole training; a few more than are measured, so that the end of `fit` is not in a window."""
         return self.warmup + self.windows * self.steps + self.steps_per_execution
-
-    def to_json(self) -> str:
-        """The text that `from_json` reads."""
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Workload:
-        """The workload that `to_json` has written.
-
-        Example:
-            >>> Workload.from_json(Workload("mlp", 2).to_json()).global_batch
-            128
-        """
-        return cls(**json.loads(text))

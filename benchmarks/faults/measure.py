@@ -69,11 +69,12 @@ class Machine:
                     record["result"] = f"exit code {job.code()}"
                     return record
                 reference = self._reference(row)
-                different = compare(reference, job.folder / "backups", _END)
+                different = compare(reference, job.folder / "backups", _END, values=row.same_workers)
         except (TrialError, TimeoutError, subprocess.CalledProcessError) as error:
             record["result"] = str(error)
             return record
-        record["result"] = "other: " + "; ".join(different[:3]) if different else "identical"
+        same = "identical" if row.same_workers else "complete"
+        record["result"] = "other: " + "; ".join(different[:3]) if different else same
         return record
 
     def _disturb(self, row: Row, job: Job, record: dict, times: int) -> None:

@@ -36,6 +36,8 @@ class Row:
         times: how often it strikes one training.
         options: of `tfdist run`.
         ranks: how many processes note steps.
+        same_workers: whether all steps have the same number of workers. With another one, sums round in another order,
+            so only how far both have come is compared.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Row:
     times: int = 1
     options: tuple[str, ...] = ()
     ranks: int = 2
+    same_workers: bool = True
 
 
 def _at_once(act: Callable[[Any], object]) -> Callable[[Job, Wait], float]:
@@ -178,6 +181,23 @@ ROWS = (
         (RUN,),
         options=("--ps", "1"),
         ranks=1,
+    ),
+    Row(
+        "shrink",
+        "`kill -9` of a worker with `-n 1:2`: the other one goes on alone",
+        _signalled(signal.SIGKILL, 1),
+        (RUN,),
+        options=("-n", "1:2", "--regrow-after", "inf"),
+        ranks=1,
+        same_workers=False,
+    ),
+    Row(
+        "grow",
+        "the same with `--regrow-after 1`: both train again",
+        _signalled(signal.SIGKILL, 1),
+        (RUN,),
+        options=("-n", "1:2", "--regrow-after", "1"),
+        same_workers=False,
     ),
     Row("stop", "SIGSTOP to a worker", _stop),
     Row("hang", "a worker's Python stands still", _hang),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from benchmarks.gpu import training
 from benchmarks.parts import Benchmark, Part
@@ -12,7 +11,6 @@ _MODELS = {"resnet": "ResNet-50, 224 x 224, mixed_float16", "transformer": "Tran
 BENCHMARK = Benchmark(
     "benchmarks.gpu",
     __doc__,
-    Path(__file__).parent,
     {
         f"{model}-{group}".lower(): Part(f"{title}: {group}", training.of(model, group), training.table)
         for model, title in _MODELS.items()

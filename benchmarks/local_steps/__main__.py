@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from benchmarks.local_steps import loss, speed
 from benchmarks.parts import Benchmark, Part
@@ -11,7 +10,6 @@ from benchmarks.parts import Benchmark, Part
 BENCHMARK = Benchmark(
     "benchmarks.local_steps",
     __doc__,
-    Path(__file__).parent,
     {
         "speed": Part("Steps over slow networks", speed.measure, speed.table_of),
         "loss": Part("Validation loss", loss.measure, loss.table_of),

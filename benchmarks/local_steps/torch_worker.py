@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import json
-import sys
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
-from benchmarks.data_parallel.data import make_batch
-from benchmarks.data_parallel.models import LEARNING_RATE, MODELS, MOMENTUM
+from benchmarks.data_parallel.models import LEARNING_RATE, MODELS, MOMENTUM, make_batch
 from benchmarks.data_parallel.torch_worker import build
 from benchmarks.network.windows import Windows
+from benchmarks.torch_ranks import together
 
 
-def main(text: str, path: str) -> None:
-    """Trains, and lets rank 0 write how long the steps of each window took."""
-    settings = json.loads(text)
-    torch.set_num_threads(1)
-    is_alone = settings["processes"] == 1
-    if not is_alone:
-        dist.init_process_group("gloo")
-    rank = 0 if is_alone else dist.get_rank()
+def main(settings: dict[str, Any]) -> dict[str, Any] | None:
+    """Trains, and lets rank 0 return how long the steps of each window took."""
+    with together() as (rank, count):
+        found = _train(settings, rank, is_alone=count == 1)
+    return found if rank == 0 else None
+
+
+def _train(settings: dict[str, Any], rank: int, is_alone: bool) -> dict[str, Any]:
     shape, rows = MODELS[settings["model"]], settings["batch"]
     examples, labels = (torch.from_numpy(part) for part in make_batch(shape, rows * settings["processes"]))
     own = slice(rank * rows, (rank + 1) * rows)
@@ -44,13 +42,4 @@ def main(text: str, path: str) -> None:
         if averager is not None:
             averager.average_parameters(model.parameters())
         windows.ended(step + 1)
-    if rank == 0:
-        windows.write(path, loss.item())
-    if not is_alone:
-        # Rank 0 serves the rendezvous: it must not leave before the others.
-        dist.barrier()
-        dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    return windows.result(loss.item())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from benchmarks.meeting import ranks
 from benchmarks.parts import Benchmark, Part
@@ -11,7 +10,6 @@ from benchmarks.parts import Benchmark, Part
 BENCHMARK = Benchmark(
     "benchmarks.meeting",
     __doc__,
-    Path(__file__).parent,
     {"ranks": Part("Barrier and rendezvous", ranks.measure, ranks.table_of)},
 )
 

@@ -6,7 +6,6 @@ All of them are in a network namespace of their own, whose loopback interface co
 from __future__ import annotations
 
 import copy
-import json
 import multiprocessing
 import os
 import resource
@@ -63,16 +62,15 @@ def table_of(records: Sequence[Mapping]) -> str:
     return table(header, lines, left=1)
 
 
-def main(text: str, path: str) -> None:
-    """Measures one case and writes it."""
+def main(settings: dict) -> dict:
+    """Measures one case."""
     if _ISOLATED not in os.environ:
         os.environ[_ISOLATED] = "1"
-        again = [sys.executable, "-m", "benchmarks.meeting.ranks", text, path]
+        again = [sys.executable, *sys.orig_argv[1:]]
         script = 'ip link set lo up && exec "$@"'
         os.execvp("unshare", ["unshare", "--net", "--map-root-user", "sh", "-c", script, "sh", *again])
     # As in a shell. The crowds have as many connections as rank 0.
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    settings = json.loads(text)
     size = settings["size"]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     first, others = {"barrier": _barrier, "rendezvous": _rendezvous}[settings["kind"]](size)
@@ -99,7 +97,7 @@ def main(text: str, path: str) -> None:
     watcher.join()
     if any(crowd.exitcode for crowd in crowds):
         raise SystemExit("not all have met; see above")
-    Path(path).write_text(json.dumps({"seconds": seconds, "bytes": _bytes() - before, **most}))
+    return {"seconds": seconds, "bytes": _bytes() - before, **most}
 
 
 def _barrier(size: int) -> tuple[Callable[[], object], Callable[[int], object]]:
@@ -160,7 +158,3 @@ def _watch(most: dict[str, int], done: threading.Event) -> None:
 def _bytes() -> int:
     (line,) = [line for line in Path("/proc/self/net/dev").read_text().splitlines() if line.strip().startswith("lo:")]
     return int(line.split()[1])
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

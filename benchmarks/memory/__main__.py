@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from benchmarks.memory import activations, host, sharding, tables
 from benchmarks.parts import Benchmark, Part
@@ -11,7 +10,6 @@ from benchmarks.parts import Benchmark, Part
 BENCHMARK = Benchmark(
     "benchmarks.memory",
     __doc__,
-    Path(__file__).parent,
     {
         "activations": Part("Recomputation, on one core", activations.measure, tables.activations),
         "host": Part("What is left on the device", host.measure, tables.host),

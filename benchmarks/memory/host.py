@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from benchmarks.children import Children
 from benchmarks.data_parallel.processes import say
-from benchmarks.memory.shapes import DEPTHS
+from benchmarks.memory.shapes import DEPTHS, SHAPES
 from benchmarks.memory.variants import OFFLOAD, PLAIN, RECOMPUTE, RECOMPUTE_SWAP, SWAP
 
 VARIANTS = (PLAIN, RECOMPUTE, RECOMPUTE_SWAP, SWAP, OFFLOAD)
 _SHAPE = "mlp"
+DEVICE = "CPU:1"
+PLACES = {"device": DEVICE, "host": "CPU:0"}
 
 
 def measure(children: Children, samples: int, quick: bool) -> list[dict]:
@@ -16,4 +18,27 @@ def measure(children: Children, samples: int, quick: bool) -> list[dict]:
     depths = DEPTHS[:1] if quick else DEPTHS
     say(f"host: {', '.join(map(str, depths))} blocks ...")
     settings = {"shape": _SHAPE, "depths": depths, "variants": VARIANTS}
-    return children.python(f"{__package__}.host_worker", settings, children.cores)
+    return children.python(f"{__package__}.host", settings, children.cores)
+
+
+def main(settings: dict) -> list[dict]:
+    """Follows a step of each variant and depth, and returns a record of each."""
+    import numpy as np
+    import tensorflow as tf
+
+    from benchmarks.memory.keras_models import compiled
+    from benchmarks.memory.liveness import held_in_step
+
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+    shape = SHAPES[settings["shape"]]
+    x = np.ones(shape.batch_shape, "float32")
+    records = []
+    for depth in settings["depths"]:
+        for variant in settings["variants"]:
+            model = compiled(variant, shape, depth, DEVICE)
+            model.fit(x, x, batch_size=len(x), verbose=0)
+            found = held_in_step(model, x, x)
+            bytes_of = {name: found[device].peak + found[device].resident for name, device in PLACES.items()}
+            records.append({"shape": settings["shape"], "depth": depth, "variant": variant, **bytes_of})
+    return records

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Sequence
+from typing import Any
 
 from benchmarks.children import Children
 from benchmarks.data_parallel.processes import say
 from benchmarks.memory.shapes import SHARDED
+from benchmarks.windows import FitWindows
 
 MIRRORED, WORKERS = "MirroredStrategy, 2 logical CPUs", "MultiWorkerMirroredStrategy, 2 processes"
 
@@ -17,7 +21,7 @@ def measure(children: Children, samples: int, quick: bool) -> list[dict]:
     for shape, numbers in SHARDED.items():
         say(f"sharding: {numbers.title} ...")
         settings = {"shape": shape, "samples": samples, "steps": 2 if quick else 8}
-        worker = f"{__package__}.sharding_worker"
+        worker = f"{__package__}.sharding"
         # Two replicas compute at the same time.
         alone = children.python(worker, {**settings, "mirrored": True}, children.cores)
         records += _of(shape, MIRRORED, alone)
@@ -30,3 +34,53 @@ def _of(shape: str, strategy: str, found: Sequence[dict]) -> list[dict]:
         kind = "sharded" if record["sharded"] else "whole"
         say(f"  {strategy}, {kind}: {min(record['samples_ms']):.1f} ms, {record['slot_bytes'] / 1e6:.1f} MB a replica")
     return [{"shape": shape, "strategy": strategy, **record} for record in found]
+
+
+def main(settings: dict) -> list[dict] | None:
+    """Measures both in turns; the chief returns a record of each."""
+    import keras
+    import tensorflow as tf
+
+    import tfdist
+    from benchmarks.pipeline.keras_models import repeated_batch
+
+    if settings["mirrored"]:
+        cpu = tf.config.list_physical_devices("CPU")[0]
+        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+        strategy = tfdist.MirroredStrategy(["CPU:0", "CPU:1"])
+    else:
+        strategy = tfdist.MultiWorkerMirroredStrategy()
+    shape = SHARDED[settings["shape"]]
+    data = repeated_batch(shape)
+    records, trials = [], []
+    for sharded in (False, True):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            layers = [keras.layers.Dense(shape.width, "relu") for _ in range(shape.layers)]
+            model = keras.Sequential([keras.Input(shape.batch_shape[1:]), *layers])
+            optimizer = keras.optimizers.Adam()
+            model.compile(tfdist.ShardedOptimizer(optimizer) if sharded else optimizer, "mse", jit_compile=False)
+            before = bytes_of_variables()
+            model.optimizer.build(model.trainable_variables)
+        after = bytes_of_variables()
+        # The first device of this process; all have as much, the first one the counter, too.
+        device = min(after)
+        records.append({"sharded": sharded, "slot_bytes": after[device] - before.get(device, 0)})
+        trials.append(FitWindows(model, data, [os.getpid()], steps=settings["steps"]))
+    for _ in range(settings["samples"]):
+        for trial in trials:
+            trial.run()
+    found = [{**record, **trial.record} for record, trial in zip(records, trials, strict=True)]
+    return found if settings["mirrored"] or strategy.is_chief else None
+
+
+def bytes_of_variables() -> dict[str, int]:
+    """By device, of all TensorFlow variables that exist in this process, whoever keeps them."""
+    from tensorflow.python.ops.resource_variable_ops import ResourceVariable
+
+    gc.collect()
+    found: dict[str, Any] = {}
+    for item in gc.get_objects():
+        if type(item) is ResourceVariable:
+            found[item.device] = found.get(item.device, 0) + item.shape.num_elements() * item.dtype.size
+    return found

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.argument_types import first_two_cores, names
+from benchmarks.children import Children, tensorflow_places, torch_places
 from benchmarks.data_parallel import machine
-from benchmarks.data_parallel.processes import Command, TrialError, end_on_sigterm, result_of, say
+from benchmarks.data_parallel.processes import TrialError, end_on_sigterm, say
 from benchmarks.data_parallel.table import fill, machine_line
-from benchmarks.data_parallel.trial import make_environ, tensorflow_places, torch_places
-from benchmarks.network.links import ADDRESSES, DEVICE, NETWORKS, Network, joined
+from benchmarks.network.links import ADDRESSES, DEVICE, NETWORKS, joined
 from benchmarks.network.table import table
 
 FOLDER = Path(__file__).parent
@@ -32,14 +32,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = {"warmup": options.warmup, "windows": options.windows, "steps": options.steps}
     failed = False
     for peer in WORKERS:
-        found["alone"][peer] = _trial(peer, "default", None, (), settings, options)
+        found["alone"][peer] = _trial(peer, "default", (), settings, options)
         say(f"{peer}, one process: {found['alone'][peer]['ms']}")
     for key in options.networks:
         with joined(NETWORKS[key]) as namespaces:
             for peer, methods in METHODS.items():
                 for method in methods:
                     try:
-                        record = _trial(peer, method, NETWORKS[key], namespaces, settings, options)
+                        record = _trial(peer, method, namespaces, settings, options)
                     except TrialError as error:
                         say(f"{NETWORKS[key].title}, {peer}, {method} failed: {error}")
                         failed = True
@@ -78,25 +78,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _trial(
     peer: str,
     method: str,
-    network: Network | None,
     namespaces: Sequence[str],
     settings: dict,
     options: argparse.Namespace,
 ) -> dict:
-    text = json.dumps({**settings, "method": method, "processes": max(1, len(namespaces))})
-    program = (sys.executable, "-m", f"{__package__}.{WORKERS[peer]}", text)
+    settings = {**settings, "method": method, "processes": max(1, len(namespaces))}
+    children, module = Children(options.cores, options.deadline), f"{__package__}.{WORKERS[peer]}"
     addresses = [f"{address}:{PORT}" for address in ADDRESSES]
     places = tensorflow_places(addresses) if peer == "tfdist" else torch_places(addresses, DEVICE)
-
-    def commands(folder: Path, result: str) -> list[Command]:
-        if network is None:
-            return [Command((*program, result), make_environ(os.environ, {}), options.cores[:1])]
-        return [
-            Command(("ip", "netns", "exec", namespace, *program, result), make_environ(os.environ, place), (core,))
-            for namespace, place, core in zip(namespaces, places, options.cores, strict=True)
-        ]
-
-    return result_of(commands, options.deadline)
+    if not namespaces:
+        return children.python(module, settings, children.cores[:1])
+    return children.side_by_side(module, settings, places, namespaces)
 
 
 if __name__ == "__main__":

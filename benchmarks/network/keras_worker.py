@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import Any
 
 from benchmarks.network.shape import BATCH, LEARNING_RATE, MOMENTUM, SHAPE, Shape
 from benchmarks.network.windows import Windows
 
 
-def main(text: str, path: str) -> None:
-    """Trains, and lets the chief write what it took."""
+def main(settings: dict) -> dict | None:
+    """Trains, and lets the chief return what it took."""
     import keras
 
     import tfdist
     from tfdist.compression import PowerSGD, TopK
 
-    settings = json.loads(text)
     methods = {"default": None, "bf16": "bf16", "PowerSGD": PowerSGD(rank=4), "TopK": TopK(0.01)}
     is_alone = settings["processes"] == 1
     strategy = tfdist.MultiWorkerMirroredStrategy(compression=methods[settings["method"]])
@@ -26,14 +23,9 @@ def main(text: str, path: str) -> None:
     with strategy.scope():
         model = build(SHAPE, keras.optimizers.SGD(LEARNING_RATE, momentum=MOMENTUM))
     windows = Windows(settings, is_alone)
-
-    class Timer(keras.callbacks.Callback):
-        def on_train_batch_end(self, number: int, logs: Any = None) -> None:
-            windows.ended(number + 1)
-
-    history = model.fit(dataset, steps_per_epoch=windows.total, verbose=0, callbacks=[Timer()], shuffle=False).history
-    if strategy.is_chief:
-        windows.write(path, float(history["loss"][0]))
+    timer = windows.callback()
+    history = model.fit(dataset, steps_per_epoch=windows.total, verbose=0, callbacks=[timer], shuffle=False).history
+    return windows.result(float(history["loss"][0])) if strategy.is_chief else None
 
 
 def repeated_batch(shape: Shape, rows: int) -> Any:
@@ -60,7 +52,3 @@ def build(shape: Shape, optimizer: Any) -> Any:
     model = keras.Model(tokens, layers.Dense(shape.vocabulary)(layers.LayerNormalization()(x)))
     model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
     return model
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

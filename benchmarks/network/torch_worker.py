@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from benchmarks.network.shape import BATCH, LEARNING_RATE, MOMENTUM, SHAPE, Shape
 from benchmarks.network.windows import Windows
+from benchmarks.torch_ranks import together
 
 
 class LanguageModel(nn.Module):
@@ -43,25 +41,14 @@ def own_rows(shape: Shape, rows: int, rank: int, processes: int) -> tuple[torch.
     return own[:, :-1], own[:, 1:].flatten()
 
 
-def main(text: str, path: str) -> None:
-    """Trains, and lets rank 0 write what it took."""
-    settings = json.loads(text)
-    torch.set_num_threads(1)
-    is_alone = settings["processes"] == 1
-    rank = 0
-    if not is_alone:
-        dist.init_process_group("gloo")
-        rank = dist.get_rank()
-    loss = train(settings, rank, path, is_alone)
-    if not is_alone:
-        # Rank 0 serves the rendezvous: it must not leave before the others.
-        dist.barrier()
-        dist.destroy_process_group()
-    print(loss)
+def main(settings: dict[str, Any]) -> dict[str, Any] | None:
+    """Trains, and lets rank 0 return what it took."""
+    with together() as (rank, count):
+        found = _train(settings, rank, is_alone=count == 1)
+    return found if rank == 0 else None
 
 
-def train(settings: dict[str, Any], rank: int, path: str, is_alone: bool) -> float:
-    """One training."""
+def _train(settings: dict[str, Any], rank: int, is_alone: bool) -> dict[str, Any]:
     torch.manual_seed(1)
     inputs, targets = own_rows(SHAPE, BATCH, rank, settings["processes"])
     model: nn.Module = LanguageModel(SHAPE)
@@ -80,10 +67,4 @@ def train(settings: dict[str, Any], rank: int, path: str, is_alone: bool) -> flo
         loss.backward()
         optimizer.step()
         windows.ended(step + 1)
-    if rank == 0:
-        windows.write(path, loss.item())
-    return loss.item()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    return windows.result(loss.item())

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import time
-from pathlib import Path
 from typing import Any
 
 from benchmarks.network.links import sent_bytes
@@ -29,12 +27,17 @@ class Windows:
         if done >= self._warmup and (done - self._warmup) % self._steps == 0:
             self._marks.append((time.perf_counter(), 0 if self._is_alone else sent_bytes()))
 
-    def write(self, path: str, loss: float) -> None:
-        """Writes milliseconds and bytes of a step, by window."""
+    def callback(self) -> Any:
+        """What sees the steps of Keras."""
+        import keras
+
+        return keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: self.ended(batch + 1))
+
+    def result(self, loss: float) -> dict[str, Any]:
+        """Milliseconds and bytes of a step, by window."""
         pairs = list(zip(self._marks, self._marks[1:], strict=False))
-        found = {
+        return {
             "ms": [1000 * (after[0] - before[0]) / self._steps for before, after in pairs],
             "bytes": [(after[1] - before[1]) / self._steps for before, after in pairs],
             "loss": loss,
         }
-        Path(path).write_text(json.dumps(found))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from benchmarks.parameter_server import measuring, tables
 from benchmarks.parameter_server.trials import PARTS
@@ -12,7 +11,6 @@ from benchmarks.parts import Benchmark, Part
 BENCHMARK = Benchmark(
     "benchmarks.parameter_server",
     __doc__,
-    Path(__file__).parent,
     {part: Part(title, measuring.of(part), tables.table_of) for part, (title, _) in PARTS.items()},
     samples=5,
 )

@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import re
+import shutil
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import tensorflow as tf
 
-from benchmarks.parameter_server import models, wire
+from benchmarks.parameter_server import models
 from benchmarks.parameter_server.trials import WORKERS, Trial
 from benchmarks.process_files import cpu_milliseconds
 
@@ -103,7 +106,7 @@ class Chief:
         return sample
 
     def _bytes(self) -> int | None:
-        return wire.bytes_between(self._ports) if self._ports else None
+        return bytes_between(self._ports) if self._ports else None
 
     def _draw(self, trial: Trial, steps: int) -> float:
         """Milliseconds of computing to draw a batch in this process, if it is the one that does."""
@@ -115,3 +118,34 @@ class Chief:
         for _ in range(steps):
             next(batches)
         return 1e3 * (time.process_time() - began) / steps
+
+
+def bytes_between(ports: Collection[int]) -> int | None:
+    """Bytes of all open connections of the processes that listen at these ports, both directions, so far.
+
+    `None` without the command `ss` (package iproute2).
+    """
+    if not shutil.which("ss"):
+        return None
+    output = subprocess.run(["ss", "-tinHO"], capture_output=True, text=True, check=True, timeout=30).stdout
+    return count(output, ports)
+
+
+def count(output: str, ports: Collection[int]) -> int:
+    """Adds up what `ss -tinHO` prints: what the side that listened has sent, and what it has received.
+
+    Args:
+        output: a line for each connection.
+        ports: at which the processes listen; each connection between them has one of these at one of its ends.
+
+    Example:
+        >>> count("ESTAB 0 0 127.0.0.1:20001 127.0.0.1:41000 cubic bytes_acked:10 bytes_received:5 segs_out:1", [20001])
+        15
+    """
+    total = 0
+    for line in output.splitlines():
+        fields = line.split()
+        # ESTAB, two queues, this end, the other end, what is counted.
+        if len(fields) > 5 and fields[0] == "ESTAB" and int(fields[3].rpartition(":")[2]) in ports:
+            total += sum(int(number) for number in re.findall(r"\bbytes_(?:acked|received):(\d+)", line))
+    return total

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from benchmarks.parts import Benchmark, Part
 from benchmarks.pipeline import memory, real_compute, schedule_efficiency, tables, trace_cost
@@ -11,7 +10,6 @@ from benchmarks.pipeline import memory, real_compute, schedule_efficiency, table
 BENCHMARK = Benchmark(
     "benchmarks.pipeline",
     __doc__,
-    Path(__file__).parent,
     {
         "schedules": Part(
             "Schedules: speed-up, and its share of the ideal", schedule_efficiency.measure, tables.schedules

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
-from pathlib import Path
 
 from benchmarks.pipeline.real_compute import STAGES
 from benchmarks.pipeline.shapes import SHAPES
@@ -13,14 +10,13 @@ from benchmarks.process_files import announce, announced
 from benchmarks.windows import FitWindows
 
 
-def main(text: str, path: str) -> None:
-    """Measures all variants in turns and writes a record of each."""
+def main(settings: dict) -> list[dict]:
+    """Measures all variants in turns and returns a record of each."""
     import tensorflow as tf
 
     import tfdist
     from benchmarks.pipeline.keras_models import compiled, repeated_batch
 
-    settings = json.loads(text)
     cluster = tfdist.discover()
     if cluster.num_workers > 1:
         announce(settings["folder"], cluster.rank)
@@ -37,9 +33,4 @@ def main(text: str, path: str) -> None:
     for _ in range(settings["samples"]):
         for trial in trials:
             trial.run()
-    records = [{"variant": v, **trial.record} for v, trial in zip(settings["variants"], trials, strict=True)]
-    Path(path).write_text(json.dumps(records))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    return [{"variant": v, **trial.record} for v, trial in zip(settings["variants"], trials, strict=True)]

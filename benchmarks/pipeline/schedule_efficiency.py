@@ -5,11 +5,8 @@ In this way K stages can be as fast as on K devices of their own, on a machine t
 
 from __future__ import annotations
 
-import json
-import sys
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from benchmarks.children import Children
@@ -53,9 +50,8 @@ def chunks_of(schedule: str) -> int:
     return CHUNKS if schedule == "interleaved" else 1
 
 
-def main(text: str, path: str) -> None:
-    """Measures one number of devices, in this process, and writes the records."""
-    settings = json.loads(text)
+def main(settings: dict) -> list[dict]:
+    """Measures one number of devices, in this process; returns the records."""
     devices = settings["devices"]
     _make_devices(devices)
     records = []
@@ -66,7 +62,7 @@ def main(text: str, path: str) -> None:
             seconds = _step_seconds(devices, microbatches, schedule, samples)
             of_record = {"devices": devices, "microbatches": microbatches, "schedule": schedule}
             records.append({**of_record, "samples_ms": seconds})
-    Path(path).write_text(json.dumps(records))
+    return records
 
 
 def _make_devices(count: int) -> None:
@@ -133,7 +129,3 @@ def _model(devices: int, schedule: str, pace: Any) -> Any:
 
 def _names(layers: int) -> Sequence[str]:
     return [f"sleeping_{i}" for i in range(layers)]
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

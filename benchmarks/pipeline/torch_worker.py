@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,33 +13,24 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from benchmarks.pipeline.shapes import LEARNING_RATE, SHAPES, DenseStack, Shape, TransformerStack
 from benchmarks.process_files import announce, announced
+from benchmarks.torch_ranks import together
 from benchmarks.windows import Windows, steps_of_window
 
 
-def main(text: str, path: str) -> None:
-    """Measures all variants in turns; rank 0 writes a record of each."""
-    settings = json.loads(text)
-    torch.set_num_threads(1)
-    torch.manual_seed(1)
-    shape = SHAPES[settings["shape"]]
-    batch = torch.rand(shape.batch_shape)
-    if "WORLD_SIZE" not in os.environ:
-        modules = _layers(shape)
-        steps = [_whole_step(modules, batch)]
-        pids = [os.getpid()]
+def main(settings: dict) -> list[dict] | None:
+    """Measures all variants in turns; rank 0 returns a record of each."""
+    with together() as (rank, count):
+        torch.manual_seed(1)
+        shape = SHAPES[settings["shape"]]
+        batch = torch.rand(shape.batch_shape)
+        if count == 1:
+            pids, steps = [os.getpid()], [_whole_step(_layers(shape), batch)]
+        else:
+            announce(settings["folder"], rank)
+            pids = announced(settings["folder"], count)
+            steps = [_stage_step(shape, batch, variant["microbatches"]) for variant in settings["variants"]]
         records = measure(settings, steps, pids)
-    else:
-        dist.init_process_group("gloo")
-        announce(settings["folder"], dist.get_rank())
-        pids = announced(settings["folder"], dist.get_world_size())
-        steps = [_stage_step(shape, batch, variant["microbatches"]) for variant in settings["variants"]]
-        records = measure(settings, steps, pids)
-        # Rank 0 serves the rendezvous: it must not leave before the others.
-        dist.barrier()
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        Path(path).write_text(json.dumps(records))
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    return records if rank == 0 else None
 
 
 def _layers(shape: Shape) -> list[nn.Module]:
@@ -97,11 +85,11 @@ def measure(settings: dict, steps: list[Callable[[], None]], pids: list[int]) ->
     for _ in range(settings["samples"]):
         for step, count, window in zip(steps, counts, windows, strict=True):
             step()
-            together()
+            wait_for_all()
             window.begin()
             for _ in range(count):
                 step()
-            together()
+            wait_for_all()
             window.end(count)
     return [
         {"variant": variant, "steps": count, **window.record}
@@ -111,7 +99,7 @@ def measure(settings: dict, steps: list[Callable[[], None]], pids: list[int]) ->
 
 def _steps_of_window(step: Callable[[], None]) -> int:
     step()
-    together()
+    wait_for_all()
     began = time.perf_counter()
     step()
     step()
@@ -121,11 +109,7 @@ def _steps_of_window(step: Callable[[], None]) -> int:
     return steps_of_window(seconds.item())
 
 
-def together() -> None:
+def wait_for_all() -> None:
     """Waits for all ranks."""
     if dist.is_initialized():
         dist.barrier()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import json
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from benchmarks.children import Children
@@ -26,18 +23,18 @@ def measure(children: Children, samples: int, quick: bool) -> list[dict]:
     return children.python(f"{__package__}.trace_cost", settings, cores=children.cores[:1])
 
 
-def main(text: str, path: str) -> None:
-    """Measures all combinations in this process and writes the records."""
+def main(settings: dict) -> list[dict]:
+    """Measures all combinations in this process; returns the records."""
     _make_devices()
     combinations = [(1, 1), *((devices, count) for devices in DEVICES for count in MICROBATCHES)]
     # What TensorFlow does once in a process is in none.
     _first_step(2, 2)
     records = {key: {"devices": key[0], "microbatches": key[1], "seconds": []} for key in combinations}
-    for _ in range(json.loads(text)["samples"]):
+    for _ in range(settings["samples"]):
         for key, record in records.items():
             seconds, record["nodes"] = _first_step(*key)
             record["seconds"].append(seconds)
-    Path(path).write_text(json.dumps(list(records.values())))
+    return list(records.values())
 
 
 def _make_devices() -> None:
@@ -73,7 +70,3 @@ def _count_nodes(function: Any, iterator: Any) -> int:
     traced = inspect.getclosurevars(function).nonlocals["multi_step_on_iterator"]
     graph = traced.get_concrete_function(iterator).graph.as_graph_def()
     return len(graph.node) + sum(len(each.node_def) for each in graph.library.function)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from benchmarks.data_parallel.table import fill
 from benchmarks.markdown import table
 from tfdist.planning.hardware import PRESETS, Device, Hardware, Link, all_reduce_seconds
-from tfdist.planning.pipelines import pipeline
+from tfdist.planning.prediction import pipeline
 from tfdist.planning.profile import LayerProfile, ModelProfile, Sample, StepCost
 
 README = Path(__file__).parent / "README.md"

@@ -1,15 +1,12 @@
-"""What a process does: `python -m benchmarks.planning.worker SETTINGS RESULT`. Plans a model, or trains it."""
+"""A process that plans a model, or trains it."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import itertools
-import json
 import statistics
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 _WARM_UP, _WINDOWS = 12, 5
@@ -50,19 +47,15 @@ def _train(settings: dict[str, Any]) -> list[float] | None:
         batch_of(model, rows),
     )
     times: list[float] = []
-
-    class Clock(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            times.append(time.perf_counter())
-
+    clock = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: times.append(time.perf_counter()))
     data = tf.data.Dataset.from_tensors(batch).repeat()
-    model.fit(data, steps_per_epoch=_WARM_UP, verbose=0, shuffle=False, callbacks=[Clock()])
+    model.fit(data, steps_per_epoch=_WARM_UP, verbose=0, shuffle=False, callbacks=[clock])
     step = statistics.median(b - a for a, b in itertools.pairwise(times[2:]))
     window = max(round(_WINDOW_SECONDS / step), 3)
     # All processes must take the same number.
     window = _agreed(strategy, window)
     times.clear()
-    model.fit(data, steps_per_epoch=window * _WINDOWS + 1, verbose=0, shuffle=False, callbacks=[Clock()])
+    model.fit(data, steps_per_epoch=window * _WINDOWS + 1, verbose=0, shuffle=False, callbacks=[clock])
     bounds = times[::window]
     samples = [1e3 * (b - a) / window for a, b in itertools.pairwise(bounds)]
     return samples if getattr(strategy, "is_chief", True) else None
@@ -73,13 +66,6 @@ def _agreed(strategy: Any, window: int) -> int:
     return max(peers.gather("window", window, "choose the length of a window")) if peers is not None else window
 
 
-def main() -> None:
-    """Runs, and writes the result."""
-    settings, result = json.loads(sys.argv[1]), Path(sys.argv[2])
-    found = _plan(settings) if settings["task"] == "plan" else _train(settings)
-    if found is not None:
-        result.write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+def main(settings: dict[str, Any]) -> list | None:
+    """Does what the settings say."""
+    return _plan(settings) if settings["task"] == "plan" else _train(settings)

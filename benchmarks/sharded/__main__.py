@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from benchmarks.parts import Benchmark, Part
 from benchmarks.sharded import tables, trials
@@ -11,7 +10,6 @@ from benchmarks.sharded import tables, trials
 BENCHMARK = Benchmark(
     "benchmarks.sharded",
     __doc__,
-    Path(__file__).parent,
     {
         "steps": Part("Steps, two processes with a core each", trials.steps, tables.steps),
         "bytes": Part("What a process sends", trials.sent, tables.sent),

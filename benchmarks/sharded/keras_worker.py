@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
-import sys
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from benchmarks.memory.sharding_worker import bytes_of_variables
+from benchmarks.memory.sharding import bytes_of_variables
 from benchmarks.network.keras_worker import build, repeated_batch
 from benchmarks.sharded import process
 from benchmarks.sharded.variants import KEPT, PLAIN, SHAPES, SHARDED
 from benchmarks.windows import FitWindows
 
 
-def main(text: str, path: str) -> None:
-    """Measures all variants; the chief writes a record of each."""
+def main(settings: dict) -> list[dict] | None:
+    """Measures all variants; the chief returns a record of each."""
     import tfdist
 
-    settings = json.loads(text)
     if settings["measure"] == "sent":
         # As on hosts of their own: what processes of one host exchange in shared memory, nobody counts.
         mock.patch("tfdist.runtime.exchange._machine", lambda: str(os.getpid())).start()
@@ -32,8 +28,7 @@ def main(text: str, path: str) -> None:
     }
     strategies = [make[variant]() for variant in settings["variants"]]
     records = _measure(settings, strategies)
-    if strategies[0].is_chief:
-        Path(path).write_text(json.dumps(records))
+    return records if strategies[0].is_chief else None
 
 
 def _measure(settings: dict, strategies: list) -> list[dict]:
@@ -62,7 +57,3 @@ def _measure(settings: dict, strategies: list) -> list[dict]:
         for window in windows:
             window.run()
     return [window.record for window in windows]
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -2,51 +2,38 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from benchmarks.network.torch_worker import LanguageModel, own_rows
-from benchmarks.pipeline.torch_worker import measure, together
+from benchmarks.pipeline.torch_worker import measure, wait_for_all
 from benchmarks.sharded import process
 from benchmarks.sharded.variants import PLAIN, SHAPES, SHARDED
+from benchmarks.torch_ranks import together
 
 
-def main(text: str, path: str) -> None:
-    """Measures all variants; rank 0 writes a record of each."""
-    settings = json.loads(text)
-    torch.set_num_threads(1)
-    rank, is_alone = 0, "WORLD_SIZE" not in os.environ
-    if not is_alone:
-        dist.init_process_group("gloo")
-        rank = dist.get_rank()
-    records = _measure(settings, rank, is_alone)
-    if rank == 0:
-        Path(path).write_text(json.dumps(records))
-    if not is_alone:
-        # Rank 0 serves the rendezvous: it must not leave before the others.
-        dist.barrier()
-        dist.destroy_process_group()
+def main(settings: dict) -> list[dict] | None:
+    """Measures all variants; rank 0 returns a record of each."""
+    with together() as (rank, count):
+        records = _measure(settings, rank, count)
+    return records if rank == 0 else None
 
 
-def _measure(settings: dict, rank: int, is_alone: bool) -> list[dict]:
-    trainings = [_Training(settings, variant, rank, is_alone) for variant in settings["variants"]]
+def _measure(settings: dict, rank: int, count: int) -> list[dict]:
+    trainings = [_Training(settings, variant, rank, count) for variant in settings["variants"]]
     if settings["measure"] == "time":
         settings = {**settings, "samples": settings["windows"]}
         return measure(settings, [training.step for training in trainings], [os.getpid()])
     found = []
     for training in trainings:
         training.steps()
-        together()
+        wait_for_all()
         found.append(
             {"sent": process.sent(training.steps)}
             if settings["measure"] == "sent"
@@ -58,13 +45,12 @@ def _measure(settings: dict, rank: int, is_alone: bool) -> list[dict]:
 class _Training:
     """A model, its optimizer and its data."""
 
-    def __init__(self, settings: dict, variant: str, rank: int, is_alone: bool):
+    def __init__(self, settings: dict, variant: str, rank: int, count: int):
         torch.manual_seed(1)
         shape = SHAPES[settings["shape"]]
-        count = 1 if is_alone else dist.get_world_size()
         self._inputs, self._targets = own_rows(shape, settings["rows"], rank, count)
         self._model: nn.Module = LanguageModel(shape)
-        if not is_alone:
+        if count > 1:
             self._model = _replicated(self._model, variant, count)
         self._optimizer = torch.optim.Adam(self._model.parameters())
 
@@ -77,7 +63,7 @@ class _Training:
     def steps(self, count: int = process.STEPS) -> None:
         for _ in range(count):
             self.step()
-        together()
+        wait_for_all()
 
     def held(self) -> int:
         return sum(tensor.nbytes for tensor in self._tensors())
@@ -97,7 +83,3 @@ def _replicated(model: LanguageModel, variant: str, count: int) -> nn.Module:
     for block in model.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=variant == SHARDED)
     return fully_shard(model, mesh=mesh)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

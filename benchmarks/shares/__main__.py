@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from benchmarks.parts import Benchmark, Part
 from benchmarks.shares import trials
@@ -11,7 +10,6 @@ from benchmarks.shares import trials
 BENCHMARK = Benchmark(
     "benchmarks.shares",
     __doc__,
-    Path(__file__).parent,
     {"steps": Part("Two workers with a core each", trials.measure, trials.table_of)},
 )
 

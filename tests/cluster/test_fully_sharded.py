@@ -499,6 +499,21 @@ def test_who_waits_for_a_chief_that_dies_while_it_saves_says_so(tmp_path: Path) 
     assert re.search(f"{as_a_server}|{as_a_peer}", heard), heard
 
 
+def narrow_weights(strategy: Any) -> Any:
+    """Before and after training, of a layer of bfloat16."""
+    import keras
+    import numpy as np
+
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        layers = [keras.layers.Dense(200, "tanh", dtype="bfloat16"), keras.layers.Dense(3)]
+        model = keras.Sequential([keras.Input((40,)), *layers])
+        model.compile(keras.optimizers.SGD(1.0), "mse")
+    found = [model.get_weights()[0].astype("float32")]
+    model.fit(np.eye(16, 40), np.ones((16, 3)), batch_size=16, epochs=2, shuffle=False, verbose=0)
+    return [*found, model.get_weights()[0].astype("float32")]
+
+
 def rounded(transport: str) -> dict[str, Any]:
     """Weights after a step with gradients as they are, and cast; runs on every process."""
     import keras
@@ -519,19 +534,26 @@ def rounded(transport: str) -> dict[str, Any]:
         model.fit(np.eye(16, 40), np.ones((16, 3)), batch_size=16, shuffle=False, verbose=0)
         moved = [(one - w).reshape(-1) for one, w in zip(model.get_weights(), before, strict=True)]
         found[str(compression)] = np.concatenate(moved)
-    return found
+    return {**found, "bfloat16": narrow_weights(strategy)}
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("transport", ["direct", "tensorflow"])
 def test_gradients_are_rounded_for_their_sums(transport: str) -> None:
     import numpy as np
+    import tensorflow as tf
 
     first, second = run_local(rounded, workers=2, timeout=200, args=(transport,))
     for compression, precision in [("None", 0), ("bf16", 2.0**-8), ("fp16", 2.0**-11)]:
         np.testing.assert_array_equal(first[compression], second[compression])
         gap = np.max(np.abs(first[compression] - first["None"])) / np.max(np.abs(first["None"]))
         assert precision / 20 <= gap <= 4 * precision, compression
+    before, expected = narrow_weights(tf.distribute.get_strategy())
+    for one in (first, second):
+        np.testing.assert_array_equal(one["bfloat16"][0], before)
+        moved, gap = np.abs(expected - before).max(), np.abs(one["bfloat16"][1] - expected).max()
+        # A unit in the last place of the largest weights, or two.
+        assert gap <= 2**-9 < moved / 2, (gap, moved)
 
 
 def eight_blocks() -> Any:

@@ -576,6 +576,39 @@ def test_an_epoch_that_is_resumed_behind_its_last_step_ends_with_an_exchange(tmp
         assert found["history"] == expected["history"]
 
 
+def saved_by_time(folder: str) -> list[int]:
+    """After which steps of an epoch a backup is made that is due once. Runs on every process."""
+    import keras
+
+    import tfdist
+    from tfdist.checkpoint.backup_and_restore import FitBackup
+
+    strategy = tfdist.LocalStepsStrategy(4, fragments=2, start_timeout=60, peer_timeout=300)
+    with strategy.scope():
+        model = make_model({})
+    backup = tfdist.callbacks.BackupAndRestore(folder, save_freq="2h")
+    save, steps = FitBackup._save, []
+
+    class Waits(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+            if batch == 1:
+                backup._fit._schedule._time -= 7200
+
+    def noting(fit: FitBackup, mid_epoch: bool) -> None:
+        steps.append(fit._place.steps)
+        save(fit, mid_epoch)
+
+    FitBackup._save = noting
+    model.fit(*make_data({}), batch_size=4, epochs=1, shuffle=False, verbose=0, callbacks=[Waits(), backup])
+    return steps
+
+
+@pytest.mark.nightly
+def test_a_backup_that_is_due_once_is_made_once(tmp_path: Path) -> None:
+    """Requested after step 2, sent with the part of step 4, heard with that of step 6; and the last one."""
+    assert run_local(saved_by_time, 2, args=(str(tmp_path),), timeout=300) == [[6, 0]] * 2
+
+
 def special_cases(folder: str) -> dict[str, Any]:
     """What strangers do; each gives something that has to be the same on all. Runs on every process."""
     import keras
@@ -608,6 +641,13 @@ def special_cases(folder: str) -> dict[str, Any]:
     found["averages of weights"] = fit(model), model.get_weights(), fit(model), model.get_weights()
     model = made(optimizer=averaged)
     found["averages of weights, swapped"] = fit(model, callbacks=[swap]), model.get_weights()
+
+    model = made(functools.partial(keras.layers.Dense, 4, trainable=False), run_eagerly=True)
+    before = model.layers[0].get_weights()
+    fit(model)
+    found["frozen weights, run eagerly"] = [
+        float(np.abs(one - other).max()) for one, other in zip(model.layers[0].get_weights(), before, strict=True)
+    ]
 
     parts: list[Any] = []
     normalization = functools.partial(keras.layers.BatchNormalization, momentum=0.5)
@@ -674,6 +714,7 @@ def test_special_cases_are_the_same_on_all(tmp_path: Path) -> None:
     for name in first:
         for one, other in zip(tf.nest.flatten(first[name]), tf.nest.flatten(second[name]), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-6, err_msg=name)
+    assert first["frozen weights, run eagerly"] == [0.0, 0.0]
     # Rows of both have counted, 41 and 40.
     x, _ = make_data({"rows": 81})
     history, centre = first["logs beside metrics, a tf.Variable"]
@@ -723,6 +764,19 @@ def more_cases(folder: str) -> dict[str, Any]:
     found["weights that are assigned before they are trained"] = [
         float(np.abs(one - other).max()) for one, other in zip(model.get_weights(), kept["begin"], strict=True)
     ]
+
+    with strategy.scope():
+        normalization = keras.layers.BatchNormalization()
+        model = keras.Sequential([keras.Input((5,)), normalization, keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    model.fit(x, y, batch_size=16, verbose=0)
+    normalization.moving_mean.assign(np.full(5, 3.0))
+    predicted = [model.predict(x, verbose=0)]
+    look = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: batch == 1 and predicted.append(model.predict(x, verbose=0))
+    )
+    model.fit(x, y, batch_size=16, verbose=0, callbacks=[look])
+    found["state that is assigned before it is trained"] = float(np.abs(predicted[0] - predicted[1]).max())
 
     with strategy.scope():
         critic = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, "sigmoid")])
@@ -790,6 +844,7 @@ def test_more_cases(tmp_path: Path) -> None:
     for found in run_local(more_cases, 2, args=(str(tmp_path),), timeout=300):
         assert np.isfinite(found["a step that is traced before the first fit"]).all()
         assert found["weights that are assigned before they are trained"] == [0.0] * 5
+        assert found["state that is assigned before it is trained"] == 0.0
         assert found["steps of a GAN"] == [[1, 1], [2, 2], [3, 3]]
         assert np.isfinite(found["a part of which nothing is trained"]).all()
         np.testing.assert_allclose(found["complex numbers"], [0.5 + 0.25j] * 5, rtol=1e-6)

@@ -89,8 +89,11 @@ def saving_over_a_checkpoint(strategy: Any, folder: Path, writes: Writes) -> Non
     """The chief takes its time: who loads the file next gets the last version."""
     path = folder / "again.weights.h5"
     model = built(strategy)
-    checkpoint = keras.callbacks.ModelCheckpoint(path, save_weights_only=True)
-    model.fit(*rows(96), batch_size=16, epochs=2, verbose=0, callbacks=[checkpoint])
+    weights_alone = {"save_weights_only": True}
+    checkpoint = keras.callbacks.ModelCheckpoint(path, **weights_alone)
+    best = keras.callbacks.ModelCheckpoint(folder / "best.weights.h5", "loss", save_best_only=True, **weights_alone)
+    history = model.fit(*rows(96), batch_size=16, epochs=2, verbose=0, callbacks=[checkpoint, best]).history
+    assert best.best == min(history["loss"]), "programs decide by it, on every process"
     with strategy.scope():
         model.set_weights([value + 1 for value in model.get_weights()])
     if strategy.is_chief:
@@ -151,6 +154,32 @@ def tensorboard_of_keras(strategy: Any, folder: Path, writes: Writes) -> dict[st
     return found
 
 
+class Predicting(keras.callbacks.Callback):
+    """As examples do that log images or a confusion matrix."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        logs[f"largest of {type(self).__name__}"] = float(self.model.predict(rows(16)[0], verbose=0).max())
+        super().on_epoch_end(epoch, logs)
+
+
+class Table(Predicting, keras.callbacks.CSVLogger):
+    pass
+
+
+class Board(Predicting, keras.callbacks.TensorBoard):
+    pass
+
+
+def loggers_that_predict(strategy: Any, folder: Path, writes: Writes) -> dict[str, list[float]]:
+    callbacks = [Table(folder / "log.csv"), Board(folder)]
+    history = built(strategy).fit(*rows(48), batch_size=16, epochs=2, shuffle=False, verbose=0, callbacks=callbacks)
+    assert_written(strategy, writes, f"{folder.name}/log.csv")
+    assert len({path.name.split(".")[-3] for path in folder.rglob("*tfevents*")}) == 1, "of one process"
+    assert (folder / "log.csv").read_text().startswith("epoch,accuracy,largest of Table,loss")
+    assert callbacks[0].filename == str(folder / "log.csv")
+    return history.history
+
+
 def interrupted_training(strategy: Any, folder: Path, writes: Writes) -> None:
     """Is gone on with by Keras' own BackupAndRestore."""
     folder.rmdir()
@@ -191,6 +220,7 @@ SECTIONS = {
         a_path_of_each_rank,
         saving_over_a_checkpoint,
         tensorboard_of_keras,
+        loggers_that_predict,
         callbacks_that_write,
         interrupted_training,
         the_last_call_is_save,

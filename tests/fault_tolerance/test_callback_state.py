@@ -85,6 +85,20 @@ def test_a_setting_that_was_changed_is_the_new_one() -> None:
     assert third.settings == {"d"}
 
 
+def test_a_method_that_is_called_set_state_alone() -> None:
+    class Phases(keras.callbacks.Callback):
+        state, count = "warm", 0
+
+        def set_state(self, state: str) -> None:
+            self.state = state
+            self.count += 1
+
+    one, other = Phases(), Phases()
+    one.set_state("cold")
+    carry(one, Phases(), other)
+    assert (other.state, other.count) == ("cold", 1)
+
+
 def test_an_object_that_is_missing_is_named() -> None:
     class Late(keras.callbacks.Callback):
         mean = None

@@ -65,7 +65,7 @@ def test_comes_back_exactly(value: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "array",
-    [np.arange(6, dtype=">i2").reshape(2, 3), np.float16([np.nan, 1])],
+    [np.arange(6, dtype=">i2").reshape(2, 3), np.float16([np.nan, 1]), np.ones(2, tf.bfloat16.as_numpy_dtype)],
     ids=repr,
 )
 def test_arrays(array: np.ndarray, tmp_path: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 import signal
+import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +17,11 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tests.models import ready
+from tests.models import ready, warned
 from tests.tiers import daily
 from tfdist.checkpoint import backup_and_restore, training_state
+from tfdist.checkpoint.lock import FolderInUseError
+from tfdist.checkpoint.store import CheckpointStore
 from tfdist.supervision.exit_codes import PREEMPTED
 
 X = np.random.default_rng(0).normal(size=(24, 3)).astype("float32")
@@ -71,7 +76,7 @@ def start(
     script: Script,
     folder: Path | None,
     death: Death | None = None,
-    kind: type[keras.Sequential] = keras.Sequential,
+    kind: Callable[[list], keras.Model] = keras.Sequential,
     **options: Any,
 ) -> dict[str, Any]:
     """Runs a script that makes its model, its data and its callbacks; with a folder, the fits have a backup in it."""
@@ -134,6 +139,61 @@ def repeated_validation(model: keras.Model, fit: Callable[..., Any]) -> None:
     fit(X, Y, batch_size=4, validation_data=shuffled().take(12).repeat().batch(2), validation_steps=7)
 
 
+class Pieces(keras.utils.PyDataset):
+    """Batches by their numbers, which Keras shuffles."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        return X[4 * index : 4 * index + 4], Y[4 * index : 4 * index + 4]
+
+
+def an_order_for_several_epochs(model: keras.Model, fit: Callable[..., Any]) -> None:
+    fit(Pieces(), steps_per_epoch=2, epochs=9)
+
+
+def a_look_before_the_first_epoch(model: keras.Model, fit: Callable[..., Any]) -> None:
+    others = shuffled().batch(4)
+    look = keras.callbacks.LambdaCallback(on_train_begin=lambda logs: model.evaluate(X, Y, verbose=0))
+    fit(X, Y, batch_size=4, validation_data=others, callbacks=[look])
+
+
+class Noisy(keras.optimizers.SGD):
+    """Adds random numbers to gradients."""
+
+    def __init__(self) -> None:
+        super().__init__(0.05)
+        self.noise = keras.random.SeedGenerator(3)
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        noise = keras.random.normal(gradient.shape, seed=self.noise)
+        super().update_step(gradient + noise, variable, learning_rate)
+
+
+def an_optimizer_that_draws(model: keras.Model, fit: Callable[..., Any]) -> None:
+    ready(model, Noisy(), "mse")
+    fit(X, Y, batch_size=4)
+
+
+class Running(keras.losses.Loss):
+    """An error beside its running mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = keras.Variable(1.0, trainable=False)
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        error = keras.ops.square(y_true - y_pred)
+        self.mean.assign(0.9 * self.mean + 0.1 * keras.ops.mean(error))
+        return error / keras.ops.stop_gradient(self.mean)
+
+
+def a_loss_with_a_state(model: keras.Model, fit: Callable[..., Any]) -> None:
+    ready(model, keras.optimizers.Adam(0.05), Running())
+    fit(X, Y, batch_size=4)
+
+
 SCRIPTS = {
     script.__name__.replace("_", " "): script
     for script in (
@@ -142,11 +202,24 @@ SCRIPTS = {
         two_fits_behind_two_shuffles,
         part_of_a_validation,
         repeated_validation,
+        an_order_for_several_epochs,
+        an_optimizer_that_draws,
+        a_loss_with_a_state,
+        a_look_before_the_first_epoch,
     )
 }
 
 
-@pytest.mark.parametrize("name", daily(SCRIPTS, "cut from one shuffle", "two fits", "part of a validation"))
+DAILY = (
+    "cut from one shuffle",
+    "two fits",
+    "part of a validation",
+    "an order for several epochs",
+    "a loss with a state",
+)
+
+
+@pytest.mark.parametrize("name", daily(SCRIPTS, *DAILY))
 def test_a_pipeline_with_several_readers(name: str, tmp_path: Path) -> None:
     """Each iterator draws from the seeds of the shuffle, whoever makes it."""
     assert restarted(SCRIPTS[name], tmp_path, Death(15)) == start(SCRIPTS[name], None)
@@ -300,3 +373,146 @@ def test_a_failed_fit_that_is_tried_again(tmp_path: Path) -> None:
     found = start(script, tmp_path, death, save_freq=3)
     slower = Slower()
     assert found == start(script, None)
+
+
+class Freezes(keras.callbacks.Callback):
+    """Freezes a layer, as Keras' documentation says."""
+
+    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
+        if epoch == 1:
+            self.model.layers[0].trainable = False
+            self.model.make_train_function(force=True)
+
+
+def two_layers(layers: list) -> keras.Model:
+    return keras.Sequential([layers[0], keras.layers.Dense(4), *layers[1:]])
+
+
+@pytest.mark.parametrize("save_freq", daily([2, "epoch"], "2"))
+def test_a_layer_that_a_callback_has_frozen(save_freq: Any, tmp_path: Path) -> None:
+    def script(model: keras.Model, fit: Callable[..., Any]) -> list[bool]:
+        fit(X, Y, batch_size=4, callbacks=[Freezes()])
+        fit(X, Y, batch_size=4, epochs=1)
+        return [layer.trainable for layer in model.layers]
+
+    found = restarted(script, tmp_path, Death(15), kind=two_layers, save_freq=save_freq)
+    assert found == start(script, None, kind=two_layers)
+    assert found["result"] == [False, True, True]
+    assert start(script, tmp_path, kind=two_layers) == found
+
+
+class Teacher(keras.callbacks.Callback):
+    """Keeps means of the weights in a model that it was given and in one of its own, and trains a critic."""
+
+    def __init__(self, teacher: keras.Model, critic: keras.Model, judges: list[keras.Model]) -> None:
+        super().__init__()
+        self.teacher, self.critic, self.judges = teacher, critic, judges
+
+    def on_train_begin(self, logs: dict | None = None) -> None:
+        self.own = keras.models.clone_model(self.model)
+        self.own.set_weights(self.model.get_weights())
+
+    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+        for model in (self.teacher, self.own):
+            for slow, fast in zip(model.weights, self.model.weights, strict=True):
+                slow.assign(0.9 * slow + 0.1 * fast)
+        self.critic.train_on_batch(X, Y)
+
+
+def test_models_that_a_callback_trains(tmp_path: Path) -> None:
+    def script(model: keras.Model, fit: Callable[..., Any]) -> list[Any]:
+        teacher, critic, judge = (keras.models.clone_model(model) for _ in range(3))
+        keeps = Teacher(teacher, ready(critic, "adam", "mse"), [judge])
+        fit(X, Y, batch_size=4, callbacks=[keeps])
+        return [weight.tolist() for one in (teacher, keeps.own, critic, judge) for weight in one.get_weights()]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = restarted(script, tmp_path, Death(15))
+    assert found == start(script, None)
+    entries = CheckpointStore(tmp_path, writer=False).newest().meta["callbacks"]
+    saved = next(dict(entry["state"]["dict"]) for entry in entries if entry["class"] == "Teacher")
+    assert {"teacher", "critic", "own"} <= set(saved)
+    assert "judges" not in saved, "a model that stays as it was is not saved: it may be large"
+
+
+def test_the_best_weights_of_a_bfloat16_model(tmp_path: Path) -> None:
+    def narrow(layers: list) -> keras.Model:
+        return keras.Sequential([layers[0], keras.layers.Dense(1, dtype="bfloat16")])
+
+    def script(model: keras.Model, fit: Callable[..., Any]) -> int:
+        early = keras.callbacks.EarlyStopping("loss", mode="max", patience=9, restore_best_weights=True)
+        fit(X, Y, batch_size=4, callbacks=[early])
+        return early.best_epoch
+
+    found = restarted(script, tmp_path, Death(15), kind=narrow)
+    assert found == start(script, None, kind=narrow)
+    assert found["result"] == 0
+
+
+class Augmented(Pieces):
+    """Draws from a generator of its own, as tutorials do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = np.random.default_rng(5)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        x, y = super().__getitem__(index)
+        return x + self.generator.normal(size=(4, 3)).astype("float32"), y
+
+
+def test_a_dataset_with_a_generator_of_its_own(tmp_path: Path) -> None:
+    """The backup draws nothing from it, and brings it back at the ends of epochs."""
+
+    def script(model: keras.Model, fit: Callable[..., Any]) -> None:
+        fit(Augmented())
+
+    with pytest.warns(UserWarning, match="Augmented.__getitem__ draws from a generator that the dataset keeps; "):
+        found = restarted(script, tmp_path, Death(15))
+    assert found == start(script, None)
+
+
+@pytest.mark.nightly
+def test_a_validation_generator_is_told_of(tmp_path: Path) -> None:
+    def rows() -> Any:
+        while True:
+            yield X, Y
+
+    def script(model: keras.Model, fit: Callable[..., Any]) -> None:
+        fit(X, Y, validation_data=rows(), validation_steps=1, epochs=2)
+
+    words = "Received: validation data from a generator. After a kill it begins again, "
+    assert len(warned(lambda: start(script, tmp_path), words)) == 1
+
+
+def test_a_fit_within_a_fit_needs_a_folder_of_its_own(tmp_path: Path) -> None:
+    def script(model: keras.Model, fit: Callable[..., Any]) -> None:
+        other = ready(keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)]), "sgd", "mse")
+
+        def probe(epoch: int, logs: dict) -> None:
+            other.fit(X, Y, verbose=0, callbacks=[tfdist.callbacks.BackupAndRestore(tmp_path)])
+
+        fit(X, Y, epochs=2, callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=probe)])
+
+    for _ in range(2):  # the failed one holds the folder no longer
+        with pytest.raises(FolderInUseError, match="another fit of this process"):
+            start(script, tmp_path)
+
+
+def test_processes_of_a_callback_end_by_a_signal(tmp_path: Path) -> None:
+    """A pool of processes, which are forked from within `fit`, waits until they do."""
+    codes = []
+
+    def forks(epoch: int, logs: dict) -> None:
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        child.start()
+        child.terminate()
+        child.join(10)
+        codes.append(child.exitcode)
+        child.kill()
+
+    start(
+        lambda model, fit: fit(X, Y, epochs=1, callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=forks)]), tmp_path
+    )
+    assert codes == [-signal.SIGTERM]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tfdist.jobs.kubernetes_manifests import USER
+from tfdist.jobs.kubernetes import USER
 
 ROOT = Path(__file__).parents[2]
 LINES = [line for line in (ROOT / "docker/Dockerfile").read_text().splitlines() if line and not line.startswith("#")]

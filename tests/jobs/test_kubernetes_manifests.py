@@ -12,7 +12,7 @@ import yaml
 from hypothesis import strategies as st
 
 from tfdist.jobs.engine import engine_of
-from tfdist.jobs.kubernetes_manifests import as_label, manifests
+from tfdist.jobs.kubernetes import as_label, manifests
 from tfdist.jobs.record import Records
 from tfdist.jobs.request import Request
 from tfdist.launcher.arguments import Target

@@ -6,7 +6,6 @@ import click
 import pytest
 
 from tfdist.jobs.request import Request, SubmitError, default_name, seconds_of
-from tfdist.jobs.slurm_script import for_slurm
 from tfdist.jobs.status import in_words
 from tfdist.launcher.arguments import Target
 
@@ -28,14 +27,6 @@ def test_times(text: str, seconds: int) -> None:
 def test_what_is_no_time(text: str) -> None:
     with pytest.raises(click.BadParameter, match=r"Received: .* Expected: a time such as 2h, 90m"):
         seconds_of(text)
-
-
-def test_times_as_they_are_written() -> None:
-    assert [for_slurm(seconds_of(text)) for text in ("2h", "1d12h", "61s")] == [
-        "0-02:00:00",
-        "1-12:00:00",
-        "0-00:01:01",
-    ]
 
 
 def test_the_number_of_processes() -> None:

@@ -20,8 +20,7 @@ from tests.jobs.conftest import OUTER
 from tests.launcher.conftest import wait_until
 from tfdist.jobs.record import Records
 from tfdist.jobs.request import Request, SubmitError
-from tfdist.jobs.slurm import SlurmEngine, from_sacct, from_scontrol
-from tfdist.jobs.slurm_script import batch_script
+from tfdist.jobs.slurm import SlurmEngine, batch_script, from_sacct, from_scontrol
 from tfdist.launcher.arguments import Target
 
 PROGRAM = Target("command", ("/bin/sh", "-c", "exit 0"))
@@ -41,7 +40,7 @@ def test_what_sbatch_is_told() -> None:
     assert directives(text) == [
         *["--job-name=mine", "--ntasks=6", "--cpus-per-task=2", "--gpus-per-task=1"],
         *[
-            "--time=0-02:00:00",
+            "--time=120:00",
             "--nodes=1-6",
             "--use-min-nodes",
             "--requeue",
@@ -61,6 +60,11 @@ def test_what_sbatch_is_told() -> None:
     assert step[:6] == [
         *["srun", "--kill-on-bad-exit=1", "--label", "--ntasks=6", "--cpus-per-task=2", "--gpus-per-task=1"]
     ]
+
+
+@pytest.mark.parametrize(("seconds", "written"), [(7200, "120:00"), (129600, "2160:00"), (61, "1:01")])
+def test_times_as_they_are_written(seconds: int, written: str) -> None:
+    assert f"--time={written}" in directives(script(Path("/jobs/1"), time_limit=seconds))
 
 
 @pytest.mark.parametrize("character", ["\n", "\r", "\x0b", "\x1b", "\x85", "\u2028"])
@@ -305,6 +309,16 @@ def test_a_job_has_its_record_before_slurm_has_it_and_knows_nothing_of_an_outer_
     assert recorded(tmp_path) == ["slurm-1"]
     variables = dict(line.split("=", 1) for line in (tmp_path / "env").read_text().splitlines() if "=" in line)
     assert variables["COLOUR"] == "red" and not variables.keys() & OUTER.keys()
+
+
+def test_what_is_asked_for_counts_more_than_variables_of_the_site(slurm, tmp_path: Path) -> None:
+    """SBATCH_TIMELIMIT and SBATCH_SIGNAL count more than the lines of a script, and less than arguments."""
+    engine = slurm(sbatch=f"printf '%s\\n' \"$@\" > {tmp_path}/words; echo 17")
+    record = engine.submit(Request("slurm", PROGRAM, time_limit=7200, grace=90, name="mine"))
+    _, *options, path = (tmp_path / "words").read_text().splitlines()
+    assert {"--time=120:00", "--signal=B:TERM@90", "--requeue", f"--chdir={Path.cwd()}"} < {*options}
+    assert options == [word for line in directives(Path(path).read_text()) for word in shlex.split(line)]
+    assert Path(path).parent == Path(record.folder)
 
 
 SILENT = "exec sleep 600"

@@ -12,7 +12,7 @@ from tests.launcher.training import program
 from tfdist.launcher.arguments import Stages, stages_of
 from tfdist.launcher.command import main
 from tfdist.launcher.plan import Machine, PlanError, RunOptions, plan_run
-from tfdist.launcher.run import announcement
+from tfdist.launcher.supervisor import announcement
 
 # What tfdist.runtime.servers does, without TensorFlow: a lock is free when its owner's process is gone.
 SERVE = """
@@ -92,13 +92,14 @@ def test_announcement() -> None:
 def test_plan() -> None:
     options = RunOptions(2, stages=Stages(2))
     inherited = {"TFDIST_STAGES": "7", "TFDIST_REPLICAS": "7"}
-    plans = plan_run(options, ["t"], Machine((0, 1)), [2001, 2002], inherited, "r", "/logs")
+    jobs = {"worker": ["a:2001", "a:2002"]}
+    plans = plan_run(options, ["t"], Machine((0, 1)), jobs, inherited, "r", "/logs")
     assert [(plan.name, plan.serves, plan.shown) for plan in plans] == [
         ("worker 0", False, True),
         ("worker 1", True, False),
     ]
     assert [(plan.env["TFDIST_STAGES"], plan.env["TFDIST_REPLICAS"]) for plan in plans] == [("2", "1")] * 2
-    plans = plan_run(RunOptions(2), ["t"], Machine((0, 1)), [2001, 2002], inherited, "r", "/logs")
+    plans = plan_run(RunOptions(2), ["t"], Machine((0, 1)), jobs, inherited, "r", "/logs")
     assert not any(plan.serves or "TFDIST_STAGES" in plan.env or "TFDIST_REPLICAS" in plan.env for plan in plans)
     with pytest.raises(PlanError, match="--env TFDIST_REPLICAS"):
         RunOptions(env={"TFDIST_REPLICAS": "2"})

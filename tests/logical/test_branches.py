@@ -13,7 +13,7 @@ from tests.models import in_scope, ready, warned
 from tests.tiers import daily
 
 
-@pytest.mark.parametrize("name", daily(KINDS, "LeavesOut"))
+@pytest.mark.parametrize("name", daily(KINDS, "LeavesOut", "DrawsInBranch"))
 def test_equals_one_process(mirrored, name):
     expected = train(tf.distribute.get_strategy(), name)
     np.testing.assert_allclose(train(mirrored, name), expected, atol=2e-6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -335,7 +336,7 @@ def test_regularized_models_equal_one_process(four_devices: list[str], changes: 
         twice = keras.layers.Dense(32, "tanh", kernel_regularizer=of_products)
         frozen = keras.layers.Dense(32, "tanh", kernel_regularizer="l2", trainable=False)
         for layer in (
-            keras.layers.Dense(32, kernel_regularizer="l1", bias_regularizer=keras.regularizers.L1L2()),
+            keras.layers.Dense(32, kernel_regularizer="l1", bias_regularizer=lambda weight: 0.01 * (weight - 1.0) ** 2),
             twice,
             frozen,
             twice,
@@ -645,6 +646,83 @@ def test_weights_that_loops_and_branches_read(sharded: tf.distribute.Strategy, l
         seen.append([*before, history, *model.get_weights()])
     for one, other in zip(*seen, strict=True):
         np.testing.assert_allclose(one, other, atol=3e-6)
+
+
+def _apply_in_branch(model: keras.Model, loss: Any, gradients: list) -> None:
+    def update() -> Any:
+        apply(model, loss, gradients)
+        return 0.0
+
+    tf.cond(loss < 100.0, update, lambda: 0.0)
+
+
+def constrained(how: str) -> keras.Model:
+    dense = functools.partial(keras.layers.Dense, kernel_constraint=keras.constraints.UnitNorm())
+    model = (OfStep if how == "branch" else keras.Sequential)([keras.Input((5,)), dense(16, "tanh"), dense(2)])
+    model.of_gradients, optimizer = _apply_in_branch, keras.optimizers.SGD(0.1)
+    if how == "loss scale":
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=8.0)
+    model.compile(optimizer, "mse")
+    return model
+
+
+@pytest.mark.parametrize("how", daily(["loss scale", "branch"], "loss scale"))
+def test_constraints_are_of_weights_that_a_branch_has_updated(sharded: tf.distribute.Strategy, how: str) -> None:
+    """Where weights were read outside of the branch, they became what they were before the update, for good."""
+    assert assert_transparent(sharded, lambda: constrained(how), DATA, batch_size=16)
+
+
+def _moves_weights(model: keras.Model, loss: Any, gradients: list) -> None:
+    """Part of the way to what the batch has, as a codebook is."""
+    apply(model, loss, gradients)
+    weight = model.trainable_variables[-2]
+    weight.assign(0.9 * weight + 0.1 * model.seen)
+    weight.assign_add(tf.ones_like(weight) * 0.01 * loss)
+
+
+def with_moved_weights() -> keras.Model:
+    class Seeing(OfStep):
+        def call(self, x: Any, training: bool | None = None) -> Any:
+            self.seen = tf.reduce_mean(x)
+            return super().call(x, training=training)
+
+    model = Seeing([keras.Input((5,)), keras.layers.Dense(16, "tanh"), keras.layers.Dense(2)])
+    model.of_gradients = _moves_weights
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    return model
+
+
+@pytest.mark.nightly
+def test_weights_that_a_step_assigns_from_its_rows(sharded: tf.distribute.Strategy) -> None:
+    """Each replica had put its part of what its own rows say into the weight."""
+    assert assert_transparent(sharded, with_moved_weights, DATA, batch_size=16)
+
+
+@pytest.mark.nightly
+def test_averages_are_swapped(sharded: tf.distribute.Strategy) -> None:
+    found = []
+    for scope in (contextlib.nullcontext(), sharded.scope()):
+        keras.utils.set_random_seed(5)
+        with scope:
+            model = deep(lambda: keras.optimizers.Adam(0.05, use_ema=True, ema_momentum=0.8))
+        swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+        history = model.fit(
+            *DATA, batch_size=16, epochs=3, shuffle=False, verbose=0, validation_data=DATA, callbacks=[swap]
+        ).history
+        found.append([history["loss"], history["val_loss"], *model.get_weights()])
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-6)
+
+
+def test_a_model_around_one_that_was_trained_has_blocks(sharded: tf.distribute.Strategy) -> None:
+    """An encoder is trained, then a model that consists of it and more layers."""
+    with sharded.scope():
+        inner = deep(width=16)
+        outer = keras.Sequential([keras.Input((5,)), inner, keras.layers.Dense(2)])
+        outer.compile("sgd", "mse")
+    for model in (inner, outer, inner):
+        model.fit(*DATA, batch_size=16, verbose=0)
+    assert all("call" in vars(model) for model in (inner, outer))
 
 
 def test_a_loop_around_run_is_refused(sharded: tf.distribute.Strategy) -> None:

@@ -14,7 +14,7 @@ import tfdist
 from tests.features.reference import only_fit
 from tests.features.table import BATCH, mlp, rows
 from tests.logical.conftest import DEVICES
-from tests.models import in_scope, ready
+from tests.models import in_scope, ready, warned
 from tests.tiers import daily
 from tfdist.inspection.model_state import metrics_of
 from tfdist.strategies.data_parallel.replica_step import _ScaledLosses
@@ -87,6 +87,57 @@ class InTwoCalls(keras.Sequential):
         for part in (slice(2), slice(2, None)):
             self.optimizer.apply(gradients[part], weights[part])
         return {"loss": loss}
+
+
+class OneLossForTwo(keras.Sequential):
+    """Two optimizers apply the gradients of one loss, which the first one scales, and the step logs."""
+
+    def __init__(self, parts: list) -> None:
+        super().__init__(parts)
+        self.second = keras.optimizers.SGD(0.05)
+
+    def train_step(self, data: tuple) -> dict:
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(None, data[1], self(data[0], training=True))
+            loss = self.optimizer.scale_loss(loss)
+        weights = self.trainable_variables
+        gradients = tape.gradient(loss, weights)
+        self.optimizer.apply(gradients[:2], weights[:2])
+        self.second.apply(gradients[2:], weights[2:])
+        return {"loss": loss}
+
+
+class Lookahead(keras.optimizers.Optimizer):
+    """A user's own, around another: every second step goes back half of the way."""
+
+    def __init__(self, fast: keras.optimizers.Optimizer) -> None:
+        super().__init__(learning_rate=0.0)
+        self.fast = fast
+
+    def build(self, variables: list) -> None:
+        if not self.built:
+            super().build(variables)
+            self.slow = [self.add_variable_from_reference(one, "slow") for one in variables]
+
+    def apply(self, grads: list, trainable_variables: list) -> None:
+        self.build(trainable_variables)
+        self.fast.apply(grads, trainable_variables)
+        self._iterations.assign_add(1)
+        part = 0.5 * keras.ops.cast(self._iterations % 2 == 0, "float32")
+        for slow, fast in zip(self.slow, trainable_variables, strict=True):
+            fast.assign(fast + part * (slow - fast))
+            slow.assign(slow + 2 * part * (fast - slow))
+
+
+@pytest.mark.parametrize("eagerly", daily([False, True], "False"))
+def test_an_optimizer_around_another(mirrored, eagerly):
+    def build() -> keras.Model:
+        model = keras.Sequential([keras.Input((8,)), layers.Dense(4, "tanh"), layers.Dense(1)])
+        return ready(model, Lookahead(keras.optimizers.SGD(0.1, momentum=0.9)), "mse", run_eagerly=eagerly)
+
+    with only_fit():
+        gaps = assert_transparent(mirrored, build, rows(43), batch_size=15)
+    assert max(gaps.values()) < 1e-5
 
 
 def applying(kind: type[keras.Sequential], eagerly: bool = False) -> object:
@@ -282,6 +333,7 @@ def test_one_of_two_losses_is_scaled(mirrored):
 APPLYING_TWICE = {
     "one more loss": (OneMoreLoss, lambda: tfdist.MirroredStrategy(DEVICES), False),
     "in two calls": (InTwoCalls, lambda: tfdist.MirroredStrategy(DEVICES), False),
+    "one loss for two optimizers": (OneLossForTwo, lambda: tfdist.MirroredStrategy(DEVICES), False),
     "in two calls, eagerly": (InTwoCalls, lambda: tfdist.MirroredStrategy(DEVICES), True),
     "one more loss, parts of weights": (OneMoreLoss, tfdist.FullyShardedStrategy, False),
     "in two calls, parts of weights": (InTwoCalls, tfdist.FullyShardedStrategy, False),
@@ -289,7 +341,7 @@ APPLYING_TWICE = {
 
 
 @pytest.mark.usefixtures("four_devices")
-@pytest.mark.parametrize("name", daily(APPLYING_TWICE, "one more loss", "in two calls"))
+@pytest.mark.parametrize("name", daily(APPLYING_TWICE, "one more loss", "in two calls", "one loss for two optimizers"))
 def test_an_optimizer_that_applies_twice_after_one_scaled_loss(name):
     kind, strategy, eagerly = APPLYING_TWICE[name]
     with only_fit():
@@ -320,6 +372,44 @@ def test_one_more_loss_in_an_eager_step_is_refused(mirrored):
     model = in_scope(mirrored, applying(OneMoreLoss, eagerly=True))
     with pytest.raises(NotImplementedError, match=r"applies gradients once more after one optimizer\.scale_loss"):
         fit(model)
+
+
+class ByItsResult(keras.Sequential):
+    """Divides its loss by the mean of the losses so far."""
+
+    def train_step(self, data: tuple) -> dict:
+        x, y, *_ = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+            self.seen.update_state(loss)
+            scaled = loss / self.seen.result()
+        self.optimizer.apply(tape.gradient(scaled, self.trainable_variables), self.trainable_variables)
+        return {"seen": self.seen.result()}
+
+
+class LogsRows(keras.Sequential):
+    """Logs the error of each row."""
+
+    def train_step(self, data: tuple) -> dict:
+        return super().train_step(data) | {"errors": keras.ops.abs(self(data[0]) - data[1])[:, 0]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (ByItsResult, "computes gradients from the result of metric 'seen'. Each replica has the result of its own"),
+        (LogsRows, "with a value for each row of a replica. Logs are averaged over the replicas"),
+    ],
+)
+def test_what_differs_in_a_step_is_warned_of_once(mirrored, kind, words):
+    model = in_scope(mirrored, lambda: ready(kind([keras.Input((8,)), layers.Dense(1)]), "sgd", "mse"))
+    if kind is ByItsResult:
+        model.seen = in_scope(mirrored, lambda: keras.metrics.Mean(name="seen"))
+    x, y = rows(8)
+    call = lambda: [model.train_on_batch(x, y) for _ in range(2)]  # noqa: E731
+    assert len(warned(call, words)) == 1
+    model.make_train_function(force=True)
+    assert not warned(call, words)
 
 
 class TestNothingStays:

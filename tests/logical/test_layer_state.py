@@ -16,8 +16,9 @@ import tfdist
 from tests.features.reference import only_fit
 from tests.features.table import batches, rows
 from tests.logical.conftest import DEVICES
-from tests.models import in_scope, ready, warned
+from tests.models import assert_arrays, in_scope, ready, warned
 from tests.tiers import daily
+from tfdist.inspection.model_state import parts_of_variable
 from tfdist.testing import assert_transparent
 
 
@@ -140,6 +141,37 @@ def test_equals_one_process_with_batches_that_do_not_divide(mirrored, update, st
         assert_transparent(mirrored, building((8,), update, **state), rows(21), batch_size=4)
 
 
+class Redraws(Keeping):
+    """Keeps random numbers, of which each replica draws others."""
+
+    def __init__(self, **state: Any) -> None:
+        super().__init__((8,), self.redraw, **state)
+        self.seeds = keras.random.SeedGenerator(3)
+
+    def redraw(self, kept: keras.Variable, x: Any) -> None:
+        kept.assign(0.5 * kept + keras.random.normal((8,), seed=self.seeds))
+
+
+@pytest.mark.parametrize(
+    "state",
+    daily(
+        [
+            pytest.param({}, id="none"),
+            pytest.param({"trainable": True}, id="a weight"),
+            pytest.param({"aggregation": "only_first_replica"}, id="the first one's"),
+        ],
+        "none",
+        "a weight",
+    ),
+)
+def test_random_numbers_that_are_kept_are_those_of_one_process(mirrored, state):
+    with warnings.catch_warnings(), only_fit():
+        warnings.filterwarnings("error", message="Received: variable")
+        assert_transparent(
+            mirrored, lambda: ready(Redraws(**state), keras.optimizers.SGD(0.1), "mse"), rows(21), batch_size=8
+        )
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", BY_ROW)
 def test_a_mean_behind_layers_that_keep_rows_apart_is_exact(mirrored, name):
@@ -253,30 +285,38 @@ def test_a_sum_in_a_block_that_is_recomputed_is_refused(mirrored):
         trained(strategy, build)
 
 
-class KeepsCodes(keras.Model):
-    """Keeps tensors on `self`, which its loss reads; between them, replicas meet in BatchNormalization."""
+class Notes:
+    """An object of the user's own, which is no layer."""
 
-    def __init__(self) -> None:
+
+class KeepsCodes(keras.Model):
+    """Keeps tensors on `self` or elsewhere for its loss; between them, replicas meet in BatchNormalization."""
+
+    def __init__(self, notes: Any = None) -> None:
         super().__init__()
         self.hidden = [layers.Dense(6, "tanh"), layers.Dense(6, "tanh")]
         self.norms = [layers.BatchNormalization(), layers.BatchNormalization()]
         self.out, self.code, self.codes, self.total = layers.Dense(1), None, [], 0.0
+        self.notes = {"those": notes}
 
     def call(self, x: Any, training: bool = False) -> Any:
-        self.codes, self.total = [], 0.0
+        kept = self.notes["those"] or self
+        kept.codes, kept.total = [], 0.0
         for hidden, norm in zip(self.hidden, self.norms, strict=True):
-            x = self.code = hidden(x)
-            self.codes.append(x)
-            self.total = self.total + ops.mean(x**2)
+            x = kept.code = hidden(x)
+            kept.codes.append(x)
+            kept.total = kept.total + ops.mean(x**2)
             x = norm(x, training=training)
         return self.out(x)
 
     def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, *args: Any, **kwargs: Any) -> Any:
-        penalties = 0.3 * ops.mean(ops.abs(self.codes[0])) + 0.2 * ops.mean(self.code**2) + 0.1 * self.total
+        kept = self.notes["those"] or self
+        penalties = 0.3 * ops.mean(ops.abs(kept.codes[0])) + 0.2 * ops.mean(kept.code**2) + 0.1 * kept.total
         return super().compute_loss(x, y, y_pred, *args, **kwargs) + penalties
 
 
 @pytest.mark.usefixtures("four_devices")
+@pytest.mark.parametrize("notes", [pytest.param(lambda: None, id="on self"), pytest.param(Notes, id="elsewhere")])
 @pytest.mark.parametrize("eagerly", [pytest.param(False, id="graph"), pytest.param(True, id="eager")])
 @pytest.mark.parametrize(
     "strategy",
@@ -288,14 +328,161 @@ class KeepsCodes(keras.Model):
         "mirrored",
     ),
 )
-def test_what_call_keeps_on_self_is_of_each_replica(strategy, eagerly):
+def test_what_call_keeps_on_self_is_of_each_replica(strategy, eagerly, notes):
     with only_fit():
         assert_transparent(
             strategy,
-            lambda: ready(KeepsCodes(), keras.optimizers.SGD(0.1), "mse", run_eagerly=eagerly),
+            lambda: ready(KeepsCodes(notes()), keras.optimizers.SGD(0.1), "mse", run_eagerly=eagerly),
             rows(23),
             batch_size=9,
             epochs=1,
+        )
+
+
+class Counts:
+    """Counts its steps, doubles the loss of every second one, and keeps all losses."""
+
+    steps = 0
+
+    def train_step(self, data: Any) -> dict:
+        x, y, *_ = data
+        self.steps += 1
+        factor = 2.0 if self.steps % 2 == 0 else 1.0
+        with tf.GradientTape() as tape:
+            loss = factor * self.compute_loss(x, y, self.predicted(x))
+            scaled = self.optimizer.scale_loss(loss)
+        self.last = loss
+        self.notes.steps += 1
+        self.kept.append({"loss": loss})
+        self.optimizer.apply(tape.gradient(scaled, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+
+class CountsOnSelf(Counts, keras.Sequential):
+    def predicted(self, x: Any) -> Any:
+        return self(x, training=True)
+
+
+class CountsWithoutCall(Counts, keras.Model):
+    """As many GANs are written: its step has to be traced before, to build it."""
+
+    def __init__(self, parts: list) -> None:
+        super().__init__()
+        self.parts = parts[1:]
+
+    def predicted(self, x: Any) -> Any:
+        first, norm, last = self.parts
+        return last(norm(first(x), training=True))
+
+
+@pytest.mark.parametrize("kind", [CountsOnSelf, CountsWithoutCall])
+def test_an_eager_step_counts_once(mirrored, kind):
+    """Not once for each replica; and what it keeps are numbers, not those of a trial."""
+
+    def train(strategy: tf.distribute.Strategy) -> tuple[list[np.ndarray], keras.Model]:
+        keras.utils.set_random_seed(1)
+        hidden = [layers.Dense(4, "tanh"), layers.BatchNormalization(), layers.Dense(1)]
+        with strategy.scope():
+            model = kind([keras.Input((8,)), *hidden])
+            model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=True)
+        model.kept, model.notes = [], Notes()
+        model.notes.steps = 0
+        x, y = rows(21)
+        model.train_on_batch(x[:8], y[:8])
+        assert np.isfinite(float(model.last))
+        model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+        return model.get_weights(), model
+
+    expected, _ = train(tf.distribute.get_strategy())
+    found, model = train(mirrored)
+    assert_arrays(found, expected, 1e-5)
+    assert model.steps == model.notes.steps == len(model.kept) == 4
+    assert all(np.isfinite(float(one["loss"])) for one in model.kept)
+
+
+class CentredError(keras.losses.Loss):
+    """A loss that keeps a moving mean of the targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centre = keras.Variable(0.0, trainable=False)
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        self.centre.assign(0.5 * self.centre + 0.5 * ops.mean(y_true))
+        return ops.mean((y_true - y_pred) ** 2, -1)
+
+
+class Scaler(tf.Module):
+    """What TensorFlow calls a module: Keras does not see its variables."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = tf.Variable(tf.zeros(8), trainable=False)
+
+    def note(self, x: Any) -> None:
+        self.mean.assign(0.5 * self.mean + 0.5 * tf.reduce_mean(x, 0))
+
+
+class UsesOthers(keras.Model):
+    """Its state is that of objects which are no layers; one of them has a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.out = layers.Dense(4, "tanh"), layers.Dense(1)
+        self.scaler, self.others = Scaler(), Notes()
+        self.others.norm = layers.BatchNormalization()
+        self.others.norm.build((None, 4))
+        self.others.error = keras.metrics.RootMeanSquaredError()
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        return self.out(self.others.norm(self.hidden(x), training=training))
+
+    def train_step(self, data: Any) -> dict:
+        logs = super().train_step(data)
+        self.scaler.note(data[0])
+        self.others.error.update_state(data[1], self(data[0]))
+        return {"loss": logs["loss"], "error": self.others.error.result()}
+
+
+@pytest.mark.parametrize("eagerly", [pytest.param(False, id="graph"), pytest.param(True, id="eager")])
+def test_state_of_objects_that_are_no_layers(mirrored, eagerly):
+    def train(strategy: tf.distribute.Strategy) -> tuple[dict, list[list[np.ndarray]]]:
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            loss = CentredError()
+            model = ready(UsesOthers(), keras.optimizers.SGD(0.1), loss, run_eagerly=eagerly)
+        history = model.fit(*rows(21), batch_size=4, shuffle=False, verbose=0).history
+        others = [loss.centre, model.scaler.mean, *model.others.norm.non_trainable_variables]
+        variables = [*model.trainable_variables, *others]
+        return history, [[np.asarray(part) for part in parts_of_variable(variable)] for variable in variables]
+
+    history, expected = train(tf.distribute.get_strategy())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Received: variable")
+        logs, found = train(mirrored)
+    assert logs["error"] == pytest.approx(history["error"], abs=1e-5)
+    for parts, (own,) in zip(found, expected, strict=True):
+        assert_arrays(parts, [own] * 2, 1e-5)
+
+
+class RatesOfLosses(keras.Sequential):
+    """Sets the learning rate by the loss."""
+
+    def train_step(self, data: Any) -> dict:
+        x, y = data
+        self.optimizer.learning_rate.assign(0.01 + 0.1 * self.compute_loss(x, y, self(x)))
+        return super().train_step(data)
+
+
+@pytest.mark.parametrize("eagerly", daily([pytest.param(False, id="graph"), pytest.param(True, id="eager")], "graph"))
+def test_a_learning_rate_that_a_step_sets(mirrored, eagerly):
+    parts = lambda: [keras.Input((8,)), layers.Dense(4, "tanh"), layers.Dense(1)]  # noqa: E731
+    with only_fit():
+        assert_transparent(
+            mirrored,
+            lambda: ready(RatesOfLosses(parts()), keras.optimizers.SGD(0.1), "mse", run_eagerly=eagerly),
+            rows(21),
+            batch_size=8,
         )
 
 
@@ -312,7 +499,7 @@ RIGHT = {
 }
 
 
-class Counts(keras.Model):
+class CountsRight(keras.Model):
     def __init__(self):
         super().__init__()
         self.dense = keras.layers.Dense(3)
@@ -338,6 +525,6 @@ class Counts(keras.Model):
 def test_sums_that_a_step_counts(mirrored):
     with only_fit():
         gaps = assert_transparent(
-            mirrored, lambda: ready(Counts(), "sgd"), rows(27), batch_size=8, epochs=1, tolerance=1e-3
+            mirrored, lambda: ready(CountsRight(), "sgd"), rows(27), batch_size=8, epochs=1, tolerance=1e-3
         )
     assert sum(name.startswith("history") for name in gaps) == len(RIGHT)

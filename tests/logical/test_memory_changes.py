@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import keras
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfdist
+from tests.logical.memory_models import Block, blocks
 from tests.logical.test_pipeline_models import Augmented, Told, Untold
 from tests.models import ready
 from tests.tiers import daily
@@ -148,6 +151,36 @@ def test_variables_of_tensorflow_that_would_be_changed_twice():
         train(model)
 
 
+@pytest.mark.parametrize("place", ["after", "before"])
+def test_variables_of_others_that_change_before_they_are_read_again(place):
+    """The second run would read what the first one has not seen."""
+    scale = keras.Variable(1.0, trainable=False)
+
+    class Scaled(layers.Dense):
+        def call(self, x):
+            return super().call(x) * scale
+
+    class Counting(layers.Layer):
+        def call(self, x):
+            scale.assign_add(1.0)
+            return x
+
+    def weights(policy):
+        keras.utils.set_random_seed(0)
+        scale.assign(1.0)
+        inner = [Scaled(8, name="scaled"), Counting(name="counting")]
+        inner = inner if place == "after" else inner[::-1]
+        model = keras.Sequential([keras.Input((WIDTH,)), *inner, layers.Dense(1)])
+        return train(memory.apply(model, policy) if policy else model, jit_compile=False)
+
+    policy = memory.MemoryPolicy("recompute", ["scaled"])
+    if place == "before":
+        assert close(weights(policy), weights(None))
+        return
+    with pytest.raises(ValueError, match=r"block 'scaled', which is to be run again and reads a variable of another"):
+        weights(policy)
+
+
 KEPT: dict[str, tf.Tensor] = {}
 
 
@@ -194,6 +227,149 @@ def test_tensors_that_are_not_passed_are_refused(mode):
 def test_tensors_without_gradients_need_not_be_passed(kept):
     policy = memory.MemoryPolicy("recompute", ["keeping", "between", "reading"])
     assert close(train(memory.apply(handing_on(kept), policy)), train(handing_on(kept)))
+
+
+BLOCKS = ["first", "second"]
+HOW = {
+    "policy": lambda: tf.distribute.get_strategy(),
+    "host": lambda: tfdist.HostOffloadStrategy("CPU:1", "CPU:0", blocks=BLOCKS),
+    "sharded": lambda: tfdist.FullyShardedStrategy(blocks=BLOCKS),
+    "sharded, run again": lambda: tfdist.FullyShardedStrategy(blocks=BLOCKS, memory="recompute"),
+}
+
+
+def trained_as_blocks(how: str | None, build, optimizer, loss="mse") -> tuple[list, dict]:
+    """Weights and history of a model that is trained in blocks, or without (`None`)."""
+    keras.utils.set_random_seed(0)
+    with HOW[how or "policy"]().scope():
+        model = ready(build(), optimizer(), loss, jit_compile=False)
+    if how == "policy":
+        memory.apply(model, memory.MemoryPolicy("recompute", BLOCKS))
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(2 * ROWS, WIDTH)).astype("float32"), np.ones((2 * ROWS, 1), "float32")
+    x[::5] = 0.0
+    targets = y if isinstance(loss, str) else [y] * len(loss)
+    history = model.fit(x, targets, batch_size=ROWS, epochs=2, shuffle=False, verbose=0).history
+    return model.get_weights(), history
+
+
+class Spread(layers.Dense):
+    """Keeps tensors for a loss, in an attribute and in a list and a dict."""
+
+    def call(self, x):
+        y = super().call(x)
+        self.spread, self.listed = keras.ops.mean(y**2), [keras.ops.mean(abs(y), axis=-1, keepdims=True)]
+        self.named = {"sum": keras.ops.mean(y), "width": 3}
+        return y
+
+
+class Penalizing(keras.Model):
+    """A model whose loss, and whose call, read what layers have kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Spread(WIDTH, "tanh", name="first"), Spread(WIDTH, "tanh", name="second")
+        self.head = layers.Dense(1)
+
+    def build(self, shape):
+        for layer in (self.first, self.second, self.head):
+            layer.build((*shape[:-1], WIDTH))
+
+    def call(self, x):
+        return self.head(self.second(self.first(x))) + self.first.listed[0]
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        loss = super().compute_loss(x, y, y_pred, sample_weight, training)
+        return loss + 3.0 * self.first.spread + keras.ops.mean(self.second.listed[0]) + self.second.named["sum"]
+
+
+def penalizing() -> keras.Model:
+    model = Penalizing()
+    model.build((None, WIDTH))
+    return model
+
+
+@pytest.mark.parametrize("how", daily(HOW, "policy"))
+def test_a_loss_may_read_what_layers_keep(how, four_devices):
+    """It had no gradient then: no tape saw what was computed inside of a block."""
+    ours, plain = (trained_as_blocks(one, penalizing, lambda: keras.optimizers.SGD(0.1)) for one in (how, None))
+    assert close(ours[0], plain[0])
+    assert np.allclose(ours[1]["loss"], plain[1]["loss"], atol=1e-6)
+
+
+def with_an_unused_output() -> keras.Model:
+    """One output has no loss: weights of a layer of its own, and a root, whose derivative is infinite at 0."""
+    inputs = keras.Input((WIDTH,))
+    x = layers.Dense(WIDTH, use_bias=False)(inputs)
+    length = keras.ops.sqrt(keras.ops.sum(x * x, axis=-1, keepdims=True))
+    first = keras.Model(inputs, [layers.Dense(WIDTH, "tanh")(x), layers.Dense(1, name="aside")(length)], name="first")
+    outer = keras.Input((WIDTH,))
+    x, aside = first(outer)
+    return keras.Model(outer, [layers.Dense(1)(layers.Dense(WIDTH, "tanh", name="second")(x)), aside])
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+@pytest.mark.parametrize("how", daily(HOW, "policy"))
+def test_what_the_loss_does_not_use_has_no_gradient(how, four_devices):
+    """A tape gives zeros for it: times infinity they are no numbers, and weight decay would take them for gradients."""
+    make = lambda: keras.optimizers.SGD(0.01, weight_decay=0.5)  # noqa: E731
+    ours, plain = (trained_as_blocks(one, with_an_unused_output, make, ["mse", None]) for one in (how, None))
+    assert all(np.isfinite(weight).all() for weight in plain[0])
+    assert close(ours[0], plain[0])
+
+
+class Measured(layers.Dense):
+    """Has a metric of its own."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.size = keras.metrics.Mean(name=f"size_of_{self.name}")
+
+    def call(self, x):
+        y = super().call(x)
+        self.size.update_state(keras.ops.abs(y))
+        return y
+
+
+def measured() -> keras.Model:
+    inner = [Measured(WIDTH, "tanh", name=name) for name in ("first", "second")]
+    return keras.Sequential([keras.Input((WIDTH,)), *inner, layers.Dense(1)])
+
+
+@pytest.mark.parametrize("how", daily(HOW, "policy"))
+def test_layers_with_metrics(how, four_devices):
+    ours, plain = (trained_as_blocks(one, measured, lambda: keras.optimizers.SGD(0.1)) for one in (how, None))
+    assert close(ours[0], plain[0])
+    assert set(plain[1]) == {"loss", "size_of_first", "size_of_second"}
+    for name, values in plain[1].items():
+        assert np.allclose(ours[1][name], values, rtol=0, atol=1e-6), name
+
+
+class Around(keras.Model):
+    """Calls layers of another model."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = list(inner)
+
+    def call(self, x):
+        for layer in self.inner:
+            x = layer(x)
+        return x
+
+
+def test_blocks_of_a_model_that_is_gone():
+    """Another model has had the layers as blocks, and was given up."""
+    x, y = np.ones((8, 12), "float32"), np.zeros(8)
+    model = ready(blocks(), "sgd", "sparse_categorical_crossentropy")
+    other = Around(model.blocks)
+    other(x)
+    memory.apply(other, memory.MemoryPolicy("recompute", [Block]))
+    of_block = vars(model.blocks[0])["call"]
+    del other
+    gc.collect()
+    assert of_block.model is None
+    model.fit(x, y, verbose=0)
 
 
 @pytest.mark.parametrize("how", daily(["policy", "host", "sharded"], "policy"))

@@ -12,7 +12,10 @@ from tests.tiers import daily
 
 @pytest.mark.parametrize(
     ("optimizer", "compiled"),
-    [("clipnorm", True), *daily([("global_clipnorm", True), ("loss scaling", True), ("Adam", False)])],
+    [
+        *(("clipnorm", True), ("loss scaling alone", True)),
+        *daily([("global_clipnorm", True), ("loss scaling", True), ("Adam", False)]),
+    ],
 )
 def test_equals_one_device(mirrored, optimizer, compiled):
     expected = train(tf.distribute.get_strategy(), optimizer, compiled=True)

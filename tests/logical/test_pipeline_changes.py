@@ -93,6 +93,26 @@ def test_a_model_beside_the_stages_that_is_called_by_itself(is_first: bool) -> N
     assert_same(*both(use, criticized))
 
 
+class Headed(keras.Model):
+    """Has a layer that is no part of its graph of layers."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__(inputs, outputs)
+        self.head = layers.Dense(2, kernel_regularizer="l2")
+        self.head.build((None, 4))
+
+
+def test_a_penalty_on_weights_that_no_stage_uses() -> None:
+    def headed() -> keras.Model:
+        made = build()
+        return ready(Headed(made.input, made.output), keras.optimizers.SGD(0.1), "mse")
+
+    def use(model: keras.Model) -> list:
+        return [model.fit(X, Y, batch_size=8, epochs=2, verbose=0).history["loss"]]
+
+    assert_same(*both(use, headed))
+
+
 def test_a_step_of_the_instance() -> None:
     def train_step(self: keras.Model, data: tuple) -> dict:
         with tf.GradientTape() as tape:

@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 import tfdist
-from tests.logical.pipelines import assert_trains_equally, numbers, pipeline
+from tests.logical.pipelines import assert_same, assert_trains_equally, numbers, pipeline
 from tests.models import ready
 from tfdist.layer_graph.graph import functional_of
 from tfdist.strategies.pipeline.step import MASKED, why_not_decomposable
@@ -310,3 +310,27 @@ def float64():
     keras.config.set_dtype_policy("float64")
     yield
     keras.config.set_dtype_policy("float32")
+
+
+class Noise(layers.Layer):
+    """Draws in inference, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seeds = keras.random.SeedGenerator(3)
+
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        return x + keras.random.normal(tf.shape(x), seed=self.seeds)
+
+
+def test_layers_that_draw_in_inference():
+    def build() -> keras.Model:
+        return ready(keras.Sequential([keras.Input((8,)), layers.Dense(8), Noise(), layers.Dense(3)]), "sgd", "mse")
+
+    def use(strategy: tf.distribute.Strategy) -> list:
+        with strategy.scope():
+            keras.utils.set_random_seed(7)
+            model = build()
+        return [model.predict(numbers(16, 8), batch_size=8, verbose=0) for _ in range(2)]
+
+    assert_same(use(tf.distribute.get_strategy()), use(pipeline(2, 1)))

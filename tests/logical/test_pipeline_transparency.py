@@ -11,9 +11,12 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
+import tfdist
 from tests.logical.pipelines import (
     assert_equal,
+    assert_same,
     assert_trains_equally,
+    both,
     labelled,
     micro_batched,
     mlp,
@@ -22,7 +25,7 @@ from tests.logical.pipelines import (
     one_process,
     pipeline,
 )
-from tests.models import in_scope
+from tests.models import in_scope, ready, warned
 from tests.tiers import daily
 from tfdist.memory import MemoryPolicy
 
@@ -142,3 +145,65 @@ def test_choice_of_schedules():
         "gpipe": ("gpipe", True, 2),
         "interleaved": ("interleaved", True, 4),
     }
+
+
+@pytest.mark.parametrize(("batch_size", "replicas"), [(2, 1), (1, 2)])
+def test_batches_smaller_than_the_number_of_micro_batches(batch_size, replicas):
+    """There are fewer micro-batches then; with fewer rows than pipelines, one of these computes on a stand-in."""
+    devices = [f"CPU:{i}" for i in range(2 * replicas)]
+    strategy = tfdist.PipelineStrategy(devices, num_microbatches=8, replicas=replicas)
+    assert_trains_equally(mlp(), labelled(2 * batch_size + 1), strategy, whole=False, batch_size=batch_size)
+    assert f", {batch_size // replicas or 1} micro-batches of 1 rows" in strategy.summary()
+
+
+def test_single_batches_smaller_than_the_number_of_micro_batches():
+    x, y = labelled(6)
+
+    def train(model: keras.Model) -> list:
+        return [model.train_on_batch(x[:2], y[:2]), model.train_on_batch(x[:1], y[:1]), model.train_on_batch(x, y)]
+
+    assert_same(*both(train, mlp()))
+
+
+@pytest.mark.parametrize("schedule", daily(["auto", "interleaved"], "auto"))
+def test_fewer_layers_than_stages(schedule, recwarn):
+    def build() -> keras.Model:
+        return ready(keras.Sequential([keras.Input((8,)), layers.Dense(8, "tanh"), layers.Dense(3)]), "sgd", "mse")
+
+    strategy = pipeline(4, schedule=schedule)
+    assert_trains_equally(build, (numbers(37, 8), numbers(37, 3, seed=2)), strategy)
+    (said,) = [str(one.message) for one in recwarn if "can be cut into" in str(one.message)]
+    stages = 4 if schedule == "auto" else 8
+    assert f"which can be cut into 2 piece(s) at most, for {stages} stages. It runs on 2 stage(s); the other" in said
+    assert "at most 2)" in strategy.summary()
+
+
+class MeanFree(layers.Layer):
+    """Subtracts the mean of the batch in training."""
+
+    def call(self, x: tf.Tensor, training: bool = False) -> tf.Tensor:
+        return x - tf.reduce_mean(x, 0) if training else x
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_a_layer_that_looks_at_several_rows_is_told(microbatches):
+    model = in_scope(pipeline(2, microbatches), mlp(MeanFree))
+
+    def train() -> None:
+        for _ in range(2):
+            model.fit(*labelled(), batch_size=16, verbose=0)
+        model.evaluate(*labelled(), verbose=0)
+
+    said = warned(train, "mixes the rows of a batch")
+    assert len(said) == (microbatches > 1)
+    assert all("(MeanFree)" in text and "Each micro-batch sees its own rows" in text for text in said), said
+
+
+def test_an_output_without_rows_is_told():
+    def build() -> keras.Model:
+        inputs = keras.Input((8,))
+        x = layers.Dense(8, "tanh")(inputs)
+        return ready(keras.Model(inputs, [layers.Dense(3)(x), keras.ops.mean(x, axis=0)]), "sgd", ["mse", None])
+
+    model = in_scope(pipeline(), build)
+    assert warned(lambda: model.predict(numbers(16, 8), verbose=0), "Received: an output of model")

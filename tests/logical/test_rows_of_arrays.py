@@ -32,11 +32,12 @@ def elements(of: tf.data.Dataset) -> list[Any]:
     return [tf.nest.map_structure(lambda leaf: np.array(leaf), one) for one in of]
 
 
-def test_a_glance_tells_other_rows_and_another_order():
-    def glance(x: np.ndarray) -> list[float]:
-        adapter = ArrayDataAdapter(x, x[:, 0], batch_size=4)
-        return glance_at_arrays(types.SimpleNamespace(data_adapter=adapter))
+def glance(x: Any, y: Any = None) -> list[float]:
+    adapter = ArrayDataAdapter(x, x[:, 0] if y is None else y, batch_size=4)
+    return glance_at_arrays(types.SimpleNamespace(data_adapter=adapter))
 
+
+def test_a_glance_tells_other_rows_and_another_order():
     draw = np.random.default_rng(0)
     for x in (draw.normal(size=(12, 5)), draw.uniform(size=(40, 64, 64, 3)), draw.choice([-1.0, 1.0], size=(64, 1))):
         assert _near(glance(x), glance(x * (1 + 1e-9)))
@@ -44,6 +45,31 @@ def test_a_glance_tells_other_rows_and_another_order():
             assert not _near(glance(x), glance(other))
     labels = np.eye(10)[draw.integers(0, 10, 64)]
     assert not _near(glance(labels), glance(labels[::-1]))
+
+
+NUMBERS = np.random.default_rng(2).normal(size=40)
+WORDS = [f"word {i}" for i in range(40)]
+MISSING = np.column_stack([NUMBERS, [np.nan, np.inf] * 20])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda frame, part: frame({"a": NUMBERS, "b": WORDS, "c": [None, 1.5] * 20})[part], id="a frame"),
+        pytest.param(lambda frame, part: frame({"a": NUMBERS})[part], id="a frame of numbers"),
+        pytest.param(lambda frame, part: np.array(WORDS)[part, None], id="text"),
+        pytest.param(lambda frame, part: MISSING[part], id="missing numbers"),
+        pytest.param(lambda frame, part: tf.ragged.constant([[i] * (i % 4) for i in range(40)])[part], id="ragged"),
+        pytest.param(lambda frame, part: tf.sparse.from_dense(np.diag(range(40))[part]), id="sparse"),
+    ],
+)
+def test_a_glance_at_a_part_of_the_rows(make):
+    """As a process has it that was given a part; the index of a frame begins with another number then."""
+    frame = pytest.importorskip("pandas").DataFrame
+    first, other, again = (make(frame, part) for part in (slice(0, 20), slice(20, 40), slice(0, 20)))
+    same = np.zeros(20)
+    assert _near(glance(first, same), glance(again, same))
+    assert not _near(glance(first, same), glance(other, same))
 
 
 @pytest.mark.parametrize("shuffle", daily([False, True, "batch"], "True"))

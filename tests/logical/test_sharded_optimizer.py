@@ -311,6 +311,61 @@ def test_refused(make, message):
         ShardedOptimizer(make())
 
 
+def test_weights_and_state_are_those_of_the_optimizer_inside(mirrored):
+    """`set_weights`, and the tree of a model's state, which Keras' callbacks and tools read and write."""
+    source = train(compiled(mirrored, ELEMENTWISE["Adam"]), 1)
+    before = slots(source)
+    for how in ("weights", "tree"):
+        target = compiled(mirrored, ELEMENTWISE["Adam"])
+        target.optimizer.build(target.trainable_variables)
+        if how == "weights":
+            target.optimizer.set_weights(before)
+        else:
+            own = source.get_state_tree()["optimizer_variables"]
+            target.set_state_tree({"optimizer_variables": {target.optimizer.name: next(iter(own.values()))}})
+        assert_arrays(slots(target), before)
+        assert before[0] == 3 and np.abs(before[2]).max() > 0
+    with pytest.raises(
+        ValueError, match=r"Received: 1 weights for optimizer 'adam.*' \(built\). Expected: one for each"
+    ):
+        target.optimizer.set_weights(before[:1])
+
+
+@pytest.mark.parametrize(("built", "accumulated"), [(False, None), (True, None), *daily([(True, 2)])])
+def test_variables_are_excluded_from_weight_decay(mirrored, built, accumulated):
+    """Also by the name of their layer, and after `load_model`, which builds the optimizer; no file says which."""
+
+    def weights(sharded, excluded=("bias", "hidden_40")):
+        def make():
+            return optimizers.AdamW(0.01, weight_decay=5.0, gradient_accumulation_steps=accumulated)
+
+        model = compiled(mirrored, make, sharded=sharded)
+        # Biases of 0 would not decay.
+        model.set_weights([np.ones_like(weight) for weight in model.get_weights()])
+        if built:
+            with mirrored.scope():
+                model.optimizer.build(model.trainable_variables)
+        model.optimizer.exclude_from_weight_decay(var_names=list(excluded))
+        return train(model)
+
+    whole = weights(False)
+    assert largest_gap(weights(True), whole) < 1e-6
+    for fewer in (["bias"], ["hidden_40"]):
+        assert largest_gap(weights(False, fewer), whole) > 1e-2
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "loss scale"])
+def test_swapped_averages_are_refused(mirrored, scaled):
+    def make():
+        optimizer = ShardedOptimizer(optimizers.SGD(0.1, use_ema=True))
+        return optimizers.LossScaleOptimizer(optimizer) if scaled else optimizer
+
+    with mirrored.scope():
+        model = ready(network(), make(), "mse")
+    with pytest.raises(ValueError, match=r"SwapEMAWeights with a ShardedOptimizer\(use_ema=True\).*Expected: no Swap"):
+        model.fit(X, Y, batch_size=16, verbose=0, validation_data=(X, Y), callbacks=[keras.callbacks.SwapEMAWeights()])
+
+
 def test_refused_uses(mirrored):
     built = optimizers.Adam()
     built.build([keras.Variable([1.0])])

@@ -18,6 +18,7 @@ from keras_tuner.engine.trial import Trial
 
 from tests.tiers import daily
 from tfdist.supervision.events import EventStream
+from tfdist.supervision.exit_codes import PREEMPTED
 from tfdist.tuning.files import MARK, ProjectMark
 from tfdist.tuning.member import Member
 from tfdist.tuning.patches import GRID_PATCHES, Searches, patches
@@ -319,6 +320,15 @@ class TestAnswers:
         assert another(folder, 1).create_trial("").trial_id != trial.trial_id
         assert keeper.shared.get_trial(trial.trial_id).status == "FAILED"
         assert "killed or lost 2 times" in keeper.oracle.get_trial(trial.trial_id).message
+
+    def test_a_trial_that_was_saved_when_its_tuner_was_asked_to_stop_keeps_its_chances(self, folder: Path) -> None:
+        ran = []
+        for _ in range(3):
+            tuner = BaseTuner(random_search(), directory=str(folder), project_name="p")
+            with pytest.raises(SystemExit), Searches(member_of(folder)).search(tuner):
+                ran.append(tuner.oracle.create_trial("").trial_id)
+                raise SystemExit(PREEMPTED)
+        assert len(set(ran)) == 1
 
     def test_who_finds_no_hyperparameters_yet_waits(self, folder: Path) -> None:
         """A trial may declare its hyperparameters itself: until one has ended, nobody knows any other."""

@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
-from benchmarks.memory.fit_worker import peak_of_step
+from benchmarks.memory.activations import peak_of_step
 from tfdist import memory
 
 WIDTH, ROWS = 64, 2048

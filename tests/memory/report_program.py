@@ -16,7 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from benchmarks.memory.fit_worker import peak_of_step
+from benchmarks.memory.activations import peak_of_step
 from tests.logical.memory_models import MODELS, data
 from tests.memory import peak_program
 from tfdist import memory

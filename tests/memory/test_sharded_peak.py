@@ -60,7 +60,7 @@ def step(changes: dict[str, Any]) -> dict[str, float]:
     import tensorflow as tf
 
     import tfdist
-    from benchmarks.memory.fit_worker import peak_of_step
+    from benchmarks.memory.activations import peak_of_step
     from tfdist.planning.hardware import PRESETS
     from tfdist.planning.prediction import replicated
     from tfdist.planning.profile import profile_of

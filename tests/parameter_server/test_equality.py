@@ -26,6 +26,7 @@ OUTSIDE = ("names", "a head")
 def equality(mode: str, wanted: tuple[str, ...]) -> dict[str, Any]:
     """In the chief: the largest differences, by section."""
     import keras
+    import numpy as np
     import tensorflow as tf
 
     import tfdist
@@ -55,6 +56,23 @@ def equality(mode: str, wanted: tuple[str, ...]) -> dict[str, Any]:
     def dropout() -> dict[str, float]:
         layers = keras.layers
         return gaps(strategy, lambda: dense_model("adam", layers.Dropout(0.3), layers.GaussianNoise(0.1)), *rows(138))
+
+    class Late(keras.layers.Layer):
+        """Counts its calls, and takes its time for batches of large numbers."""
+
+        def build(self, shape: Any) -> None:
+            self.count = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+        def call(self, x: Any) -> Any:
+            steps = tf.cast(tf.reduce_max(x), tf.int32)
+            with tf.control_dependencies(tf.while_loop(lambda i: i < steps, lambda i: [i + 1], [0])):
+                self.count.assign_add(1.0)
+            return 0.0 * x + self.count
+
+    def predictions_in_order() -> list[float]:
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((1,)), Late()])
+        return model.predict(np.array([[2e5], [0], [0], [0]], "float32"), batch_size=1, verbose=0)[:, 0].tolist()
 
     def another_variable() -> tuple[str, str]:
         with strategy.scope():
@@ -93,6 +111,7 @@ def equality(mode: str, wanted: tuple[str, ...]) -> dict[str, Any]:
     sections = {
         "Adagrad": adagrad,
         "dropout": dropout,
+        "order of predictions": predictions_in_order,
         "tied embedding": lambda: gaps(strategy, tied, x[1], x[1][:, 0]),
         "another variable": another_variable,
         # A model that was made in the scope.
@@ -108,7 +127,7 @@ def equality(mode: str, wanted: tuple[str, ...]) -> dict[str, Any]:
 
 @functools.cache
 def results(mode: str) -> dict[str, Any]:
-    names = IN_SYNC if mode == "sync" else SECTIONS
+    names = IN_SYNC if mode == "sync" else (*SECTIONS, "order of predictions")
     return run_local(equality, workers=2, ps=2, timeout=_DEADLINE, args=(mode, names))[0]
 
 
@@ -118,6 +137,11 @@ def test_one_execution_at_a_time(name):
     assert gaps.keys() == {"weights", "optimizer", "history", "evaluate", "predict"}
     # Adagrad's rows are updated by themselves.
     assert max(gaps.values()) <= (1e-6 if name == "Adagrad" else 0.0), gaps
+
+
+def test_one_prediction_at_a_time():
+    """A layer counts the batches, of which the first one takes longest."""
+    assert found(results("async"), "order of predictions") == [1.0, 2.0, 3.0, 4.0]
 
 
 @pytest.mark.parametrize("name", ["Adagrad", "tied embedding", "a vector of losses", "a moving average"])

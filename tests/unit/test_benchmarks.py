@@ -17,7 +17,7 @@ from benchmarks.checkpointing.saving import (
     KERAS,
 )
 from benchmarks.checkpointing.step_log import parse
-from benchmarks.data_parallel import arguments as data_parallel
+from benchmarks.data_parallel import __main__ as data_parallel
 from benchmarks.data_parallel import peers, processes, table
 from benchmarks.data_parallel.table import BEGIN, END, fill
 from benchmarks.data_parallel.workload import Workload
@@ -249,17 +249,22 @@ def test_efficiency_and_loss_of_local_steps() -> None:
         trial = {"ms": list(milliseconds), "bytes": [1e3 * kilobytes] * len(milliseconds)}
         return {"model": "mlp", "link": link, "case": case, "trials": [trial]}
 
-    alone, local, *_, peer = local_speed.CASES
+    def lone(module: str, count: int, *milliseconds: float) -> dict:
+        return {**record("", module, *milliseconds), "count": count}
+
+    alike, local, *_, peer = local_speed.CASES
     lines = local_speed.table_of(
         [
-            record("", alone, 10.0, 10.0),
-            record("", peer, 8.0, 8.0),
-            record("1g", alone, 40.0, 40.0, kilobytes=7000),
+            lone("keras_worker", 1, 5.0, 5.0),
+            lone("keras_worker", 2, 10.0, 10.0),
+            lone("torch_worker", 2, 8.0, 8.0),
+            record("1g", alike, 40.0, 40.0, kilobytes=7000),
             record("1g", local, 10.0, 12.0, kilobytes=140),
             record("1g", peer, 16.0, 16.0, kilobytes=140),
         ]
     )
     assert [line.split(" | ")[3:] for line in lines.splitlines()[2:]] == [
+        ["5.0 (5.0-5.0)", "2.00 (2.00-2.00)", "0.0", "1.00 |"],
         ["10.0 (10.0-10.0)", "1.00 (1.00-1.00)", "0.0", "1.00 |"],
         ["8.0 (8.0-8.0)", "1.00 (1.00-1.00)", "0.0", "1.00 |"],
         ["40.0 (40.0-40.0)", "0.25 (0.25-0.25)", "7000.0", "1.00 |"],

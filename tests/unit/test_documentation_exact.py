@@ -43,7 +43,11 @@ EVIDENCE = {
     "`Dropout` and other layers": [f"{RANDOMNESS}::test_dropout_masks_differ_between_replicas"],
     "`steps_per_execution`": ["steps_per_execution, uneven"],
     "a Python generator": ["Python generator (no batch is lost)"],
-    "state that layers or a `train_step` keep": [STATE],
+    "state that layers or a `train_step` keep": [
+        STATE,
+        f"{LAYER_STATE}::test_state_of_objects_that_are_no_layers",
+        f"{LAYER_STATE}::test_a_learning_rate_that_a_step_sets",
+    ],
     "`add_weight(aggregation=)` of such state": [
         STATE,
         f"{LAYER_STATE}::test_equals_one_process_with_batches_that_do_not_divide",
@@ -74,7 +78,10 @@ EVIDENCE = {
         "numbers that a train_step and a test_step compute from metrics",
         "metrics and other values in the logs of a train_step",
     ],
-    "tensors that `call` keeps on `self`": [f"{LAYER_STATE}::test_what_call_keeps_on_self_is_of_each_replica"],
+    "tensors that `call` keeps on `self`": [
+        f"{LAYER_STATE}::test_what_call_keeps_on_self_is_of_each_replica",
+        f"{LAYER_STATE}::test_an_eager_step_counts_once",
+    ],
     "`train_on_batch`": ["train_on_batch, test_on_batch, predict_on_batch"],
     "`TextVectorization` and": ["TextVectorization and ragged.to_tensor without a length, unmasked"],
     "`predict_on_batch`": ["train_on_batch, test_on_batch, predict_on_batch"],
@@ -102,12 +109,19 @@ EVIDENCE = {
         f"{SAME}::test_checks_between_epochs_name_both_of_two",
         "float64, uneven",
     ],
-    "Dropout masks": [f"{RANDOMNESS}::test_first_replica_has_the_masks_of_one_process"],
+    "Dropout masks": [
+        f"{RANDOMNESS}::test_first_replica_has_the_masks_of_one_process",
+        f"{LAYER_STATE}::test_random_numbers_that_are_kept_are_those_of_one_process",
+    ],
     "`keras.random` with a whole number": [
         "tests/logical/test_global_seeds.py::test_a_whole_number_as_seed_warns_once",
         "tests/logical/test_global_seeds.py::test_a_generator_and_initializers_do_not_warn",
     ],
-    "logs of a custom `train_step` or": ["metrics and other values in the logs of a train_step"],
+    "logs of a custom `train_step` or": [
+        "metrics and other values in the logs of a train_step",
+        f"{GUARDS}::test_what_differs_in_a_step_is_warned_of_once",
+    ],
+    "a loss in a custom `train_step` that is": [f"{GUARDS}::test_what_differs_in_a_step_is_warned_of_once"],
     "a metric of your own class": [
         "tests/logical/test_row_trial.py::test_steps_that_do_not_train",
         "tests/logical/test_row_trial.py::test_a_maximum_of_all_rows_is_that_of_one_process",

@@ -26,7 +26,6 @@ from tfdist.launcher.drill.drill import (
     FAILED,
     IDENTICAL,
     Outcome,
-    Recovery,
     recovery,
     show_table,
     was_tested,
@@ -197,7 +196,7 @@ def test_the_recovery_of_a_restarted_run() -> None:
         {"event": "training-again", "time": 18.0, "steps_redone": 1},
         {"event": "complete", "time": 20.0},
     ]
-    assert recovery(events, 10.0) == Recovery(0.2, 3.0, 5)
+    assert recovery(events, 10.0) == {"detected": 0.2, "training_again": 3.0, "steps_redone": 5}
 
 
 def test_the_recovery_of_a_preempted_run() -> None:
@@ -208,7 +207,7 @@ def test_the_recovery_of_a_preempted_run() -> None:
         {"event": "resumed", "time": 19.0, "step": 37},
         {"event": "complete", "time": 25.0},
     ]
-    assert recovery(events, 10.0) == Recovery(0.5, 9.0, 3)
+    assert recovery(events, 10.0) == {"detected": 0.5, "training_again": 9.0, "steps_redone": 3}
 
 
 @pytest.mark.parametrize(
@@ -229,8 +228,8 @@ def test_whether_anything_was_left_to_train(events: list[tuple[str, dict]], expe
 
 
 ROWS = [
-    Outcome("kill-worker", "kill a worker", IDENTICAL, Recovery(0.123, 3.456, 12)),
-    Outcome("hang", "hang a worker", DIFFERS, Recovery(8.0, 12.0, 3), tuple(f"x[{i}]: 1, 2" for i in range(7))),
+    Outcome("kill-worker", "kill a worker", IDENTICAL, 0.123, 3.456, 12),
+    Outcome("hang", "hang a worker", DIFFERS, 8.0, 12.0, 3, tuple(f"x[{i}]: 1, 2" for i in range(7))),
     Outcome("corrupt", "corrupt the newest backup", FAILED, details=("exit code 1; see [logs]",)),
 ]
 

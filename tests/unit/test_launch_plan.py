@@ -4,24 +4,26 @@ import json
 
 import pytest
 
+from tfdist.cluster.sockets import join_address
 from tfdist.launcher.plan import (
     Machine,
     PlanError,
     ProcessPlan,
     RunOptions,
     default_workers,
+    jobs_of,
     plan_run,
     share_cpus,
     share_gpus,
 )
-from tfdist.launcher.run import announcement
+from tfdist.launcher.supervisor import announcement
 
 TWO_CORES = Machine((0, 1))
 
 
 def make(options: RunOptions, machine: Machine = TWO_CORES, environ=None, **more) -> list[ProcessPlan]:
-    ports = range(20001, 20001 + len(options.tasks))
-    return plan_run(options, ["python", "t.py"], machine, ports, environ or {}, "run-1", "/logs", **more)
+    jobs = jobs_of(options, [join_address(options.host, 20001 + at) for at in range(len(options.tasks))])
+    return plan_run(options, ["python", "t.py"], machine, jobs, environ or {}, "run-1", "/logs", **more)
 
 
 def test_two_workers_know_the_cluster_and_themselves() -> None:

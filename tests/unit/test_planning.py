@@ -8,11 +8,11 @@ import click
 import pytest
 
 from tfdist.memory.budget import BlockCost
+from tfdist.planning import calibration
 from tfdist.planning.command import numbers
 from tfdist.planning.hardware import Device, Hardware, Link, all_reduce_seconds, ring_bytes
-from tfdist.planning.pipelines import cut, pipeline
 from tfdist.planning.plan import plan_for, recommend, too_large
-from tfdist.planning.prediction import Prediction
+from tfdist.planning.prediction import Prediction, cut, pipeline
 from tfdist.planning.profile import LayerProfile, ModelProfile, Sample, StepCost
 
 GB = 10**9
@@ -155,6 +155,22 @@ class TestArithmetic:
         assert rows["FullySharded, recompute"].memory == pytest.approx(6e6 + 8e6 + 1.1 * (8e6 / 4 + 64e6 / 4 / 4))
         assert rows["FullySharded, recompute"].code == "tfdist.FullyShardedStrategy(memory='recompute')"
 
+    def test_parts_of_weights_within_hosts(self):
+        model = profile(weights=8e6, slots=16e6, activations=64e6)
+        cores = {"kind": "CPU", "devices": {1: CARD, 2: CARD}, "per_host": 2, "inside": Link(0.001, 1e9)}
+        where = hardware(**cores, between=Link(0.01, 1e8))
+        rows = {found.name: found for found in candidates(model, where, [4])}
+        found = rows["FullySharded, within hosts"]
+        assert found.code == "tfdist.FullyShardedStrategy(shard_within='host')"
+        # As on one host of two; then two hosts sum all gradients, of which each device sends a half.
+        (alone,) = [row for row in candidates(model, where, [2]) if row.name == "FullySharded"]
+        assert found.resident == alone.resident == pytest.approx((8e6 + 16e6) / 2)
+        assert found.sent == pytest.approx(alone.sent + 8e6 / 2)
+        assert found.communication == pytest.approx(alone.communication + 4 * 2 * 0.01 + 8e6 / 1e8)
+        assert found.communication < rows["FullySharded"].communication
+        for other, devices in ((where, 3), (where, 2), (hardware(**{**cores, "per_host": 1}), 4), (hardware(), 8)):
+            assert "FullySharded, within hosts" not in {row.name for row in candidates(model, other, [devices])}
+
     def test_replicas_of_several_hosts_share_the_network(self):
         network = Link(0.0, 1e6)
         rows = {found.name: found for found in candidates(profile(), hardware(between=network), [8])}
@@ -250,6 +266,17 @@ class TestPlan:
         assert rows["Pipeline gpipe, M=16"].options["devices"] == ["GPU:0", "GPU:1"]
         every = {found.name: found for found in plan_for(profile(), hardware(), [4]).rows}
         assert every["Mirrored"].code == "tfdist.MirroredStrategy()"
+
+    def test_some_of_the_gpus_of_this_machine(self, monkeypatch, tmp_path):
+        fields = (*dataclasses.fields(Device), *dataclasses.fields(Link))
+        measured = {**{field.name: 1e9 for field in fields}, "link": 1e9, "step": 0.0}
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        monkeypatch.setattr(calibration, "count_gpus", lambda: 8)
+        monkeypatch.setattr(calibration, "_slowest", lambda cores, processes: measured)
+        for _ in ("measured", "kept"):
+            rows = {row.name: row for row in plan_for(profile(), calibration.this_machine(2), [2]).rows}
+            assert rows["Mirrored"].code == "tfdist.MirroredStrategy(devices=['GPU:0', 'GPU:1'])"
+            assert rows["MultiWorker"].start == "tfdist run -n 2 --gpus-per-worker 1 train.py"
 
     def test_the_numbers_that_a_user_types(self):
         for text in ("0", "4..2", "a", "2,", "-1"):

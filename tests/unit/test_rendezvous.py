@@ -18,8 +18,7 @@ import pytest
 from tests.launcher.conftest import wait_until
 from tfdist.cluster import ClusterError, discover, meeting, ports, server, sockets
 from tfdist.cluster.membership import Membership, own_share, roles, visible_devices
-from tfdist.cluster.rendezvous import Registration, agreed, attend, endpoints, listen, meet, receive
-from tfdist.cluster.rendezvous.channels import HomeFile
+from tfdist.cluster.rendezvous import HomeFile, Registration, agreed, attend, endpoints, listen, meet, receive
 
 SECRET = b"of this job"
 # For who comes. Nothing waits longer than until that has come.

@@ -18,7 +18,7 @@ from tfdist.launcher.plan import Machine, PlanError, ProcessPlan, RunOptions
 from tfdist.plain_text import plain_text
 from tfdist.tuning.files import searches_in, write_search
 from tfdist.tuning.member import VARIABLE, Member, plan_tuners
-from tfdist.tuning.results import summary_of, table_of
+from tfdist.tuning.tune_run import summary_of, table_of
 
 MEMBER = Member(0, 2, "s", "/logs", 3)
 

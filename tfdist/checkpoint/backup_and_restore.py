@@ -25,8 +25,10 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -35,13 +37,14 @@ import tensorflow as tf
 
 from tfdist.arguments import check_path
 from tfdist.checkpoint import callback_state, training_state
+from tfdist.checkpoint.lock import FolderInUseError
 from tfdist.checkpoint.manifest import drill_folder
 from tfdist.checkpoint.position import DataPosition, ReadData, made_by_validation
 from tfdist.checkpoint.schedule import BackgroundWriter, PreemptionSignal, SaveSchedule, frame_of_fit
 from tfdist.checkpoint.store import Checkpoint, SharedStore, is_final
 from tfdist.checkpoint.training_state import TrainingState, check_meta, fault_of_meta
 from tfdist.compat.keras import hooks_of
-from tfdist.compat.upstream import get_random_seed
+from tfdist.compat.upstream import TFEpochIterator, get_random_seed
 from tfdist.inspection.datasets import batch_specification, draws_seeds, latest_iterator, replay
 from tfdist.inspection.model_state import random_state, restore_random_state
 from tfdist.runtime.agreement import CommonStop, Request
@@ -251,13 +254,17 @@ class FitBackup:
         hooks = hooks_of(strategy)
         self._peers, self._agreement = hooks.peers, hooks.agreement
         self._is_chief = getattr(strategy, "is_chief", True)
-        self._store = SharedStore(_folder_of_fit(options.backup_dir), options.max_to_keep, strategy)
+        self._folder = _folder_of_fit(options.backup_dir)
+        _take(self._folder, model)
+        self._store = SharedStore(self._folder, options.max_to_keep, strategy)
         self._writer = BackgroundWriter(options.asynchronous, self._warn_not_written)
         self._schedule = SaveSchedule(options.save_freq)
         self._signal = PreemptionSignal(options.preemption_signal, model)
         self._stop_at_end = False
         self._events = EventLog.from_environment()
         self._state = TrainingState(model)
+        self._traced: Any = None  # Keras' function of a training step, and which layers it trains
+        self._trains: list[bool] = []
         self._place = _Place()
         self._kept: str | None = None  # the last backup that is written, in words
         self._failure: str | None = None  # why a later one is not
@@ -309,6 +316,7 @@ class FitBackup:
             build_for_steps(model, batch_specification(iterator))
         try:
             check_meta(meta, f"{self._store.directory}/{checkpoint.name}")
+            training_state.let_train(model, meta.get("trains", []))
             self._state.make_global_seed_generator(meta["variables"])
             lost = self._state.make_compression(meta["variables"], checkpoint.tensors)
             self._state.check(meta["variables"], checkpoint.tensors, with_metrics=meta["steps"] > 0)
@@ -414,6 +422,7 @@ class FitBackup:
 
     def _restore_the_rest(self) -> None:
         checkpoint, self._resumed = self._resumed, None
+        training_state.let_train(self._model, checkpoint.meta.get("trains", []))
         if self._validations and (iterator := self._validation_iterator()) is not None:
             # Before the next iterator over the training data, which may draw from the same seeds.
             self._prepare_validation(iterator)
@@ -465,6 +474,7 @@ class FitBackup:
 
     def _after_step(self, steps: int) -> None:
         """After each execution of steps, with the number of steps of the epoch that are done."""
+        self._note_what_is_trained()
         steps = self._within_epoch(steps)
         self._place.total += steps - self._place.steps
         self._place.steps = steps
@@ -488,6 +498,11 @@ class FitBackup:
         else:
             self._save(mid_epoch=True)
 
+    def _note_what_is_trained(self) -> None:
+        """Notes which layers are trained: callbacks may freeze some, which acts once Keras makes another function."""
+        if self._model.train_function is not self._traced or self._model.run_eagerly:
+            self._traced, self._trains = self._model.train_function, training_state.trains(self._model)
+
     def _within_epoch(self, steps: int) -> int:
         # Keras counts the last execution of an epoch as if it was a whole one.
         return min(steps, self._position.steps_per_epoch or steps)
@@ -504,6 +519,11 @@ class FitBackup:
         if iterator is self._validated:
             return
         self._validated = iterator
+        if type(iterator.data_adapter).__name__ == "GeneratorDataAdapter":
+            _warn(
+                "Received: validation data from a generator. After a kill it begins again, and validations see other "
+                "rows than without. Expected: arrays, a tf.data.Dataset or a keras.utils.PyDataset."
+            )
         data = ReadData(self._model, iterator)
         data.put_in_order()
         data.give(self._validation_order)
@@ -523,7 +543,7 @@ class FitBackup:
         asked = {} if frame is None else frame.f_locals
         if not _OF_VALIDATION.issubset(asked) or not isinstance(asked["val_x"], tf.data.Dataset):
             return None
-        self._model._eval_epoch_iterator = type(latest_iterator(self._model))(
+        self._model._eval_epoch_iterator = TFEpochIterator(
             x=asked["val_x"],
             y=asked["val_y"],
             sample_weight=asked["val_sample_weight"],
@@ -568,6 +588,7 @@ class FitBackup:
             if self._callback_list._async_train:
                 self._callback_list._flush_futures()
             hooks_of(self._model._distribute_strategy).settle(self._model)
+            self._note_what_is_trained()
             began = time.monotonic()
             place = dataclasses.replace(self._place)
             self._schedule.saved(place.total)
@@ -601,6 +622,7 @@ class FitBackup:
                     "position": self._position.state(tensors, mid_epoch),
                     "random": random_state(),
                     "shares": hooks_of(self._model.distribute_strategy).shares,
+                    "trains": self._trains,
                 }
                 unless_written.pop_all()
             taken = _since(began)
@@ -687,6 +709,7 @@ class FitBackup:
         self._store.release()
         if delete and self._is_chief:
             _remove_if_empty(self._options.backup_dir)
+        _taken.pop(_key(self._folder), None)
         training_state.forget(self._model)
         callback_state.forget(self._others)
         key = _key(self._options.backup_dir)
@@ -729,6 +752,25 @@ def _take_copies(tensors: dict[str, Any]) -> dict[str, Any]:
 
 # How many fits with a backup folder have come to their end in this process: a script may call `fit` several times.
 _finished: dict[str, int] = {}
+
+
+# Which model each folder has backups of, and in which thread that is trained.
+_taken: dict[str, tuple[weakref.ref, int]] = {}
+
+
+def _take(folder: str, model: keras.Model) -> None:
+    """Refuses a folder of a fit that goes on in this process, around this one or in another thread."""
+    reference, thread = _taken.get(_key(folder), (lambda: None, 0))
+    other, here = reference(), threading.get_ident()
+    is_another = other is not None and (other is not model or thread != here)
+    if is_another and frame_of_fit(other, sys._current_frames().get(thread)) is not None:
+        raise is_final(
+            FolderInUseError(
+                f"Received: backup_dir {folder!r}, to which another fit of this process, which goes on, writes its "
+                "backups. Expected: one training at a time in a folder. Pass another backup_dir."
+            )
+        )
+    _taken[_key(folder)] = weakref.ref(model), here
 
 
 def _folder_of_fit(backup_dir: str) -> str:

@@ -6,8 +6,9 @@ callback that keeps something else has `get_state()`, which returns plain data, 
 body of a class that methods change in place are attributes, too; arrays that the program has passed are none.
 
 Numbers, text, bytes, dates, paths, arrays, tensors and containers of all these come back as new objects. Objects that
-hold a state (variables, metrics, random number generators, and everything with `get_state` and `set_state`) are made by
-the new process, and get their state back in place. No class or function is looked up by a name that a backup has.
+hold a state (variables, metrics, layers, models, random number generators, and everything with `get_state` and
+`set_state`) are made by the new process, and get their state back in place. No class or function is looked up by a name
+that a backup has.
 
 What the program made stays: a path, a command or an option is no state of the training. Write access to the folder of
 the backups must not be enough to turn a callback to another file or command. So text comes back only where the class'
@@ -36,6 +37,7 @@ import threading
 import types
 import warnings
 import weakref
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +46,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.inspection.model_state import is_kept_per_replica, own_copy, parts_of_variable
+from tfdist.inspection.model_state import (
+    all_optimizers_of,
+    is_kept_per_replica,
+    is_sharded,
+    own_copy,
+    parts_of_variable,
+)
 from tfdist.runtime.chief import is_the_chiefs
 
 # Passed in place of the object that this process has: there are none since only data are read (those of a
@@ -81,6 +89,7 @@ class _ObjectError(Exception):
 _MALFORMED = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, tf.errors.OpError)
 # The kinds of dtypes for booleans, numbers and complex numbers; a checkpoint does not keep other arrays exactly.
 _NUMBERS = "biufc"
+_BFLOAT16 = np.dtype(tf.bfloat16.as_numpy_dtype)  # a package's, and of a kind of its own
 _SEQUENCES = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 _MAPPINGS = {"OrderedDict": collections.OrderedDict, "Counter": collections.Counter, "dict": dict}
 _WITH_HEAD = ("deque", "defaultdict")
@@ -121,7 +130,7 @@ def encode(value: Any, arrays: dict[str, Any], prefix: str, elsewhere: Collectio
 
     if value is None:
         return None
-    if id(value) in elsewhere:
+    if id(value) in elsewhere or _is_made_of(value, elsewhere):
         return {"elsewhere": True}
     for encoder in (_scalar, _array, _collection, _object):
         if (encoded := encoder(value, inner, put)) is not None:
@@ -176,7 +185,7 @@ def _array(value: Any, inner: Callable, put: Callable) -> Any:
         return {"tensor": put(value)}
     if not isinstance(value, (np.ndarray, np.generic)) or isinstance(value, np.ma.MaskedArray):
         return None
-    if value.dtype.kind not in _NUMBERS:
+    if value.dtype.kind not in _NUMBERS and value.dtype != _BFLOAT16:
         return None
     return {"array": put(np.array(value)), "scalar": isinstance(value, np.generic)}
 
@@ -269,8 +278,10 @@ def _part(present: Any, key: Any) -> Any:
 
 def _object(value: Any, encode: Callable, put: Callable) -> Any:
     """The state of a variable, a metric, a random number generator, or anything with `get_state` and `set_state`."""
+    if hasattr(value, "get_state") and hasattr(value, "set_state") and not isinstance(value, type):
+        return {"state": encode(value.get_state())}
     if (variables := _variables_of(value)) is not None:
-        if any(is_kept_per_replica(variable) for variable in variables):
+        if any(map(_is_apart, variables)):
             return None  # reading it is a collective, and only one process writes backups
         names = [put(np.array(own_copy(variable).read_value())) for variable in variables]
         return {"variable": names[0]} if isinstance(value, _VARIABLES) else {"variables": names}
@@ -280,19 +291,29 @@ def _object(value: Any, encode: Callable, put: Callable) -> Any:
         return {"elsewhere": True}  # it has no state
     if isinstance(value, random.Random):
         return {"random": encode(value.getstate())}
-    if hasattr(value, "get_state") and hasattr(value, "set_state") and not isinstance(value, type):
-        return {"state": encode(value.get_state())}
     return None
 
 
 def _variables_of(value: Any) -> list[Any] | None:
     if isinstance(value, _VARIABLES):
         return [value]
-    if isinstance(value, keras.Metric):
-        return list(value.variables)
+    if isinstance(value, (keras.Metric, keras.layers.Layer)):
+        optimizers = all_optimizers_of(value) if isinstance(value, keras.Model) else []
+        return [variable for part in (value, *optimizers) for variable in part.variables]
     if isinstance(value, (keras.random.SeedGenerator, tf.random.Generator)):
         return [value.state]
     return None
+
+
+def _is_made_of(value: Any, elsewhere: Collection[int]) -> bool:
+    """Whether it is a layer, or a model, all of whose variables are saved elsewhere."""
+    is_layer = isinstance(value, keras.layers.Layer) and bool(elsewhere)
+    return is_layer and all(id(variable) in elsewhere for variable in _variables_of(value))
+
+
+def _is_apart(variable: Any) -> bool:
+    """Whether processes have values or parts of their own."""
+    return is_kept_per_replica(variable) or is_sharded(variable)
 
 
 def _put_back(kind: str, state: Any, present: Any, decode: Callable[[Any], Any], arrays: Mapping[str, Any]) -> Any:
@@ -321,6 +342,11 @@ def _put_back(kind: str, state: Any, present: Any, decode: Callable[[Any], Any],
             raise _ObjectError from error
         return present
     names, variables = [state] if kind == "variable" else state, _variables_of(present)
+    optimizer = getattr(present, "optimizer", None) if isinstance(present, keras.Model) else None
+    if optimizer is not None and not optimizer.built and len(variables) < len(names):
+        with present.distribute_strategy.scope():
+            optimizer.build(present.trainable_variables)
+        variables = _variables_of(present)
     if kind in ("variable", "variables") and variables is not None and len(variables) == len(names):
         for variable, name in zip(variables, names, strict=True):
             for part in parts_of_variable(variable):
@@ -336,13 +362,14 @@ class Beginning:
     Attributes:
         fit: the folder of the fit's backups.
         settings: see `settings`.
-        received: its arguments that hold arrays, and how many items each has. They are there again in another process.
+        received: its arguments that hold arrays or models, and the `_size` of each. They are there again in another
+            process.
         of_class: the content of the containers in the bodies of its classes.
     """
 
     fit: str
     settings: dict[str, str]
-    received: dict[str, tuple[Any, int]]
+    received: dict[str, tuple[Any, Any]]
     of_class: dict[str, str | None]
 
 
@@ -370,12 +397,13 @@ def forget(callbacks: Sequence[keras.callbacks.Callback]) -> None:
 
 def _beginning(callback: keras.callbacks.Callback, fit: str = "") -> Beginning:
     parameters = _parameters_of(type(callback))
-    held = {name: value for name, value in vars(callback).items() if name in parameters and _holds_arrays(value)}
+    named = {name: value for name, value in vars(callback).items() if name in parameters}
+    held = {name: value for name, value in named.items() if value is not callback.model and _holds_arrays(value)}
     return Beginning(
         fit,
         settings([callback])[0],
         {name: (value, _size(value)) for name, value in held.items()},
-        {name: _content(value) for name, value in _containers_of_class(callback).items()},
+        {name: content_of(value) for name, value in _containers_of_class(callback).items()},
     )
 
 
@@ -390,7 +418,7 @@ def _containers_of_class(callback: keras.callbacks.Callback) -> dict[str, Any]:
     }
 
 
-def _content(value: Any) -> str | None:
+def content_of(value: Any) -> str | None:
     """What a container holds, as text that is the same for the same content; None if no backup can hold it."""
     arrays: dict[str, Any] = {}
     try:
@@ -482,10 +510,10 @@ def _state_of(
     of_keras = _kept_by_keras(type(callback))
     left_out = {*_NOT_STATE, *(of_keras - _OF_WRITERS if is_the_chiefs(callback) else ())}
     of_class = _containers_of_class(callback)
-    changed = {name: value for name, value in of_class.items() if _content(value) != began.of_class.get(name)}
+    changed = {name: value for name, value in of_class.items() if content_of(value) != began.of_class.get(name)}
     pairs, unsaved = [], []
     for name, value in {**changed, **vars(callback)}.items():
-        # Arrays that the user has passed (validation data, say) are there again in the next process.
+        # Arrays and models that the user has passed (validation data, say) are there again in the next process.
         received, size = began.received.get(name, (None, 0))
         is_received = value is received is not None and _size(value) == size
         if name in left_out or id(value) in elsewhere or is_received:
@@ -504,13 +532,22 @@ def _state_of(
 
 
 def _holds_arrays(value: Any) -> bool:
+    """Whether it is an array, a layer or a model, or a container of such."""
     if isinstance(value, dict):
         return any(map(_holds_arrays, value.values()))
-    return isinstance(value, np.ndarray) or (isinstance(value, (list, tuple)) and any(map(_holds_arrays, value)))
+    is_one = isinstance(value, (np.ndarray, keras.layers.Layer))
+    return is_one or (isinstance(value, (list, tuple)) and any(map(_holds_arrays, value)))
 
 
-def _size(value: Any) -> int:
-    return value.size if isinstance(value, np.ndarray) else len(value)
+def _size(value: Any) -> Any:
+    """What tells whether something that `_holds_arrays` has changed: of layers, a checksum of their variables."""
+    if isinstance(value, np.ndarray):
+        return value.size
+    if isinstance(value, keras.layers.Layer):
+        own = (np.array(own_copy(one).read_value()) for one in _variables_of(value) if not _is_apart(one))
+        return functools.reduce(lambda before, array: zlib.crc32(array.tobytes(), before), own, 0)
+    parts = value.values() if isinstance(value, dict) else value
+    return [len(value), *(_size(one) for one in parts if isinstance(one, keras.layers.Layer))]
 
 
 def matching(
@@ -553,7 +590,7 @@ def restore(
     for callback, own, entry in zip(callbacks, passed, entries, strict=True):
         if entry is None:
             continue
-        if hasattr(callback, "set_state"):
+        if hasattr(callback, "get_state") and hasattr(callback, "set_state"):
             callback.set_state(decode(entry["state"], arrays))
             continue
         if entry["compares"] and getattr(callback, "monitor_op", True) is None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfdist.checkpoint import callback_state
@@ -46,6 +47,10 @@ _log = logging.getLogger("tfdist")
 _ITERATOR = "iterator"
 _FAIL = 2
 _HOOKS = ("on_epoch_begin", "on_epoch_end")
+_GENERATORS = (
+    *(np.random.Generator, np.random.RandomState, random.Random),
+    *(keras.random.SeedGenerator, tf.random.Generator),
+)
 # What to do about each reason of `why_not_repeatable`; the first entry whose text is in the reason counts.
 _REMEDIES = (
     ("augmentation layer", "put the layer into the model, or use tf.image.stateless_random_* in map"),
@@ -129,11 +134,10 @@ class DataPosition:
                     f"{type(self._py_dataset).__name__} changes in on_epoch_begin or on_epoch_end; give it get_state() "
                     "and set_state(state), and that can be saved"
                 )
-            if self._draws_random_numbers():
+            if (drawn_from := self._draws_from()) is not None:
                 return (
-                    f"{type(self._py_dataset).__name__}.__getitem__ draws from the global random state of Python, "
-                    "NumPy or TensorFlow; draw from a generator that is made from the index instead, such as "
-                    "np.random.default_rng(index)"
+                    f"{type(self._py_dataset).__name__}.__getitem__ draws from {drawn_from}; draw from a generator "
+                    "that is made from the index instead, such as np.random.default_rng(index)"
                 )
             return None
         if not isinstance(adapter, TFDatasetAdapter):
@@ -147,14 +151,23 @@ class DataPosition:
         reason = why_not_repeatable(source)
         return reason and f"{reason}; {next(remedy for part, remedy in _REMEDIES if part in reason)}"
 
-    def _draws_random_numbers(self) -> bool:
-        """Whether an item depends on the global random state, which the threads that read ahead change at any time."""
-        before = random_state()
+    def _draws_from(self) -> str | None:
+        """A random state on which an item depends, and which the threads that read ahead change at any time."""
+        before, own, arrays = random_state(), self._own_generators, {}
+        kept, content = callback_state.encode(own, arrays, ""), callback_state.content_of(own)
         self._py_dataset[0]
-        if random_state() == before:
-            return False
-        restore_random_state(before)
-        return True
+        is_global, is_own = random_state() != before, callback_state.content_of(own) != content
+        if is_global:
+            restore_random_state(before)
+        if is_own:
+            callback_state.decode(kept, arrays, own)
+            return "a generator that the dataset keeps"
+        return "the global random state of Python, NumPy or TensorFlow" if is_global else None
+
+    @property
+    def _own_generators(self) -> list[Any]:
+        """The random number generators among the attributes of a PyDataset."""
+        return [one for one in vars(self._py_dataset).values() if isinstance(one, _GENERATORS)]
 
     def _should_save_iterator(self) -> bool:
         """Whether the state of the iterator itself is saved.
@@ -207,6 +220,8 @@ class DataPosition:
             state["random at begin"] = self._random_at_begin
             if hasattr(self._py_dataset, "get_state"):
                 state["dataset"] = callback_state.encode(self._py_dataset.get_state(), tensors, "dataset")
+            elif not mid_epoch:
+                state["generators"] = callback_state.encode(self._own_generators, tensors, "generators")
         return state
 
     @property
@@ -265,6 +280,8 @@ class DataPosition:
                     self._iterator._distributed_dataset = dataset
         if "dataset" in state and hasattr(self._py_dataset, "set_state"):
             self._py_dataset.set_state(callback_state.decode(state["dataset"], tensors))
+        elif "generators" in state and self._py_dataset is not None:
+            callback_state.decode(state["generators"], tensors, self._own_generators)
 
     def pass_over(self) -> None:
         """Draws the seeds that a finished fit has drawn: a later fit may read the same pipeline.
@@ -303,9 +320,12 @@ class DataPosition:
         iterator, resumed = self._iterator, self._resumed
         self._resumed = None
         if self._py_dataset is not None:
-            if resumed and resumed["steps"] and resumed.get("random at begin"):
+            # An iterator draws its order with its first batch, and may go on in the next epoch.
+            is_drawn = iterator._current_iterator is not None and iterator.steps_per_epoch and iterator._steps_seen
+            if resumed and (is_drawn := resumed["goes on"] and resumed["taken"]) and resumed.get("random at begin"):
                 restore_random_state(resumed["random at begin"])
-            self._random_at_begin = random_state()
+            if resumed or not is_drawn:
+                self._random_at_begin = random_state()
         iterator.data_adapter.on_epoch_begin()
         first = current = 0
         if resumed:

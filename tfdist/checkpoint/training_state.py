@@ -14,7 +14,7 @@ import re
 import reprlib
 import warnings
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -32,6 +32,7 @@ from tfdist.inspection.model_state import (
     is_random_state,
     is_sharded,
     is_used,
+    items_of,
     metrics_of,
     optimizers_of,
     own_copy,
@@ -90,6 +91,7 @@ class TrainingState:
             "other metrics": [variable for metric in metrics_of(model) for variable in metric.variables],
             "optimizer": [variable for optimizer in all_optimizers_of(model) for variable in optimizer.variables],
             "strategy": hooks_of(model.distribute_strategy).more_state(model),
+            "of losses and optimizers": _held_by_others(model),
         }
         seen: set[int] = set()
         variables: dict[str, Any] = {}
@@ -298,6 +300,16 @@ def rows_between(pieces: Mapping[int, np.ndarray], begin: int, end: int) -> np.n
     return np.concatenate(parts)
 
 
+def _held_by_others(model: keras.Model) -> list[keras.Variable]:
+    """Variables and seeds of losses, and seeds of optimizers: Keras lists those of layers alone."""
+    items = (item for layer in model._flatten_layers() for item in items_of(vars(layer)))
+    losses = [item for item in items if isinstance(item, keras.losses.Loss)]
+    held = [item for owner in (*losses, *all_optimizers_of(model)) for item in items_of(vars(owner))]
+    seeds = [item.state for item in held if isinstance(item, keras.random.SeedGenerator)]
+    own = [item for loss in losses for item in items_of(vars(loss)) if isinstance(item, keras.Variable)]
+    return [*own, *seeds]
+
+
 def _described(variables: Mapping[str, Any]) -> dict[str, list]:
     return {name: [v.path, list(v.shape), keras.backend.standardize_dtype(v.dtype)] for name, v in variables.items()}
 
@@ -345,7 +357,8 @@ _META = {
     **dict.fromkeys(("epoch", "steps", "total", "validations", "epochs"), is_count),
     **{"done": bool, "stopped": bool, "seed": _is_seed, "variables": {...: _is_variable}, "identity": ANY_OBJECT},
     **{"callbacks": [_CALLBACK], "csv": {...: is_count}, "position": _POSITION, "random": is_random_state},
-    **{"validation order?": _ORDER, "shares?": (NOTHING, [_is_share]), "logs?": ANY_OBJECT, **ANY_OBJECT},
+    **{"validation order?": _ORDER, "shares?": (NOTHING, [_is_share]), "logs?": ANY_OBJECT, "trains?": [bool]},
+    **ANY_OBJECT,
 }
 
 
@@ -390,6 +403,22 @@ def identity_of(model: keras.Model, folder: str) -> dict[str, Any]:
 def forget(model: keras.Model) -> None:
     """Notes that a model's fit has ended: the next one begins with the learning rate that this one has left."""
     _begun.pop(model, None)
+
+
+def trains(model: keras.Model) -> list[bool]:
+    """Whether each layer of a model is to be trained."""
+    return [bool(layer.trainable) for layer in model._flatten_layers()]
+
+
+def let_train(model: keras.Model, saved: Sequence[bool]) -> None:
+    """Lets train what `trains` has returned in another process, where a callback has frozen layers, or freed them."""
+    layers = model._flatten_layers()
+    if len(saved) != len(layers) or list(saved) == trains(model):
+        return
+    for layer, is_trained in zip(layers, saved, strict=True):
+        if layer.trainable != is_trained:  # a layer comes before those in it, which it sets, too
+            layer.trainable = is_trained
+    model.make_train_function(force=True)
 
 
 def _describe(model: keras.Model) -> dict[str, Any]:

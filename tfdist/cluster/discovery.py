@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 from collections.abc import Mapping
 
 from tfdist.cluster.config import ClusterConfig
-from tfdist.cluster.environments import ENVIRONMENTS, RANK_LAUNCHERS, TF_CONFIG
-from tfdist.cluster.environments.launchers import BY_HAND
+from tfdist.cluster.environments import BY_HAND, ENVIRONMENTS, RANK_LAUNCHERS, TF_CONFIG
 from tfdist.cluster.errors import ClusterError
 from tfdist.cluster.membership import Membership, roles
 from tfdist.cluster.variables import SERVERS, optional_number
 
 _log = logging.getLogger("tfdist")
-# Ray sets the TF_CONFIG of its workers, which inherit the variables of the system that started Ray's daemons.
-_RAY = "RAY_"
 # The cluster of a process that has met the others.
 _met: dict[Membership, ClusterConfig] = {}
 
@@ -109,7 +105,8 @@ def left_over(config: ClusterConfig, env: Mapping[str, str]) -> list[str]:
         []
     """
     launcher = next((environment for environment in RANK_LAUNCHERS if environment.detect(env)), None)
-    if launcher is None or any(name.startswith(_RAY) for name in env):
+    # Ray sets the TF_CONFIG of its workers, which inherit the variables of the system that started Ray's daemons.
+    if launcher is None or any(name.startswith("RAY_") for name in env):
         return []
     try:
         found = launcher.read(env)
@@ -139,8 +136,7 @@ def _complete(found: Membership, timeout: float, env: Mapping[str, str]) -> Clus
         jobs.setdefault(job, []).append(address)
     seen = list(zip(result["hosts"], result["devices"], strict=True))
     sharing = [rank for rank, devices in enumerate(seen) if devices == seen[found.rank]]
-    config = ClusterConfig(jobs, *tasks[found.rank], source=found.source)
-    config = dataclasses.replace(config, local_rank=sharing.index(found.rank), local_size=len(sharing))
+    config = ClusterConfig(jobs, *tasks[found.rank], found.source, sharing.index(found.rank), len(sharing))
     keep(config, result["store"])
     _log.info("met %d processes on %d hosts: %s", found.size, len(set(result["hosts"])), config)
     return config

@@ -69,24 +69,21 @@ def _alone(name: str, folder: str | os.PathLike[str] | None, timeout: float) -> 
     if name in names:
         yield
         return
-    lock = _locked(name, folder, timeout)
-    names.append(name)
-    try:
-        yield
-    except Exception as error:
-        # Those who wait read it; who comes later tries again.
-        with contextlib.suppress(OSError):
-            os.pwrite(lock, f"!{os.getpid()}: {type(error).__name__}: {error}".encode()[:4000], 0)
-        raise
-    finally:
-        names.remove(name)
-        if lock >= 0:
-            fcntl.flock(lock, fcntl.LOCK_UN)  # a child that was forked meanwhile has it open, too
-            os.close(lock)
+    with contextlib.ExitStack() as held:
+        lock = _locked(name, folder, timeout, held)
+        names.append(name)
+        held.callback(names.remove, name)
+        try:
+            yield
+        except Exception as error:
+            # Those who wait read it; who comes later tries again.
+            with contextlib.suppress(OSError):
+                os.pwrite(lock, f"!{os.getpid()}: {type(error).__name__}: {error}".encode()[:4000], 0)
+            raise
 
 
-def _locked(name: str, folder: str | os.PathLike[str] | None, timeout: float) -> int:
-    """The descriptor of a locked file; -1 where no file system has locks."""
+def _locked(name: str, folder: str | os.PathLike[str] | None, timeout: float, held: contextlib.ExitStack) -> int:
+    """The descriptor of a file that is locked until `held` is closed; -1 where no file system has locks."""
     mark = hashlib.sha256(name.encode()).hexdigest()[:16]
     places = [os.path.join(tempfile.gettempdir(), f"tfdist-{os.getuid()}-{mark}.lock")]
     if folder is not None and "://" not in os.fspath(folder):
@@ -96,14 +93,13 @@ def _locked(name: str, folder: str | os.PathLike[str] | None, timeout: float) ->
     for path in places:
         with contextlib.suppress(OSError):
             lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            with contextlib.ExitStack() as opened:
-                opened.callback(os.close, lock)
-                if path != places[-1]:
-                    with contextlib.suppress(OSError):  # it is somebody else's
-                        os.fchmod(lock, os.stat(os.path.dirname(path)).st_mode & 0o666)
-                _wait(lock, path, name, timeout)
-                opened.pop_all()
-                return lock
+            held.callback(os.close, lock)
+            if path != places[-1]:
+                with contextlib.suppress(OSError):  # it is somebody else's
+                    os.fchmod(lock, os.stat(os.path.dirname(path)).st_mode & 0o666)
+            _wait(lock, path, name, timeout)
+            held.callback(fcntl.flock, lock, fcntl.LOCK_UN)  # a child that is forked meanwhile has it open, too
+            return lock
     _log.warning("%s cannot be locked: the processes may prepare %s at the same time.", places[-1], name)
     return -1
 

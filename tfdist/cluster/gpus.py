@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 
-_NVIDIA_SMI_DEADLINE = 20.0
 _GPU_LINE = re.compile(r"^GPU (\d+):.*\(UUID: (GPU-[^)]+)\)")
 _MIG_LINE = re.compile(r"^\s+MIG .*\(UUID: (MIG-[^)]+)\)")
 
@@ -38,7 +38,7 @@ def _nvidia_smi(env: Mapping[str, str]) -> str:
     if command is None:
         return ""
     try:
-        answer = subprocess.run([command, "-L"], capture_output=True, text=True, timeout=_NVIDIA_SMI_DEADLINE)
+        answer = subprocess.run([command, "-L"], capture_output=True, text=True, timeout=20.0)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return answer.stdout if answer.returncode == 0 else ""
@@ -51,12 +51,8 @@ def parse_visible_devices(text: str) -> tuple[str, ...]:
         >>> parse_visible_devices("1,3")
         ('1', '3')
     """
-    gpus = []
-    for entry in (part.strip() for part in text.split(",")):
-        if not entry or entry.startswith("-"):
-            break
-        gpus.append(entry)
-    return tuple(gpus)
+    entries = (entry.strip() for entry in text.split(","))
+    return tuple(itertools.takewhile(lambda entry: entry and not entry.startswith("-"), entries))
 
 
 def parse_nvidia_smi(listing: str) -> tuple[str, ...]:

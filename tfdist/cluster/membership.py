@@ -27,7 +27,7 @@ class Membership:
         source: Who says so, for messages: "Slurm step 17.0".
         job: Differs from that of every other job that may run on the same hosts.
         host: A name or an address of the host of rank 0; `None` if it is not known.
-        has_channel: Whether rank 0 tells the others its host through a channel: see `rendezvous.channels`.
+        has_channel: Whether rank 0 tells the others its host through a channel: see `rendezvous`.
         local_rank: Its number among the processes on the same host.
         local_size: How many processes are on the same host.
         own_name: The name by which the others reach this host, if that works better than its address.

@@ -55,7 +55,6 @@ import os
 import resource
 import secrets
 import socket
-import struct
 import threading
 import time
 import zlib
@@ -208,9 +207,7 @@ class Wire:
     def abort(self) -> None:
         """Ends the connection by a reset, which leaves nothing behind."""
         if not self.writer.is_closing():
-            with contextlib.suppress(OSError):
-                linger = struct.pack("ii", 1, 0)
-                self.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            sockets.leave_no_trace(self.writer.get_extra_info("socket"))
         self.writer.transport.abort()
 
     def detached(self) -> socket.socket:

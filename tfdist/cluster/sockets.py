@@ -13,7 +13,7 @@ import struct
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 _ADDRESS = re.compile(r"(\[(?P<ipv6>[^][\s]+)]|(?P<host>[^][:/\s]+)):(?P<port>[0-9]{1,5})")
@@ -172,10 +172,15 @@ def addresses_of(host: str) -> set[str]:
     return {plain(str(entry[4][0])) for entry in found}
 
 
-def close_without_trace(connection: socket.socket) -> None:
-    """Closes a connection by a reset, which leaves no TIME_WAIT state behind that would block the port."""
+def leave_no_trace(connection: Any) -> None:
+    """Lets a socket end its connection by a reset, which leaves no TIME_WAIT state behind that would block the port."""
     with contextlib.suppress(OSError):  # the other end may be gone already: nothing is left to linger then
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def close_without_trace(connection: socket.socket) -> None:
+    """Closes a connection by a reset."""
+    leave_no_trace(connection)
     connection.close()
 
 
@@ -186,20 +191,15 @@ def notice_end(connected: socket.socket, probes: int = 6) -> None:
     """
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", probes)):
-        if hasattr(socket, name):
-            connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, probes)):
+        connected.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-class _HasNumber(Protocol):
-    def fileno(self) -> int:
-        """The number of an open file; -1 once it is closed."""
+# Sockets, and others that have a `fileno()`, which is -1 once they are closed.
+_own: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-_own: weakref.WeakSet[_HasNumber] = weakref.WeakSet()
-
-
-def keep_from_children(connection: _HasNumber) -> None:
+def keep_from_children(connection: Any) -> None:
     """Closes a connection in processes that are forked later: it ends with this process, whatever they still do."""
     _own.add(connection)
 

@@ -35,7 +35,7 @@ tries the next one.
 | _DefaultDistributionStrategy | whether there is no strategy | `tf.distribute.has_strategy()` for the current one |
 | context, executor, framework_config | devices, the eager context of this process | `tf.config`, in parts |
 | record | gradients of blocks that are run again | `tf.custom_gradient` traces more |
-| func_graph, FuncGraph, ControlFlowFuncGraph, atomic_function, get_read_write_resource_inputs | what is in a traced function | `tf.__internal__.FuncGraph` |
+| func_graph, FuncGraph, ControlFlowFuncGraph, CondBranchFuncGraph, atomic_function, get_read_write_resource_inputs | what is in a traced function | `tf.__internal__.FuncGraph` |
 | ops, op_def_registry, gradients_util | operations and their gradients | `tf.GradientTape`, in parts |
 | trackable, CheckpointInitialValue | variables whose first value is in a checkpoint | - |
 | attr_value_pb2, config_pb2, dataset_options_pb2, graph_pb2 | messages | `tf.compat.v1.ConfigProto` |
@@ -99,7 +99,7 @@ from tensorflow.python.framework.auto_control_deps_utils import get_read_write_r
 from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.framework.none_tensor import NoneTensorSpec
 from tensorflow.python.ops import gradients_util
-from tensorflow.python.ops.control_flow_v2_func_graphs import ControlFlowFuncGraph
+from tensorflow.python.ops.control_flow_v2_func_graphs import CondBranchFuncGraph, ControlFlowFuncGraph
 from tensorflow.python.profiler.internal import flops_registry
 from tensorflow.python.trackable import base as trackable
 from tensorflow.python.trackable.base import CheckpointInitialValue
@@ -110,6 +110,7 @@ __all__ = [
     "AutocastScope",
     "CallContext",
     "CheckpointInitialValue",
+    "CondBranchFuncGraph",
     "ControlFlowFuncGraph",
     "DistributedValues",
     "DistributedVariable",

@@ -12,6 +12,7 @@ operation `ParallelMapDatasetV2` and the Python class `_ParallelMapDataset` are 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -19,6 +20,7 @@ import random
 import re
 import uuid
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -135,17 +137,35 @@ def glance_at_arrays(epoch_iterator: Any) -> list[float]:
     adapter = getattr(epoch_iterator, "data_adapter", None)
     if not isinstance(adapter, ArrayDataAdapter):
         return []
-    arrays = [array for array in tree.flatten(adapter._inputs) if isinstance(array, (np.ndarray, tf.Tensor))]
     sums = []
-    for rows in (np.asarray(rows) for array in arrays for rows in (array[:_GLANCE], array[-_GLANCE:])):
-        if rows.dtype.kind in "fiub":
-            values = rows.ravel()
-            values = values[:: max(1, values.size // _NUMBERS)].astype("float64")
-            size = float(np.abs(values).sum())
-            # The second sum depends on signs and on the order of the rows; the weights differ much, so that it does.
-            weights = np.random.default_rng(0).uniform(-1, 1, values.size)
-            sums += [size, float(values @ weights) / size if size else 0.0]
+    for array in tree.flatten(adapter._inputs):
+        with contextlib.suppress(Exception):  # Keras takes anything that becomes an array; not all of it can be cut
+            for values in map(_as_numbers, _ends_of(array)):
+                size = float(np.abs(values).sum())
+                # The second sum depends on signs and on the order of the rows, since the weights differ much.
+                weights = np.random.default_rng(0).uniform(-1, 1, values.size)
+                sums += [size, float(values @ weights) / size if size else 0.0]
     return sums
+
+
+def _ends_of(array: Any) -> list[np.ndarray]:
+    """Some values of the first and of the last rows of an array, a tensor or a frame."""
+    if isinstance(array, tf.RaggedTensor):
+        array = array.flat_values
+    elif isinstance(array, tf.SparseTensor):
+        array = array.values
+    rows = getattr(array, "iloc", array)  # those of a frame go by its index otherwise
+    ends = (np.asarray(of).ravel() for of in (rows[:_GLANCE], rows[-_GLANCE:]))
+    return [values[:: max(1, values.size // _NUMBERS)] for values in ends]
+
+
+def _as_numbers(values: np.ndarray) -> np.ndarray:
+    """Finite numbers, made of text where there are none."""
+    try:
+        numbers = (np.abs(values) if np.iscomplexobj(values) else values).astype("float64")
+    except (TypeError, ValueError):
+        numbers = np.array([zlib.crc32(str(value).encode()) for value in values], "float64")
+    return np.where(np.isfinite(numbers), numbers, 0.0)
 
 
 def batch_size(epoch_iterator: Any) -> int | None:

@@ -83,10 +83,15 @@ def items_of(value: Any) -> Iterator[Any]:
 
 
 def parts_of(optimizer: Any) -> list[keras.optimizers.Optimizer]:
-    """The optimizers inside of a `LossScaleOptimizer`, a `MultiOptimizer` and the like, at any depth."""
-    inner = getattr(optimizer, "inner_optimizer", None)
-    parts = [inner] if inner is not None else list(getattr(optimizer, "optimizers", []))
-    return parts + [deeper for part in parts for deeper in parts_of(part)]
+    """The optimizers in the attributes of a `LossScaleOptimizer`, a user's own wrapper and the like, at any depth."""
+    found: dict[int, keras.optimizers.Optimizer] = {}
+    waiting = [optimizer]
+    while waiting:
+        held = [one for one in items_of(vars(waiting.pop())) if isinstance(one, keras.optimizers.Optimizer)]
+        new = {id(one): one for one in held if one is not optimizer and id(one) not in found}
+        found |= new
+        waiting += new.values()
+    return list(found.values())
 
 
 def seed_generators_of(model: keras.Model) -> list[keras.random.SeedGenerator]:

@@ -1,4 +1,4 @@
-"""Slurm: sbatch, scontrol, sacct and scancel, and what they say about a job.
+"""Slurm: sbatch, scontrol, sacct and scancel, what they say about a job, and its batch script.
 
 References:
     https://slurm.schedmd.com/job_reason_codes.html
@@ -7,10 +7,14 @@ References:
 from __future__ import annotations
 
 import getpass
+import itertools
 import os
 import re
 import secrets
+import shlex
+import signal
 import subprocess
+import unicodedata
 from datetime import datetime
 from pathlib import Path
 
@@ -19,8 +23,10 @@ from tfdist.cluster.foreign_text import cleaned
 from tfdist.jobs.engine import Engine, answer
 from tfdist.jobs.record import Record
 from tfdist.jobs.request import Request, SubmitError, UnansweredError
-from tfdist.jobs.slurm_script import CANCEL_SIGNAL, EXIT_CODE, JOB_ID, batch_script
 from tfdist.jobs.status import CANCELLED, FAILED, LOST, QUEUED, RUNNING, SUCCEEDED, Status, exit_in_words
+from tfdist.supervision.events import FILE_NAME
+from tfdist.supervision.events import VARIABLE as EVENT_LOG
+from tfdist.supervision.exit_codes import PREEMPTED, REFUSED
 
 _STATES = {
     **dict.fromkeys(("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"), QUEUED),
@@ -62,6 +68,109 @@ _FAMILIES = (
     ("Max", "a limit of its account or user is reached: `sacctmgr show assoc`; it waits for other jobs of it to end"),
     ("Assoc", "a limit of its account or user is reached: `sacctmgr show assoc`; it waits for other jobs of it to end"),
 )
+# The script writes its exit code to this file: Slurm without accounting forgets it after some minutes.
+EXIT_CODE = "exit-code"
+# And the number that Slurm has given it, in case that nobody was there any more to hear it from sbatch.
+JOB_ID = "job-id"
+# `tfdist cancel` sends this signal to the script. After SIGTERM, which Slurm itself sends, the job is run again.
+CANCEL_SIGNAL = "USR1"
+
+_BODY = r"""
+echo "$SLURM_JOB_ID" > "$folder/{job_id}"
+job=$SLURM_JOB_ID step="" signalled="" stopping="" cancelled="" in_vain="" restarts=0
+
+# The signal is for the tasks: srun itself would kill them at once. While srun still starts them it would be lost.
+stop_step() {{
+    while kill -0 "$step" 2>/dev/null; do
+        case $((SECONDS - begun >= 3)).$(squeue --noheader --steps --jobs="$job" --format=%i) in
+            1.*"$job".[0-9]*) scancel --signal=TERM "$job"; return ;;
+        esac
+        sleep 1
+    done
+}}
+
+# SIGTERM comes before the time limit and at a preemption, {cancel} from `tfdist cancel`: the training saves its state.
+stop() {{
+    signalled=1 stopping=1
+    if [ -n "$step" ]; then stop_step; fi
+}}
+trap stop TERM
+trap 'cancelled=$SECONDS; stop' {cancel}
+
+finish() {{
+    echo "$1" > "$folder/{exit_code}"
+    exit "$1"
+}}
+
+# Asked to stop: the job waits for its next run, unless a user has cancelled it, here or by scancel.
+leave() {{
+    if [ -n "$cancelled" ]; then
+        scancel "$job"
+        finish "$1"
+    fi
+    case $(scontrol --oneliner show job "$job") in
+        *" JobState=RUNNING "*)
+            if [ "$(events unsaved)" != "$unsaved" ]; then
+                echo "tfdist: stopped, and could not save: it will go on from its last backup"
+            fi
+            echo "tfdist: stopped with exit code $1; the job goes back into the queue"
+            scontrol requeue "$job" && exit 0
+            ;;
+    esac
+    finish "$1"
+}}
+
+# When some tasks end with {preempted}, srun ends the others, and says {terminated}; so it does after a failure.
+# What is started again is decided as `tfdist run` does: by what the training has written about itself.
+events() {{
+    cat "$TFDIST_EVENT_LOG" 2>/dev/null | grep --count "\"event\": \"$1\""
+}}
+
+give_up() {{
+    echo "tfdist: not restarted: $2"
+    finish "$1"
+}}
+
+while true; do
+    begun=$SECONDS preempted=$(events preempted) refused=$(events refused) unsaved=$(events unsaved)
+    trained=$(events progress)
+    {srun} &
+    step=$!
+    if [ -n "$stopping" ]; then stop_step; fi
+    while true; do
+        signalled=""
+        wait "$step"
+        code=$?
+        # A signal has ended the waiting, not the step.
+        if [ -z "$signalled" ]; then break; fi
+        while [ -n "$cancelled" ] && kill -0 "$step" 2>/dev/null; do
+            if [ $((SECONDS - cancelled)) -ge {grace} ]; then scancel "$job"; fi
+            sleep 1
+        done
+    done
+    step=""
+    if [ "$code" -eq 0 ]; then finish 0; fi
+    if [ "$code" -eq {refused} ] || [ "$(events refused)" != "$refused" ]; then
+        give_up {refused} "exit code {refused} says that it would fail again"
+    fi
+    if [ -n "$stopping" ] || [ "$code" -eq {preempted} ] || [ "$(events preempted)" != "$preempted" ]; then
+        leave "$code"
+    fi
+    if [ "$restarts" -ge {max_restarts} ]; then finish "$code"; fi
+    if [ "$(events progress)" -eq 0 ]; then give_up "$code" "it failed before its first training step"; fi
+    if [ "$(events progress)" -ne "$trained" ]; then
+        in_vain=""
+    elif [ -n "$in_vain" ]; then
+        give_up "$code" "it failed before its first step for the second time in a row"
+    else
+        in_vain=1
+    fi
+    restarts=$((restarts + 1))
+    echo "tfdist: the step ended with exit code $code; restart $restarts of {max_restarts}"
+    sleep "$restarts"
+    if [ -n "$stopping" ]; then leave "$code"; fi
+done
+"""
 
 
 class SlurmEngine(Engine):
@@ -80,7 +189,8 @@ class SlurmEngine(Engine):
             path = Path(record.folder, "job.sh")
             script = batch_script(request, path.parent, os.getcwd(), secrets.token_hex(32))
             write_atomically(path, script, mode=0o600)
-            job, _, cluster = run("sbatch", "--parsable", str(path)).strip().partition(";")
+            said = run("sbatch", "--parsable", *arguments_of(script), str(path))
+            job, _, cluster = said.strip().partition(";")
         return self.records.update(record.id, job=job, cluster=cluster)
 
     def _ask(self, record: Record) -> Status:
@@ -221,3 +331,89 @@ def reason_in_words(reason: str, start: str) -> str:
     if name == "BeginTime":
         words = f"not before {start.replace('T', ' ')}" if start[:1].isdigit() else "not before its time of begin"
     return f"{reason} ({words})" if words else reason
+
+
+def batch_script(request: Request, folder: Path, cwd: str, token: str) -> str:
+    """The script for sbatch.
+
+    Args:
+        request: what was asked for.
+        folder: of the job; all nodes have to see it.
+        cwd: the current folder, in which the program runs.
+        token: the secret of this job's processes.
+
+    Raises:
+        SubmitError: there is no such program; or a folder's name has a line break, which would end a line for Slurm.
+
+    Example:
+        >>> from tfdist.launcher.arguments import Target
+        >>> request = Request("slurm", Target("module", ("package.train",)))
+        >>> text = batch_script(request, Path("/jobs/1"), "/home", "secret")
+        >>> text.splitlines()[:3]
+        ['#!/bin/bash', '#SBATCH --job-name=train', '#SBATCH --ntasks=2']
+    """
+    for what, path in (("the current folder", cwd), ("the folder of the job", str(folder))):
+        _check_line(what, path)
+    each = _asked_for({"cpus-per-task": request.cpus_per_worker, "gpus-per-task": request.gpus_per_worker})
+    # In minutes and seconds.
+    limit = "{}:{:02}".format(*divmod(request.time_limit, 60)) if request.time_limit else None
+    # Slurm takes the smallest number of the range that will do.
+    few = ("--nodes=1-" + str(request.tasks), "--use-min-nodes") if request.pack else ()
+    options = [
+        *(
+            f"--job-name={request.name}",
+            f"--ntasks={request.tasks}",
+            *each,
+            *_asked_for({"time": limit}),
+            *few,
+        ),
+        *("--requeue", "--open-mode=append", f"--signal=B:TERM@{request.grace}", f"--chdir={shlex.quote(cwd)}"),
+        # Slurm reads these lines as a shell does, and expands percent signs in file names.
+        f"--output={shlex.quote(str(folder / 'output.log').replace('%', '%%'))}",
+    ]
+    own = {"TFDIST_TOKEN": token, EVENT_LOG: str(folder / "logs" / FILE_NAME)}
+    variables = {**request.env, **own, **request.of_all}
+    # srun does not inherit the number of cores from sbatch.
+    step = ["srun", "--kill-on-bad-exit=1", "--label", f"--ntasks={request.tasks}", *each, *request.command()]
+    body = _BODY.format(
+        cancel=CANCEL_SIGNAL,
+        exit_code=EXIT_CODE,
+        job_id=JOB_ID,
+        srun=shlex.join(step),
+        grace=request.grace,
+        preempted=PREEMPTED,
+        refused=REFUSED,
+        terminated=128 + signal.SIGTERM,
+        max_restarts=request.max_restarts,
+    )
+    lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in options), ""]
+    # SBATCH_EXPORT=NONE, as some sites set it, would keep what follows from the processes.
+    lines.append("export SLURM_EXPORT_ENV=ALL")
+    lines += [f"export {name}=${{{name}:-{value}}}" for name, value in request.runtime_defaults.items()]
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+    return "\n".join([*lines, f"folder={shlex.quote(str(folder))}"]) + body
+
+
+def _asked_for(options: dict[str, object]) -> list[str]:
+    """The options that have a value."""
+    return [f"--{name}={value}" for name, value in options.items() if value]
+
+
+def _check_line(what: str, path: str) -> None:
+    """Raises SubmitError for a path that cannot stand in a line of options: what follows a line break would be run."""
+    if any(unicodedata.category(character) in ("Cc", "Zl", "Zp") for character in path):
+        raise SubmitError(
+            f"Received: {path!r} as {what}, which has a line break or another control character. Expected: a path "
+            "that fits into one line of a batch script; rename the folder, or submit from another one"
+        )
+
+
+def arguments_of(script: str) -> list[str]:
+    """The options in the lines of a script. To sbatch, a variable such as SBATCH_TIMELIMIT counts more than the lines.
+
+    Example:
+        >>> arguments_of("#!/bin/bash\\n#SBATCH --time=90:00\\n#SBATCH --chdir='/some where'\\n\\n#SBATCH --no\\n")
+        ['--time=90:00', '--chdir=/some where']
+    """
+    lines = itertools.takewhile(lambda line: line.startswith("#"), script.splitlines())
+    return [word for line in lines for word in shlex.split(line)[1:]]

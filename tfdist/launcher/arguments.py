@@ -24,6 +24,10 @@ FOLDER = click.Path(file_okay=False)
 FILE = click.Path(dir_okay=False)
 
 
+class PlanError(click.UsageError, ValueError):
+    """A run that cannot be started as it was asked for; the text names the option, what was found and the remedy."""
+
+
 @dataclass(frozen=True)
 class Target:
     """The user's program as it stands on the command line.
@@ -50,28 +54,28 @@ class Target:
         """The argument vector that runs it.
 
         Raises:
-            ValueError: there is nothing to run, or it does not exist.
+            PlanError: there is nothing to run, or it does not exist.
 
         Example:
             >>> Target("module", ("package.train", "--epochs", "3")).command()[1:]
             ('-u', '-m', 'package.train', '--epochs', '3')
         """
         if not self.words:
-            raise ValueError("nothing to run: expected a script. Example: tfdist run -n 2 train.py")
+            raise PlanError("nothing to run: expected a script. Example: tfdist run -n 2 train.py")
         program, *rest = self.words
         if self.kind == "module":
             return (sys.executable, "-u", "-m", program, *rest)
         if self.kind == "command" and shutil.which(program) is not None:
             return self.words
         if self.kind == "command" and not program.endswith(".py"):
-            raise ValueError(f"{program}: no such command on the PATH. Give the path of an executable file after --.")
+            raise PlanError(f"{program}: no such command on the PATH. Give the path of an executable file after --.")
         if not os.path.exists(program):
-            raise ValueError(
+            raise PlanError(
                 f"{program}: no such script in {os.getcwd()}. "
                 "Give the path of a Python file, -m MODULE, or -- COMMAND for a program that is not Python."
             )
         if os.path.isdir(program) and not os.path.exists(os.path.join(program, "__main__.py")):
-            raise ValueError(
+            raise PlanError(
                 f"{program}: a folder without __main__.py. "
                 "Give the path of a Python file, -m MODULE, or -- COMMAND for a program that is not Python."
             )
@@ -117,7 +121,7 @@ def stages_of(
     """What --stages and --replicas ask for.
 
     Raises:
-        ValueError: they contradict the other options.
+        PlanError: they contradict the other options.
 
     Example:
         >>> stages_of(None, 2, None, ps=0, chief=False)
@@ -126,19 +130,19 @@ def stages_of(
     if stages is None:
         if replicas is None:
             return None
-        raise ValueError(
+        raise PlanError(
             f"--replicas {replicas}: expected --stages K as well. Use -n {replicas} for copies of a whole model."
         )
     parts = Stages(stages, replicas or 1)
     if workers is not None:
         asked = str(workers[0]) if workers[0] == workers[1] else f"{workers[0]}:{workers[1]}"
-        raise ValueError(
+        raise PlanError(
             f"-n {asked} and --stages {stages}: expected only one of them. "
             f"--stages starts a process for each stage and replica, here {parts.workers}: leave -n out."
         )
     for option, given in ((f"--ps {ps}", ps > 0), ("--chief", chief)):
         if given:
-            raise ValueError(
+            raise PlanError(
                 f"{option} and --stages {stages}: expected only one of them. "
                 f"The first of the processes drives the others: leave {option} out."
             )

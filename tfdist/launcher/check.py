@@ -116,8 +116,12 @@ def _check(config: ClusterConfig, timeout: float, with_tensorflow: bool) -> int:
                  len(visible_gpus(os.environ)), versions(), [*public_addresses()])  # fmt: skip
     low, high = port_range(os.environ)
     with ports.reserve(1, low=low, high=high) as reservation, _listening(reservation.ports[0]):
-        introduction = {"member": dataclasses.asdict(own), "port": reservation.ports[0]}
-        met = tell("introduction", introduction, _INTRODUCTION, most=_LONGEST_NAME)
+        met = tell(
+            "introduction",
+            {"member": dataclasses.asdict(own), "port": reservation.ports[0]},
+            _INTRODUCTION,
+            most=_LONGEST_NAME,
+        )
         # Task and address are those of the cluster, which is the same for all.
         members = [
             Member(**{**one["member"], "task": name, "address": config.jobs[job][index]})
@@ -288,12 +292,16 @@ def _sums(config: ClusterConfig) -> dict[str, Any]:
     # The user's own choice shows what TensorFlow prints; `tfdist run` makes one for all that it starts.
     shows = level is not None and not ("TFDIST_RUN_ID" in os.environ and level == QUIET)
     env = {**os.environ, "TF_CONFIG": config_of_it, "TFDIST_CLUSTER": config_of_it, LOG_LEVEL: level if shows else "3"}
-    command = [sys.executable, "-m", "tfdist.launcher.check"]
     try:
         ended = subprocess.run(
-            command, env=env, stdout=subprocess.PIPE, stderr=None if shows else subprocess.PIPE, text=True,
-            timeout=_SUM_SECONDS, preexec_fn=die_with_parent(os.getpid()),
-        )  # fmt: skip
+            [sys.executable, "-m", "tfdist.launcher.check"],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=None if shows else subprocess.PIPE,
+            text=True,
+            timeout=_SUM_SECONDS,
+            preexec_fn=die_with_parent(os.getpid()),
+        )
     except subprocess.TimeoutExpired as error:
         if "started" in str(error.stdout):
             return {"problem": f"it has not ended within {_SUM_SECONDS:g} s"}
@@ -381,11 +389,12 @@ def _wrong_sums(members: Sequence[Member], answers: Sequence[Mapping[str, Any]])
 
 def members_table(members: Sequence[Member]) -> str:
     """The table of the processes, one line each."""
-    rows = [["rank", "task", "host", "address", "cores", "GPUs", *COMPARED]]
-    for rank, member in enumerate(members):
-        found = [member.versions.get(name, "-") for name in COMPARED]
-        rows.append([str(rank), member.task, member.host, member.address, str(member.cores), str(member.gpus), *found])
-    return _aligned(rows)
+    rows = [
+        [str(rank), one.task, one.host, one.address, str(one.cores), str(one.gpus)]
+        + [one.versions.get(name, "-") for name in COMPARED]
+        for rank, one in enumerate(members)
+    ]
+    return _aligned([["rank", "task", "host", "address", "cores", "GPUs", *COMPARED], *rows])
 
 
 def ways_table(members: Sequence[Member], found: Sequence[Mapping[int, Any]]) -> str:
@@ -404,10 +413,9 @@ def ways_table(members: Sequence[Member], found: Sequence[Mapping[int, Any]]) ->
     if not connected:
         return ""
     if len(connected) <= _SHOWN:
-        rows = [["from \\ to", *(f"{rank} {members[rank].host}" for rank in connected)]]
-        for rank in connected:
-            rows.append([f"{rank} {members[rank].host}", *(_shown(found[rank].get(other)) for other in connected)])
-        return "\n" + _aligned(rows)
+        names = {rank: f"{rank} {members[rank].host}" for rank in connected}
+        rows = [[name, *(_shown(found[rank].get(other)) for other in connected)] for rank, name in names.items()]
+        return "\n" + _aligned([["from \\ to", *names.values()], *rows])
     open_ways = [
         (way, rank, other) for rank in connected for other, way in found[rank].items() if isinstance(way, float)
     ]

@@ -18,9 +18,9 @@ from tfdist.launcher.arguments import (
     TARGET,
     TRANSPORT_OPTION,
     CountOrAuto,
+    PlanError,
     ScriptCommand,
     SecondsOrAuto,
-    Target,
     WorkerRange,
     read_env,
 )
@@ -153,22 +153,14 @@ def run(ctx: click.Context, **options: Any) -> None:
     up; exec tfdist run ...'. tfdist check warns of public addresses.
     """
     from tfdist.cluster.errors import ClusterError
-    from tfdist.launcher.plan import PlanError
+    from tfdist.launcher.run import run as run_target
 
-    target: Target = ctx.meta[TARGET]
     given = [name for name in options if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
     try:
-        if options["hosts"] is not None or options["hostfile"] is not None:
-            from tfdist.launcher.hosts.run import run_on_hosts
-
-            code = run_on_hosts(target, **options, given=given)
-        else:
-            from tfdist.launcher.run import run_local
-
-            code = run_local(target, **options, given=given)
+        code = run_target(ctx.meta[TARGET], given, **options)
     except PlanError as error:
-        _tell_job(error, 2)
-        raise click.UsageError(str(error)) from None
+        _tell_job(error, error.exit_code)
+        raise
     except (ClusterError, OSError) as error:
         _tell_job(error, code := 1)
         print(f"tfdist: {error}", file=sys.stderr)
@@ -208,7 +200,7 @@ def _tell_job(error: Exception, code: int) -> None:
     help="Folder of logs and backups.  [default: tfdist-logs/drill-<date-time>]",
 )
 @click.pass_context
-def drill(ctx: click.Context, as_json: bool, **options: Any) -> None:
+def drill(ctx: click.Context, **options: Any) -> None:
     """Run SCRIPT once undisturbed and once for each fault, and compare how it ends.
 
     The script needs tfdist.callbacks.BackupAndRestore; its backups go to a folder of the drill. It is run here several
@@ -216,13 +208,10 @@ def drill(ctx: click.Context, as_json: bool, **options: Any) -> None:
     with the same weights, optimizer and history as the undisturbed one, bit for bit, otherwise 1. "shrink", which goes
     on with one worker fewer and grows again, has to do all steps.
     """
-    from tfdist.launcher.drill.drill import DrillOptions, run_drill
-    from tfdist.launcher.plan import PlanError
+    from tfdist.launcher.drill.drill import run_drill
 
     try:
-        code = run_drill(ctx.meta[TARGET], DrillOptions(**options), as_json)
-    except PlanError as error:
-        raise click.UsageError(str(error)) from None
+        code = run_drill(ctx.meta[TARGET], **options)
     except OSError as error:
         print(f"tfdist: {error}", file=sys.stderr)
         code = 1

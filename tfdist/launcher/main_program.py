@@ -7,7 +7,7 @@ import io
 import os
 import runpy
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
 
@@ -35,7 +35,14 @@ def run_as_main(words: Sequence[str], command: Sequence[str], hidden_files: Coll
     """
     sys.argv[:] = words if words[0] != "-m" else ["-m", *words[2:]]
     sys.orig_argv[:] = command
-    sys.excepthook = _hook({*hidden_files, __file__})
+    hidden = {*hidden_files, __file__}
+
+    def print_exception(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        while traceback is not None and traceback.tb_frame.f_code.co_filename in hidden:
+            traceback = traceback.tb_next
+        sys.__excepthook__(kind, error.with_traceback(traceback), traceback)
+
+    sys.excepthook = print_exception
     sys.modules["__main__"] = main = ModuleType("__main__")
     names = vars(main)
     names.update(__annotations__={}, __builtins__=builtins)
@@ -47,12 +54,3 @@ def run_as_main(words: Sequence[str], command: Sequence[str], hidden_files: Coll
     with io.open_code(path) as file:
         source = file.read()
     exec(compile(source, path, "exec", dont_inherit=True), names)
-
-
-def _hook(hidden_files: Collection[str]) -> Callable[..., None]:
-    def print_exception(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        while traceback is not None and traceback.tb_frame.f_code.co_filename in hidden_files:
-            traceback = traceback.tb_next
-        sys.__excepthook__(kind, error.with_traceback(traceback), traceback)
-
-    return print_exception

@@ -112,8 +112,6 @@ def adopting_orphans() -> Iterator[None]:
     Raises:
         OSError: the system cannot do that.
     """
-    if sys.platform != "linux":
-        raise OSError("adopting orphans: expected Linux, the only system that can do that")
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     if prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")

@@ -8,16 +8,15 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
+from typing import Any
 
+from tfdist import __version__
 from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.gpus import visible_gpus
-from tfdist.cluster.sockets import join_address
 from tfdist.cluster.variables import HOROVOD, RUN_ID
 from tfdist.cluster.variables import TRANSPORT_VARIABLE as TRANSPORT
-from tfdist.launcher.arguments import AUTO, STAGE_VARIABLES, Stages
+from tfdist.launcher.arguments import AUTO, STAGE_VARIABLES, PlanError, Stages
 from tfdist.supervision.progress import VARIABLE as PROGRESS
-
-_PACKAGES = ("tensorflow", "keras", "numpy")
 
 
 @dataclass(frozen=True)
@@ -70,13 +69,6 @@ def _is_public(text: str) -> bool:
         return False  # that of an Ethernet card, say
 
 
-def own_version() -> str:
-    """The version of tfdist, installed or run from its source."""
-    import tfdist
-
-    return tfdist.__version__
-
-
 def versions() -> dict[str, str]:
     """Versions by name, of the platform, Python and the packages.
 
@@ -84,8 +76,8 @@ def versions() -> dict[str, str]:
         >>> sorted(versions())
         ['keras', 'numpy', 'platform', 'python', 'tensorflow', 'tfdist']
     """
-    found = {"tfdist": own_version(), "python": platform.python_version(), "platform": platform.platform()}
-    for package in _PACKAGES:
+    found = {"tfdist": __version__, "python": platform.python_version(), "platform": platform.platform()}
+    for package in ("tensorflow", "keras", "numpy"):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
@@ -125,10 +117,6 @@ def default_workers(machine: Machine, gpus_per_worker: int | str, without_gpus: 
     """
     each = 1 if gpus_per_worker == AUTO else int(gpus_per_worker)
     return (len(machine.gpus) // each if each else 0) or without_gpus
-
-
-class PlanError(ValueError):
-    """A run that cannot be started as it was asked for; the text names the option, what was found and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -226,73 +214,41 @@ def plan_run(
     options: RunOptions,
     command: Sequence[str],
     machine: Machine,
-    ports: Sequence[int],
-    environ: Mapping[str, str],
-    run_id: str,
-    log_dir: str,
-    show_all: bool = False,
-    restart: int = 0,
-) -> list[ProcessPlan]:
-    """Works out every process of a run.
-
-    Args:
-        options: what was asked for.
-        command: the argument vector that every process runs.
-        machine: what there is to share out.
-        ports: one port per entry of `options.tasks`.
-        environ: the launcher's own environment, passed on.
-        run_id: name of the run, the same in every process.
-        log_dir: absolute folder of the logs.
-        show_all: whether all output goes to the terminal, not only that of rank 0.
-        restart: how often the run has been started again.
-
-    Raises:
-        PlanError: there are not as many cores or GPUs as asked for.
-
-    Example:
-        >>> plans = plan_run(RunOptions(), ["python", "t.py"], Machine((0, 1)), [20001, 20002], {}, "r", "/tmp/l")
-        >>> [(plan.name, plan.cpus) for plan in plans]
-        [('worker 0', (0,)), ('worker 1', (1,))]
-    """
-    jobs = jobs_of(options, [join_address(options.host, port) for port in ports])
-    return plan_tasks(
-        options, options.tasks, command, machine, jobs, environ, run_id, log_dir, show_all=show_all, restart=restart
-    )
-
-
-def plan_tasks(
-    options: RunOptions,
-    tasks: Sequence[Task],
-    command: Sequence[str],
-    machine: Machine,
     jobs: Mapping[str, Sequence[str]],
     environ: Mapping[str, str],
     run_id: str,
     log_dir: str,
     show_all: bool = False,
     restart: int = 0,
+    tasks: Sequence[Task] | None = None,
     host: str = "",
 ) -> list[ProcessPlan]:
-    """The same for those of the processes that share a machine.
+    """Works out the processes of a run that share a machine.
 
     Args:
         options: what was asked for.
-        tasks: those of `options.tasks` that run there.
         command: the argument vector that every process runs.
         machine: what there is to share out among them.
-        jobs: the addresses of all processes.
+        jobs: the addresses of all processes, as `jobs_of` has them.
         environ: variables that they get.
         run_id: name of the run, the same in every process.
         log_dir: absolute folder of the logs.
         show_all: whether all output goes to the terminal, not only that of rank 0.
         restart: how often the run has been started again.
+        tasks: those of `options.tasks` that run there; by default all.
         host: what the user calls the machine, if it is another one.
 
     Raises:
         PlanError: there are not as many cores or GPUs as asked for.
+
+    Example:
+        >>> jobs = jobs_of(RunOptions(), ["127.0.0.1:20001", "127.0.0.1:20002"])
+        >>> plans = plan_run(RunOptions(), ["python", "t.py"], Machine((0, 1)), jobs, {}, "r", "/tmp/l")
+        >>> [(plan.name, plan.cpus) for plan in plans]
+        [('worker 0', (0,)), ('worker 1', (1,))]
     """
-    cpus = share_cpus(options, machine, tasks)
-    gpus = share_gpus(options, machine, tasks)
+    tasks = options.tasks if tasks is None else tasks
+    cpus, gpus = share_cpus(options, machine, tasks), share_gpus(options, machine, tasks)
     # The stages of a launcher around this one are not ours.
     inherited = {name: value for name, value in environ.items() if name not in STAGE_VARIABLES}
     plans = []
@@ -322,8 +278,7 @@ def plan_tasks(
         first = task == options.compute_tasks[0]
         serves = (options.stages is not None or options.ps > 0) and not first
         replaceable = options.ps > 0 and task[0] == "worker"
-        of_task = (tuple(command), env, pinned, show_all or first, serves, replaceable)
-        plans.append(ProcessPlan(*task, *of_task, host=host))
+        plans.append(ProcessPlan(*task, tuple(command), env, pinned, show_all or first, serves, replaceable, host))
     return plans
 
 
@@ -338,18 +293,10 @@ def share_cpus(
         tasks: who shares it; by default all.
     """
     tasks, cores = _computing(options, tasks), machine.cores
-    if options.cpus_per_worker == AUTO:
-        each = len(cores) // max(len(tasks), 1)
-        if each == 0 or len(tasks) == 1:
-            return {}
-    else:
-        each = int(options.cpus_per_worker)
-        if each * len(tasks) > len(cores):
-            raise PlanError(
-                f"--cpus-per-worker {each}: {len(tasks)} processes need {each * len(tasks)} cores, but {len(cores)} "
-                f"{'is' if len(cores) == 1 else 'are'} usable here. Ask for fewer, or use --cpus-per-worker auto."
-            )
-    return {task: cores[rank * each : (rank + 1) * each] for rank, task in enumerate(tasks)}
+    if options.cpus_per_worker == AUTO and (len(tasks) == 1 or len(cores) < len(tasks)):
+        return {}
+    there = f"{'is' if len(cores) == 1 else 'are'} usable here"
+    return _shares("--cpus-per-worker", options.cpus_per_worker, tasks, cores, "cores", there)
 
 
 def share_gpus(
@@ -367,23 +314,37 @@ def share_gpus(
     """
     everybody, gpus = options.tasks if tasks is None else tasks, machine.gpus
     tasks = _computing(options, everybody)
-    if options.gpus_per_worker == AUTO:
-        if not gpus:
-            return {}
-        each = len(gpus) // max(len(tasks), 1)
-    else:
-        each = int(options.gpus_per_worker)
-        if each * len(tasks) > len(gpus):
-            raise PlanError(
-                f"--gpus-per-worker {each}: {len(tasks)} processes need {each * len(tasks)} GPUs, but {len(gpus)} "
-                f"{'was' if len(gpus) == 1 else 'were'} found (CUDA_VISIBLE_DEVICES or nvidia-smi -L). "
-                "Ask for fewer, or use --gpus-per-worker auto."
-            )
+    if options.gpus_per_worker == AUTO and not gpus:
+        return {}
     if shares_gpus(options, machine, everybody):
         shares = {task: (gpus[rank % len(gpus)],) for rank, task in enumerate(tasks)}
     else:
-        shares = {task: gpus[rank * each : (rank + 1) * each] for rank, task in enumerate(tasks)}
+        there = f"{'was' if len(gpus) == 1 else 'were'} found (CUDA_VISIBLE_DEVICES or nvidia-smi -L)"
+        shares = _shares("--gpus-per-worker", options.gpus_per_worker, tasks, gpus, "GPUs", there)
     return {**dict.fromkeys(everybody, ()), **shares}
+
+
+def _shares(
+    option: str, asked: int | str, tasks: Sequence[Task], things: Sequence[Any], what: str, there: str
+) -> dict[Task, Any]:
+    """Equal disjoint parts of the cores or GPUs of a machine."""
+    each = len(things) // max(len(tasks), 1) if asked == AUTO else int(asked)
+    if each * len(tasks) > len(things):
+        raise PlanError(
+            f"{option} {each}: {len(tasks)} processes need {each * len(tasks)} {what}, but {len(things)} {there}. Ask "
+            f"for fewer, or use {option} auto."
+        )
+    return {task: things[rank * each : (rank + 1) * each] for rank, task in enumerate(tasks)}
+
+
+def check_shares(options: RunOptions, machine: Machine, tasks: Sequence[Task] | None = None) -> None:
+    """Finds what is not there before anything is announced; fewer workers need less.
+
+    Raises:
+        PlanError: there are not as many cores or GPUs as asked for.
+    """
+    share_cpus(options, machine, tasks)
+    share_gpus(options, machine, tasks)
 
 
 def shares_gpus(options: RunOptions, machine: Machine, tasks: Sequence[Task] | None = None) -> bool:

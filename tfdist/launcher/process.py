@@ -94,7 +94,9 @@ class Process:
     Attributes:
         plan: what it runs.
         log_path: its log.
+        group: its process group; 0 before it has started.
         status: its returncode as `subprocess` defines it; None while it runs.
+        is_over: whether the process and its whole group have ended.
         output: file descriptor to read from; None when there is nothing (more) to read.
         left_behind: what to tell the user if it could not be ended; empty if it could.
         lost: why its host is of no use any more; empty while it is.
@@ -110,11 +112,12 @@ class Process:
     ) -> None:
         self.plan = plan
         self.log_path = log_dir / plan.log_name if log_dir else Path(os.devnull)
+        self.group = 0
         self.status: int | None = None
+        self.is_over = False
         self.output: int | None = None
         self._start_program = start_program
         self._started_at = self._ended_at = 0.0
-        self._reaped = False
         self._killed_at: float | None = None
         self.left_behind = self.lost = ""
         self._files = files or Writer()
@@ -134,12 +137,8 @@ class Process:
             self._program = self._start_program(self.plan, inner)
         finally:
             os.close(inner)
+        self.group = self._program.pid
         os.set_blocking(self.output, False)
-
-    @property
-    def group(self) -> int:
-        """Its process group."""
-        return self._program.pid
 
     @property
     def state(self) -> str:
@@ -150,11 +149,6 @@ class Process:
     def lived(self) -> float:
         """For how many seconds it had existed when it was seen to have ended."""
         return self._ended_at - self._started_at
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the process and its whole group have ended."""
-        return self._reaped
 
     def read(self) -> bytes:
         """What it has printed since the last call, which is also written to its log; empty at the end of the output."""
@@ -185,7 +179,7 @@ class Process:
         The process stays a zombie until its group is empty or was killed: as long as its number is taken, a signal to
         the group cannot hit a stranger.
         """
-        if self._reaped:
+        if self.is_over:
             return False
         if self.status is None:
             ended = os.waitid(os.P_PID, self.group, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -202,7 +196,7 @@ class Process:
             if others:
                 self._leave_behind(others)
             self._program.wait()
-            self._reaped = True
+            self.is_over = True
         elif time.monotonic() - self._ended_at > _HELPERS_GRACE:
             self.kill()
         return False
@@ -212,7 +206,7 @@ class Process:
 
         SIGTERM goes to a Python program alone: its data loading processes would die of it before it has saved.
         """
-        if self._reaped:
+        if self.is_over:
             return
         alone = number == signal.SIGTERM and self.status is None and self.plan.command[0] == sys.executable
         with contextlib.suppress(ProcessLookupError):
@@ -267,7 +261,7 @@ class Process:
             "kernel ends it when what it waits for answers: a disk, a network file system, a GPU. It may still hold "
             "memory and files"
         )
-        self._reaped = True
+        self.is_over = True
 
 
 def process_state(pid: int) -> str:
@@ -378,10 +372,14 @@ class ProcessGroup:
         try:
             for process in self.processes:
                 self._start(process)
+            self._wait_for_starts()
         except BaseException:
             self.__exit__()
             raise
         return self
+
+    def _wait_for_starts(self) -> None:
+        """Until all have started, or it is known why not: here they have."""
 
     def __exit__(self, *error: object) -> None:
         self.kill()

@@ -17,11 +17,13 @@ from tfdist.cluster.membership import Membership
 from tfdist.cluster.preflight import check
 from tfdist.launcher.plan import versions
 
-_RELEVANT = ("TF_", "TFDIST_", "CUDA_", "NCCL_", "KERAS_", "OMP_")
-# From which clusters are discovered.
-_RELEVANT += ("SLURM_", "OMPI_COMM_", "PMI_", "MPI_LOCAL", "MV2_COMM_", "HOROVOD_", "JSM_", "LSB_JOBID", "PBS_JOBID")
-_RELEVANT += ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "SM_HOSTS", "SM_CURRENT", "JOB_COMPLETION")
-_RELEVANT += ("PET_", "KUBEFLOW_TRAINER_")
+_RELEVANT = (
+    *("TF_", "TFDIST_", "CUDA_", "NCCL_", "KERAS_", "OMP_"),
+    # From which clusters are discovered.
+    *("SLURM_", "OMPI_COMM_", "PMI_", "MPI_LOCAL", "MV2_COMM_", "HOROVOD_", "JSM_", "LSB_JOBID", "PBS_JOBID"),
+    *("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "SM_HOSTS", "SM_CURRENT", "JOB_COMPLETION"),
+    *("PET_", "KUBEFLOW_TRAINER_"),
+)
 _SECRET = re.compile(r"TOKEN|SECRET|KEY|PASSWORD", re.IGNORECASE)
 _DEVICE_DEADLINE = 60.0
 _MARK = "tfdist-devices:"

@@ -8,6 +8,7 @@ import secrets
 import tempfile
 import time
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from tfdist.cluster.ports import own_loopback
@@ -19,21 +20,25 @@ from tfdist.launcher.plan import (
     Machine,
     PlanError,
     RunOptions,
+    check_shares,
     default_workers,
     plan_run,
-    share_cpus,
-    share_gpus,
     shares_gpus,
     versions,
 )
-from tfdist.launcher.policy import RestartPolicy, counted
+from tfdist.launcher.policy import RestartPolicy
 from tfdist.launcher.process import start_afresh
-from tfdist.launcher.supervisor import ClusterRun, Patience
+from tfdist.launcher.supervisor import ClusterRun, Patience, announcement
 from tfdist.strategies.horovod import installation
 
 
-def run_local(
+def run(
     target: Target,
+    given: Collection[str],
+    hosts: str | None,
+    hostfile: str | None,
+    ssh: str,
+    remote_python: str | None,
     workers: tuple[int, int] | None,
     stages: int | None,
     replicas: int | None,
@@ -51,63 +56,89 @@ def run_local(
     start_timeout: float,
     regrow_after: float,
     transport: str,
-    given: Collection[str] = (),
-    **of_hosts: object,
 ) -> int:
-    """Runs a program as a cluster on this machine and returns the exit code.
+    """Runs a program as a cluster, on this machine or on several hosts, and returns the exit code.
 
-    `given` names the options that do not have their defaults by themselves; those of `of_hosts` do nothing here.
+    `given` names the options that do not have their defaults by themselves.
 
     Raises:
         PlanError: the options ask for something that is not there.
         ClusterError: there are no free ports.
-        OSError: the logs cannot be written or the program cannot be started.
+        OSError: the logs cannot be written, the program cannot be started, or a host cannot be reached.
     """
-    for name in of_hosts:
-        if name in given:
+    option = "--hosts" if hosts is not None else "--hostfile" if hostfile is not None else ""
+    if option and "host" in given:
+        raise PlanError(
+            f"--host and {option}: expected only one of them: each host has the address at which ssh has reached it; "
+            "TFDIST_INTERFACE names another network. Leave --host out."
+        )
+    for name in ("ssh", "remote_python"):
+        if name in given and not option:
             raise PlanError(f"--{name.replace('_', '-')}: expected --hosts or --hostfile, too. Leave it out without.")
-    machine = Machine.this_one()
-    try:
-        parts = stages_of(workers, stages, replicas, ps, chief)
-        count = parts.workers if parts else default_workers(machine, gpus_per_worker)
-        fewest, most = workers or (count, count)
-        check_workers(fewest, most, ps)
-        host = host if "host" in given else own_loopback()
-        options = RunOptions(most, ps, chief, cpus_per_worker, gpus_per_worker, env, host, parts, transport)
-        command = target.command()
-        check_transport(transport)
-    except ValueError as error:
-        raise PlanError(str(error)) from None
-    run_id = new_run_id()
-    folder = log_folder(log_dir, run_id)
-    shown_folder = shortest(folder)
-    show_all = output == "all"
-    hidden = hidden_lines(show_all, {**os.environ, **env})
-    check_shares(options, machine)
-    folder.mkdir(parents=True, exist_ok=True)
-    terminal = Terminal.standard(live="{} {}".format(*options.tasks[0]), env=os.environ, hidden=hidden)
-    announce(options, machine, terminal, str(shown_folder), show_all)
-    of_run = {"run_id": run_id, "log_dir": str(folder), "show_all": show_all}
-    plan = functools.partial(plan_run, command=command, machine=machine, environ=os.environ, **of_run)
-    policy = RestartPolicy(max_restarts, fewest if fewest < most else None, regrow_after)
-    patience = Patience(grace, hang_timeout, start_timeout)
-    return ClusterRun(options, plan, policy, shown_folder, terminal, patience, start_afresh).run()
-
-
-def check_workers(fewest: int, most: int, ps: int) -> None:
-    """Raises ValueError if fewer workers cannot go on."""
-    if ps > 0 and fewest < most:
-        raise ValueError(
+    parts = stages_of(workers, stages, replicas, ps, chief)
+    # None: as many as there are places for.
+    fewest, most = (parts.workers, parts.workers) if parts else workers or (None, None)
+    if ps > 0 and fewest != most:
+        raise PlanError(
             f"-n {fewest}:{most} and --ps {ps}: expected one number of workers. With parameter servers a worker "
             f"that is lost is replaced, and the others go on meanwhile: use -n {most}."
         )
-
-
-def check_transport(transport: str) -> None:
-    """Raises ValueError if what carries the sums is not installed."""
     missing = installation.problem(versions()["tensorflow"]) if transport == HOROVOD else None
     if missing is not None:
-        raise ValueError(f"--transport {transport}: {missing}")
+        raise PlanError(f"--transport {transport}: {missing}")
+    options = RunOptions(
+        workers=1 if most is None else most,
+        ps=ps,
+        chief=chief,
+        cpus_per_worker=cpus_per_worker,
+        gpus_per_worker=gpus_per_worker,
+        env=env,
+        host=host if "host" in given else own_loopback(),
+        stages=parts,
+        transport=transport,
+    )
+    command = target.command()
+    run_id, show_all = new_run_id(), output == "all"
+    folder = log_folder(log_dir, run_id)
+    shown_folder = shortest(folder)
+    policy = RestartPolicy(max_restarts, fewest, regrow_after)
+    patience = Patience(grace, hang_timeout, start_timeout)
+    if option:
+        from tfdist.launcher.hosts.run import run_on_hosts
+
+        return run_on_hosts(
+            hosts=hosts,
+            hostfile=hostfile,
+            ssh=ssh,
+            remote_python=remote_python,
+            options=options,
+            fewest=fewest,
+            most=most,
+            command=command,
+            run_id=run_id,
+            folder=folder,
+            shown_folder=shown_folder,
+            show_all=show_all,
+            policy=policy,
+            patience=patience,
+        )
+    machine = Machine.this_one()
+    options = replace(options, workers=most or default_workers(machine, gpus_per_worker))
+    check_shares(options, machine)
+    folder.mkdir(parents=True, exist_ok=True)
+    hidden = hidden_lines(show_all, {**os.environ, **env})
+    terminal = Terminal.standard(live="{} {}".format(*options.tasks[0]), env=os.environ, hidden=hidden)
+    announce(options, machine, terminal, str(shown_folder), show_all)
+    plan = functools.partial(
+        plan_run,
+        command=command,
+        machine=machine,
+        environ=os.environ,
+        run_id=run_id,
+        log_dir=str(folder),
+        show_all=show_all,
+    )
+    return ClusterRun(options, plan, policy, shown_folder, terminal, patience, start_afresh).run()
 
 
 def new_run_id() -> str:
@@ -120,16 +151,6 @@ def log_folder(given: str | os.PathLike[str] | None, run_id: str) -> Path:
     return Path(given or default_log_dir(run_id, current_folder(), tempfile.gettempdir())).absolute()
 
 
-def check_shares(options: RunOptions, machine: Machine) -> None:
-    """Finds what is not there before anything is announced; fewer workers need less.
-
-    Raises:
-        PlanError: there are not as many cores or GPUs as asked for.
-    """
-    for share in (share_cpus, share_gpus):
-        share(options, machine)
-
-
 def announce(options: RunOptions, machine: Machine, terminal: Terminal, log_dir: str, show_all: bool) -> None:
     """Says what runs, where the output is that is not shown, and whether processes share a GPU."""
     terminal.message(announcement(options, log_dir, show_all))
@@ -138,28 +159,6 @@ def announce(options: RunOptions, machine: Machine, terminal: Terminal, log_dir:
             f"{len(machine.gpus)} GPU(s) for {len(options.tasks_with_devices)} processes, which share them; "
             f"-n {len(machine.gpus)} gives each process its own"
         )
-
-
-def announcement(options: RunOptions, log_dir: str, show_all: bool, place: str = "this machine") -> str:
-    """The line at the start: what runs, and where the output is that is not shown.
-
-    Example:
-        >>> announcement(RunOptions(), "logs", show_all=False)
-        '2 workers on this machine; output of worker 1 goes to logs/'
-    """
-    jobs = [job for job, _ in options.tasks]
-    counts = [counted(jobs.count(job), job, "" if job == "ps" else "s") for job in dict.fromkeys(jobs)]
-    if options.stages:
-        counts[0] += f" ({options.stages})"
-    what = counts[0] if len(counts) == 1 else f"{', '.join(counts[:-1])} and {counts[-1]}"
-    hidden = [f"{job} {index}" for job, index in options.tasks[1:]]
-    if show_all or not hidden:
-        where = f"complete logs in {log_dir}/"
-    elif len(hidden) == 1:
-        where = f"output of {hidden[0]} goes to {log_dir}/"
-    else:
-        where = f"output of the other {len(hidden)} goes to {log_dir}/"
-    return f"{what} on {place}; {where}"
 
 
 def shortest(folder: Path) -> Path:

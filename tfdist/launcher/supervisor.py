@@ -11,16 +11,17 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tfdist.cluster.ports import reserve
 from tfdist.cluster.rendezvous.endpoints import port_range
+from tfdist.cluster.sockets import join_address
 from tfdist.launcher.guardian import Guardian
 from tfdist.launcher.operating_system import SignalInbox
 from tfdist.launcher.output import Terminal, Writer
-from tfdist.launcher.plan import ProcessPlan, RunOptions
+from tfdist.launcher.plan import ProcessPlan, RunOptions, jobs_of
 from tfdist.launcher.policy import (
     Failure,
     GiveUp,
@@ -106,6 +107,9 @@ class Supervisor:
         log_dir: folder of the logs; it exists.
         terminal: where output and messages go.
         grace: seconds between a signal that is passed on and SIGKILL.
+
+    Attributes:
+        ending: how it ended, once it has.
     """
 
     def __init__(self, workers: int, policy: RestartPolicy, log_dir: Path, terminal: Terminal, grace: float) -> None:
@@ -117,41 +121,44 @@ class Supervisor:
         self._events = EventLog(str(log_dir), "launcher", do=self._files.do)
         self._recovery: Recovery | None = None
 
-    def run(self) -> int:
+    def run(self, inbox: SignalInbox | None = None) -> int:
         """Returns the exit code of the run once none of its processes exists any more.
+
+        Args:
+            inbox: the signals to the launcher, if somebody has entered it; by default one is entered here.
 
         Raises:
             OSError: a process could not be started; those already started have been killed.
             ClusterError: there are no free ports.
         """
         try:
-            return self._run()
+            with nullcontext(inbox) if inbox else SignalInbox() as signals, Guardian() as guardian:
+                return self._run(signals, guardian)
         finally:
             self._files.close()
             if self._files.dropped:
                 self.terminal.message(f"{FILE_NAME} in {self._log_dir}/ is not complete: {self._files.problem}")
             self.terminal.finish()
 
-    def _run(self) -> int:
+    def _run(self, inbox: SignalInbox, guardian: Guardian) -> int:
         restart = Restart(0, self._workers, 0.0)
-        with SignalInbox() as inbox, Guardian() as guardian:
-            while True:
-                ending = self._attempt(restart, inbox, guardian)
-                if not isinstance(ending.decision, Restart) or ending.interrupt is not None:
-                    return self._conclude(ending)
-                restart = ending.decision
-                self._announce(ending.incident, restart)
-                if (number := _wait_to_restart(restart.delay, inbox)) is not None:
-                    self.terminal.message(f"{number.name} received: not restarted")
-                    self._recovery = None
-                    return self._conclude(Ending(exit_code(-number), interrupt=number))
+        while True:
+            ending = self._attempt(restart, inbox, guardian)
+            if not isinstance(ending.decision, Restart) or ending.interrupt is not None:
+                return self._conclude(ending)
+            restart = ending.decision
+            self._announce(ending.incident, restart)
+            if (number := _wait_to_restart(restart.delay, inbox)) is not None:
+                self.terminal.message(f"{number.name} received: not restarted")
+                self._recovery = None
+                return self._conclude(Ending(exit_code(-number), interrupt=number))
 
     def _attempt(self, restart: Restart, inbox: SignalInbox, guardian: Guardian) -> Ending:
         """Runs the processes once."""
 
     def _note_start(self, restart: int, workers: int, processes: Mapping[str, int]) -> None:
-        what = {"restart": restart, "workers": workers, "processes": processes}
-        self._events.write("start", **what, launcher=asdict(Identity.of(os.getpid())))
+        launcher = asdict(Identity.of(os.getpid()))
+        self._events.write("start", restart=restart, workers=workers, processes=processes, launcher=launcher)
 
     def _announce(self, incident: Incident, restart: Restart) -> None:
         self._events.write("restart", restart=restart.number, workers=restart.workers, delay=restart.delay)
@@ -165,6 +172,7 @@ class Supervisor:
             self._recovery = None
 
     def _conclude(self, ending: Ending) -> int:
+        self.ending = ending
         self._end_recovery("complete" if ending.code == 0 else _TOO_SOON)
         if ending.code == PREEMPTED and ending.failure is None:
             self._events.write("preempted", exit_code=ending.code)
@@ -201,6 +209,9 @@ class TrainingRun(Supervisor):
         log_dir: folder of the logs; it exists.
         terminal: where output and messages go.
         patience: how long to wait for what.
+
+    Attributes:
+        group: the processes that were started last.
     """
 
     def __init__(
@@ -221,13 +232,13 @@ class TrainingRun(Supervisor):
 
     def _attempt(self, restart: Restart, inbox: SignalInbox, guardian: Guardian) -> Ending:
         with self._started(restart, inbox, guardian) as group:
+            self._inbox, self.group = inbox, group
             self._started_at = self._looked_at = time.monotonic()
             self._room = None
             # Whether the program trains, and how long it takes to prepare for that, is known from the first time.
             due = self._started_at + _UNUSUAL * self._preparation if restart.number else None
             watchdog = Watchdog(self._patience.hang_timeout, self._patience.start_timeout, due)
-            processes = {process.plan.name: process.group for process in group.processes}
-            self._note_start(restart.number, group.workers, processes)
+            self._note_start(restart.number, group.workers, {one.plan.name: one.group for one in group.processes})
             return ClusterAttempt(self, group, inbox, watchdog).run()
 
     def _started(
@@ -347,10 +358,34 @@ class ClusterRun(TrainingRun):
         options = replace(self._options, workers=restart.workers)
         low, high = port_range(os.environ)
         with reserve(len(options.tasks), options.host, low, high) as reservation:
-            plans = self._plan(options, ports=reservation.ports, restart=restart.number)
-            of_run = (self._log_dir, self.terminal, guardian, restart.number, self._start_program)
-            with ProcessGroup(plans, *of_run) as group:
+            jobs = jobs_of(options, [join_address(options.host, port) for port in reservation.ports])
+            plans = self._plan(options, jobs=jobs, restart=restart.number)
+            with ProcessGroup(
+                plans, self._log_dir, self.terminal, guardian, restart.number, self._start_program
+            ) as group:
                 yield group
+
+
+def announcement(options: RunOptions, log_dir: str, show_all: bool, place: str = "this machine") -> str:
+    """The line at the start: what runs, and where the output is that is not shown.
+
+    Example:
+        >>> announcement(RunOptions(), "logs", show_all=False)
+        '2 workers on this machine; output of worker 1 goes to logs/'
+    """
+    jobs = [job for job, _ in options.tasks]
+    counts = [counted(jobs.count(job), job, "" if job == "ps" else "s") for job in dict.fromkeys(jobs)]
+    if options.stages:
+        counts[0] += f" ({options.stages})"
+    what = counts[0] if len(counts) == 1 else f"{', '.join(counts[:-1])} and {counts[-1]}"
+    hidden = [f"{job} {index}" for job, index in options.tasks[1:]]
+    if show_all or not hidden:
+        where = f"complete logs in {log_dir}/"
+    elif len(hidden) == 1:
+        where = f"output of {hidden[0]} goes to {log_dir}/"
+    else:
+        where = f"output of the other {len(hidden)} goes to {log_dir}/"
+    return f"{what} on {place}; {where}"
 
 
 class Attempt:
@@ -514,8 +549,7 @@ class ClusterAttempt(Attempt):
         seen = {name: report for name, report in self._group.progress().items() if name in alive}
         overdue = self._watchdog.overdue(seen, time.monotonic())
         if overdue is not None:
-            states = {name: process.state for name, process in alive.items()}
-            name, text = suspect(overdue, seen, states)
+            name, text = suspect(overdue, seen, {name: process.state for name, process in alive.items()})
             self._note_failure(self._group.failure(alive[name], HUNG, text))
         elif not self._grows_to and (workers := self._run.more_workers(self._group.workers, seen)):
             self._grows_to = workers

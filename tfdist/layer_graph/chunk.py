@@ -221,6 +221,11 @@ class Chunk:
     trainable: tuple[keras.Variable, ...]
     state: tuple[keras.Variable, ...]
 
+    @property
+    def layers(self) -> list[keras.layers.Layer]:
+        """The layers that are called."""
+        return [call.operation for call in self.calls if isinstance(call.operation, keras.layers.Layer)]
+
     def as_it_is(self) -> Chunk:
         """The same chunk with the variables that its layers have now: layers may have been frozen or unfrozen since."""
         trainable, state = _variables(self.calls)

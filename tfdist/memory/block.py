@@ -17,7 +17,8 @@ import keras
 import tensorflow as tf
 from keras import tree
 
-from tfdist.inspection.model_state import global_seeds, is_here
+from tfdist.compat.upstream import ops
+from tfdist.inspection.model_state import global_seeds, is_here, items_of
 from tfdist.layer_graph.chunk import (
     Chunk,
     PureResult,
@@ -26,14 +27,57 @@ from tfdist.layer_graph.chunk import (
     call_context,
     call_purely,
     context_values,
+    is_differentiable,
     pack,
     tracing,
     unpack,
     value_of,
 )
 
+# Modules of classes that keep no tensors for others.
+_OTHERS = ("keras.", "keras_hub.", "tfdist.")
 
-# All kinds of block have a `label`, their `trainable` variables, all others as `state`, and the `tensors` that go in.
+
+class Kept:
+    """Tensors that a block's layers keep as attributes, for a loss, say. They are results of the block, too.
+
+    Otherwise they would have no gradient: no tape outside sees what is inside of a block.
+
+    Args:
+        layers: of the block.
+    """
+
+    def __init__(self, layers: Iterable[keras.layers.Layer]):
+        own = (one for layer in layers for one in layer._flatten_layers())
+        self._owners = [vars(one) for one in own if not type(one).__module__.startswith(_OTHERS)]
+        self._places: list[tuple[dict[str, Any], str]] = []
+        self._tensors: list[tf.Tensor] = []
+
+    def since(self, begin: int) -> list[tf.Tensor]:
+        """Those that were made since; `begin` is the number with which tensors began then."""
+        graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+
+        def is_new(value: Any) -> bool:
+            if not isinstance(value, tf.Tensor) or value._id <= begin or not is_differentiable(value):
+                return False
+            return value.graph is graph if tf.is_symbolic_tensor(value) else graph is None
+
+        attributes = ((owner, *item) for owner in self._owners for item in owner.items())
+        self._places = [(owner, name) for owner, name, value in attributes if any(map(is_new, items_of(value)))]
+        self._tensors = [one for owner, name in self._places for one in items_of(owner[name]) if is_new(one)]
+        return self._tensors
+
+    def put(self, results: Sequence[tf.Tensor]) -> None:
+        """Puts the last of a block's results, by which they have gradients, in their places."""
+        count = len(self._tensors)
+        new = dict(zip(map(id, self._tensors), results[len(results) - count :], strict=True))
+        for owner, name in self._places:
+            # Past Keras' attribute tracking.
+            owner[name] = tree.map_structure(lambda x: new.get(id(x), x), owner[name])
+
+
+# All kinds of block have a `label`, their `trainable` variables, all others as `state`, the `tensors` that go in, and
+# what their layers have `kept`.
 class GraphBlock:
     """Consecutive calls of a Functional or Sequential model, in one call of the model."""
 
@@ -41,18 +85,19 @@ class GraphBlock:
         self.label = label
         # `trainable` of layers may have changed since the policy was applied.
         chunk = chunk.as_it_is()
-        self._chunk = dataclasses.replace(chunk, state=_with_global_seed(chunk.state))
+        self._chunk = dataclasses.replace(chunk, state=_with_global_seed((*chunk.state, *own_metrics(chunk.layers))))
         self.trainable, self.state = self._chunk.trainable, self._chunk.state
         self.tensors, self._layout = pack(inputs)
         self._training, self._context = training, context_values()
         self._output_layout: list[tuple[bool, ...]] = []
+        self.kept = Kept(chunk.layers)
 
     def run(self, trainable: Sequence[Any], state: Sequence[Any], tensors: Sequence[Any]) -> PureResult:
         """Computes with these values of the variables; the result is a flat list of tensors."""
-        inputs = unpack(tensors, self._layout)
+        inputs, begin = unpack(tensors, self._layout), ops.uid()
         outputs, *rest = self._chunk.run(trainable, state, inputs, self._training, self._context)
         results, self._output_layout = pack(outputs)
-        return PureResult(results, *rest)
+        return PureResult([*results, *self.kept.since(begin)], *rest)
 
     def outputs(self, tensors: Sequence[tf.Tensor]) -> list[Value]:
         """What the chunk returns, with these tensors in it."""
@@ -65,15 +110,17 @@ class LayerBlock:
     def __init__(self, layer: keras.layers.Layer, label: str, function: Callable, args: tuple, kwargs: dict[str, Any]):
         self.label = label
         self.trainable = tuple(v for v in layer.variables if v.trainable)
-        self.state = _with_global_seed(tuple(v for v in layer.variables if not v.trainable))
+        self.state = _with_global_seed((*(v for v in layer.variables if not v.trainable), *own_metrics([layer])))
         self._layer, self._function, self._arguments = layer, function, (args, kwargs)
         self.tensors, self._layout = pack([value_of(x) for x in tree.flatten(self._arguments) if tf.is_tensor(x)])
         self._context = context_values()
         self._results: Any = None
         self._output_layout: list[tuple[bool, ...]] = []
+        self.kept = Kept([layer])
 
     def run(self, trainable: Sequence[Any], state: Sequence[Any], tensors: Sequence[Any]) -> PureResult:
         """Computes with these values of the variables; the result is a flat list of tensors."""
+        begin = ops.uid()
         args, kwargs = _filled_in(self._arguments, unpack(tensors, self._layout))
 
         def run() -> Any:
@@ -89,7 +136,7 @@ class LayerBlock:
         )
         values = [value_of(x) for x in tree.flatten(self._results) if tf.is_tensor(x)]
         results, self._output_layout = pack(values)
-        return PureResult(results, *rest)
+        return PureResult([*results, *self.kept.since(begin)], *rest)
 
     def outputs(self, tensors: Sequence[tf.Tensor]) -> Any:
         """What the layer returns, with these tensors in it."""
@@ -101,13 +148,24 @@ class RegularizerBlock:
 
     label = ""
     state = ()
+    kept = Kept(())
 
     def __init__(self, weight: keras.Variable, before: tf.Tensor):
         self.trainable, self.tensors = (weight,), [before]
 
     def run(self, trainable: Sequence[Any], state: Sequence[Any], tensors: Sequence[Any]) -> PureResult:
-        """Computes with this value of the weight."""
-        return PureResult([tensors[0] + self.trainable[0].regularizer(trainable[0])], [], [])
+        """Computes with this value of the weight; what has several elements counts as their sum, as in Keras."""
+        return PureResult([tensors[0] + tf.reduce_sum(self.trainable[0].regularizer(trainable[0]))], [], [])
+
+
+def own_metrics(layers: Iterable[keras.layers.Layer]) -> list[keras.Variable]:
+    """The variables of metrics that layers have as attributes, which Keras does not count as theirs.
+
+    Those of a model that is compiled for itself are not updated when it is called.
+    """
+    every = (one for layer in layers for one in layer._flatten_layers() if not getattr(one, "compiled", False))
+    found = (variable for one in every for metric in one._metrics for variable in metric.variables)
+    return list({id(variable): variable for variable in found}.values())
 
 
 def _filled_in(structure: Any, values: Sequence[Value]) -> Any:

@@ -42,6 +42,7 @@ with which the block begins that goes back `prefetch` blocks earlier.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -74,11 +75,13 @@ class BlockCall:
         place: its number in the forward pass.
         made: the names of the operations that the block has made in its forward pass, in a graph.
         others: trainable variables of other layers, which it has read.
+        used: in the backward pass, the numbers of the outputs and losses that have a gradient.
     """
 
     inference: ClassVar[type[BlockCall] | None] = None
     made: Collection[str] = ()
     others: Sequence[keras.Variable] = ()
+    used: Sequence[int] = ()
 
     def __init__(self, block: Block, trainable: list, state: list, tensors: list, keeping: Keeping):
         self.block, self.trainable, self.state, self.keeping = block, trainable, state, keeping
@@ -99,7 +102,7 @@ class BlockCall:
         """The gradients of the trainable variables, of `others` and of the inputs, `None` where there is none.
 
         Args:
-            cotangents: gradients of the outputs and of the losses that the layers have added.
+            cotangents: gradients of those outputs, and losses that the layers have added, that have one.
         """
         raise NotImplementedError
 
@@ -109,7 +112,8 @@ class BlockCall:
         """The gradients of `trainable`, `others` and `tensors`, which the tape has watched."""
         sources = [*trainable, *(variable._value for variable in self.others), *tensors]
         outputs = [*result.result, *result.losses]
-        pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if is_differentiable(o)]
+        pairs = zip([outputs[i] for i in self.used], cotangents, strict=True)
+        pairs = [(o, c) for o, c in pairs if is_differentiable(o)]
         taken = [source for source in sources if is_differentiable(source)]
         found = iter(tape.gradient([o for o, _ in pairs], taken, output_gradients=[c for _, c in pairs]))
         return [next(found) if is_differentiable(source) else None for source in sources]
@@ -140,7 +144,9 @@ def call_block(block: Block, kind: type[BlockCall], keeping: Keeping) -> PureRes
             return result
         with AutocastScope(None):
             recorded = [*trainable, *map(_stored, result.others), *block.tensors]
-        return _as_one_operation(call, recorded, result)
+        result = _as_one_operation(call, recorded, result)
+        block.kept.put(result.result)
+        return result
 
 
 def _check_reads(call: BlockCall, begin: int, sources: Sequence[tf.Tensor], state: Sequence[tf.Tensor]) -> None:
@@ -180,13 +186,22 @@ def _stored(variable: keras.Variable) -> tf.Tensor:
 
 def _as_one_operation(call: BlockCall, recorded: Sequence[tf.Tensor], result: PureResult) -> PureResult:
     """What the caller gets of a block that is trained."""
+    used: set[int] = set()
 
     # The tapes of the caller see one operation, "TfdistBlock": weights and inputs go in, results come out, and this
     # function is its gradient. What happened inside is hidden from them: the results are identities that no tape has
     # recorded, so that there is no other way back from them.
     def backward(*cotangents: Any) -> list[Any]:
+        # A tape gives zeros for what the loss does not use. Taken for gradients, they would let optimizers update
+        # weights that have none, and be multiplied by derivatives that may be infinite.
+        call.used = sorted(used) or range(len(cotangents))
+        used.clear()
         with labelled(call.block.label):
-            return call.backward([tf.convert_to_tensor(cotangent) for cotangent in cotangents])
+            return call.backward([tf.convert_to_tensor(cotangents[i]) for i in call.used])
+
+    def noting(i: int, gradient: Any) -> list[Any]:
+        used.add(i)
+        return [gradient]
 
     if any(isinstance(tensor, NOT_DENSE) for tensor in result.result):
         raise ImpureError(
@@ -195,9 +210,12 @@ def _as_one_operation(call: BlockCall, recorded: Sequence[tf.Tensor], result: Pu
         )
     with record.stop_recording():
         results = [tf.identity(tensor) for tensor in (*result.result, *result.losses)]
+        passed = [tf.identity(tensor) for tensor in results]
     record.record_operation("TfdistBlock", results, recorded, backward)
+    for i, (one, other) in enumerate(zip(results, passed, strict=True)):
+        record.record_operation("TfdistOutput", [other], [one], functools.partial(noting, i))
     count = len(result.result)
-    return PureResult(results[:count], result.state, results[count:])
+    return PureResult(passed[:count], result.state, passed[count:])
 
 
 # Their number may differ between the runs: some are made once for a graph, and shared.
@@ -248,6 +266,7 @@ class Recomputed(BlockCall):
             gradients = self.gradients(tape, result, trainable, tensors, cotangents)
         if same:
             self._check_functions(again)
+            self._check_variables(again)
         if same and not compiled:  # XLA merges operations by rules of its own
             found = [t for t in tf.nest.flatten(gradients, expand_composites=True) if t is not None]
             keep_apart(self._graph, self.made, again, made, found)
@@ -269,6 +288,20 @@ class Recomputed(BlockCall):
                 "tf.function, which would read the weights of the first run. Expected: no tf.function, since Keras "
                 "compiles the step; or mode 'none' for this block."
             )
+
+    def _check_variables(self, again: Sequence[str]) -> None:
+        """Refuses variables of others that have changed between the two runs: the second one reads something else."""
+        first = max((self._graph.get_operation_by_name(name)._id for name in self.made), default=0)
+        for read in map(self._graph.get_operation_by_name, again):
+            if read.type not in ("ReadVariableOp", "ResourceGather"):
+                continue
+            changes = [one for one in read.inputs[0].consumers() if one.type in CHANGING and first < one._id < read._id]
+            if changes:
+                raise ImpureError(
+                    f"Received: block '{self.block.label}', which is to be run again and reads a variable of another "
+                    f"layer ({read.name}), which the step has changed before that ({changes[0].name}). Expected: "
+                    "layers that get its value as an argument of their call; or mode 'none' or 'swap' for this block."
+                )
 
 
 def _recorded_if(wanted: bool) -> contextlib.AbstractContextManager[list[str]]:

@@ -22,7 +22,7 @@ from tfdist.compat.upstream import record, unpack_singleton
 from tfdist.inspection.model_state import is_sharded
 from tfdist.layer_graph.chunk import NOT_DENSE, attached, is_traced, value_of
 from tfdist.layer_graph.graph import flatten, functional_of
-from tfdist.memory.block import GraphBlock, LayerBlock, RegularizerBlock, labelled
+from tfdist.memory.block import GraphBlock, LayerBlock, RegularizerBlock, labelled, own_metrics
 from tfdist.memory.kinds import KINDS, call_block
 from tfdist.memory.order import Keeping, current_order
 from tfdist.memory.plan import GraphPlan, LayerPlan, plan_graph, plan_layers
@@ -34,9 +34,9 @@ _WITHOUT_XLA = "_tfdist_without_xla"
 _ON_HOST = ("recompute+swap", "swap")
 
 
-def keeping(policy: MemoryPolicy, model: keras.Model) -> Keeping:
-    """The settings with which blocks are called in one call of a model."""
-    compiled = bool(model.compiled and model.jit_compile)
+def keeping(policy: MemoryPolicy, model: keras.Model | None) -> Keeping:
+    """The settings with which blocks are called in one call of a model; `None`: of one that is gone."""
+    compiled = bool(model is not None and model.compiled and model.jit_compile)
     return Keeping(current_order(), policy.host, policy.prefetch, policy.min_bytes, compiled)
 
 
@@ -47,11 +47,12 @@ def _runs_blocks(policy: MemoryPolicy) -> bool:
     return policy.streams or record.could_possibly_record()
 
 
-def _is_block(policy: MemoryPolicy, variables: Sequence[keras.Variable]) -> bool:
-    """Whether layers with these variables are a block. If not, weights are gathered where a layer reads them."""
-    return not policy.gathers or (
-        any(map(is_sharded, variables)) and all(variable.aggregation != "sum" for variable in variables)
-    )
+def _is_block(policy: MemoryPolicy, layers: Sequence[keras.layers.Layer]) -> bool:
+    """Whether layers are a block. If not, weights are gathered where a layer reads them."""
+    if not policy.gathers:
+        return True
+    variables = [*(variable for layer in layers for variable in layer.variables), *own_metrics(layers)]
+    return any(map(is_sharded, variables)) and all(variable.aggregation != "sum" for variable in variables)
 
 
 class GraphCall:
@@ -62,12 +63,12 @@ class GraphCall:
     """
 
     def __init__(self, model: keras.Model, plan: GraphPlan, policy: MemoryPolicy):
-        self._model, self.plan, self.policy = model, plan, policy
+        self.model, self.plan, self.policy = model, plan, policy
         self._original = type(model).call.__get__(model)
 
     def is_current(self) -> bool:
         """Whether the model still has the layers of its plan: a Sequential model, or one in it, may get others."""
-        functional = functional_of(self._model)
+        functional = functional_of(self.model)
         calls = () if functional is None else flatten(functional).calls
         return [call.node for call in calls] == [call.node for call in self.plan.graph.calls]
 
@@ -82,12 +83,12 @@ class GraphCall:
         if mask is not None:
             masks = zip(plan.graph.inputs, tree.flatten(mask), strict=True)
             values.update({key: values[key]._replace(mask=given) for key, given in masks if given is not None})
-        how = keeping(self.policy, self._model)
+        how = keeping(self.policy, self.model)
         for chunk, mode, name in zip(plan.chunks, plan.modes, plan.names, strict=True):
             given = [values[key] for key in chunk.inputs]
             # Layers that take something else, as sparse tensors, are called as they are.
             are_dense = all(isinstance(value.tensor, tf.Tensor) for value in given)
-            if KINDS[mode] is None or not are_dense or not _is_block(self.policy, (*chunk.trainable, *chunk.state)):
+            if KINDS[mode] is None or not are_dense or not _is_block(self.policy, chunk.layers):
                 with labelled(name):
                     outputs = chunk.call(given, training)
                 values.update(zip(chunk.outputs, outputs, strict=True))
@@ -95,7 +96,7 @@ class GraphCall:
             block = GraphBlock(chunk, training, given, name)
             result = call_block(block, KINDS[mode], how)
             values.update(zip(chunk.outputs, block.outputs(result.result), strict=True))
-            self._model._losses.extend(result.losses)
+            self.model._losses.extend(result.losses)
         outputs = [attached(values[key]) for key in plan.graph.outputs]
         return unpack_singleton(tree.pack_sequence_as(plan.functional._outputs_struct, outputs))
 
@@ -108,6 +109,11 @@ class LayerCall:
         self._model = weakref.ref(model)
         self._original = type(layer).call.__get__(layer)
 
+    @property
+    def model(self) -> keras.Model | None:
+        """The model that it is a block of; `None`: it is gone."""
+        return self._model()
+
     def is_current(self) -> bool:
         """Whether it is a block of its model."""
         return True
@@ -118,11 +124,11 @@ class LayerCall:
         if in_block or not _runs_blocks(self.policy):
             return self._original(*args, **kwargs)
         are_dense = not any(isinstance(value, NOT_DENSE) for value in tree.flatten((args, kwargs)))
-        if KINDS[self._mode] is None or not are_dense or not _is_block(self.policy, self._layer.variables):
+        if KINDS[self._mode] is None or not are_dense or not _is_block(self.policy, [self._layer]):
             with labelled(self._name):
                 return self._original(*args, **kwargs)
         block = LayerBlock(self._layer, self._name, self._original, args, kwargs)
-        result = call_block(block, KINDS[self._mode], keeping(self.policy, self._model()))
+        result = call_block(block, KINDS[self._mode], keeping(self.policy, self.model))
         for loss in result.losses:
             self._layer.add_loss(loss)
         return block.outputs(result.result)
@@ -147,7 +153,13 @@ def regularization_losses(model: keras.Model) -> list[tf.Tensor]:
 def applied(model: keras.Model) -> MemoryPolicy | None:
     """The policy that is applied to a model, or to a part of it; `None` if there is none."""
     automatic = automatic_of(model)
-    return modes_of(model) if automatic is None else automatic.policy
+    if automatic is not None:
+        return automatic.policy
+    for call in _calls(model):
+        # A model in it that was trained by itself has that of its strategy, which says nothing of the other layers.
+        if call.model is model or not (isinstance(call, GraphCall) and call.policy.streams):
+            return call.policy
+    return None
 
 
 def automatic_of(model: keras.Model) -> Any | None:
@@ -234,8 +246,13 @@ def plan_of(model: keras.Model, policy: MemoryPolicy) -> GraphPlan | LayerPlan:
 
 def modes_of(model: keras.Model) -> MemoryPolicy | None:
     """The policy whose modes are applied; `None` also if the model has got other layers since."""
+    return next((call.policy for call in _calls(model)), None)
+
+
+def _calls(model: keras.Model) -> Iterator[GraphCall | LayerCall]:
+    """The replaced calls of a model and its layers, but those of models that have got other layers since."""
     calls = (vars(layer)["call"] for layer in model._flatten_layers() if _has_call(layer))
-    return next((call.policy for call in calls if call.is_current()), None)
+    return (call for call in calls if call.is_current())
 
 
 def _has_call(layer: keras.layers.Layer) -> bool:

@@ -21,7 +21,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.inspection.model_state import gather, parts_of_variable
+from tfdist.inspection.model_state import gather, own_copy, parts_of_variable
 from tfdist.steps.flat_bucket import FlatBucket
 from tfdist.steps.gradients import buckets
 
@@ -40,6 +40,11 @@ def in_buckets(
             bucket = FlatBucket(specs[places[0]].dtype, tuple(specs[place].shape for place in places), shards)
             found.append((bucket, [group[place] for place in places]))
     return found
+
+
+def is_decayed(optimizer: keras.optimizers.Optimizer, variable: Any) -> bool:
+    """Whether weight decay acts on a variable. Keras asks TensorFlow's variable, whose name has the layers' in it."""
+    return optimizer._use_weight_decay(own_copy(variable))
 
 
 class FlatSlots:
@@ -211,6 +216,11 @@ class ShardedSlot:
         # There is no TensorFlow variable behind it.
         return self
 
+    @property
+    def value(self) -> tf.Tensor:
+        """The whole slot, as `read_value`; `model.get_state_tree()` asks for it."""
+        return self.read_value()
+
     def numpy(self) -> np.ndarray:
         """A copy of the whole slot.
 
@@ -340,12 +350,14 @@ class FlatStep:
             is_updated = {place: tf.ones_like(part) for place, part in parts.items()}
             mask = None if all(i in grads for i in inside) else bucket.join(shard, is_updated) > 0
             if optimizer.gradient_accumulation_steps:
-                weights = self._accumulated(b, replica, grad, weights, mask)
+                weights = self._accumulated(b, replica, shard, grad, weights, mask)
             else:
-                weights = self._updated(b, replica, grad, weights, mask)
+                weights = self._updated(b, replica, shard, grad, weights, mask)
         return self._averaged(b, replica, weights) if optimizer.use_ema else weights
 
-    def _accumulated(self, b: int, replica: int, grad: tf.Tensor, weights: tf.Tensor, mask: Any) -> tf.Tensor:
+    def _accumulated(
+        self, b: int, replica: int, shard: int, grad: tf.Tensor, weights: tf.Tensor, mask: Any
+    ) -> tf.Tensor:
         steps = self._optimizer.gradient_accumulation_steps
         accumulator = self._slots[ACCUMULATOR][self._index(b, replica)]
 
@@ -353,7 +365,7 @@ class FlatStep:
             # Clipping by norm is refused together with accumulation, so that a shard can be clipped by itself.
             mean = self._optimizer._clip_gradients([(grad + accumulator.read_value()) / steps])[0]
             accumulator.assign(tf.zeros_like(mean))
-            return self._updated(b, replica, mean, weights, mask)
+            return self._updated(b, replica, shard, mean, weights, mask)
 
         def accumulate() -> tf.Tensor:
             accumulator.assign(grad + accumulator.read_value())
@@ -361,20 +373,33 @@ class FlatStep:
 
         return tf.cond(tf.equal((self._optimizer._iterations.value + 1) % steps, 0), update, accumulate)
 
-    def _updated(self, b: int, replica: int, grad: tf.Tensor, weights: tf.Tensor, mask: Any) -> tf.Tensor:
+    def _updated(self, b: int, replica: int, shard: int, grad: tf.Tensor, weights: tf.Tensor, mask: Any) -> tf.Tensor:
         optimizer, dtype = self._optimizer, weights.dtype
         kept = [s[self._index(b, replica)] for kind, s in self._slots.items() if kind not in (AVERAGE, ACCUMULATOR)]
         before = [slot.read_value() for slot in kept] if mask is not None else []
         flat = FlatWeights(_key(b, replica), weights)
-        if optimizer.weight_decay is not None and optimizer._use_weight_decay(self._variables[self._buckets[b][1][0]]):
+        if optimizer.weight_decay is not None and (decaying := self._decaying(b, shard)) is not None:
             rate, decay = tf.cast(optimizer.learning_rate, dtype), tf.cast(optimizer.weight_decay, dtype)
-            flat.assign_sub(flat.value * decay * rate)
+            flat.assign_sub(flat.value * decay * rate * decaying)
         optimizer.update_step(grad, flat, optimizer.learning_rate)
         if mask is None:
             return flat.value
         for slot, value in zip(kept, before, strict=True):
             slot.assign(tf.where(mask, slot.read_value(), value))
         return tf.where(mask, flat.value, weights)
+
+    def _decaying(self, b: int, shard: int) -> Any:
+        """1 where the weights of a shard decay, else 0; `None`: none of the bucket does.
+
+        Buckets part those that decay from the others, but variables may be excluded later, as after `load_model`.
+        """
+        bucket, indices = self._buckets[b]
+        decays = [is_decayed(self._optimizer, self._variables[i]) for i in indices]
+        if not any(decays) or all(decays):
+            return 1 if all(decays) else None
+        within = bucket.within(shard)
+        ones = {place: tf.ones([end - begin, bucket.width], bucket.dtype) for place, begin, end in within}
+        return bucket.join(shard, {place: one for place, one in ones.items() if decays[place]})
 
     def _averaged(self, b: int, replica: int, weights: tf.Tensor) -> tf.Tensor:
         optimizer = self._optimizer

@@ -17,7 +17,7 @@ import tensorflow as tf
 from tfdist.compat.keras import hooks_of
 from tfdist.compat.upstream import no_automatic_dependency_tracking
 from tfdist.inspection.model_state import all_optimizers_of, parts_of_variable
-from tfdist.optimizers.flat import AVERAGE, FlatSlots, FlatStep, in_buckets
+from tfdist.optimizers.flat import AVERAGE, FlatSlots, FlatStep, in_buckets, is_decayed
 from tfdist.optimizers.in_parts import are_finite, clip_parts
 from tfdist.steps.flat_bucket import FlatBucket
 from tfdist.steps.gradients import AS_THEY_ARE, GradientOptions, all_reduce_sum, own_rows_of_sums
@@ -97,6 +97,17 @@ def check_variables(variables: Sequence[Any]) -> None:
             "Received: a ShardedOptimizer that is built by its first step, on a replica. Expected: "
             "`optimizer.build(model.trainable_variables)` in the strategy's scope before your own training loop "
             "(`fit` does so)."
+        )
+
+
+class _AveragesInParts:
+    """Stands where Keras' callback finds the averages of weights, of which each replica has parts."""
+
+    def __iter__(self) -> Iterator[Any]:
+        raise ValueError(
+            "Received: SwapEMAWeights with a ShardedOptimizer(use_ema=True), whose averages are split over the "
+            "replicas. Expected: no SwapEMAWeights, since `fit` ends with the averages, and ema_overwrite_frequency= "
+            "takes them over before; or the optimizer inside as it is."
         )
 
 
@@ -189,11 +200,14 @@ class ShardedOptimizer(keras.optimizers.Optimizer):
         self._trainable_variables = list(variables)
         self._trainable_variables_indices = {self._var_key(v): i for i, v in enumerate(variables)}
         most = getattr(strategy, "_gradient_options", AS_THEY_ARE).bucket_bytes
-        self._buckets = in_buckets(variables, strategy.num_replicas_in_sync, inner._use_weight_decay, most)
+        self._buckets = in_buckets(variables, strategy.num_replicas_in_sync, functools.partial(is_decayed, inner), most)
         self._slots = FlatSlots(strategy, self._buckets, variables, lambda: int(self._iterations.numpy()), self.name)
         with shadowed(inner, add_variable_from_reference=self._slots.add):
             inner.build(self._trainable_variables)
         self._step = FlatStep(inner, self._slots, self._buckets, self._trainable_variables)
+        if self.use_ema:
+            for optimizer in (inner, self):
+                object.__setattr__(optimizer, "_model_variables_moving_average", _AveragesInParts())
         self.built = True
 
     @property
@@ -213,6 +227,21 @@ class ShardedOptimizer(keras.optimizers.Optimizer):
     def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
         """Does what it does in `keras.optimizers.Optimizer`."""
         self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
+
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        """Does what it does in `keras.optimizers.Optimizer`; with several processes all call it with the same values.
+
+        Raises:
+            ValueError: if it is not built, or for other numbers or shapes.
+        """
+        if not self.built or len(weights) != len(self.variables):
+            raise ValueError(
+                f"Received: {len(weights)} weights for optimizer '{self.name}' ({'' if self.built else 'not yet '}"
+                f"built). Expected: one for each of its {len(self.variables)} variables, after "
+                "`optimizer.build(model.trainable_variables)`."
+            )
+        for variable, weight in zip(self.variables, weights, strict=True):
+            variable.assign(weight)
 
     def collect(self) -> None:
         """On several processes: fetches all slots to the hosts, so that any of them can save them until the next step.

@@ -31,7 +31,7 @@ from tfdist.planning.hardware import Device, Hardware, Link, ring_bytes
 _log = logging.getLogger("tfdist")
 _SECONDS = 180.0
 # Part of the names of the kept files: increase it when the meaning of a measurement changes.
-_FORMAT = 5
+_FORMAT = 6
 _SIDE = 1024  # of the matrices
 _NUMBERS = 1 << 22  # in a vector that is larger than the caches
 _CHAIN, _ROUNDS = 200, 8
@@ -87,13 +87,12 @@ def calibrate(cores: Sequence[int], processes: int) -> Hardware:
         for count, found in ((1, alone), (processes, each))
     }
     link = Link(each["latency"], each["link"])
+    name = f"{len(cores)} cores, of one process" + (f" or of {processes}" if processes > 1 else "")
     if gpus := count_gpus():
         name, devices = f"{processes} of {gpus} GPUs", {1: devices[1]}
-    else:
-        name = f"{len(cores)} cores, of one process" + (f" or of {processes}" if processes > 1 else "")
-    kind = "GPU" if gpus else "CPU"
-    name = f"{platform.node()} ({name})"
-    return Hardware(name, kind, devices, processes, link, link, alone["step"], each["step"])
+    machine, kind = f"{platform.node()} ({name})", "GPU" if gpus else "CPU"
+    # GPUs that were not measured are there, too: a strategy would take them unless it is given others.
+    return Hardware(machine, kind, devices, gpus or processes, link, link, alone["step"], each["step"])
 
 
 @functools.cache

@@ -13,8 +13,7 @@ from rich.table import Table
 from tfdist.plain_text import plain_text
 from tfdist.planning.calibration import this_machine
 from tfdist.planning.hardware import Hardware, hardware_of
-from tfdist.planning.pipelines import pipelines
-from tfdist.planning.prediction import PROGRAM, Prediction, replicated
+from tfdist.planning.prediction import PROGRAM, Prediction, pipelines, replicated
 from tfdist.planning.profile import ModelProfile, profile_of
 
 # Predictions are not more exact than this factor: of rows that are about as fast, the first is taken, the simplest.

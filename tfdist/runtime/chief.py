@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfdist.compat.keras import hooks_of
 from tfdist.compat.scopes import outside_of_scope
@@ -248,7 +249,7 @@ def let_chief_write(
     """Lets the callbacks of a fit write on the chief only, for the time of the fit.
 
     Callbacks that only write are left out elsewhere. `ModelCheckpoint` and `BackupAndRestore` do other things, too:
-    they run on all processes, and save on the chief.
+    they run on all processes, and save on the chief. So do loggers of the program's own classes that ask the model.
 
     Args:
         callbacks: those of the fit on this process of several.
@@ -261,7 +262,7 @@ def let_chief_write(
     """
     restore, files = contextlib.ExitStack(), _files_of(callbacks)
     if not is_chief:
-        callbacks = [callback for callback in callbacks if not is_the_chiefs(callback)]
+        callbacks = [callback for callback in callbacks if not is_the_chiefs(callback) or _asks_model(callback)]
     for callback in callbacks:
         for name, value in _changes(callback, is_chief, collected).items():
             restore.callback(setattr, callback, name, getattr(callback, name, None))
@@ -271,6 +272,9 @@ def let_chief_write(
 
 def _changes(callback: keras.callbacks.Callback, is_chief: bool, collected: Callable[[Any], Any]) -> dict[str, Any]:
     """The attributes that a callback gets for a fit on several processes."""
+    if not is_chief and is_the_chiefs(callback):
+        is_file = isinstance(callback, keras.callbacks.CSVLogger)
+        return {"filename": os.devnull, "append": False} if is_file else _NO_EVENTS
     if isinstance(callback, _SAVERS):
         save = functools.partial(_save_together, callback, is_chief, collected)
         return {"_save_model": save} if is_chief else {"_save_model": save, "delete_checkpoint": False}
@@ -280,6 +284,33 @@ def _changes(callback: keras.callbacks.Callback, is_chief: bool, collected: Call
         stop = type(callback).on_batch_end.__get__(callback)
         return {"on_batch_end": _do_nothing, "on_epoch_end": stop}
     return {}
+
+
+class _NoSummaries:
+    """`tf.summary`, which writes no files."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(tf.summary, name)
+
+    def create_file_writer(self, *_: Any, **__: Any) -> Any:
+        return tf.summary.create_noop_writer()
+
+
+# Of a TensorBoard that writes nothing.
+_NO_EVENTS = {"_summary_module": _NoSummaries(), "_should_trace": False, "embeddings_freq": 0}
+# What needs all processes, or would change the model on one.
+_OF_ALL = {
+    *("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch"),
+    *("learning_rate", "assign", "set_weights"),
+}
+
+
+def _asks_model(callback: keras.callbacks.Callback) -> bool:
+    """Whether a program's own class of logger uses that in its methods: it logs images, say, or the learning rate."""
+    own = [kind for kind in type(callback).__mro__ if not kind.__module__.startswith("keras.")]
+    codes = [getattr(value, "__code__", None) for kind in own for value in vars(kind).values()]
+    asks = any(_OF_ALL.intersection(code.co_names) for code in codes if code)
+    return asks and isinstance(callback, (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard))
 
 
 def _save_together(
@@ -292,6 +323,11 @@ def _save_together(
     with collected(callback.model):
         if is_chief:
             type(callback)._save_model(callback, *args, **kwargs)
+        elif kwargs.get("batch", 0) is None:
+            # Programs read `best` of a ModelCheckpoint. The logs of an epoch are the same on all, and so is the answer.
+            verbose, callback.verbose = callback.verbose, 0
+            callback._should_save_model(filepath="", **kwargs)
+            callback.verbose = verbose
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:

@@ -33,7 +33,6 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -45,6 +44,7 @@ from tfdist.cluster.sockets import UnreachedError, keep_trying
 from tfdist.cluster.variables import TOKEN, text
 from tfdist.runtime.peers import Peers
 from tfdist.supervision import anonymous_memory
+from tfdist.supervision.identity import own_place
 
 # Up to here a second meeting costs more than sending everything to one process.
 _SMALL = 32 << 10
@@ -211,11 +211,10 @@ def _machine() -> str:
     Those that have a network each are apart as on hosts of their own: who cuts the network means to part them.
     """
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        spaces = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("pid", "net")]
+        place = f"{own_place()} {os.stat('/proc/self/ns/net').st_ino} {os.getuid()}"
     except OSError:
         return secrets.token_hex(16)
-    return hashlib.sha256(f"{boot} {spaces} {os.getuid()}".encode()).hexdigest()
+    return hashlib.sha256(place.encode()).hexdigest()
 
 
 def _grouped(machines: Sequence[str]) -> list[list[int]]:
@@ -261,7 +260,6 @@ def partners(rank: int, hosts: Sequence[Sequence[int]]) -> list[list[int]]:
 _HEADER = struct.Struct("<?QQQ80s")
 _LONGEST_TEXT = 500
 _LAST_WORDS_SECONDS = 1.0
-_CHECK_MILLISECONDS = 1000.0
 # So much of each direction at a time, so that neither waits for the other.
 _PIECE = 1 << 20
 
@@ -405,7 +403,7 @@ def transfer(to: Link | None, data: memoryview, source: Link | None, into: memor
             events[source] = events.get(source, 0) | select.POLLIN
         for link, event in events.items():
             poller.register(link, event)
-        if not poller.poll(_CHECK_MILLISECONDS):
+        if not poller.poll(1000.0):  # milliseconds
             for link in events:
                 link.check(time.monotonic() - moved_at)
 
@@ -630,18 +628,19 @@ class Exchange:
         Raises:
             ExchangeError: if a process is gone, does not come in time, or adds up something else; from then on always.
         """
-        # Infinities are no news: a loss scale that is too large makes them.
-        with self._alone(purpose), np.errstate(all="ignore"):
-            kind = f"{parts[0].dtype.str} {parts[0].shape} {narrow}"
-            return self._sums([_added(parts)], narrow, kind)[0].reshape(parts[0].shape)
+        return self.all_reduce_each([parts], narrow, purpose)[0]
 
     def all_reduce_each(
-        self, tables: Sequence[np.ndarray], narrow: np.dtype | None = None, purpose: Purpose = _NO_PURPOSE
+        self,
+        tables: Sequence[np.ndarray | Sequence[np.ndarray]],
+        narrow: np.dtype | None = None,
+        purpose: Purpose = _NO_PURPOSE,
     ) -> list[np.ndarray]:
         """The sums of several arrays over all processes.
 
         Args:
-            tables: of this process, of one dtype; dtype and shapes are the same on all processes.
+            tables: of this process, of one dtype; dtype and shapes are the same on all processes. In place of an array
+                may be those of this process' replicas.
             narrow: as in `all_reduce`.
             purpose: what it is for.
 
@@ -651,10 +650,12 @@ class Exchange:
         Raises:
             ExchangeError: as in `all_reduce`.
         """
+        # Infinities are no news: a loss scale that is too large makes them.
         with self._alone(purpose), np.errstate(all="ignore"):
-            kind = f"{tables[0].dtype.str} {[table.shape for table in tables]} {narrow}"
-            sums = self._sums([_added([table]) for table in tables], narrow, kind)
-            return [one.reshape(table.shape) for one, table in zip(sums, tables, strict=True)]
+            own = [_added([table] if isinstance(table, np.ndarray) else table) for table in tables]
+            kind = f"{own[0].dtype.str} {[table.shape for table in own]} {narrow}"
+            sums = self._sums([table.reshape(-1) for table in own], narrow, kind)
+            return [one.reshape(table.shape) for one, table in zip(sums, own, strict=True)]
 
     def reduce_scatter(
         self,
@@ -807,14 +808,10 @@ class Exchange:
         dtype = tables[0].dtype
         results = _carved(self._results.take, [table.size for table in tables], dtype)
         own, sums = (_SideBySide([one[np.newaxis] for one in arrays]) for arrays in (tables, results))
-        everything = slice(0, own.width)
         if own.width * dtype.itemsize <= _SMALL:
-            flat = results[0] if len(tables) == 1 else np.empty(own.width, dtype)
-            self._through_the_first(tables[0] if len(tables) == 1 else np.concatenate(tables), flat, kind)
-            if len(tables) > 1:
-                sums.copy_from(flat[np.newaxis], everything)
+            whole = self._through_the_first(np.concatenate(tables), kind)
+            sums.copy_from(whole[np.newaxis], slice(0, own.width))
             return results
-
         for piece in self._pieces(own.width, SEGMENT // dtype.itemsize):
             length = piece.stop - piece.start
             whole = results[0][piece] if len(tables) == 1 else self._results.take(0 if self._memory else length, dtype)
@@ -834,9 +831,7 @@ class Exchange:
         results = _carved(self._results.take, [rows.shape[1] for rows in own], dtype)
         mine = _SideBySide([result[np.newaxis] for result in results])
         if size * mine.width * dtype.itemsize <= _SMALL:
-            flat = np.concatenate(own, 1).reshape(-1)
-            whole = np.empty_like(flat)
-            self._through_the_first(flat, whole, kind)
+            whole = self._through_the_first(np.concatenate(own, 1).reshape(-1), kind)
             mine.copy_from(whole.reshape(size, -1)[rank : rank + 1], slice(0, mine.width))
         else:
             rows = _SideBySide(own if order == sorted(order) else [one[order] for one in own])
@@ -882,10 +877,9 @@ class Exchange:
         kind = f"rows {[(table.dtype.str, table.shape) for table in tables]} {within_host}"
         # Within a host, there is but one meeting in any case.
         if size * mine.width <= _SMALL and not within_host:
-            given = np.zeros((size, mine.width), np.uint8)
-            mine.copy_to(given[rank][np.newaxis], slice(0, mine.width))
-            whole = np.empty_like(given)
-            self._through_the_first(given.reshape(-1), whole.reshape(-1), kind)
+            whole = np.zeros((size, mine.width), np.uint8)
+            mine.copy_to(whole[rank][np.newaxis], slice(0, mine.width))
+            self._through_the_first(whole.reshape(-1), kind)
             rows.copy_from(whole, slice(0, mine.width))
         else:
             # The rows of all processes have to find room where the sum of a piece does.
@@ -897,20 +891,21 @@ class Exchange:
 
     # What is small
 
-    def _through_the_first(self, own: np.ndarray, result: np.ndarray, kind: str) -> None:
-        header = self._header(result.nbytes, kind)
-        np.copyto(result, own)
-        other = np.empty_like(result)
+    def _through_the_first(self, values: np.ndarray, kind: str) -> np.ndarray:
+        """Adds up what all have, in place."""
+        header = self._header(values.nbytes, kind)
+        other = np.empty_like(values)
         for link in (*self._members, *self._heads):
             link.expect(header)
             link.receive(_bytes(other))
-            np.add(result, other, out=result)
+            np.add(values, other, out=values)
         for link in (*self._first, *self._root):  # one at most
-            link.send(header, result.tobytes())
+            link.send(header, values.tobytes())
             link.expect(header)
-            link.receive(_bytes(result))
+            link.receive(_bytes(values))
         for link in (*self._heads, *self._members):
-            link.send(header, result.tobytes())
+            link.send(header, values.tobytes())
+        return values
 
     # What is large
 
@@ -1076,11 +1071,11 @@ def _bytes(values: np.ndarray) -> memoryview:
 
 
 def _added(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """The sum of the values of this process' replicas, in one dimension."""
+    """The sum of the values of this process' replicas."""
     if len({(part.shape, part.dtype) for part in parts}) > 1:
         found = ", ".join(f"{part.dtype} {part.shape}" for part in parts)
         raise ExchangeError(f"Received: values of this process' replicas, {found}. Expected: the same of each")
     total, *others = (np.ascontiguousarray(part).reshape(-1) for part in parts)
     for i, other in enumerate(others):
         total = np.add(total, other, out=total if i else None)
-    return total
+    return total.reshape(parts[0].shape)

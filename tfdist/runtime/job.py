@@ -106,8 +106,7 @@ class Job:
         if self._no_exchange:
             raise ExchangeError(self._no_exchange)
         if self._exchange is None:
-            place = self.cluster.jobs[self.cluster.task_type][self.cluster.task_index]
-            host = sockets.split_address(place)[0]
+            host = sockets.split_address(self.cluster.address)[0]
             try:
                 self._exchange = connect(self.peers, host, seconds, Sentinel(self.peers.rank).problem)
             except ExchangeError as error:

@@ -258,8 +258,8 @@ class Peers:
             return [value]
         place = f"{topic}/{number}"
         if self.rank == 0:
-            return self._collect(place, f"{topic}/{number - 1}/{_ALL}" if number > 1 else None, value, purpose)
-        self._publish(f"{place}/{self.rank}", value)
+            return self._collect(topic, number, value, purpose)
+        self._publish(topic, number, self.rank, value)
         # Rank 0 waits until its own time is over for the last of the others, and then says so.
         more = _LAST_WORDS_SECONDS if len(self.names) > 2 else 0.0
         try:
@@ -274,28 +274,28 @@ class Peers:
             raise (ProcessGoneError if told["gone"] else PeerTimeoutError)(told["error"])
         return [value if rank == self.rank else other for rank, other in enumerate(told)]
 
-    def _collect(self, place: str, before: str | None, value: Any, purpose: str) -> list:
+    def _collect(self, topic: str, number: int, value: Any, purpose: str) -> list:
         values, began = [value], time.monotonic()
         for rank in range(1, len(self.names)):
             try:
-                values.append(self.hear(f"{place}/{rank}", rank, purpose, since=began))
+                values.append(self.hear(f"{topic}/{number}/{rank}", rank, purpose, since=began))
             except (PeerTimeoutError, ConnectionError) as error:
                 # The others wait for this process, and hear why it has nothing to say.
                 with contextlib.suppress(ConnectionError):
                     gone = not isinstance(error, PeerTimeoutError)
-                    self._publish(f"{place}/{_ALL}", {"error": str(error), "gone": gone})
+                    self._publish(topic, number, _ALL, {"error": str(error), "gone": gone})
                 raise
-        self._publish(f"{place}/{_ALL}", values)
-        for name in (*(f"{place}/{rank}" for rank in range(1, len(values))), *([before] if before else [])):
-            self._store.delete(f"tfdist/{name}")
+        self._publish(topic, number, _ALL, values)
+        for rank in range(1, len(values)):
+            self.forget(f"{topic}/{number}/{rank}")
+        if number > 1:
+            self.forget(f"{topic}/{number - 1}/{_ALL}")
         return values
 
-    def _publish(self, name: str, value: Any) -> None:
-        """As `tell`, for a name that ends with the number of an exchange and who tells it."""
-        place, _, who = name.rpartition("/")
-        topic, _, number = place.rpartition("/")
-        self._told_up_to[topic, who] = int(number)  # not each name: there is no end of them
-        self._store.set(f"tfdist/{name}", json.dumps(value))
+    def _publish(self, topic: str, number: int, who: int | str, value: Any) -> None:
+        """As `tell`, for the value of a rank, or of all, in an exchange."""
+        self._told_up_to[topic, str(who)] = number  # not each name: there is no end of them
+        self._store.set(f"tfdist/{topic}/{number}/{who}", json.dumps(value))
 
     def _has_told(self, name: str) -> bool:
         place, _, who = name.rpartition("/")

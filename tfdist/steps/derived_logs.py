@@ -17,6 +17,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat.upstream import graph_pb2
+from tfdist.steps.keras_step import current_step
 
 
 def marked_result(metric: keras.Metric) -> Callable:
@@ -24,6 +25,8 @@ def marked_result(metric: keras.Metric) -> Callable:
     original = metric.result
 
     def result() -> Any:
+        if (step := current_step()) is not None:
+            step.here.reads_results = True
         value = original()
         leaves = [tf.identity(leaf) for leaf in tf.nest.flatten(value)]
         for i, leaf in enumerate(leaves):
@@ -54,7 +57,7 @@ class DerivedLogs:
     """
 
     def __init__(self, logs: Sequence[tf.Tensor]):
-        results, before = _results_before(logs)
+        results, before = results_before(logs)
         derived, operations = set(results), []
         for operation in tf.compat.v1.get_default_graph().get_operations() if before else ():
             # What has effects runs once, and reads this part's state: a log behind it counts as one of the part.
@@ -90,9 +93,9 @@ class DerivedLogs:
         return [known[name] for name in self._returned]
 
 
-def _results_before(logs: Sequence[tf.Tensor]) -> tuple[dict[str, tuple[keras.Metric, int]], set[str]]:
-    """The results of metrics that logs are computed from, by name, and the names of the operations behind them."""
-    results, seen, waiting = {}, set(), list(logs)
+def results_before(tensors: Sequence[tf.Tensor]) -> tuple[dict[str, tuple[keras.Metric, int]], set[str]]:
+    """The results of metrics that tensors are computed from, by name, and the names of the operations behind them."""
+    results, seen, waiting = {}, set(), list(tensors)
     while waiting:
         tensor = waiting.pop()
         if (origin := metric_of(tensor)) is not None:

@@ -39,12 +39,12 @@ from keras import ops
 from tfdist.arguments import is_new
 from tfdist.compat.keras import has_hooks, hooks_of
 from tfdist.compat.scopes import outside_of_scope
-from tfdist.compat.upstream import distribute_utils, record
-from tfdist.inspection.model_state import is_here
+from tfdist.compat.upstream import distribute_utils, global_state, record
+from tfdist.inspection.model_state import is_here, parts_of
 from tfdist.steps.gradients import all_reduce_sum
-from tfdist.steps.keras_step import Exchanges, KerasStep, current_step, global_replica, step_of
+from tfdist.steps.keras_step import Exchanges, KerasStep, current_step, global_replica, local_replica, step_of
 from tfdist.steps.local_values import Dependence
-from tfdist.steps.reduce import all_reduce
+from tfdist.steps.reduce import all_reduce, of_first_replica
 
 # Any odd constant with well-mixed bits keeps the replicas' seeds apart (2**32 divided by the golden ratio).
 _REPLICA_SEED_STRIDE = 0x9E3779B9
@@ -58,6 +58,9 @@ _COMPUTED_AGAIN = (
 _TRUE_ON_ALL, _TRUE_ON_ANY = ("All", "IsFinite"), ("Any", "IsNan", "IsInf")
 # Replicas are threads.
 _of_thread = threading.local()
+# Optimizers inside of others that have added up gradients, by id, with the replica.
+_given_sums: set[tuple[int, int]] = set()
+_KERAS_STATE = global_state.GLOBAL_STATE_TRACKER
 
 
 def next_seed(draw: Callable, generator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -69,7 +72,12 @@ def next_seed(draw: Callable, generator: Any, *args: Any, **kwargs: Any) -> Any:
             return draw(generator, *args, **kwargs)
     seed = draw(generator, *args, **kwargs)
     if (step := current_step()) is not None:
-        return seed if step.here.is_updating else seed_of_replica(seed, step.shard)
+        if step.here.is_updating:
+            return seed
+        seed = seed_of_replica(seed, step.shard)
+        if step.here.state is not None:
+            step.here.state.note_draw(seed)
+        return seed
     context = tf.distribute.get_replica_context()
     # The first replica draws what one process draws, every other one numbers of its own.
     is_other = context is not None and hooks_of(context.strategy).is_data_parallel and global_replica() > 0
@@ -257,7 +265,7 @@ def sum_gradients(add: Callable, optimizer: Any, grads_and_vars: Any) -> Any:
         )
     # One replica has nothing to add up, and TensorFlow would copy all gradients to one device for it.
     is_alone = has_hooks(strategy) and strategy.num_replicas_in_sync == 1
-    is_summed = is_alone or step is not None or getattr(_of_thread, "summed", False)
+    is_summed = is_alone or step is not None or _is_given_sums(optimizer)
     return list(grads_and_vars) if is_summed else add(optimizer, grads_and_vars)
 
 
@@ -269,7 +277,7 @@ def apply_gradients(apply: Callable, optimizer: Any, grads: Any, trainable_varia
     variables = trainable_variables or getattr(optimizer, "_trainable_variables", None) or ()
     updated = [v for gradient, v in zip(grads, variables, strict=False) if gradient is not None]
     hooks_of(tf.distribute.get_strategy()).note_update(updated)
-    strategy = None if getattr(_of_thread, "summed", False) else _strategy_of_custom_loop()
+    strategy = None if _is_given_sums(optimizer) else _strategy_of_custom_loop()
     if strategy is None:
         return apply(optimizer, grads, trainable_variables)
     is_summed_here = _depends_on_whole_gradient(optimizer)
@@ -288,11 +296,23 @@ def apply_gradients(apply: Callable, optimizer: Any, grads: Any, trainable_varia
     present = [i for i, gradient in enumerate(grads) if gradient is not None]
     for i, total in zip(present, all_reduce_sum([grads[i] for i in present], strategy._gradient_options), strict=True):
         grads[i] = total
+    # A LossScaleOptimizer calls its inner one in threads of their own.
+    inner = {(id(part), local_replica()) for part in parts_of(optimizer)}
     _of_thread.summed = True
+    _given_sums.update(inner)
     try:
         return apply(optimizer, grads, trainable_variables)
     finally:
         _of_thread.summed = False
+        _given_sums.difference_update(inner)
+
+
+def _is_given_sums(optimizer: Any) -> bool:
+    """Whether an optimizer is called by another one, in a loop of one's own, with gradients that were added up."""
+    if getattr(_of_thread, "summed", False):
+        return True
+    is_on_replica = bool(_given_sums) and not tf.distribute.in_cross_replica_context()
+    return is_on_replica and (id(optimizer), local_replica()) in _given_sums
 
 
 def _strategy_of_custom_loop() -> tf.distribute.Strategy | None:
@@ -339,7 +359,7 @@ def cond(make: Callable, pred: Any, true_fn: Callable, false_fn: Callable, name:
                 "Received: a tf.cond within a GradientTape, in a branch of which replicas exchange something, such as "
                 "the statistics of BatchNormalization. Expected: the tape within the branch, or no tf.cond."
             ) from None
-        here.branch = _global_predicate(step, tf.convert_to_tensor(predicate)), branches
+        here.branch = _global_predicate(step, tf.convert_to_tensor(predicate)), branches, dict(vars(_KERAS_STATE))
         return tf.distribute.get_replica_context().merge_call(lambda strategy: _cond_with_threads(strategy, step, make))
     finally:
         here.agreed = before
@@ -369,7 +389,10 @@ def _cond_with_threads(strategy: Any, step: KerasStep, make: Callable[..., Any])
     def branch(number: int) -> Callable[[], list]:
         def on_replica() -> Any:
             step.here.agreed = True
-            result = step.here.branch[1][number]()
+            _, branches, of_keras = step.here.branch
+            # The thread is another one: it goes on with the seeds, the dtypes and the call of the replica's.
+            vars(_KERAS_STATE).update(of_keras)
+            result = branches[number]()
             return tf.nest.map_structure(_as_output, result)
 
         def on_all() -> list:
@@ -400,6 +423,8 @@ def _global_predicate(step: KerasStep, value: tf.Tensor) -> Any:
     dependence = step.here.state.dependence_of(value)
     if dependence is Dependence.SAME:
         return value
+    if dependence is Dependence.DRAWN:
+        return of_first_replica(value)
     if dependence is Dependence.MEAN:
         return all_reduce_sum([value], weight=step.weight)[0]
     kind = value.op.type if value.graph is step.here.state.graph else ""

@@ -47,7 +47,8 @@ class ReplicaStep:
         listing: what it has for the last of them, then what all have (common_gradients.py).
         agreed: in a branch of the step, whether all replicas take the same one; else `None`.
         is_updating: whether an optimizer updates weights, which all replicas do alike.
-        branch: predicate and functions of a `tf.cond` in which all meet.
+        reads_results: whether it has asked a metric for its result.
+        branch: predicate and functions of a `tf.cond` in which all meet, and what Keras keeps in the replica's thread.
     """
 
     rows: Any = None
@@ -66,7 +67,8 @@ class ReplicaStep:
     listing: Any = None
     agreed: bool | None = None
     is_updating: bool = False
-    branch: tuple[Any, tuple] | None = None
+    reads_results: bool = False
+    branch: tuple[Any, tuple, dict[str, Any]] | None = None
 
 
 @dataclasses.dataclass
@@ -98,6 +100,7 @@ class KerasStep:
         optimizers: ids of those whose gradients are those of the global batch, and of their parts.
         shard: the number of the part of a batch that the step is for, where one replica computes several; else `None`.
         parts: the step on each replica of this process, by its local index.
+        begun: puts back what the model's objects had in their attributes when the first replica began.
     """
 
     kind: str
@@ -119,6 +122,7 @@ class KerasStep:
     optimizers: set[int] = dataclasses.field(default_factory=set)
     shard: tf.Tensor | None = None
     parts: dict[int, ReplicaStep] = dataclasses.field(default_factory=lambda: collections.defaultdict(ReplicaStep))
+    begun: Callable[..., None] | None = None
 
     def begin_replica(self, fixed: int | None, rows: tf.Tensor, global_rows: tf.Tensor | None) -> None:
         """Notes this replica's number of rows and weight. Called on every replica before the step function.

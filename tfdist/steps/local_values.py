@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +25,7 @@ class Dependence(enum.Enum):
     """How a value depends on the rows of its replica."""
 
     SAME = "not: it is global, the same on all replicas"
+    DRAWN = "not: it was drawn, by each replica with other numbers; the first one draws those of one process"
     ROWS = "a value for each row, along the first axis; random numbers and the next batch are taken for such"
     MEAN = "linear in means over the rows"
     SUM = "linear in sums over the rows"
@@ -89,6 +90,7 @@ class LocalValues:
         watched: those of them of which accesses are told.
         others: devices of other replicas, of whose operations this one sees only what is agreed on.
         by_row: finds in an operation's name that a layer has made it which computes each row by itself.
+        is_more: asked of the handle of another variable that the step uses, whether that is to be watched, too.
     """
 
     def __init__(
@@ -99,15 +101,17 @@ class LocalValues:
         watched: Iterable[tf.Variable],
         others: Iterable[str],
         by_row: re.Pattern | None = None,
+        is_more: Callable[[tf.Tensor], bool] = lambda handle: False,
     ) -> None:
         self._graph = graph
-        self._others, self._by_row = frozenset(others), by_row
+        self._others, self._by_row, self._is_more = frozenset(others), by_row, is_more
         # By the names of tensors, and by the ids of handles.
         self._local = {one.name: Dependence.ROWS for one in rows if tf.is_tensor(one)}
         self._variables = {id(part.handle): Dependence.SAME for part in same}
         self._watched = {id(part.handle) for part in watched}
+        self._drawn: set[str] = set()
         # By the names of placeholders: what they stand for.
-        self._captured: dict[str, int] = {}
+        self._captured: dict[str, tf.Tensor] = {}
         self.skip()
 
     def dependence_of(self, value: tf.Tensor) -> Dependence:
@@ -125,6 +129,10 @@ class LocalValues:
         """Takes the value of a variable, by the id of its handle, for the same on all replicas from now on."""
         self._variables[handle] = Dependence.SAME
 
+    def take_for_drawn(self, seed: tf.Tensor) -> None:
+        """Takes a seed, and what is made of it, for the replica's own."""
+        self._drawn.add(seed.name)
+
     def skip(self) -> None:
         """Takes what was made since the last time for the same on all replicas."""
         self._seen = len(self._graph.get_operations())
@@ -139,8 +147,13 @@ class LocalValues:
             if operation.device in self._others and _are_same(map(self.dependence_of, operation.inputs)):
                 continue
             handles = {one.name: self._handle(one) for one in operation.inputs if one.dtype == tf.resource}
+            for name, handle in handles.items():
+                if handle is not None and handle not in self._variables and self._is_more(self._captured[name]):
+                    self._variables[handle] = Dependence.SAME
+                    self._watched.add(handle)
             outputs = self._outputs(operation, handles)
             for output, dependence in zip(operation.outputs, outputs, strict=True):
+                dependence = Dependence.DRAWN if output.name in self._drawn else dependence
                 if dependence is not Dependence.SAME and output.name not in names:
                     self._local[output.name] = dependence
             if any(handle in self._variables for handle in handles.values()):
@@ -162,7 +175,7 @@ class LocalValues:
                     given += [self._variables.get(other, Dependence.ROWS) for other in handles.values()]
                 dependence = _join(given)
                 is_mean = dependence is Dependence.MEAN and operation.type.startswith("Assign")
-                if dependence is not Dependence.SAME and not is_mean:
+                if dependence not in (Dependence.SAME, Dependence.DRAWN) and not is_mean:
                     dependence = Dependence.MIXED
                 self._variables[handle] = dependence
             if handle in self._watched:
@@ -184,6 +197,9 @@ class LocalValues:
         if operation.op_def.is_stateful and (kind not in (*_READS, *_CALLS) or _draws_in_calls(operation)):
             # Random numbers, the next batch.
             return [Dependence.ROWS] * count
+        if set(given) - {Dependence.SAME} == {Dependence.DRAWN}:
+            return [Dependence.DRAWN] * count
+        given = [Dependence.ROWS if one is Dependence.DRAWN else one for one in given]
         is_forward = self._by_row is not None and "gradient_tape/" not in operation.name
         if is_forward and _are_rows(given) and self._by_row.search(operation.name):
             return [Dependence.ROWS] * count
@@ -198,8 +214,9 @@ class LocalValues:
     def _handle(self, tensor: tf.Tensor) -> int | None:
         """The id of what the graph has captured as this tensor: a variable's handle, say."""
         if tensor.name not in self._captured and tensor.op.type == "Placeholder":
-            self._captured = {internal.name: id(external) for external, internal in self._graph.captures}
-        return self._captured.get(tensor.name)
+            self._captured = {internal.name: external for external, internal in self._graph.captures}
+        external = self._captured.get(tensor.name)
+        return None if external is None else id(external)
 
 
 def _in_order(operations: Iterable[tf.Operation]) -> Iterator[tf.Operation]:

@@ -167,7 +167,10 @@ def scattered_together(scatter: Callable[[tf.Tensor], tf.Tensor], matrices: Sequ
 
 
 def _launched(extended: Any, shard: tf.Tensor) -> tf.Tensor:
-    return extended._get_cross_device_ops(shard)._launchers[local_replica()]._all_gather(shard, None)
+    # TensorFlow gathers no bfloat16, but these are only bits.
+    sent = tf.bitcast(shard, tf.float16) if shard.dtype == tf.bfloat16 else shard
+    gathered = extended._get_cross_device_ops(sent)._launchers[local_replica()]._all_gather(sent, None)
+    return tf.bitcast(gathered, shard.dtype) if sent is not shard else gathered
 
 
 def _by_all_reduce(context: Any, shard: tf.Tensor) -> tf.Tensor:
@@ -347,6 +350,13 @@ def to_carried(value: tf.Tensor) -> tf.Tensor:
 def from_carried(value: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     """What `to_carried` was given, of that dtype."""
     return tf.bitcast(value, dtype) if dtype in _BITCAST else tf.cast(value, dtype)
+
+
+def of_first_replica(value: tf.Tensor) -> tf.Tensor:
+    """The value of the first replica, on all of them."""
+    # The others add zeros.
+    carried = to_carried(value)
+    return from_carried(all_reduce(carried if global_replica() == 0 else tf.zeros_like(carried)), value.dtype)
 
 
 def gathered(value: Any, axis: int, gather: Gather) -> Any:

@@ -8,7 +8,7 @@ One variable over two replicas, in rows of 64 bytes; the last row of the second 
 A `ShardedVariable` is what stands behind a Keras variable, in place of TensorFlow's `MirroredVariable`:
 
     on a replica     reading gathers the parts; the gradient of what was read is reduced, and scattered, to the parts
-                     assigning keeps this replica's part of the value
+                     assigning keeps this replica's part of the value, of its mean over the replicas' rows
     in an optimizer  reading and assigning are about the part, slots of sharded variables are sharded: see `in_parts`
     elsewhere        reading gathers the parts of all processes, which all of them have to do; see `collecting`
 
@@ -25,10 +25,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat.upstream import ControlFlowFuncGraph, DistributedVariable, distribute_lib
+from tfdist.compat.upstream import CondBranchFuncGraph, ControlFlowFuncGraph, DistributedVariable, distribute_lib
 from tfdist.steps.flat_bucket import FlatBucket
-from tfdist.steps.gradients import own_rows_of_sums
+from tfdist.steps.gradients import all_reduce_sum, own_rows_of_sums
 from tfdist.steps.keras_step import check_that_all_are_here, current_step, local_replica
+from tfdist.steps.local_values import Dependence
 from tfdist.steps.reduce import all_gather
 
 # Operations that add up, and the one that takes a value for one of another shape.
@@ -41,10 +42,11 @@ def outside_of_branches() -> Iterator[None]:
     """While the block runs, operations go to the graph around branches and loops.
 
     Replicas run a loop's passes, each at its own pace, and take different branches: what they exchange there would meet
-    something else, or nobody.
+    something else, or nobody. A branch that all of them take is not left: it may have updated what is read.
     """
-    graph = tf.compat.v1.get_default_graph()
-    while isinstance(graph, ControlFlowFuncGraph):
+    graph, step = tf.compat.v1.get_default_graph(), current_step()
+    kept = CondBranchFuncGraph if step is not None and step.here.agreed else ()
+    while isinstance(graph, ControlFlowFuncGraph) and not isinstance(graph, kept):
         graph = graph.outer_graph
     with graph.as_default() if not tf.executing_eagerly() else contextlib.nullcontext():
         yield
@@ -170,6 +172,16 @@ def in_parts(weights: Sequence[Any]) -> Iterator[None]:
         here.in_parts = before
 
 
+def _of_the_batch(value: tf.Tensor) -> tf.Tensor:
+    """What a step assigns: the mean over all replicas' rows of what is computed from them, as for all state."""
+    step = current_step()
+    if step is None or step.here.state is None or step.here.is_updating or not step.can_meet():
+        return value
+    if step.graph is not None and step.here.state.dependence_of(value) is Dependence.SAME:
+        return value
+    return all_reduce_sum([value], weight=step.weight)[0]
+
+
 class ShardedVariable(DistributedVariable):
     """A variable of which each replica keeps a part.
 
@@ -292,9 +304,9 @@ class ShardedVariable(DistributedVariable):
             if index is not None and value.shape == self._values[index].shape:
                 getattr(self._values[index], method)(value)
                 return self
-            if index is None and not tf.distribute.in_cross_replica_context():
-                index = local_replica()
             value = tf.ensure_shape(value, self.shape)
+            if index is None and not tf.distribute.in_cross_replica_context():
+                index, value = local_replica(), _of_the_batch(value)
             for i, part in enumerate(self._values) if index is None else [(index, self._values[index])]:
                 with tf.device(part.device):
                     getattr(part, method)(own_part(self._layout, first + i, value))

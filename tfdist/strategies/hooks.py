@@ -37,6 +37,7 @@ from tfdist.runtime.chief import Arranged, check_paths, replaced
 from tfdist.runtime.job import joined
 from tfdist.runtime.progress import add_reporter
 from tfdist.steps import in_step
+from tfdist.steps.attributes import built_quietly
 from tfdist.steps.keras_step import shadowed
 from tfdist.strategies import validation
 from tfdist.supervision.time_spent import time_spent
@@ -256,7 +257,7 @@ def build_for_steps(model: keras.Model, specification: Any) -> None:
     """
     own = own_methods(model, *_STEPS)
     try:
-        with warnings.catch_warnings(record=True) as warned:
+        with warnings.catch_warnings(record=True) as warned, built_quietly(model):
             model._symbolic_build(data_batch=specification)
         _warn_again(warned)
     except Exception as error:
@@ -304,6 +305,7 @@ def _trace(model: keras.Model, step: Callable, specification: Any) -> None:
         specification,
     )
     with contextlib.ExitStack() as stack:
+        stack.enter_context(built_quietly(model))
         for optimizer in optimizers_of(model):
             stack.enter_context(shadowed(optimizer, apply=_builds_only(optimizer)))
         # A step that fails here fails once more where it is trained, with all that belongs to its error.

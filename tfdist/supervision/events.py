@@ -91,7 +91,7 @@ class EventLog:
         # nobody reads, and nobody waits for.
         descriptor = os.open(path, flags | ((os.O_NOFOLLOW | os.O_NONBLOCK) if self._in_folder else 0), 0o666)
         try:
-            _lock(descriptor)
+            lock(descriptor, _LOCK_SECONDS)
             os.write(descriptor, line)
         finally:
             os.close(descriptor)
@@ -102,16 +102,18 @@ def _at_once(size: int, write: Callable[[], None]) -> None:
         write()
 
 
-def _lock(descriptor: int) -> None:
-    """Locks a file until it is closed; for a while others may keep it, and then, or without locks, it is not locked."""
-    deadline = time.monotonic() + _LOCK_SECONDS
-    while time.monotonic() < deadline:
+def lock(descriptor: int, seconds: float) -> bool:
+    """Locks a file until it is closed; False if another process keeps it for so long. A disk may have no locks."""
+    deadline = time.monotonic() + seconds
+    while True:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
+            return True
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.EACCES):
-                return
+                return True
+        if time.monotonic() > deadline:
+            return False
         time.sleep(_LOCK_PAUSE)
 
 

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import itertools
 import json
 import secrets
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from tfdist.atomic_files import write_atomically
 from tfdist.json_schema import ANY_OBJECT, anything, read_json
+from tfdist.supervision.events import lock
 from tfdist.tuning.member import Member
 
 # In the folder of a project: whose search it is, and what tfdist has to know of its trials.
 MARK = "tfdist-search.json"
-# How long a process of a search that was just ended may still hold its folder, and between two looks.
-_PATIENCE, _PAUSE = 3.0, 0.1
+# How long a process of a search that was just ended may still hold its folder.
+_PATIENCE = 3.0
 _held: list[BinaryIO] = []
 
 
@@ -112,26 +111,17 @@ def claim(folder: Path, name: str, received: str, remedy: str) -> None:
     Raises:
         OSError: another process holds it.
     """
-    deadline = time.monotonic() + _PATIENCE
     try:
         file = open(folder / name, "ab")  # noqa: SIM115
     except OSError:
         return  # a full disk, say: it goes without
     # Closed, another file of the same name would take the lock with it.
     _held.append(file)
-    while True:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except OSError as error:
-            if error.errno not in (errno.EAGAIN, errno.EACCES):
-                return  # a disk without locks
-        if time.monotonic() > deadline:
-            raise OSError(
-                f"Received: {received}, in which another search is at work. Expected: one search at a time in a "
-                f"folder. Wait for that one, end it, or {remedy}"
-            )
-        time.sleep(_PAUSE)
+    if not lock(file.fileno(), _PATIENCE):
+        raise OSError(
+            f"Received: {received}, in which another search is at work. Expected: one search at a time in a "
+            f"folder. Wait for that one, end it, or {remedy}"
+        )
 
 
 @contextlib.contextmanager

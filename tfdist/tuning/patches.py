@@ -18,6 +18,7 @@ from keras_tuner.oracles import GridSearchOracle
 
 from tfdist.atomic_files import write_atomically
 from tfdist.compat.patch import Patch, inherited
+from tfdist.supervision.exit_codes import PREEMPTED
 from tfdist.tuning.files import ProjectMark, hold, read_search, turn_of
 from tfdist.tuning.member import Member
 from tfdist.tuning.shared_oracle import PAUSE, SharedOracle, start_again
@@ -61,7 +62,9 @@ class Searches:
                 self._wait_for(number + 1)
             shared.get_best_trials(1)  # the script may ask its oracle: it knows all now
         except SystemExit as error:
-            if not error.code:
+            if error.code == PREEMPTED:
+                shared.spare()
+            elif not error.code:
                 start_again("its script has called sys.exit() in the middle of the search")
             raise
         finally:

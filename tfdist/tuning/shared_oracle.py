@@ -136,6 +136,15 @@ class SharedOracle:
             if known is not None and known.trial_id == trial.trial_id:
                 self._end(trial)
 
+    def spare(self) -> None:
+        """Lets this tuner's trial keep its chances: its process was asked to stop, and has saved it."""
+        with self._turn():
+            trial = self._oracle.ongoing_trials.get(self._member.id)
+            if trial is not None and not self._closed:
+                handed = self._mark.content["handed"]
+                handed[trial.trial_id] = handed.get(trial.trial_id, 0) - 1
+                self._mark.write()
+
     def save(self) -> None:
         """Does nothing: each call is saved."""
 

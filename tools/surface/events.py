@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tools.surface.sources import Sources, nodes_of, sources
+from tools.surface.sources import Sources, last_word, nodes_of, sources
 
 
 def events() -> list[str]:
@@ -42,20 +42,15 @@ def _names_of_logs(tree: ast.Module) -> set[str]:
         if isinstance(node, ast.arg) and node.annotation and _is_log(node.annotation):
             names.add(node.arg)
         elif isinstance(node, ast.AnnAssign) and _is_log(node.annotation):
-            names.add(_last_word(node.target))
+            names.add(last_word(node.target))
     for node in nodes_of(tree):
-        if isinstance(node, ast.Assign) and (_is_log(node.value) or _last_word(node.value) in names):
-            names |= {*map(_last_word, node.targets)}
+        if isinstance(node, ast.Assign) and (_is_log(node.value) or last_word(node.value) in names):
+            names |= {*map(last_word, node.targets)}
     return names - {""}
 
 
 def _is_log(node: ast.expr) -> bool:
-    return any(_last_word(below) == "EventLog" for below in ast.walk(node))
-
-
-def _last_word(node: ast.AST) -> str:
-    """Empty for what is neither a name nor an attribute."""
-    return getattr(node, "attr", getattr(node, "id", ""))
+    return any(last_word(below) == "EventLog" for below in ast.walk(node))
 
 
 def _without_none(annotation: ast.expr) -> str:
@@ -76,7 +71,7 @@ class _File:
         for node in self._nodes:
             if not (isinstance(node, ast.Attribute) and node.attr == "write"):
                 continue
-            if _last_word(node.value) in logs or _is_log(node.value):
+            if last_word(node.value) in logs or _is_log(node.value):
                 call = self._outer[node]
                 if not (isinstance(call, ast.Call) and call.func is node and len(call.args) == 1):
                     raise self._unclear(call, "a call with the kind of an event, and with its fields as keywords")

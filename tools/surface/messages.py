@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
-_ROOT = Path(__file__).resolve().parent.parent.parent / "tfdist"
+from tools.surface.sources import last_word, nodes_of, sources
+
 # Functions whose argument is shown, beside what is raised.
 _SAYING = ("warn", "message", "say", "_say", "lose", "warn_once")
 _SHORTEST = 12
@@ -15,25 +15,21 @@ _SHORTEST = 12
 def messages() -> list[str]:
     """A line for each text with its file, in the order of the files; what is put in at run time is {}."""
     found = []
-    for path in sorted(_ROOT.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            found += [f"{path.relative_to(_ROOT)}: {text}" for text in _said(node) if len(text) >= _SHORTEST]
+    for path, tree in sources("").items():
+        for node in nodes_of(tree):
+            found += [f"{path.removeprefix('tfdist/')}: {text}" for text in _said(node) if len(text) >= _SHORTEST]
     return found
 
 
 def _said(node: ast.AST) -> Iterator[str]:
     if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
         call = node.exc
-    elif isinstance(node, ast.Call) and _name(node.func) in _SAYING:
+    elif isinstance(node, ast.Call) and last_word(node.func) in _SAYING:
         call = node
     else:
         return
     for argument in call.args[:1]:
         yield _text(argument).replace("\n", " ")
-
-
-def _name(function: ast.expr) -> str:
-    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
 def _text(node: ast.expr) -> str:

@@ -28,3 +28,8 @@ def parsed(path: str) -> ast.Module:
 def nodes_of(tree: ast.AST) -> list[ast.AST]:
     """All that is in it; walking takes as long as parsing."""
     return list(ast.walk(tree))
+
+
+def last_word(node: ast.AST) -> str:
+    """What stands last in it; empty for what is neither a name nor an attribute."""
+    return getattr(node, "attr", getattr(node, "id", ""))

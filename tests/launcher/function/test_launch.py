@@ -16,7 +16,7 @@ import pytest
 
 import tfdist
 from tfdist.launcher.function import launch as module
-from tfdist.launcher.function.output import CallOutput
+from tfdist.launcher.function.launch import CallOutput
 from tfdist.launcher.operating_system import SignalInbox
 from tfdist.launcher.plan import RunOptions
 from tfdist.launcher.policy import RestartPolicy

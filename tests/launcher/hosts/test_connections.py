@@ -22,13 +22,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.launcher.conftest import wait_until
+from tfdist import __version__
 from tfdist.launcher.hosts import connection as connections
 from tfdist.launcher.hosts.agent import SILENCE
 from tfdist.launcher.hosts.connection import Channel, Connection, HostsError, Reach, Reached, check_said, line
 from tfdist.launcher.hosts.group import HostsGroup
 from tfdist.launcher.hosts.places import ListedHost
 from tfdist.launcher.output import Terminal
-from tfdist.launcher.plan import ProcessPlan, own_version
+from tfdist.launcher.plan import ProcessPlan
 from tfdist.launcher.policy import choose
 from tfdist.supervision.exit_codes import HOST_LOST, PREEMPTED
 
@@ -55,7 +56,7 @@ def agent(tmp_path: Path, **hello: object) -> Iterator[tuple[Channel, subprocess
     own = {"kind": "hello", "greeting": greeting, "is_here": True}
     channel.send(line(**own, **{**fields, **hello}))
     try:
-        assert heard(channel, "hello")["version"] == own_version()
+        assert heard(channel, "hello")["version"] == __version__
         yield channel, process
     finally:
         channel.close()
@@ -298,7 +299,7 @@ def test_the_guardian_forgets_ssh_of_a_host_that_is_lost(tmp_path) -> None:
 VALUES = (
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.lists(st.integers(), max_size=2)
 )
-NAMES = ("name", "pid", "status", "text", "age", "reports", "phase", "step", "resumed_step")
+NAMES = ("name", "pid", "status", "text", "time", "reports", "phase", "step", "resumed_step")
 KINDS = ("started", "end", "over", "closed", "progress", "error", "events", "message", "ready", "hello", "x")
 TOLD = st.one_of(
     st.builds(

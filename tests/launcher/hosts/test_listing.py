@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfdist.launcher.hosts.places import ListedHost, ListError, parse_hostfile, parse_hosts
+from tfdist.launcher.hosts.places import ListedHost, parse_hostfile, parse_hosts
 from tfdist.launcher.hosts.run import _listed
+from tfdist.launcher.plan import PlanError
 
 
 def pairs(hosts: list[ListedHost]) -> list[tuple[str, int | None]]:
@@ -58,7 +59,7 @@ def test_hosts(text: str, expected: list) -> None:
     ],
 )
 def test_no_hosts(text: str, words: str) -> None:
-    with pytest.raises(ListError) as raised:
+    with pytest.raises(PlanError) as raised:
         parse_hosts(text)
     assert words in str(raised.value) and str(raised.value).startswith("--hosts")
 
@@ -84,7 +85,7 @@ def test_a_hostfile_of_each_kind() -> None:
 
 @pytest.mark.parametrize("line", ["a 8", "a:2 slots=4", "a slots=x", "a slots=2 b", "a cpu=3", "a;b c", "- a"])
 def test_a_line_that_is_no_host(line: str) -> None:
-    with pytest.raises(ListError) as raised:
+    with pytest.raises(PlanError) as raised:
         parse_hostfile(f"first\n{line}\n", "hosts.txt")
     assert str(raised.value).startswith(f"--hostfile hosts.txt, line 2: {line!r} is no host")
 
@@ -93,7 +94,7 @@ def test_a_hostfile_of_an_editor_for_windows(tmp_path) -> None:
     (tmp_path / "hosts.txt").write_bytes("a slots=2\r\nb\r\n".encode("utf-8-sig"))
     assert pairs(_listed(None, str(tmp_path / "hosts.txt"))) == [("a", 2), ("b", None)]
     (tmp_path / "hosts.txt").write_bytes("a\n".encode("utf-16"))
-    with pytest.raises(ListError, match="is no host"):
+    with pytest.raises(PlanError, match="is no host"):
         _listed(None, str(tmp_path / "hosts.txt"))
 
 
@@ -102,7 +103,7 @@ def test_any_text_is_read_or_refused(text: str) -> None:
     for parse in (parse_hosts, lambda text: parse_hostfile(text, "hosts.txt")):
         try:
             found = parse(text)
-        except ListError:
+        except PlanError:
             continue
         assert found and len({host.name for host in found}) == len(found)
         for host in found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import signal
@@ -13,9 +14,8 @@ import pytest
 from tests.launcher.hosts.test_connections import DEADLINE
 from tfdist.launcher.hosts import run as module
 from tfdist.launcher.hosts.connection import HostsError, Reach, Reached
-from tfdist.launcher.hosts.places import ListedHost
-from tfdist.launcher.hosts.run import HostsRun, _Asked
-from tfdist.launcher.operating_system import SignalInbox
+from tfdist.launcher.hosts.places import ListedHost, plan_hosts
+from tfdist.launcher.hosts.run import HostsRun
 from tfdist.launcher.output import Terminal
 from tfdist.launcher.plan import RunOptions
 from tfdist.launcher.policy import Restart, RestartPolicy
@@ -44,7 +44,8 @@ class Setting:
         self.set_gpus("two", "0")
         reach = Reach((str(folder / "ssh"),), None, str(folder), "run", str(folder / "logs"), {})
         listed = [ListedHost("one"), ListedHost("two")]
-        self._asked = _Asked(RunOptions(workers=3), fewest, listed, reach, ("true",), {}, False)
+        of_run = {"command": ("true",), "environ": {}, "run_id": "run", "log_dir": str(folder / "logs")}
+        self._asked = (RunOptions(workers=3), fewest, listed, reach, functools.partial(plan_hosts, **of_run))
         self._terminal = Terminal(io.BytesIO(), is_tty=False)
         self._terminal.message = self.said.append  # type: ignore[method-assign]
 
@@ -53,9 +54,10 @@ class Setting:
 
     def run(self) -> HostsRun:
         """As it was before the restart."""
-        with Reached.reach(self._asked.listed, self._asked.reach) as first:
+        _, _, listed, reach, _ = self._asked
+        with Reached.reach(listed, reach) as first:
             of_run = (RestartPolicy(3), self._folder / "logs", self._terminal, Patience(start_timeout=DEADLINE))
-            return HostsRun(self._asked, first, *of_run, SignalInbox())
+            return HostsRun(*self._asked, first, *of_run)
 
 
 def nothing() -> None:

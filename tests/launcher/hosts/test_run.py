@@ -389,6 +389,7 @@ def test_no_such_ssh(launch_on) -> None:
             "--hostfile /no/file: No such file or directory. Expected: a file with a host",
         ),
         ("a,b", ("--ps", "1", "-n", "1:2"), "-n 1:2 and --ps 1: expected one number of workers"),
+        ("a:2", ("-n", "0"), "--workers 0: expected at least 1"),
         ("a", ("--ssh", "'"), '--ssh "\'": expected a command'),
         ("", ("--remote-python", "x"), "--remote-python: expected --hosts or --hostfile, too"),
         ("", ("--ssh", "x"), "--ssh: expected --hosts or --hostfile, too"),

@@ -195,7 +195,7 @@ def test_a_table_that_nobody_reads(launches: list[Launch], tmp_path: Path) -> No
 
 SHOW = """\
 import sys
-from tfdist.tuning.results import show
+from tfdist.tuning.tune_run import show
 trial = {"trial": "0", "status": "COMPLETED", "score": 0.5, "error": None, "hyperparameters": {}}
 show([{"over": True, "project": "p", "trials": [trial], "objective": "val_loss"}])
 sys.exit(7)

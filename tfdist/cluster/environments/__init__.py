@@ -1,8 +1,8 @@
 """The systems that a cluster can be found by, in the order in which they are asked.
 
 Each has a name, `detect(env)` and `read(env)`. `read` returns a `ClusterConfig` where the system gives every address,
-otherwise a `Membership`, which the rendezvous completes. A launcher that sets rank and size in variables is a row in
-`launchers`; a system that needs code of its own is a module.
+otherwise a `Membership`, which the rendezvous completes. A launcher that sets rank and size in variables is a row of
+the table below; a system that needs code of its own is a module.
 
 The first whose `detect` is true is read: what a person has set, then what is closest to the process. mpirun and
 torchrun are started inside of Slurm's steps and Kubernetes' pods, so they come before these.
@@ -10,13 +10,267 @@ torchrun are started inside of Slurm's steps and Kubernetes' pods, so they come 
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from tfdist.cluster.config import ClusterConfig
-from tfdist.cluster.environments import json_variables, kubernetes, launchers, single_process, slurm
+from tfdist.cluster.config import ClusterConfig, parse
+from tfdist.cluster.environments import kubernetes, single_process, slurm
+from tfdist.cluster.errors import ClusterError
 from tfdist.cluster.membership import Membership
-from tfdist.cluster.variables import text
+from tfdist.cluster.variables import number, optional_number, text
+
+# --- Variables that list all processes as JSON ------------------------------------------------------------------------
+
+_OWN, _TF_CONFIG, _SPEC = "TFDIST_CLUSTER", "TF_CONFIG", "CLUSTER_SPEC"
+# The jobs that Vertex AI's pools are.
+_JOBS = {"workerpool0": "chief", "workerpool1": "worker", "workerpool2": "ps", "workerpool3": "evaluator"}
+
+
+def read_tfdist_cluster(env: Mapping[str, str]) -> ClusterConfig:
+    """Reads TFDIST_CLUSTER, which `tfdist run` sets for each process, beside TF_CONFIG and equal to it.
+
+    Raises:
+        ClusterError: If it does not describe a cluster, or TF_CONFIG describes another one.
+
+    Example:
+        >>> value = '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}}'
+        >>> read_tfdist_cluster({"TFDIST_CLUSTER": value}).address
+        'a:1'
+    """
+    config = ClusterConfig.from_tf_config(env[_OWN], _OWN)
+    if text(env, _TF_CONFIG):
+        other = read_tf_config(env)
+        if other != config:
+            raise ClusterError(
+                f"{_OWN} and {_TF_CONFIG} disagree: {_OWN} says {config}; {_TF_CONFIG} says {other}. "
+                f"`tfdist run` sets both: do not change {_TF_CONFIG} in the script, or unset {_OWN}"
+            )
+    return config
+
+
+def read_tf_config(env: Mapping[str, str]) -> ClusterConfig:
+    """Reads TF_CONFIG, TensorFlow's own variable, set by hand or by an orchestrator such as Kubeflow.
+
+    Raises:
+        ClusterError: If it does not describe a cluster.
+
+    Example:
+        >>> read_tf_config({"TF_CONFIG": "{}"}).is_single_process
+        True
+    """
+    return ClusterConfig.from_tf_config(env[_TF_CONFIG], _TF_CONFIG)
+
+
+def read_cluster_spec(env: Mapping[str, str]) -> ClusterConfig:
+    """Reads CLUSTER_SPEC, which Google's Vertex AI sets where it sets no TF_CONFIG; the first pool is the chief.
+
+    Raises:
+        ClusterError: If it does not describe a cluster.
+
+    Example:
+        >>> spec = '{"cluster": {"workerpool0": ["a:2222"]}, "task": {"type": "workerpool0", "index": 0}}'
+        >>> read_cluster_spec({"CLUSTER_SPEC": spec}).address
+        'a:2222'
+    """
+    content = parse(env[_SPEC], _SPEC)
+    cluster, task = content.get("cluster"), content.get("task")
+    if not isinstance(cluster, Mapping) or not isinstance(task, Mapping):
+        raise ClusterError(f'{_SPEC}: "cluster" or "task" is missing')
+    jobs = {_JOBS.get(pool, pool): addresses for pool, addresses in cluster.items() if pool != "workerpool3"}
+    own = str(task.get("type"))
+    return ClusterConfig(jobs, _JOBS.get(own, own), task.get("index", 0), _SPEC)  # type: ignore[arg-type]
+
+
+def read_sagemaker(env: Mapping[str, str]) -> Membership:
+    """The position of the own host in Amazon SageMaker's SM_HOSTS, a list that is the same on all hosts.
+
+    Each host has one process.
+
+    Raises:
+        ClusterError: If it is no list, or this host is not in it.
+
+    Example:
+        >>> str(read_sagemaker({"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2"}))
+        'rank 1 of 2, from SageMaker'
+    """
+    try:
+        hosts = json.loads(env["SM_HOSTS"])
+    except json.JSONDecodeError:
+        hosts = None
+    own = env["SM_CURRENT_HOST"]
+    if not isinstance(hosts, list) or own not in hosts:
+        raise ClusterError(f"SM_HOSTS is {env['SM_HOSTS']!r}; expected a JSON list with SM_CURRENT_HOST, {own!r}")
+    return Membership(
+        rank=hosts.index(own),
+        size=len(hosts),
+        source="SageMaker",
+        job=f"sagemaker-{env.get('TRAINING_JOB_NAME', '')}",
+        host=hosts[0],
+        local_rank=0,
+        local_size=1,
+        own_name=own,
+    )
+
+
+# --- Launchers that set rank and size in variables: a row for each ----------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Launcher:
+    """One launcher and its variables.
+
+    Attributes:
+        name: For messages.
+        rank: The variable with the rank of the process.
+        size: The variable with the number of processes.
+        local_rank: The variable with the rank among the processes of the host.
+        local_size: The variable with the number of processes on the host.
+        job: What tells its jobs apart and is the same on all hosts; `{A|B}` is the value of A, or of B if A has none.
+        needs: The variables that have a value in its processes, by default those of rank and size; a blank one counts
+            as not set.
+        unless: Whether something else has set these variables.
+        host: The variable with the host of rank 0.
+        has_channel: Whether rank 0 tells the others its host by a channel: see `tfdist.cluster.rendezvous`.
+        shared_home: Whether the processes usually have the same home folder.
+
+    Example:
+        >>> env = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "PMIX_NAMESPACE": "77"}
+        >>> OPEN_MPI.detect(env), str(OPEN_MPI.read(env))
+        (True, 'rank 0 of 2, from Open MPI')
+        >>> RANK_VARIABLES.read({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node-1"}).host
+        'node-1'
+    """
+
+    name: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+    job: str
+    needs: tuple[str, ...] = ()
+    unless: Callable[[Mapping[str, str]], bool] | None = None
+    host: str | None = None
+    has_channel: bool = False
+    shared_home: bool = False
+
+    def detect(self, env: Mapping[str, str]) -> bool:
+        """Whether it has started this process."""
+        has_all = all(text(env, name) for name in self.needs or (self.rank, self.size))
+        return has_all and (self.unless is None or not self.unless(env))
+
+    def read(self, env: Mapping[str, str]) -> Membership:
+        """Rank and size, and the host of rank 0 or how the processes can learn it.
+
+        Raises:
+            ClusterError: If a number is missing, or is none.
+        """
+        return Membership(
+            rank=number(env, self.rank),
+            size=number(env, self.size),
+            source=self.name,
+            job=re.sub(r"\{(.+?)\}", lambda found: _first_value(env, found[1].split("|")), self.job),
+            host=text(env, self.host) if self.host else None,
+            has_channel=self.has_channel,
+            local_rank=optional_number(env, self.local_rank),
+            local_size=optional_number(env, self.local_size),
+            shared_home=self.shared_home,
+        )
+
+
+def _first_value(env: Mapping[str, str], names: list[str]) -> str:
+    return next((env[name] for name in names if env.get(name)), "")
+
+
+# Set beside the variables that tfdist itself sets for Horovod; its value is the port that is one of these.
+SET_FOR_HOROVOD = "TFDIST_HOROVOD"
+_GLOO_HOST, _GLOO_PORT = "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"
+
+# Set by hand, where a tool that tfdist does not know starts the processes.
+BY_HAND = Launcher(
+    "TFDIST_RANK",
+    *("TFDIST_RANK", "TFDIST_SIZE", "TFDIST_LOCAL_RANK", "TFDIST_LOCAL_SIZE"),
+    job="",
+    needs=("TFDIST_RANK",),
+)
+# PyTorch's convention, set by hand or by Kubeflow's PyTorchJob. MASTER_PORT only tells jobs apart: who sets it may
+# listen there. MASTER_ADDR may be "localhost" on the host of rank 0.
+RANK_VARIABLES = Launcher(
+    "RANK and WORLD_SIZE",
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    job="ranks-{MASTER_PORT}",
+    needs=("RANK", "WORLD_SIZE", "MASTER_ADDR"),
+    host="MASTER_ADDR",
+)
+# One torchrun on each host, several processes by each. TORCHELASTIC_RESTART_COUNT is not the same on all hosts.
+TORCHRUN = dataclasses.replace(
+    RANK_VARIABLES,
+    name="torchrun",
+    job="ranks-{MASTER_PORT}-{TORCHELASTIC_RUN_ID}",
+    needs=("TORCHELASTIC_RUN_ID", *RANK_VARIABLES.needs),
+)
+# TrainJobs of Kubeflow Trainer with the policy "torch", one process a pod. The variables are those that torchrun reads;
+# PET_NPROC_PER_NODE is for torchrun alone, and often the number of cores.
+KUBEFLOW_TRAINER = dataclasses.replace(
+    RANK_VARIABLES,
+    name="Kubeflow Trainer",
+    rank="PET_NODE_RANK",
+    size="PET_NNODES",
+    job="trainjob-{PET_MASTER_ADDR}",
+    needs=("PET_NODE_RANK", "PET_NNODES", "PET_MASTER_ADDR"),
+    host="PET_MASTER_ADDR",
+)
+# Horovod's launcher with Gloo, unless tfdist.HorovodStrategy has set these variables, in this process or in one that
+# has started it. That strategy is connected by Horovod itself.
+HOROVODRUN = Launcher(
+    "horovodrun",
+    *("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
+    job=f"horovod-{{{_GLOO_HOST}}}:{{{_GLOO_PORT}}}",
+    unless=lambda env: SET_FOR_HOROVOD in env and env[SET_FOR_HOROVOD] == env.get(_GLOO_PORT),
+    has_channel=True,
+)
+# Versions 4 and 5, and IBM Spectrum MPI, which derives from it. Inside of a Slurm allocation, the ranks see the
+# SLURM_PROCID of mpirun's daemons.
+OPEN_MPI = Launcher(
+    "Open MPI",
+    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    job="open-mpi-{PMIX_NAMESPACE|OMPI_MCA_orte_hnp_uri}",
+    has_channel=True,
+)
+# mpirun_rsh; started by Hydra's mpiexec or by Slurm, MVAPICH looks like these.
+MVAPICH = Launcher(
+    "MVAPICH2",
+    *("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
+    job="mvapich-{MPIRUN_ID}",
+    has_channel=True,
+    shared_home=True,
+)
+# Hydra's mpiexec, and whatever else sets PMI_RANK and PMI_SIZE; `srun --mpi=pmi2` does, too. Nothing tells one job from
+# another on all hosts.
+MPICH = Launcher(
+    "MPICH",
+    *("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    job="",
+    unless=slurm.has_started,
+    has_channel=True,
+)
+INTEL_MPI = tuple(
+    dataclasses.replace(MPICH, name="Intel MPI", needs=("PMI_RANK", "PMI_SIZE", own))
+    for own in ("I_MPI_ROOT", "I_MPI_HYDRA_BOOTSTRAP")
+)
+MPI = (OPEN_MPI, MVAPICH, *INTEL_MPI, MPICH)
+# IBM LSF's launcher, by JSM. LSF without jsrun has no ranks, see `single_process`.
+JSRUN = Launcher(
+    "LSF's jsrun",
+    *("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE"),
+    job="lsf-{LSB_JOBID}-{PMIX_NAMESPACE}",
+    has_channel=True,
+)
+
+
+# --- All of them ------------------------------------------------------------------------------------------------------
 
 
 class Environment(NamedTuple):
@@ -38,26 +292,26 @@ def _set(*names: str) -> Callable[[Mapping[str, str]], bool]:
     return lambda env: all(text(env, name) for name in names)
 
 
-TF_CONFIG = Environment("TF_CONFIG", _set("TF_CONFIG"), json_variables.read_tf_config)
+TF_CONFIG = Environment("TF_CONFIG", _set("TF_CONFIG"), read_tf_config)
 SLURM = Environment(slurm.NAME, slurm.detect, slurm.read)
 
-ENVIRONMENTS: tuple[Environment | launchers.Launcher, ...] = (
-    Environment("TFDIST_CLUSTER", _set("TFDIST_CLUSTER"), json_variables.read_tfdist_cluster),
-    launchers.BY_HAND,
+ENVIRONMENTS: tuple[Environment | Launcher, ...] = (
+    Environment("TFDIST_CLUSTER", _set("TFDIST_CLUSTER"), read_tfdist_cluster),
+    BY_HAND,
     TF_CONFIG,
-    Environment("Vertex AI", _set("CLUSTER_SPEC", "CLOUD_ML_PROJECT_ID"), json_variables.read_cluster_spec),
-    launchers.TORCHRUN,
-    launchers.HOROVODRUN,
-    *launchers.MPI,
-    launchers.JSRUN,
+    Environment("Vertex AI", _set("CLUSTER_SPEC", "CLOUD_ML_PROJECT_ID"), read_cluster_spec),
+    TORCHRUN,
+    HOROVODRUN,
+    *MPI,
+    JSRUN,
     SLURM,
-    Environment("SageMaker", _set("SM_HOSTS", "SM_CURRENT_HOST"), json_variables.read_sagemaker),
-    launchers.KUBEFLOW_TRAINER,
+    Environment("SageMaker", _set("SM_HOSTS", "SM_CURRENT_HOST"), read_sagemaker),
+    KUBEFLOW_TRAINER,
     Environment(kubernetes.NAME, kubernetes.detect, kubernetes.read),
-    launchers.RANK_VARIABLES,
+    RANK_VARIABLES,
     Environment("allocation", single_process.is_allocated, single_process.read),
     Environment(single_process.NAME, lambda env: True, single_process.read),
 )
 
 # What starts processes by rank; other systems set TF_CONFIG themselves.
-RANK_LAUNCHERS = (*launchers.MPI, SLURM)
+RANK_LAUNCHERS = (*MPI, SLURM)

@@ -1,8 +1,11 @@
 """The rendezvous: processes that know only rank, size and the host of rank 0 learn the addresses of all.
 
 TensorFlow needs every address before it starts, and most systems do not tell them. Each process reserves a port,
-connects to the server of rank 0 (server.py) and tells it; rank 0 answers with the list when all have come. Where a
-system does not even tell the host of rank 0, the processes learn it through the system's own means (`channels`).
+connects to the server of rank 0 (server.py) and tells it; rank 0 answers with the list when all have come.
+
+Where a system does not even tell the host of rank 0, the others learn it through a channel: if the program has imported
+mpi4py, MPI broadcasts it; otherwise rank 0 writes it into a file in the home folder, which the hosts of a cluster
+usually share. Rank 0 calls `tell` once, and `close` when all have met; the others `hear`.
 """
 
 from __future__ import annotations
@@ -10,34 +13,36 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import hashlib
 import ipaddress
 import itertools
 import json
-import logging
 import os
 import random
 import secrets
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tfdist import json_schema
+from tfdist.atomic_files import write_atomically
 from tfdist.cluster import ports, server, sockets
 from tfdist.cluster.environments import slurm
 from tfdist.cluster.errors import ClusterError
 from tfdist.cluster.foreign_text import cleaned
 from tfdist.cluster.membership import Membership, visible_devices
 from tfdist.cluster.rendezvous import endpoints
-from tfdist.cluster.rendezvous.channels import open_channel
 from tfdist.cluster.server import Client, Server
 from tfdist.cluster.sockets import UnreachedError
 from tfdist.cluster.variables import MEETING, SERVERS, text
 
-_log = logging.getLogger("tfdist")
 # Held until the process ends: TensorFlow's server takes it over only when a strategy is made.
 _held: list[ports.Reservation] = []
-_TRIED_PORTS = 8
 # What rank 0 tells about each process, at most.
 _MOST_BYTES = 16 * 1024
 _LONGEST = 1000
@@ -60,7 +65,6 @@ _REGISTRATION = {
     **{"rank": int, "size": int, "port": _is_port, "host": (json_schema.NOTHING, _is_printable), "pid": int},
     **{"address": _is_address, "reached": _is_address, "name": _is_printable, "devices": _is_printable},
 }
-_RESULT = ("addresses", "hosts", "devices")
 _TOLD = {"hosts": [str], "port": _is_port, "secret": str}
 
 
@@ -168,7 +172,7 @@ def _attend(
             channel = open_channel(membership, env)
             # Only this job's processes can read its channel, so the secret and the ports may be chosen at random.
             secret = secrets.token_bytes(32)
-            meeting_ports = random.SystemRandom().sample(range(*endpoints.port_range(env)), _TRIED_PORTS)
+            meeting_ports = random.SystemRandom().sample(range(*endpoints.port_range(env)), 8)
         except ClusterError:
             if not membership.on_one_host:
                 raise
@@ -194,8 +198,8 @@ def _attend(
         hosts, meeting_ports, secret = _told(channel.hear(deadline - time.monotonic()))
     else:
         hosts = [slurm.address_of(host) if "SLURM_JOB_ID" in env else host]
-    met_at = list(itertools.product(hosts, meeting_ports))
-    return attend(own, met_at, secret, deadline - time.monotonic(), endpoints.name_of(membership, env))
+    places = list(itertools.product(hosts, meeting_ports))
+    return attend(own, places, secret, deadline - time.monotonic(), endpoints.name_of(membership, env))
 
 
 def listen(own: Registration, places: Sequence[int], secret: bytes, stays_open: bool = False) -> Server:
@@ -288,7 +292,7 @@ def attend(
     def read(result: str) -> dict:
         found = server.unpack(result, _MOST_BYTES * own.size)
         # Not by `json_schema`, which takes ten times as long: there may be thousands.
-        for name in _RESULT:
+        for name in ("addresses", "hosts", "devices"):
             texts = found.get(name)
             if not isinstance(texts, list) or [type(text) for text in texts] != [str] * own.size:
                 raise UnreachedError("it sends something else than where all processes are")
@@ -356,3 +360,123 @@ def _not_met(own: Registration, seen: str, timeout: float, job: str) -> str:
         "TFDIST_TOKEN to the same text on all processes if their home folders differ. If the others have met already, "
         "nobody listens there: start all processes again"
     )
+
+
+# --- Channels ---------------------------------------------------------------------------------------------------------
+
+# What a channel carries, in bytes.
+_ROOM = 2048
+# Options of the daemons that Hydra starts on each host: those of MPICH, and those of Intel MPI.
+_HYDRA = ("--control-port", "--upstream-host", "--upstream-port")
+
+
+def open_channel(membership: Membership, env: Mapping[str, str]) -> Broadcast | HomeFile:
+    """The channel of the system that has started this process.
+
+    Raises:
+        ClusterError: If it has none.
+    """
+    if membership.has_channel:
+        mpi = sys.modules.get("mpi4py.MPI")
+        if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+            return Broadcast(mpi)
+        if name := endpoints.name_of(membership, env) or _of_hydra():
+            return HomeFile(name)
+    by_mpirun = " (`mpirun -x TFDIST_MEETING=node-1 ...`)" if membership.has_channel else ""
+    raise ClusterError(
+        f"Received: {membership}, without the host of rank 0: {membership.source} has no means to tell it. Expected: "
+        f"TFDIST_MEETING with that host's name or address, on all processes{by_mpirun}"
+    )
+
+
+class Broadcast:
+    """MPI's own broadcast, where the program has imported mpi4py already.
+
+    Args:
+        mpi: The module `mpi4py.MPI`.
+    """
+
+    def __init__(self, mpi: Any):
+        self._world = mpi.COMM_WORLD
+
+    def tell(self, text: str, seconds: float) -> None:
+        """Called by rank 0, once."""
+        self._broadcast(text.encode().ljust(_ROOM), seconds)
+
+    def hear(self, seconds: float) -> str:
+        """What rank 0 tells; called by the others."""
+        return self._broadcast(bytes(_ROOM), seconds).decode(errors="replace").rstrip()
+
+    def close(self) -> None:
+        """There is nothing to remove."""
+
+    def _broadcast(self, text: bytes, seconds: float) -> bytes:
+        buffer = bytearray(text)
+        request = self._world.Ibcast(buffer, root=0)
+        deadline = time.monotonic() + seconds
+        while not request.Test():
+            if time.monotonic() > deadline:
+                raise ClusterError(
+                    f"Received: no broadcast through MPI within {seconds:.3g} s. Expected: one as soon as all "
+                    "processes have imported mpi4py and come to this point; see what each has printed"
+                )
+            time.sleep(0.01)
+        return bytes(buffer)
+
+
+class HomeFile:
+    """A file in the home folder that only this user can read; `tell` writes it, and it is gone when all have met.
+
+    Args:
+        name: Differs from that of every other job.
+        home: The home folder.
+
+    Raises:
+        ClusterError: If there is no home folder.
+    """
+
+    def __init__(self, name: str, home: Path | None = None):
+        try:
+            folder = (home or Path.home()) / ".config" / "tfdist" / "meetings"
+        except RuntimeError as error:
+            raise ClusterError(f"Received: {error} Expected: TFDIST_MEETING with the host of rank 0") from None
+        self._path = folder / hashlib.sha256(name.encode()).hexdigest()[:32]
+
+    def tell(self, text: str, seconds: float) -> None:
+        """Called by rank 0, once."""
+        try:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_atomically(self._path, text, 0o600)
+        except OSError as error:
+            raise ClusterError(
+                f"Received: {self._path}, which cannot be written ({error.strerror}). Expected: a home folder where "
+                "rank 0 can leave its address; or TFDIST_MEETING with its host, on all processes"
+            ) from None
+
+    def hear(self, seconds: float) -> str:
+        """What rank 0 tells; called by the others."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                return self._path.read_text(errors="replace")[:_ROOM]
+            time.sleep(0.05)
+        raise ClusterError(
+            f"Received: nothing from rank 0 within {seconds:.3g} s, in {self._path}. Expected: where it can be met. "
+            "See what rank 0 has printed; if the hosts do not share their home folders, set TFDIST_MEETING to the host "
+            "of rank 0, or import mpi4py.MPI first"
+        )
+
+    def close(self) -> None:
+        """Removes the file."""
+        self._path.unlink(missing_ok=True)
+
+
+def _of_hydra() -> str:
+    """What tells a job of Hydra's mpiexec (MPICH, Intel MPI) from all others: where its daemons reach mpiexec."""
+    with contextlib.suppress(psutil.Error):
+        for parent in psutil.Process().parents():
+            words = parent.cmdline()
+            found = [after for word, after in itertools.pairwise(words) if word in _HYDRA]
+            if found:
+                return " ".join(["hydra", *found])
+    return ""

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from tfdist.atomic_files import write_atomically
 from tfdist.cluster import sockets
 from tfdist.cluster.errors import ClusterError
 from tfdist.cluster.membership import Membership
@@ -219,10 +220,7 @@ def _key_in(home: Path) -> bytes:
     if not path.exists():
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         own = path.with_name(f"key.{secrets.token_hex(8)}")
-        with open(os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(secrets.token_hex(32))
-            file.flush()
-            os.fsync(file.fileno())  # else it may be empty after a power cut
+        write_atomically(own, secrets.token_hex(32), 0o600, durable=True)
         try:
             # If several processes do this at the same time, on whatever hosts, only one of them succeeds.
             os.link(own, path)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tfdist.checkpoint.manifest import (
-    MANIFEST_NAME,
     DamagedCheckpointError,
     UnknownFormatError,
     UnreadableCheckpointError,
@@ -46,10 +45,8 @@ def compare(reference: Path, other: Path, timeout: float, values: bool = True) -
     )
     if expected != found:
         return [f"fits with backups: {expected} in the reference, {found} here"]
-    different: list[str] = []
-    for name in expected:
-        different += _compare_newest(reference / name, other / name, timeout, values)
-    return different
+    names = [(reference / name, other / name) for name in expected]
+    return [text for folders in names for text in _compare_newest(*folders, timeout, values)]
 
 
 def _compare_newest(reference: Path, other: Path, timeout: float, values: bool) -> list[str]:
@@ -63,22 +60,23 @@ def _compare_newest(reference: Path, other: Path, timeout: float, values: bool) 
     if not values:
         return counters(mine.meta, yours.meta)
     different = differences(mine.meta, yours.meta)
-    if not _same_files(newest[0], newest[1], sorted({*mine.files, *yours.files})):
+    names = sorted({*mine.files, *yours.files})
+    if filecmp.cmpfiles(*newest, names, shallow=False)[0] != names:
         for tensor, text in _compare_tensors(newest, timeout).items():
             different.append(f"{tensor_name(tensor, mine.meta)}: {text}")
     return different
 
 
-def _same_files(reference: Path, other: Path, names: Sequence[str]) -> bool:
-    assert MANIFEST_NAME not in names
-    return filecmp.cmpfiles(reference, other, names, shallow=False)[0] == list(names)
-
-
 def _compare_tensors(checkpoints: Sequence[Path], timeout: float) -> dict[str, str]:
     """How each tensor differs, by name. A process of its own reads them with TensorFlow, which takes seconds."""
-    command = [sys.executable, "-m", "tfdist.launcher.drill.comparison", *map(str, checkpoints)]
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout)
+        done = subprocess.run(
+            [sys.executable, "-m", "tfdist.launcher.drill.comparison", *map(str, checkpoints)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"comparing {checkpoints[0]} with {checkpoints[1]} took more than {timeout:.0f} s") from None
     if done.returncode:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
@@ -41,22 +42,6 @@ FAILED = "failed"
 # The fault struck when nothing was left to train.
 NOT_TESTED = "not tested"
 _SHOWN_DETAILS = 5
-_COLUMNS = ("detected after", "training again after", "steps redone")
-
-
-@dataclass(frozen=True)
-class Recovery:
-    """How a run recovered from a fault.
-
-    Attributes:
-        detected: seconds from the fault until it was noticed; None: it never was.
-        training_again: seconds from the fault until the training went on.
-        steps_redone: steps that were done again.
-    """
-
-    detected: float | None = None
-    training_again: float | None = None
-    steps_redone: int | None = None
 
 
 @dataclass(frozen=True)
@@ -67,19 +52,23 @@ class Outcome:
         fault: name of the fault.
         title: of the fault, for people.
         result: one of the results of this module.
-        recovery: how the run recovered.
+        detected: seconds from the fault until it was noticed; None: it never was.
+        training_again: seconds from the fault until the training went on.
+        steps_redone: steps that were done again.
         details: what differs, or what went wrong, a line each.
     """
 
     fault: str
     title: str
     result: str
-    recovery: Recovery = Recovery()
+    detected: float | None = None
+    training_again: float | None = None
+    steps_redone: int | None = None
     details: tuple[str, ...] = ()
 
 
-def recovery(events: Sequence[Event], struck: float) -> Recovery:
-    """How a run with these events recovered.
+def recovery(events: Sequence[Event], struck: float) -> dict[str, Any]:
+    """How a run with these events recovered, as an `Outcome` has it.
 
     Args:
         events: of the run; if it was started again by hand, of both runs.
@@ -93,7 +82,7 @@ def recovery(events: Sequence[Event], struck: float) -> Recovery:
         ...     ],
         ...     struck=10.0,
         ... )
-        Recovery(detected=0.25, training_again=3.0, steps_redone=4)
+        {'detected': 0.25, 'training_again': 3.0, 'steps_redone': 4}
     """
     later = [event for event in events if event["time"] >= struck]
     noticed = of_kind(later, "preempted")
@@ -106,7 +95,7 @@ def recovery(events: Sequence[Event], struck: float) -> Recovery:
         noticed = of_kind(later, "failure")
         again = of_kind(later, "training-again")
         redone = sum(event["steps_redone"] for event in again) if again else None
-    return Recovery(_first(noticed, struck), _first(again, struck), redone)
+    return {"detected": _first(noticed, struck), "training_again": _first(again, struck), "steps_redone": redone}
 
 
 def was_tested(events: Sequence[Event], struck: float, steps: int) -> bool:
@@ -142,11 +131,8 @@ def to_json(outcomes: Sequence[Outcome]) -> str:
         >>> to_json([])
         '{"identical": true, "rows": []}'
     """
-    rows = []
-    for outcome in outcomes:
-        fields = asdict(outcome)
-        rows.append({**fields.pop("recovery"), **fields})
-    return json.dumps({"identical": all(row.result in SURVIVED for row in outcomes), "rows": rows})
+    identical = all(outcome.result in SURVIVED for outcome in outcomes)
+    return json.dumps({"identical": identical, "rows": [asdict(outcome) for outcome in outcomes]})
 
 
 def seconds(value: float | None) -> str:
@@ -162,15 +148,13 @@ def seconds(value: float | None) -> str:
 def _table(outcomes: Sequence[Outcome]) -> Table:
     table = Table(box=SIMPLE_HEAD)
     table.add_column("fault", no_wrap=True)
-    for column in _COLUMNS:
+    for column in ("detected after", "training again after", "steps redone"):
         table.add_column(column, justify="right")
     table.add_column("result", no_wrap=True)
     for outcome in outcomes:
-        back = outcome.recovery
-        redone = "-" if back.steps_redone is None else str(back.steps_redone)
-        style = "green" if outcome.result in SURVIVED else "red"
-        result = Text(outcome.result, style)
-        table.add_row(outcome.title, seconds(back.detected), seconds(back.training_again), redone, result)
+        redone = "-" if outcome.steps_redone is None else str(outcome.steps_redone)
+        result = Text(outcome.result, "green" if outcome.result in SURVIVED else "red")
+        table.add_row(outcome.title, seconds(outcome.detected), seconds(outcome.training_again), redone, result)
     return table
 
 
@@ -181,15 +165,6 @@ def _details(outcome: Outcome) -> RenderableType:
 
 
 _REFERENCE = "reference"
-_NO_BACKUPS = (
-    "the script saved no backup that tfdist knows of. Expected: a callback of fit that saves during the training:\n"
-    '  model.fit(..., callbacks=[tfdist.callbacks.BackupAndRestore("backup")])\n'
-    "tfdist drill tries out whether a run with it survives."
-)
-_TOO_LATE = (
-    "nothing was left to train when the fault struck, after the last step. Train for more epochs or more slowly (time "
-    "between two backups: {pause:.2f} s), or give BackupAndRestore a smaller save_freq."
-)
 _NOT_REPRODUCIBLE = (
     "two undisturbed runs differ, too. Call keras.utils.set_random_seed first, seed what else is random (numpy's "
     "default_rng, shuffle), and leave the time out of what is trained on."
@@ -200,60 +175,37 @@ class DrillError(RuntimeError):
     """There is nothing to compare with; the text says why and what to do."""
 
 
-@dataclass(frozen=True)
-class DrillOptions:
-    """What the user asked for on the command line of `tfdist drill`.
-
-    Attributes:
-        workers: number of training processes.
-        only: names of the faults; none: all.
-        timeout: seconds that a run may take.
-        hang_timeout: when a process counts as hung; None: what is long for this script.
-        keep_going: whether to go on after a row that is not identical.
-        log_dir: folder of logs and backups; None: one below tfdist-logs.
-    """
-
-    workers: int = 2
-    only: tuple[str, ...] = ()
-    timeout: float = 300.0
-    hang_timeout: float | None = None
-    keep_going: bool = False
-    log_dir: str | None = None
-
-    @property
-    def faults(self) -> list[Fault]:
-        """The faults to try out.
-
-        Raises:
-            PlanError: for a fault that there is not, with so many workers.
-        """
-        faults = faults_for(self.workers)
-        known = [fault.name for fault in faults]
-        for name in self.only:
-            if name not in known:
-                raise PlanError(f"--only {name}: expected one of {', '.join(known)} with -n {self.workers}.")
-        return [fault for fault in faults if not self.only or fault.name in self.only]
-
-
-def run_drill(target: Target, options: DrillOptions, as_json: bool) -> int:
+def run_drill(
+    target: Target,
+    workers: int,
+    only: Sequence[str],
+    timeout: float,
+    hang_timeout: float | None,
+    keep_going: bool,
+    log_dir: str | None,
+    as_json: bool,
+) -> int:
     """Runs the drill, shows its result, and returns the exit code: 0 only if all rows are identical, or complete.
 
     Raises:
         PlanError: the options or the script are not there.
         OSError: the logs cannot be written.
     """
-    faults = options.faults
-    try:
-        target.command()
-    except ValueError as error:
-        raise PlanError(str(error)) from None
+    faults = faults_for(workers)
+    known = [fault.name for fault in faults]
+    for name in only:
+        if name not in known:
+            raise PlanError(f"--only {name}: expected one of {', '.join(known)} with -n {workers}.")
+    target.command()  # there has to be such a program
     now = f"drill-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    folder = Path(options.log_dir or default_log_dir(now, current_folder(), tempfile.gettempdir()))
+    folder = Path(log_dir or default_log_dir(now, current_folder(), tempfile.gettempdir()))
     messages = Console(stderr=True, highlight=False)
     with SignalInbox() as inbox, Guardian() as guardian:
-        drill = Drill(target.typed, options, folder.absolute(), guardian, inbox, messages)
+        drill = Drill(
+            target.typed, workers, timeout, hang_timeout, keep_going, folder.absolute(), guardian, inbox, messages
+        )
         try:
-            outcomes = drill.run(faults)
+            outcomes = drill.run([fault for fault in faults if not only or fault.name in only])
         except DrillError as error:
             messages.print(f"tfdist: {error}", markup=False, soft_wrap=True)
             return 1
@@ -270,12 +222,16 @@ def run_drill(target: Target, options: DrillOptions, as_json: bool) -> int:
     return 0
 
 
+@dataclass
 class Drill:
     """The runs of a drill, one after another.
 
-    Args:
+    Attributes:
         words: the script as it stands behind `tfdist run`.
-        options: what the user asked for.
+        workers: number of training processes.
+        timeout: seconds that a run may take.
+        hang_timeout: when a process counts as hung; None: what is long for this script.
+        keep_going: whether to go on after a row that is not identical.
         folder: for logs and backups of all runs.
         guardian: ends what runs if this process is killed.
         inbox: the signals to this process.
@@ -286,21 +242,15 @@ class Drill:
         'identical'
     """
 
-    def __init__(
-        self,
-        words: Sequence[str],
-        options: DrillOptions,
-        folder: Path,
-        guardian: Guardian,
-        inbox: SignalInbox,
-        messages: Console,
-    ) -> None:
-        self._words = words
-        self._options = options
-        self._folder = folder
-        self._guardian = guardian
-        self._inbox = inbox
-        self._messages = messages
+    words: Sequence[str]
+    workers: int
+    timeout: float
+    hang_timeout: float | None
+    keep_going: bool
+    folder: Path
+    guardian: Guardian
+    inbox: SignalInbox
+    messages: Console
 
     def run(self, faults: Sequence[Fault]) -> list[Outcome]:
         """Runs the reference and a run for each fault, up to the first that is not survived.
@@ -321,7 +271,7 @@ class Drill:
             self._say(f"  {_summary(outcome)}")
             if outcome.result in SURVIVED:
                 shutil.rmtree(self._backups(fault.name), ignore_errors=True)
-            elif outcome.result != NOT_TESTED and not self._options.keep_going:
+            elif outcome.result != NOT_TESTED and not self.keep_going:
                 break
         if all(outcome.result in SURVIVED for outcome in outcomes):
             shutil.rmtree(self._backups(_REFERENCE), ignore_errors=True)
@@ -333,7 +283,11 @@ class Drill:
         except TrialError as error:
             raise DrillError(f"the undisturbed run failed: {error}") from None
         if not of_kind(events, "saved"):
-            raise DrillError(_NO_BACKUPS)
+            raise DrillError(
+                "the script saved no backup that tfdist knows of. Expected: a callback of fit that saves during the "
+                'training:\n  model.fit(..., callbacks=[tfdist.callbacks.BackupAndRestore("backup")])\n'
+                "tfdist drill tries out whether a run with it survives."
+            )
         natural = rhythm(events)
         if natural.saves < FEWEST_SAVES:
             raise DrillError(
@@ -351,32 +305,38 @@ class Drill:
         return trial.events
 
     def _run_row(self, fault: Fault, natural: Rhythm) -> Outcome:
-        back = Recovery()
+        back: dict[str, Any] = {}
         try:
             events, struck = self._run_disturbed(fault, natural)
             back = recovery(events, struck)
-            folders = self._backups(_REFERENCE), self._backups(fault.name)
-            differences = compare(*folders, self._options.timeout, values=not fault.shrinks)
-            grown = of_kind(events, "start")[-1]["workers"] == self._options.workers
+            differences = compare(
+                self._backups(_REFERENCE), self._backups(fault.name), self.timeout, values=not fault.shrinks
+            )
+            grown = of_kind(events, "start")[-1]["workers"] == self.workers
             if not differences and not (grown and was_tested(events, struck, natural.steps)):
-                details = (_TOO_LATE.format(pause=natural.pause),)
-                return Outcome(fault.name, fault.title, NOT_TESTED, back, details)
+                too_late = (
+                    "nothing was left to train when the fault struck, after the last step. Train for more epochs or "
+                    f"more slowly (time between two backups: {natural.pause:.2f} s), or give BackupAndRestore a "
+                    "smaller save_freq."
+                )
+                return Outcome(fault.name, fault.title, NOT_TESTED, **back, details=(too_late,))
             if not differences:
-                return Outcome(fault.name, fault.title, COMPLETE if fault.shrinks else IDENTICAL, back)
+                return Outcome(fault.name, fault.title, COMPLETE if fault.shrinks else IDENTICAL, **back)
             if not self._is_reproducible:
-                return Outcome(fault.name, fault.title, NOT_COMPARABLE, back, (_NOT_REPRODUCIBLE, *_causes(events)))
-            return Outcome(fault.name, fault.title, DIFFERS, back, tuple(differences))
-        except (TrialError, RuntimeError) as error:
-            return Outcome(fault.name, fault.title, FAILED, back, (str(error),))
+                details = (_NOT_REPRODUCIBLE, *_causes(events))
+                return Outcome(fault.name, fault.title, NOT_COMPARABLE, **back, details=details)
+            return Outcome(fault.name, fault.title, DIFFERS, **back, details=tuple(differences))
+        except RuntimeError as error:
+            return Outcome(fault.name, fault.title, FAILED, **back, details=(str(error),))
 
     def _run_disturbed(self, fault: Fault, natural: Rhythm) -> tuple[list[Event], float]:
         """Runs the script with a fault; returns all events, and when the fault struck."""
         saves = natural.strike_after(fault.saves_before, fault.saves_left)
         options = []
         if fault.shrinks:
-            most = self._options.workers
+            most = self.workers
             options = ["-n", f"{most - 1}:{most}", "--regrow-after", str(max(natural.pause, 0.1))]
-        if fault.name == "hang" and (seconds := self._options.hang_timeout or natural.hang_timeout):
+        if fault.name == "hang" and (seconds := self.hang_timeout or natural.hang_timeout):
             options = ["--hang-timeout", str(seconds)]
         with self._trial(fault.name, fault.name, options) as trial:
             trial.wait_for(lambda events: len(of_kind(events, "saved")) >= saves, f"backup {saves} was written")
@@ -403,23 +363,23 @@ class Drill:
         name = f"{_REFERENCE}-2"
         self._say("  it ends differently; a second undisturbed run shows whether that ends like the first")
         self._run_undisturbed(name)
-        return not compare(self._backups(_REFERENCE), self._backups(name), self._options.timeout)
+        return not compare(self._backups(_REFERENCE), self._backups(name), self.timeout)
 
     def _trial(self, name: str, backups: str, options: Sequence[str] = ()) -> Trial:
-        arguments = ["-n", str(self._options.workers), *options, *self._words]
-        deadline = time.monotonic() + self._options.timeout
-        return Trial(arguments, self._folder / name, self._backups(backups), deadline, self._guardian, self._inbox)
+        arguments = ["-n", str(self.workers), *options, *self.words]
+        deadline = time.monotonic() + self.timeout
+        return Trial(arguments, self.folder / name, self._backups(backups), deadline, self.guardian, self.inbox)
 
     def _backups(self, name: str) -> Path:
-        return self._folder / name / "backups"
+        return self.folder / name / "backups"
 
     def _saying(self, text: str) -> AbstractContextManager[object]:
         """Prints a line, and on a terminal shows that work is going on inside the `with` block."""
         self._say(text)
-        return self._messages.status(" …") if self._messages.is_terminal else contextlib.nullcontext()
+        return self.messages.status(" …") if self.messages.is_terminal else contextlib.nullcontext()
 
     def _say(self, text: str) -> None:
-        self._messages.print(f"tfdist drill: {text}", markup=False, soft_wrap=True)
+        self.messages.print(f"tfdist drill: {text}", markup=False, soft_wrap=True)
 
 
 def _causes(events: Sequence[Event]) -> list[str]:
@@ -428,10 +388,9 @@ def _causes(events: Sequence[Event]) -> list[str]:
 
 
 def _summary(outcome: Outcome) -> str:
-    back = outcome.recovery
-    if back.training_again is None:
+    if outcome.training_again is None:
         return outcome.result
     return (
-        f"{outcome.result}: detected after {seconds(back.detected)}, training again after "
-        f"{seconds(back.training_again)}, {back.steps_redone} step(s) redone"
+        f"{outcome.result}: detected after {seconds(outcome.detected)}, training again after "
+        f"{seconds(outcome.training_again)}, {outcome.steps_redone} step(s) redone"
     )

@@ -92,8 +92,7 @@ class Trial:
         self.backups.mkdir(parents=True, exist_ok=True)
         with (self.log_dir / "launcher.log").open("ab") as log:
             # Away from the terminal's Ctrl-C: it is ended in order, by __exit__.
-            env = {**os.environ, VARIABLE: str(self.backups.absolute())}
-            self._process = spawn(self._command, log.fileno(), env)
+            self._process = spawn(self._command, log.fileno(), {**os.environ, VARIABLE: str(self.backups.absolute())})
         self._guardian.add(self._process.pid)
         return self
 
@@ -162,7 +161,12 @@ class Trial:
                 return
             if code is not None:
                 raise TrialError(f"the run ended with exit code {code} before {what}")
-            self._tick(what)
+            if (number := self._inbox.take_stop()) is not None:
+                raise Interrupted(number)
+            if time.monotonic() > self._deadline:
+                waited = self._deadline - self._started
+                raise TrialError(f"waited {waited:.0f} s (--timeout) in vain for {what}")
+            time.sleep(_TICK)
 
     def sleep(self, seconds: float) -> None:
         """Waits a while, or until the run ends; raises as `wait_for`."""
@@ -173,15 +177,6 @@ class Trial:
         """Waits for the end of the run and returns its exit code; raises as `wait_for`."""
         self.wait_for(lambda _: self.code is not None, "its end")
         return exit_code(self._process.returncode)
-
-    def _tick(self, what: str) -> None:
-        number = self._inbox.take_stop()
-        if number is not None:
-            raise Interrupted(number)
-        if time.monotonic() > self._deadline:
-            waited = self._deadline - self._started
-            raise TrialError(f"waited {waited:.0f} s (--timeout) in vain for {what}")
-        time.sleep(_TICK)
 
     def __exit__(self, *error: object) -> None:
         if self._process.poll() is None:
@@ -344,23 +339,20 @@ _kill_chief = functools.partial(_send, 0, signal.SIGKILL)
 _hang = functools.partial(_send, -1, signal.SIGSTOP)
 
 
-def _damage_newest(damage: Callable[[Path], None]) -> Callable[[Trial], float]:
-    def strike(trial: Trial) -> float:
-        trial.wait_for(lambda _: _has_another(newest_checkpoint(trial.backups)), "there was an older backup, too")
-        # While they are stopped, nobody writes a newer checkpoint behind our back or removes the one that is damaged.
-        for name in trial.names:
-            trial.signal(name, signal.SIGSTOP)
-        newest = newest_checkpoint(trial.backups)
-        if newest is None:
-            raise TrialError("there was no backup to damage")
-        damage(newest)
-        struck = _kill_chief(trial)
-        with contextlib.suppress(TrialError):  # the launcher may have ended them already
-            for name in trial.names[1:]:
-                trial.signal(name, signal.SIGCONT)
-        return struck
-
-    return strike
+def _damage_newest(damage: Callable[[Path], None], trial: Trial) -> float:
+    trial.wait_for(lambda _: _has_another(newest_checkpoint(trial.backups)), "there was an older backup, too")
+    # While they are stopped, nobody writes a newer checkpoint behind our back or removes the one that is damaged.
+    for name in trial.names:
+        trial.signal(name, signal.SIGSTOP)
+    newest = newest_checkpoint(trial.backups)
+    if newest is None:
+        raise TrialError("there was no backup to damage")
+    damage(newest)
+    struck = _kill_chief(trial)
+    with contextlib.suppress(TrialError):  # the launcher may have ended them already
+        for name in trial.names[1:]:
+            trial.signal(name, signal.SIGCONT)
+    return struck
 
 
 def _has_another(checkpoint: Path | None) -> bool:
@@ -398,8 +390,8 @@ FAULTS = (
     Fault("kill-worker", "kill a worker", _kill_worker),
     Fault("kill-chief", "kill the chief", _kill_chief),
     Fault("hang", "hang a worker", _hang),
-    Fault("corrupt", "corrupt the newest backup", _damage_newest(flip_bit), saves_before=2),
-    Fault("truncate", "truncate the newest backup", _damage_newest(truncate), saves_before=2),
+    Fault("corrupt", "corrupt the newest backup", functools.partial(_damage_newest, flip_bit), saves_before=2),
+    Fault("truncate", "truncate the newest backup", functools.partial(_damage_newest, truncate), saves_before=2),
     Fault("disk-full", "fill the disk for a while", _fill_disk, saves_left=2),
     Fault("preempt", "SIGTERM, run again", _preempt, ends_run=True),
     Fault("shrink", "one worker fewer, then grow", _kill_worker, saves_left=2, shrinks=True),

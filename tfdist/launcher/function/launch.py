@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral, Real
 from pathlib import Path
@@ -22,17 +22,30 @@ from tfdist.cluster.errors import ClusterError
 from tfdist.cluster.ports import own_loopback
 from tfdist.cluster.variables import RUN_ID
 from tfdist.launcher.arguments import AUTO
-from tfdist.launcher.function.output import CallOutput, in_words_of_python
-from tfdist.launcher.function.sendable import SendingPickler, describe
-from tfdist.launcher.guardian import Guardian
-from tfdist.launcher.local.calls import LaunchError, Outcome, call_command, read_outcome, write_call
-from tfdist.launcher.operating_system import SignalInbox
-from tfdist.launcher.output import hidden_lines
-from tfdist.launcher.plan import Machine, PlanError, ProcessPlan, RunOptions, default_workers, plan_run
-from tfdist.launcher.policy import Failure, Restart, RestartPolicy
-from tfdist.launcher.process import ProcessGroup, StartProgram, start_unpinned
-from tfdist.launcher.run import announce, check_shares, log_folder, new_run_id, shortest
-from tfdist.launcher.supervisor import ClusterRun, Ending, Patience
+from tfdist.launcher.local.calls import (
+    RAISED,
+    LaunchError,
+    Outcome,
+    SendingPickler,
+    call_command,
+    describe,
+    read_outcome,
+    write_call,
+)
+from tfdist.launcher.output import Terminal, hidden_lines, outlets, plain
+from tfdist.launcher.plan import (
+    Machine,
+    PlanError,
+    ProcessPlan,
+    RunOptions,
+    check_shares,
+    default_workers,
+    plan_run,
+)
+from tfdist.launcher.policy import Failure, RestartPolicy
+from tfdist.launcher.process import StartProgram, start_unpinned
+from tfdist.launcher.run import announce, log_folder, new_run_id, shortest
+from tfdist.launcher.supervisor import ClusterRun, Patience
 from tfdist.supervision.exit_codes import PREEMPTED
 from tfdist.supervision.process_folders import process_folder
 from tfdist.supervision.progress import Progress
@@ -108,8 +121,13 @@ def launch(
     machine = Machine.this_one(environ)
     try:
         count = default_workers(machine, gpus_per_worker) if workers is None else workers
-        shares = {"cpus_per_worker": cpus_per_worker, "gpus_per_worker": gpus_per_worker}
-        options = RunOptions(count, **shares, env=variables, host=own_loopback())
+        options = RunOptions(
+            count,
+            cpus_per_worker=cpus_per_worker,
+            gpus_per_worker=gpus_per_worker,
+            env=variables,
+            host=own_loopback(),
+        )
         check_shares(options, machine)
     except PlanError as error:
         raise ValueError(in_words_of_python(str(error))) from None
@@ -130,11 +148,17 @@ def launch(
         hidden = hidden_lines(show_all, {**environ, **variables})
         shown = CallOutput("worker 0", show_all, environ, hidden)
         announce(options, machine, shown, str(shortest(folder)), show_all)
-        of_run = {"run_id": run_id, "log_dir": str(folder), "show_all": show_all}
-        command = call_command(call, call)  # each process gets one of its own
         run = _CallRun(
             options,
-            functools.partial(plan_run, command=command, machine=machine, environ=environ, **of_run),
+            functools.partial(
+                plan_run,
+                command=call_command(call, call),  # each process gets one of its own
+                machine=machine,
+                environ=environ,
+                run_id=run_id,
+                log_dir=str(folder),
+                show_all=show_all,
+            ),
             RestartPolicy(max_restarts),
             folder,
             shown,
@@ -155,13 +179,11 @@ def launch(
 
 
 class _CallRun(ClusterRun):
-    """A run that keeps how it ended for whoever raises it, and has a time limit.
+    """A run that has a time limit, and leaves its failure to be raised.
 
     Attributes:
-        ending: how it ended, once it has.
         timeout: for how many seconds it may last, if there is a limit.
         is_late: whether its time was up.
-        group: those that were started last.
     """
 
     def __init__(
@@ -180,12 +202,6 @@ class _CallRun(ClusterRun):
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self.is_late = False
 
-    @contextmanager
-    def _started(self, restart: Restart, inbox: SignalInbox, guardian: Guardian) -> Iterator[ProcessGroup]:
-        with super()._started(restart, inbox, guardian) as group:
-            self._inbox, self.group = inbox, group
-            yield group
-
     def note_progress(self, progress: Mapping[str, Progress | None]) -> None:
         super().note_progress(progress)
         self.terminal.refresh()
@@ -195,10 +211,6 @@ class _CallRun(ClusterRun):
             self.is_late = True
             self.terminal.message(f"{self.timeout:g} s are over (timeout): the processes are stopped")
             self._inbox.put(signal.SIGTERM)
-
-    def _conclude(self, ending: Ending) -> int:
-        self.ending = ending
-        return super()._conclude(ending)
 
     def _report(self, failure: Failure, reason: str) -> None:
         """Says nothing: `launch` raises it."""
@@ -323,3 +335,113 @@ def _tail(run: _CallRun, name: str, count: int) -> tuple[str, ...]:
     """The last lines that a process has printed, without those that are not shown either."""
     lines = [line for one in run.group.processes if one.plan.name == name for line in one.tail(count + _MOST_HIDDEN)]
     return tuple(line for line in lines if not run.terminal.hides(line))[-count:]
+
+
+# The stream of a cell has no file descriptor that processes could write to: their output is read and written again. A
+# notebook obeys carriage returns, but not the sequences that erase a line, and sends each write to the browser. So a
+# progress bar is drawn anew a few times a second, and ever less often in the course of hours.
+# A write of the live line, after so many seconds; and after this part of the time that has gone by.
+_INTERVAL, _PART = 0.25, 1 / 500
+
+
+class CallOutput(Terminal):
+    """Writes to `sys.stdout`, as it is when this is made.
+
+    What the processes print about an exception is not shown: `launch` raises it.
+
+    Args:
+        live: name of the first process.
+        prefixed: whether each line begins with the name of its process.
+        env: environment variables.
+        hidden: lines of the processes that begin like this are left out.
+
+    Example:
+        >>> output = CallOutput("worker 0", prefixed=False, env={})
+        >>> output.feed("worker 0", b"loss: 0.9\\rloss: 0.5\\n")
+        >>> output.finish()
+        loss: 0.5
+    """
+
+    def __init__(
+        self, live: str, prefixed: bool, env: Mapping[str, str], hidden: re.Pattern[str] | None = None
+    ) -> None:
+        shown, errors = outlets(sys.stdout, sys.stderr)
+        is_tty = shown.isatty() and env.get("TERM") != "dumb"
+        self._in_cell = _is_of_cell(sys.stdout)
+        colour = (is_tty or self._in_cell) and not env.get("NO_COLOR")
+        super().__init__(shown, is_tty, colour, live, hidden=hidden, errors=errors)
+        self._prefixed = prefixed
+        self._raised: set[str] = set()
+        self._began_at = self._drawn_at = time.monotonic()
+
+    def feed(self, name: str, data: bytes, final: bool = False) -> None:
+        """Takes what a process printed; `final` says that nothing follows."""
+        super().feed(name, data, final)
+        if final:
+            self._raised.discard(name)  # another one may be started in its place
+
+    def message(self, text: str) -> None:
+        """Writes a line of the launcher's own: in a cell between those of the processes, else to standard error."""
+        text = in_words_of_python(text)
+        if not self._in_cell:
+            super().message(text)
+            return
+        self._put(f"tfdist: {text}\n")
+        self._show()
+
+    def refresh(self) -> None:
+        """Draws what has become due meanwhile. To be called again and again."""
+        if self._in_cell:
+            self._show()
+
+    def _leaves_out(self, name: str, line: str) -> bool:
+        if RAISED in line and name not in self._raised:
+            self._raised.add(name)
+            # A progress bar may not have ended its row.
+            if begun := line.partition(RAISED)[0]:
+                self._put(f"{self._prefix(name)}{begun}\n")
+        return name in self._raised or super()._leaves_out(name, line)
+
+    def _label(self, name: str) -> str:
+        return super()._label(name) if self._prefixed else ""
+
+    def _erased(self) -> str:
+        if not self._in_cell:
+            return super()._erased()
+        return f"\r{' ' * len(plain(self._drawn))}\r"
+
+    def _live_row(self) -> str:
+        if not self._in_cell:
+            return super()._live_row()
+        row = self._buffers[self._live].row if self._live in self._buffers else ""
+        if not row or self._live in self._raised:
+            return self._drawn
+        row = self._prefix(self._live) + self._coloured(row)
+        now = time.monotonic()
+        if row == self._drawn or now - self._drawn_at < max(_INTERVAL, _PART * (now - self._began_at)):
+            return self._drawn
+        self._drawn_at = now
+        return row
+
+
+def in_words_of_python(text: str) -> str:
+    """A message about options of `tfdist run`, for who has given arguments of a function.
+
+    Example:
+        >>> in_words_of_python("--cpus-per-worker 9: 2 are usable. Use -n 2 (--max-restarts is 0)")
+        'cpus_per_worker=9: 2 are usable. Use workers=2 (max_restarts is 0)'
+        >>> in_words_of_python("runs--old/a --b/logs")  # folders stay what they are
+        'runs--old/a --b/logs'
+    """
+    text = re.sub(r"(?<!\S)-n (?=\d)", "workers=", text)
+    return re.sub(
+        r"(?<![\w/.-])--([a-z]+(?:-[a-z]+)*)(?![\w/-])( (?=\d|auto|\w+=))?",
+        lambda match: match[1].replace("-", "_") + ("=" if match[2] else ""),
+        text,
+    )
+
+
+def _is_of_cell(stream: Any) -> bool:
+    """Whether it is what ipykernel, which Jupyter, VS Code and Colab have, puts in the place of `sys.stdout`."""
+    module = sys.modules.get("ipykernel.iostream")
+    return module is not None and isinstance(stream, module.OutStream)

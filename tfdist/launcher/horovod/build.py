@@ -208,9 +208,16 @@ def existing(folder: Path, tensorflow: str) -> Path | None:
 def _compile(source: Path, target: Path, env: Mapping[str, str], kept: Path) -> None:
     """Makes the wheel; if that fails, its whole output is kept in a folder."""
     words = ("wheel", "--no-build-isolation", "--no-deps", "--verbose", "--wheel-dir", str(target), str(source))
-    command = [sys.executable, "-m", "pip", *words]
-    both = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    done = subprocess.run(command, env={**os.environ, **env}, text=True, errors="replace", check=False, **both)
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", *words],
+        env={**os.environ, **env},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        check=False,
+    )
     if done.returncode != 0:
         kept.mkdir(parents=True, exist_ok=True)
         log = kept / "build.log"

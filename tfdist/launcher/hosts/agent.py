@@ -13,16 +13,18 @@ import os
 import socket
 import sys
 import time
+from dataclasses import asdict, replace
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from tfdist import __version__
 from tfdist.cluster.errors import ClusterError
 from tfdist.cluster.ports import Reservation, reserve
 from tfdist.cluster.rendezvous.endpoints import own_host, port_range
 from tfdist.launcher.guardian import Guardian, kill_run
 from tfdist.launcher.hosts.connection import Channel, Message, line
-from tfdist.launcher.plan import RESERVED, Machine, ProcessPlan, own_version
+from tfdist.launcher.plan import RESERVED, Machine, ProcessPlan
 from tfdist.launcher.process import Process, ProcessGroup
 from tfdist.supervision.events import EventStream
 from tfdist.supervision.identity import this_host
@@ -113,15 +115,17 @@ class Agent:
         shares_logs = os.path.exists(hello["probe"])
         if not shares_logs:
             self._follow_events(Path(hello["log_dir"]))
-        answer = {
-            "version": own_version(),
-            "machine": this_host(),
-            "cores": machine.cores,
-            "gpus": machine.gpus,
-            "shares_logs": shares_logs,
-        }
+        answer = line(
+            kind="hello",
+            greeting=hello["greeting"],
+            version=__version__,
+            machine=this_host(),
+            cores=machine.cores,
+            gpus=machine.gpus,
+            shares_logs=shares_logs,
+        )
         # The shell may have left a line without an end.
-        self._channel.send(b"\n" + line(kind="hello", greeting=hello["greeting"], **answer))
+        self._channel.send(b"\n" + answer)
         return True
 
     def _follow_events(self, log_dir: Path) -> None:
@@ -134,15 +138,16 @@ class Agent:
             self._events.read()  # what is there already was told by another agent
 
     def _obey(self, asked: Any) -> None:
-        kind, process = asked["kind"], self._processes.get(asked.get("name", ""))
-        if kind == "prepare":
-            self._prepare(asked["count"], asked["towards"])
-        elif kind == "start":
-            self._start(asked)
-        elif kind == "signal" and process is not None:
-            process.signal(asked["number"])
-        elif kind == "kill" and process is not None:
-            process.kill()
+        process = self._processes.get(asked.get("name", ""))
+        match asked["kind"]:
+            case "prepare":
+                self._prepare(asked["count"], asked["towards"])
+            case "start":
+                self._start(asked)
+            case "signal" if process is not None:
+                process.signal(asked["number"])
+            case "kill" if process is not None:
+                process.kill()
 
     def _prepare(self, count: int, towards: str) -> None:
         try:
@@ -198,9 +203,8 @@ class Agent:
             if report is None or report.reports == self._reports.get(name):
                 continue
             self._reports[name] = report.reports
-            what = {"reports": report.reports, "phase": report.phase, "step": report.step}
-            more = {"resumed_step": report.resumed_step, "age": now - report.time, "waits_to": report.waits_to}
-            self._channel.send(line(kind="progress", name=name, **what, **more))
+            # The clocks of two machines have nothing to do with each other.
+            self._channel.send(line(kind="progress", name=name, **asdict(replace(report, time=now - report.time))))
 
     def _report_events(self) -> None:
         if self._events is None:

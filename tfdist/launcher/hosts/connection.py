@@ -30,7 +30,7 @@ from tfdist.cluster.sockets import is_loopback, is_own, join_address
 from tfdist.json_schema import NOTHING, check
 from tfdist.launcher.hosts.places import ListedHost
 from tfdist.launcher.operating_system import end_within
-from tfdist.launcher.plan import Machine, own_version
+from tfdist.launcher.plan import Machine
 
 # An environment can have megabytes.
 _LONGEST = 64 << 20
@@ -43,7 +43,6 @@ BEAT = 2.0
 Message = dict[str, Any]
 
 # What an agent says, by kind.
-_PROGRESS = {"reports": int, "phase": str, "step": int, "resumed_step": (int, NOTHING), "age": float, "waits_to": str}
 _SAID: dict[str, dict[str, Any]] = {
     "hello": {"greeting": str, "version": str, "machine": str, "cores": [int], "gpus": [str], "shares_logs": bool},
     "ready": {"address": str, "ports": [int]},
@@ -53,7 +52,10 @@ _SAID: dict[str, dict[str, Any]] = {
     "events": {"text": str},
     "output": {"name": str, "data": str},
     "started": {"name": str, "pid": int},
-    "progress": {"name": str, **_PROGRESS},
+    "progress": {
+        **{"name": str, "time": float, "reports": int, "phase": str},
+        **{"step": int, "resumed_step": (int, NOTHING), "waits_to": str},
+    },
     "closed": {"name": str},
     "end": {"name": str, "status": int},
     "over": {"name": str},
@@ -212,11 +214,32 @@ _OPTIONS = (
     *("-T", "-x", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
     *("-o", "ControlMaster=no", "-o", "ClearAllForwardings=yes", "-o", "RemoteCommand=none"),
 )
-_NO_FOLDER, _NO_PYTHON, _NO_TFDIST, _SSH_FAILED = 91, 92, 93, 255
+_SSH_FAILED = 255
+# By exit code.
+_WHY_NOT_REACHED = {
+    91: (
+        "host {name} has no folder {folder}. Expected: the same folder on all hosts, with the same program; use a "
+        "shared file system, or copy it there"
+    ),
+    92: (
+        "host {name} has no {python}. Expected: the same Python in the same place on all hosts; name that of the other "
+        "hosts by --remote-python"
+    ),
+    93: (
+        "host {name}: {python} has no tfdist there. Expected: tfdist {version}; install it there, or name a Python "
+        "that has it by --remote-python"
+    ),
+    _SSH_FAILED: (
+        "host {name} cannot be reached: {ssh} says: {said}. Expected: {attempt} works and asks for nothing: a key "
+        "without a passphrase or in ssh-agent, and the host in ~/.ssh/known_hosts; try it"
+    ),
+}
 # In one line without quotes that a shell other than sh would take for something else.
 _SCRIPT = "cd {folder} 2>/dev/null || exit 91; command -v {python} >/dev/null || exit 92; exec {python} -c {code}"
+_PARENT = str(Path(tfdist.__file__).resolve().parent.parent)
+# Lets Python run the agent. Where tfdist is not installed over there, it may be found where it is here.
 _CODE = (
-    "import sys, importlib.util as util; sys.path = [p for p in sys.path if p] + [{parent!r}]; "
+    f"import sys, importlib.util as util; sys.path = [p for p in sys.path if p] + [{_PARENT!r}]; "
     "sys.exit(93) if util.find_spec('tfdist') is None else None; "
     "from tfdist.launcher.hosts.agent import main; main()"
 )
@@ -258,16 +281,11 @@ class Reach:
             (['ssh', '-T'], 'node-1')
         """
         if is_here:
-            return [sys.executable, "-c", _code()]
-        words = {"folder": self.folder, "python": self.python or sys.executable, "code": _code()}
+            return [sys.executable, "-c", _CODE]
+        words = {"folder": self.folder, "python": self.python or sys.executable, "code": _CODE}
         script = _SCRIPT.format(**{key: shlex.quote(word) for key, word in words.items()})
         # The user's own shell over there may be another one than sh.
         return [*self.ssh, *_OPTIONS, name, f"exec /bin/sh -c {shlex.quote(script)}"]
-
-
-def _code() -> str:
-    """Lets Python run the agent. Where tfdist is not installed over there, it may be found where it is here."""
-    return _CODE.format(parent=str(Path(tfdist.__file__).resolve().parent.parent))
 
 
 def is_this_machine(name: str) -> bool:
@@ -312,11 +330,15 @@ class Connection:
         self._reach = reach
         self._said = b""
         greeting = secrets.token_hex(16)
-        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         try:
-            # Away from our terminal: no Ctrl-C reaches it.
-            command = reach.command(host.name, is_here)
-            self._process = subprocess.Popen(command, bufsize=0, start_new_session=True, **pipes)
+            self._process = subprocess.Popen(
+                reach.command(host.name, is_here),
+                bufsize=0,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # away from our terminal: no Ctrl-C reaches it
+            )
         except OSError as error:
             raise HostsError(
                 f"--ssh {shlex.join(reach.ssh)}: {error.strerror}. Expected: the client of OpenSSH; install it (the "
@@ -364,7 +386,7 @@ class Connection:
             except ValueError as error:
                 self.lose(
                     f"host {self.name}: its agent has said {cleaned(told, _SHOWN)} ({error}). Expected: tfdist "
-                    f"{own_version()}"
+                    f"{tfdist.__version__}"
                 )
                 return []
             if told["kind"] == "hello":
@@ -396,9 +418,9 @@ class Connection:
     def _meet(self, told: Message) -> None:
         self.machine = Machine(tuple(told["cores"]), tuple(told["gpus"]))
         self.identity = cleaned(told["machine"], 200)
-        if (version := cleaned(told["version"], 100)) != own_version():
+        if (version := cleaned(told["version"], 100)) != tfdist.__version__:
             self.lose(
-                f"host {self.name} has tfdist {version}, and this machine {own_version()}. Expected: the "
+                f"host {self.name} has tfdist {version}, and this machine {tfdist.__version__}. Expected: the "
                 "same; install it there, or name a Python that has it by --remote-python"
             )
 
@@ -418,30 +440,19 @@ class Connection:
             what = "the connection has ended" if code == _SSH_FAILED else f"its agent has ended with exit code {code}"
             return f"host {self.name} is lost: {what}{f' ({said})' if said else ''}"
         python = self._reach.python or sys.executable
-        if self.is_here or code not in (_NO_FOLDER, _NO_PYTHON, _NO_TFDIST, _SSH_FAILED):
+        if self.is_here or code not in _WHY_NOT_REACHED:
             return (
                 f"host {self.name}: its agent has ended with exit code {code}: {said or '(it printed nothing)'}"
-                f"{self._noise()}. Expected: tfdist {own_version()} and its dependencies in {python} over there"
+                f"{self._noise()}. Expected: tfdist {tfdist.__version__} and its dependencies in {python} over there"
             )
-        if code == _NO_FOLDER:
-            return (
-                f"host {self.name} has no folder {self._reach.folder}. Expected: the same folder on all hosts, with "
-                "the same program; use a shared file system, or copy it there"
-            )
-        if code == _NO_PYTHON:
-            return (
-                f"host {self.name} has no {python}. Expected: the same Python in the same place on all hosts; name "
-                "that of the other hosts by --remote-python"
-            )
-        if code == _NO_TFDIST:
-            return (
-                f"host {self.name}: {python} has no tfdist there. Expected: tfdist {own_version()}; install it there, "
-                "or name a Python that has it by --remote-python"
-            )
-        return (
-            f"host {self.name} cannot be reached: {self._reach.ssh[0]} says: {said or '(nothing)'}. Expected: "
-            f"{self._try()} works and asks for nothing: a key without a passphrase or in ssh-agent, and the host in "
-            "~/.ssh/known_hosts; try it"
+        return _WHY_NOT_REACHED[code].format(
+            name=self.name,
+            folder=self._reach.folder,
+            python=python,
+            version=tfdist.__version__,
+            ssh=self._reach.ssh[0],
+            said=said or "(nothing)",
+            attempt=self._try(),
         )
 
     def _try(self) -> str:
@@ -463,7 +474,7 @@ _READY_SECONDS = 30.0
 _TICK = 0.02
 
 
-class Reached:
+class Reached(contextlib.AbstractContextManager):
     """The hosts that were reached, in the order in which the user has named them.
 
     Attributes:
@@ -502,12 +513,18 @@ class Reached:
         self = cls()
         try:
             with _probe(reach.log_dir) as probe:
-                hello = {"kind": "hello", "run_id": reach.run_id, "log_dir": reach.log_dir}
-                more = {"variables": dict(reach.variables), "probe": probe, "restart": restart}
+                hello = {
+                    "kind": "hello",
+                    "run_id": reach.run_id,
+                    "log_dir": reach.log_dir,
+                    "variables": dict(reach.variables),
+                    "probe": probe,
+                    "restart": restart,
+                }
                 # Names may take seconds to look up: nobody is connected yet, and waits.
                 here = {host.name: is_this_machine(host.name) for host in listed}
                 for host in listed:
-                    self.connections[host.name] = Connection(host, reach, {**hello, **more}, here[host.name])
+                    self.connections[host.name] = Connection(host, reach, hello, here[host.name])
                 everyone = list(self.connections.values())
                 self._wait(everyone, lambda connection: connection.machine is not None, _CONNECT_SECONDS, check)
             for name in [name for name, connection in self.connections.items() if connection.lost]:
@@ -550,9 +567,6 @@ class Reached:
         for connection in self.connections.values():
             connection.close()
 
-    def __enter__(self) -> Reached:
-        return self
-
     def __exit__(self, *error: object) -> None:
         self.close()
 
@@ -567,7 +581,11 @@ class Reached:
         deadline = time.monotonic() + seconds
         while waiting := [one for one in asked if not one.lost and not is_done(one)]:
             check()
-            _sleep(waiting)
+            # Until one of them says something, but not for long.
+            with selectors.DefaultSelector() as selector:
+                for connection in waiting:
+                    selector.register(connection.channel.reading, selectors.EVENT_READ)
+                selector.select(_TICK)
             for connection in self.connections.values():
                 connection.channel.beat()
             for connection in waiting:
@@ -596,14 +614,6 @@ def _place(connection: Connection, count: int) -> tuple[str, list[int]]:
         cleaned(told["text"]) if told["kind"] == "error" else f"Received: {told['ports']}. Expected: {count} ports"
     )
     raise HostsError(f"host {connection.name}: {problem}")
-
-
-def _sleep(connections: Sequence[Connection]) -> None:
-    """Until one of them says something, but not for long."""
-    with selectors.DefaultSelector() as selector:
-        for connection in connections:
-            selector.register(connection.channel.reading, selectors.EVENT_READ)
-        selector.select(_TICK)
 
 
 @contextmanager

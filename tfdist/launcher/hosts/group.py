@@ -45,7 +45,6 @@ class RemoteProcess(Process):
     def __init__(self, plan: ProcessPlan, log_dir: Path, continues: str, files: Writer, connection: Connection) -> None:
         super().__init__(plan, log_dir, continues, files=files)
         self.connection = connection
-        self._pid = 0
         self._has_ended = False
 
     def start(self) -> None:
@@ -54,13 +53,15 @@ class RemoteProcess(Process):
         plan = self.plan
         # The agent's own Python may be another one.
         command = [None if word == sys.executable and not at else word for at, word in enumerate(plan.command)]
-        what = {"job": plan.job, "index": plan.index, "command": command, "env": dict(plan.env), "cpus": plan.cpus}
-        self.connection.send(kind="start", **what, serves=plan.serves)
-
-    @property
-    def group(self) -> int:
-        """Its process group, on its host; 0 before it has started."""
-        return self._pid
+        self.connection.send(
+            kind="start",
+            job=plan.job,
+            index=plan.index,
+            command=command,
+            env=dict(plan.env),
+            cpus=plan.cpus,
+            serves=plan.serves,
+        )
 
     @property
     def state(self) -> str:
@@ -74,28 +75,28 @@ class RemoteProcess(Process):
 
     def signal(self, number: int) -> None:
         """Sends a signal as `Process` does, over there."""
-        if not self._reaped:
+        if not self.is_over:
             self.connection.send(kind="signal", name=self.plan.name, number=int(number))
 
     def kill(self) -> None:
         """Has the agent kill the whole group; a second call does nothing."""
-        if not self._reaped and self._killed_at is None:
+        if not self.is_over and self._killed_at is None:
             self._killed_at = time.monotonic()
             self.connection.send(kind="kill", name=self.plan.name)
 
     def note(self, told: Message) -> None:
         """Takes what the agent says of it."""
-        kind = told["kind"]
-        if kind == "started":
-            self._pid = told["pid"]
-        elif kind == "end" and self.status is None:
-            self._end(told["status"])
-        elif kind == "over" and self.status is not None:
-            self._reaped = True
-        elif kind == "error":
-            self.hear(f"{cleaned(told['text'])}\n".encode())
-            self._end(_NOT_STARTED)
-            self._reaped = True
+        match told["kind"]:
+            case "started":
+                self.group = told["pid"]
+            case "end" if self.status is None:
+                self._end(told["status"])
+            case "over" if self.status is not None:
+                self.is_over = True
+            case "error":
+                self.hear(f"{cleaned(told['text'])}\n".encode())
+                self._end(_NOT_STARTED)
+                self.is_over = True
 
     def lose(self, why: str) -> None:
         """Says that its host is of no use any more.
@@ -105,7 +106,7 @@ class RemoteProcess(Process):
         self.lost = why
         if self.status is None or (self._has_ended and self.status < 0):
             self._end(HOST_LOST)
-        self._reaped = True
+        self.is_over = True
 
     def _end(self, status: int) -> None:
         self.status, self._ended_at, self._has_ended = status, time.monotonic(), True
@@ -155,11 +156,6 @@ class HostsGroup(ProcessGroup):
         for connection in self._connections.values():
             self._guardian.add(connection.pid)
         super().__enter__()
-        try:
-            self._wait_for_starts()
-        except BaseException:
-            self.__exit__()
-            raise
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -225,8 +221,9 @@ class HostsGroup(ProcessGroup):
             # What has made it fail may be a host that was cut off: TensorFlow notices that first.
             for connection in self._connections.values():
                 if not connection.lost and connection.silence > SUSPICIOUS:
-                    silence = f"no sign of it for {connection.silence:.0f} s"
-                    connection.lose(f"host {connection.name} does not answer any more: {silence}")
+                    connection.lose(
+                        f"host {connection.name} does not answer any more: no sign of it for {connection.silence:.0f} s"
+                    )
             self._note_losses()
             ended += [process for process in self._started if process.poll()]
         return ended
@@ -238,34 +235,40 @@ class HostsGroup(ProcessGroup):
                 self._terminal.feed(process.plan.name, b"", final=True)
 
     def _take(self, connection: Connection, told: Message) -> None:
-        kind = told["kind"]
-        if kind == "message":
-            self._terminal.message(f"host {connection.name}: {cleaned(told['text'])}")
-        elif kind == "events":
-            self._log_events(told["text"])
-        elif "name" in told:
-            process = self._remote[connection.name, told["name"]]
-            if kind == "output":
+        if "name" not in told:
+            match told["kind"]:
+                case "message":
+                    self._terminal.message(f"host {connection.name}: {cleaned(told['text'])}")
+                case "events":
+                    self._log_events(told["text"])
+            return
+        process = self._remote[connection.name, told["name"]]
+        match told["kind"]:
+            case "output":
                 data = base64.b64decode(told["data"])
                 process.hear(data)
                 if process.plan.shown:
                     self._terminal.feed(process.plan.name, data)
-            elif kind == "progress":
+            case "progress":
                 self._note_progress(process, told)
-            elif kind == "closed" and process.plan.shown:
+            case "closed" if process.plan.shown:
                 self._terminal.feed(process.plan.name, b"", final=True)
-            elif kind == "error":
+            case "error":
                 self._failed = f"host {connection.name}: {process.plan.name}: {cleaned(told['text'])}"
-            process.note(told)
+        process.note(told)
 
     def _note_progress(self, process: RemoteProcess, told: Message) -> None:
         if process.plan.name not in self._progress:
             return
-        # The clocks of two machines have nothing to do with each other.
-        when = time.monotonic() - max(told["age"], 0.0)
-        texts = cleaned(told["phase"], 16), cleaned(told["waits_to"], 48)
-        report = Progress(when, told["reports"], texts[0], told["step"], told["resumed_step"], texts[1])
-        self._progress[process.plan.name] = report
+        self._progress[process.plan.name] = Progress(
+            # Told is how long ago it was made.
+            time=time.monotonic() - max(told["time"], 0.0),
+            reports=told["reports"],
+            phase=cleaned(told["phase"], 16),
+            step=told["step"],
+            resumed_step=told["resumed_step"],
+            waits_to=cleaned(told["waits_to"], 48),
+        )
 
     def _log_events(self, text: str) -> None:
         """Where the folder of logs is not shared, what is appended to its events over there belongs to ours."""

@@ -15,11 +15,10 @@ from tfdist.launcher.plan import (
     ProcessPlan,
     RunOptions,
     Task,
+    check_shares,
     default_workers,
     jobs_of,
-    plan_tasks,
-    share_cpus,
-    share_gpus,
+    plan_run,
 )
 from tfdist.launcher.policy import counted
 
@@ -31,10 +30,6 @@ _HOST = re.compile(rf"(?P<name>{_NAME})(?::(?P<slots>\d+))?")
 _SLOTS = re.compile(r"\s+slots\s*=\s*(\d+)$")
 _IGNORED = re.compile(r"\s+max[-_]slots\s*=\s*\d+(?!\S)")
 _SHOWN = 200
-
-
-class ListError(ValueError):
-    """A list of hosts that cannot be read; the text says what was found, and what is expected."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +49,7 @@ def parse_hosts(text: str) -> list[ListedHost]:
     """Reads the value of --hosts.
 
     Raises:
-        ListError: it is no list of hosts.
+        PlanError: it is no list of hosts.
 
     Example:
         >>> parse_hosts("a:8,me@b")
@@ -70,7 +65,7 @@ def parse_hostfile(text: str, path: str) -> list[ListedHost]:
     A host without a number that stands on several lines has a process for each, as in $PBS_NODEFILE.
 
     Raises:
-        ListError: a line is something else.
+        PlanError: a line is something else.
 
     Example:
         >>> parse_hostfile("a slots=2  # the first\\n\\nb:4\\n", "hosts.txt")
@@ -90,14 +85,14 @@ def parse_hostfile(text: str, path: str) -> list[ListedHost]:
 def _host(word: str, typed: str, where: str) -> ListedHost:
     match = _HOST.fullmatch(word)
     if match is None:
-        raise ListError(
+        raise PlanError(
             f"{where}: {typed[:_SHOWN]!r} is no host. Expected: the name of a host as ssh takes it, of letters, digits "
             "and _ . - %, and how many processes it may have: node-1:8, me@node-1:8 or [2001:db8::1]:8; in a file also "
             "node-1 slots=8."
         )
     slots = None if match["slots"] is None else int(match["slots"][:9])
     if slots == 0:
-        raise ListError(f"{where}: {typed[:_SHOWN]!r} has no process. Expected: at least 1, or leave the host out.")
+        raise PlanError(f"{where}: {typed[:_SHOWN]!r} has no process. Expected: at least 1, or leave the host out.")
     return ListedHost(match["name"].replace("[", "").replace("]", ""), slots)
 
 
@@ -107,10 +102,10 @@ def _merged(hosts: Iterable[ListedHost], where: str) -> list[ListedHost]:
     for host in hosts:
         found.setdefault(host.name, []).append(host.slots)
     if not found:
-        raise ListError(f"{where}: it names no host. Expected: one at least, such as node-1:8.")
+        raise PlanError(f"{where}: it names no host. Expected: one at least, such as node-1:8.")
     for name, slots in found.items():
         if None in slots and any(slots):
-            raise ListError(
+            raise PlanError(
                 f"{where}: {name} stands there with and without a number of processes. Expected: once, such as "
                 f"{name}:8."
             )
@@ -175,8 +170,7 @@ def check_places(options: RunOptions, places: Places, machines: Mapping[str, Mac
     """
     for host, tasks in places.items():
         with _named(host):
-            for share in (share_cpus, share_gpus):
-                share(options, machines[host], tasks)
+            check_shares(options, machines[host], tasks)
 
 
 def plan_hosts(
@@ -213,10 +207,11 @@ def plan_hosts(
     }
     jobs = jobs_of(options, [address_of[task] for task in options.tasks])
     plans: list[ProcessPlan] = []
-    of_run = (jobs, environ, run_id, log_dir, show_all, restart)
     for host, tasks in places.items():
         with _named(host):
-            plans += plan_tasks(options, tasks, command, machines[host], *of_run, host=host)
+            plans += plan_run(
+                options, command, machines[host], jobs, environ, run_id, log_dir, show_all, restart, tasks, host
+            )
     order = {task: position for position, task in enumerate(options.tasks)}
     return sorted(plans, key=lambda plan: order[(plan.job, plan.index)])
 

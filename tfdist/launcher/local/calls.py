@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
+import functools
+import inspect
 import io
 import linecache
 import os
@@ -10,8 +13,9 @@ import pickle
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from types import CodeType
 from typing import Any, BinaryIO
@@ -82,6 +86,79 @@ class CallPickler(cloudpickle.Pickler):
         if keras is not None and isinstance(obj, keras.callbacks.History):
             return copyreg.__newobj__, (type(obj),), {**vars(obj), "_model": None}
         return super().reducer_override(obj)
+
+
+_BUILD = "Build it in the function, in the scope of the strategy; weights travel as arrays (model.get_weights())"
+# Classes of objects that must not travel, what they are called, and what to do instead.
+_STAYING = (
+    ("tensorflow", "distribute.Strategy", "strategy", "Make it in the function, where it finds the worker's cluster"),
+    ("tensorflow", "data.Dataset", "dataset", "Make it in the function, from arrays or files"),
+    ("tensorflow", "Variable", "variable", "Make it in the function, and give it the value of x.numpy()"),
+    ("tensorflow", "Tensor", "tensor", "Give the function x.numpy() instead"),
+    ("keras", "Layer", "model or layer", _BUILD),
+    ("keras", "Optimizer", "optimizer", _BUILD),
+    ("keras", "Metric", "metric", _BUILD),
+    ("keras", "Variable", "variable", _BUILD),
+)
+
+
+class SendingPickler(CallPickler):
+    """Pickles functions by value; refuses what would start TensorFlow in a worker before its strategy does.
+
+    Example:
+        >>> SendingPickler(io.BytesIO()).dump(lambda: 1)
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        for module, kind, what, advice in _STAYING:
+            if module in sys.modules and isinstance(obj, attrgetter(kind)(sys.modules[module])):
+                raise TypeError(f"a {what} ({type(obj).__name__}) belongs to this process and its devices. {advice}.")
+        return super().reducer_override(obj)
+
+
+def describe(fn: Callable[..., Any], args: Sequence[Any], error: Exception) -> str:
+    """Says which name of the user's stands for what could not be pickled, and why.
+
+    Args:
+        fn: a function.
+        args: its arguments.
+        error: what pickling them has raised.
+
+    Example:
+        >>> import threading
+        >>> lock = threading.Lock()
+        >>> def function():
+        ...     return lock
+        >>> describe(function, (), TypeError("cannot pickle '_thread.lock' object"))
+        "`lock`, which `function` uses: cannot pickle '_thread.lock' object"
+    """
+    name = _name(fn)
+    named = [(f"`{label}`, which `{name}` uses", value) for label, value in _uses(fn)]
+    for label, value in [*named, *((f"args[{i}]", value) for i, value in enumerate(args))]:
+        try:
+            SendingPickler(io.BytesIO()).dump(value)
+        except Exception as reason:
+            return f"{label}: {reason}"
+    return f"`{name}`: {error}"
+
+
+def _uses(fn: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
+    """The values that travel with a function, by name."""
+    if isinstance(fn, functools.partial):
+        yield from _uses(fn.func)
+        yield from ((f"partial.args[{i}]", value) for i, value in enumerate(fn.args))
+        yield from fn.keywords.items()
+    elif inspect.ismethod(fn):
+        yield "self", fn.__self__
+        yield from _uses(fn.__func__)
+    elif inspect.isfunction(fn):
+        with contextlib.suppress(ValueError):  # one of its variables has no value yet
+            found = inspect.getclosurevars(fn)
+            yield from {**found.nonlocals, **found.globals}.items()
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return _name(fn.func) if isinstance(fn, functools.partial) else getattr(fn, "__name__", type(fn).__name__)
 
 
 class _ReplyPickler(CallPickler):

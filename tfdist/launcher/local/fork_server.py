@@ -37,9 +37,6 @@ _READ_LATER = {
     "TF_CPP_MIN_LOG_LEVEL", "TF_FORCE_GPU_ALLOW_GROWTH", "PYTHONUNBUFFERED",
 }  # fmt: skip
 
-_OF_RUN = ("TFDIST_LOG_DIR", events.VARIABLE, progress.VARIABLE)
-_THREADS = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "4", "TF_CPP_MIN_LOG_LEVEL": "2"}
-
 _servers: list[ForkServer] = []
 _lock = threading.Lock()
 
@@ -47,8 +44,10 @@ _lock = threading.Lock()
 def own_environment() -> dict[str, str]:
     """The environment of every process of `run_local`, without its cluster."""
     # Where a run around this process writes its events and its progress is not for processes of another one.
-    around = {name: value for name, value in os.environ.items() if name not in _OF_RUN}
-    return {**_THREADS, **around, "PYTHONUNBUFFERED": "1"}
+    of_run = ("TFDIST_LOG_DIR", events.VARIABLE, progress.VARIABLE)
+    around = {name: value for name, value in os.environ.items() if name not in of_run}
+    threads = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "4", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    return {**threads, **around, "PYTHONUNBUFFERED": "1"}
 
 
 @dataclass
@@ -93,10 +92,13 @@ class ForkServer:
         # Each message is one packet.
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._connection.settimeout(_PATIENCE)
-        command = [sys.executable, "-u", _PROGRAM, str(theirs.fileno())]
         with theirs:
             self.process = spawn(
-                command, subprocess.DEVNULL, env, pass_fds=[theirs.fileno()], before_exec=die_with_parent(os.getpid())
+                [sys.executable, "-u", _PROGRAM, str(theirs.fileno())],
+                subprocess.DEVNULL,
+                env,
+                pass_fds=[theirs.fileno()],
+                before_exec=die_with_parent(os.getpid()),
             )
 
     def start(
@@ -121,8 +123,12 @@ class ForkServer:
                 self.set_by_import = json.loads(self._connection.recv(2**16))
             if not self._suits(env):
                 return None
-            place = {"folder": folder or os.getcwd(), "cpus": list(cpus) or sorted(os.sched_getaffinity(0))}
-            request = {"words": list(words), "env": {**env, **self.set_by_import}, **place}
+            request = {
+                "words": list(words),
+                "env": {**env, **self.set_by_import},
+                "folder": folder or os.getcwd(),
+                "cpus": list(cpus) or sorted(os.sched_getaffinity(0)),
+            }
             with adopting_orphans():
                 socket.send_fds(self._connection, [json.dumps(request).encode()], [output])
                 return ForkedProcess(int(self._connection.recv(32)))

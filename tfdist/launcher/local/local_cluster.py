@@ -82,8 +82,8 @@ def run_local(
         def start(plan: ProcessPlan, output: int) -> ForkedProcess | subprocess.Popen[bytes]:
             return fork(plans.index(plan), plan.command[1:], plan.env, output) or start_unpinned(plan, output)
 
-        nothing_shown = Terminal(io.BytesIO(), is_tty=False)
-        with ProcessGroup(plans, root, nothing_shown, guardian, start_program=start) as group:
+        # Nothing is shown.
+        with ProcessGroup(plans, root, Terminal(io.BytesIO(), is_tty=False), guardian, start_program=start) as group:
             codes = _wait(group, timeout)
         return _collect(root, group.processes, codes, timeout, returning=1 if ps else workers)
 

@@ -217,9 +217,12 @@ class ReplicaBatchDataset(input_lib.DistributedDatasetsFromFunction):
         self._enable_get_next_as_optional = False
         spec = dataset.element_spec
         self.is_whole = is_whole
-        self._element_spec = (
-            spec if is_whole else _without_unknown_rows(self._element_spec, of=spec, none=tf.NoneTensorSpec())
-        )
+        self._element_spec = spec if is_whole else _without_nothing(self._element_spec, of=spec)
+
+    @property
+    def cardinality(self) -> Any:
+        """The number of steps, as of TensorFlow's distributed datasets; `_cardinality` is that of cut batches."""
+        return input_lib._cardinality(self.source)
 
     def skip(self, steps: int) -> ReplicaBatchDataset:
         """The same without its first steps. A step of data that the user has sharded takes only a part of a batch."""
@@ -288,7 +291,7 @@ class ReplicaBatchIterator(input_lib.DistributedIterator):
     def _make_per_replica(self, batches: list[Any]) -> Any:
         if isinstance(batches[0], WholeBatch):
             return batches[0]
-        return _without_unknown_rows(input_lib._create_per_replica(batches, self._strategy), of=batches[0])
+        return _without_nothing(input_lib._create_per_replica(batches, self._strategy), of=batches[0])
 
     def _one_for_each_replica(self, take: Callable[[Any], list[Any]]) -> list[Any]:
         """What `take` returns is for all replicas of this worker; of a plain iterator, for the next one."""
@@ -354,14 +357,17 @@ def _shrink_batches(dataset: tf.data.Dataset, workers: int) -> tf.data.Dataset:
     return dataset.rebatch(size // workers)
 
 
-def _without_unknown_rows(distributed: Any, of: Any, none: Any = None) -> Any:
-    """A distributed batch, or its specification, in which an unknown number is not one for each replica.
+def _without_nothing(distributed: Any, of: Any) -> Any:
+    """A distributed batch of Keras, or its specification, in which what is nothing is not one for each replica.
 
     `tf.experimental.Optional`, in which Keras carries batches with `steps_per_execution`, takes None, but no
     `PerReplica` of it.
     """
-    unknown = isinstance(of, ReplicaBatch) and (of.global_rows is None or isinstance(of.global_rows, tf.NoneTensorSpec))
-    return distributed._replace(global_rows=none) if unknown else distributed
+
+    def whole(own: Any, spread: Any) -> Any:
+        return own if own is None or isinstance(own, tf.NoneTensorSpec) else spread
+
+    return tf.nest.map_structure(whole, of, distributed) if isinstance(of, ReplicaBatch) else distributed
 
 
 def _are_cpus(devices: tuple[str, ...]) -> bool:
@@ -396,7 +402,7 @@ def cut_for_worker(
     if source is not None:
         return _cut_arrays(source, dataset.options(), num_workers, worker, replicas, count, manual, pieces)
     pieces = pieces or num_workers * replicas
-    is_tuple = isinstance(dataset.element_spec, tuple)
+    is_tuple = _is_unpacked(dataset)
     sample = _sampler_of(dataset) if count and num_workers > 1 else None
 
     def cut(components: tuple, replica: int) -> Any:
@@ -422,11 +428,16 @@ def cut_for_worker(
     return dataset.flat_map(one_element_per_replica)
 
 
+def _is_unpacked(dataset: tf.data.Dataset) -> bool:
+    """Whether functions of a dataset get the components of an element one by one: a named tuple comes whole."""
+    return type(dataset.element_spec) is tuple
+
+
 def _whole_batches(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """A dataset of `WholeBatch`es."""
     # Arrays may have other values on each process, where something was drawn without a seed; the log has said so.
     sample = None if array_source(dataset) else _sampler_of(dataset)
-    is_tuple = isinstance(dataset.element_spec, tuple)
+    is_tuple = _is_unpacked(dataset)
 
     @_as_it_is
     def whole(*components: Any) -> WholeBatch:
@@ -616,7 +627,8 @@ def cut_piece_or_stand_in(batch: Any, pieces: Pieces, piece: int, of: Any = None
 
     def cut(leaf: Any) -> Any:
         if not is_batched(leaf):
-            return leaf
+            # An optional stands for None in what a generator yields; Keras finds those of whole batches only.
+            return None if isinstance(leaf, tf.experimental.Optional) else leaf
         total = _known_rows(leaf)
         unit = 1 if of is None else _rows_together(total, of)
         begin, size = (unit * n for n in piece_bounds(total // unit, pieces, piece))

@@ -5,7 +5,7 @@ may override these methods, and what it does there has to see the values of the 
 shadowed on instances while a step is traced. From top to bottom:
 
 make_replica_function  what each replica runs: the step on its rows, the exchange of state and logs; what layers keep
-                       in attributes is of each replica (attributes.py)
+                       in attributes is of each replica (steps/attributes.py)
 shadowed_for_step      the shadows of a train or test step, in this order:
   optimizer.scale_loss   divides the loss by the number of replicas, and a vector by the share of rows
   optimizer.apply        receives the gradient of the global batch: weighted by the replicas' rows and reduced once,
@@ -50,7 +50,6 @@ from tfdist.compat.upstream import values as distributed_values
 from tfdist.inspection.model_state import (
     is_kept_per_replica,
     is_sharded,
-    metrics_of,
     optimizers_of,
     parts_of,
     parts_of_variable,
@@ -59,14 +58,14 @@ from tfdist.inspection.model_state import (
 from tfdist.optimizers.in_parts import working_in_parts
 from tfdist.optimizers.sharded_optimizer import ShardedOptimizer, given_rows, scatter
 from tfdist.runtime.agreement import Agreement
-from tfdist.steps.derived_logs import DerivedLogs, marked_result, metric_of
+from tfdist.steps.attributes import of_each_replica, reached_from
+from tfdist.steps.derived_logs import DerivedLogs, marked_result, metric_of, results_before
 from tfdist.steps.gradients import GradientOptions, all_reduce_sum, check_finite, scale
 from tfdist.steps.in_step import gather_with_weights
 from tfdist.steps.keras_step import KerasStep, current_step, global_replica, local_replica, shadowed
 from tfdist.steps.local_values import Dependence, LocalValues, draws
 from tfdist.steps.shards import other_readers, to_apply
 from tfdist.strategies.data_parallel import state as layer_state
-from tfdist.strategies.data_parallel.attributes import of_each_replica
 from tfdist.strategies.data_parallel.batch_norm import global_moments
 from tfdist.strategies.data_parallel.common_gradients import agree
 from tfdist.strategies.data_parallel.dataset import count_rows, rows_if, static_rows, with_stand_in
@@ -92,7 +91,7 @@ def make_replica_function(step: KerasStep) -> Callable:
             hooks_of(step.model.distribute_strategy).rows_seen.note(step.kind, sample)
         if rows is None and not static_rows(data):
             data, rows = with_stand_in(data), count_rows(data)
-        with of_each_replica((*step.model._flatten_layers(), *losses_of(step.model))):
+        with of_each_replica(step):
             return run(step, data, rows, global_rows)
 
     return on_replica
@@ -107,7 +106,7 @@ def _train_or_test(step: KerasStep, data: Any, rows: Any, global_rows: Any) -> A
         state = step.here.state = ReplicaState(step, data)
         context = tf.distribute.get_replica_context()
         with (
-            undone_unless(step.has_rows, [v for metric in metrics_of(step.model) for v in metric.variables]),
+            undone_unless(step.has_rows, [v for metric in _metrics_of(step.model) for v in metric.variables]),
             shadowed(context, all_gather=gather_with_weights(step, context.all_gather)),
         ):
             logs = step.function(data)
@@ -142,7 +141,8 @@ def shadowed_for_step(step: KerasStep, *, options: GradientOptions, global_batch
         if step.kind == "train":
             for optimizer in optimizers_of(step.model):
                 _shadow_optimizer(stack, step, optimizer, options)
-        for layer in step.model._flatten_layers():
+        # Those of other objects, too, which Keras does not list.
+        for layer in [one for one in reached_from(step.model) if isinstance(one, keras.Layer)]:
             # Replicas take turns in the middle of a forward pass, wherever they exchange values.
             stack.enter_context(shadowed(layer, _losses=_LossesOfReplicas()))
             if isinstance(layer, keras.layers.BatchNormalization) and (global_batch_norm or layer.synchronized):
@@ -150,9 +150,13 @@ def shadowed_for_step(step: KerasStep, *, options: GradientOptions, global_batch
         for loss in losses_of(step.model):
             stack.enter_context(shadowed(loss, call=noting_call(step, loss)))
         stack.enter_context(layer_state.assignments_aggregated(step))
-        for metric in metrics_of(step.model):
+        for metric in _metrics_of(step.model):
             stack.enter_context(shadowed(metric, result=marked_result(metric)))
         yield
+
+
+def _metrics_of(model: keras.Model) -> list[keras.Metric]:
+    return [one for one in reached_from(model) if isinstance(one, keras.Metric)]
 
 
 def _shadow_optimizer(stack: contextlib.ExitStack, step: KerasStep, optimizer: Any, options: GradientOptions) -> None:
@@ -172,12 +176,13 @@ def _shadow_optimizer(stack: contextlib.ExitStack, step: KerasStep, optimizer: A
         # A tensor: the gradients of the loss are made of it.
         divisor = tf.constant(step.replicas, loss.dtype)
         step.here.scaled.setdefault(id(optimizer), _ScaledLosses()).note(divisor)
-        return original_scale(loss / divisor)
+        return original_scale(_with_gradient_divided(loss, divisor))
 
     def apply(grads: Any, trainable_variables: Any = None) -> None:
         grads, losses = list(grads), step.here.scaled.get(id(optimizer))
+        _warn_of_results(step, grads)
         variables = optimizer._trainable_variables if trainable_variables is None else list(trainable_variables)
-        scaled = losses is not None and losses.are_of(step, optimizer, grads)
+        scaled = _are_scaled_by_others(step, grads) if losses is None else losses.are_of(step, optimizer, grads)
         grads = [_part_to_apply(optimizer, g, v) if is_sharded(v) else g for g, v in zip(grads, variables, strict=True)]
         grads, applied, averaged = agree(step, optimizer, grads, variables, step.here.state.take_averaged())
         reduced = _all_reduce_gradients(step, grads, applied, averaged, scaled, options, optimizer, settings)
@@ -195,7 +200,29 @@ def _shadow_optimizer(stack: contextlib.ExitStack, step: KerasStep, optimizer: A
     # All replicas count alike, and need not meet for it, which they cannot do in a branch.
     for variable in optimizer.variables:
         if getattr(variable, "aggregation", "") == "only_first_replica" and layer_state.is_mirrored(variable):
-            stack.enter_context(shadowed(variable, _direct_assign=functools.partial(layer_state.assign_part, variable)))
+            assign = functools.partial(layer_state.assign_part, step, variable)
+            stack.enter_context(shadowed(variable, _direct_assign=assign))
+
+
+def _with_gradient_divided(loss: tf.Tensor, divisor: tf.Tensor) -> tf.Tensor:
+    """The loss as it is, which a step may log; its gradient is divided."""
+    return tf.custom_gradient(lambda one: (tf.identity(one), lambda upstream: upstream / divisor))(loss)
+
+
+def _warn_of_results(step: KerasStep, grads: list) -> None:
+    """Warns once of a metric from whose result a traced step computes gradients: it is that of a replica's rows."""
+    if not step.here.reads_results or local_replica() or tf.executing_eagerly():
+        return
+    found, _ = results_before(_tensors(grads))
+    for metric in {id(metric): metric for metric, _ in found.values()}.values():
+        if is_new(metric, "gradients"):
+            warnings.warn(
+                f"Received: a train_step of model '{step.model.name}' that computes gradients from the result of "
+                f"metric '{metric.name}'. Each replica has the result of its own rows there, so that training differs "
+                "from one process. Expected: a variable of the model that keeps the number, add_weight(trainable=False)"
+                ", which is averaged over the replicas.",
+                stacklevel=2,
+            )
 
 
 @contextlib.contextmanager
@@ -253,8 +280,7 @@ class _ScaledLosses:
         """
         if self.is_new:
             return True
-        values = [one.values if isinstance(one, tf.IndexedSlices) else one for one in grads]
-        values = [one for one in values if isinstance(one, tf.Tensor)]
+        values = _tensors(grads)
         if tf.executing_eagerly():
             if all(one._id < self.applied for one in values):
                 return True
@@ -264,20 +290,40 @@ class _ScaledLosses:
                 "their loss was scaled, too. Expected: optimizer.scale_loss of the loss of each optimizer.apply; all "
                 "gradients of a scaled loss, computed before the first of them are applied; or run_eagerly=False."
             )
-        graph, names = self.divisors[0].graph, {one.op.name for one in self.divisors}
-        if any(one.graph is not graph for one in (*values, *self.divisors)):
+        if any(one.graph is not self.divisors[0].graph for one in (*values, *self.divisors)):
             return True
-        waiting, seen, is_computed = [one.op for one in values], set(), False
-        while waiting:
-            op = waiting.pop()
-            if op.name in names:
-                return True
-            if op.name not in seen:
-                seen.add(op.name)
-                is_computed |= "gradient_tape/" in op.name
-                waiting += [one.op for one in op.inputs]
+        is_behind, is_computed = _are_behind(self.divisors, values)
         # What was accumulated in variables, say, is not computed by a tape here.
-        return not is_computed
+        return is_behind or not is_computed
+
+
+def _are_scaled_by_others(step: KerasStep, grads: Sequence[Any]) -> bool:
+    """Whether traced gradients are those of a loss that another optimizer has scaled: one loss for two of them."""
+    divisors = [one for losses in step.here.scaled.values() for one in losses.divisors]
+    values = [] if tf.executing_eagerly() else _tensors(grads)
+    if not divisors or any(one.graph is not divisors[0].graph for one in (*values, *divisors)):
+        return False
+    return _are_behind(divisors, values)[0]
+
+
+def _are_behind(divisors: Sequence[tf.Tensor], values: Sequence[tf.Tensor]) -> tuple[bool, bool]:
+    """Whether traced values are computed from one of the divisors; if not, whether by a tape."""
+    names = {one.op.name for one in divisors}
+    waiting, seen, is_computed = [one.op for one in values], set(), False
+    while waiting:
+        op = waiting.pop()
+        if op.name in names:
+            return True, True
+        if op.name not in seen:
+            seen.add(op.name)
+            is_computed |= "gradient_tape/" in op.name
+            waiting += [one.op for one in op.inputs]
+    return False, is_computed
+
+
+def _tensors(grads: Sequence[Any]) -> list[tf.Tensor]:
+    values = [one.values if isinstance(one, tf.IndexedSlices) else one for one in grads]
+    return [one for one in values if isinstance(one, tf.Tensor)]
 
 
 def _all_reduce_gradients(
@@ -432,6 +478,7 @@ def all_reduce_logs(step: KerasStep, logs: Any) -> Any:
     """The logs that one process would return, on every replica; one collective for each dtype."""
     leaves = [leaf if metric_of(leaf) else tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(logs)]
     derived = DerivedLogs(leaves)
+    _warn_of_rows(step, [leaf for i, leaf in enumerate(leaves) if i not in derived.positions])
     metrics = list({id(metric): metric for metric, _ in derived.sources}.values())
     variables = list({id(v): v for metric in metrics for v in metric.variables}.values())
     others = [_weighted_log(leaf, step) for i, leaf in enumerate(leaves) if i not in derived.positions]
@@ -464,6 +511,21 @@ def results_of_parts(strategy: Any, metric: keras.Metric) -> list[Any]:
         state = [(variable, total(variable)) for variable in metric.variables]
         with keras.StatelessScope(state_mapping=state):
             return tf.nest.flatten(metric.result())
+
+
+def _warn_of_rows(step: KerasStep, logs: list) -> None:
+    """Warns once of a log that has a value for each row, as far as a graph tells."""
+    if tf.executing_eagerly() or local_replica():
+        return
+    for log in logs:
+        is_of_rows = log.shape.rank and step.here.state.dependence_of(log) is Dependence.ROWS
+        if is_of_rows and is_new(step.model, "logs of rows"):
+            warnings.warn(
+                f"Received: a log of shape {tuple(log.shape)} from {step.kind}_step of model '{step.model.name}', with "
+                "a value for each row of a replica. Logs are averaged over the replicas: this one mixes rows. "
+                "Expected: a number for the batch; values of rows come from predict, or from predict_on_batch.",
+                stacklevel=2,
+            )
 
 
 def _is_global(step: KerasStep, value: tf.Tensor) -> bool:

@@ -49,6 +49,7 @@ from tfdist.inspection.model_state import (
     share_global_seeds,
 )
 from tfdist.layer_graph.chunk import CHANGING, UNSEEDED
+from tfdist.steps.attributes import kept, owners_of
 from tfdist.steps.keras_step import KerasStep, shadowed, traced
 from tfdist.strategies.data_parallel.replica_step import has_warned_of_output, losses_of, output_message
 
@@ -125,8 +126,10 @@ def try_once(step: KerasStep, operations: int, said: Callable[[str], str] = str)
             return found or None
 
     # A thread has no graph yet, no strategy, and records gradients: `tf.init_scope` does not.
-    with warnings.catch_warnings(), ThreadPoolExecutor(1) as thread:
+    with warnings.catch_warnings(), ThreadPoolExecutor(1) as thread, contextlib.ExitStack() as stack:
         warnings.simplefilter("ignore")
+        # What the step puts on `self` is of the step, for whoever reads it later, not of its trial.
+        stack.callback(kept(owners_of(model)))
         messages = thread.submit(lent_step_lock()(trial)).result()
     known = {message for _, said in tried.values() for message in said or ()}
     object.__setattr__(model, _TRIED, {**tried, step.kind: (compiled, messages)})

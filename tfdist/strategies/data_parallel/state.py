@@ -19,19 +19,23 @@ import keras
 import tensorflow as tf
 
 from tfdist.arguments import is_new
+from tfdist.compat.keras import hooks_of
 from tfdist.compat.upstream import DistributedVariable, in_stateless_scope
 from tfdist.inspection.model_state import (
+    all_optimizers_of,
     held_variables,
     is_kept_per_replica,
     is_sharded,
+    items_of,
     optimizers_of,
     parts_of_variable,
     seed_generators_of,
 )
+from tfdist.steps.attributes import reached_from
 from tfdist.steps.gradients import all_reduce_sum
-from tfdist.steps.keras_step import KerasStep, global_replica, local_replica, shadowed
+from tfdist.steps.keras_step import KerasStep, local_replica, shadowed
 from tfdist.steps.local_values import Dependence, LocalValues, only_updates
-from tfdist.steps.reduce import all_reduce, from_carried, to_carried
+from tfdist.steps.reduce import all_reduce, of_first_replica
 
 _NO_MEAN = (
     "which equals one process only for updates that are linear in means over the rows: not for queues of rows, counts "
@@ -42,6 +46,8 @@ _BY_ROW = (
     *(keras.layers.Dropout, keras.layers.SpatialDropout1D, keras.layers.SpatialDropout2D, keras.layers.AlphaDropout),
     *(keras.layers.GaussianDropout, keras.layers.GaussianNoise),
 )
+# As Keras names the state of a SeedGenerator, from which each replica draws others.
+_SEEDS = "seed_generator_state"
 _READ_AFTER = "but in the same step each replica has read its own"
 
 
@@ -59,11 +65,16 @@ class ReplicaState:
     def __init__(self, step: KerasStep, data: Any) -> None:
         self._step = step
         self._pending: list[Any] = []
+        # Those of them that have random numbers, with which each replica has drawn something else.
+        self._drawn: list[Any] = []
         self._updated: set[int] = set()
         # Paths of variables whose value may differ from one process', by what is kept and why.
         self._unsafe: dict[tuple[str, str], list[str]] = {}
         self.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-        self._watched = watched = _state_of(step.model)
+        found = _state_of(step.model)
+        # Only Keras' own variables tell in an eager step that they are assigned.
+        self._silent = [v for v in found if not isinstance(v, keras.Variable)]
+        self._watched = watched = [*found, *_learning_rates(step.model)]
         if self.graph is None:
             return
         optimizers = [v for optimizer in optimizers_of(step.model) for v in optimizer.variables if is_mirrored(v)]
@@ -75,6 +86,7 @@ class ReplicaState:
             watched=[_part(v) for v in watched],
             others=devices_of_others(),
             by_row=_scopes_by_row(step.model),
+            is_more=self._is_more,
         )
 
     def take_averaged(self) -> list[Any]:
@@ -82,8 +94,8 @@ class ReplicaState:
         if not self._can_meet():
             return []  # steps that do not take this branch average them, too
         self._look()
-        due = [v for v in self._pending if _is_averaged(v)]
-        self._pending = [v for v in self._pending if not _is_averaged(v)]
+        due = [v for v in self._pending if _is_averaged(v) and not _is_among(v, self._drawn)]
+        self._pending = [v for v in self._pending if not _is_among(v, due)]
         return due
 
     def skip(self) -> None:
@@ -106,13 +118,12 @@ class ReplicaState:
     def synchronize(self) -> None:
         """At the end of the step, makes local values that it has written the same on all replicas."""
         if self.graph is None:
-            # Only Keras' own variables tell that they are assigned.
-            self._pending += [v for v in self._watched if not isinstance(v, keras.Variable)]
+            self._pending += self._silent
         averaged = self.take_averaged()
         if averaged:
             assign(averaged, all_reduce_sum(values_of(averaged), weight=self._step.weight))
         firsts, self._pending = self._pending, []
-        assign(firsts, [_first_replicas(value) for value in values_of(firsts)])
+        assign(firsts, [of_first_replica(value) for value in values_of(firsts)])
         self._warn_of_unsafe()
 
     def assign(self, variable: keras.Variable, value: Any) -> None:
@@ -121,17 +132,26 @@ class ReplicaState:
         value = tf.cast(tf.convert_to_tensor(value), part.dtype)
         if not self._can_meet() or rule == "none":
             part.assign(value)
-            if self.graph is None and _is_among(variable, self._watched) and not _is_among(variable, self._pending):
-                self._pending.append(variable)
+            self.note(variable)
             return
         if rule == "sum":
             value = _sum_over_replicas(self._step, value)
-        elif self._is_local(variable, value):
-            if _is_averaged(variable):
+        elif (dependence := self._dependence_for(variable, value)) is not Dependence.SAME:
+            if _is_averaged(variable) and dependence is not Dependence.DRAWN:
                 (value,) = all_reduce_sum([value], weight=self._step.weight)
             else:
-                value = _first_replicas(value)
+                value = of_first_replica(value)
         part.assign(value)
+
+    def note_draw(self, seed: tf.Tensor) -> None:
+        """Notes a seed from which this replica draws other random numbers than the others."""
+        if self.graph is not None and self._can_meet():
+            self._values.take_for_drawn(seed)
+
+    def note(self, variable: Any) -> None:
+        """Notes that an eager step has assigned a variable."""
+        if self.graph is None and _is_among(variable, self._watched) and not _is_among(variable, self._pending):
+            self._pending.append(variable)
 
     def add(self, variable: keras.Variable, value: Any) -> None:
         """Adds to a variable with `aggregation="sum"` what all replicas add."""
@@ -150,14 +170,14 @@ class ReplicaState:
         """Replicas cannot exchange values in a branch or a loop of the step's graph."""
         return self.graph is None or self.graph is tf.compat.v1.get_default_graph()
 
-    def _is_local(self, variable: keras.Variable, value: tf.Tensor) -> bool:
+    def _dependence_for(self, variable: keras.Variable, value: tf.Tensor) -> Dependence:
         if self.graph is None:
-            return True
+            return Dependence.MIXED
         self._look()
         dependence = self._values.dependence_of(value)
-        if variable.trainable and dependence not in (Dependence.SAME, Dependence.MEAN):
+        if variable.trainable and dependence not in (Dependence.SAME, Dependence.DRAWN, Dependence.MEAN):
             self._warn(variable, _NO_MEAN)
-        return dependence is not Dependence.SAME
+        return dependence
 
     def _look(self) -> None:
         """Finds the local values that were written since the last time."""
@@ -174,6 +194,21 @@ class ReplicaState:
             elif access.dependence is not Dependence.SAME and not only_updates(access.operation.outputs[0]):
                 self._warn(variable, _READ_AFTER)
 
+    def _is_more(self, handle: tf.Tensor) -> bool:
+        """Whether a handle is that of a variable that no layer has, but a loss or another object: state as well."""
+        variable = getattr(handle, "_distributed_container", lambda: None)()
+        if variable is None or not is_mirrored(variable) or variable.aggregation != tf.VariableAggregation.NONE:
+            return False
+        if _part(variable).handle is not handle or _SEEDS in variable.name:
+            return False
+        model = self._step.model
+        compressor = hooks_of(model.distribute_strategy).compressor
+        kept = [v for one in optimizers_of(model) for v in compressor.variables_of(one).values()] if compressor else []
+        if any(v._value is variable for v in kept):
+            return False
+        self._by_handle[id(handle)] = variable
+        return True
+
     def _agree_on_pending(self) -> None:
         """Run eagerly, a step may assign a variable on some replicas only; all have to exchange the same ones."""
         if self._watched:
@@ -183,6 +218,7 @@ class ReplicaState:
 
     def _note_write(self, variable: Any, dependence: Dependence) -> None:
         self._pending = [other for other in self._pending if other is not variable]
+        self._drawn = [other for other in self._drawn if other is not variable]
         if dependence is Dependence.SAME:
             return
         if _rule(variable) == "sum":
@@ -192,7 +228,9 @@ class ReplicaState:
                 "assigned outside of it."
             )
         self._pending.append(variable)
-        if dependence is not Dependence.MEAN and (_rule(variable) == "none" or variable.trainable):
+        if dependence is Dependence.DRAWN:
+            self._drawn.append(variable)
+        elif dependence is not Dependence.MEAN and (_rule(variable) == "none" or variable.trainable):
             self._warn(variable, _NO_MEAN)
 
     def _warn(self, variable: Any, why: str) -> None:
@@ -263,12 +301,14 @@ def assign(variables: Iterable[Any], values: Iterable[tf.Tensor]) -> None:
         _part(variable).assign(value)
 
 
-def assign_part(variable: keras.Variable, value: Any) -> None:
-    """Assigns to this replica's part of a variable a value that is the same on all replicas."""
+def assign_part(step: KerasStep, variable: keras.Variable, value: Any) -> None:
+    """Assigns to this replica's part of an optimizer's variable a value that it has computed as all replicas do."""
     if tf.distribute.in_cross_replica_context():
         type(variable)._direct_assign(variable, value)
-    else:
-        _part(variable).assign(tf.cast(value, _part(variable).dtype))
+        return
+    _part(variable).assign(tf.cast(value, _part(variable).dtype))
+    if step.here.state is not None:
+        step.here.state.note(variable._value)
 
 
 def values_of(variables: Iterable[Any]) -> list[tf.Tensor]:
@@ -280,8 +320,31 @@ def _state_of(model: keras.Model) -> list[Any]:
     """The state that a step may write: the model's variables without seeds, and `tf.Variable`s that layers hold."""
     seeds = {id(generator.state) for generator in seed_generators_of(model)}
     found = [v for v in model.variables if id(v) not in seeds]
-    found += [v for v in held_variables(model) if v.aggregation == tf.VariableAggregation.NONE]
+    held = held_variables(model)
+    if tf.executing_eagerly():  # a graph tells of all variables that it writes
+        held += _of_other_objects(model, [*found, *held])
+    found += [v for v in held if v.aggregation == tf.VariableAggregation.NONE]
     return [v for v in found if is_mirrored(v)]
+
+
+def _of_other_objects(model: keras.Model, known: list[Any]) -> list[tf.Variable]:
+    """Further variables that losses and other objects hold, but for those that optimizers train."""
+    known += [v for optimizer in optimizers_of(model) for v in getattr(optimizer, "_trainable_variables", ())]
+    seen, layers, found = {id(getattr(v, "_value", v)) for v in known}, set(map(id, model._flatten_layers())), []
+    for one in reached_from(model):
+        if id(one) in layers or isinstance(one, keras.optimizers.Optimizer):
+            continue
+        items = one._non_trainable_variables if isinstance(one, keras.Layer) else items_of(vars(one))
+        values = [getattr(item, "_value", item) for item in items if isinstance(item, (keras.Variable, tf.Variable))]
+        found += [value for value in values if id(value) not in seen]
+        seen |= set(map(id, values))
+    return found
+
+
+def _learning_rates(model: keras.Model) -> list[tf.Variable]:
+    """Those that a step may assign by what it has computed of its rows: averaged, as state is."""
+    rates = [getattr(optimizer, "_learning_rate", None) for optimizer in all_optimizers_of(model)]
+    return [rate._value for rate in rates if isinstance(rate, keras.Variable) and is_mirrored(rate)]
 
 
 def _scopes_by_row(model: keras.Model) -> re.Pattern | None:
@@ -352,9 +415,3 @@ def _sum_over_replicas(step: KerasStep, value: tf.Tensor) -> tf.Tensor:
     if step.has_rows is not None:
         value = tf.cond(step.has_rows, lambda: value, lambda: tf.zeros_like(value))
     return all_reduce_sum([value])[0]
-
-
-def _first_replicas(value: tf.Tensor) -> tf.Tensor:
-    # The others add zeros.
-    carried = to_carried(value)
-    return from_carried(all_reduce(carried if global_replica() == 0 else tf.zeros_like(carried)), value.dtype)

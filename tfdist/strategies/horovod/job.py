@@ -25,7 +25,7 @@ import tensorflow as tf
 from tfdist.cluster import preflight, server, sockets
 from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.discovery import find
-from tfdist.cluster.environments.launchers import HOROVODRUN, SET_FOR_HOROVOD
+from tfdist.cluster.environments import HOROVODRUN, SET_FOR_HOROVOD
 from tfdist.cluster.errors import ClusterError
 from tfdist.cluster.meeting import meet, named, store_of
 from tfdist.cluster.server import Client, ProcessGoneError, Server, Store

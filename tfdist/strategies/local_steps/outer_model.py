@@ -150,6 +150,11 @@ class OuterModel:
         """Notes which of a step's logs are results of metrics."""
         self.origins = list(map(metric_of, tf.nest.flatten(logs)))
 
+    def begin_fit(self) -> None:
+        """Before steps: what the program has assigned since the last period belongs to the beginning of the next."""
+        for variable, base in () if self.is_in_period else self._other_state:
+            base.assign(own_copy(variable).read_value())
+
     def begin_step(self) -> None:
         """Before a training step: the first one of a period keeps the weights."""
         tf.cond(tf.equal(own_copy(self._steps).read_value(), 0), self._keep_base, lambda: tf.constant(True))
@@ -280,12 +285,15 @@ class OuterModel:
             for variable in getattr(optimizer, "_model_variables_moving_average", None) or ()
         ]
         parts = list(map(own_copy, [*written, *averages]))
+        wide = set(map(id, parts[: len(written)]))
         floats, pairs = ([v for v in parts if getattr(v.dtype, kind)] for kind in ("is_floating", "is_complex"))
         others = [v for v in parts if v.dtype.is_integer or v.dtype.is_bool]
         halves = [half(v.read_value()) for v in pairs for half in (tf.math.real, tf.math.imag)]
-        means = iter(all_reduce_sum([*(v.read_value() for v in floats), *halves], weight=share))
+        # Frozen weights may be among them: in float64, the mean of equal values rounds to that value.
+        sent = [tf.cast(v.read_value(), tf.float64) if id(v) in wide else v.read_value() for v in floats]
+        means = iter(all_reduce_sum([*sent, *halves], weight=share))
         for variable in floats:
-            variable.assign(next(means))
+            variable.assign(tf.cast(next(means), variable.dtype))
         for variable in pairs:
             variable.assign(tf.complex(next(means), next(means)))
         is_first = int(self._strategy.extended._input_position()[1] == 0)

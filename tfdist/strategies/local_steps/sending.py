@@ -127,7 +127,10 @@ class Sending:
 
 
 def _requests(agreement: Agreement | None) -> tf.Tensor:
-    return tf.zeros([len(Request)]) if agreement is None else agreement.read()
+    """What this worker requests; not again what has just been agreed, and is taken after the step."""
+    if agreement is None:
+        return tf.zeros([len(Request)])
+    return tf.where(agreement._agreed.read_value() > 0, 0.0, agreement.read())
 
 
 def in_parts(sizes: Sequence[int], count: int) -> list[list[int]]:

@@ -163,6 +163,8 @@ class LocalStepsHooks(DataParallelHooks):
             for outer in strategy._outers_with(model.trainable_variables if trains else model.weights):
                 if outer is not own:
                     outer.end_period()
+            if own is not None:
+                own.begin_fit()
         if trains:
             return super().call(method, model, *args, **kwargs)
         before, self._is_testing = self._is_testing, True

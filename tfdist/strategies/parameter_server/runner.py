@@ -314,7 +314,7 @@ class PredictRunner:
         function, traced = self._functions[key]
         for i, batch in enumerate(data):
             self._ask(function, first + i, flatten(batch))
-        for ahead in range(self._strategy._max_inflight if iterator else 0):
+        for ahead in range(self._strategy._max_inflight - 1 if iterator else 0):
             batch = iterator.look_ahead(ahead)
             if batch is not None:
                 self._ask(function, iterator.issued + ahead, batch)
@@ -326,6 +326,8 @@ class PredictRunner:
     def _ask(self, function: Callable, position: int, tensors: list[tf.Tensor]) -> None:
         if position in self._results:
             return
+        # Layers may draw random numbers, or keep something, from batch to batch.
+        self._dispatcher.wait_below(self._strategy._max_inflight)
         results = self._results
         results[position] = None
 

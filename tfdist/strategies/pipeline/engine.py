@@ -57,33 +57,18 @@ from tfdist.strategies.validation import warn_of_updates
 _SEED_STRIDE = 0x4F1BBCDD
 
 
-def check_rows(rows: int, count: int) -> None:
-    """Refuses training batches with fewer rows than micro-batches."""
-    if rows < count:
-        raise ValueError(
-            f"Received: batches of {rows} rows, for {count} micro-batches. Expected: at least one row a micro-batch. "
-            "Use a larger batch size, or PipelineStrategy(num_microbatches=...) with a smaller number."
-        )
-
-
 class MicroBatches:
     """Cuts the batches of one traced step into a fixed number of micro-batches.
 
     Args:
         data: the batch, any structure of tensors.
         count: number of micro-batches.
-        may_be_fewer: whether there may be fewer rows than that.
-
-    Raises:
-        ValueError: if the batch certainly has fewer rows, and may not.
     """
 
-    def __init__(self, data: Any, count: int, may_be_fewer: bool = False):
+    def __init__(self, data: Any, count: int):
         self.count = count
         self._static_rows = static_rows(data)
         if self._static_rows is not None:
-            if not may_be_fewer:
-                check_rows(self._static_rows, count)
             warn_of_other_rows(data, count)
         self.rows = self._static_rows if self._static_rows is not None else count_rows(data)
 

@@ -8,6 +8,7 @@ as text.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import difflib
 import fnmatch
@@ -15,6 +16,7 @@ import functools
 import logging
 import math
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from numbers import Integral
@@ -27,7 +29,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from tfdist.arguments import check_count
+from tfdist.arguments import check_count, is_new
 from tfdist.compat.upstream import Functional, Node, device_lib, record, unpack_singleton
 from tfdist.layer_graph.chunk import Chunk, Value, is_differentiable, make_chunks, uncuttable
 from tfdist.layer_graph.costs import costs_of, crossing, measured_costs, weights
@@ -88,10 +90,30 @@ class PipelineOptions:
         self.split_weights = weight_gradients == "batched"
         self.policy = None if memory is None else _policy_for_stages(memory, _stage_names(self.chunks))
 
-    def make_schedule(self, name: str) -> Schedule:
+    def fitting(self, model: keras.Model, graph: LayerGraph) -> PipelineOptions:
+        """These options, or, with a warning, with fewer stages: for a model that has fewer layers than stages."""
+        positions = set(range(1, len(graph.calls))) - uncuttable(graph)
+        pieces = len(positions) + 1
+        if pieces >= self.chunks or self.cuts is not None or stages_of(graph) is not None:
+            return self
+        fitting = copy.copy(self)
+        stages = min(pieces, len(self.devices))
+        fitting.chunks_per_device = pieces // stages if self.chunks_per_device > 1 else 1
+        fitting.pipelines = [row[:stages] for row in self.pipelines]
+        fitting.devices, fitting.chunks = fitting.pipelines[0], stages * fitting.chunks_per_device
+        if is_new(model, "stages"):
+            warnings.warn(
+                f"Received: model '{model.name}', which can be cut into {pieces} piece(s) at most, for {self.chunks} "
+                f"stages. It runs on {fitting.chunks} stage(s); the other devices are idle. Expected: at least as many "
+                "layers as stages, or fewer devices.",
+                stacklevel=2,
+            )
+        return fitting
+
+    def make_schedule(self, name: str, microbatches: int | None = None) -> Schedule:
         """The order of the work in a training step; of "auto", as long as nothing is known of the loss, GPipe."""
         name = "gpipe" if name == "auto" else name
-        return make_schedule(name, len(self.devices), self.num_microbatches, self.chunks_per_device)
+        return make_schedule(name, len(self.devices), microbatches or self.num_microbatches, self.chunks_per_device)
 
     @property
     def best_schedule(self) -> str:
@@ -153,8 +175,10 @@ class PipelinePlan:
     """
 
     def __init__(self, options: PipelineOptions, model: keras.Model, functional: Functional):
+        graph = flatten(functional)
+        options = options.fitting(model, graph)
         self._options, self.model, self.functional = options, model, functional
-        self.graph, self._cuts = options.cut(flatten(functional))
+        self.graph, self._cuts = options.cut(graph)
         self.costs = _known_costs(self.graph)
         self.pipelines, self.devices = options.pipelines, options.devices
         self.schedule = options.make_schedule(options.schedule)
@@ -265,11 +289,18 @@ class PipelinePlan:
         elif wanted == "auto":
             name = self._options.best_schedule
         if self.schedule.name != name:
-            self.schedule = self._options.make_schedule(name)
+            self.schedule = self._options.make_schedule(name, self.schedule.microbatches)
+
+    def choose_microbatches(self, rows: int | None) -> None:
+        """Lets a training step have no more micro-batches than a batch has rows, where that number is known."""
+        count = self._options.num_microbatches
+        if rows is not None:
+            count = max(1, min(rows // self.replicas, count))
+        self.schedule = self._options.make_schedule(self.schedule.name, count)
 
     def inference_of(self, rows: int | None) -> Schedule:
         """The order of the work where nothing is trained: with no more micro-batches than there are rows, if known."""
-        microbatches = self.schedule.microbatches
+        microbatches = self._options.num_microbatches
         if rows is not None:
             microbatches = max(1, min(rows // self.replicas, microbatches))
         return forward_only(len(self.devices), microbatches, self.schedule.chunks_per_device)
@@ -282,7 +313,7 @@ class PipelinePlan:
         if self._options.policy is not None:
             return
         in_flight = max(self.schedule.in_flight())
-        rows_in_flight = rows / self.replicas / self._options.num_microbatches * in_flight
+        rows_in_flight = rows / self.replicas / self.schedule.microbatches * in_flight
         modes = []
         for chunk in self.chunks:
             per_row = sum(cost.output_bytes for cost in self.costs_of_chunk(chunk.index)) / _ROWS

@@ -70,7 +70,9 @@ def train_step(plan: PipelinePlan, head: LossHead, data: Any) -> dict[str, Any]:
     inputs = plan.functional._standardize_inputs(x)
     micro_batches = MicroBatches(inputs, plan.replicas * plan.schedule.microbatches)
     trainable = read_trainable(plan)
-    run = PipelineRun(plan, micro_batches, inputs, trainable, training=True, differentiable=True)
+    # A model whose `call` does not ask for it is not told, and its layers do as they do by themselves.
+    training = True if model._call_has_training_arg else None
+    run = PipelineRun(plan, micro_batches, inputs, trainable, training, differentiable=True)
     count = micro_batches.count
     # A `LossScaleOptimizer` wants its gradients multiplied.
     scale = tf.cast(1.0 if model.optimizer is None else model.optimizer.scale_loss(tf.ones([])), tf.float64)
@@ -117,21 +119,27 @@ def _regularized(
     They are computed once a step, not once a micro-batch, and on the device of each weight.
     """
     losses, total = [], dict(gradients)
-    trained = {id(v) for v in plan.model.trainable_weights}
-    for chunk, values in zip(plan.chunks, trainable, strict=True):
-        for variable, value in zip(chunk.trainable, values, strict=True):
-            at_home = plan.homes[id(variable)] == chunk.index
-            if not at_home or variable.regularizer is None or id(variable) not in trained:
-                continue
-            with tf.device(plan.device_of(chunk.index)):
-                with tf.GradientTape() as tape:
-                    tape.watch(value)
-                    loss = variable.regularizer(value)
-                gradient = tape.gradient(loss, value)
-                if gradient is not None:
-                    gradient *= tf.cast(scale, gradient.dtype)
-                    total[id(variable)] = added(total.get(id(variable)), gradient)
-            losses.append(loss)
+    trained = {id(v): v for v in plan.model.trainable_weights}
+    places = [
+        (variable, value, plan.device_of(chunk.index))
+        for chunk, values in zip(plan.chunks, trainable, strict=True)
+        for variable, value in zip(chunk.trainable, values, strict=True)
+        if plan.homes[id(variable)] == chunk.index and id(variable) in trained
+    ]
+    # Weights that no stage uses: those of a layer that is an attribute of the model, say.
+    places += [(v, tf.identity(v._value), v._value.device) for key, v in trained.items() if key not in plan.homes]
+    for variable, value, device in places:
+        if variable.regularizer is None:
+            continue
+        with tf.device(device):
+            with tf.GradientTape() as tape:
+                tape.watch(value)
+                loss = variable.regularizer(value)
+            gradient = tape.gradient(loss, value)
+            if gradient is not None:
+                gradient *= tf.cast(scale, gradient.dtype)
+                total[id(variable)] = added(total.get(id(variable)), gradient)
+        losses.append(loss)
     return losses, total
 
 
@@ -243,13 +251,12 @@ def _call_model(plan: PipelinePlan, flat: list[tf.Tensor], training: bool | None
         if not (training or is_recorded):
             schedule = plan.inference_of(static_rows(flat))
         count = plan.replicas * schedule.microbatches
-        micro_batches = MicroBatches(flat, count, may_be_fewer=not (training or is_recorded))
+        micro_batches = MicroBatches(flat, count)
         run = PipelineRun(plan, micro_batches, flat, trainable, training, is_recorded)
         order = schedule.linear_order()
         run.execute([item for item in order if item[1].kind == "forward"])
-        # With `None`, some layers may train, and draw random numbers.
-        if training is not False:
-            run.assign_state()
+        # Layers may draw random numbers in inference, too.
+        run.assign_state()
         values = [run.output(key) for key in plan.graph.outputs]
         # New tensors: the tape takes them for the outputs of the one operation, and masks are attached to them.
         outputs = [Value(*(part if part is None else tf.identity(part) for part in value)) for value in values]

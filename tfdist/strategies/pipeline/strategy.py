@@ -10,24 +10,26 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras import tree
 
 from tfdist.arguments import check_count, check_seconds
 from tfdist.cluster.config import ClusterConfig
 from tfdist.compat.upstream import Functional, compute_output_spec, distribute_lib, one_device_strategy
 from tfdist.inspection.datasets import batch_size, latest_iterator
-from tfdist.layer_graph.chunk import is_traced
+from tfdist.layer_graph.chunk import context_values, is_traced
 from tfdist.layer_graph.graph import functional_of
 from tfdist.memory.modes import applied
 from tfdist.memory.policy import MemoryPolicy
-from tfdist.steps.keras_step import recognise_step
+from tfdist.steps.keras_step import KerasStep, recognise_step, shadowed
 from tfdist.strategies import validation
+from tfdist.strategies.data_parallel import row_trial
+from tfdist.strategies.data_parallel.dataset import static_rows
 from tfdist.strategies.hooks import (
     StrategyHooks,
     install,
     jit_compiles_by_itself,
     not_compiled_as_a_whole,
 )
-from tfdist.strategies.pipeline.engine import check_rows
 from tfdist.strategies.pipeline.placement import (
     LocalScalars,
     local_optimizers,
@@ -45,7 +47,11 @@ from tfdist.strategies.pipeline.step import (
     train_step,
     why_not_decomposable,
 )
+from tfdist.strategies.pipeline.subclassed import functional_of_call, takes
 from tfdist.strategies.validation import expect_use
+
+# About so many operations of TensorFlow make a layer.
+_OPERATIONS = 10
 
 
 class _PipelineExtended(one_device_strategy.OneDeviceExtended):
@@ -93,9 +99,10 @@ class _PipelineExtended(one_device_strategy.OneDeviceExtended):
 class PipelineStrategy(tf.distribute.Strategy):
     """Trains a model that is cut into stages, one a device, with several micro-batches on their way at a time.
 
-    Build and compile a Sequential or functional Keras model in `strategy.scope()`; `fit`, `evaluate` and `predict` then
-    run it on all devices, each of which holds the weights and the optimizer's slots of its own layers only. The
-    gradient is that of the whole batch. BatchNormalization and Dropout see one micro-batch at a time, as they do in
+    Build and compile a Keras model in `strategy.scope()`: a Sequential or functional one, or a subclass whose `call`
+    does nothing but call layers. `fit`, `evaluate` and `predict` then run it on all devices, each of which holds the
+    weights and the optimizer's slots of its own layers only. The gradient is that of the whole batch.
+    BatchNormalization and Dropout see one micro-batch at a time, as they do in
     GPipe (arXiv 1811.06965). One process drives: the other workers of a cluster serve, and their scripts go no further
     than this constructor.
 
@@ -103,7 +110,8 @@ class PipelineStrategy(tf.distribute.Strategy):
         devices: a device string, or a `tf.config.LogicalDevice`, for each stage, or a list of such lists for several
             pipelines side by side. By default the workers of the discovered cluster, one stage each; without one, all
             GPUs of this process, or all its logical CPU devices.
-        num_microbatches: into how many parts each pipeline cuts its rows of a batch; any batch size of at least that.
+        num_microbatches: into how many parts each pipeline cuts its rows of a batch; if there are fewer rows, into one
+            for each row.
         schedule: "gpipe", "1f1b" (PipeDream-flush: keeps fewer micro-batches in memory), "eager-1f1b" (keeps up to
             twice as many as that, and hides the time that transfers take), "interleaved" (several chunks of the model
             on a device, a smaller bubble), or "auto": 1F1B where the compiled loss is a mean over rows, in the eager
@@ -210,19 +218,21 @@ class PipelineStrategy(tf.distribute.Strategy):
         if step is None or tf.executing_eagerly():
             return super().run(fn, args, kwargs, options)
         model = step.model
-        if isinstance(model, keras.Sequential) and not model.built:
-            # By its first `predict`. Others are built before their step is traced.
-            x, *_ = keras.utils.unpack_x_y_sample_weight(*args)
-            with tf.init_scope(), self.scope():
-                compute_output_spec(model, keras.KerasTensor(x.shape, keras.backend.standardize_dtype(x.dtype)))
-        plan = self._prepare(model)
+        x = _inputs_of(*args)
+        if not model.built:
+            # By its first `predict`. Others are built before their step is traced; what cannot be is refused below.
+            errors = () if isinstance(model, keras.Sequential) else (Exception,)
+            with contextlib.suppress(*errors), tf.init_scope(), self.scope():
+                compute_output_spec(model, tree.map_structure(_symbolic, x))
+        plan = self._prepare(model, x)
+        self._try_rows(step, plan, *args)
         # Keras traces a step. Since the last trace, layers may have been frozen or changed, or the loss replaced.
         plan.refresh()
         self._place(plan)
         for variable in model.variables:
             self._keep(variable)
         if step.kind == "train":
-            self._learn_rows(plan)
+            self._learn_rows(plan, x)
         previous, self._running = self._running, True
         try:
             # Where the loss does not decompose, Keras' own step runs, and its call of the model is pipelined.
@@ -233,39 +243,76 @@ class PipelineStrategy(tf.distribute.Strategy):
         finally:
             self._running = previous
 
-    def _prepare(self, model: keras.Model) -> PipelinePlan:
+    def _prepare(self, model: keras.Model, x: Any = None) -> PipelinePlan:
         """Cuts a model into stages and moves its variables there, at the first call.
 
+        Args:
+            model: the model.
+            x: its inputs, if known: those of a model with its own `call` tell which layers that calls.
+
         Raises:
-            ValueError: if the model has no graph of layers, or fewer layers than there are stages.
+            ValueError: if the model has no graph of layers, or cannot be cut where the user wants.
         """
         functional = functional_of(model)
+        owner = model if functional is None else functional
+        call = vars(owner).get("call")
+        if functional is None and isinstance(call, _PipelinedCall) and (x is None or takes(call.plan.functional, x)):
+            functional = call.plan.functional
+        elif functional is None and x is not None and (call is None or isinstance(call, _PipelinedCall)):
+            functional = functional_of_call(model, x)
         if functional is None:
             raise ValueError(
                 f"Received: model '{model.name}' of class {type(model).__name__}, which has a call method of its own "
                 "or no known input shape, so that its layers are not known. Expected: a Sequential model with "
                 "an Input, or a functional one, `keras.Model(inputs, outputs)`; a subclass may build its layers so in "
-                "__init__ and pass them to `super().__init__(inputs, outputs)`."
+                "__init__ and pass them to `super().__init__(inputs, outputs)`, or have a call that does nothing but "
+                "call layers and keras.ops, the same ones in training and inference."
             )
-        call = vars(functional).get("call")
-        if not isinstance(call, _PipelinedCall) or call.strategy() is not self:
+        if (
+            not isinstance(call, _PipelinedCall)
+            or call.strategy() is not self
+            or call.plan.functional is not functional
+        ):
             _check_inputs(functional)
             plan = PipelinePlan(self._options, model, functional)
             self._place(plan)
-            call = _PipelinedCall(functional, self, plan)
+            call = _PipelinedCall(owner, self, plan)
             # Past Keras' attribute tracking.
-            object.__setattr__(functional, "call", call)
+            object.__setattr__(owner, "call", call)
         self._latest = weakref.ref(model)
         plan = call.plan
         if plan.model.compiled:
             plan.choose_schedule(why_not_decomposable(plan.model, plan.functional))
         return plan
 
-    def _learn_rows(self, plan: PipelinePlan) -> None:
-        """Takes the size of the training batches from Keras' iterator, where that knows it."""
-        rows = batch_size(latest_iterator(plan.model))
+    def _try_rows(self, step: KerasStep, plan: PipelinePlan, data: Any) -> None:
+        """Warns, once, of layers that look at several rows: each micro-batch has its own."""
+        model = step.model
+        if plan.replicas * self._options.num_microbatches == 1 or self._running:
+            return
+
+        def call(data: Any) -> Any:
+            return model(_inputs_of(data), training=step.kind == "train")
+
+        def said(message: str) -> str:
+            received = message.replace(f"{type(model).__name__}.predict_step", f"an output of model '{model.name}'")
+            return (
+                f"{received.partition(' Expected: ')[0].replace('replica', 'micro-batch')} Expected: what looks at "
+                "each row by itself; or PipelineStrategy(num_microbatches=1) with one pipeline."
+            )
+
+        # Losses do not matter: those that mix rows get the whole batch. So this tries a call of the model alone.
+        trial = KerasStep("predict", model, call)
+        trial.note_batch(data)
+        with shadowed(model, predict_step=call):
+            row_trial.try_once(trial, _OPERATIONS * len(plan.graph.calls), said)
+
+    def _learn_rows(self, plan: PipelinePlan, x: Any) -> None:
+        """Takes the size of the training batches from a batch, or from Keras' iterator, where one knows it."""
+        rows = static_rows(x)
+        rows = batch_size(latest_iterator(plan.model)) if rows is None else rows
+        plan.choose_microbatches(rows)
         if rows is not None:
-            check_rows(rows, plan.replicas * self._options.num_microbatches)
             self._rows = rows
             plan.choose_recompute(rows)
 
@@ -279,7 +326,7 @@ class PipelineStrategy(tf.distribute.Strategy):
             except MaskedOutputs:
                 # Found while the first micro-batch was traced; what it has added to the graph stays unused.
                 plan.choose_schedule(MASKED)
-                self._learn_rows(plan)
+                self._learn_rows(plan, _inputs_of(data))
             return stock(data)
 
         return run
@@ -333,7 +380,7 @@ class PipelineHooks(StrategyHooks):
                     "the statistics of each micro-batch. Expected: synchronized=False, or LayerNormalization."
                 )
         validation.check_float8(model.trainable_variables)
-        if functional_of(model) is not None or not isinstance(model, keras.Sequential):
+        if functional_of(model) is not None:
             strategy._prepare(model)
 
     def decide_jit_compile(self, decide: Callable, model: Any) -> bool:
@@ -347,20 +394,38 @@ class PipelineHooks(StrategyHooks):
 
 
 class _PipelinedCall:
-    """Stands in for a Functional model's `call`: runs the pipeline while the strategy runs a step of Keras.
+    """Stands in for a model's `call`: runs the pipeline while the strategy runs a step of Keras.
 
     It holds the plan, so that the plan lives as long as the model.
     """
 
-    def __init__(self, functional: Functional, strategy: PipelineStrategy, plan: PipelinePlan):
+    def __init__(self, owner: keras.Model, strategy: PipelineStrategy, plan: PipelinePlan):
         self.plan, self.strategy = plan, weakref.ref(strategy)
-        self._original = type(functional).call.__get__(functional)
+        self._is_functional = owner is plan.functional
+        self._original = type(owner).call.__get__(owner)
 
-    def __call__(self, inputs: Any, training: bool | None = None, mask: Any = None, **kwargs: Any) -> Any:
+    def __call__(self, inputs: Any, *args: Any, training: bool | None = None, mask: Any = None, **kwargs: Any) -> Any:
         strategy = self.strategy()
-        if strategy is None or not strategy._running or is_traced() or mask is not None or kwargs:
-            return self._original(inputs, training=training, mask=mask, **kwargs)
-        return call_model(self.plan, inputs, None if training is None else bool(training))
+        is_running = strategy is not None and strategy._running and not is_traced()
+        is_plain = mask is None and not args and not kwargs
+        known = training
+        if not self._is_functional:
+            # A `call` without this argument leaves it to the layers to know.
+            known = context_values().get("training") if training is None else training
+            is_plain = is_plain and takes(self.plan.functional, inputs)
+        if not is_running or not is_plain:
+            given = {"training": training, "mask": mask}
+            return self._original(inputs, *args, **{k: v for k, v in given.items() if v is not None}, **kwargs)
+        return call_model(self.plan, inputs, None if known is None else bool(known))
+
+
+def _inputs_of(data: Any) -> Any:
+    """The inputs of a batch of Keras, or what a step of the user's own gets."""
+    return data[0] if isinstance(data, tuple) and data else data
+
+
+def _symbolic(tensor: tf.Tensor) -> keras.KerasTensor:
+    return keras.KerasTensor(tensor.shape, keras.backend.standardize_dtype(tensor.dtype))
 
 
 def _check_inputs(functional: Functional) -> None:
