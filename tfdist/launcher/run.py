@@ -50,6 +50,7 @@ def run_local(
     hang_timeout: float | None,
     start_timeout: float,
     regrow_after: float,
+    replace_workers: bool,
     transport: str,
     given: Collection[str] = (),
     **of_hosts: object,
@@ -73,7 +74,8 @@ def run_local(
         fewest, most = workers or (count, count)
         check_workers(fewest, most, ps)
         host = host if "host" in given else own_loopback()
-        options = RunOptions(most, ps, chief, cpus_per_worker, gpus_per_worker, env, host, parts, transport)
+        devices = (cpus_per_worker, gpus_per_worker)
+        options = RunOptions(most, ps, chief, *devices, env, host, parts, transport, replace_workers)
         command = target.command()
         check_transport(transport)
     except ValueError as error:

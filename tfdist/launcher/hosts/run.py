@@ -107,6 +107,7 @@ def run_on_hosts(
     hang_timeout: float | None,
     start_timeout: float,
     regrow_after: float,
+    replace_workers: bool,
     transport: str,
     given: Collection[str] = (),
     **refused: object,
@@ -137,7 +138,7 @@ def run_on_hosts(
         raise PlanError(str(error)) from None
     # How many there are is not known before the hosts are; all else is checked now.
     asked = (ps, chief, cpus_per_worker, gpus_per_worker, env)
-    options = RunOptions(most or 1, *asked, stages=parts, transport=transport)
+    options = RunOptions(most or 1, *asked, stages=parts, transport=transport, replace_workers=replace_workers)
     run_id, show_all = new_run_id(), output == "all"
     folder = log_folder(log_dir, run_id)
     variables = travelling(os.environ)
