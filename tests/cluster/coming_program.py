@@ -4,6 +4,7 @@ Each worker writes its weights and history at the end, and notes its processes. 
 
 - `kill`: SIGKILL to rank 2, in the second epoch; rank 0 ends the training two epochs after it has come again;
 - `stop`: SIGSTOP to rank 2 until the others have left it out, else the same; the test lets it go on;
+- `cut`: the test cuts the network of rank 2, and joins it when the others have left it out; else the same;
 - `chief`: SIGKILL to rank 0, in the fourth of eight epochs, which then goes on from a backup in the middle of a period;
 - `alone`: rank 1 stops in the second epoch, in the middle of a period.
 """
@@ -33,9 +34,11 @@ class Faults(keras.callbacks.Callback):
         super().__init__()
         self._folder, self._fault, self._rank = folder, fault, rank
         self._came = -1
+        self.times: list[float] = []
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         hooks = self.model.distribute_strategy._keras_hooks
+        self.times.append(time.monotonic())
         if not hooks._skips:
             (self._folder / f"trains-{self._rank}-{os.getpid()}").touch()
             time.sleep(0.02)
@@ -77,7 +80,7 @@ def main(folder: Path, fault: str) -> None:
     callbacks = [Faults(folder, fault, rank), keras.callbacks.ReduceLROnPlateau("loss", patience=2, min_delta=10.0)]
     if fault == "chief":
         callbacks.append(tfdist.callbacks.BackupAndRestore(folder / "backup", save_freq=3))
-    epochs = 10_000 if fault in ("kill", "stop") else 8
+    epochs = 10_000 if fault in ("kill", "stop", "cut") else 8
     history = model.fit(
         x, y, batch_size=ROWS, epochs=epochs, verbose=0, callbacks=callbacks, validation_data=(x[:24], y[:24])
     ).history
@@ -86,6 +89,7 @@ def main(folder: Path, fault: str) -> None:
         "history": {name: list(map(float, values)) for name, values in history.items()},
         "weights": [w.tolist() for w in model.get_weights()],
         "rate": float(model.optimizer.learning_rate),
+        "seconds": sorted(np.diff(callbacks[0].times)),
         "loss": float(model.evaluate(x, y, verbose=0)[0]),
     }
     (folder / f"found-{rank}.json").write_text(json.dumps(found))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.cluster.attempt import error_of
+from tests.cluster.attempt import Failure, attempt, error_of
 from tests.tiers import daily
 from tfdist.testing import run_local
 
@@ -285,7 +285,7 @@ def all_trained(names: list[str]) -> dict[str, dict[str, Any]]:
 
 def all_trained_by_members(names: list[str]) -> dict[str, dict[str, Any]]:
     """Runs on every process: where workers may come and go, and none does."""
-    return {name: trained(name, 4, OUTER, min_workers=1) for name in names}
+    return {name: attempt(name, trained, name, 4, OUTER, min_workers=1) for name in names}
 
 
 def all_simulated(names: list[str]) -> dict[str, dict[str, Any]]:
@@ -329,6 +329,8 @@ def test_is_the_same_where_workers_may_come_and_go(name: str) -> None:
     """As long as none does."""
     together = tuple(one for one in OF_MEMBERS if (one in DAILY) == (name in DAILY))
     first, second, expected = (found[name] for found in results(together, all_trained_by_members))
+    assert not isinstance(first, Failure), first
+    assert not isinstance(second, Failure), second
     check_equations(name, first, second, expected)
 
 

@@ -166,7 +166,7 @@ def test_a_worker_that_is_killed_comes_again_while_the_others_train(tmp_path: Pa
     with Run(tmp_path, "kill") as run:
         check(run, [1, 1, 2])
         assert "worker 2" in run.said
-        assert "is gone: 2 go on without it" in run.said
+        assert "is gone: the others (2 of 3) go on without it" in run.said
         assert "takes part from here on" in run.said
 
 

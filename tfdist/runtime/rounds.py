@@ -252,10 +252,11 @@ class Rounds:
             self._members.discard(rank)
             self._brought.pop(rank, None)
             _log.warning(
-                "%s %s: %d go on without it, and what it has learned since the last exchange is lost",
+                "%s %s: the others (%d of %d) go on without it, and what it has learned since the last exchange is lost",
                 self._names[rank],
                 why,
                 len(self._members),
+                len(self._names),
             )
         self._changed.notify_all()
 
@@ -265,7 +266,9 @@ class Rounds:
         if missing and waited > self._patience:
             self._leave_out(missing, f"has not come for {waited:.0f} s")
         elif not missing and waited > self._timeout:
-            self._fail(_TOO_FEW.format(len(self._members), self._least))
+            is_absent = 0 not in came
+            problem = f"{self._names[0]} has not come to an exchange for {waited:.0f} s. Expected: the same calls on all"
+            self._fail(problem if is_absent else _TOO_FEW.format(len(self._members), self._least))
 
     def _fail(self, problem: str) -> None:
         self._problem = problem

@@ -20,12 +20,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.arguments import is_new
 from tfdist.inspection.model_state import all_optimizers_of, held_variables, random_state, restore_random_state
 from tfdist.runtime.chief import Arranged, is_the_chiefs
 from tfdist.runtime.rounds import FIRST, MEAN, Membership, Place, RoundError
 from tfdist.steps.reduce import values_of
 from tfdist.strategies.data_parallel.dataset import ReplicaBatch, cut_for_replica
 from tfdist.strategies.data_parallel.state import is_mirrored
+from tfdist.strategies.hooks import not_compiled_as_a_whole
 from tfdist.strategies.local_steps.hooks import LocalStepsHooks
 
 _log = logging.getLogger("tfdist")
@@ -140,8 +142,10 @@ class MemberHooks(LocalStepsHooks):
         return super().save(write, model, path, *args, **kwargs)
 
     def make_function(self, make: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
-        function = super().make_function(make, model, *args, **kwargs)
-        return functools.partial(self._step, function, model) if args[:1] == (model.train_step,) else function
+        if args[:1] != (model.train_step,):
+            return super().make_function(make, model, *args, **kwargs)
+        with not_compiled_as_a_whole(model):  # XLA has no rounds
+            return functools.partial(self._step, super().make_function(make, model, *args, **kwargs), model)
 
     def call(self, method: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
         if method.__name__ == "train_on_batch":
@@ -221,7 +225,7 @@ class MemberHooks(LocalStepsHooks):
         if not self._has_begun:
             self._begin(model)
         if self._skips:
-            return self._skip(model, iterator)
+            return self._skip(function, model, iterator)
         self._pace.step += 1  # what is brought in the step is of its end
         try:
             logs = function(iterator)
@@ -269,9 +273,14 @@ class MemberHooks(LocalStepsHooks):
                 "what rank 0 has saved"
             )
 
-    def _skip(self, model: Any, iterator: Any) -> dict:
+    def _skip(self, function: Callable, model: Any, iterator: Any) -> dict:
         """Takes a step's data, and computes nothing."""
-        next(iterator)
+        if is_new(model, "skips"):
+            # But for the first one: it is traced here, where nobody waits for it. Rank 0's state overwrites the rest.
+            function(iterator)
+            model.reset_metrics()
+        else:
+            next(iterator)
         self._pace.step += 1
         if self._pace.place <= self._resumes_at:
             self._go_on(model)
