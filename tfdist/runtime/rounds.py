@@ -251,13 +251,9 @@ class Rounds:
         for rank in sorted(ranks):
             self._members.discard(rank)
             self._brought.pop(rank, None)
-            _log.warning(
-                "%s %s: the others (%d of %d) go on without it, and what it has learned since the last exchange is lost",
-                self._names[rank],
-                why,
-                len(self._members),
-                len(self._names),
-            )
+            left = f"the others ({len(self._members)} of {len(self._names)}) go on without it"
+            lost = "what it has learned since the last exchange is lost"
+            _log.warning("%s %s: %s, and %s", self._names[rank], why, left, lost)
         self._changed.notify_all()
 
     def _lose_patience(self, came: Iterable[int]) -> None:
@@ -266,9 +262,8 @@ class Rounds:
         if missing and waited > self._patience:
             self._leave_out(missing, f"has not come for {waited:.0f} s")
         elif not missing and waited > self._timeout:
-            is_absent = 0 not in came
-            problem = f"{self._names[0]} has not come to an exchange for {waited:.0f} s. Expected: the same calls on all"
-            self._fail(problem if is_absent else _TOO_FEW.format(len(self._members), self._least))
+            absent = f"{self._names[0]} has not come for {waited:.0f} s. Expected: the same calls on every process."
+            self._fail(_TOO_FEW.format(len(self._members), self._least) if 0 in came else absent)
 
     def _fail(self, problem: str) -> None:
         self._problem = problem
