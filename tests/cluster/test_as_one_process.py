@@ -30,7 +30,7 @@ from tfdist.strategies.data_parallel import replica_step
 from tfdist.testing import run_local
 from tools.fit_files import files_of_fit
 
-_DEADLINE = 540
+_DEADLINE = 1200
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(_DEADLINE + 30)]
 
 DTYPES = [

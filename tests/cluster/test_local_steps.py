@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.cluster.attempt import error_of
+from tests.cluster.attempt import Failure, attempt, error_of
 from tests.tiers import daily
 from tfdist.testing import run_local
 
@@ -124,7 +124,7 @@ def make_data(kind: dict[str, Any]) -> tuple[np.ndarray, ...]:
     return x, np.tanh(x @ generator.normal(size=(5, 1))), *weights
 
 
-def trained(name: str, sync_every: int, outer: dict[str, Any], epochs: int = EPOCHS) -> dict[str, Any]:
+def trained(name: str, sync_every: int, outer: dict[str, Any], epochs: int = EPOCHS, **more: Any) -> dict[str, Any]:
     """Trains under the strategy. Runs on every process."""
     import keras
     import tensorflow as tf
@@ -136,7 +136,7 @@ def trained(name: str, sync_every: int, outer: dict[str, Any], epochs: int = EPO
     optimizer = functools.partial(keras.optimizers.SGD, **outer)
     times = {"start_timeout": 60, "peer_timeout": 300}
     fragments = kind.get("fragments", 1)
-    strategy = tfdist.LocalStepsStrategy(sync_every, outer_optimizer=optimizer, fragments=fragments, **times)
+    strategy = tfdist.LocalStepsStrategy(sync_every, outer_optimizer=optimizer, fragments=fragments, **times, **more)
     keras.utils.set_random_seed(3)
     with strategy.scope():
         model = make_model(kind)
@@ -283,15 +283,24 @@ def all_trained(names: list[str]) -> dict[str, dict[str, Any]]:
     return {name: trained(name, 4, OUTER) for name in names}
 
 
+def all_trained_by_members(names: list[str]) -> dict[str, dict[str, Any]]:
+    """Runs on every process: where workers may come and go, and none does."""
+    return {name: attempt(name, trained, name, 4, OUTER, min_workers=1) for name in names}
+
+
 def all_simulated(names: list[str]) -> dict[str, dict[str, Any]]:
     return {name: simulated(name, 4, OUTER) for name in names}
 
 
 @functools.cache
-def results(names: tuple[str, ...]) -> list[dict[str, dict[str, Any]]]:
+def simulation(names: tuple[str, ...]) -> list[dict[str, dict[str, Any]]]:
+    return run_local(all_simulated, 1, args=(list(names),), timeout=360)
+
+
+@functools.cache
+def results(names: tuple[str, ...], train: Callable = all_trained) -> list[dict[str, dict[str, Any]]]:
     """What two workers have found, and the simulation."""
-    workers = run_local(all_trained, 2, args=(list(names),), timeout=360)
-    return [*workers, *run_local(all_simulated, 1, args=(list(names),), timeout=360)]
+    return [*run_local(train, 2, args=(list(names),), timeout=360), *simulation(names)]
 
 
 def gap(found: dict[str, Any], expected: dict[str, Any]) -> float:
@@ -307,6 +316,26 @@ def test_is_what_the_equations_say(name: str) -> None:
     """Periods of four steps, and an epoch of six: its last period has two."""
     together = tuple(one for one in KINDS if (one in DAILY) == (name in DAILY))
     first, second, expected = (found[name] for found in results(together))
+    check_equations(name, first, second, expected)
+
+
+# What workers that come and go refuse, and a step that asks what the others have.
+NOT_OF_MEMBERS = ("train_on_batch", "steps_per_execution", "two fragments", "four fragments")
+OF_MEMBERS = [name for name in KINDS if not name.startswith(NOT_OF_MEMBERS)]
+
+
+@pytest.mark.parametrize("name", daily(OF_MEMBERS, *DAILY))
+def test_is_the_same_where_workers_may_come_and_go(name: str) -> None:
+    """As long as none does."""
+    together = tuple(one for one in OF_MEMBERS if (one in DAILY) == (name in DAILY))
+    first, second, expected = (found[name] for found in results(together, all_trained_by_members))
+    assert not isinstance(first, Failure), first
+    assert not isinstance(second, Failure), second
+    check_equations(name, first, second, expected)
+
+
+def check_equations(name: str, first: dict[str, Any], second: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Compares two workers with the simulation, and their histories."""
     is_fit, tolerance = KINDS[name].get("data") != "batches", 1e-6 if name == "jit_compile" else 1e-10
     assert set(first["history"]) == set(second["history"])
     for key, values in first["history"].items():

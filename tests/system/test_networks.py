@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -104,3 +108,37 @@ def test_the_check_names_hosts_that_do_not_reach_each_other(own_hosts, jobs):
     (other,) = [line for line in lines if line.startswith("also: ")]
     assert other.startswith("also: worker 2 on n11 does not reach worker 1 on n10 (")
     assert sum("blocked" in line for line in lines) == 2
+
+
+def test_a_worker_whose_network_is_cut_is_left_out_and_taken_in_again(own_hosts, tmp_path):
+    """`LocalStepsStrategy(min_workers=1)`: rank 2 trains on until an exchange, and takes part again later."""
+    cluster = {"worker": [f"{host.address}:5000" for host in own_hosts]}
+    processes, logs = [], [tmp_path / f"worker-{rank}.log" for rank in range(3)]
+    for rank, (host, log) in enumerate(zip(own_hosts, logs, strict=True)):
+        config = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": rank}})
+        program = host.command(sys.executable, "-m", "tests.cluster.coming_program", str(tmp_path), "cut")
+        with log.open("wb") as file:
+            env = {**os.environ, "TF_CONFIG": config}
+            processes.append(subprocess.Popen(program, stdout=file, stderr=subprocess.STDOUT, env=env))
+
+    def wait_for(condition):
+        wait_until(lambda: condition() or any(one.poll() for one in processes), _SECONDS, "the workers")
+        assert condition(), [log.read_text()[-3000:] for log in logs]
+
+    try:
+        wait_for(lambda: list(tmp_path.glob("trains-2-*")))
+        (tmp_path / "struck").touch()
+        own_hosts.cut("n11")
+        wait_for(lambda: "go on without it" in logs[0].read_text())
+        own_hosts.join("n11")
+        (tmp_path / "left-out").touch()
+        wait_for(lambda: all(one.poll() == 0 for one in processes))
+    finally:
+        for one in processes:
+            one.kill()
+            one.wait()
+    found = [json.loads((tmp_path / f"found-{rank}.json").read_text()) for rank in range(3)]
+    assert "takes part from here on" in logs[0].read_text()
+    assert found[0]["weights"] == found[1]["weights"] == found[2]["weights"]
+    assert found[0]["history"] == found[1]["history"] == found[2]["history"]
+    assert len(list(tmp_path.glob("trains-*"))) == 3

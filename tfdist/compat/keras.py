@@ -62,6 +62,9 @@ class StrategyTraits:
     largest_piece: Any = None
     """The largest part of a batch that a replica may get; `None`: all get equal parts."""
 
+    replicas_before = 0
+    """How many replicas other workers have, before this one's, where TensorFlow does not connect them."""
+
     input_meter: Any = None
     """Counts what compiled steps take from the data, a `tfdist.runtime.progress.InputMeter`, or `None`."""
 

@@ -132,6 +132,11 @@ def main() -> None:
     help="Seconds from the call of fit to the first step, until the run counts as hung.",
 )
 @click.option(
+    "--replace-workers",
+    is_flag=True,
+    help="Start a worker that fails again while the others go on: for LocalStepsStrategy(min_workers=...).",
+)
+@click.option(
     "--regrow-after",
     type=_POSITIVE,
     default=300,

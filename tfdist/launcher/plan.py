@@ -132,6 +132,7 @@ class RunOptions:
     host: str = "127.0.0.1"
     stages: Stages | None = None
     transport: str = AUTO
+    replace_workers: bool = False
 
     def __post_init__(self) -> None:
         if self.workers < 1:
@@ -142,6 +143,12 @@ class RunOptions:
             raise PlanError(
                 f"--chief and --ps {self.ps}: expected only one of them. "
                 "With parameter servers a chief is started anyway, which drives the workers: leave --chief out."
+            )
+        if self.replace_workers and (self.ps or self.stages or self.transport == HOROVOD):
+            other = "--ps" if self.ps else "--stages" if self.stages else f"--transport {self.transport}"
+            raise PlanError(
+                f"--replace-workers and {other}: expected only one of them. --replace-workers is for workers that come "
+                "and go, tfdist.LocalStepsStrategy(min_workers=...)."
             )
         if self.transport == HOROVOD and (self.ps or self.stages):
             raise PlanError(
@@ -277,7 +284,7 @@ def plan_run(
         }
         first = task == options.compute_tasks[0]
         serves = (options.stages is not None or options.ps > 0) and not first
-        replaceable = options.ps > 0 and task[0] == "worker"
+        replaceable = task[0] == "worker" if options.ps else options.replace_workers and not first
         plans.append(ProcessPlan(*task, tuple(command), env, pinned, show_all or first, serves, replaceable, host))
     return plans
 

@@ -402,8 +402,14 @@ class ProcessGroup:
 
     @property
     def workers(self) -> int:
-        """The number of workers: of those that can be replaced, if there are any, otherwise of all."""
-        return sum(process.plan.is_replaceable for process in self.processes) or len(self.processes)
+        """The number of processes that train."""
+        return len(self.trainers)
+
+    @property
+    def trainers(self) -> list[Process]:
+        """The processes that train: all, or those of parameter servers that are workers."""
+        has_servers = any(process.plan.job == "ps" for process in self.processes)
+        return [process for process in self.processes if not has_servers or process.plan.job == "worker"]
 
     @property
     def running(self) -> list[Process]:

@@ -55,6 +55,7 @@ def run(
     hang_timeout: float | None,
     start_timeout: float,
     regrow_after: float,
+    replace_workers: bool,
     transport: str,
 ) -> int:
     """Runs a program as a cluster, on this machine or on several hosts, and returns the exit code.
@@ -96,6 +97,7 @@ def run(
         host=host if "host" in given else own_loopback(),
         stages=parts,
         transport=transport,
+        replace_workers=replace_workers,
     )
     command = target.command()
     run_id, show_all = new_run_id(), output == "all"

@@ -500,7 +500,7 @@ class ClusterAttempt(Attempt):
 
     def _is_replaced(self, process: Process) -> bool:
         """Has a worker replaced, or not. False: nobody is left or about to come, and the training is lost."""
-        others = [other for other in self._group.processes if other.plan.is_replaceable and other is not process]
+        others = [other for other in self._group.trainers if other is not process]
         left = sum(other.status is None or other in self._pending for other in others)
         replacement = self._run.replace(self._group.failure(process, process.status), process.lived, left)
         if replacement is None:
@@ -550,7 +550,11 @@ class ClusterAttempt(Attempt):
         overdue = self._watchdog.overdue(seen, time.monotonic())
         if overdue is not None:
             name, text = suspect(overdue, seen, {name: process.state for name, process in alive.items()})
-            self._note_failure(self._group.failure(alive[name], HUNG, text))
+            if not alive[name].plan.serves and alive[name].plan.is_replaceable:
+                self._terminal.message(f"{name} hangs: killed")
+                alive[name].kill()
+            else:
+                self._note_failure(self._group.failure(alive[name], HUNG, text))
         elif not self._grows_to and (workers := self._run.more_workers(self._group.workers, seen)):
             self._grows_to = workers
             now = counted(self._group.workers, "worker")
@@ -570,7 +574,12 @@ class ClusterAttempt(Attempt):
             self._stop(signal.SIGTERM, min(self._grace, FAILURE_GRACE))
 
     def _training_has_ended(self) -> bool:
-        return all(process.status is not None or process.plan.serves for process in self._group.processes)
+        first = self._group.processes[0]
+        is_over = first.status == 0  # workers that come and go end with it
+        return all(
+            process.status is not None or process.plan.serves or (is_over and process.plan.is_replaceable)
+            for process in self._group.processes
+        )
 
     def _end_after(self, failure: Failure) -> None:
         """Asks what to do about a failure, and ends the other processes."""

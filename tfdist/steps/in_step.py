@@ -80,15 +80,20 @@ def next_seed(draw: Callable, generator: Any, *args: Any, **kwargs: Any) -> Any:
         return seed
     context = tf.distribute.get_replica_context()
     # The first replica draws what one process draws, every other one numbers of its own.
-    is_other = context is not None and hooks_of(context.strategy).is_data_parallel and global_replica() > 0
+    is_other = context is not None and hooks_of(context.strategy).is_data_parallel and _number_for_seeds() > 0
     return seed_of_replica(seed) if is_other else seed
 
 
 def seed_of_replica(seed: tf.Tensor, shard: tf.Tensor | None = None) -> tf.Tensor:
     """The seed of this replica, or shard, in place of one that all have: the first draws what one process does."""
-    offset = (global_replica() if shard is None else shard) * _REPLICA_SEED_STRIDE % 2**32
+    offset = (_number_for_seeds() if shard is None else shard) * _REPLICA_SEED_STRIDE % 2**32
     offset = tf.constant(offset, seed.dtype) if shard is None else tf.cast(offset, seed.dtype)
     return seed + tf.stack([offset, tf.zeros_like(offset)])
+
+
+def _number_for_seeds() -> int:
+    """The number of this replica among all, also among those of workers that TensorFlow does not connect."""
+    return global_replica() + hooks_of(tf.distribute.get_replica_context().strategy).replicas_before
 
 
 def draw_seed(draw: Callable, seed: Any) -> Any:

@@ -43,6 +43,8 @@ class OuterModel:
         is_shown: whether the model has the weights of the period's beginning now.
         has_rows: in the step that is traced, whether this worker has rows of the batch; `None` if it certainly has.
         origins: for each of the step's logs, the metric whose result it is, and which of its numbers, or `None`.
+        was_left_out: whether the other workers have gone on without this one.
+        stops: whether another worker stops training at the end of the last period.
     """
 
     def __init__(self, strategy: Any, model: keras.Model, optimizer: keras.optimizers.Optimizer) -> None:
@@ -64,6 +66,8 @@ class OuterModel:
         self._updated: set[int] = set()
         self._state: dict[int, tuple[Any, tf.Variable]] = {}
         self.is_shown, self.has_rows, self.origins = False, None, []
+        # What the last round has said, where workers come and go.
+        self.was_left_out, self.stops = False, False
 
     def is_of(self, model: keras.Model) -> bool:
         """Whether it was made for these weights of a model; another optimizer may train others."""
@@ -252,6 +256,9 @@ class OuterModel:
 
     def _exchange(self) -> None:
         strategy, model = self._strategy, self._model()
+        if strategy.membership is not None:
+            self._exchange_with_members(model)
+            return
         rows = tf.cast(own_copy(self._rows).read_value(), tf.float64)
         agreement = agreement_of(model)
         totals, *requests = all_reduce_sum([rows, *([agreement.read()] if agreement else [])])
@@ -271,8 +278,42 @@ class OuterModel:
             own_copy(variable).assign(own_copy(base).read_value())
         self._step(list(means.values()), [self._trainable[i] for i in means])
 
+    def _exchange_with_members(self, model: keras.Model) -> None:
+        rows, options = own_copy(self._rows).read_value()[0], self._strategy._gradient_options
+        trained = [(variable, own_copy(variable), own_copy(base)) for variable, base in self._trained]
+        differences = [base.read_value() - weight.read_value() for _, weight, base in trained]
+        sent = [tf.cast(one, options.dtype or one.dtype) for one in differences]
+        floats, pairs, others, means = self._state_to_average(model)
+        firsts = [v.read_value() for v in others]
+        found = iter(self._strategy._keras_hooks.brought(model, rows, [*sent, *means], firsts))
+        received = [tf.cast(next(found), one.dtype) for one in differences]
+        self._assign_state(floats, pairs, others, found)
+        for _, weight, base in trained:
+            weight.assign(base.read_value())
+        self._step(received, [variable for variable, *_ in trained])
+
+    def end_epoch(self) -> None:
+        """Ends the period, or says that there is none to end, where workers come and go."""
+        if self.is_in_period:
+            self.end_period()
+        else:
+            self._strategy._keras_hooks.bring(self._model())
+
+    def taken(self) -> None:
+        """After rank 0's state was taken, of which this worker has seen no rows."""
+        own_copy(self._rows).assign(tf.zeros_like(own_copy(self._rows)))
+        self.was_left_out, self.stops = False, False
+
     def _average_state(self, model: keras.Model, share: tf.Tensor) -> None:
         """Other state: means over the rows; of what is not a float, rank 0's value."""
+        floats, pairs, others, values = self._state_to_average(model)
+        means = all_reduce_sum(values, weight=share)
+        is_first = int(self._strategy.extended._input_position()[1] == 0)
+        firsts = all_reduce_sum([tf.cast(v.read_value(), tf.int64) * is_first for v in others])
+        self._assign_state(floats, pairs, others, iter([*means, *firsts]))
+
+    def _state_to_average(self, model: keras.Model) -> tuple[list[Any], list[Any], list[Any], list[tf.Tensor]]:
+        """What else a step writes: floats, complex numbers, whole numbers; and what is averaged of the first two."""
         if self._updated and not model.run_eagerly:
             written = [variable for variable, _ in self._other_state]
         else:
@@ -288,18 +329,21 @@ class OuterModel:
         wide = set(map(id, parts[: len(written)]))
         floats, pairs = ([v for v in parts if getattr(v.dtype, kind)] for kind in ("is_floating", "is_complex"))
         others = [v for v in parts if v.dtype.is_integer or v.dtype.is_bool]
-        halves = [half(v.read_value()) for v in pairs for half in (tf.math.real, tf.math.imag)]
         # Frozen weights may be among them: in float64, the mean of equal values rounds to that value.
         sent = [tf.cast(v.read_value(), tf.float64) if id(v) in wide else v.read_value() for v in floats]
-        means = iter(all_reduce_sum([*sent, *halves], weight=share))
+        halves = [half(v.read_value()) for v in pairs for half in (tf.math.real, tf.math.imag)]
+        return floats, pairs, others, [*sent, *halves]
+
+    def _assign_state(
+        self, floats: list[Any], pairs: list[Any], others: list[Any], values: Iterator[tf.Tensor]
+    ) -> None:
+        """Assigns what was averaged; of complex numbers, the halves come one after the other."""
         for variable in floats:
-            variable.assign(tf.cast(next(means), variable.dtype))
+            variable.assign(tf.cast(next(values), variable.dtype))
         for variable in pairs:
-            variable.assign(tf.complex(next(means), next(means)))
-        is_first = int(self._strategy.extended._input_position()[1] == 0)
-        values = [tf.cast(v.read_value(), tf.int64) * is_first for v in others]
-        for variable, value in zip(others, all_reduce_sum(values), strict=True):
-            variable.assign(tf.cast(value, variable.dtype))
+            variable.assign(tf.complex(next(values), next(values)))
+        for variable in others:
+            variable.assign(tf.cast(next(values), variable.dtype))
         for variable, base in self._other_state:
             base.assign(own_copy(variable).read_value())
 

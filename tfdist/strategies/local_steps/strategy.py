@@ -29,25 +29,26 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
-from tfdist.arguments import check_count, is_new
+from tfdist.arguments import check_count, check_seconds, is_new
 from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.errors import ClusterError
 from tfdist.cluster.variables import DIRECT
-from tfdist.inspection.model_state import all_optimizers_of, metrics_of, optimizers_of
+from tfdist.inspection.model_state import metrics_of, optimizers_of, random_state, restore_random_state
 from tfdist.memory.policy import MemoryPolicy
-from tfdist.optimizers.sharded_optimizer import ShardedOptimizer
 from tfdist.runtime.exchange import Exchange
+from tfdist.runtime.rounds import Membership, join_rounds
 from tfdist.steps.derived_logs import marked_result
 from tfdist.steps.keras_step import KerasStep, marked_for_xla, recognise_step, shadowed, xla_compiles
 from tfdist.steps.reduce import values_of
 from tfdist.strategies.data_parallel.dataset import count_rows, static_rows, with_stand_in
 from tfdist.strategies.data_parallel.replica_step import undone_unless
-from tfdist.strategies.data_parallel.strategy import DataParallel, DataParallelHooks, other_random_numbers
+from tfdist.strategies.data_parallel.strategy import DataParallel, other_random_numbers
+from tfdist.strategies.local_steps.hooks import LocalStepsHooks
+from tfdist.strategies.local_steps.members import MemberHooks
 from tfdist.strategies.local_steps.outer_model import OuterModel
-from tfdist.strategies.multi_worker import MultiWorkerExtended, MultiWorkerMirroredStrategy
+from tfdist.strategies.multi_worker import MultiWorkerExtended, MultiWorkerMirroredStrategy, cluster_of
 
 _log = logging.getLogger("tfdist")
 _ANOTHER_TRAINING = (
@@ -101,109 +102,6 @@ class _LocalStepsExtended(MultiWorkerExtended):
         return self._call_here(self._input_position()[1], fn, args, kwargs or {})
 
 
-class LocalStepsHooks(DataParallelHooks):
-    """Models whose weights differ between the processes in the middle of a period."""
-
-    keeps_own = True
-    # Whether a model is evaluated, or predicts; also in the middle of a fit.
-    _is_testing = False
-
-    def check(self, model: Any) -> None:
-        super().check(model)
-        if any(isinstance(optimizer, ShardedOptimizer) for optimizer in all_optimizers_of(model)):
-            raise ValueError(
-                "Received: a ShardedOptimizer under LocalStepsStrategy, where each worker trains by itself. "
-                "Expected: the optimizer inside, as it is."
-            )
-
-    def make_function(self, make: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
-        if args[:1] == (model.train_step,):
-            self._strategy._make_outer(model)
-        return super().make_function(make, model, *args, **kwargs)
-
-    def note_update(self, variables: Any) -> None:
-        if self._strategy._traced_outer is not None:
-            self._strategy._traced_outer.note_update(variables)
-
-    def read_metrics(self, read: Callable, model: Any, logs: Any) -> Any:
-        outer = None if self._is_testing else self._strategy._outer_models.get(model)
-        if outer is not None:
-            outer.end_period()
-            self._strategy._say_that_periods_are_short(outer)
-        found = super().read_metrics(read, model, logs)
-        # Keras has read the metrics of all processes, if there was nothing else.
-        return found if self.peers is None or outer is None or found is not logs else self._of_all(outer, logs)
-
-    def _of_all(self, outer: OuterModel, logs: Any) -> Any:
-        """Logs of which some are no metrics' results: the mean over the workers of what each has logged last."""
-        flat, origins = tf.nest.flatten(logs), outer.origins
-        own = [
-            None if origin else np.asarray(one, "float64").tolist() for one, origin in zip(flat, origins, strict=True)
-        ]
-        everyone = zip(*self.peers.gather("logs", own, "finish the epoch"), strict=True)
-        found = [
-            tf.nest.flatten(origin[0].result())[origin[1]] if origin else np.mean(values, 0)
-            for origin, values in zip(origins, everyone, strict=True)
-        ]
-        return tf.nest.pack_sequence_as(logs, found)
-
-    def fit(self, fit: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
-        before, self._strategy._is_fitting = self._strategy._is_fitting, True
-        try:
-            return super().fit(fit, model, *args, **kwargs)
-        finally:
-            self._strategy._is_fitting = before
-
-    def call(self, method: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
-        trains, strategy = method.__name__ in ("fit", "train_on_batch"), self._strategy
-        if trains or not strategy._is_fitting:
-            # All processes come here together. What another model has learned of the same weights is not lost.
-            own = strategy._outer_models.get(model) if trains else None
-            # A frozen part, such as the discriminator in a GAN's generator step, goes on with its own period.
-            for outer in strategy._outers_with(model.trainable_variables if trains else model.weights):
-                if outer is not own:
-                    outer.end_period()
-            if own is not None:
-                own.begin_fit()
-        if trains:
-            return super().call(method, model, *args, **kwargs)
-        before, self._is_testing = self._is_testing, True
-        try:
-            with self._shown(model):
-                return super().call(method, model, *args, **kwargs)
-        finally:
-            self._is_testing = before
-
-    def save(self, write: Callable, model: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self._strategy._is_fitting:
-            self._strategy._warn_of_hidden_steps(model)
-        with self._shown(model):
-            return super().save(write, model, path, *args, **kwargs)
-
-    @contextlib.contextmanager
-    def collected(self, model: Any) -> Iterator[None]:
-        with super().collected(model), self._shown(model):
-            yield
-
-    @contextlib.contextmanager
-    def _shown(self, model: Any) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for outer in self._strategy._outers_with(model.weights):
-                stack.enter_context(outer.shown())
-            yield
-
-    def more_state(self, model: Any) -> list[keras.Variable]:
-        outer = self._strategy._outer_models.get(model)
-        return [] if outer is None else outer.variables
-
-    def steps_alone(self, model: Any) -> int | None:
-        outer = self._strategy._outer_models.get(model)
-        return None if outer is None else outer.steps_in_period
-
-    def restored(self, model: Any, of_others: bool) -> None:
-        self._strategy._outer_models[model].restored(of_others)
-
-
 class LocalStepsStrategy(MultiWorkerMirroredStrategy):
     """Workers that train by themselves and rarely talk: DiLoCo, local SGD, over slow networks.
 
@@ -229,14 +127,19 @@ class LocalStepsStrategy(MultiWorkerMirroredStrategy):
         cluster: the cluster and this process' place in it; by default what `tfdist.discover()` finds. One process
             alone takes the outer steps, too.
         memory: what models keep for their backward pass, see `tfdist.memory.MemoryPolicy`.
+        min_workers: lets workers come and go, as long as there are so many: one that ends is left out from the next
+            exchange on, and one that is started again, or was cut off, takes part from one on. `None`: all of them
+            take part in each exchange. Rank 0 has to stay: it keeps who takes part.
+        patience: with `min_workers`, how long the others wait at an exchange for a worker that does not come, and how
+            long a worker tries to reach rank 0, in seconds.
         start_timeout: how long to wait at the start until all processes are there, in seconds.
         peer_timeout: how long to wait for another process that has not yet come to the same exchange, in seconds.
 
     Raises:
         tfdist.ClusterError: as in `MultiWorkerMirroredStrategy`.
         ValueError: for a `sync_every` below 1, `fragments` that do not divide it or are more than a model's weights,
-            another `compression`, or a process with several devices: start one for each, as `tfdist run` does with
-            GPUs.
+            another `compression`, `min_workers` with `fragments`, more `min_workers` than workers, or a process with
+            several devices: start one for each, as `tfdist run` does with GPUs.
 
     Source: Douillard et al., "DiLoCo: distributed low-communication training of language models" (2023, arXiv
     2311.08105), "Streaming DiLoCo with overlapping communication" (2025, arXiv 2501.18512) for `fragments`; Stich,
@@ -254,6 +157,8 @@ class LocalStepsStrategy(MultiWorkerMirroredStrategy):
     _extended_class = _LocalStepsExtended
     _hooks_class = LocalStepsHooks
     _goes_through_host = True
+    # Where workers come and go.
+    membership: Membership | None = None
 
     def __init__(
         self,
@@ -264,6 +169,8 @@ class LocalStepsStrategy(MultiWorkerMirroredStrategy):
         compression: str | None = None,
         cluster: ClusterConfig | None = None,
         memory: MemoryPolicy | str | None = None,
+        min_workers: int | None = None,
+        patience: float = 60.0,
         start_timeout: float = 300.0,
         peer_timeout: float = 1800.0,
     ):
@@ -279,6 +186,8 @@ class LocalStepsStrategy(MultiWorkerMirroredStrategy):
         self._outer_models: weakref.WeakKeyDictionary[Any, OuterModel] = weakref.WeakKeyDictionary()
         self._is_fitting = False
         self._traced_outer: OuterModel | None = None
+        if min_workers is not None:
+            cluster = self._join_members(cluster, min_workers, patience, start_timeout, peer_timeout)
         try:
             super().__init__(
                 cluster=cluster,
@@ -299,6 +208,33 @@ class LocalStepsStrategy(MultiWorkerMirroredStrategy):
                 "Expected: one process for each device, as `tfdist run` starts them with GPUs."
             )
 
+    def _join_members(
+        self, cluster: ClusterConfig | None, least: int, patience: float, start_timeout: float, peer_timeout: float
+    ) -> ClusterConfig:
+        """Takes part in the rounds of workers that come and go; each is a process by itself for TensorFlow."""
+        check_count("min_workers", least)
+        check_seconds(patience=patience, start_timeout=start_timeout, peer_timeout=peer_timeout)
+        if self._fragments > 1:
+            raise ValueError(f"Received: min_workers={least} with fragments={self._fragments}. Expected: one of them.")
+        found = cluster_of(cluster, None, start_timeout)
+        if least > found.num_workers:
+            raise ValueError(f"Received: min_workers={least}, {found.num_workers} workers. Expected: at most as many.")
+        if found.num_workers > 1:
+            self.membership = join_rounds(found, least, patience, start_timeout, peer_timeout)
+            self._hooks_class = MemberHooks
+        return ClusterConfig.single_process()
+
+    @property
+    def is_chief(self) -> bool:
+        return super().is_chief if self.membership is None else self.membership.rank == 0
+
+    @property
+    def workers(self) -> tuple[int, int]:
+        """How many workers there are, and which of them this is."""
+        if self.membership is None:
+            return self.extended._input_position()
+        return len(self.membership.names), self.membership.rank
+
     def _begin(self) -> None:
         given = _DEFAULT if self._outer_optimizer is None else self._outer_optimizer
         made = given() if callable(given) else keras.optimizers.get(given)
@@ -314,6 +250,20 @@ class LocalStepsStrategy(MultiWorkerMirroredStrategy):
             "outer_optimizer": config,
         }
         super()._begin()
+        if self.membership is not None:
+            self._begin_like_rank_0(self.membership)
+
+    def _begin_like_rank_0(self, membership: Membership) -> None:
+        """Takes over rank 0's random state, and compares the strategy's arguments."""
+        own = [membership.names[membership.rank], self._arguments, random_state()]
+        first, arguments, state = membership.share(f"strategy {membership.number('strategy')}", own)[0]
+        for name, value in arguments.items():
+            if self._arguments[name] != value:
+                raise ValueError(
+                    f"The processes have different strategies. Received: {name}: {self._arguments[name]}; on {first}: "
+                    f"{value}. Expected: the same arguments on every process."
+                )
+        restore_random_state(state)
 
     def synchronize(self, model: keras.Model) -> None:
         """Ends a period of a model now: the workers exchange what they have learned since the last exchange.
@@ -375,6 +325,8 @@ class LocalStepsStrategy(MultiWorkerMirroredStrategy):
                 self._warn_of_own_loop(fn)
             return super()._run(fn, args, kwargs, options)
         outer, batch = self._outer_of(step.model), self._cut(step, *args)
+        if self.membership is not None:
+            batch = self._keras_hooks.own_rows(batch)
         parts = [values_of(one)[0] for one in tf.nest.flatten(batch)]
         data = [x for x in tf.nest.flatten(parts, expand_composites=True) if tf.is_tensor(x)]
         step.is_compiled = xla_compiles(step.model, batch)
@@ -384,7 +336,7 @@ class LocalStepsStrategy(MultiWorkerMirroredStrategy):
             with (
                 self._alone(),
                 outer.noting(step.model),
-                other_random_numbers(self.extended._input_position()[1]),
+                other_random_numbers(self.workers[1]),
                 marked_for_xla(step.is_compiled),
             ):
                 # Past what the data-parallel strategies do to a step.

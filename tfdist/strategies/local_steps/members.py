@@ -1,0 +1,383 @@
+"""Local steps of workers that come and go: what a worker does at the rounds of `runtime/rounds.py`.
+
+Each process is one by itself, which TensorFlow does not connect: it trains on its rows of each batch, evaluates and
+predicts alone. What it exchanges, the members of the job bring to a round at the end of a period (`brought`).
+
+A worker that comes later runs the program from its beginning. It takes the data of the steps that the others have done,
+computes nothing (`_skip`), and hears what they have said at the ends of epochs; so callbacks see the same history. At
+the first end of a period that the others have not come to yet, it takes rank 0's state, and is one of the members. A
+worker that the others have left out does the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.arguments import is_new
+from tfdist.inspection.model_state import all_optimizers_of, held_variables, random_state, restore_random_state
+from tfdist.runtime.chief import Arranged, is_the_chiefs
+from tfdist.runtime.rounds import FIRST, MEAN, Membership, Place, RoundError
+from tfdist.steps.reduce import values_of
+from tfdist.strategies.data_parallel.dataset import ReplicaBatch, cut_for_replica
+from tfdist.strategies.data_parallel.state import is_mirrored
+from tfdist.strategies.hooks import not_compiled_as_a_whole
+from tfdist.strategies.local_steps.hooks import LocalStepsHooks
+
+_log = logging.getLogger("tfdist")
+# Instead of an epoch: after all of them.
+_END = 2**31
+
+
+class Pace(keras.callbacks.Callback):
+    """Where a fit is; what was done before a resumed one counts, too."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number, self.epoch, self.step, self.evaluations = number, 0, 0, 0
+        self._begins = True
+
+    @property
+    def place(self) -> Place:
+        """Number of the fit, epoch, steps done of the epoch."""
+        return self.number, self.epoch, self.step
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.epoch, self.step, self.evaluations, self._begins = epoch, 0, 0, True
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if self._begins:
+            self.step, self._begins = batch, False
+
+    def get_state(self) -> dict[str, Any]:
+        """Nothing: a backup knows where it is."""
+        return {}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Does nothing."""
+
+
+class _StopTogether(keras.callbacks.Callback):
+    """Comes last: all stop after an epoch after which one of them does."""
+
+    def __init__(self, hooks: MemberHooks) -> None:
+        super().__init__()
+        self._hooks = hooks
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if self._hooks.any_stops(bool(self.model.stop_training)):
+            self.model.stop_training = True
+
+    def get_state(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Does nothing."""
+
+
+class MemberHooks(LocalStepsHooks):
+    """Models of workers that come and go."""
+
+    def __init__(self, strategy: Any) -> None:
+        super().__init__(strategy)
+        self._membership: Membership = strategy.membership
+        self.replicas_before = self._membership.rank
+        self._pace = Pace(0)
+        # Whether the fit has begun, whether this worker takes no part in it now, and until where it skips in any case.
+        self._has_begun, self._skips, self._resumes_at = True, False, (0, 0, 0)
+        # Rank 0's state there: what callbacks do before must not change it.
+        self._given: list[np.ndarray] = []
+        # The epoch of which all logs are known from before this job.
+        self._known: tuple[int, int] | None = None
+
+    def fit(self, fit: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
+        number = self._membership.number("fit")
+        before = self._pace, self._has_begun, self._skips
+        self._pace, self._has_begun = Pace(number), False
+        self._skips = False
+        try:
+            # What shuffles the data.
+            everyone = self._membership.share(f"random state of fit {number}", random_state())
+            restore_random_state(everyone[0])
+            history = super().fit(fit, model, *args, **kwargs)
+            self._keep_history(history)
+            self._end(model)
+            return history
+        finally:
+            self._pace, self._has_begun, self._skips = before
+
+    def make_epoch_iterator(self, make: Callable, iterator: Any, **arguments: Any) -> None:
+        super().make_epoch_iterator(make, iterator, **arguments)
+        source = getattr(iterator._distributed_dataset, "source", None)
+        off = tf.data.experimental.AutoShardPolicy.OFF
+        if source is None or source.options().experimental_distribute.auto_shard_policy == off:
+            raise ValueError(
+                "Received: data that each process has sharded for itself (AutoShardPolicy.OFF, "
+                "distribute_datasets_from_function), under LocalStepsStrategy(min_workers=...). Expected: a dataset of "
+                "global batches, the same on every process, of which each worker takes its rows."
+            )
+
+    def file_of_cache(self, path: str) -> str:
+        return f"{path}.rank{self._membership.rank}"
+
+    def _arrange(self, callback_list: Any, callbacks: list, model: Any) -> list:
+        if not self._strategy._is_fitting or self._pace in callbacks:
+            return callbacks
+        if self._membership.rank:
+            # Rank 0 writes, and goes on from its backup; the others take its state.
+            kinds = (Arranged, keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore)
+            callbacks = [one for one in callbacks if not (is_the_chiefs(one) or isinstance(one, kinds))]
+        return [self._pace, *callbacks, _StopTogether(self)]
+
+    def save(self, write: Callable, model: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._membership.rank:
+            return None
+        return super().save(write, model, path, *args, **kwargs)
+
+    def make_function(self, make: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
+        if args[:1] != (model.train_step,):
+            return super().make_function(make, model, *args, **kwargs)
+        with not_compiled_as_a_whole(model):  # XLA has no rounds
+            return functools.partial(self._step, super().make_function(make, model, *args, **kwargs), model)
+
+    def call(self, method: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
+        if method.__name__ == "train_on_batch":
+            raise ValueError(
+                "Received: train_on_batch under LocalStepsStrategy(min_workers=...). Expected: fit, which a worker "
+                "that comes later can follow."
+            )
+        if method.__name__ != "evaluate" or not self._strategy._is_fitting:
+            return super().call(method, model, *args, **kwargs)
+        if self._known == self._pace.place[:2]:
+            return {}  # what was found is one of the epoch's logs
+        self._pace.evaluations += 1
+        name = f"evaluation {self._pace.evaluations} of fit {self._pace.number}, epoch {self._pace.epoch}"
+        found = None if self._skips else super().call(method, model, *args, **kwargs)
+        everyone = self._membership.share(name, _numbers(found))
+        values = [one for one in everyone.values() if one is not None]
+        return tf.nest.map_structure(lambda *ones: float(np.mean(ones)), *values)
+
+    def read_metrics(self, read: Callable, model: Any, logs: Any) -> Any:
+        if self._is_testing or not self._strategy._is_fitting:
+            return read(model, logs)
+        if self._skips and self._pace.place >= self._resumes_at:
+            self._try_to_join(model)
+        elif not self._skips:
+            outer = self._strategy._outer_models[model]
+            outer.end_epoch()
+            self._strategy._say_that_periods_are_short(outer)
+            self._after(model)
+        totals = [v.numpy().tolist() for v in model.metrics_variables]
+        said = None if self._skips else {"metrics": totals, "others": self._others(model, logs), "names": sorted(logs)}
+        everyone = self._said_of_epoch(said)
+        if "all" in everyone[0]:
+            self._known = self._pace.place[:2]
+            return everyone[0]["all"]
+        parts = [one for one in everyone.values() if one is not None]
+        for variable, *values in zip(model.metrics_variables, *(one["metrics"] for one in parts), strict=True):
+            variable.assign(np.sum(values, 0))
+        found = dict(read(model, dict.fromkeys(parts[0]["names"], 0.0)))
+        means = {
+            name: float(np.mean([one["others"][name] for one in parts if name in one["others"]]))
+            for name in parts[0]["others"]
+        }
+        return {name: means.get(name, value) for name, value in found.items()}
+
+    def any_stops(self, stops: bool) -> bool:
+        """Whether one of the workers stops after this epoch."""
+        if self._known == self._pace.place[:2]:
+            return stops
+        name = f"stop after epoch {self._pace.epoch} of fit {self._pace.number}"
+        return any(self._membership.share(name, stops).values())
+
+    def _said_of_epoch(self, said: Any = None) -> dict[int, Any]:
+        return self._membership.share(f"logs of fit {self._pace.number}, epoch {self._pace.epoch}", said)
+
+    def _others(self, model: Any, logs: dict) -> dict[str, float]:
+        """Logs that are no metrics' results."""
+        origins = self._strategy._outer_models[model].origins
+        if len(origins) != len(logs):  # this worker has trained no step of the epoch
+            return {}
+        return {
+            name: float(np.mean(logs[name])) for name, origin in zip(sorted(logs), origins, strict=True) if not origin
+        }
+
+    def _keep_history(self, history: keras.callbacks.History) -> None:
+        """Rank 0 keeps the logs of epochs that were trained before this job began, for those who come later."""
+        if self._membership.rank or history is None:
+            return
+        for number, epoch in enumerate(history.epoch):
+            whole = {name: values for name, values in history.history.items() if len(values) == len(history.epoch)}
+            found = {name: float(values[number]) for name, values in whole.items()}
+            self._membership.rounds.keep(f"logs of fit {self._pace.number}, epoch {epoch}", {"all": found})
+
+    # Steps
+
+    def _step(self, function: Callable, model: Any, iterator: Any) -> Any:
+        """In place of Keras' function of a training step."""
+        if not self._has_begun:
+            self._begin(model)
+        if self._skips:
+            return self._skip(function, model, iterator)
+        self._pace.step += 1  # what is brought in the step is of its end
+        try:
+            logs = function(iterator)
+        except (StopIteration, tf.errors.OutOfRangeError):
+            self._pace.step -= 1
+            raise
+        self._after(model)
+        return logs
+
+    def _begin(self, model: Any) -> None:
+        """Before the first step of a fit, all workers take rank 0's state."""
+        if model.steps_per_execution > 1:
+            raise ValueError(
+                f"Received: steps_per_execution={model.steps_per_execution} under "
+                "LocalStepsStrategy(min_workers=...). Expected: 1, since a worker comes between two steps."
+            )
+        self._has_begun = True
+        if self._membership.rank == 0:
+            self._keep_history(model.history)
+            self._membership.rounds.begin(self._pace.place)
+            self._give(model)
+            return
+        if self._pace.place <= self._resumes_at:  # it was taken in while it followed an earlier fit
+            self._skips = True
+            self._go_on(model)
+        else:
+            self._try_to_join(model)
+
+    def _end(self, model: Any) -> None:
+        """After a fit, all have rank 0's model, also what its callbacks have made of it."""
+        place = (self._pace.number, _END, 0)
+        if self._membership.rank == 0:
+            self._membership.rounds.begin(place)
+            self._give(model, place)
+        elif self._resumes_at == place:  # it was taken in while it followed
+            self._take(model, self._given)
+        elif self._resumes_at > place:
+            pass
+        elif (found := self._membership.follow(place)) is not None:
+            self._resumes_at, self._given = found
+            self._take(model, self._given)
+        else:
+            _log.warning(
+                "The fit was over before this worker could take part: its model is not that of the others. Expected: "
+                "what rank 0 has saved"
+            )
+
+    def _skip(self, function: Callable, model: Any, iterator: Any) -> dict:
+        """Takes a step's data, and computes nothing."""
+        if is_new(model, "skips"):
+            # But for the first one: it is traced here, where nobody waits for it. Rank 0's state overwrites the rest.
+            function(iterator)
+            model.reset_metrics()
+        else:
+            next(iterator)
+        self._pace.step += 1
+        if self._pace.place <= self._resumes_at:
+            self._go_on(model)
+        elif self._pace.step % self._strategy._sync_every == 0:
+            self._try_to_join(model)
+        return model.get_metrics_result()
+
+    def _go_on(self, model: Any) -> None:
+        """Takes part where it was taken in."""
+        if self._pace.place == self._resumes_at:
+            self._take(model, self._given)
+            model.reset_metrics()
+            self._skips = False
+
+    def _try_to_join(self, model: Any) -> None:
+        found = self._membership.follow(self._pace.place)
+        self._skips = True
+        if found is not None:
+            self._resumes_at, self._given = found
+            self._go_on(model)
+
+    def _after(self, model: Any) -> None:
+        """After a step, or the last period of an epoch."""
+        membership, outer = self._membership, self._strategy._outer_models[model]
+        if membership.rank == 0 and membership.rounds.awaits_state:
+            self._give(model)
+        if outer.was_left_out:
+            _log.warning("The others have left this worker out. It waits for their next exchange, and goes on from it")
+            outer.was_left_out, self._skips = False, True
+            self._resumes_at = (0, 0, 0)
+        if outer.stops:
+            outer.stops, model.stop_training = False, True
+
+    def _give(self, model: Any, place: Place | None = None) -> None:
+        with self._shown(model):
+            state = [np.asarray(v) for v in self._state(model)]
+        self._membership.rounds.give(place or self._pace.place, state)
+
+    def _take(self, model: Any, state: Sequence[np.ndarray]) -> None:
+        variables = self._state(model)
+        if [tuple(v.shape) for v in variables] != [one.shape for one in state]:
+            raise RoundError(
+                f"Received: a model with {len(variables)} weights and other state, where rank 0 has {len(state)}, or "
+                "others. Expected: the same script on every process."
+            )
+        for variable, value in zip(variables, state, strict=True):
+            variable.assign(value)
+        self._strategy._outer_models[model].taken()
+        self._given = []
+
+    def _state(self, model: Any) -> list[Any]:
+        """All that a training consists of but for its metrics."""
+        metrics = {id(v) for v in model.metrics_variables}
+        slots = [v for optimizer in all_optimizers_of(model) for v in optimizer.variables]
+        outer = self._strategy._outer_of(model).variables
+        raw = filter(is_mirrored, held_variables(model))
+        found = {id(v): v for v in (*model.variables, *slots, *outer, *raw) if id(v) not in metrics}
+        return [v for v in found.values() if v.dtype not in ("string", tf.string)]
+
+    # In the graph of a step
+
+    def own_rows(self, batch: ReplicaBatch) -> ReplicaBatch:
+        """This worker's rows of a batch that every process has whole."""
+        whole = tf.nest.map_structure(lambda one: values_of(one)[0], batch.data)
+        with tf.device("CPU:0"):
+            return cut_for_replica(whole, *self._strategy.workers)
+
+    def brought(self, model: Any, rows: tf.Tensor, means: list[tf.Tensor], firsts: list[tf.Tensor]) -> list[tf.Tensor]:
+        """What the members of a round have brought: means by rows, and values of the first."""
+        kinds = [MEAN] * len(means) + [FIRST] * len(firsts)
+
+        def bring(rows: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
+            try:
+                found = self.bring(model, float(rows), kinds, arrays)
+            except (RoundError, OSError) as error:
+                raise tf.errors.UnavailableError(None, None, str(error)) from None
+            # One that was left out takes the others' state soon.
+            return [np.zeros_like(one) for one in arrays] if found is None else found
+
+        given = [*means, *firsts]
+        with tf.device("CPU:0"):
+            found = tf.numpy_function(bring, [rows, *given], [one.dtype for one in given])
+        return [tf.ensure_shape(one, like.shape) for one, like in zip(found, given, strict=True)]
+
+    def bring(
+        self, model: Any, rows: float = 0.0, kinds: Sequence[str] = (), arrays: Sequence[np.ndarray] = ()
+    ) -> list[np.ndarray] | None:
+        """Takes part in a round; `None` if this worker was left out."""
+        stops = bool(model.stop_training)
+        found = self._membership.bring(self._pace.place, stops, rows, list(kinds), list(arrays))
+        outer = self._strategy._outer_models[model]
+        outer.was_left_out = found is None
+        if found is None:
+            return None
+        outer.stops = found.stops and not stops
+        return [one.astype(given.dtype) for one, given in zip(found.arrays, arrays, strict=True)]
+
+
+def _numbers(found: Any) -> Any:
+    return None if found is None else tf.nest.map_structure(float, found)
