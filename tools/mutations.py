@@ -175,8 +175,8 @@ MUTATIONS = (
         name="seeds of replicas",
         effect="Dropout draws the same masks on every process",
         file="tfdist/steps/in_step.py",
-        old="(global_replica() if shard is None",
-        new="(local_replica() if shard is None",
+        old="return global_replica() + hooks_of",
+        new="return tf.distribute.get_replica_context()._replica_id + hooks_of",
         tests=("tests/cluster/test_randomness.py::test_dropout_masks_differ_between_replicas",),
     ),
     Mutation(

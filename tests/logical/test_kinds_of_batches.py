@@ -54,9 +54,9 @@ class Penalised(keras.Model):
         self.add_loss(keras.ops.mean(keras.ops.square(restored - x)))
         return restored
 
-    def compute_loss(self, x: Any = None, y: Any = None, **others: Any) -> Any:
+    def compute_loss(self, x: Any = None, y: Any = None, *others: Any, **more: Any) -> Any:
         assert y is None
-        return super().compute_loss(x=x, y=y, **others)
+        return super().compute_loss(x, y, *others, **more)
 
 
 class RowSums(keras.Model):
