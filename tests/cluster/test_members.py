@@ -23,8 +23,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 _DEADLINE = 200.0
 
 
-def mistakes() -> list[tuple[str, str]]:
-    """Runs on every process."""
+def mistakes(done: str) -> list[tuple[str, str]]:
+    """Runs on every process; rank 0 stays until the other one is done."""
     import keras
     import tensorflow as tf
 
@@ -47,7 +47,7 @@ def mistakes() -> list[tuple[str, str]]:
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
     own = strategy.distribute_datasets_from_function(lambda _: sharded)
-    return [
+    found = [
         error_of(make, min_workers=0),
         error_of(make, min_workers=3),
         error_of(make, min_workers=1, fragments=2),
@@ -57,10 +57,21 @@ def mistakes() -> list[tuple[str, str]]:
         error_of(fit, (sharded.with_options(options),)),
         error_of(fit, (own,)),
     ]
+    wait_for_the_other(strategy.workers[1], done)
+    return found
 
 
-def test_what_is_refused() -> None:
-    for found in run_local(mistakes, 2, timeout=240):
+def wait_for_the_other(rank: int, done: str) -> None:
+    """Rank 0 keeps what the other one asks."""
+    if rank:
+        Path(done).touch()
+    end = time.monotonic() + 100
+    while not Path(done).exists() and time.monotonic() < end:
+        time.sleep(0.1)
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    for found in run_local(mistakes, 2, args=(str(tmp_path / "done"),), timeout=240):
         assert [kind for kind, _ in found] == ["ValueError"] * 8
         texts = [text for _, text in found]
         expected = ["min_workers=0", "min_workers=3, 2 workers", "fragments=2", "patience=0", "train_on_batch"]
@@ -76,11 +87,7 @@ def other_arguments(done: str) -> tuple[str, str]:
 
     rank = tfdist.discover().rank
     found = error_of(lambda: tfdist.LocalStepsStrategy(4 + rank, min_workers=1, start_timeout=60)._sync_every)
-    if rank:
-        Path(done).touch()
-    end = time.monotonic() + 100
-    while not Path(done).exists() and time.monotonic() < end:
-        time.sleep(0.1)
+    wait_for_the_other(rank, done)
     return found
 
 
@@ -170,6 +177,7 @@ def test_a_worker_that_is_killed_comes_again_while_the_others_train(tmp_path: Pa
         assert "takes part from here on" in run.said
 
 
+@pytest.mark.nightly
 def test_a_worker_that_stands_still_is_left_out_and_taken_in_again(tmp_path: Path) -> None:
     with Run(tmp_path, "stop") as run:
         run.until(lambda: "has not come for" in run.said)
@@ -180,6 +188,7 @@ def test_a_worker_that_stands_still_is_left_out_and_taken_in_again(tmp_path: Pat
         assert "goes on from it" in run.said
 
 
+@pytest.mark.nightly
 def test_all_go_on_from_the_backup_of_rank_0(tmp_path: Path) -> None:
     """In the middle of an epoch and of a period; the others take its state, and hear the epochs before."""
     with Run(tmp_path, "chief") as run:
@@ -187,6 +196,7 @@ def test_all_go_on_from_the_backup_of_rank_0(tmp_path: Path) -> None:
         assert "restart 1 of 3" in run.said
 
 
+@pytest.mark.nightly
 def test_all_stop_where_one_does(tmp_path: Path) -> None:
     """One that stops in the middle of a period."""
     with Run(tmp_path, "alone") as run:

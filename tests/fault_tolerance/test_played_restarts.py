@@ -505,10 +505,14 @@ def test_processes_of_a_callback_end_by_a_signal(tmp_path: Path) -> None:
     codes = []
 
     def forks(epoch: int, logs: dict) -> None:
-        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        context = multiprocessing.get_context("fork")
+        runs = context.Event()
+        child = context.Process(target=lambda: (runs.set(), time.sleep(100)))
         child.start()
+        # Python forgets a signal that comes before a fork has begun.
+        assert runs.wait(60)
         child.terminate()
-        child.join(10)
+        child.join(60)
         codes.append(child.exitcode)
         child.kill()
 

@@ -15,6 +15,8 @@ from tests.tiers import daily
 
 @pytest.mark.parametrize("name", daily(KINDS, "LeavesOut", "DrawsInBranch"))
 def test_equals_one_process(mirrored, name):
+    if name == "DrawsInBranch":
+        keras.utils.clear_session()  # as k-folds do: Keras replaces what it keeps of a thread
     expected = train(tf.distribute.get_strategy(), name)
     np.testing.assert_allclose(train(mirrored, name), expected, atol=2e-6)
     if name.startswith(("LeavesOut", "Returns")):

@@ -60,7 +60,6 @@ _TRUE_ON_ALL, _TRUE_ON_ANY = ("All", "IsFinite"), ("Any", "IsNan", "IsInf")
 _of_thread = threading.local()
 # Optimizers inside of others that have added up gradients, by id, with the replica.
 _given_sums: set[tuple[int, int]] = set()
-_KERAS_STATE = global_state.GLOBAL_STATE_TRACKER
 
 
 def next_seed(draw: Callable, generator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -364,7 +363,9 @@ def cond(make: Callable, pred: Any, true_fn: Callable, false_fn: Callable, name:
                 "Received: a tf.cond within a GradientTape, in a branch of which replicas exchange something, such as "
                 "the statistics of BatchNormalization. Expected: the tape within the branch, or no tf.cond."
             ) from None
-        here.branch = _global_predicate(step, tf.convert_to_tensor(predicate)), branches, dict(vars(_KERAS_STATE))
+        # Keras replaces the object when a session is cleared.
+        of_keras = dict(vars(global_state.GLOBAL_STATE_TRACKER))
+        here.branch = _global_predicate(step, tf.convert_to_tensor(predicate)), branches, of_keras
         return tf.distribute.get_replica_context().merge_call(lambda strategy: _cond_with_threads(strategy, step, make))
     finally:
         here.agreed = before
@@ -396,7 +397,7 @@ def _cond_with_threads(strategy: Any, step: KerasStep, make: Callable[..., Any])
             step.here.agreed = True
             _, branches, of_keras = step.here.branch
             # The thread is another one: it goes on with the seeds, the dtypes and the call of the replica's.
-            vars(_KERAS_STATE).update(of_keras)
+            vars(global_state.GLOBAL_STATE_TRACKER).update(of_keras)
             result = branches[number]()
             return tf.nest.map_structure(_as_output, result)
 
