@@ -335,6 +335,17 @@ def test_rounding_between_hosts(job, machines: str, narrow: type) -> None:
         np.testing.assert_array_equal(one, found[0])
 
 
+def test_bfloat16_has_the_bits_of_numpys() -> None:
+    """Of all that is near the middle of two, and of what is no number."""
+    kind = np.dtype(tf.bfloat16.as_numpy_dtype)
+    upper = np.arange(1 << 16, dtype=np.uint32) << 16
+    bits = np.concatenate([upper + lower for lower in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)])
+    values = bits.view(np.float32)
+    with np.errstate(all="ignore"):
+        expected = values.astype(kind)
+    np.testing.assert_array_equal(module.rounded_to_bfloat16(values, kind).view(np.uint16), expected.view(np.uint16))
+
+
 def test_shapes_and_several_replicas(job) -> None:
     exchanges = job("ab")
     for shape in [(), (100, 700)]:

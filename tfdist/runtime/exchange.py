@@ -51,6 +51,8 @@ _SMALL = 32 << 10
 # So many bytes of each process are exchanged at a time. With less there are more meetings, with more less is in caches.
 SEGMENT = 4 << 20
 _ALIGNMENT = 64
+# Numbers that are rounded at a time.
+_CACHED = 1 << 15
 
 
 class ExchangeError(ConnectionError):
@@ -1030,7 +1032,7 @@ class Exchange:
             sent, part = bounds[(own - step) % hosts], bounds[(own - step - 1) % hosts]
             incoming = received[: part.stop - part.start]
             transfer(following, _bytes(_rounded(values[sent], narrow)), before, _bytes(incoming))
-            np.add(incoming, values[part], out=values[part], dtype=values.dtype)
+            _take_over(incoming, values[part], adds=True)
 
     def _pass_on(self, values: np.ndarray, bounds: Sequence[slice], own: int, narrow: np.dtype | None = None) -> None:
         """Gives all hosts the part of each; this one has part `own`."""
@@ -1038,13 +1040,13 @@ class Exchange:
         # Its own part is rounded here as it is on all other hosts: all have the same bits.
         outgoing = _rounded(values[bounds[own]], narrow)
         if narrow:
-            values[bounds[own]] = outgoing
+            _take_over(outgoing, values[bounds[own]])
         for step in range(1, self.number_of_hosts):
             part = bounds[(own - step) % self.number_of_hosts]
             incoming = np.empty(part.stop - part.start, narrow) if narrow else values[part]
             transfer(following, _bytes(outgoing), before, _bytes(incoming))
             if narrow:
-                values[part] = incoming
+                _take_over(incoming, values[part])
             outgoing = incoming
         self._is_in_ring = False
 
@@ -1063,7 +1065,52 @@ def _within(piece: slice, part: slice) -> slice:
 
 
 def _rounded(values: np.ndarray, narrow: np.dtype | None) -> np.ndarray:
-    return values if narrow is None else values.astype(narrow)
+    if narrow is None:
+        return values
+    return rounded_to_bfloat16(values, narrow) if _by_bits(narrow, values.dtype) else values.astype(narrow)
+
+
+def _by_bits(narrow: np.dtype, wide: np.dtype) -> bool:
+    """Whether the bits of one are the upper ones of the other; NumPy's own casts take twice the time."""
+    return narrow.name == "bfloat16" and wide == np.float32
+
+
+def rounded_to_bfloat16(values: np.ndarray, narrow: np.dtype) -> np.ndarray:
+    """The nearest bfloat16 of each float32 of a vector, the even one of two, as `values.astype(narrow)` has it."""
+    bits, found = values.view(np.uint32), np.empty(values.shape, np.uint16)
+    for piece in _in_cache(values.size):
+        # Just below half a unit of the last bit that stays, and one more where that bit is set.
+        sums = bits[piece] >> 16
+        sums &= 1
+        sums += 0x7FFF
+        sums += bits[piece]
+        sums >>= 16
+        found[piece] = sums
+        if (are_none := np.isnan(values[piece])).any():  # the sum may be infinity, or 0
+            found[piece][are_none] = (bits[piece][are_none] >> 31 << 15) + 0x7FC0
+    return found.view(narrow)
+
+
+def _take_over(values: np.ndarray, into: np.ndarray, adds: bool = False) -> None:
+    """Assigns, or adds, values to others, which may be wider."""
+    if not _by_bits(values.dtype, into.dtype):
+        if adds:
+            np.add(values, into, out=into, dtype=into.dtype)
+        else:
+            into[...] = values
+        return
+    bits = values.view(np.uint16)
+    for piece in _in_cache(values.size):
+        wide = bits[piece].astype(np.uint32)
+        wide <<= 16
+        if adds:
+            into[piece] += wide.view(np.float32)
+        else:
+            into[piece] = wide.view(np.float32)
+
+
+def _in_cache(size: int) -> Iterator[slice]:
+    return (slice(begin, begin + _CACHED) for begin in range(0, size, _CACHED))
 
 
 def _bytes(values: np.ndarray) -> memoryview:
