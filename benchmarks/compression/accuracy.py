@@ -55,7 +55,7 @@ def table(records: Sequence[Mapping]) -> str:
     """Each method beside none, whose accuracy differs between seeds, too."""
     plain = records[0]
     # Gradients whose shapes are not known while tracing are not counted.
-    is_counted = plain["sent"] > 0
+    is_counted = all(record["sent"] for record in records)
     header = ["compression", "sent a step, kB", "of all", "accuracy, %", "difference, points"]
     rows = []
     for record in records:
@@ -105,8 +105,10 @@ def main(settings: dict) -> dict:
 def _bytes(sent: list) -> int:
     """Bytes that a replica adds up or gives to the others in a step, embeddings' gradients aside.
 
-    It is what each of two processes would send.
+    It is what each of two processes would send; 0 if the shape of one is not known while it is traced.
     """
+    if any(None in shape for shape, _ in sent):
+        return 0
     return sum(math.prod(shape) * dtype.size for shape, dtype in sent)
 
 

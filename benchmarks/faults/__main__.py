@@ -14,9 +14,8 @@ from benchmarks.data_parallel.table import fill, machine_line
 from benchmarks.faults.measure import Machine
 from benchmarks.faults.rows import ROWS
 from benchmarks.faults.table import table
-from tfdist.launcher.drill.faults import Interrupted
 from tfdist.launcher.guardian import Guardian
-from tfdist.launcher.operating_system import SignalInbox
+from tfdist.launcher.operating_system import Interrupted, SignalInbox
 
 _FOLDER = Path(__file__).parent
 _RESULTS = _FOLDER / "results.json"

@@ -17,7 +17,7 @@ from benchmarks.faults.rows import PLAIN, RUN, Row
 from tests.small_disks import small_disk
 from tests.system.hosts import Hosts
 from tfdist.launcher.drill.comparison import compare
-from tfdist.launcher.drill.faults import Interrupted, TrialError
+from tfdist.launcher.drill.faults import TrialError
 from tfdist.launcher.guardian import Guardian
 from tfdist.launcher.operating_system import SignalInbox
 from tfdist.supervision.exit_codes import REFUSED
@@ -147,8 +147,7 @@ class Machine:
     def _until(self, condition: Callable[[], object], seconds: float, job: Job | None = None) -> None:
         end = time.monotonic() + seconds
         while not condition():
-            if (number := self._inbox.take_stop()) is not None:
-                raise Interrupted(number)
+            self._inbox.check()
             if time.monotonic() > end:
                 raise TimeoutError(NEVER.format(seconds))
             if job is not None:

@@ -169,6 +169,12 @@ def _cut_at_start(job: Plain, wait: Wait) -> float:
     return _cut(job, wait)  # to cut it once more does nothing
 
 
+def _under(strategy: str, name: str) -> Row:
+    """A worker is killed under another strategy."""
+    title = f"`kill -9` of a worker under `{strategy}`"
+    return Row(name, title, _signalled(signal.SIGKILL, 1), (RUN,), options=("--env", f"STRATEGY={strategy}"))
+
+
 ROWS = (
     Row("kill-worker", "`kill -9` of a worker", _signalled(signal.SIGKILL, 1), times=3),
     Row("kill-chief", "`kill -9` of the chief", _signalled(signal.SIGKILL, 0), times=3),
@@ -199,6 +205,8 @@ ROWS = (
         options=("-n", "1:2", "--regrow-after", "1"),
         same_workers=False,
     ),
+    _under("FullyShardedStrategy", "kill-sharded"),
+    _under("LocalStepsStrategy", "kill-local-steps"),
     Row("stop", "SIGSTOP to a worker", _stop),
     Row("hang", "a worker's Python stands still", _hang),
     Row("cut-start", "network cut at the start", _cut_at_start, (PLAIN,), at_start=True),

@@ -14,6 +14,8 @@ _STARTERS = {RUN: "`tfdist run`", PLAIN: "a scheduler"}
 NOT_THERE = {
     ("kill-launcher", PLAIN): "not possible: there is no launcher",
     ("kill-server", PLAIN): "not tried",
+    ("kill-sharded", PLAIN): "not tried",
+    ("kill-local-steps", PLAIN): "not tried",
     ("shrink", PLAIN): "not possible: there is no launcher",
     ("grow", PLAIN): "not possible: there is no launcher",
     ("cut-start", RUN): "not possible: all processes are on one machine",

@@ -1,6 +1,7 @@
 """A small training that saves itself and notes each of its steps: `python training.py FOLDER`.
 
-It ends after the step that `step_log.stop_after` names. Files in FOLDER ask for faults that come from within:
+It ends after the step that `step_log.stop_after` names. STRATEGY in the environment is the class of the strategy, by
+default MultiWorkerMirroredStrategy. Files in FOLDER ask for faults that come from within:
 
 - `hang-RANK`: Python stands still after a step; the file is removed;
 - `crash`: rank 1 fails after the call of fit and before its first step, and removes the file;
@@ -96,7 +97,8 @@ def main() -> None:
     if "ps" in json.loads(os.environ["TF_CONFIG"])["cluster"]:
         strategy = tfdist.ParameterServerStrategy(mode="sync")
     else:
-        strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout=options.start_timeout)
+        make = getattr(tfdist, os.environ.get("STRATEGY", "MultiWorkerMirroredStrategy"))
+        strategy = make(start_timeout=options.start_timeout)
     keras.utils.set_random_seed(1)
     rows = np.random.default_rng(2).normal(size=(STEPS_PER_EPOCH * _ROWS_PER_STEP, _FEATURES)).astype("float32")
     with strategy.scope():
