@@ -18,6 +18,8 @@ OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
     "Adam": lambda: keras.optimizers.Adam(0.01),
     "clipnorm": lambda: keras.optimizers.SGD(0.1, clipnorm=0.05),
     "global_clipnorm": lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.05),
+    "accumulation": lambda: keras.optimizers.SGD(0.1, momentum=0.5, gradient_accumulation_steps=3),
+    "EMA": lambda: keras.optimizers.AdamW(0.01, use_ema=True, ema_overwrite_frequency=3),
     "loss scaling": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, clipnorm=0.05)),
     "loss scaling alone": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, momentum=0.5)),
 }
@@ -58,6 +60,25 @@ def train(strategy: tf.distribute.Strategy, optimizer: str, compiled: bool) -> l
     return [*losses, float(seen.result()), *weights.tolist()]
 
 
+def counted(strategy: tf.distribute.Strategy, is_argument: bool) -> list[list[int]]:
+    """How many batches loops in a function see, and the sum of the squares of their rows, in two epochs.
+
+    The function is given the distributed dataset, or finds it.
+    """
+    batches = strategy.experimental_distribute_dataset(tf.data.Dataset.range(20).batch(8))
+
+    @tf.function
+    def epoch(dataset: Any) -> Any:
+        steps, total = 0, tf.constant(0, tf.int64)
+        for batch in dataset if is_argument else batches:
+            squares = strategy.run(lambda rows: tf.reduce_sum(rows**2), (batch,))
+            total += strategy.reduce(tf.distribute.ReduceOp.SUM, squares, axis=None)
+            steps += 1
+        return steps, total
+
+    return [[int(number) for number in epoch(batches)] for _ in range(2)]
+
+
 def masks(strategy: tf.distribute.Strategy, compiled: bool) -> list[list[int]]:
     """For each replica of this process, what Dropout has dropped."""
     with strategy.scope():
@@ -72,3 +93,53 @@ def masks(strategy: tf.distribute.Strategy, compiled: bool) -> list[list[int]]:
 
     found = (tf.function(on_replicas) if compiled else on_replicas)()
     return [mask.numpy().tolist() for mask in strategy.experimental_local_results(found)]
+
+
+def drawn(strategy: tf.distribute.Strategy, compiled: bool) -> list[list[list[float]]]:
+    """What replicas of this process draw from `keras.random` without a seed, twice; then what the program draws."""
+    keras.utils.set_random_seed(5)
+
+    def draw() -> tf.Tensor:
+        return keras.random.normal((3,))
+
+    def on_replicas() -> Any:
+        return strategy.run(draw)
+
+    run = tf.function(on_replicas) if compiled else on_replicas
+    found = [strategy.experimental_local_results(run()) for _ in range(2)]
+    return [[numbers.numpy().tolist() for numbers in some] for some in (*found, [draw()])]
+
+
+def noise(strategy: tf.distribute.Strategy, compiled: bool) -> list[list[float]]:
+    """What replicas of this process draw from `tf.random`, without a seed of the operation."""
+
+    def on_replicas() -> Any:
+        return strategy.run(lambda: tf.random.normal((3,)))
+
+    found = (tf.function(on_replicas) if compiled else on_replicas)()
+    return [numbers.numpy().tolist() for numbers in strategy.experimental_local_results(found)]
+
+
+def made_on_replicas(strategy: tf.distribute.Strategy, compiled: bool) -> list[str]:
+    """How a layer is called, and computes, that a step makes at first; and the name of the next one."""
+    keras.utils.clear_session()
+    keras.layers.Dense(1)
+    made: list[keras.layers.Layer] = []
+
+    def step() -> tf.Tensor:
+        if not made:
+            made.append(keras.layers.Dense(2))
+        return made[0](tf.ones((2, 3)))
+
+    def on_replicas() -> Any:
+        return strategy.run(step)
+
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        with keras.name_scope("outer"):
+            found = (tf.function(on_replicas) if compiled else on_replicas)()
+    finally:
+        keras.config.set_dtype_policy(before)
+    dtypes = {output.dtype.name for output in strategy.experimental_local_results(found)}
+    return [*dtypes, made[0].kernel.path, keras.layers.Dense(1).name]

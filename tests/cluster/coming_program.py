@@ -30,14 +30,22 @@ STEPS, SYNC_EVERY, ROWS = 10, 4, 12
 class Faults(keras.callbacks.Callback):
     """Strikes this worker once, notes where it takes part, and ends the training on rank 0."""
 
-    def __init__(self, folder: Path, fault: str, rank: int) -> None:
+    def __init__(self, folder: Path, fault: str, rank: int, held_out: tuple) -> None:
         super().__init__()
+        self._held_out = held_out
         self._folder, self._fault, self._rank = folder, fault, rank
         self._came = -1
         self.times: list[float] = []
 
+    def _evaluate(self) -> None:
+        """Also where rank 0 goes on from a backup, of whose epochs the others know the logs only."""
+        loss, _ = self.model.evaluate(*self._held_out, verbose=0)
+        assert np.isfinite(loss)
+
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         hooks = self.model.distribute_strategy._keras_hooks
+        if (self._fault, hooks._pace.epoch, batch) == ("chief", 1, 4):
+            self._evaluate()
         self.times.append(time.monotonic())
         if not hooks._skips:
             (self._folder / f"trains-{self._rank}-{os.getpid()}").touch()
@@ -54,6 +62,8 @@ class Faults(keras.callbacks.Callback):
         self.model.stop_training |= here == ("alone", 1, 1, 5)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if (self._fault, epoch) == ("chief", 1):
+            self._evaluate()
         has_come = (self._folder / "came").exists()
         if self._fault in ("chief", "alone"):
             return
@@ -77,7 +87,10 @@ def main(folder: Path, fault: str) -> None:
         layers = [keras.layers.Dense(6, "tanh"), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
         model = keras.Sequential([keras.Input((5,)), *layers])
         model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
-    callbacks = [Faults(folder, fault, rank), keras.callbacks.ReduceLROnPlateau("loss", patience=2, min_delta=10.0)]
+    callbacks = [
+        Faults(folder, fault, rank, (x[:24], y[:24])),
+        keras.callbacks.ReduceLROnPlateau("loss", patience=2, min_delta=10.0),
+    ]
     if fault == "chief":
         callbacks.append(tfdist.callbacks.BackupAndRestore(folder / "backup", save_freq=3))
     epochs = 10_000 if fault in ("kill", "stop", "cut") else 8

@@ -9,14 +9,17 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.cluster.attempt import error_of
+from tests.cluster.attempt import attempt, error_of, found_on, logged
+from tests.cluster.counting import EPOCHS, ROWS, SIZE, Seen, counting_model, one_hot_rows, times_seen
 from tfdist.testing import run_local
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
@@ -81,21 +84,196 @@ def test_what_is_refused(tmp_path: Path) -> None:
             assert "Expected: " in text
 
 
-def other_arguments(done: str) -> tuple[str, str]:
-    """Runs on every process; rank 0 stays until the other one has heard of its arguments."""
+def other_arguments(done: str) -> list[tuple[str, str]]:
+    """Runs on every process; rank 0 stays until the other one has heard of its arguments, and of its data."""
+    import keras
+    import tensorflow as tf
+
     import tfdist
 
     rank = tfdist.discover().rank
-    found = error_of(lambda: tfdist.LocalStepsStrategy(4 + rank, min_workers=1, start_timeout=60)._sync_every)
+    make = functools.partial(tfdist.LocalStepsStrategy, min_workers=1, start_timeout=60)
+    found = [error_of(lambda: make(4 + rank)._sync_every)]
+    strategy, x = make(4), np.ones((8, 2), "float32")
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+
+    def interrupt(logs: object) -> None:
+        raise InterruptedError
+
+    keras.utils.set_random_seed(rank)
+    rows = tf.data.Dataset.from_tensor_slices((x, x[:, :1]))
+    for data in (rows.shuffle(8).batch(4), rows.take(8 - rank * 4).batch(4)):
+        found.append(error_of(model.fit, data, callbacks=[keras.callbacks.LambdaCallback(on_train_begin=interrupt)]))
     wait_for_the_other(rank, done)
     return found
 
 
-def test_other_arguments_are_refused(tmp_path: Path) -> None:
+def test_other_arguments_and_data_are_refused(tmp_path: Path) -> None:
     first, second = run_local(other_arguments, 2, args=(str(tmp_path / "done"),), timeout=240)
-    assert first == ("no error", "4")
-    assert second[0] == "ValueError"
-    assert "sync_every: 5" in second[1]
+    assert [kind for kind, _ in first] == ["no error", "InterruptedError", "InterruptedError"]
+    assert [kind for kind, _ in second] == ["ValueError"] * 3
+    for (_, text), said in zip(second, ("sync_every: 5", "seeds of its shuffling: ", "batches: 1; on"), strict=True):
+        assert said in text
+
+
+def rows_that_nobody_has_seeded(make: Callable, folder: Path) -> None:
+    """Each is used once an epoch, also where nothing has a seed."""
+    import tensorflow as tf
+
+    strategy = make(2)
+    x, y = one_hot_rows()
+    shuffled = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(ROWS).batch(SIZE)
+    for data, more in (((x, y), {"batch_size": SIZE}), ((shuffled,), {})):
+        assert times_seen(strategy, *data, **more) == pytest.approx([EPOCHS] * ROWS)
+    lost = shuffled.map(lambda *row: row, num_parallel_calls=2, deterministic=False)
+    for data, expected in ((shuffled, 0), (lost, 1)):
+        said = logged(functools.partial(times_seen, strategy, data))
+        assert sum("data without an order" in text for text in said) == expected, said
+
+
+def logs_of_all_kinds(make: Callable, folder: Path) -> None:
+    """Those of a step, metrics with several values, and what callbacks add; exchanged after each step."""
+    import keras
+    import tensorflow as tf
+
+    class Logs(keras.Sequential):
+        def train_step(self, data: tuple) -> dict:
+            return {**super().train_step(data), "largest": tf.reduce_max(data[0])}
+
+    class Adds(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: dict) -> None:
+            logs |= {"words": "good", "table": [[1, 2], [3]]}
+
+    x = np.random.default_rng(2).normal(size=(32, 3)).astype("float32")
+    y = (x[:, :2] > 0).astype("float32")
+
+    def history(strategy: Any) -> dict:
+        with strategy.scope():
+            keras.utils.set_random_seed(1)
+            model = Logs([keras.Input((3,)), keras.layers.Dense(2, "sigmoid")])
+            metrics = [keras.metrics.F1Score(threshold=0.5), "mae"]
+            model.compile(keras.optimizers.SGD(0.1), "binary_crossentropy", metrics=metrics)
+        arguments = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0, "validation_data": (x, y)}
+        return model.fit(x, y, callbacks=[Adds()], **arguments).history
+
+    found, expected = history(make(1)), history(tf.distribute.get_strategy())
+    assert found.keys() == expected.keys()
+    assert found.pop("words") == expected.pop("words")
+    assert found.pop("table") == expected.pop("table")
+    expected["largest"] = [np.mean([x[24:28].max(), x[28:].max()])] * 2  # of the last step of each
+    for name, values in expected.items():
+        np.testing.assert_allclose(np.array(found[name]), np.array(values), atol=1e-5, err_msg=name)
+
+
+def one_that_stops(make: Callable, folder: Path) -> None:
+    """In the middle of a period, and at its end: the others do not wait for it in vain."""
+    import keras
+
+    class Stops(keras.callbacks.Callback):
+        def __init__(self, batch: int) -> None:
+            super().__init__()
+            self._batch = batch
+
+        def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+            self.model.stop_training |= strategy.workers[1] == 1 and batch == self._batch
+
+    strategy, x = make(4), np.ones((80, 2), "float32")
+    for batch in (5, 3):
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        fit = functools.partial(model.fit, x, x[:, :1], batch_size=8, epochs=3, verbose=0, callbacks=[Stops(batch)])
+        assert [text for text in logged(fit) if "has not come" in text or "left" in text] == []
+        assert model.history.epoch == [0]
+
+
+def loggers_that_evaluate(make: Callable, folder: Path) -> None:
+    """They do so on all workers, and write on rank 0."""
+    import keras
+
+    strategy, x = make(2), np.ones((16, 2), "float32")
+
+    class Table(keras.callbacks.CSVLogger):
+        def on_train_begin(self, logs: dict | None = None) -> None:
+            self.before = self.model.evaluate(x, x[:, :1], verbose=0)
+            super().on_train_begin(logs)
+
+        def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+            logs["again"] = self.model.evaluate(x, x[:, :1], verbose=0)
+            super().on_epoch_end(epoch, logs)
+
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    file = folder / f"log-{strategy.workers[1]}.csv"
+    table = Table(file)
+    data = {"x": x, "y": x[:, :1], "validation_data": (x, x[:, :1])}
+    fit = functools.partial(model.fit, **data, batch_size=8, epochs=2, verbose=0, callbacks=[table])
+    assert [text for text in logged(fit) if "has not come" in text] == []
+    assert file.exists() == strategy.is_chief and table.filename == str(file)
+    history = model.history.history
+    assert table.before > history["again"][0] > history["again"][1]
+    assert history["val_loss"] == pytest.approx(history["again"])
+
+
+STRANGERS = (rows_that_nobody_has_seeded, logs_of_all_kinds, one_that_stops, loggers_that_evaluate)
+
+
+def strangers(done: str) -> dict[str, Any]:
+    """Runs on every process; rank 0 stays until the other one is done."""
+    import keras
+
+    import tfdist
+
+    mean = functools.partial(keras.optimizers.SGD, 1.0)
+    make = functools.partial(tfdist.LocalStepsStrategy, outer_optimizer=mean, min_workers=1, patience=20)
+    found = {one.__name__: attempt(one.__name__, one, make, Path(done).parent) for one in STRANGERS}
+    wait_for_the_other(tfdist.discover().rank, done)
+    return found
+
+
+@functools.cache
+def of_strangers() -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory(prefix="tfdist-members-") as folder:
+        return run_local(strangers, 2, args=(f"{folder}/done",), timeout=240)
+
+
+@pytest.mark.parametrize("name", [one.__name__ for one in STRANGERS])
+def test_what_strangers_do(name: str) -> None:
+    for rank in (0, 1):
+        found_on(of_strangers(), rank, name)
+
+
+def counted(folder: str, is_first: bool) -> list[float]:
+    """How often each row was used; the first job ends in the second epoch. Runs on every process."""
+    import keras
+
+    import tfdist
+
+    mean = functools.partial(keras.optimizers.SGD, 1.0)
+    strategy = tfdist.LocalStepsStrategy(2, outer_optimizer=mean, min_workers=1, start_timeout=60)
+    model, steps = counting_model(strategy, Seen, ROWS, float(SIZE)), []
+
+    def interrupt(batch: int, logs: object) -> None:
+        steps.append(batch)
+        if is_first and len(steps) == ROWS // SIZE + 3:
+            raise InterruptedError
+
+    backup = tfdist.callbacks.BackupAndRestore(f"{folder}/backup", save_freq=1, asynchronous=False)
+    callbacks = [backup, keras.callbacks.LambdaCallback(on_train_batch_end=interrupt)]
+    with contextlib.suppress(InterruptedError):
+        model.fit(*one_hot_rows(), batch_size=SIZE, epochs=EPOCHS, verbose=0, callbacks=callbacks)
+    wait_for_the_other(strategy.workers[1], f"{folder}/done-{is_first}")
+    return (-model.get_weights()[0][:, 0]).tolist()
+
+
+@pytest.mark.nightly
+def test_rows_that_nobody_has_seeded_are_used_once_also_after_a_restart(tmp_path: Path) -> None:
+    run_local(counted, 2, args=(str(tmp_path), True), timeout=240)
+    for found in run_local(counted, 2, args=(str(tmp_path), False), timeout=240):
+        assert found == pytest.approx([EPOCHS] * ROWS)
 
 
 class Run:

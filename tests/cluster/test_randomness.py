@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from keras import layers
 
+from tests import own_loops
 from tests.cluster.attempt import attempt, error_of, found_on
 from tests.cluster.counting import EPOCHS, ROWS, SIZE, masks_of_rows, one_hot_rows, times_seen
 from tests.features.table import BATCH, mlp, rows
@@ -56,6 +57,10 @@ def everything() -> dict[str, Any]:
     note("tf.data with a seed", lambda: times_seen(strategy, dataset(seed=1)), seed=9)
     # TensorFlow mixes the seed of a shuffle with that of the process.
     note("unlike seeds", lambda: [error_of(times_seen, strategy, data) for data in [dataset(), dataset(seed=1)]])
+    for compiled in (True, False):
+        # The same seeds on all processes, as tfdist sets them where a program gives none.
+        note(f"noise {compiled}", own_loops.noise, strategy, compiled, seed=7)
+        note(f"noise {compiled}, one process", own_loops.noise, one, compiled, seed=7)
     note("masks", masks_of_rows, strategy, 8)
     note("masks, one process", masks_of_rows, one, 2)
     return found
@@ -104,3 +109,11 @@ def test_dropout_masks_differ_between_replicas():
 
 def test_first_replica_has_the_masks_of_one_process():
     np.testing.assert_array_equal(check(0, "masks")[:2], check(0, "masks, one process"))
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_loops_of_ones_own_draw_other_noise_on_each_replica(compiled):
+    """As a GAN's generator is given it by `tf.random.normal`."""
+    first, second = (check(rank, f"noise {compiled}") for rank in range(2))
+    assert len({str(numbers) for numbers in [*first, *second]}) == 4
+    assert first[:1] == check(0, f"noise {compiled}, one process")

@@ -92,16 +92,27 @@ def saving_over_a_checkpoint(strategy: Any, folder: Path, writes: Writes) -> Non
     weights_alone = {"save_weights_only": True}
     checkpoint = keras.callbacks.ModelCheckpoint(path, **weights_alone)
     best = keras.callbacks.ModelCheckpoint(folder / "best.weights.h5", "loss", save_best_only=True, **weights_alone)
-    history = model.fit(*rows(96), batch_size=16, epochs=2, verbose=0, callbacks=[checkpoint, best]).history
+    fit = functools.partial(model.fit, *rows(96), batch_size=16, epochs=2, verbose=0)
+    history = fit(callbacks=[checkpoint, best]).history
     assert best.best == min(history["loss"]), "programs decide by it, on every process"
-    with strategy.scope():
-        model.set_weights([value + 1 for value in model.get_weights()])
-    if strategy.is_chief:
-        time.sleep(2)
-    model.save_weights(path)
-    expected = model.get_weights()
-    model.load_weights(path)
-    assert gap(expected, model.get_weights()) == 0.0
+
+    def save_and_load() -> None:
+        with strategy.scope():
+            model.set_weights([value + 1 for value in model.get_weights()])
+        if strategy.is_chief:
+            time.sleep(2)
+        model.save_weights(path)
+        expected = model.get_weights()
+        model.load_weights(path)
+        assert gap(expected, model.get_weights()) == 0.0
+
+    def interrupt(epoch: int, logs: object) -> None:
+        raise InterruptedError
+
+    save_and_load()
+    with pytest.raises(InterruptedError):
+        fit(callbacks=[checkpoint, keras.callbacks.LambdaCallback(on_epoch_end=interrupt)])
+    save_and_load()
 
 
 def checkpoints(strategy: Any, folder: Path) -> list[dict[str, float]]:
@@ -205,6 +216,30 @@ def interrupted_training(strategy: Any, folder: Path, writes: Writes) -> None:
     assert_written(strategy, writes, *(f"{folder.name}/{name}" for name in names))
 
 
+def asking_before_it_overwrites(strategy: Any, folder: Path, writes: Writes) -> None:
+    """The chief asks, of files that were there before; rank 1 comes later, and finds what the chief has written."""
+    model, rank = built(strategy), strategy._peers.rank
+    path, weights = folder / "model.keras", folder / "only.weights.h5"
+    with mock.patch("builtins.input", side_effect=EOFError):  # nobody is asked
+        time.sleep(2.0 * rank)
+        model.save(path, overwrite=False)
+        model.save_weights(filepath=weights, overwrite=False)
+    with strategy.scope():
+        model.set_weights([value + 1 for value in model.get_weights()])
+    for answer, gaps in (("n", 1.0), ("y", 0.0)):
+        with mock.patch("builtins.input", return_value=answer) as asked:
+            model.save(path, False)
+            model.save_weights(weights, overwrite=False)
+        assert asked.call_count == (0 if rank else 2)
+        assert gap(model.get_weights(), keras.models.load_model(path).get_weights()) == pytest.approx(gaps, abs=1e-5)
+        strategy._peers.gather("asked", None, "load the file")
+    own = folder / f"own-{rank}.weights.h5"
+    own.touch()
+    with mock.patch("builtins.input", return_value="n") as asked:
+        model.save_weights(own, overwrite=False)
+    assert asked.call_count == 1 and own.stat().st_size == 0
+
+
 def the_last_call_is_save(strategy: Any, folder: Path, writes: Writes) -> None:
     """On rank 1, a moment later than on the chief, which stays until its file is heard of."""
     model = built(strategy)
@@ -219,6 +254,7 @@ SECTIONS = {
         all_formats,
         a_path_of_each_rank,
         saving_over_a_checkpoint,
+        asking_before_it_overwrites,
         tensorboard_of_keras,
         loggers_that_predict,
         callbacks_that_write,
@@ -229,7 +265,10 @@ SECTIONS = {
 
 
 # The others train for long.
-DAILY = ("all_formats", "a_path_of_each_rank", "saving_over_a_checkpoint", "the_last_call_is_save")
+DAILY = (
+    *("all_formats", "a_path_of_each_rank", "saving_over_a_checkpoint"),
+    *("asking_before_it_overwrites", "the_last_call_is_save"),
+)
 
 
 @functools.cache

@@ -147,6 +147,10 @@ def two_devices() -> dict[str, Any]:
     found["different seeds"] = len({str(seed.numpy()) for seed in drawn})
     drawn = strategy.experimental_local_results(strategy.run(lambda: keras.random.normal((2,), seed=1)))
     found["different numbers of a fixed seed"] = len({str(numbers.numpy()) for numbers in drawn})
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    named = strategy.run(lambda: tf.constant(keras.config.dtype_policy().name))
+    found["dtype policies of replicas"] = {str(name.numpy()) for name in strategy.experimental_local_results(named)}
+    keras.config.set_dtype_policy("float32")
     gpu = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
     with mock.patch.object(tf.config, "list_physical_devices", lambda *_: [gpu]), strategy.scope():
         found["jit_compile='auto'"] = mlp(jit_compile="auto")().jit_compile
@@ -276,6 +280,11 @@ def two_processes(folder_name: str) -> dict[str, Any]:
     writes("keras.src.saving.saving_lib:save_weights_only", "model.weights.h5", model.save_weights)
     writes("keras.src.legacy.saving.legacy_h5_format:save_model_to_hdf5", "model.h5", model.save)
     writes("keras.src.models.model:Model.export", "export", lambda path: model.export(path, verbose=False))
+    with mock.patch("builtins.input", side_effect=EOFError):
+        found["asks before it overwrites"] = [
+            error_of(write, folder / name, overwrite=False)[0]
+            for write, name in ((model.save, "model.keras"), (model.save_weights, "model.weights.h5"))
+        ]
     from keras.src.backend.tensorflow.trainer import _multi_worker_concat
 
     found["rows of sparse tensors"] = error_of(_multi_worker_concat, tf.sparse.eye(2), strategy)[0]
@@ -311,6 +320,10 @@ CANARIES: dict[str, tuple[str, Any]] = {
         inherited(keras.Model, method): (f"{method} in another thread", "no error")
         for method in ("evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
     },
+    **{
+        inherited(keras.Model, method): ("asks before it overwrites", ["EOFError"] * 2)
+        for method in ("save", "save_weights")
+    },
     f"{_LOSSES}:scale_loss_for_distribution": ("scaled losses", [0.5, 1.5]),
     f"{_LOSSES}:unscale_loss_for_distribution": ("unscaled losses", [2.0, 6.0]),
     # The right mean is that of all four values, (1 + (1 + 2 + 3)) / 4.
@@ -339,6 +352,10 @@ CANARIES: dict[str, tuple[str, Any]] = {
     inherited(keras.Model, "_make_function"): ("compiles its collectives", True),
     inherited(keras.Model, "_resolve_auto_jit_compile"): ("jit_compile='auto'", False),
     "keras.src.backend.tensorflow.trainer:_multi_worker_concat": ("rows of sparse tensors", "ValueError"),
+    "tensorflow.python.distribute.mirrored_run:_call_for_each_replica": (
+        "dtype policies of replicas",
+        {str(b"float32")},
+    ),
     "tensorflow.python.ops.cond_v2:cond_v2": ("meeting in a branch", "RuntimeError"),
     inherited(keras.Model, "make_predict_function"): ("predicts by a model's method", {False}),
     inherited(keras.Variable, "_initialize"): ("an addition", ({"ReadVariableOp", "AssignVariableOp"}, False)),

@@ -33,6 +33,31 @@ class RowLog(keras.layers.Layer):
         return x[:, 1:]
 
 
+class Smooth(tf.Module):
+    """A mean that runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = tf.Variable(0.0, trainable=False)
+
+    def update(self, value: Any) -> tf.Tensor:
+        """Takes a value into the mean; returns what it was before."""
+        before = self.mean.read_value()
+        self.mean.assign(0.9 * before + 0.1 * tf.reduce_mean(value))
+        return before
+
+
+class Damped(keras.layers.Layer):
+    """Scales by a mean that its module keeps, and that Keras does not list among the variables of a model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = Smooth()
+
+    def call(self, x: Any) -> Any:
+        return x / (1.0 + self.module.update(tf.abs(x)))
+
+
 def rows_of(model: keras.Model) -> list[int] | None:
     """The rows of all training steps in their order, if the model keeps them."""
     for layer in model._flatten_layers():
@@ -79,6 +104,11 @@ def _deep(job: Job) -> keras.Model:
     """It can be cut into blocks."""
     hidden = [keras.layers.Dense(24, "relu") for _ in range(4)]
     return _compiled([keras.Input((5,)), keras.layers.Rescaling(0.1), *hidden, keras.layers.Dense(1)], job)
+
+
+def _damped(job: Job) -> keras.Model:
+    layers = [keras.Input((5,)), keras.layers.Rescaling(0.1), keras.layers.Dense(4), Damped(), keras.layers.Dense(1)]
+    return _compiled(layers, job, metrics=["accuracy"])
 
 
 class Adversaries(keras.Model):
@@ -178,4 +208,5 @@ MODELS: dict[str, Callable[[Job], keras.Model]] = {
     "float16": _half_precision,
     "accumulation": lambda job: _compiled(_layers(), job, keras.optimizers.Adam(0.02, gradient_accumulation_steps=4)),
     "two optimizers": _adversaries,
+    "damped": _damped,
 }

@@ -45,6 +45,7 @@ CASES = [
     of_model("dynamic loss scale", "float16"),
     of_model("accumulated gradients", "accumulation"),
     of_model("two optimizers in a step of its own", "two optimizers", callbacks=("csv",)),
+    of_model("unlisted variables of two devices", "damped", strategy="mirrored", callbacks=("csv",)),
     of_model("two devices", "replicated", strategy="mirrored", callbacks=CALLBACKS, validation="arrays", epochs=7),
     of_model("compressed by PowerSGD", "matrices", strategy="mirrored", compression="PowerSGD"),
     of_model("compressed by TopK", "matrices", strategy="mirrored", compression="TopK"),

@@ -311,6 +311,21 @@ def test_a_job_has_its_record_before_slurm_has_it_and_knows_nothing_of_an_outer_
     assert variables["COLOUR"] == "red" and not variables.keys() & OUTER.keys()
 
 
+def test_a_job_knows_nothing_of_the_job_in_whose_shell_it_was_submitted(
+    slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`srun --pty bash` sets SLURM_CPU_BIND, say, by which srun would bind the tasks to cores that they do not have."""
+    of_job = {"SLURM_JOB_ID": "9", "SLURM_CPU_BIND": "quiet,mask_cpu:0x1", "SLURM_MEM_PER_NODE": "4096"}
+    for name, value in {**of_job, "SLURM_CONF": "/etc/slurm/slurm.conf"}.items():
+        monkeypatch.setenv(name, value)
+    slurm(sbatch=f"env > {tmp_path}/env; echo 17").submit(JOB)
+    variables = dict(line.split("=", 1) for line in (tmp_path / "env").read_text().splitlines() if "=" in line)
+    assert {name for name in variables if name.startswith("SLURM_")} == {"SLURM_CONF"}
+    monkeypatch.delenv("SLURM_JOB_ID")  # a user's own choice
+    slurm(sbatch=f"env > {tmp_path}/env; echo 18").submit(JOB)
+    assert "SLURM_CPU_BIND" in (tmp_path / "env").read_text()
+
+
 def test_what_is_asked_for_counts_more_than_variables_of_the_site(slurm, tmp_path: Path) -> None:
     """SBATCH_TIMELIMIT and SBATCH_SIGNAL count more than the lines of a script, and less than arguments."""
     engine = slurm(sbatch=f"printf '%s\\n' \"$@\" > {tmp_path}/words; echo 17")

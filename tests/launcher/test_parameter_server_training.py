@@ -88,6 +88,34 @@ DATA_ON_WORKERS = """
 """
 
 
+WORDS = """
+    import keras, numpy as np, tensorflow as tf, tfdist
+
+    strategy = tfdist.ParameterServerStrategy()
+    with strategy.scope():
+        words = keras.Input((3,), dtype="string")
+        ids = keras.layers.StringLookup(vocabulary=list("abcdefg"))(words)
+        hidden = keras.layers.Flatten()(keras.layers.Embedding(8, 4)(ids))
+        model = keras.Model(words, keras.layers.Dense(1)(hidden))
+        model.compile("sgd", "mse", steps_per_execution=2)
+    letters = np.random.default_rng(0).choice(list("abcdefg"), (64, 3))
+    data = tf.data.Dataset.from_tensor_slices((letters, np.ones((64, 1), "float32"))).batch(4).repeat()
+    worker = strategy._dispatcher.workers[0]
+    seen = []
+
+    def strike(step, logs=None):
+        if not seen and step > 20:
+            events = map(json.loads, Path(os.environ["TFDIST_LOG_DIR"], "events.jsonl").open())
+            (start,) = (event for event in events if event["event"] == "start")
+            os.kill(start["processes"]["worker 0"], signal.SIGKILL)
+            seen.append(worker.done)
+
+    callbacks = [keras.callbacks.LambdaCallback(on_train_batch_end=strike)]
+    model.fit(data, steps_per_epoch=200, verbose=0, callbacks=callbacks)
+    print(json.dumps({"iterations": int(model.optimizer.iterations), "again": worker.done - seen[0]}))
+"""
+
+
 def run(warm_launch, mode: str, victim: str, folder: str, *options: str):
     started = warm_launch(TRAINING, "-n", "2", "--ps", "1", *options, arguments=[mode, victim, folder])
     result = started.finish(DEADLINE)
@@ -147,6 +175,13 @@ def test_data_on_the_workers_begin_anew_with_the_epoch(warm_launch) -> None:
     assert len(seen["rows"]) in (2, 3) and set(seen["rows"]) == {320.0}, "each epoch uses each row once"
     assert "restart 1 of 3: training again after " in result.err
     assert "BackupAndRestore saves at the ends of epochs only" in result.out
+
+
+@pytest.mark.nightly
+def test_a_worker_that_comes_back_has_tables_again(warm_launch) -> None:
+    """The only worker: without a table it would fail each step, and the run would not end."""
+    seen = told(warm_launch(WORDS, "-n", "1", "--ps", "1").finish(DEADLINE))
+    assert seen["iterations"] >= 200 and seen["again"] > 50
 
 
 def assert_same(found: dict, expected: dict) -> None:

@@ -11,13 +11,22 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tests.branching_steps import Accumulates, LeavesOut, ReturnsNothing
 from tests.logical.test_row_trial import MinibatchDeviation, root
 from tests.models import ready, warned
+from tests.parameter_server.test_embedding_traffic import used_tables
 from tfdist.cluster import ClusterConfig, ClusterError
+from tfdist.compat.upstream import TFDatasetAdapter, coordinator_values
 from tfdist.strategies.hooks import install
 from tfdist.strategies.parameter_server import data, synchronous
-from tfdist.strategies.parameter_server.step import only_adds
-from tfdist.strategies.parameter_server.strategy import ParameterServerHooks, check_arguments, find_cluster
+from tfdist.strategies.parameter_server.dispatcher import Worker
+from tfdist.strategies.parameter_server.step import StepFunction, only_adds
+from tfdist.strategies.parameter_server.strategy import (
+    ParameterServerHooks,
+    ServerVariable,
+    check_arguments,
+    find_cluster,
+)
 
 JOBS = {"chief": ["a:1"], "worker": ["b:1", "c:1"], "ps": ["d:1"], "evaluator": ["e:1"]}
 
@@ -123,6 +132,76 @@ class TestShards:
         (said,) = warned(lambda: synchronous.GradientStep(strategy, model).single(self.SPEC), "Received: ")
         assert said.startswith("Received: loss 'root', which mixes the rows of a batch")
 
+    @pytest.mark.parametrize("state", ["weights", "tf.Variable"])
+    def test_state_after_the_update_is_refused(self, strategy, state):
+        """A momentum encoder, say: gradients are applied after the step."""
+        for late in (False, True):
+            model = built(Following(late, state))
+            trace = functools.partial(synchronous.GradientStep(strategy, model).single, self.SPEC)
+            if not late:
+                assert trace().state
+                continue
+            with pytest.raises(
+                NotImplementedError, match=r"computes variable '.*(kernel|sum).*' from '.*' after optim"
+            ):
+                trace()
+
+    def test_state_that_counts_updates_is_refused(self, strategy):
+        model = built(Following(True, "iterations"))
+        with pytest.raises(NotImplementedError, match=r"computes variable '.*seen' from '.*iteration' after optim"):
+            synchronous.GradientStep(strategy, model).single(self.SPEC)
+
+    @pytest.mark.parametrize("kind", [LeavesOut, ReturnsNothing, Accumulates])
+    def test_gradients_of_a_branch_are_refused(self, strategy, kind):
+        """Those of a step to leave out were applied."""
+        model = built(kind())
+        with pytest.raises(NotImplementedError, match="applies gradients in a branch"):
+            synchronous.GradientStep(strategy, model).single(self.SPEC)
+
+    @pytest.mark.parametrize("kind", [StepFunction, synchronous.GradientStep])
+    def test_metrics_that_are_built_in_the_step(self, strategy, kind):
+        model = built(Late())
+        step = kind(strategy, model, *[model.train_step][: kind is StepFunction])
+        trace = step.single(self.SPEC)
+        assert {id(one) for one in model.f1.variables} <= {id(one) for one in step.variables}
+        given = [tf.constant(0, tf.int64), tf.constant(1.0, tf.float64)] if kind is not StepFunction else []
+        vectors = trace.function(*given, *map(tf.constant, self.ROWS))[0]
+        added = dict(zip(map(id, step.variables), step._packing.unpack([one.numpy() for one in vectors]), strict=True))
+        assert added[id(model.f1.true_positives)].tolist() == [8.0]
+        assert model.f1.true_positives.numpy().tolist() == [0.0]
+
+    @pytest.mark.parametrize("kind", [StepFunction, synchronous.GradientStep])
+    @pytest.mark.parametrize(("uses", "times"), [("", 0), ("logs", 0), ("loss", 1), ("state", 1)])
+    def test_results_that_change_variables_give_a_warning(self, strategy, kind, uses, times):
+        model = built(Judging(uses))
+        step = kind(strategy, model, *[model.train_step][: kind is StepFunction])
+        said = warned(lambda: step.single(self.SPEC), "changes variables by the result of metric 'gap'")
+        assert len(said) == times
+
+    @pytest.mark.parametrize("kind", [StepFunction, synchronous.GradientStep])
+    def test_a_metric_that_is_updated_in_a_branch_is_refused(self, strategy, kind):
+        model = built(Branching())
+        step = kind(strategy, model, *[model.train_step][: kind is StepFunction])
+        with pytest.raises(NotImplementedError, match=r"^Received: variable '.*', assigned in a branch \(tf.cond\)"):
+            step.single(self.SPEC)
+
+    def test_a_frozen_table_is_read_by_rows(self, strategy):
+        table = keras.layers.Embedding(5000, 2, trainable=False)
+        model = keras.Sequential([keras.Input((4,)), table, keras.layers.Flatten(), keras.layers.Dense(1)])
+        model = ready(model, keras.optimizers.SGD(0.1), "mse")
+        model.train_on_batch(*self.ROWS)
+        table.embeddings.__class__ = ServerVariable
+        graph = synchronous.GradientStep(strategy, model).single(self.SPEC).function.graph
+        assert used_tables(graph, 5000) == set()
+
+    def test_variables_of_tensorflow_are_trained_and_summed(self, strategy):
+        model = ready(Weighing(), keras.optimizers.SGD(0.1), "mse")
+        model.build((None, 4))
+        model.optimizer.build([*model.trainable_variables, model.weighing])
+        trace = synchronous.GradientStep(strategy, model).single(self.SPEC)
+        assert len(trace.gradients.specs) == 1 and [one.name for one in trace.state] == ["seen:0"]
+        assert synchronous._combined(model.seen, [np.float32(5), np.float32(3)], [5 / 8, 3 / 8]) == 8
+
     @pytest.mark.parametrize(
         ("parts", "whole"),
         [
@@ -166,6 +245,251 @@ class Counting(keras.Model):
         labels.update_state(tf.reduce_sum(tf.cast(data[1], tf.int32)))
         steps.update_state(1.0)
         return logs | {metric.name: metric.result() for metric in self.sums}
+
+
+def built(model: keras.Model) -> keras.Model:
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    model.build((None, 4))
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+class Following(keras.Model):
+    """Its `train_step` keeps something of its weights, before it updates them or after."""
+
+    def __init__(self, late: bool, state: str) -> None:
+        super().__init__()
+        self.online, self.target = keras.layers.Dense(1), keras.layers.Dense(1, trainable=False)
+        self.sum = tf.Variable(0.0, trainable=False, name="sum")
+        self.late, self.state = late, state
+
+    def build(self, shape: tuple) -> None:
+        self.online.build(shape)
+        self.target.build(shape)
+        self.seen = self.add_weight(shape=(), dtype="int64", initializer="zeros", trainable=False, name="seen")
+
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        return self.online(x) + 0.1 * self.target(x)
+
+    def follow(self) -> None:
+        if self.state == "iterations":
+            self.seen.assign(tf.cast(self.optimizer.iterations.value, "int64"))
+        elif self.state == "weights":
+            for slow, fast in zip(self.target.weights, self.online.weights, strict=True):
+                slow.assign(0.9 * slow + 0.1 * fast)
+        else:
+            self.sum.assign(tf.reduce_sum(self.online.kernel.value))
+
+    def train_step(self, data: tuple) -> dict:
+        if not self.late:
+            self.follow()
+        logs = super().train_step(data)
+        # What it reads only to log is as it was.
+        logs["kernel"] = tf.reduce_sum(self.online.kernel.value)
+        if self.late:
+            self.follow()
+        return logs
+
+
+class Late(keras.Model):
+    """Its metric makes its variables when it is updated first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.f1 = keras.layers.Dense(1), keras.metrics.F1Score(threshold=0.5, name="f1")
+
+    def build(self, shape: tuple) -> None:
+        self.dense.build(shape)
+
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        return self.dense(x)
+
+    def train_step(self, data: tuple) -> dict:
+        self.f1.update_state(data[1], tf.ones_like(data[1]))
+        return super().train_step(data)
+
+
+class Judging(Late):
+    """Its `train_step` uses the result of a metric."""
+
+    def __init__(self, uses: str) -> None:
+        super().__init__()
+        self.gap, self.uses = keras.metrics.Mean(name="gap"), uses
+
+    def build(self, shape: tuple) -> None:
+        super().build(shape)
+        self.kept = self.add_weight(shape=(), initializer="zeros", trainable=False, name="kept")
+
+    def train_step(self, data: tuple) -> dict:
+        x, y = data
+        self.gap.update_state(tf.abs(y - self(x)))
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x))
+            if self.uses == "loss":
+                loss *= self.gap.result()
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        if self.uses == "state":
+            self.kept.assign(self.gap.result())
+        return {"root": tf.sqrt(self.gap.result())} if self.uses == "logs" else {"loss": loss}
+
+
+class Branching(Late):
+    """Its `train_step` updates a metric in a branch."""
+
+    def train_step(self, data: tuple) -> dict:
+        logs = super().train_step(data)
+        tf.cond(data[0][0, 0] > 0, lambda: self.f1.update_state(*data[1:] * 2), lambda: None)
+        return logs
+
+
+class Weighing(keras.Model):
+    """A variable of TensorFlow's weighs the loss, and is trained; another one counts rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        self.weighing = tf.Variable(0.0, name="weighing")
+        self.seen = tf.Variable(0.0, trainable=False, name="seen", aggregation=tf.VariableAggregation.SUM)
+
+    def build(self, shape: tuple) -> None:
+        self.dense.build(shape)
+
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        return self.dense(x)
+
+    def train_step(self, data: tuple) -> dict:
+        x, y = data
+        self.seen.assign_add(tf.cast(tf.shape(x)[0], tf.float32))
+        with tf.GradientTape() as tape:
+            loss = tf.exp(-self.weighing) * self.compute_loss(x, y, self(x)) + self.weighing
+        variables = [*self.trainable_variables, self.weighing]
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("value", [1.0, [1.0, 2.0]])
+@pytest.mark.parametrize("method", ["assign_add", "assign_sub"])
+@pytest.mark.parametrize("wrap", [tf.function, lambda function: function])
+def test_a_change_returns_the_new_value(method, value, wrap):
+    found = []
+    for kind in (keras.Variable, ServerVariable):
+        variable = keras.Variable([5.0, 6.0])
+        variable.__class__ = kind
+        change = wrap(functools.partial(getattr(variable, method), value))
+        found.append([[change().numpy().tolist(), variable.numpy().tolist()] for _ in range(2)])
+    assert found[0] == found[1]
+
+
+@pytest.fixture
+def on_this_device(monkeypatch):
+    monkeypatch.setattr(data, "COORDINATOR", "/device:CPU:0")
+
+
+class TestData:
+    @pytest.fixture
+    def rows(self):
+        return tf.data.Dataset.range(20)
+
+    @pytest.mark.parametrize(
+        ("change", "first"),
+        [(lambda rows: rows, 7), (lambda rows: rows.filter(lambda i: i >= 0), 7), (lambda rows: rows.repeat(), 0)],
+    )
+    def test_another_worker_begins_endless_data_again(self, on_this_device, rows, change, first):
+        """To read what a training of days has used would take as long."""
+        (shard,) = data.WorkerDataset([change(rows)]).shards()
+        shard.done = 7
+        assert int(next(shard.iterator_on(Worker(1, "/device:CPU:0")))) == first
+
+    def test_epochs_of_a_worker_are_those_of_one_process(self, on_this_device):
+        """Each is shuffled otherwise, and a later one reads what the first has cached."""
+
+        def epochs(epoch):
+            return [[int(i) for i in epoch()] for _ in range(3)]
+
+        rows, worker = tf.data.Dataset.range(20).shuffle(20, seed=1), Worker(1, "/device:CPU:0")
+        sent = data.WorkerDataset([tf.data.Dataset.range(20).shuffle(20, seed=1)])
+        found = epochs(lambda: sent.shards()[0].iterator_on(worker))
+        assert found == epochs(lambda: rows) and found[0] != found[1] != found[2]
+        drawn = data.WorkerDataset([rows.map(lambda i: tf.random.uniform([], maxval=1000, dtype=tf.int32)).cache()])
+        found = epochs(lambda: drawn.shards()[0].iterator_on(worker))
+        assert found[0] == found[1] == found[2]
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda rows: rows.map(lambda i: tf.random.uniform([2]) + tf.cast(i, tf.float32)),
+            lambda rows: rows.map(lambda i: tf.image.random_flip_left_right(tf.zeros([4, 4, 3]))),
+            lambda rows: rows.shuffle(7).cache().shuffle(7).batch(2).prefetch(2).repeat(),
+            lambda rows: rows.interleave(lambda i: tf.data.Dataset.range(i).shuffle(3)).map(
+                lambda i: tf.cond(tf.random.uniform([]) > 0.5, lambda: i, lambda: -i)
+            ),
+        ],
+    )
+    def test_workers_draw_random_numbers(self, on_this_device, rows, change):
+        (shard,) = data.WorkerDataset([change(rows)]).shards()
+        next(shard.iterator_on(Worker(1, "/device:CPU:0")))
+
+    @pytest.fixture(params=[None, 3])
+    def seed_of_program(self, request):
+        tf.random.set_seed(request.param)
+        yield
+        tf.random.set_seed(None)
+
+    @pytest.mark.parametrize(
+        ("change", "times"),
+        [
+            (lambda rows, of_worker: of_worker(rows).shuffle(9), 0),
+            (lambda rows, of_worker: of_worker(rows.shuffle(9, seed=2)).shuffle(9), 0),
+            (lambda rows, of_worker: of_worker(rows.shuffle(9)), 1),
+            (lambda rows, of_worker: of_worker(tf.data.Dataset.list_files(__file__)).interleave(lambda i: rows), 1),
+        ],
+    )
+    def test_shards_of_different_orders_give_a_warning(self, rows, seed_of_program, change, times):
+        def of_worker(context):
+            part = functools.partial(tf.data.Dataset.shard, num_shards=2, index=context.input_pipeline_id)
+            return change(rows, part).batch(2)
+
+        said = warned(lambda: data.shards_of_function(of_worker, 2), "shards rows or files behind a shuffle")
+        assert len(said) == times
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda rows: rows.map(lambda i: tf.numpy_function(lambda x: x + 1, [i], tf.int64)),
+            lambda rows: rows.map(lambda i: tf.random.uniform([]) + tf.py_function(lambda: 0.0, [], tf.float32)),
+            lambda rows: rows.map(functools.partial(lambda count, i: count.assign_add(1), tf.Variable(0))),
+        ],
+    )
+    def test_what_is_of_this_process_cannot_be_sent(self, rows, change):
+        with pytest.raises(ValueError, match=r"^Received: a dataset that cannot be sent to the workers"):
+            data.WorkerDataset([change(rows)]).shards()
+
+    @pytest.mark.parametrize(
+        ("make", "text"),
+        [
+            (lambda rows: data.CoordinatorDataset(rows, print), "experimental_distribute_dataset returns"),
+            (lambda rows: data.WorkerDataset([rows]), "distribute_datasets_from_function returns"),
+        ],
+    )
+    def test_what_a_coordinator_is_given(self, rows, make, text):
+        with pytest.raises(ValueError, match=f"Received: what strategy.{text}, for create_per_worker_dataset"):
+            coordinator_values.get_per_worker_dataset(make(rows), None)
+
+    @pytest.mark.parametrize(
+        ("make", "shards"),
+        [
+            (lambda rows: data.CoordinatorDataset(rows, print), lambda given: [given.source]),
+            (lambda rows: data.WorkerDataset([rows]), lambda given: given._datasets),
+        ],
+    )
+    def test_class_weights(self, make, shards):
+        rows = tf.data.Dataset.from_tensor_slices((np.zeros((4, 1)), np.array([0, 1, 2, 1]))).batch(4)
+        given = TFDatasetAdapter(make(rows), class_weight={0: 1.0, 1: 2.0, 2: 5.0}).get_tf_dataset()
+        assert type(given) is type(make(rows))
+        (source,) = shards(given)
+        *_, weights = next(iter(source))
+        assert weights.numpy().tolist() == [1.0, 2.0, 5.0, 2.0]
 
 
 class TestMistakes:

@@ -113,6 +113,21 @@ def test_a_penalty_on_weights_that_no_stage_uses() -> None:
     assert_same(*both(use, headed))
 
 
+def test_a_penalty_of_several_elements() -> None:
+    """Keras adds them up."""
+
+    def penalized() -> keras.Model:
+        inputs = keras.Input((8,))
+        x = layers.Dense(8, "tanh", kernel_regularizer=lambda weight: 0.1 * weight**2)(inputs)
+        x = layers.Dense(8, "tanh", bias_regularizer=lambda weight: 0.1 * weight**2)(x)
+        return ready(keras.Model(inputs, layers.Dense(3)(x)), keras.optimizers.SGD(0.1), "mse")
+
+    def use(model: keras.Model) -> list:
+        return [model.fit(X, Y, batch_size=8, epochs=2, verbose=0).history["loss"]]
+
+    assert_same(*both(use, penalized))
+
+
 def test_a_step_of_the_instance() -> None:
     def train_step(self: keras.Model, data: tuple) -> dict:
         with tf.GradientTape() as tape:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("four_devices")
     [
         (
             {"schedule": "1F1B"},
-            "Received: schedule='1F1B'. Expected one of 'auto', 'gpipe', '1f1b', 'eager-1f1b', 'interleaved'.",
+            "Received: schedule='1F1B'. Expected one of 'auto', 'gpipe', '1f1b', 'eager-1f1b', 'interleaved', 'zb-h1'.",
         ),
         ({"balance": "speed"}, "Received: balance='speed'. Expected one of 'flops', 'memory', 'time'."),
         (
@@ -34,6 +34,11 @@ pytestmark = pytest.mark.usefixtures("four_devices")
             {"chunks_per_device": 2},
             "Received: chunks_per_device=2 with schedule='auto'. Expected: schedule='interleaved', the only one that "
             "gives a device several chunks of the model.",
+        ),
+        (
+            {"schedule": "zb-h1", "weight_gradients": "batched"},
+            "Received: weight_gradients='batched' with schedule='zb-h1', which computes gradients of weights while a "
+            "stage would wait, not at the end. Expected: weight_gradients='accumulate', or another schedule.",
         ),
     ],
 )

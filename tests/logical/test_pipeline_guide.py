@@ -38,7 +38,7 @@ def test_programs_print_what_stands_below_them(four_devices, tmp_path, monkeypat
 
 def test_schedules_are_drawn_as_they_are():
     drawn = [(match, text) for kind, text in BLOCKS if kind == "text" and (match := DRAWN.match(text))]
-    assert [match[1] for match, _ in drawn] == ["gpipe", "1f1b", "interleaved"]
+    assert [match[1] for match, _ in drawn] == ["gpipe", "1f1b", "interleaved", "zb-h1"]
     for match, text in drawn:
         name, stages, chunks, microbatches = match.groups()
         assert text == draw(make_schedule(name, int(stages), int(microbatches), int(chunks or 1))) + "\n"

@@ -323,6 +323,68 @@ class Noise(layers.Layer):
         return x + keras.random.normal(tf.shape(x), seed=self.seeds)
 
 
+class Measured(layers.Dense):
+    """Has a metric of its own."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.size = keras.metrics.Mean(name=f"size_of_{self.name}")
+
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        y = super().call(x)
+        self.size.update_state(ops.abs(y))
+        return y
+
+
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.nightly)])
+def test_layers_with_metrics(replicas, recwarn):
+    def build() -> keras.Model:
+        parts = [Measured(8, "tanh", name=name) for name in ("first", "second")]
+        return ready(keras.Sequential([keras.Input((8,)), *parts, layers.Dense(3)]), keras.optimizers.SGD(0.1), "mse")
+
+    strategy = tfdist.PipelineStrategy([f"CPU:{i}" for i in range(2 * replicas)], num_microbatches=3, replicas=replicas)
+    assert_trains_equally(build, (X, Y), strategy, validation_data=(X[:11], Y[:11]))
+    assert not [one for one in recwarn if "assigns when it is called" in str(one.message)]
+
+
+class Sampled(keras.Model):
+    """A loss of some of the rows, each of them several times."""
+
+    def train_step(self, data: tuple) -> dict:
+        x, y = data
+        with tf.GradientTape() as tape:
+            made, rows = self(x, training=True), tf.range(tf.shape(y)[0]) // 3
+            loss = tf.reduce_mean((tf.gather(made, rows) - tf.gather(y, rows)) ** 2)
+        variables = self.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        return {"loss": loss}
+
+
+def sampled() -> keras.Model:
+    inputs = keras.Input((8,))
+    outputs = layers.Dense(3)(layers.Dense(8, "tanh")(inputs))
+    return ready(Sampled(inputs, outputs), keras.optimizers.SGD(0.1))
+
+
+def test_losses_that_gather_rows():
+    assert_trains_equally(sampled, (X, Y), whole=False)
+
+
+class Reversed(layers.Layer):
+    """Takes the rows in another order: TensorFlow has slices for the gradient."""
+
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        return tf.gather(x, tf.range(tf.shape(x)[0])[::-1])
+
+
+def test_gradients_of_activations_in_slices():
+    def build() -> keras.Model:
+        parts = [layers.Dense(8, "tanh", name="first"), Reversed(), layers.Dense(8, "tanh"), layers.Dense(3)]
+        return ready(keras.Sequential([keras.Input((8,)), *parts]), keras.optimizers.SGD(0.1), "mse")
+
+    assert_trains_equally(build, (X, Y), pipeline(num_microbatches=1, cuts=["first"]), whole=False)
+
+
 def test_layers_that_draw_in_inference():
     def build() -> keras.Model:
         return ready(keras.Sequential([keras.Input((8,)), layers.Dense(8), Noise(), layers.Dense(3)]), "sgd", "mse")

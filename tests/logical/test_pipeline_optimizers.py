@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 from keras import optimizers
 
+import tfdist
 from tests.logical.pipelines import after_one_step, assert_equal, labelled, mlp, pipeline
 from tests.tiers import daily
 
@@ -91,6 +92,65 @@ def test_slots_that_were_built_before_the_first_fit_are_moved():
         np.testing.assert_allclose(b.numpy(), a.numpy(), atol=1e-6, err_msg=a.path)
     assert_slots_follow(received)
     assert len({v.value.device for v in received.trainable_variables}) == 3
+
+
+class Step(keras.Model):
+    """The step of a user: the loss is of one of the outputs."""
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(data[0], training=True)[0] - data[1]) ** 2)
+        variables = self.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        return {"loss": loss}
+
+
+def with_an_unused_output(kind: str) -> keras.Model:
+    """One output has no loss. Behind it are weights on both stages, and a root: its derivative is infinite at 0."""
+    inputs = keras.Input((8,))
+    x = keras.layers.Dense(8, use_bias=False)(inputs)
+    length = keras.ops.sqrt(keras.ops.sum(x * x, axis=-1, keepdims=True))
+    aside = keras.layers.Dense(8, name="aside")(length)
+    x = keras.layers.Dense(8, "tanh", name="cut")(x)
+    if kind == "states":
+        # Of the last states nothing has a gradient.
+        x, aside = keras.layers.GRU(8, return_sequences=True, return_state=True)(keras.ops.reshape(x, (-1, 4, 2)))
+        x = keras.layers.Flatten()(x)
+    outputs = [keras.layers.Dense(3)(x), keras.layers.Dense(1, name="second_aside")(aside)]
+    model = (Step if kind == "own step" else keras.Model)(inputs, outputs)
+    optimizer = optimizers.AdamW(0.01, weight_decay=0.5)
+    model.compile(optimizer, None if kind == "own step" else ["mse", None])
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    daily(
+        [
+            ("loss", {}),
+            ("own step", {}),
+            pytest.param("loss", {"memory": "recompute"}, id="recompute"),
+            pytest.param("loss", {"schedule": "zb-h1"}, id="zb-h1"),
+            pytest.param("loss", {"weight_gradients": "batched", "replicas": 2}, id="batched"),
+            ("states", {}),
+        ],
+        "loss",
+        "own step",
+    ),
+)
+def test_what_the_loss_does_not_use_has_no_gradient(kind, options):
+    """Zeros would let weights decay, and times infinity they are no numbers."""
+    targets = np.eye(3, dtype="float32")[DATA[1]]
+    data = np.concatenate([np.zeros((2, 8), "float32"), DATA[0][2:]]), targets if kind == "own step" else [targets]
+    devices = [f"CPU:{i}" for i in range(2 * options.get("replicas", 1))]
+    strategy = tfdist.PipelineStrategy(devices, num_microbatches=4, cuts=["cut"], **options)
+    build = functools.partial(with_an_unused_output, kind)
+    _, plain = after_one_step(tf.distribute.get_strategy(), build, data, steps=3)
+    model, received = after_one_step(strategy, build, data, steps=3)
+    assert all(np.isfinite(value).all() for value in plain.values())
+    assert_equal(plain, received, 2e-5)
+    assert any("aside" in variable.path for variable in model.trainable_variables)
 
 
 def without_decay(when: str) -> keras.Model:

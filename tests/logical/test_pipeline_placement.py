@@ -57,18 +57,17 @@ def calls_of_stages(nodes: Iterable[tf.compat.v1.NodeDef]) -> list[tuple[int, st
     calls = []
     for node in nodes:
         if node.op in ("PartitionedCall", "StatefulPartitionedCall"):
-            found = re.search(r"stage_chunk_(\d+)_train_(forward|backward)", node.attr["f"].func.name)
+            found = re.search(r"stage_chunk_(\d+)_train_(forward|backward|weights)", node.attr["f"].func.name)
             if found:
                 calls.append((int(found[1]), found[2], node.device))
     return sorted(calls)
 
 
 def expected_calls(plan: PipelinePlan) -> list[tuple[int, str, str]]:
-    """Every chunk runs forwards and backwards once for each of four micro-batches, on its device."""
-    of_chunk = [(chunk.index, full(plan.device_of(chunk.index))) for chunk in plan.chunks]
-    return sorted(
-        (index, kind, device) for index, device in of_chunk for kind in ("forward", "backward") for _ in "1234"
-    )
+    """Every chunk runs its instructions once for each of four micro-batches, on its device."""
+    of_chunk = {chunk.index: full(plan.device_of(chunk.index)) for chunk in plan.chunks}
+    assert plan.schedule.microbatches == 4
+    return sorted((i.chunk, i.kind, of_chunk[i.chunk]) for order in plan.schedule.orders for i in order)
 
 
 def full(device: str) -> str:
@@ -102,7 +101,10 @@ def test_variables_follow_their_stages_in_the_scope_too():
     assert [v.value.device for v in slots] == trained
 
 
-SCHEDULES = [(4, {}), *daily([(2, {"schedule": "interleaved", "memory": "recompute"})])]
+SCHEDULES = [
+    (4, {}),
+    *daily([(2, {"schedule": "interleaved", "memory": "recompute"}), (3, {"schedule": "zb-h1"})], "3"),
+]
 
 
 @pytest.mark.nightly
@@ -127,7 +129,7 @@ def test_each_call_waits_for_the_one_before_it_in_the_schedule(stages, options):
 def label_of(operation: tf.Operation) -> tuple[int, str] | None:
     """The chunk and the kind of an operation that calls a stage's function."""
     name = operation.get_attr("f").name if operation.type == "PartitionedCall" else ""
-    match = re.search(r"stage_chunk_(\d+)_train_(forward|backward)", name)
+    match = re.search(r"stage_chunk_(\d+)_train_(forward|backward|weights)", name)
     return (int(match[1]), match[2]) if match else None
 
 

@@ -50,6 +50,15 @@ def test_chunks_and_replicas():
     ]
 
 
+def test_gradients_of_weights_in_the_bubble():
+    lines = summarized(list("abcd"), 120, schedule="zb-h1", devices=["CPU:0"] * 4)
+    assert lines[-4:-1] == [
+        "Schedule: zb-h1, 8 micro-batches",
+        "Bubble: 11.1% = (K - 1) / (3 M + K - 1), K = 4 devices, M = 8",
+        "Predicted speed-up: 3.56 x one device (at most 4)",  # 4 x 24 / 27
+    ]
+
+
 def test_long_names_stay_in_the_width():
     lines = summarized(["a_" * 60 + "b", "last"], 100, devices=["CPU:0"])
     assert max(map(len, lines)) <= 100

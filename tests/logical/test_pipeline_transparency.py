@@ -31,7 +31,7 @@ from tfdist.memory import MemoryPolicy
 
 pytestmark = pytest.mark.usefixtures("four_devices")
 
-SCHEDULES = ("auto", "1f1b", "eager-1f1b", "gpipe", "interleaved")
+SCHEDULES = ("auto", "1f1b", "eager-1f1b", "gpipe", "interleaved", "zb-h1")
 
 
 def skips() -> keras.Model:
@@ -78,6 +78,8 @@ REST = [
     (3, 4, "1f1b", recomputed(1, 2), "accumulate"),
     (4, 3, "eager-1f1b", "none", "batched"),
     (1, 8, "gpipe", "recompute", "batched"),
+    pytest.param(3, 4, "zb-h1", "none", "accumulate", id="zb-h1"),
+    pytest.param(2, 8, "zb-h1", recomputed(1), "accumulate", id="zb-h1, recomputed"),
 ]
 
 
@@ -93,11 +95,57 @@ def test_options(stages, microbatches, schedule, memory, weight_gradients):
 
 @pytest.mark.parametrize(
     ("stages", "microbatches", "schedule", "memory"),
-    daily([(2, 4, "interleaved", "none"), (3, 4, "auto", "recompute")]),
+    daily([(2, 4, "interleaved", "none"), (3, 4, "auto", "recompute"), (4, 4, "zb-h1", "none")]),
 )
 def test_state_goes_from_micro_batch_to_micro_batch(stages, microbatches, schedule, memory):
     strategy = pipeline(stages, microbatches, schedule=schedule, memory=memory)
     assert_equal(expected_of_stateful(microbatches), observe(strategy, stateful, labelled(), whole=False))
+
+
+@pytest.fixture
+def float64():
+    """Losses, too."""
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    yield
+    keras.config.set_floatx("float32")
+    keras.config.set_dtype_policy("float32")
+
+
+def of_several_kinds() -> keras.Model:
+    """Weights whose gradients are products, sums, slices, or results of loops, and one that two stages share."""
+    inputs = keras.Input((6,), dtype="int32")
+    x = layers.Embedding(20, 8)(inputs)
+    shared = layers.Dense(8, "tanh", name="shared")
+    x = layers.LayerNormalization()(shared(x))
+    x = layers.MultiHeadAttention(2, 4)(x, x)
+    x = layers.GRU(8, return_sequences=True)(x)
+    x = layers.Conv1D(8, 3, padding="same", activation="gelu", kernel_regularizer="l2")(x)
+    x = layers.Flatten()(shared(x))
+    return ready(keras.Model(inputs, layers.Dense(3)(x)), keras.optimizers.SGD(0.05), "mse", metrics=["mae"])
+
+
+TOKENS = np.random.RandomState(1).randint(0, 20, (37, 6)), numbers(37, 3, seed=2)
+
+
+@pytest.mark.parametrize(
+    ("stages", "options"),
+    daily(
+        [
+            (3, {}),
+            (2, {"memory": "recompute"}),
+            (4, {"memory": MemoryPolicy("swap", min_bytes=0)}),
+            (1, {"replicas": 2}),
+        ],
+    ),
+)
+def test_gradients_of_weights_that_are_computed_later(stages, options, float64):
+    replicas = options.get("replicas", 1)
+    devices = [f"CPU:{i}" for i in range(stages * replicas)]
+    strategy = tfdist.PipelineStrategy(devices, num_microbatches=4, schedule="zb-h1", **options)
+    expected = one_process(of_several_kinds, TOKENS, whole=False)
+    assert_equal(expected, observe(strategy, of_several_kinds, TOKENS, whole=False), 1e-12)
+    assert "zb-h1, " in strategy.summary()
 
 
 class Centred(layers.Layer):
@@ -144,6 +192,7 @@ def test_choice_of_schedules():
         "eager-1f1b": ("eager-1f1b", True, 2),
         "gpipe": ("gpipe", True, 2),
         "interleaved": ("interleaved", True, 4),
+        "zb-h1": ("zb-h1", True, 2),
     }
 
 

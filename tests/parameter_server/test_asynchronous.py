@@ -16,7 +16,10 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(270)]
 
 _DEADLINE = 240
 DAILY = ("counters_are_exact", "predictions_are_in_order", "an_error", "the_last_batch_is_logged")
-REST = ("batches_of_ones_own", "an_interrupt", "metrics_that_are_sums_and_one_that_is_not")
+REST = (
+    *("batches_of_ones_own", "an_interrupt", "metrics_that_are_sums_and_one_that_is_not", "functions_of_python"),
+    "numbers_of_steps",
+)
 
 
 def asynchronous(wanted: tuple[str, ...]) -> dict[str, Any]:
@@ -163,8 +166,47 @@ def asynchronous(wanted: tuple[str, ...]) -> dict[str, Any]:
         assert begins == [2 * 8]
         assert history["count"] == counts[1] and steps_of(model) == begins[0] + 21
 
+    def functions_of_python() -> None:
+        """Only the chief has them; a step may call them all the same."""
+
+        class Doubled(keras.layers.Layer):
+            def call(self, x: Any) -> Any:
+                return tf.ensure_shape(tf.py_function(lambda x: 2.0 * x, [x], tf.float32), x.shape)
+
+        def exact(y: Any, p: Any) -> Any:
+            return tf.ensure_shape(tf.numpy_function(lambda y, p: np.float32(np.median(y)), [y, p], tf.float32), ())
+
+        for steps in (1, 4):
+            model = in_scope("sgd", Doubled(), metrics=(lambda: keras.metrics.MeanMetricWrapper(exact, "median"),))
+            plain = dense_model("sgd", Doubled(), metrics=[keras.metrics.MeanMetricWrapper(exact, "median")])
+            plain.set_weights(model.get_weights())
+            assert largest(*([m.predict(x, verbose=0)] for m in (model, plain))) <= 1e-6
+            model.steps_per_execution = steps
+            history = model.fit(x, y, batch_size=BATCH, verbose=0).history
+            assert history["count"] == counts[1] and 0.0 <= history["median"][0] <= 1.0
+
+    def numbers_of_steps() -> None:
+        class Numbered(keras.layers.Layer):
+            def build(self, shape: Any) -> None:
+                self.count = self.add_weight(shape=(), initializer="zeros", trainable=False)
+                self.sums = self.add_weight(shape=(3,), initializer="zeros", trainable=False)
+
+            def call(self, x: Any) -> Any:
+                self.sums.assign_add(1.0)
+                return x + 0.0 * self.sums[0] + self.count.assign_add(1.0)
+
+        with strategy.scope():
+            layer = Numbered()
+            model = keras.Sequential([keras.Input((1,)), layer])
+        found = model.predict(np.zeros((6, 1), "float32"), batch_size=1, verbose=0)
+        # A worker may see an addition of the other's together with its own.
+        assert max(found[:, 0]) == 6.0 and set(found[:, 0]) <= {1.0, 2.0, 3.0, 4.0, 5.0, 6.0}
+        assert layer.sums.numpy().tolist() == [6.0] * 3
+        assert float(layer.count.assign_add(1.0)) == 7.0
+
     sections = [counters_are_exact, an_error, an_interrupt, metrics_that_are_sums_and_one_that_is_not]
     sections += [batches_of_ones_own, predictions_are_in_order, the_last_batch_is_logged]
+    sections += [functions_of_python, numbers_of_steps]
     return part(sections, wanted)
 
 

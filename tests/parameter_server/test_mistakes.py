@@ -22,6 +22,7 @@ def mistakes() -> dict[str, Any]:
     import tensorflow as tf
 
     import tfdist
+    from tests.models import warned
     from tests.parameter_server.models import Count, dense_model, rows
 
     strategy = tfdist.ParameterServerStrategy(start_timeout=60)
@@ -42,6 +43,17 @@ def mistakes() -> dict[str, Any]:
             model.compile("sgd", "mse", metrics=[metric])
         return model.fit(x, y, epochs=2, verbose=0).history["count"]
 
+    def run_alone() -> list[int]:
+        """How many warnings there are in a loop of one's own, scheduled and not."""
+        step = tf.function(lambda: strategy.run(lambda: tf.constant(1)))
+
+        def scheduled() -> None:
+            strategy.coordinator.schedule(step)
+            strategy.coordinator.join()
+
+        loops = (scheduled, lambda: [strategy.run(lambda: tf.constant(1)) for _ in range(2)])
+        return [len(warned(loop, "The chief does this work alone")) for loop in loops]
+
     other = tfdist.cluster.ClusterConfig({"chief": ["a:1"], "worker": ["b:1"], "ps": ["c:1"]}, "chief", 0)
     build = tfdist.ParameterServerStrategy
     return run_sections(
@@ -52,6 +64,7 @@ def mistakes() -> dict[str, Any]:
             "other cluster": lambda: error_of(build, cluster=other, start_timeout=5),
             "other strategy": lambda: error_of(build, mode="async", max_inflight=0),
             "afterwards": afterwards,
+            "alone": run_alone,
         }
     )
 
@@ -83,6 +96,10 @@ def test_messages(name, kind, words):
 def test_errors_leave_nothing_behind():
     assert found(results(), "no data")[0] == found(results(), "no data, one process")[0]
     assert found(results(), "afterwards") == [64.0, 64.0]
+
+
+def test_a_loop_that_the_chief_runs_alone():
+    assert found(results(), "alone") == [0, 1]
 
 
 @pytest.mark.nightly

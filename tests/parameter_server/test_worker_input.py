@@ -26,7 +26,12 @@ REFUSED = {
 }
 # What `make test` runs: a function of the worker, batches dealt out; one step and several in an execution.
 DAILY = ("function 1", "steps of an epoch 4", "generator function", "not a sum")
-REST = ("evaluation", *(name for name in (*ITERATIONS, *REFUSED) if name not in DAILY))
+REST = (
+    "evaluation",
+    "as in the tutorial",
+    "order of epochs",
+    *(name for name in (*ITERATIONS, *REFUSED) if name not in DAILY),
+)
 
 
 def worker_input(wanted: tuple[str, ...]) -> dict[str, Any]:
@@ -37,7 +42,7 @@ def worker_input(wanted: tuple[str, ...]) -> dict[str, Any]:
 
     import tfdist
     from tests.cluster.attempt import error_of
-    from tests.parameter_server.models import BATCH, Largest, Sum, batches, dense_model, rows
+    from tests.parameter_server.models import BATCH, Count, Largest, Sum, batches, dense_model, rows
     from tests.parameter_server.sections import largest
 
     strategy = tfdist.ParameterServerStrategy(worker_input=True, start_timeout=120)
@@ -75,12 +80,60 @@ def worker_input(wanted: tuple[str, ...]) -> dict[str, Any]:
         signature = (tf.TensorSpec([None, 8]), tf.TensorSpec([None, 1]))
         return tf.data.Dataset.from_generator(lambda: iter([(x[:8], numbers[:8])]), output_signature=signature)
 
+    class Weights(Count):
+        """Sum of the sample weights of an epoch."""
+
+        def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+            self.total.assign_add(tf.reduce_sum(tf.cast(sample_weight, "float32")))
+
+    def as_in_the_tutorial() -> dict[str, Any]:
+        """Words looked up, rows augmented, classes weighted; shuffled without a seed, without an end."""
+        with from_chief.scope():
+            lookup = keras.layers.StringLookup(vocabulary=["a", "b"], num_oov_indices=0)
+            model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1, "sigmoid")])
+            metrics = [Count("count"), Sum("sum"), Weights("weights")]
+            model.compile("sgd", "binary_crossentropy", weighted_metrics=metrics, steps_per_execution=2)
+
+        def dataset_fn(context: tf.distribute.InputContext) -> tf.data.Dataset:
+            rows = tf.data.Dataset.from_tensor_slices((x, np.where(numbers[:, 0] % 2 == 0, "a", "b")))
+            rows = rows.map(lambda x, word: (x + 0.1 * tf.random.normal([8]), tf.cast(lookup(word), tf.float32)))
+            return rows.shuffle(200).batch(context.get_per_replica_batch_size(BATCH)).repeat().prefetch(2)
+
+        return model.fit(dataset_fn, epochs=3, steps_per_epoch=10, class_weight={0: 1.0, 1: 3.0}, verbose=0).history
+
+    class Ordered(keras.Sequential):
+        """Its metric depends on the order of the batches, of which each worker has 11 in an epoch."""
+
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.order = keras.metrics.Sum(name="order")
+
+        def train_step(self, data: Any) -> Any:
+            place = tf.cast(self.optimizer.iterations.value % 22, tf.float32)
+            self.order.update_state(place * tf.reduce_sum(data[1]))
+            return super().train_step(data) | {"order": self.order.result()}
+
+    def orders_of_epochs() -> list[float]:
+        one_at_a_time = tfdist.ParameterServerStrategy(max_inflight=1, start_timeout=120)
+        with one_at_a_time.scope():
+            model = Ordered([keras.Input((8,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+
+        def shuffled(context: tf.distribute.InputContext) -> tf.data.Dataset:
+            rows = tf.data.Dataset.from_tensor_slices((x, numbers))
+            rows = rows.shard(context.num_input_pipelines, context.input_pipeline_id)
+            return rows.shuffle(ROWS, seed=1).batch(BATCH)
+
+        return model.fit(shuffled, epochs=3, verbose=0).history["order"]
+
     distributed = functools.partial(from_chief.distribute_datasets_from_function, of_worker)
     sections = {
         "generator function": lambda: error_of(model_of(from_chief).fit, from_generator, verbose=0),
         "no dataset": lambda: error_of(model_of(from_chief).fit, lambda context: x, verbose=0),
         "not a sum": lambda: error_of(model_of(strategy, metric=Largest).fit, data, verbose=0),
         "evaluation": evaluation,
+        "as in the tutorial": as_in_the_tutorial,
+        "order of epochs": orders_of_epochs,
         "steps of an epoch 4": lambda: (
             train(strategy, data.repeat(), 4, steps_per_epoch=7),
             train(strategy, data, 4, steps_per_epoch=7),
@@ -126,6 +179,19 @@ def test_steps_per_epoch():
     assert sum(ends_early["count"]) == ROWS
     # One that is quick comes to its last batch, of 10 rows, in the first epoch.
     assert ends_early["count"][0] in (8 * 32, 8 * 32 - 22)
+
+
+@pytest.mark.nightly
+def test_each_epoch_is_shuffled_otherwise():
+    assert len(set(result("order of epochs"))) == 3
+
+
+@pytest.mark.nightly
+def test_as_in_the_tutorial():
+    history = result("as in the tutorial")
+    for count, ones, weights in zip(history["count"], history["sum"], history["weights"], strict=True):
+        # Two of the batches may be the last ones of their worker's, of 10 rows.
+        assert 320 - 2 * 22 <= count <= 320 and 0 < ones < count and weights == count + 2 * ones
 
 
 @pytest.mark.nightly

@@ -10,9 +10,9 @@ import tempfile
 from pathlib import Path
 
 from tests.soak.soak import Soak, SoakError
-from tfdist.launcher.drill.faults import Interrupted, TrialError
+from tfdist.launcher.drill.faults import TrialError
 from tfdist.launcher.guardian import Guardian
-from tfdist.launcher.operating_system import SignalInbox
+from tfdist.launcher.operating_system import Interrupted, SignalInbox
 
 # 200 an hour.
 _PAUSE = 18.0

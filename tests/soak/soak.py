@@ -22,7 +22,7 @@ from tests.processes import marked
 from tests.small_disks import fill, small_disk
 from tests.soak.plan import Strike, strikes
 from tfdist.launcher.drill.comparison import compare
-from tfdist.launcher.drill.faults import FAULTS, Interrupted, Trial, TrialError
+from tfdist.launcher.drill.faults import FAULTS, Trial, TrialError
 from tfdist.launcher.guardian import Guardian
 from tfdist.launcher.operating_system import SignalInbox
 from tfdist.supervision.events import of_kind
@@ -318,9 +318,7 @@ class Soak:
             self._tick()
 
     def _tick(self) -> None:
-        number = self._inbox.take_stop()
-        if number is not None:
-            raise Interrupted(number)
+        self._inbox.check()
         time.sleep(_TICK)
 
 

@@ -79,6 +79,16 @@ _MPICH = {
     "PMI_RANK": "1",
     "PMI_SIZE": "3",
 }
+_PALS = {
+    "PALS_APID": "5f0d7e9c-2b1d-4b8a-9a55-7d6a6d1c1f60",
+    "PALS_LOCAL_RANKID": "1",
+    "PALS_NODEID": "1",
+    "PALS_RANKID": "2",
+    "PMI_LOCAL_RANK": "1",
+    "PMI_LOCAL_SIZE": "2",
+    "PMI_RANK": "2",
+    "PMI_SIZE": "4",
+}
 _FOUR = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "node-1", "MASTER_PORT": "29500"}
 _POD = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "KUBERNETES_SERVICE_PORT": "443"}
 _INDEXED_JOB = {
@@ -195,6 +205,18 @@ DUMPS = {
         local=(1, 2),
         has_channel=True,
     ),
+    "MVAPICH": Dump(
+        {
+            "MPIRUN_ID": "77",
+            "MVP_COMM_WORLD_LOCAL_RANK": "1",
+            "MVP_COMM_WORLD_LOCAL_SIZE": "2",
+            "MVP_COMM_WORLD_RANK": "3",
+            "MVP_COMM_WORLD_SIZE": "4",
+        },
+        *("MVAPICH", 3, 4, {"MVP_COMM_WORLD_SIZE": None}, "single process"),
+        local=(1, 2),
+        has_channel=True,
+    ),
     "Slurm": Dump(
         _SLURM_STEP,
         *("Slurm", 3, 4, {"SLURM_STEP_NODELIST": None, "SLURM_NTASKS": "1"}, "allocation"),
@@ -224,10 +246,40 @@ DUMPS = {
             "PMI_RANK": "3",
             "PMI_SIZE": "4",
         },
-        # mpiexec that srun has started on each node.
-        *("Slurm", 3, 4, {"PMI_JOBID": None}, "MPICH"),
+        # A rank of mpiexec, whose daemon srun has started on this node.
+        *("Slurm", 3, 4, {"MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}, "MPICH"),
         host="n9",
         local=(1, 2),
+    ),
+    "Slurm, srun --mpi=cray_shasta": Dump(
+        {**_SLURM_STEP, **_PALS, "PALS_APID": "9.0", "PMI_JOBID": "9", "PALS_RANKID": "3", "PMI_RANK": "3"},
+        # mpiexec of PALS, in a job of PBS.
+        *("Slurm", 3, 4, {"SLURM_STEP_NODELIST": None}, "PALS"),
+        host="n9",
+        local=(1, 2),
+    ),
+    "Slurm, a step of a heterogeneous job, whose list of nodes is sorted": Dump(
+        {
+            **{**_SLURM_STEP, "SLURMD_NODENAME": "n11", "SLURM_LOCALID": "0", "SLURM_PROCID": "0"},
+            **{"SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "n[11-12]"},
+            "SLURM_JOB_NODELIST_HET_GROUP_1": "n[8-10]",
+        },
+        *("Slurm", 0, 4, {"SLURM_STEP_NODELIST": None}, "allocation"),
+        host="n11",
+        local=(0, 2),
+    ),
+    "MPICH in Slurm, with MpiDefault=pmi2": Dump(
+        # The Slurm variables, and PMI_JOBID, are those of mpiexec's daemon, the only one.
+        {
+            **_SLURM_STEP,
+            "SLURM_PROCID": "0",
+            "SLURM_STEP_NUM_TASKS": "1",
+            "PMI_JOBID": "9.0",
+            **_MPICH,
+        },
+        *("MPICH", 1, 3, {"MPI_LOCALRANKID": None}, "Slurm"),
+        local=(1, 2),
+        has_channel=True,
     ),
     "Slurm, the shell of an interactive salloc, one node": Dump(
         {
@@ -240,12 +292,52 @@ DUMPS = {
         },
         *("allocation", None, 1, {"SLURM_STEP_ID": "1"}, "Slurm"),
     ),
+    "Slurm, the same shell, of a recent version": Dump(
+        {
+            **_SLURM_STEP,
+            "SLURM_JOB_NUM_NODES": "1",
+            "SLURM_NTASKS": "1",
+            "SLURM_PROCID": "0",
+            "SLURM_STEP_ID": "-6",
+            "SLURM_STEP_NUM_TASKS": "1",
+        },
+        *("allocation", None, 1, {"SLURM_STEP_ID": "1"}, "Slurm"),
+    ),
     "Slurm, srun --pty bash": Dump(
         {**_SLURM_STEP, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"},
         *("Slurm", None, 1, {"SLURM_STEP_NODELIST": None, "SLURM_NTASKS": "1"}, "allocation"),
     ),
     "Slurm, a batch script for one task": Dump(
         {**_SLURM_BATCH, "SLURM_NTASKS": "1"}, "allocation", None, 1, {"SLURM_JOB_ID": None}, "single process"
+    ),
+    "PALS": Dump(
+        {**_PALS, "PBS_JOBID": "3.server"},
+        *("PALS", 2, 4, {"PALS_RANKID": None}, "MPICH"),
+        local=(1, 2),
+        has_channel=True,
+    ),
+    "Flux": Dump(
+        {
+            "FLUX_JOB_ID": "\u01922ozEEVBDmm",
+            "FLUX_JOB_NNODES": "2",
+            "FLUX_JOB_SIZE": "4",
+            "FLUX_TASK_LOCAL_ID": "1",
+            "FLUX_TASK_RANK": "3",
+            "PMI_FD": "19",
+            "PMI_RANK": "3",
+            "PMI_SIZE": "4",
+        },
+        # mpiexec that Flux has started.
+        *("Flux", 3, 4, {"MPI_LOCALRANKID": "0"}, "MPICH"),
+        local=(1, None),
+        has_channel=True,
+    ),
+    "Azure ML": Dump(
+        {**_OPEN_MPI, "AZ_BATCH_MASTER_NODE": "10.0.0.4:6000"},
+        # On a single node.
+        *("Azure ML", 1, 2, {"AZ_BATCH_MASTER_NODE": None}, "Open MPI"),
+        host="10.0.0.4",
+        local=(0, 1),
     ),
     "LSF with jsrun": Dump(
         {
@@ -270,6 +362,53 @@ DUMPS = {
         *("SageMaker", 1, 2, {"SM_CURRENT_HOST": None}, "single process"),
         host="algo-1",
         local=(0, 1),
+    ),
+    "AWS Batch, a multi-node parallel job": Dump(
+        {
+            "AWS_BATCH_JOB_ID": "b3f2#2",
+            "AWS_BATCH_JOB_MAIN_NODE_INDEX": "1",
+            "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS": "10.0.0.7",
+            "AWS_BATCH_JOB_NODE_INDEX": "2",
+            "AWS_BATCH_JOB_NUM_NODES": "3",
+        },
+        *("AWS Batch", 1, 3, {"AWS_BATCH_JOB_NUM_NODES": None}, "single process"),
+        host="10.0.0.7",
+    ),
+    "HTCondor's parallel universe": Dump(
+        {"_CONDOR_NPROCS": "3", "_CONDOR_PROCNO": "1", "_CONDOR_SCRATCH_DIR": "/scratch"},
+        *("HTCondor", 1, 3, {"_CONDOR_NPROCS": None}, "single process"),
+    ),
+    "SkyPilot": Dump(
+        {
+            "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8",
+            "SKYPILOT_NODE_RANK": "1",
+            "SKYPILOT_NUM_NODES": "2",
+            "SKYPILOT_TASK_ID": "sky-2026-11-26-18-00-04-563597_train_id-1",
+        },
+        *("SkyPilot", 1, 2, {"SKYPILOT_NODE_RANK": None}, "single process"),
+        host="10.0.0.7",
+    ),
+    "Kubernetes LeaderWorkerSet": Dump(
+        {
+            **{**_POD, "HOSTNAME": "train-0-2", "LWS_LEADER_ADDRESS": "train-0.train.default"},
+            **{"LWS_GROUP_SIZE": "4", "LWS_WORKER_INDEX": "2"},
+        },
+        *("LeaderWorkerSet", 2, 4, {"LWS_WORKER_INDEX": None}, "single process"),
+        host="train-0.train.default",
+    ),
+    "Volcano with the plugin svc": Dump(
+        {
+            **{**_POD, "HOSTNAME": "train-worker-1", "VC_TASK_INDEX": "1", "VK_TASK_INDEX": "1"},
+            **{"VC_MASTER_HOSTS": "train-master-0.train", "VC_MASTER_NUM": "1"},
+            **{"VC_WORKER_HOSTS": "train-worker-0.train,train-worker-1.train", "VC_WORKER_NUM": "2"},
+        },
+        *("Volcano", 2, 3, {"VC_TASK_INDEX": None}, "single process"),
+        host="train-master-0.train",
+    ),
+    "Kubernetes Indexed Job with PyTorch's variables": Dump(
+        {**_INDEXED_JOB, **_FOUR, "RANK": "3", "TFDIST_SIZE": ""},
+        *("RANK and WORLD_SIZE", 3, 4, {"MASTER_ADDR": None}, "Kubernetes"),
+        host="node-1",
     ),
     "Kubernetes Indexed Job": Dump(
         _INDEXED_JOB,

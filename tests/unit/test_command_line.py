@@ -41,8 +41,8 @@ def invoke(*arguments: str):
         (["run", "--unknown", "t.py"], ["No such option", "--unknown"]),
         (["run", "--env", "FOO", "t.py"], ["'FOO': expected KEY=VALUE"]),
         (["run", "--env", "=1", "t.py"], ["'=1': expected KEY=VALUE"]),
-        (["run", "--cpus-per-worker", "few", "t.py"], ["'few': expected a whole number or auto"]),
-        (["run", "--cpus-per-worker", "0", "t.py"], ["0: expected at least 1, or auto"]),
+        (["run", "--cpus-per-worker", "few", "t.py"], ["'few': expected a whole number of at least 1, or auto"]),
+        (["run", "--cpus-per-worker", "0", "t.py"], ["'0': expected a whole number of at least 1, or auto"]),
         (["run", "--output", "none", "t.py"], ["'none' is not one of 'chief', 'all'"]),
     ],
 )

@@ -164,6 +164,9 @@ EVIDENCE = {
         f"{SERVERS}::counters_are_exact",
         f"{SERVERS}::metrics_that_are_sums_and_one_that_is_not",
     ],
+    "`metric.result()` in a `train_step` by which": [
+        "tests/logical/test_parameter_server_parts.py::test_results_that_change_variables_give_a_warning"
+    ],
     "metrics whose state is not a sum": [f"{SERVERS}::metrics_that_are_sums_and_one_that_is_not"],
     "`tfdist.optimizers.LazyAdam`": [
         "tests/logical/test_lazy_adam.py::test_against_numpy",

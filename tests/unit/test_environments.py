@@ -161,6 +161,7 @@ def test_what_was_started_is_named(arguments, program, monkeypatch):
     [
         ({"SLURM_JOB_ID": "9", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, "Slurm job 9, which has 4 tasks"),
         ({"SLURM_JOB_ID": "9", "SLURM_JOB_NUM_NODES": "2"}, "Slurm job 9, which has 2 tasks"),
+        ({"SLURM_JOB_ID": "9", "SLURM_HET_SIZE": "2", "SLURM_NTASKS": "1"}, "Slurm job 9, which has 2 tasks"),
         # The shell of `salloc -N3` where Slurm is set up with LaunchParameters=use_interactive_step.
         (
             {
@@ -220,6 +221,13 @@ def test_what_says_nothing_of_several_processes(env):
             "Received: PBS_NODEFILE=/does/not/exist, which cannot be read (No such file or directory). Expected: the",
         ),
         ("Grid Engine on one host", {"PE_HOSTFILE": "/does/not/exist"}, "Received: PE_HOSTFILE=/does/not/exist, which"),
+        # A step of several components in a plain job: the list of nodes is sorted.
+        (
+            "Slurm",
+            {"SLURM_PROCID": "0", "SLURMD_NODENAME": "n11"},
+            "expected it on n9, the first one. Set TFDIST_MEETING to the name of its host, n11, on all",
+        ),
+        ("Volcano with the plugin svc", {"HOSTNAME": "mine"}, "Received: the pod mine of a Volcano job. Expected: one"),
         ("SageMaker", {"SM_HOSTS": "algo-1"}, "expected a JSON list with SM_CURRENT_HOST, 'algo-2'"),
         ("Kubernetes Indexed Job", {"TFDIST_SIZE": ""}, 'the value of "completions"'),
         ("Vertex AI", {"CLUSTER_SPEC": "{}"}, '"cluster" or "task" is missing'),
@@ -235,3 +243,18 @@ def test_dynamic_workers_know_the_parameter_servers():
     config = discover(DUMPS["Kubeflow TFJob with dynamic workers"].env)
     assert config.jobs == {"worker": {1: "job-worker-1.ns.svc:2222"}, "ps": {0: "job-ps-0.ns.svc:2222"}}
     assert (config.task_type, config.task_index) == ("worker", 1)
+
+
+def test_sagemaker_without_its_toolkit(tmp_path, monkeypatch):
+    path = tmp_path / "resourceconfig.json"
+    monkeypatch.setattr("tfdist.cluster.environments._RESOURCES", path)
+    env = {"TRAINING_JOB_NAME": "digits"}
+    assert find(env).is_single_process, "there is no such file elsewhere"
+    path.write_text('{"current_host": "algo-2", "hosts": ["algo-1", "algo-2"], "network_interface_name": "eth0"}')
+    found = find(env)
+    assert (found.rank, found.size, found.host, found.own_name) == (1, 2, "algo-1", "algo-2")
+
+
+def test_the_main_node_of_aws_batch_meets_the_others_on_its_host():
+    env = {"AWS_BATCH_JOB_NUM_NODES": "2", "AWS_BATCH_JOB_NODE_INDEX": "0", "AWS_BATCH_JOB_MAIN_NODE_INDEX": "0"}
+    assert (find(env).rank, find(env).host) == (0, "localhost")

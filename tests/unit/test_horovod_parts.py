@@ -5,14 +5,21 @@ from __future__ import annotations
 import json
 import sys
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import tensorflow as tf
 
+from tfdist.cluster import sockets
 from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.errors import ClusterError
+from tfdist.cluster.server import Client, Server, hello
 from tfdist.launcher.horovod import build
 from tfdist.launcher.horovod.build import existing, settings
-from tfdist.strategies.horovod import installation, job
+from tfdist.runtime.peers import Peers, ProcessLeftError
+from tfdist.strategies.horovod import extended, installation, job
 from tfdist.strategies.horovod.job import places
 
 
@@ -78,6 +85,80 @@ class TestEnvironment:
         cluster = ClusterConfig({"worker": ["[::1]:2222", "127.0.0.1:2223"]}, "worker", 1)
         with pytest.raises(ClusterError, match=r"Received: ::1 as the host of the chief, which has no IPv4 address"):
             job.describe(cluster, 4444)
+
+
+class OfTwo:
+    """In place of `horovod.tensorflow`: both processes have the same values."""
+
+    Sum = "sum"
+    # What Horovod has operations for.
+    carried = (tf.uint8, tf.int8, tf.uint16, tf.int16, tf.int32, tf.int64, tf.float16, tf.float32, tf.float64, tf.bool)
+
+    def size(self) -> int:
+        return 2
+
+    def rank(self) -> int:
+        return 0
+
+    def allreduce(self, matrix: tf.Tensor, op: str) -> tf.Tensor:
+        assert matrix.dtype in self.carried[:2] + self.carried[4:-1] and op == self.Sum
+        return matrix + matrix
+
+    def allgather(self, matrix: tf.Tensor) -> tf.Tensor:
+        assert matrix.dtype in self.carried
+        return tf.concat([matrix, matrix], 0)
+
+    def broadcast(self, matrix: tf.Tensor, root_rank: int) -> tf.Tensor:
+        assert matrix.dtype in self.carried and root_rank == 0
+        return tf.identity(matrix)
+
+
+class TestCollectives:
+    FLOATS = ("float16", "bfloat16", "float32", "float64")
+    NUMBERS = (*FLOATS, "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64")
+
+    @pytest.mark.parametrize("name", [*NUMBERS, "bool", "uint64", "complex64", "complex128"])
+    def test_all_dtypes(self, name):
+        collectives, dtype = extended.Collectives(OfTwo()), tf.as_dtype(name)
+        value = tf.cast([[0, 1], [1, 0], [1, 1]], dtype)
+        gathered = collectives.all_gather(value)
+        assert gathered.dtype == dtype and np.array_equal(gathered, np.tile(value, [2, 1]))
+        one = SimpleNamespace(_collectives=collectives)
+        variable = {"initial_value": lambda: value, "dtype": dtype, "name": "a"}
+        first = extended.HorovodExtended._get_variable_creator_initial_value(one, 0, "CPU:0", None, **variable)()
+        assert first.dtype == dtype and np.array_equal(first, value)
+        if name in self.NUMBERS:
+            for op, factor in (("SUM", 2), ("MEAN", 1)):
+                found = collectives.all_reduce(getattr(tf.distribute.ReduceOp, op), value)
+                assert found.dtype == dtype and np.array_equal(found, np.asarray(value) * factor)
+
+    @pytest.mark.parametrize(("value", "name"), [("text", "string"), (1j, "complex128")])
+    def test_what_has_no_sum(self, value, name):
+        with pytest.raises(TypeError, match=rf"dtype {name}, to be added up by Horovod\. Expected: one of bfloat16, "):
+            extended.Collectives(OfTwo()).all_reduce(tf.distribute.ReduceOp.SUM, tf.constant(value))
+
+
+class TestEnd:
+    @pytest.mark.parametrize("fails", [False, True])
+    def test_nobody_ends_before_the_others_unless_it_has_failed(self, fails):
+        """Who waits for one that has come to its end hears it at once."""
+        first = Server(sockets.bind_host("127.0.0.1", 0), b"a", 2, hello(0, ""))
+        stores = [first, Client(("127.0.0.1", first.port), b"a", hello(1, ""), 60.0)]
+        ended: list[int] = []
+        jobs = []
+        for rank, store in enumerate(stores):
+            horovod = SimpleNamespace(is_initialized=lambda: True, shutdown=lambda rank=rank: ended.append(rank))
+            peers = Peers(["rank 0", "rank 1"], rank, 60.0, store)
+            jobs.append(job.HorovodJob(None, peers, None, 0, False, horovod=horovod, store=store))
+        with ThreadPoolExecutor(2) as pool:
+            waits = pool.submit(jobs[1].leave)
+            with pytest.raises(ProcessLeftError, match=r"rank 1 to train, and that program has ended\."):
+                jobs[0].peers.hear("step", 1, "train")
+            assert not waits.done() and not ended
+            jobs[0].failed = fails
+            jobs[0].leave()
+            waits.result(60.0)
+        assert sorted(ended) == [0, 1]
 
 
 class TestInstallation:

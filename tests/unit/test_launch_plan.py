@@ -13,8 +13,7 @@ from tfdist.launcher.plan import (
     default_workers,
     jobs_of,
     plan_run,
-    share_cpus,
-    share_gpus,
+    shares,
 )
 from tfdist.launcher.supervisor import announcement
 
@@ -141,8 +140,8 @@ def test_inherited_cluster_is_replaced() -> None:
 )
 def test_share_cpus(workers: int, cpus: int | str, cores: tuple[int, ...], expected: list[tuple[int, ...]]) -> None:
     for ps in (0, 1):
-        shares = share_cpus(RunOptions(workers=workers, ps=ps, cpus_per_worker=cpus), Machine(cores))
-        assert shares == {("worker", rank): share for rank, share in enumerate(expected)}
+        found, _ = shares(RunOptions(workers=workers, ps=ps, cpus_per_worker=cpus), Machine(cores))
+        assert found == {("worker", rank): share for rank, share in enumerate(expected)}
 
 
 def test_too_few_cores() -> None:
@@ -167,7 +166,8 @@ def test_too_few_cores() -> None:
     ],
 )
 def test_share_gpus(options: RunOptions, gpus: tuple[str, ...], expected: dict) -> None:
-    assert share_gpus(options, Machine((0,), gpus)) == expected
+    _, found = shares(options, Machine((0,), gpus))
+    assert found == expected
 
 
 @pytest.mark.parametrize(

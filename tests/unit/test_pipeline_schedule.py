@@ -23,8 +23,8 @@ from tfdist.strategies.pipeline.schedule import (
     speed_up,
 )
 
-gpipe, one_f_one_b, eager_one_f_one_b, interleaved = (
-    functools.partial(make_schedule, name) for name in ("gpipe", "1f1b", "eager-1f1b", "interleaved")
+gpipe, one_f_one_b, eager_one_f_one_b, interleaved, zero_bubble = (
+    functools.partial(make_schedule, name) for name in ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1")
 )
 
 # Pairs (devices, micro-batches), chosen so that there are fewer micro-batches than devices, as many, a multiple of them
@@ -32,7 +32,7 @@ gpipe, one_f_one_b, eager_one_f_one_b, interleaved = (
 SIZES = [(1, 1), (1, 4), (2, 4), (3, 2), (3, 3), (3, 7), (4, 8)]
 CHUNKS_PER_DEVICE = (1, 3)
 SCHEDULES = [
-    *(make(k, m) for make in (gpipe, one_f_one_b, eager_one_f_one_b) for k, m in SIZES),
+    *(make(k, m) for make in (gpipe, one_f_one_b, eager_one_f_one_b, zero_bubble) for k, m in SIZES),
     *(make(k, m, v) for make in (interleaved, forward_only) for k, m in SIZES for v in CHUNKS_PER_DEVICE),
 ]
 
@@ -42,10 +42,10 @@ def name_of(schedule: Schedule) -> str:
 
 
 def everything(schedule: Schedule) -> set[Instruction]:
-    kinds = ("forward",) if schedule.name == "forward_only" else ("forward", "backward")
+    kinds = {"forward_only": ("forward",), "zb-h1": ("forward", "backward", "weights")}
     return {
         Instruction(kind, chunk, microbatch)
-        for kind in kinds
+        for kind in kinds.get(schedule.name, ("forward", "backward"))
         for chunk in range(schedule.devices * schedule.chunks_per_device)
         for microbatch in range(schedule.microbatches)
     }
@@ -71,6 +71,8 @@ def test_the_linear_order_keeps_each_devices_order_and_all_dependencies(schedule
         if kind == "forward":
             assert forwards[microbatch] >= set(range(chunk))
             forwards[microbatch].add(chunk)
+        elif kind == "weights":
+            assert chunk in backwards[microbatch]
         else:
             assert chunk in forwards[microbatch]
             assert backwards[microbatch] >= set(range(chunk + 1, schedule.chunks))
@@ -82,6 +84,8 @@ def test_what_is_in_flight(devices: int, microbatches: int) -> None:
     assert gpipe(devices, microbatches).in_flight() == (microbatches,) * devices
     few = tuple(min(devices - stage, microbatches) for stage in range(devices))
     assert one_f_one_b(devices, microbatches).in_flight() == few
+    # What 1F1B has on its first device, on all.
+    assert zero_bubble(devices, microbatches).in_flight() == (few[0],) * devices
     more = tuple(min(2 * (devices - stage) - 1, microbatches) for stage in range(devices))
     assert eager_one_f_one_b(devices, microbatches).in_flight() == more
     assert forward_only(devices, microbatches).in_flight() == (0,) * devices
@@ -93,6 +97,7 @@ def test_the_bubble_is_that_of_the_formula(devices: int, microbatches: int) -> N
     for make in (gpipe, one_f_one_b, eager_one_f_one_b):
         assert make(devices, microbatches).bubble() == ideal
     assert interleaved(devices, microbatches, 3).bubble() == (devices - 1) / (3 * microbatches + devices - 1)
+    assert zero_bubble(devices, microbatches).bubble() == (devices - 1) / (3 * microbatches + devices - 1)
 
 
 def test_a_ragged_interleaved_schedule_leaves_micro_batches_out() -> None:
@@ -103,7 +108,7 @@ def test_a_ragged_interleaved_schedule_leaves_micro_batches_out() -> None:
 def test_the_pictures_in_the_table_are_true() -> None:
     source = Path(schedule.__file__).read_text(encoding="utf-8")
     pictures = re.findall(r"^#.*(stage \d \|.*)$", source, re.MULTILINE)
-    drawn = [gpipe(3, 4), one_f_one_b(3, 4), eager_one_f_one_b(3, 6), interleaved(2, 4, 2)]
+    drawn = [gpipe(3, 4), one_f_one_b(3, 4), eager_one_f_one_b(3, 6), interleaved(2, 4, 2), zero_bubble(3, 4)]
     assert pictures == [line for each in drawn for line in draw(each).splitlines()[1:]]
 
 
@@ -132,6 +137,21 @@ def test_makespan_and_idle_share_are_those_of_the_formula(name: str, devices: in
     assert speed_up(intervals) == pytest.approx(devices * microbatches / (microbatches + devices - 1))
 
 
+@pytest.mark.parametrize(("devices", "microbatches"), [*SIZES, (4, 4), (4, 16), (8, 32)])
+def test_gradients_of_weights_fill_two_thirds_of_the_bubble(devices: int, microbatches: int) -> None:
+    """arXiv 2401.10241, where a device has at least as many micro-batches as there are devices."""
+    schedule = zero_bubble(devices, microbatches)
+    unit = [1.0] * devices
+    intervals = simulate(schedule, unit, unit, weights=unit)
+    if microbatches >= devices:
+        assert makespan(intervals) == 3 * microbatches + devices - 1
+        assert idle_share(intervals) == pytest.approx(schedule.bubble(), abs=1e-12)
+    assert makespan(intervals) < 3 * (microbatches + devices - 1) or devices == 1
+    # Weights that take no time leave 1F1B.
+    without = simulate(one_f_one_b(devices, microbatches), unit, unit)
+    assert makespan(simulate(schedule, unit, unit, weights=[0.0] * devices)) == makespan(without)
+
+
 @pytest.mark.parametrize("chunks_per_device", [2])
 @pytest.mark.parametrize(("devices", "microbatches"), SIZES)
 def test_interleaved_is_shorter(devices: int, microbatches: int, chunks_per_device: int) -> None:
@@ -151,17 +171,19 @@ def test_interleaved_is_shorter(devices: int, microbatches: int, chunks_per_devi
         assert idle_share(intervals) > schedule.bubble()
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(10))
 def test_devices_do_one_thing_at_a_time_and_wait_for_their_inputs(seed: int) -> None:
     draw = random.Random(seed)
-    name = draw.choice(("gpipe", "1f1b", "eager-1f1b", "interleaved"))
+    name = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1")[seed % 5]
     per_device = draw.choice((1, 2, 3)) if name == "interleaved" else 1
     schedule = make_schedule(name, draw.randint(1, 6), draw.randint(1, 12), per_device)
-    times = {kind: [draw.uniform(0.1, 2) for _ in range(schedule.chunks)] for kind in ("forward", "backward")}
+    kinds = ("forward", "backward", "weights")
+    times = {kind: [draw.uniform(0.1, 2) for _ in range(schedule.chunks)] for kind in kinds}
     transfer = draw.uniform(0, 0.5)
-    intervals = simulate(schedule, times["forward"], times["backward"], transfer)
+    intervals = simulate(schedule, times["forward"], times["backward"], transfer, times["weights"])
     done = {interval.instruction: interval for interval in intervals}
-    assert len(done) == len(intervals) == 2 * schedule.chunks * schedule.microbatches
+    assert done.keys() == everything(schedule)
+    assert len(done) == len(intervals)
     for device, order in enumerate(schedule.orders):
         free = 0.0
         for instruction in order:
@@ -179,6 +201,8 @@ def needs(schedule: Schedule, instruction: Instruction) -> list[Instruction]:
     kind, chunk, microbatch = instruction
     if kind == "forward":
         return [Instruction("forward", earlier, microbatch) for earlier in range(chunk)]
+    if kind == "weights":
+        return [Instruction("backward", chunk, microbatch)]
     later = [Instruction("backward", c, microbatch) for c in range(chunk + 1, schedule.chunks)]
     return [Instruction("forward", chunk, microbatch), *later]
 

@@ -338,6 +338,40 @@ def test_processes_meet_by_a_file_in_the_home_folder(monkeypatch, tmp_path, pool
         HomeFile("job", Path("/proc/none")).tell("", 1.0)
 
 
+# What is the same in both of two processes, and what each has besides, that with rank 0 first.
+_BATCH = {"AWS_BATCH_JOB_NUM_NODES": "2", "AWS_BATCH_JOB_MAIN_NODE_INDEX": "1"}
+_SKY = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "127.0.0.1\n192.0.2.7"}
+_AZURE = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "AZ_BATCH_MASTER_NODE": "127.0.0.1:6000"}
+_HET = {
+    **{"SLURM_JOB_ID": "9", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_HET_SIZE": "2"},
+    **{"SLURM_JOB_NODELIST_HET_GROUP_0": "localhost", "SLURM_JOB_NODELIST_HET_GROUP_1": "elsewhere.invalid"},
+    "SLURM_STEP_NODELIST": "elsewhere.invalid,localhost",
+}
+SYSTEMS = {
+    "AWS Batch, whose main node knows no address": (
+        _BATCH,
+        {"AWS_BATCH_JOB_NODE_INDEX": "1"},
+        {"AWS_BATCH_JOB_NODE_INDEX": "0", "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS": "127.0.0.1"},
+    ),
+    "SkyPilot": (_SKY, {"SKYPILOT_NODE_RANK": "0"}, {"SKYPILOT_NODE_RANK": "1"}),
+    "Azure ML": (_AZURE, {"OMPI_COMM_WORLD_RANK": "0"}, {"OMPI_COMM_WORLD_RANK": "1"}),
+    "a heterogeneous job of Slurm, whose list of nodes begins with another node": (
+        _HET,
+        {"SLURM_PROCID": "0", "SLURM_NODEID": "0"},
+        {"SLURM_PROCID": "1", "SLURM_NODEID": "1"},
+    ),
+}
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_two_processes_meet_by_what_their_system_says(system, monkeypatch, tmp_path, pool, port):
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    common, *own = SYSTEMS[system]
+    envs = [{**common, **one, "TFDIST_JOB": f"test-{port}"} for one in own]
+    found = list(pool.map(lambda env: discover(env, DEADLINE), envs))
+    assert [config.rank for config in found] == [0, 1] and found[0].jobs == found[1].jobs
+
+
 def test_a_channel_that_carries_nothing_ends_the_meeting(monkeypatch):
     class Broken:
         def tell(self, text: str, seconds: float) -> None:
@@ -361,12 +395,15 @@ def test_shares_of_devices():
     assert own_share("ab", 2, 3) == ["a"]
     assert own_share("", 0, 2) == []
     assert visible_devices(0, {"CUDA_VISIBLE_DEVICES": "0"}) != visible_devices(1, {"CUDA_VISIBLE_DEVICES": "1"})
+    assert visible_devices(0, {"ROCR_VISIBLE_DEVICES": "0,1"}) != visible_devices(1, {"ROCR_VISIBLE_DEVICES": "2,3"})
     for env, bound in (
         ({"SLURM_GPU_BIND": "none"}, False),
         ({"SLURM_GPUS_PER_TASK": "1"}, True),
         ({"SLURM_GPUS_PER_TASK": "1", "SLURM_GPU_BIND": "verbose,none"}, False),
         ({"SLURM_TRES_PER_TASK": "gres:gpu:1"}, True),
         ({"SLURM_GPU_BIND": "closest"}, True),
+        ({"SLURMD_TRES_BIND": "gres/gpu:per_task:2", "CUDA_VISIBLE_DEVICES": "0,1"}, True),
+        ({"SLURMD_TRES_BIND": "gres/gpu:verbose,none", "SLURM_GPUS_PER_TASK": "1"}, False),
     ):
         assert (visible_devices(0, env, of_slurm=True) != visible_devices(1, env, of_slurm=True)) == bound
         assert visible_devices(0, env) == visible_devices(1, env)

@@ -142,6 +142,17 @@ def test_too_few_workers_are_an_error_on_all() -> None:
                 one.result(30)
 
 
+def test_a_fit_may_end_with_fewer_and_the_next_one_waits_for_more() -> None:
+    with workers(2, least=2) as job:
+        job.begin()
+        job.bring(4, 0, 1)
+        job.all[1]._socket.close()
+        job.all[0].rounds.begin((1, 2**31, 0))
+        job.all[0].rounds.begin((2, 0, 0))
+        with pytest.raises(RoundError, match="at least min_workers=2"):
+            job.brings(0, 4).result(30)
+
+
 def test_other_numbers_of_steps_are_an_error_unless_one_stops() -> None:
     with workers(2) as job:
         job.begin()

@@ -35,23 +35,24 @@ from typing import Any, NoReturn
 import keras
 import tensorflow as tf
 
-from tfdist.arguments import check_path
+from tfdist.arguments import check_path, is_new
 from tfdist.checkpoint import callback_state, training_state
 from tfdist.checkpoint.lock import FolderInUseError
 from tfdist.checkpoint.manifest import drill_folder
-from tfdist.checkpoint.position import DataPosition, ReadData, made_by_validation
+from tfdist.checkpoint.position import DataPosition, ReadData, give_back, made_by_validation, state_of
 from tfdist.checkpoint.schedule import BackgroundWriter, PreemptionSignal, SaveSchedule, frame_of_fit
 from tfdist.checkpoint.store import Checkpoint, SharedStore, is_final
 from tfdist.checkpoint.training_state import TrainingState, check_meta, fault_of_meta
-from tfdist.compat.keras import hooks_of
+from tfdist.compat.keras import has_hooks, hooks_of
 from tfdist.compat.upstream import TFEpochIterator, get_random_seed
 from tfdist.inspection.datasets import batch_specification, draws_seeds, latest_iterator, replay
-from tfdist.inspection.model_state import random_state, restore_random_state
+from tfdist.inspection.model_state import own_methods, random_state, restore_random_state
 from tfdist.runtime.agreement import CommonStop, Request
 from tfdist.runtime.chief import Arranged, is_the_chiefs
+from tfdist.steps.keras_step import shadowed
 from tfdist.storage.selection import check_remote_path, scheme_of
 from tfdist.strategies.data_parallel.shares import ShareBySpeed
-from tfdist.strategies.hooks import build_for_steps, install
+from tfdist.strategies.hooks import build_for_steps, install, trace_step
 from tfdist.supervision.events import EventLog
 from tfdist.supervision.exit_codes import PREEMPTED, UNSAVED
 from tfdist.supervision.progress import DONE, SAVED, ProgressWriter
@@ -61,6 +62,7 @@ _log = logging.getLogger("tfdist")
 
 # The variables of Keras' `fit` that say what it validates with.
 _OF_VALIDATION = {"val_x", "val_y", "val_sample_weight", "batch_size", "validation_batch_size", "validation_steps"}
+_VALIDATION_DATA = "validation data"
 _WITHOUT_STATE = (keras.callbacks.ProgbarLogger, CommonStop, ShareBySpeed)
 
 
@@ -265,6 +267,7 @@ class FitBackup:
         self._state = TrainingState(model)
         self._traced: Any = None  # Keras' function of a training step, and which layers it trains
         self._trains: list[bool] = []
+        self._plain: dict[tuple[int, str], str] | None = None  # after the first step of this process
         self._place = _Place()
         self._kept: str | None = None  # the last backup that is written, in words
         self._failure: str | None = None  # why a later one is not
@@ -313,12 +316,17 @@ class FitBackup:
         meta, model = checkpoint.meta, self._model
         began = time.monotonic()
         if not hooks_of(model._distribute_strategy).is_data_parallel:  # those are built before their first step
-            build_for_steps(model, batch_specification(iterator))
+            self._build(batch_specification(iterator))
         try:
             check_meta(meta, f"{self._store.directory}/{checkpoint.name}")
             training_state.let_train(model, meta.get("trains", []))
             self._state.make_global_seed_generator(meta["variables"])
+            if self._state.lacks(meta["variables"]) and own_methods(model, "train_step"):
+                with model.distribute_strategy.scope():
+                    trace_step(model, model.train_step, batch_specification(iterator))
+                self._state = TrainingState(model)
             lost = self._state.make_compression(meta["variables"], checkpoint.tensors)
+            left = self._state.leave_unlisted(meta["variables"])
             self._state.check(meta["variables"], checkpoint.tensors, with_metrics=meta["steps"] > 0)
             self._check_identity(meta)
             self._entries = callback_state.matching(self._others, self._settings, meta["callbacks"])
@@ -357,7 +365,24 @@ class FitBackup:
                     f"The backup has rests of compressed gradients ({len(lost)} arrays) that the compression of this "
                     "fit cannot take over. They are left out; all else goes on as it was saved."
                 )
+            if left:
+                _warn(
+                    f"Received: a backup without {', '.join(left[:5])}{', ...' if left[5:] else ''}, which Keras does "
+                    "not list among the variables of a model, or with others. They stay as the program has made them. "
+                    "Expected: the same ones, made before the first step; those of earlier versions of tfdist lack "
+                    "them."
+                )
             self._say_where_it_goes_on(meta, checkpoint.name, over)
+
+    def _build(self, specification: Any) -> None:
+        """Builds the model as its first step has; a step of its own may apply an optimizer to some weights only."""
+        model, optimizer = self._model, self._model.optimizer
+        if has_hooks(model.distribute_strategy) or optimizer is None or not own_methods(model, "train_step"):
+            build_for_steps(model, specification)
+            return
+        with shadowed(optimizer, build=lambda variables: None):
+            build_for_steps(model, specification)
+        trace_step(model, model.train_step, specification)
 
     def _say_where_it_goes_on(self, meta: dict, name: str, over: bool) -> None:
         folder = self._store.directory
@@ -426,6 +451,8 @@ class FitBackup:
         if self._validations and (iterator := self._validation_iterator()) is not None:
             # Before the next iterator over the training data, which may draw from the same seeds.
             self._prepare_validation(iterator)
+        if (state := checkpoint.meta.get(_VALIDATION_DATA)) and (validates := self._validation_dataset) is not None:
+            give_back(validates, state, checkpoint.tensors)  # Keras has looked at some items by now
         self._put_back(checkpoint)
         if shares := checkpoint.meta.get("shares"):
             hooks_of(self._model.distribute_strategy).take_shares(shares)
@@ -475,6 +502,9 @@ class FitBackup:
     def _after_step(self, steps: int) -> None:
         """After each execution of steps, with the number of steps of the epoch that are done."""
         self._note_what_is_trained()
+        if self._plain is None:
+            self._plain = training_state.plain_attributes(self._model)
+            self._name_what_is_elsewhere()
         steps = self._within_epoch(steps)
         self._place.total += steps - self._place.steps
         self._place.steps = steps
@@ -534,14 +564,22 @@ class FitBackup:
             number = self._validations
             replay(source, lambda: iter(iterator._get_iterator()), each * number, number, taken)
 
+    @property
+    def _validation_dataset(self) -> keras.utils.PyDataset | None:
+        """The PyDataset that a fit validates with, which may have a state of its own."""
+        frame = frame_of_fit(self._model, sys._getframe())
+        dataset = frame and frame.f_locals.get("val_x")
+        return dataset if isinstance(dataset, keras.utils.PyDataset) else None
+
     def _validation_iterator(self) -> Any:
-        """Keras' iterator over the validation data of a fit that goes on, if it is a pipeline; `None` otherwise.
+        """Keras' iterator over the validation data of a fit that goes on, unless these are arrays or a generator.
 
         Keras makes it when the first validation begins, and not at all in a fit that is finished.
         """
         frame = frame_of_fit(self._model, sys._getframe())
         asked = {} if frame is None else frame.f_locals
-        if not _OF_VALIDATION.issubset(asked) or not isinstance(asked["val_x"], tf.data.Dataset):
+        kinds = (tf.data.Dataset, keras.utils.PyDataset)
+        if not _OF_VALIDATION.issubset(asked) or not isinstance(asked["val_x"], kinds):
             return None
         self._model._eval_epoch_iterator = TFEpochIterator(
             x=asked["val_x"],
@@ -603,15 +641,17 @@ class FitBackup:
                     unless_written.callback(self._store.skip, number)
                 if self._writer.is_busy:
                     return
-                parts = self._state.parts
+                parts, validates = self._state.parts, self._validation_dataset
                 entries = callback_state.capture(self._others, self._settings, tensors, parts, self._began)
                 self._name_what_is_not_saved(entries)
+                self._name_what_changes()
                 meta = {
                     **dataclasses.asdict(place),
                     "done": done,
                     "stopped": not mid_epoch and bool(self._model.stop_training),
                     "validations": self._validations,
                     "validation order": self._validation_order,
+                    _VALIDATION_DATA: None if validates is None else state_of(validates, tensors, _VALIDATION_DATA),
                     "variables": self._state.description,
                     "identity": self._identity,
                     "epochs": self._epochs,
@@ -652,6 +692,28 @@ class FitBackup:
                     f"{entry['class']}: not saved: {', '.join(names)}. After a kill the callback goes on without; if "
                     "that matters, give it get_state(), which returns plain data, and set_state(state)."
                 )
+
+    def _name_what_changes(self) -> None:
+        """Warns, once, of numbers and text that the model keeps, and that have changed since the first step."""
+        then, now = self._plain or {}, training_state.plain_attributes(self._model)
+        names = sorted({key[1] for key, value in now.items() if then.get(key, value) != value})
+        if names and is_new(self._model, "plain attributes"):
+            _warn(
+                f"Received: {', '.join(names)}, which a step or a callback changes. A backup has no numbers and no "
+                "text of models and their objects: after a kill they are what the program makes them. Expected: "
+                "keras.Variable(..., trainable=False), or attributes of a callback."
+            )
+
+    def _name_what_is_elsewhere(self) -> None:
+        """Warns, once, of variables that a step changes, and that no attribute leads to."""
+        # Steps of tfdist's strategies change variables of these.
+        names = [] if has_hooks(self._model.distribute_strategy) else training_state.changed_elsewhere(self._model)
+        if names and is_new(self._model, "variables elsewhere"):
+            _warn(
+                f"Received: a step that changes {', '.join(names[:5])}{', ...' if names[5:] else ''}, which neither "
+                "the model refers to, nor its layers, losses and metrics. No backup has them. Expected: attributes "
+                "of the model, as by `self.name = variable`, or of an object that is one."
+            )
 
     def _preempt(self) -> NoReturn:
         """Saves, and ends the process; all workers do so after the same step."""

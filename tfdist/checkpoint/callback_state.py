@@ -50,10 +50,12 @@ from tfdist.inspection.model_state import (
     all_optimizers_of,
     is_kept_per_replica,
     is_sharded,
+    items_of,
     own_copy,
     parts_of_variable,
 )
 from tfdist.runtime.chief import is_the_chiefs
+from tfdist.steps.attributes import is_users
 
 # Passed in place of the object that this process has: there are none since only data are read (those of a
 # `get_state()`), or this one is missing.
@@ -75,6 +77,8 @@ _OBJECTS = ("variable", "variables", "generator", "random", "state", "array", "t
 # and compares. All else that they keep is of files that they have open.
 _OF_WRITERS = {"keys", "best", "_batches_seen_since_last_saving", "_last_batch_seen", "_total_batches_seen"}
 _IN_PLACE = (list, dict, set, collections.deque, np.ndarray)
+# What tells whether an object has changed; longer containers would tell it too slowly.
+_PLAIN, _FILLED, _LONGEST = (bool, int, float, str, type(None)), (list, tuple, dict), 1000
 
 
 class NotRestoredError(ValueError):
@@ -365,12 +369,14 @@ class Beginning:
         received: its arguments that hold arrays or models, and the `_size` of each. They are there again in another
             process.
         of_class: the content of the containers in the bodies of its classes.
+        objects: its arguments that are objects of a user's own classes, and what tells whether they change.
     """
 
     fit: str
     settings: dict[str, str]
     received: dict[str, tuple[Any, Any]]
     of_class: dict[str, str | None]
+    objects: dict[str, dict[str, str]]
 
 
 # By the ids of callbacks. A fit that has failed, and is tried again, has changed what its callbacks had at first.
@@ -404,7 +410,19 @@ def _beginning(callback: keras.callbacks.Callback, fit: str = "") -> Beginning:
         settings([callback])[0],
         {name: (value, _size(value)) for name, value in held.items()},
         {name: content_of(value) for name, value in _containers_of_class(callback).items()},
+        {name: _facts_of(value) for name, value in named.items() if is_users(value)},
     )
+
+
+def _facts_of(value: Any) -> dict[str, str]:
+    """Numbers, text and short containers of these among the attributes of an object."""
+    short = {name: one for name, one in vars(value).items() if not isinstance(one, _FILLED) or len(one) <= _LONGEST}
+    return {name: repr(one) for name, one in short.items() if all(isinstance(item, _PLAIN) for item in items_of(one))}
+
+
+def _differ(then: dict[str, str], now: dict[str, str]) -> bool:
+    """Whether something has changed that is known of both."""
+    return any(now.get(name, text) != text for name, text in then.items())
 
 
 def _containers_of_class(callback: keras.callbacks.Callback) -> dict[str, Any]:
@@ -507,11 +525,11 @@ def _state_of(
                 f"{type(callback).__name__}.get_state() returned what cannot be saved. {error}"
             ) from None
     parameters = _parameters_of(type(callback))
-    of_keras = _kept_by_keras(type(callback))
+    of_keras = kept_by_keras(type(callback))
     left_out = {*_NOT_STATE, *(of_keras - _OF_WRITERS if is_the_chiefs(callback) else ())}
     of_class = _containers_of_class(callback)
     changed = {name: value for name, value in of_class.items() if content_of(value) != began.of_class.get(name)}
-    pairs, unsaved = [], []
+    pairs, unsaved, changed_objects = [], [], []
     for name, value in {**changed, **vars(callback)}.items():
         # Arrays and models that the user has passed (validation data, say) are there again in the next process.
         received, size = began.received.get(name, (None, 0))
@@ -522,13 +540,16 @@ def _state_of(
         try:
             pairs.append([name, encode(value, own, f"{prefix}/{name}", elsewhere)])
         except (NotPlainError, RecursionError):
-            if not isinstance(value, _STATELESS) and name not in parameters:
+            if name in began.objects and is_users(value) and _differ(began.objects[name], _facts_of(value)):
+                changed_objects.append(name)
+            elif not isinstance(value, _STATELESS) and name not in parameters:
                 unsaved.append(name)
         else:
             arrays.update(own)
     # What else Keras' own callbacks keep is no state.
     is_of_keras = type(callback).__module__.startswith("keras.")
-    return {"dict": pairs}, [] if is_of_keras else [name for name in unsaved if name not in of_keras]
+    unsaved = [] if is_of_keras else [name for name in unsaved if name not in of_keras]
+    return {"dict": pairs}, [*unsaved, *changed_objects]
 
 
 def _holds_arrays(value: Any) -> bool:
@@ -713,7 +734,7 @@ def _assigned_by(cls: type) -> frozenset[str]:
 
 
 @functools.cache
-def _kept_by_keras(cls: type) -> frozenset[str]:
+def kept_by_keras(cls: type) -> frozenset[str]:
     """The attributes that a class has from Keras' own classes."""
     bases = (base for base in cls.__mro__ if base.__module__.startswith("keras."))
     return frozenset().union(*(_assigned_in(base) for base in bases))

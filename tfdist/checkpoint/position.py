@@ -38,7 +38,8 @@ from tfdist.inspection.datasets import (
     seeds,
     why_not_repeatable,
 )
-from tfdist.inspection.model_state import random_state, restore_random_state
+from tfdist.inspection.model_state import items_of, random_state, restore_random_state
+from tfdist.steps.attributes import is_users
 from tfdist.strategies.data_parallel.dataset import ReplicaBatchDataset, in_common_order
 
 _log = logging.getLogger("tfdist")
@@ -51,6 +52,8 @@ _GENERATORS = (
     *(np.random.Generator, np.random.RandomState, random.Random),
     *(keras.random.SeedGenerator, tf.random.Generator),
 )
+# Longer containers hold rows, or the names of files.
+_LONGEST = 1000
 # What to do about each reason of `why_not_repeatable`; the first entry whose text is in the reason counts.
 _REMEDIES = (
     ("augmentation layer", "put the layer into the model, or use tf.image.stateless_random_* in map"),
@@ -153,21 +156,21 @@ class DataPosition:
 
     def _draws_from(self) -> str | None:
         """A random state on which an item depends, and which the threads that read ahead change at any time."""
-        before, own, arrays = random_state(), self._own_generators, {}
+        before, own, arrays = random_state(), generators_in(self._py_dataset), {}
         kept, content = callback_state.encode(own, arrays, ""), callback_state.content_of(own)
-        self._py_dataset[0]
+        item = self._py_dataset[0]
         is_global, is_own = random_state() != before, callback_state.content_of(own) != content
         if is_global:
             restore_random_state(before)
         if is_own:
             callback_state.decode(kept, arrays, own)
             return "a generator that the dataset keeps"
-        return "the global random state of Python, NumPy or TensorFlow" if is_global else None
-
-    @property
-    def _own_generators(self) -> list[Any]:
-        """The random number generators among the attributes of a PyDataset."""
-        return [one for one in vars(self._py_dataset).values() if isinstance(one, _GENERATORS)]
+        if is_global:
+            return "the global random state of Python, NumPy or TensorFlow"
+        if hasattr(self._py_dataset, "get_state"):
+            return None
+        differs = callback_state.content_of(item) != callback_state.content_of(self._py_dataset[0])
+        return "a state to which no attribute leads" if differs else None
 
     def _should_save_iterator(self) -> bool:
         """Whether the state of the iterator itself is saved.
@@ -221,7 +224,7 @@ class DataPosition:
             if hasattr(self._py_dataset, "get_state"):
                 state["dataset"] = callback_state.encode(self._py_dataset.get_state(), tensors, "dataset")
             elif not mid_epoch:
-                state["generators"] = callback_state.encode(self._own_generators, tensors, "generators")
+                state["generators"] = callback_state.encode(generators_in(self._py_dataset), tensors, "generators")
         return state
 
     @property
@@ -281,7 +284,7 @@ class DataPosition:
         if "dataset" in state and hasattr(self._py_dataset, "set_state"):
             self._py_dataset.set_state(callback_state.decode(state["dataset"], tensors))
         elif "generators" in state and self._py_dataset is not None:
-            callback_state.decode(state["generators"], tensors, self._own_generators)
+            callback_state.decode(state["generators"], tensors, generators_in(self._py_dataset))
 
     def pass_over(self) -> None:
         """Draws the seeds that a finished fit has drawn: a later fit may read the same pipeline.
@@ -427,6 +430,36 @@ class DataPosition:
         """A distributed dataset without its first steps."""
         # Of data that the user has sharded, a step takes less than a batch.
         return distributed.skip(steps) if hasattr(distributed, "skip") else self._data.distribute(dataset.skip(steps))
+
+
+def generators_in(dataset: Any) -> list[Any]:
+    """The random number generators in the attributes of a PyDataset, and of the layers and objects in these."""
+    found, seen, waiting = [], set(), [dataset]
+    for one in waiting:  # which grows
+        values = [v for v in vars(one).values() if not isinstance(v, (list, tuple, dict)) or len(v) <= _LONGEST]
+        for item in items_of(values):
+            if id(item) in seen:
+                continue
+            seen.add(id(item))
+            if isinstance(item, _GENERATORS):
+                found.append(item)
+            elif isinstance(item, keras.Layer) or is_users(item):
+                waiting.append(item)
+    return found
+
+
+def state_of(dataset: Any, arrays: dict[str, Any], prefix: str) -> Any:
+    """What a PyDataset gets back in another process, as JSON: of its `get_state()`, or its generators."""
+    held = dataset.get_state() if hasattr(dataset, "get_state") else generators_in(dataset)
+    return callback_state.encode(held, arrays, prefix)
+
+
+def give_back(dataset: Any, state: Any, arrays: Mapping[str, Any]) -> None:
+    """Gives a PyDataset what `state_of` has returned in another process."""
+    if hasattr(dataset, "set_state"):
+        dataset.set_state(callback_state.decode(state, arrays))
+    else:
+        callback_state.decode(state, arrays, generators_in(dataset))
 
 
 def _used_of(state: Mapping[str, Any]) -> int:

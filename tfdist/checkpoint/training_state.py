@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import inspect
 import json
 import re
 import reprlib
+import types
 import warnings
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -21,9 +23,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.checkpoint.callback_state import kept_by_keras
 from tfdist.checkpoint.store import ROWS
 from tfdist.compat.keras import hooks_of
-from tfdist.compat.upstream import Functional, global_seed_generator
+from tfdist.compat.upstream import (
+    DistributedVariable,
+    Functional,
+    get_read_write_resource_inputs,
+    global_seed_generator,
+)
 from tfdist.inspection.model_state import (
     all_optimizers_of,
     combine,
@@ -36,15 +44,19 @@ from tfdist.inspection.model_state import (
     metrics_of,
     optimizers_of,
     own_copy,
+    parts_of,
     parts_of_variable,
     scatter,
     seed_generators_of,
 )
 from tfdist.json_schema import ANY_OBJECT, NOTHING, anything, check, is_count
+from tfdist.steps.attributes import owners_of, reached_from
 from tfdist.steps.gradients import buckets
 
 _PER_REPLICA = "replicas"
 _COMPRESSION = "compression"
+# Variables that Keras does not list; earlier versions did not save them.
+_UNLISTED = "unlisted"
 # How much of each process is gathered at once.
 _PART_BYTES = 64 << 20
 # All other seed generators belong to a layer, and their states to the model's variables.
@@ -54,6 +66,8 @@ _COMPILED = ("loss", "loss_weights", "metrics", "weighted_metrics")
 # Where a class is defined, what a batch looked like, and seeds: they do not tell one model from another.
 _LEFT_OUT = ("module", "registered_name", "shared_object_id", "build_config", "build_input_shape", "seed")
 _LONGEST = 64
+_VARIABLES = (keras.Variable, tf.Variable)
+_GENERATORS = (keras.random.SeedGenerator, tf.random.Generator)
 _RATE = "learning_rate"
 _VERSION = "keras"
 
@@ -92,11 +106,13 @@ class TrainingState:
             "optimizer": [variable for optimizer in all_optimizers_of(model) for variable in optimizer.variables],
             "strategy": hooks_of(model.distribute_strategy).more_state(model),
             "of losses and optimizers": _held_by_others(model),
+            _UNLISTED: _unlisted(model),
         }
         seen: set[int] = set()
         variables: dict[str, Any] = {}
         for group, members in groups.items():
             own = [v for v in members if not (id(v) in seen or seen.add(id(v)))]
+            seen.update(id(_behind(v)) for v in own)
             variables.update({f"{group}/{i}": variable for i, variable in enumerate(own)})
         return variables
 
@@ -135,7 +151,7 @@ class TrainingState:
         """The ids of all objects whose state this is. Callbacks that refer to one of them need not save it."""
         model, variables = self._model, list(self._variables.values())
         owners = [model, *model._flatten_layers(), *all_optimizers_of(model), *metrics_of(model)]
-        within = [part for variable in variables for part in [variable._value, *parts_of_variable(variable)]]
+        within = [part for v in variables for part in [_behind(v), *parts_of_variable(v)]]
         return frozenset(map(id, [*owners, *seed_generators_of(model), *variables, *within]))
 
     def make_global_seed_generator(self, saved: Mapping[str, list]) -> None:
@@ -143,6 +159,10 @@ class TrainingState:
         if _GLOBAL_SEED in saved:
             with self._model.distribute_strategy.scope():
                 global_seed_generator().is_used = True
+
+    def lacks(self, saved: Mapping[str, list]) -> bool:
+        """Whether something is in `saved` that is not here: slots that the first step makes, say."""
+        return any(name not in self._fixed_description for name in saved if not name.startswith(f"{_COMPRESSION}/"))
 
     def make_compression(self, saved: Mapping[str, list], tensors: Collection[str]) -> list[str]:
         """Makes what compression had kept when `saved` was described, where this strategy compresses in that way.
@@ -174,6 +194,23 @@ class TrainingState:
         }
         return sorted(self._lost)
 
+    def leave_unlisted(self, saved: Mapping[str, list]) -> list[str]:
+        """Decides to leave all variables that Keras does not list as they are, if `saved` has others than this model.
+
+        A layer may make one in the first step only, and an earlier version has saved none.
+
+        Returns:
+            The paths of what is left, here and in the backup.
+        """
+        here, there = (
+            {name: list(one) for name, one in description.items() if name.startswith(f"{_UNLISTED}/")}
+            for description in (self._fixed_description, saved)
+        )
+        if {name: one[1:] for name, one in here.items()} == {name: one[1:] for name, one in there.items()}:
+            return []
+        self._lost |= here.keys()
+        return list(dict.fromkeys(path for path, *_ in [*here.values(), *there.values()]))
+
     def check(self, saved: Mapping[str, list], tensors: Collection[str], with_metrics: bool) -> None:
         """Raises StateMismatchError if the model has other variables than those that were described, and have values.
 
@@ -184,7 +221,7 @@ class TrainingState:
         """
         description = self._fixed_description
         for name in dict.fromkeys([*description, *saved]):
-            if name.startswith(f"{_COMPRESSION}/"):
+            if name.startswith((f"{_COMPRESSION}/", f"{_UNLISTED}/")):
                 continue
             received, expected = description.get(name), saved.get(name)
             # Paths count a process' layers (dense, dense_1, ...) and may differ where nothing else does.
@@ -196,7 +233,7 @@ class TrainingState:
                 )
         in_rows = _pieces(tensors)
         for name in self._variables:
-            is_needed = with_metrics or not name.startswith("metrics/")
+            is_needed = name not in self._lost and (with_metrics or not name.startswith("metrics/"))
             if is_needed and not in_rows.get(name) and not {name, f"{_PER_REPLICA}/{name}"}.intersection(tensors):
                 raise StateMismatchError(
                     f"Received: a backup without a value of {name}, {_words(description[name])}. Expected: one of "
@@ -225,9 +262,9 @@ class TrainingState:
             if is_kept_per_replica(variable):
                 per_replica[f"{_PER_REPLICA}/{name}"] = variable
             elif is_sharded(variable):
-                rows = variable.value.own_rows()
+                rows = _behind(variable).own_rows()
                 tensors.update({f"{ROWS}{name}/{first}": value for first, value in rows.items()})
-            elif keeps_own:
+            elif keeps_own and isinstance(_behind(variable), DistributedVariable):
                 of_each[f"{_PER_REPLICA}/{name}"] = variable
             else:
                 # Shares the buffer: TensorFlow copies it when the next step writes to the variable.
@@ -259,7 +296,7 @@ class TrainingState:
             if name in in_rows:
                 pieces = {first: tensors[key] for first, key in in_rows[name].items()}
                 if is_sharded(variable):
-                    variable.value.assign_rows(functools.partial(rows_between, pieces))
+                    _behind(variable).assign_rows(functools.partial(rows_between, pieces))
                     continue
                 shape = tuple(variable.shape)
                 whole = np.concatenate(list(pieces.values())).reshape(-1)[: int(np.prod(shape))].reshape(shape)
@@ -271,7 +308,7 @@ class TrainingState:
                 is_of_others |= len(values) != strategy.num_replicas_in_sync
                 continue
             if is_sharded(variable):
-                variable.value.assign(whole)
+                _behind(variable).assign(whole)
                 continue
             for part in parts_of_variable(variable):
                 part.assign(tf.constant(combine(variable, replicas) if whole is None else whole, dtype=part.dtype))
@@ -310,8 +347,75 @@ def _held_by_others(model: keras.Model) -> list[keras.Variable]:
     return [*own, *seeds]
 
 
+def _unlisted(model: keras.Model) -> list[Any]:
+    """Variables, and states of random numbers, that Keras does not list, but for those that are text.
+
+    They are attributes of layers, such as the states of a recurrent layer, and of the objects that these refer to:
+    a regulariser, a `tf.Module`, a schedule of learning rates, a helper with a network and an optimizer of its own.
+    """
+    held = [item for one in reached_from(model) for item in items_of(vars(one))]
+    found = [item for item in held if isinstance(item, keras.optimizers.Optimizer)]
+    optimizers = [part for optimizer in found for part in (optimizer, *parts_of(optimizer))]
+    rates = [getattr(optimizer, "_learning_rate", None) for optimizer in optimizers]
+    schedules = [rate for rate in rates if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)]
+    held += [variable for optimizer in optimizers for variable in optimizer.variables]
+    held += [item for schedule in schedules for item in items_of(vars(schedule))]
+    variables = [item.state if isinstance(item, _GENERATORS) else item for item in held]
+    return [v for v in variables if isinstance(v, _VARIABLES) and _behind(v) is not None and _is_of_numbers(v)]
+
+
+def changed_elsewhere(model: keras.Model) -> list[str]:
+    """The names of variables that the traced step of a training without a strategy changes, and that no backup has."""
+    step = model.train_function
+    held = inspect.getclosurevars(step).nonlocals if isinstance(step, types.FunctionType) else {}
+    function = held.get("multi_step_on_iterator")
+    if not isinstance(function, tf.types.experimental.PolymorphicFunction):
+        return []
+    known, names = TrainingState(model).parts, []
+    for concrete in function._list_all_concrete_functions():
+        inputs = {id(outer): inner.name for outer, inner in concrete.graph.captures}
+        written = {
+            one.name
+            for operation in concrete.graph.get_operations()
+            for one in get_read_write_resource_inputs(operation)[1]
+        }
+        others = [v for v in concrete.graph.variables if id(v) not in known]
+        names += [variable.name for variable in others if inputs.get(id(variable.handle)) in written]
+    return list(dict.fromkeys(names))
+
+
+def plain_attributes(model: keras.Model) -> dict[tuple[int, str], str]:
+    """The numbers and texts that a user's own classes keep, by the object and by class and name."""
+    return {
+        (id(one), f"{type(one).__name__}.{name}"): repr(value)
+        for one in owners_of(model)
+        for name, value in vars(one).items()
+        if isinstance(value, (bool, int, float, str))
+        if not name.startswith(("_self_", "_tfdist_")) and name not in kept_by_keras(type(one))
+    }
+
+
+def _is_of_numbers(variable: Any) -> bool:
+    dtype = tf.as_dtype(variable.dtype)
+    return dtype.is_floating or dtype.is_integer or dtype.is_bool or dtype.is_complex
+
+
+def _behind(variable: Any) -> Any:
+    """TensorFlow's variable behind a Keras one, or itself."""
+    return getattr(variable, "_value", variable)
+
+
 def _described(variables: Mapping[str, Any]) -> dict[str, list]:
-    return {name: [v.path, list(v.shape), keras.backend.standardize_dtype(v.dtype)] for name, v in variables.items()}
+    return {
+        name: [getattr(v, "path", v.name), _shape_of(v), keras.backend.standardize_dtype(v.dtype)]
+        for name, v in variables.items()
+    }
+
+
+def _shape_of(variable: Any) -> list[int]:
+    """Its shape, with 0 for each size that may change; a `tf.Variable` may have such ones."""
+    shape = tf.TensorShape(variable.shape)
+    return [] if shape.rank is None else [size or 0 for size in shape]
 
 
 def _words(description: list | None) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import re
-import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
+
+from tfdist.cluster.programs import output_of
 
 _GPU_LINE = re.compile(r"^GPU (\d+):.*\(UUID: (GPU-[^)]+)\)")
 _MIG_LINE = re.compile(r"^\s+MIG .*\(UUID: (MIG-[^)]+)\)")
@@ -34,14 +34,7 @@ def unique_names(env: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _nvidia_smi(env: Mapping[str, str]) -> str:
-    command = shutil.which("nvidia-smi", path=env.get("PATH"))
-    if command is None:
-        return ""
-    try:
-        answer = subprocess.run([command, "-L"], capture_output=True, text=True, timeout=20.0)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return answer.stdout if answer.returncode == 0 else ""
+    return output_of(["nvidia-smi", "-L"], env.get("PATH"), seconds=20.0) or ""
 
 
 def parse_visible_devices(text: str) -> tuple[str, ...]:

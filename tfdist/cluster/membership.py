@@ -14,6 +14,8 @@ from tfdist.cluster.variables import SERVERS
 
 # With any of these, Slurm has bound GPUs to tasks: each task sees its own GPUs, under the same numbers as the others.
 _PER_TASK = ("SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU")
+# By NVIDIA, and the two of AMD.
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 Device = TypeVar("Device")
 
 
@@ -115,9 +117,11 @@ def visible_devices(rank: int, env: Mapping[str, str], of_slurm: bool = False) -
         False
     """
     per_task = "gpu" in env.get("SLURM_TRES_PER_TASK", "") or any(env.get(name) for name in _PER_TASK)
-    binding = env.get("SLURM_GPU_BIND", "").removeprefix("verbose,")
+    # What the options of srun itself ask for is in the first one only: "gres/gpu:per_task:2".
+    given = env.get("SLURMD_TRES_BIND") or env.get("SLURM_GPU_BIND", "")
+    binding = given.removeprefix("gres/gpu:").removeprefix("verbose,")
     bound = of_slurm and binding != "none" and (per_task or bool(binding))
-    return f"rank {rank}" if bound else env.get("CUDA_VISIBLE_DEVICES", "all")
+    return f"rank {rank}" if bound else "; ".join(env.get(name, "all") for name in _VISIBLE)
 
 
 def own_share(devices: Sequence[Device], local_rank: int, local_size: int) -> list[Device]:

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from tfdist.arguments import is_new
 from tfdist.compat.patch import Patch, inherited
-from tfdist.compat.upstream import in_stateless_scope
+from tfdist.compat.upstream import global_state, in_stateless_scope
 
 
 class StrategyTraits:
@@ -248,6 +248,10 @@ _SAVING = _asking(
     ("save", "keras.src.saving.saving_lib:save_weights_only", _FILES),
     ("save", "keras.src.legacy.saving.legacy_h5_format:save_model_to_hdf5", _FILES),
     ("save", "keras.src.models.model:Model.export", _FILES),
+    *(
+        ("save_or_ask", inherited(keras.Model, method), "no upstream issue: all workers ask before they overwrite")
+        for method in ("save", "save_weights")
+    ),
     (
         "fits_into_memory",
         "keras.src.saving.saving_lib:is_memory_sufficient",
@@ -414,4 +418,35 @@ _RECOMPUTED = [
         "no upstream issue: it looks for variables, whose values a StatelessScope has; so weights lose their gradients",
     )
 ]
-PATCHES = [*_IN_STEP, *_TRAINING, *_SAVING, *_VARIABLES, *_SLOTS, *_RECOMPUTED]
+
+
+def with_state_of_caller(function: Callable) -> Callable:
+    """A function for another thread, in which Keras would keep other dtype policies, scopes and seeds."""
+    of_caller = dict(vars(global_state.GLOBAL_STATE_TRACKER))
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # Replicas take turns in the middle of scopes: each has stacks of its own. All of them count names together.
+        own = {name: list(value) if type(value) is list else value for name, value in of_caller.items()}
+        vars(global_state.GLOBAL_STATE_TRACKER).update(own)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _with_state(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def call_for_each_replica(distribution: Any, fn: Callable, args: Any, kwargs: Any) -> Any:
+        return original(distribution, with_state_of_caller(fn) if has_hooks(distribution) else fn, args, kwargs)
+
+    return call_for_each_replica
+
+
+_REPLICAS = [
+    Patch(
+        "tensorflow.python.distribute.mirrored_run:_call_for_each_replica",
+        _with_state,
+        "tensorflow",
+        "no upstream issue: Keras keeps dtype policies, scopes and seeds by thread, and each replica has a thread",
+    )
+]
+PATCHES = [*_IN_STEP, *_TRAINING, *_SAVING, *_VARIABLES, *_SLOTS, *_RECOMPUTED, *_REPLICAS]

@@ -22,6 +22,7 @@ tries the next one.
 | get_keras_mask, set_keras_mask | masks of tensors that cross a cut | - |
 | global_seed_generator, get_random_seed | seeds that nobody has given | - |
 | is_default | whether a method is Keras' own | - |
+| ask_to_proceed_with_overwrite | what `save(overwrite=False)` asks | - |
 | no_automatic_dependency_tracking | attributes that are no state of a model | - |
 | losses | which functions are Keras' own | - |
 | current_path | which layer a message is about | - |
@@ -60,6 +61,7 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from keras.src.trainers.trainer import model_supports_jit
 from keras.src.utils import is_default
+from keras.src.utils.io_utils import ask_to_proceed_with_overwrite
 from keras.src.utils.python_utils import pythonify_logs
 from keras.src.utils.rng_utils import get_random_seed
 from keras.src.utils.tracking import no_automatic_dependency_tracking
@@ -125,6 +127,7 @@ __all__ = [
     "TFDatasetAdapter",
     "TFEpochIterator",
     "_DefaultDistributionStrategy",
+    "ask_to_proceed_with_overwrite",
     "atomic_function",
     "attr_value_pb2",
     "collective_strategy",

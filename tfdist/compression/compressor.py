@@ -124,6 +124,20 @@ class Compressor:
             for part in parts_of_variable(variable):
                 part.assign(tf.zeros_like(part) if slot.initial is None else tf.cast(slot.initial, part.dtype))
 
+    def make_all(self, optimizer: Any) -> None:
+        """Makes what is kept for all weights of an optimizer that is built. To be called in the strategy's scope.
+
+        Raises:
+            ValueError: if the method and the optimizer do not go together.
+        """
+        self.method.prepare(optimizer)
+        slots = {
+            f"{i}/{kind}": (weight, slot)
+            for i, weight in enumerate(optimizer._trainable_variables)
+            for kind, slot in (self.method.slots(tuple(weight.shape)) or {}).items()
+        }
+        self._make(optimizer, slots)
+
     def make(self, optimizer: Any, name: str, shape: Sequence[int]) -> None:
         """Makes a variable that `variables_of` has named in another process, if it has one of this name and shape.
 

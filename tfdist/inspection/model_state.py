@@ -6,7 +6,7 @@ value of their own on each replica. Data is shuffled with the global generators 
 `keras.random` functions that are called without a seed draw from Keras' global generator. Keras creates it at its first
 use, and stores it by thread. Under a strategy the first use is inside of a step, where no variable can be created, and
 on the thread of a replica, which does not see the generator of the main thread. So tfdist creates it before the step
-(`make_global_seeds`), and the replicas' threads take it over (`share_global_seeds`).
+(`make_global_seeds`), and the replicas' threads take it over (`with_state_of_caller` in compat/keras.py).
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def scatter(strategy: tf.distribute.Strategy, variable: Any, values: np.ndarray)
     replicas = workers * len(parts)
     if len(values) != replicas:
         whole = combine(variable, values)
-        rest = np.zeros_like(whole) if variable.aggregation == "sum" else whole
+        rest = np.zeros_like(whole) if _is_combined_as(variable, "sum") else whole
         values = np.stack([whole] + [rest] * (replicas - 1))
     for k, part in enumerate(parts):
         part.assign(tf.constant(values[worker * len(parts) + k], dtype=part.dtype))
@@ -195,9 +195,14 @@ def scatter(strategy: tf.distribute.Strategy, variable: Any, values: np.ndarray)
 
 def combine(variable: Any, values: np.ndarray) -> np.ndarray:
     """The value of the whole variable, from the values of all replicas: combined as `variable.aggregation` says."""
-    if variable.aggregation == "sum":
+    if _is_combined_as(variable, "sum"):
         return values.sum(0, dtype=values.dtype)
-    return values.mean(0, dtype=values.dtype) if variable.aggregation == "mean" else values[0]
+    return values.mean(0, dtype=values.dtype) if _is_combined_as(variable, "mean") else values[0]
+
+
+def _is_combined_as(variable: Any, name: str) -> bool:
+    """Whether a Keras (or TensorFlow) variable has this aggregation."""
+    return variable.aggregation in (name, tf.VariableAggregation[name.upper()])
 
 
 def random_state() -> list:

@@ -8,7 +8,6 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from tfdist.jobs.engine import engine_of, job_of
 from tfdist.jobs.record import Record, Records
 from tfdist.jobs.request import Request, SubmitError, seconds_of
 from tfdist.jobs.status import RUNNING, Status
-from tfdist.launcher.arguments import TARGET, TRANSPORT_OPTION, ScriptCommand, read_env
+from tfdist.launcher.arguments import TARGET, TRANSPORT_OPTION, ScriptCommand, read_env, refused
 
 _SHOWN = 20
 
@@ -34,17 +33,6 @@ def _read_volumes(ctx: click.Context, param: click.Parameter, values: tuple[str,
             raise click.BadParameter(f"{text!r}: claim {claim} is at {volumes[claim]} already, expected each once.")
         volumes[claim] = path
     return volumes
-
-
-@contextlib.contextmanager
-def _errors() -> Iterator[None]:
-    """Shows what the disk or a scheduler refuses in a line, without a traceback."""
-    try:
-        yield
-    except BrokenPipeError:
-        raise  # nobody reads any more: click ends the command
-    except OSError as error:
-        raise SubmitError(str(error)) from None
 
 
 @click.command(cls=ScriptCommand, short_help="Submit a script as a job: to this machine, Slurm or Kubernetes.")
@@ -97,7 +85,7 @@ def _errors() -> Iterator[None]:
 @click.option("--env", multiple=True, metavar="KEY=VALUE", callback=read_env, help="Set a variable (repeatable).")
 @click.option("--dry-run", is_flag=True, help="Print what the scheduler would be given, and do nothing.")
 @click.pass_context
-@_errors()
+@refused(OSError)
 def submit(ctx: click.Context, dry_run: bool, **options: Any) -> None:
     """Submit SCRIPT, unchanged, as a job, and print the job's id.
 
@@ -115,7 +103,7 @@ def submit(ctx: click.Context, dry_run: bool, **options: Any) -> None:
     "-a", "--all", "everything", is_flag=True, help=f"Without JOB: list all jobs, not only the last {_SHOWN}."
 )
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
-@_errors()
+@refused(OSError)
 def status(job: str | None, everything: bool, as_json: bool) -> None:
     """Show the state of a job, and epoch, step, loss and remaining time of its training.
 
@@ -130,7 +118,7 @@ def status(job: str | None, everything: bool, as_json: bool) -> None:
 @click.command(short_help="Show the output of a job.")
 @click.argument("job")
 @click.option("-f", "--follow", is_flag=True, help="Until the job is over.")
-@_errors()
+@refused(OSError)
 def logs(job: str, follow: bool) -> None:
     """Show what a job has printed; with -f, also what it prints from now on, until it is over."""
     with contextlib.suppress(KeyboardInterrupt):
@@ -140,7 +128,7 @@ def logs(job: str, follow: bool) -> None:
 
 @click.command(short_help="End a job.")
 @click.argument("job")
-@_errors()
+@refused(OSError)
 def cancel(job: str) -> None:
     """End a job: it gets SIGTERM and its grace, in which tfdist.callbacks.BackupAndRestore saves the training."""
     record, engine = job_of(job, os.environ)
@@ -150,7 +138,7 @@ def cancel(job: str) -> None:
 @click.command(short_help="Watch a run: how far each process is, restarts, backups, remaining time.")
 @click.argument("run", metavar="[JOB|FOLDER]", required=False)
 @click.option("--once", is_flag=True, help="Print what is to be seen now, and end. So it is without a terminal.")
-@_errors()
+@refused(OSError)
 def monitor(run: str | None, once: bool) -> None:
     """Watch a run of `tfdist run` or a job of `tfdist submit` until it is over.
 
@@ -175,7 +163,7 @@ def monitor(run: str | None, once: bool) -> None:
 @click.argument("run", metavar="[JOB|FOLDER]", required=False)
 @click.option("--per-failure", is_flag=True, help="Also what each failure, or other interruption, has cost.")
 @click.option("--json", "as_json", is_flag=True, help="All of it as JSON.")
-@_errors()
+@refused(OSError)
 def goodput(run: str | None, per_failure: bool, as_json: bool) -> None:
     """Show what the wall time of a run went into: each second belongs to one kind.
 

@@ -19,6 +19,8 @@ from tfdist.jobs.status import CANCELLED, FAILED, LOST, Progress, Status, last_p
 from tfdist.supervision.events import last_events
 
 _CLASSES = {"local": "LocalEngine", "slurm": "SlurmEngine", "kubernetes": "KubernetesEngine"}
+# Where Slurm is, also inside of a job.
+_OF_SITE = ("SLURM_CONF", "SLURM_CLUSTERS")
 # Seconds that a scheduler has to answer.
 SECONDS = 60
 
@@ -150,8 +152,15 @@ def answer(words: list[str], content: str = "") -> subprocess.CompletedProcess[s
     Raises:
         SubmitError: it is not installed or, as an UnansweredError, does not answer.
     """
-    # sbatch gives a job its own environment.
-    more = {"input": content, "env": outside_of_jobs(os.environ), "errors": "surrogateescape"}
+    # sbatch gives a job its own environment. In a job of Slurm's that has variables which srun reads: how cores are
+    # bound, how much memory there is.
+    is_inside = "SLURM_JOB_ID" in os.environ
+    env = {
+        name: value
+        for name, value in outside_of_jobs(os.environ).items()
+        if not (is_inside and name.startswith("SLURM_")) or name in _OF_SITE
+    }
+    more = {"input": content, "env": env, "errors": "surrogateescape"}
     try:
         return subprocess.run(words, timeout=SECONDS, capture_output=True, text=True, **more)
     except FileNotFoundError:

@@ -6,12 +6,11 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import click
 
 from tfdist.cluster.variables import AUTO, HOROVOD, SERVERS, TOKEN, TRANSPORT_VARIABLE
-from tfdist.launcher.arguments import Target
+from tfdist.launcher.arguments import Refusal, Target
 from tfdist.launcher.plan import RESERVED, runtime_defaults
 from tfdist.supervision.events import VARIABLE as EVENT_LOG
 
@@ -26,7 +25,7 @@ _WRITTEN = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
 _CLOCK = re.compile(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)")
 
 
-class SubmitError(click.ClickException):
+class SubmitError(Refusal):
     """A job cannot be submitted, found or ended; the text says what was received, what was expected and what to do.
 
     Example:
@@ -34,10 +33,6 @@ class SubmitError(click.ClickException):
         Traceback (most recent call last):
         tfdist.jobs.request.SubmitError: Received: ... Expected: ...
     """
-
-    def show(self, file: Any = None) -> None:
-        """Prints it, where a command ends with it."""
-        click.echo(f"tfdist: {self.message}", file=file, err=True)
 
 
 def _check(is_right: object, received: str, expected: str) -> None:

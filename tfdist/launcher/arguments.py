@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,25 @@ STAGES, REPLICAS = STAGE_VARIABLES = ("TFDIST_STAGES", "TFDIST_REPLICAS")
 # Paths that need not be there yet; the Tab key completes them.
 FOLDER = click.Path(file_okay=False)
 FILE = click.Path(dir_okay=False)
+
+
+class Refusal(click.ClickException):
+    """Ends a command with exit code 1, and with a line that says why."""
+
+    def show(self, file: Any = None) -> None:
+        """Prints the line."""
+        click.echo(f"tfdist: {self.message}", file=file, err=True)
+
+
+@contextlib.contextmanager
+def refused(*kinds: type[Exception]) -> Iterator[None]:
+    """Shows errors of these kinds in a line, without a traceback: what a disk does not allow, say."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise  # nobody reads any more: click ends the command
+    except kinds as error:
+        raise Refusal(str(error)) from None
 
 
 class PlanError(click.UsageError, ValueError):
@@ -172,54 +192,45 @@ def split(arguments: Sequence[str], options_with_value: Collection[str]) -> tupl
     return list(arguments), Target("script", ())
 
 
-class CountOrAuto(click.ParamType):
-    """A whole number, or "auto".
+class OrAuto(click.ParamType):
+    """A number, or "auto".
 
     Args:
-        minimum: the least number allowed.
+        name: in the help.
+        number: reads the number; raises a ValueError if it is none.
+        is_right: whether the number is allowed.
+        expected: which numbers are.
+        auto: what stands for "auto".
 
     Example:
-        >>> CountOrAuto(1).convert("4", None, None)
-        4
-    """
-
-    name = "K|auto"
-
-    def __init__(self, minimum: int) -> None:
-        self._minimum = minimum
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
-        if value == AUTO:
-            return value
-        try:
-            count = int(value)
-        except ValueError:
-            self.fail(f"{value!r}: expected a whole number or auto.", param, ctx)
-        if count < self._minimum:
-            self.fail(f"{value}: expected at least {self._minimum}, or auto.", param, ctx)
-        return count
-
-
-class SecondsOrAuto(click.ParamType):
-    """A positive number of seconds, or None for "auto".
-
-    Example:
-        >>> SecondsOrAuto().convert("2.5", None, None), SecondsOrAuto().convert("auto", None, None)
+        >>> count_or_auto(1).convert("4", None, None), count_or_auto(1).convert("auto", None, None)
+        (4, 'auto')
+        >>> SECONDS_OR_AUTO.convert("2.5", None, None), SECONDS_OR_AUTO.convert("auto", None, None)
         (2.5, None)
     """
 
-    name = "SECONDS|auto"
+    def __init__(
+        self, name: str, number: Callable[[str], Any], is_right: Callable[[Any], bool], expected: str, auto: Any = AUTO
+    ) -> None:
+        self.name, self._auto = name, auto
+        self._number, self._is_right, self._expected = number, is_right, expected
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float | None:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if value == AUTO:
-            return None
-        try:
-            seconds = float(value)
-        except ValueError:
-            seconds = 0.0
-        if not seconds > 0:
-            self.fail(f"{value!r}: expected a positive number of seconds, or auto.", param, ctx)
-        return seconds
+            return self._auto
+        with contextlib.suppress(ValueError):
+            number = self._number(value)
+            if self._is_right(number):
+                return number
+        self.fail(f"{value!r}: expected {self._expected}, or auto.", param, ctx)
+
+
+def count_or_auto(least: int) -> OrAuto:
+    """The type of an option that takes a whole number, at least so large, or "auto"."""
+    return OrAuto("K|auto", int, lambda count: count >= least, f"a whole number of at least {least}")
+
+
+SECONDS_OR_AUTO = OrAuto("SECONDS|auto", float, lambda seconds: seconds > 0, "a positive number of seconds", auto=None)
 
 
 class WorkerRange(click.ParamType):

@@ -15,14 +15,15 @@ from tfdist import __version__
 from tfdist.launcher.arguments import (
     FILE,
     FOLDER,
+    SECONDS_OR_AUTO,
     TARGET,
     TRANSPORT_OPTION,
-    CountOrAuto,
     PlanError,
     ScriptCommand,
-    SecondsOrAuto,
     WorkerRange,
+    count_or_auto,
     read_env,
+    refused,
 )
 from tfdist.launcher.operating_system import open_standard_streams
 
@@ -102,8 +103,8 @@ def main() -> None:
     help="How to call ssh, with options: 'ssh -F my_config'.",
 )
 @click.option("--remote-python", metavar="PATH", help="Python of the other hosts.  [default: the path of this one]")
-@click.option("--cpus-per-worker", type=CountOrAuto(1), default="auto", show_default=True, help="Cores of each one.")
-@click.option("--gpus-per-worker", type=CountOrAuto(0), default="auto", show_default=True, help="GPUs of each one.")
+@click.option("--cpus-per-worker", type=count_or_auto(1), default="auto", show_default=True, help="Cores of each one.")
+@click.option("--gpus-per-worker", type=count_or_auto(0), default="auto", show_default=True, help="GPUs of each one.")
 @click.option("--env", multiple=True, metavar="KEY=VALUE", callback=read_env, help="Set a variable (repeatable).")
 @click.option(
     "--log-dir", metavar="DIR", type=FOLDER, help="Folder of the logs.  [default: tfdist-logs/<date-time>-<pid>]"
@@ -120,7 +121,7 @@ def main() -> None:
 )
 @click.option(
     "--hang-timeout",
-    type=SecondsOrAuto(),
+    type=SECONDS_OR_AUTO,
     default="auto",
     help="Without progress for so long, a process counts as hung.  [default: what is unusual for it, 30 at least]",
 )
@@ -192,7 +193,7 @@ def _tell_job(error: Exception, code: int) -> None:
 @click.option("--timeout", type=_POSITIVE, default=300, show_default=True, help="Seconds that each run may take.")
 @click.option(
     "--hang-timeout",
-    type=SecondsOrAuto(),
+    type=SECONDS_OR_AUTO,
     default="auto",
     help="For the fault that hangs a worker.  [default: from the time between two backups]",
 )
@@ -215,12 +216,8 @@ def drill(ctx: click.Context, **options: Any) -> None:
     """
     from tfdist.launcher.drill.drill import run_drill
 
-    try:
-        code = run_drill(ctx.meta[TARGET], **options)
-    except OSError as error:
-        print(f"tfdist: {error}", file=sys.stderr)
-        code = 1
-    ctx.exit(code)
+    with refused(OSError):
+        ctx.exit(run_drill(ctx.meta[TARGET], **options))
 
 
 @main.group()
@@ -248,11 +245,8 @@ def build(wheel_dir: str | None, force: bool) -> None:
     def say(text: str) -> None:
         print(f"tfdist: {text}", file=sys.stderr, flush=True)
 
-    try:
+    with refused(BuildError, OSError):
         wheel = build_wheel(wheel_dir, force, say)
-    except (BuildError, OSError) as error:
-        say(str(error))
-        sys.exit(1)
     # pip would leave a wheel of this version alone, whatever TensorFlow it was built for.
     say(f"install it with: {sys.executable} -m pip install --force-reinstall {wheel}")
     print(wheel)

@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_TICK = 0.05
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -121,6 +123,18 @@ def adopting_orphans() -> Iterator[None]:
         prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
+class Interrupted(Exception):
+    """A signal asks this process to end.
+
+    Attributes:
+        signal: which one.
+    """
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(number.name)
+        self.signal = number
+
+
 class SignalInbox:
     """While it is entered, signals wait in it until `take` asks for them.
 
@@ -167,6 +181,19 @@ class SignalInbox:
     def take_stop(self) -> signal.Signals | None:
         """The first of the signals since the last call that asks this process to end; None if there is none."""
         return next((number for number in self.take() if number in _STOP_SIGNALS), None)
+
+    def check(self) -> None:
+        """Raises `Interrupted` if a signal has come, since the last call, that asks this process to end."""
+        if (number := self.take_stop()) is not None:
+            raise Interrupted(number)
+
+    def wait(self, seconds: float) -> None:
+        """Waits so long, or until a signal asks this process to end: then it raises `Interrupted`."""
+        end = time.monotonic() + seconds
+        self.check()
+        while (left := end - time.monotonic()) > 0:
+            time.sleep(min(_TICK, left))
+            self.check()
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._previous.items():

@@ -26,10 +26,12 @@ class Machine:
     Attributes:
         cores: numbers of the usable cores, ascending.
         gpus: what `CUDA_VISIBLE_DEVICES` calls each visible GPU.
+        host: what the user calls the machine, if it is another one.
     """
 
     cores: tuple[int, ...]
     gpus: tuple[str, ...] = ()
+    host: str = ""
 
     @classmethod
     def this_one(cls, env: Mapping[str, str] | None = None) -> Machine:
@@ -228,7 +230,6 @@ def plan_run(
     show_all: bool = False,
     restart: int = 0,
     tasks: Sequence[Task] | None = None,
-    host: str = "",
 ) -> list[ProcessPlan]:
     """Works out the processes of a run that share a machine.
 
@@ -243,7 +244,6 @@ def plan_run(
         show_all: whether all output goes to the terminal, not only that of rank 0.
         restart: how often the run has been started again.
         tasks: those of `options.tasks` that run there; by default all.
-        host: what the user calls the machine, if it is another one.
 
     Raises:
         PlanError: there are not as many cores or GPUs as asked for.
@@ -254,12 +254,8 @@ def plan_run(
         >>> [(plan.name, plan.cpus) for plan in plans]
         [('worker 0', (0,)), ('worker 1', (1,))]
     """
-    tasks = options.tasks if tasks is None else tasks
-    cpus, gpus = share_cpus(options, machine, tasks), share_gpus(options, machine, tasks)
-    # The stages of a launcher around this one are not ours.
-    inherited = {name: value for name, value in environ.items() if name not in STAGE_VARIABLES}
     plans = []
-    for task in tasks:
+    for task, (pinned, env) in shared_out(options, machine, environ, tasks).items():
         config = ClusterConfig(jobs=jobs, task_type=task[0], task_index=task[1]).to_json()
         own = {
             "TF_CONFIG": config,
@@ -272,86 +268,91 @@ def plan_run(
             REPLACEMENT: "",
             PROGRESS: "",  # whoever starts the process fills it in; that of a launcher around this one is not ours
         }
+        first = task == options.compute_tasks[0]
+        serves = (options.stages is not None or options.ps > 0) and not first
+        replaceable = task[0] == "worker" if options.ps else options.replace_workers and not first
+        of_it = tuple(command), {**env, **own}, pinned, show_all or first, serves, replaceable, machine.host
+        plans.append(ProcessPlan(*task, *of_it))
+    return plans
+
+
+def shared_out(
+    options: RunOptions, machine: Machine, environ: Mapping[str, str], tasks: Sequence[Task] | None = None
+) -> dict[Task, tuple[tuple[int, ...], dict[str, str]]]:
+    """What each process gets of a machine: the cores to pin it to, if any, and its environment without its cluster.
+
+    Args:
+        options: what was asked for.
+        machine: what there is to share out.
+        environ: variables that all get.
+        tasks: who shares it; by default all.
+
+    Raises:
+        PlanError: there are not as many cores or GPUs as asked for.
+    """
+    cpus, gpus = shares(options, machine, tasks)
+    growth = {"TF_FORCE_GPU_ALLOW_GROWTH": "true"} if shares_gpus(options, machine, tasks) else {}
+    # The cluster and the stages of a launcher around this one are not ours.
+    inherited = {name: value for name, value in environ.items() if name not in (*OF_CLUSTER, *STAGE_VARIABLES)}
+    found = {}
+    for task in options.tasks if tasks is None else tasks:
         pinned = cpus.get(task, ())
         env = {
             **runtime_defaults(len(pinned), len(machine.cores), ps_cluster=options.ps > 0),
-            **({"TF_FORCE_GPU_ALLOW_GROWTH": "true"} if shares_gpus(options, machine, tasks) else {}),
+            **growth,
             **inherited,
             "PYTHONUNBUFFERED": "1",
             **({"CUDA_VISIBLE_DEVICES": ",".join(gpus[task])} if task in gpus else {}),
             **options.env,
-            **own,
         }
-        first = task == options.compute_tasks[0]
-        serves = (options.stages is not None or options.ps > 0) and not first
-        replaceable = task[0] == "worker" if options.ps else options.replace_workers and not first
-        plans.append(ProcessPlan(*task, tuple(command), env, pinned, show_all or first, serves, replaceable, host))
-    return plans
+        found[task] = pinned, env
+    return found
 
 
-def share_cpus(
+def shares(
     options: RunOptions, machine: Machine, tasks: Sequence[Task] | None = None
-) -> dict[Task, tuple[int, ...]]:
-    """Cores of each process that computes; empty when nothing is to be pinned. All others roam.
+) -> tuple[dict[Task, tuple[int, ...]], dict[Task, tuple[str, ...]]]:
+    """Cores and GPUs of the processes of a machine. Those that compute get equal disjoint parts.
 
     Args:
         options: what was asked for.
         machine: what there is to share out.
         tasks: who shares it; by default all.
+
+    Returns:
+        The cores of each process that is to be pinned; the others roam. And the GPUs of each process, if the machine
+        has any, or some were asked for: none for parameter servers and their chief. With `auto` and fewer GPUs than
+        processes that compute, these share them in turn.
+
+    Raises:
+        PlanError: there are not as many cores or GPUs as asked for.
     """
-    tasks, cores = _computing(options, tasks), machine.cores
-    if options.cpus_per_worker == AUTO and (len(tasks) == 1 or len(cores) < len(tasks)):
-        return {}
-    there = f"{'is' if len(cores) == 1 else 'are'} usable here"
-    return _shares("--cpus-per-worker", options.cpus_per_worker, tasks, cores, "cores", there)
-
-
-def share_gpus(
-    options: RunOptions, machine: Machine, tasks: Sequence[Task] | None = None
-) -> dict[Task, tuple[str, ...]]:
-    """Visible GPUs of each process; empty when the machine has none and none were asked for.
-
-    Processes that compute get equal disjoint shares, parameter servers and their chief nothing. With `auto` and fewer
-    GPUs than processes that compute the GPUs are shared in turn.
-
-    Args:
-        options: what was asked for.
-        machine: what there is to share out.
-        tasks: who shares it; by default all.
-    """
-    everybody, gpus = options.tasks if tasks is None else tasks, machine.gpus
-    tasks = _computing(options, everybody)
+    everybody, cores, gpus = options.tasks if tasks is None else tasks, machine.cores, machine.gpus
+    computing, cpus = _computing(options, everybody), {}
+    if options.cpus_per_worker != AUTO or 1 < len(computing) <= len(cores):
+        there = f"{'is' if len(cores) == 1 else 'are'} usable here"
+        cpus = _shares("--cpus-per-worker", options.cpus_per_worker, computing, cores, "cores", there, machine.host)
     if options.gpus_per_worker == AUTO and not gpus:
-        return {}
+        return cpus, {}
     if shares_gpus(options, machine, everybody):
-        shares = {task: (gpus[rank % len(gpus)],) for rank, task in enumerate(tasks)}
+        found = {task: (gpus[rank % len(gpus)],) for rank, task in enumerate(computing)}
     else:
         there = f"{'was' if len(gpus) == 1 else 'were'} found (CUDA_VISIBLE_DEVICES or nvidia-smi -L)"
-        shares = _shares("--gpus-per-worker", options.gpus_per_worker, tasks, gpus, "GPUs", there)
-    return {**dict.fromkeys(everybody, ()), **shares}
+        found = _shares("--gpus-per-worker", options.gpus_per_worker, computing, gpus, "GPUs", there, machine.host)
+    return cpus, {**dict.fromkeys(everybody, ()), **found}
 
 
 def _shares(
-    option: str, asked: int | str, tasks: Sequence[Task], things: Sequence[Any], what: str, there: str
+    option: str, asked: int | str, tasks: Sequence[Task], things: Sequence[Any], what: str, there: str, host: str
 ) -> dict[Task, Any]:
     """Equal disjoint parts of the cores or GPUs of a machine."""
     each = len(things) // max(len(tasks), 1) if asked == AUTO else int(asked)
     if each * len(tasks) > len(things):
         raise PlanError(
             f"{option} {each}: {len(tasks)} processes need {each * len(tasks)} {what}, but {len(things)} {there}. Ask "
-            f"for fewer, or use {option} auto."
+            f"for fewer, or use {option} auto.{f' (host {host})' if host else ''}"
         )
     return {task: things[rank * each : (rank + 1) * each] for rank, task in enumerate(tasks)}
-
-
-def check_shares(options: RunOptions, machine: Machine, tasks: Sequence[Task] | None = None) -> None:
-    """Finds what is not there before anything is announced; fewer workers need less.
-
-    Raises:
-        PlanError: there are not as many cores or GPUs as asked for.
-    """
-    share_cpus(options, machine, tasks)
-    share_gpus(options, machine, tasks)
 
 
 def shares_gpus(options: RunOptions, machine: Machine, tasks: Sequence[Task] | None = None) -> bool:

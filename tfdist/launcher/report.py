@@ -22,7 +22,8 @@ _RELEVANT = (
     # From which clusters are discovered.
     *("SLURM_", "OMPI_COMM_", "PMI_", "MPI_LOCAL", "MV2_COMM_", "HOROVOD_", "JSM_", "LSB_JOBID", "PBS_JOBID"),
     *("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "SM_HOSTS", "SM_CURRENT", "JOB_COMPLETION"),
-    *("PET_", "KUBEFLOW_TRAINER_"),
+    *("PET_", "KUBEFLOW_TRAINER_", "FLUX_", "PALS_", "MVP_COMM_", "AZ_BATCH_M", "AWS_BATCH_JOB_", "SKYPILOT_N", "LWS_"),
+    *("VC_", "ROCR_", "HIP_"),
 )
 _SECRET = re.compile(r"TOKEN|SECRET|KEY|PASSWORD", re.IGNORECASE)
 _DEVICE_DEADLINE = 60.0

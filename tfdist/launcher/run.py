@@ -20,9 +20,9 @@ from tfdist.launcher.plan import (
     Machine,
     PlanError,
     RunOptions,
-    check_shares,
     default_workers,
     plan_run,
+    shares,
     shares_gpus,
     versions,
 )
@@ -126,7 +126,7 @@ def run(
         )
     machine = Machine.this_one()
     options = replace(options, workers=most or default_workers(machine, gpus_per_worker))
-    check_shares(options, machine)
+    shares(options, machine)  # what is not there is found before anything is announced; fewer workers need less
     folder.mkdir(parents=True, exist_ok=True)
     hidden = hidden_lines(show_all, {**os.environ, **env})
     terminal = Terminal.standard(live="{} {}".format(*options.tasks[0]), env=os.environ, hidden=hidden)

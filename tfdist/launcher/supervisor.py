@@ -19,7 +19,7 @@ from tfdist.cluster.ports import reserve
 from tfdist.cluster.rendezvous.endpoints import port_range
 from tfdist.cluster.sockets import join_address
 from tfdist.launcher.guardian import Guardian
-from tfdist.launcher.operating_system import SignalInbox
+from tfdist.launcher.operating_system import Interrupted, SignalInbox
 from tfdist.launcher.output import Terminal, Writer
 from tfdist.launcher.plan import ProcessPlan, RunOptions, jobs_of
 from tfdist.launcher.policy import (
@@ -42,7 +42,6 @@ from tfdist.supervision.exit_codes import HUNG, PREEMPTED, UNSAVED
 from tfdist.supervision.identity import Identity
 from tfdist.supervision.progress import Progress
 
-_TICK = 0.05
 # A program may take twice as long as before until it calls fit.
 _UNUSUAL = 2.0
 _TOO_SOON = "ended before the training began again"
@@ -148,13 +147,30 @@ class Supervisor:
                 return self._conclude(ending)
             restart = ending.decision
             self._announce(ending.incident, restart)
-            if (number := _wait_to_restart(restart.delay, inbox)) is not None:
-                self.terminal.message(f"{number.name} received: not restarted")
+            try:
+                inbox.wait(restart.delay)
+            except Interrupted as stop:
+                self.terminal.message(f"{stop} received: not restarted")
                 self._recovery = None
-                return self._conclude(Ending(exit_code(-number), interrupt=number))
+                return self._conclude(Ending(exit_code(-stop.signal), interrupt=stop.signal))
 
     def _attempt(self, restart: Restart, inbox: SignalInbox, guardian: Guardian) -> Ending:
         """Runs the processes once."""
+
+    def _note_replacement(self, failure: Failure, number: int, delay: float, more: str = "") -> None:
+        """Says that a process is started again alone, as which replacement, and after how many seconds."""
+        self._events.write(
+            "replacement",
+            task=failure.name,
+            kind=_kind(failure),
+            cause=failure.cause,
+            exit_code=failure.exit_code,
+            log=failure.log_path,
+            number=number,
+            delay=delay,
+        )
+        when = f" in {delay:g} s" if delay else ""
+        self.terminal.message(f"{failure.cause} ({failure.log_path}); started again{when}{more}")
 
     def _note_start(self, restart: int, workers: int, processes: Mapping[str, int]) -> None:
         launcher = asdict(Identity.of(os.getpid()))
@@ -275,20 +291,22 @@ class TrainingRun(Supervisor):
             left: how many workers there are without it, those included that are about to be started again.
         """
         replacement = self._policy.replace(failure.name, lived)
-        lost = {"task": failure.name, "kind": _kind(failure), "cause": failure.cause, "exit_code": failure.exit_code}
-        what = f"{failure.cause} ({failure.log_path})"
         if replacement is not None:
-            number, delay = replacement
-            self._events.write("replacement", **lost, log=failure.log_path, number=number, delay=delay)
-            when = f" in {delay:g} s" if delay else ""
-            self.terminal.message(
-                f"{what}; started again{when} (replacement {number} of {self._policy.limit}), the others go on"
-            )
+            more = f" (replacement {replacement[0]} of {self._policy.limit}), the others go on"
+            self._note_replacement(failure, *replacement, more)
         elif left:
-            self._events.write("loss", **lost, log=failure.log_path, workers=left)
+            self._events.write(
+                "loss",
+                task=failure.name,
+                kind=_kind(failure),
+                cause=failure.cause,
+                exit_code=failure.exit_code,
+                log=failure.log_path,
+                workers=left,
+            )
             self.terminal.message(
-                f"{what}; not started again: {used_up(self._policy.used)}; the training goes on with "
-                f"{counted(left, 'worker')}"
+                f"{failure.cause} ({failure.log_path}); not started again: {used_up(self._policy.used)}; the training "
+                f"goes on with {counted(left, 'worker')}"
             )
         return replacement
 
@@ -407,6 +425,8 @@ class Attempt:
         self._interrupted: list[Process] = []
         self._stopping = False
         self._kill_at: float | None = None
+        # Processes that are to be started again, as which replacement, and when.
+        self._pending: dict[Process, tuple[int, float]] = {}
 
     def run(self) -> Ending:
         """Returns once no process exists any more."""
@@ -437,6 +457,19 @@ class Attempt:
                 self._begin_interrupt(number)
             elif number == signal.SIGINT and time.monotonic() - self._interrupted_at > _SAME_KEY_PRESS:
                 self._kill_at = time.monotonic()
+
+    def _start_replacements(self) -> bool:
+        """Starts what is due by now; returns whether a place was empty that is being filled.
+
+        Raises:
+            OSError: a process could not be started.
+        """
+        was_empty = bool(self._pending)
+        for process, (number, due) in list(self._pending.items()):
+            if process.is_over and time.monotonic() >= due:
+                del self._pending[process]
+                self._group.replace(process, number)
+        return was_empty
 
     def _begin_interrupt(self, number: signal.Signals) -> None:
         self._interrupt, self._interrupted_at = number, time.monotonic()
@@ -474,8 +507,6 @@ class ClusterAttempt(Attempt):
         self._decision: Restart | GiveUp | None = None
         self._progressed = False
         self._grows_to = 0
-        # Workers that are to be started again, as which replacement, and when.
-        self._pending: dict[Process, tuple[int, float]] = {}
         self._preempted = False
         self._released = False
 
@@ -509,19 +540,6 @@ class ClusterAttempt(Attempt):
         number, delay = replacement
         self._pending[process] = number, time.monotonic() + delay
         return True
-
-    def _start_replacements(self) -> bool:
-        """Starts what is due by now; returns whether a place was empty that is being filled.
-
-        Raises:
-            OSError: a process could not be started.
-        """
-        was_empty = bool(self._pending)
-        for process, (number, due) in list(self._pending.items()):
-            if process.is_over and time.monotonic() >= due:
-                del self._pending[process]
-                self._group.replace(process, number)
-        return was_empty
 
     def _note_preemption(self) -> None:
         """The processes save together and leave together; the slowest one has the grace period for that."""
@@ -627,14 +645,3 @@ def _kind(failure: Failure) -> str:
     if failure.hang or failure.lost:
         return "hang" if failure.hang else "host"
     return "signal" if failure.status < 0 else "exit"
-
-
-def _wait_to_restart(seconds: float, inbox: SignalInbox) -> signal.Signals | None:
-    """Waits so many seconds; returns the signal that ended the waiting early."""
-    begin = time.monotonic()
-    while True:
-        number = inbox.take_stop()
-        remaining = begin + seconds - time.monotonic()
-        if number is not None or remaining <= 0:
-            return number
-        time.sleep(min(_TICK, remaining))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfdist.compat.upstream import CallContext, get_keras_mask, global_state, set_keras_mask
+from tfdist.compat.upstream import CallContext, get_keras_mask, global_state, record, set_keras_mask
 from tfdist.layer_graph.graph import Call, LayerGraph
 
 # Tensors that are made of several.
@@ -96,6 +97,44 @@ def gradients_of(values: Sequence[Value], gradients: Iterable[tf.Tensor | None])
     """The gradients of each value, from those of the tensors that `differentiable` lists."""
     given = iter(gradients)
     return [Gradients(*(p if p is None else next(given) for p in differentiable_parts(value))) for value in values]
+
+
+def as_one_operation(
+    name: str, results: Sequence[tf.Tensor], sources: Sequence[Any], gradients: Callable[[Sequence[Any]], list[Any]]
+) -> list[tf.Tensor]:
+    """Lets the tapes of the caller see one operation that makes results of the sources, whatever happened inside.
+
+    Args:
+        name: of the operation.
+        results: what was computed.
+        sources: what it was computed of.
+        gradients: returns the gradients of the sources, from those of the results; `None` is for a result that nothing
+            uses.
+
+    Returns:
+        The results for the caller: identities, so that there is no other way back from them.
+    """
+    used: set[int] = set()
+
+    def backward(*cotangents: Any) -> list[Any]:
+        # A tape gives zeros for what nothing uses. Taken for gradients, they would let optimizers update weights that
+        # have none, and be multiplied by derivatives that may be infinite.
+        noted = sorted(used) or range(len(cotangents))
+        used.clear()
+        # Where a loss gathers rows, a gradient is `tf.IndexedSlices`.
+        return gradients([tf.convert_to_tensor(c) if i in noted else None for i, c in enumerate(cotangents)])
+
+    def noting(i: int, gradient: Any) -> list[Any]:
+        used.add(i)
+        return [gradient]
+
+    with record.stop_recording():
+        own = [tf.identity(tensor) for tensor in results]
+        passed = [tf.identity(tensor) for tensor in own]
+    record.record_operation(name, own, sources, backward)
+    for i, (one, other) in enumerate(zip(own, passed, strict=True)):
+        record.record_operation(f"{name}Output", [other], [one], functools.partial(noting, i))
+    return passed
 
 
 # Operations that do more than return results, so that running them twice differs from running them once.

@@ -42,7 +42,6 @@ with which the block begins that goes back `prefetch` blocks earlier.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -51,7 +50,15 @@ import tensorflow as tf
 
 from tfdist.compat.upstream import AutocastScope, get_autocast_scope, ops, record
 from tfdist.inspection.model_state import is_sharded
-from tfdist.layer_graph.chunk import CHANGING, NOT_DENSE, UNSEEDED, ImpureError, PureResult, is_differentiable
+from tfdist.layer_graph.chunk import (
+    CHANGING,
+    NOT_DENSE,
+    UNSEEDED,
+    ImpureError,
+    PureResult,
+    as_one_operation,
+    is_differentiable,
+)
 from tfdist.layer_graph.costs import NOT_COMPUTED
 from tfdist.memory.block import GraphBlock, LayerBlock, RegularizerBlock, labelled, record_operations, upstream
 from tfdist.memory.order import Keeping, gated, released_together, waiting_for
@@ -186,34 +193,18 @@ def _stored(variable: keras.Variable) -> tf.Tensor:
 
 def _as_one_operation(call: BlockCall, recorded: Sequence[tf.Tensor], result: PureResult) -> PureResult:
     """What the caller gets of a block that is trained."""
-    used: set[int] = set()
 
-    # The tapes of the caller see one operation, "TfdistBlock": weights and inputs go in, results come out, and this
-    # function is its gradient. What happened inside is hidden from them: the results are identities that no tape has
-    # recorded, so that there is no other way back from them.
-    def backward(*cotangents: Any) -> list[Any]:
-        # A tape gives zeros for what the loss does not use. Taken for gradients, they would let optimizers update
-        # weights that have none, and be multiplied by derivatives that may be infinite.
-        call.used = sorted(used) or range(len(cotangents))
-        used.clear()
+    def backward(cotangents: Sequence[Any]) -> list[Any]:
+        call.used = [i for i, cotangent in enumerate(cotangents) if cotangent is not None]
         with labelled(call.block.label):
-            return call.backward([tf.convert_to_tensor(cotangents[i]) for i in call.used])
-
-    def noting(i: int, gradient: Any) -> list[Any]:
-        used.add(i)
-        return [gradient]
+            return call.backward([cotangents[i] for i in call.used])
 
     if any(isinstance(tensor, NOT_DENSE) for tensor in result.result):
         raise ImpureError(
             f"Received: block '{call.block.label}', which returns a sparse or ragged tensor. Expected: blocks=[...] "
             "with layers that return dense tensors."
         )
-    with record.stop_recording():
-        results = [tf.identity(tensor) for tensor in (*result.result, *result.losses)]
-        passed = [tf.identity(tensor) for tensor in results]
-    record.record_operation("TfdistBlock", results, recorded, backward)
-    for i, (one, other) in enumerate(zip(results, passed, strict=True)):
-        record.record_operation("TfdistOutput", [other], [one], functools.partial(noting, i))
+    passed = as_one_operation("TfdistBlock", [*result.result, *result.losses], recorded, backward)
     count = len(result.result)
     return PureResult(passed[:count], result.state, passed[count:])
 

@@ -8,12 +8,11 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import click
 
-from tfdist.launcher.arguments import FILE, TARGET, ScriptCommand, Target
+from tfdist.launcher.arguments import FILE, TARGET, Refusal, ScriptCommand, Target, refused
 from tfdist.planning.hardware import Hardware, hardware_of
 
 _HARDWARE_HELP = "Where it would run.  [default: this machine]"
@@ -45,18 +44,18 @@ def plan(
     counts = numbers(devices) if devices else None
     # Wrong options are refused before the machine is measured, which takes long.
     if not (target.words or save or calibrate):
-        raise click.ClickException("nothing to plan: expected a script. Example: tfdist plan train.py")
+        raise Refusal("nothing to plan: expected a script. Example: tfdist plan train.py")
     if target.kind == "command":
-        raise click.ClickException(
+        raise Refusal(
             f"Received: {' '.join(target.words)!r}, a program that is not Python. Expected: a script, or -m MODULE."
         )
     # TensorFlow takes seconds to import: wrong options are refused without it.
-    with _refused():
+    with refused(ValueError):
         if target.words:
             target.command()
         found = _hardware(hardware, max(counts) if counts else None, calibrate)
     if save:
-        with _refused(OSError):
+        with refused(OSError):
             Path(save).write_text(found.to_json())
     if not target.words:
         print(found.to_json())
@@ -66,9 +65,9 @@ def plan(
     from tfdist.planning.script import NoFitError, model_and_batch
 
     # The program's own output must not get into the JSON. An error of the program is shown with its own traceback.
-    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext(), _refused(NoFitError):
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext(), refused(NoFitError):
         model, batch = model_and_batch(target)
-    with _refused():
+    with refused(ValueError):
         batch = batch if batch_size is None else with_rows(batch, batch_size)
         made = plan_for(profile_of(model, data=batch), found, counts, shlex.join(target.typed))
     if not as_json:
@@ -84,24 +83,15 @@ def numbers(text: str) -> list[int]:
     """The numbers of devices in a `--devices` option.
 
     Raises:
-        click.ClickException: for any other text.
+        Refusal: for any other text.
 
     Example:
         >>> numbers("4"), numbers("2,4")
         ([4], [2, 4])
     """
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
-        raise click.ClickException(f"--devices {text}: expected a number, or several (2,4,8).")
+        raise Refusal(f"--devices {text}: expected a number, or several (2,4,8).")
     return [int(part) for part in text.split(",")]
-
-
-@contextlib.contextmanager
-def _refused(kind: type[Exception] = ValueError) -> Iterator[None]:
-    """Says without a traceback why there is no plan."""
-    try:
-        yield
-    except kind as error:
-        raise click.ClickException(str(error)) from error
 
 
 def _hardware(name: str | None, most: int | None, again: bool) -> Hardware:
@@ -113,4 +103,4 @@ def _hardware(name: str | None, most: int | None, again: bool) -> Hardware:
     try:
         return this_machine(most, again)
     except LocalRunError as error:
-        raise click.ClickException(f"this machine could not be measured: {error}") from None
+        raise Refusal(f"this machine could not be measured: {error}") from None

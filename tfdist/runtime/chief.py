@@ -31,8 +31,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.arguments import is_new
 from tfdist.compat.keras import hooks_of
 from tfdist.compat.scopes import outside_of_scope
+from tfdist.compat.upstream import ask_to_proceed_with_overwrite
 from tfdist.runtime.peers import Peers, PeerTimeoutError, ProcessLeftError
 from tfdist.storage.base import check_writable
 from tfdist.storage.selection import advice_for, check_remote_path, is_tensorflows, may_be_remote, storage_of
@@ -57,19 +59,44 @@ class ChiefIO:
         self._saving = False
         self._heard = 0
         self._announced: list[list[str]] = []  # paths, and the lines that have saved them
-        self._told = False
+        # Before it overwrites a file of its own.
+        self._asks = False
 
     def save(self, path: Any, write: Callable[[], Any]) -> Any:
         """Calls `write()` on the process that has to write `path`; returns its result there, `None` elsewhere."""
         if self._saving or not isinstance(path, (str, os.PathLike)):
             return write()
-        with contextlib.ExitStack() as stack:
-            self._saving = True
-            stack.callback(setattr, self, "_saving", False)
-            stack.enter_context(outside_of_scope())
+        with self.quietly():
             if self._peers.rank == 0:
                 return self._announce(os.fspath(path), write)
-            return None if self._written_by_chief(os.fspath(path)) else write()
+            if self._written_by_chief(os.fspath(path)):
+                return None
+            may_write = not (self._asks and os.path.exists(path)) or ask_to_proceed_with_overwrite(path)
+            return write() if may_write else None
+
+    @contextlib.contextmanager
+    def quietly(self) -> Iterator[None]:
+        """While the block runs, this process writes what it saves, and nobody hears of it."""
+        before, self._saving = self._saving, True
+        try:
+            with outside_of_scope():
+                yield
+        finally:
+            self._saving = before
+
+    def save_or_ask(self, path: Any, save: Callable[[bool], Any]) -> None:
+        """Calls `save(overwrite)`; with False on the chief, which asks the user whether to overwrite a file.
+
+        The others may find the file that the chief has just written. They ask if they write a path of their own.
+        """
+        if self._peers.rank == 0:
+            self.save(path, lambda: save(False))  # announced before it asks: the others wait for the answer
+            return
+        self._asks = True
+        try:
+            save(True)
+        finally:
+            self._asks = False
 
     def catch_up(self, purpose: str) -> None:
         """Waits until all processes are here, and marks all that the chief has announced as heard.
@@ -121,8 +148,7 @@ class ChiefIO:
         """Says once that the chief does not write a path; the answer of `_written_by_chief`."""
         if of_chief is not None:
             self._announced.remove(of_chief)
-        if not self._told:
-            self._told = True
+        if is_new(self, "own path"):
             _log.warning(
                 "Received: %s to save, while the chief saves %s. This process writes it. Expected: the same path on "
                 "all processes: the chief alone writes it then, and all can load it.",
@@ -260,21 +286,35 @@ def let_chief_write(
     Returns:
         The callbacks that are left, and one that has to come last.
     """
-    restore, files = contextlib.ExitStack(), _files_of(callbacks)
-    if not is_chief:
-        callbacks = [callback for callback in callbacks if not is_the_chiefs(callback) or _asks_model(callback)]
+    files = _files_of(callbacks)
+    callbacks, restore = (callbacks, contextlib.ExitStack()) if is_chief else without_files(callbacks)
     for callback in callbacks:
-        for name, value in _changes(callback, is_chief, collected).items():
-            restore.callback(setattr, callback, name, getattr(callback, name, None))
-            setattr(callback, name, value)
+        _change(callback, restore, _changes(callback, is_chief, collected))
     return callbacks, SyncCallback(restore, list(filter(is_on_every_process, callbacks)), files)
+
+
+def without_files(callbacks: list) -> tuple[list[keras.callbacks.Callback], contextlib.ExitStack]:
+    """The callbacks of a fit on a process that does not write: without those that do nothing else.
+
+    Returns:
+        Those that are left, and what puts back how they have written.
+    """
+    restore = contextlib.ExitStack()
+    callbacks = [callback for callback in callbacks if not is_the_chiefs(callback) or _asks_model(callback)]
+    for callback in filter(is_the_chiefs, callbacks):
+        is_file = isinstance(callback, keras.callbacks.CSVLogger)
+        _change(callback, restore, {"filename": os.devnull, "append": False} if is_file else _NO_EVENTS)
+    return callbacks, restore
+
+
+def _change(callback: keras.callbacks.Callback, restore: contextlib.ExitStack, attributes: dict[str, Any]) -> None:
+    for name, value in attributes.items():
+        restore.callback(setattr, callback, name, getattr(callback, name, None))
+        setattr(callback, name, value)
 
 
 def _changes(callback: keras.callbacks.Callback, is_chief: bool, collected: Callable[[Any], Any]) -> dict[str, Any]:
     """The attributes that a callback gets for a fit on several processes."""
-    if not is_chief and is_the_chiefs(callback):
-        is_file = isinstance(callback, keras.callbacks.CSVLogger)
-        return {"filename": os.devnull, "append": False} if is_file else _NO_EVENTS
     if isinstance(callback, _SAVERS):
         save = functools.partial(_save_together, callback, is_chief, collected)
         return {"_save_model": save} if is_chief else {"_save_model": save, "delete_checkpoint": False}
@@ -322,7 +362,10 @@ def _save_together(
     """
     with collected(callback.model):
         if is_chief:
-            type(callback)._save_model(callback, *args, **kwargs)
+            # The others wait at the end of the fit. What is announced they would take for a later file of that path,
+            # after a fit that was interrupted.
+            with callback.model.distribute_strategy._chief_io.quietly():
+                type(callback)._save_model(callback, *args, **kwargs)
         elif kwargs.get("batch", 0) is None:
             # Programs read `best` of a ModelCheckpoint. The logs of an epoch are the same on all, and so is the answer.
             verbose, callback.verbose = callback.verbose, 0

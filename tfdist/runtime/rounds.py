@@ -129,7 +129,7 @@ class Rounds:
             self._leave_out(missing & self._members, "has not come")
             self._last = place
             self._take_in(list(self._following), is_first)
-            if len(self._members) < self._least:
+            if is_first and len(self._members) < self._least:  # later on, the next round waits for more
                 self._fail(_TOO_FEW.format(len(self._members), self._least))
                 self._check()
 

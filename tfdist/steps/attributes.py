@@ -43,16 +43,17 @@ def reached_from(model: keras.Model) -> list[Any]:
         if id(one) not in found:
             found[id(one)] = one
             held = [item for item in items_of(vars(one)) if id(item) not in found]
-            waiting += [item for item in held if _is_users(item) or isinstance(item, (keras.Layer, keras.Metric))]
+            waiting += [item for item in held if is_users(item) or isinstance(item, (keras.Layer, keras.Metric))]
     return list(found.values())
 
 
 def owners_of(model: keras.Model) -> list[Any]:
     """Those of a user's own classes."""
-    return list(filter(_is_users, reached_from(model)))
+    return list(filter(is_users, reached_from(model)))
 
 
-def _is_users(one: Any) -> bool:
+def is_users(one: Any) -> bool:
+    """Whether something is an object of a user's own class, which has attributes."""
     return str(type(one).__module__).partition(".")[0] not in _OTHERS and hasattr(one, "__dict__")
 
 

@@ -26,7 +26,6 @@ the replicas needs no weight: integers, which count something, and sums over row
 from __future__ import annotations
 
 import functools
-import threading
 import traceback
 import warnings
 from collections.abc import Callable
@@ -40,7 +39,7 @@ from tfdist.arguments import is_new
 from tfdist.compat.keras import has_hooks, hooks_of
 from tfdist.compat.scopes import outside_of_scope
 from tfdist.compat.upstream import distribute_utils, global_state, record
-from tfdist.inspection.model_state import is_here, parts_of
+from tfdist.inspection.model_state import global_seeds, is_here, make_global_seeds, parts_of, share_global_seeds
 from tfdist.steps.gradients import all_reduce_sum
 from tfdist.steps.keras_step import Exchanges, KerasStep, current_step, global_replica, local_replica, step_of
 from tfdist.steps.local_values import Dependence
@@ -56,9 +55,7 @@ _COMPUTED_AGAIN = (
 )
 # Others are true if they are true on all replicas, or on any.
 _TRUE_ON_ALL, _TRUE_ON_ANY = ("All", "IsFinite"), ("Any", "IsNan", "IsInf")
-# Replicas are threads.
-_of_thread = threading.local()
-# Optimizers inside of others that have added up gradients, by id, with the replica.
+# Optimizers that are given sums of gradients, in a loop of one's own: by id, with the replica.
 _given_sums: set[tuple[int, int]] = set()
 
 
@@ -99,7 +96,26 @@ def draw_seed(draw: Callable, seed: Any) -> Any:
     """What functions of `keras.random` draw from, given a seed, a generator or nothing."""
     if isinstance(seed, int):
         _warn_of_fixed_seed(seed)
+    elif seed is None and (strategy := _strategy_of_custom_loop()) is not None:
+        _take_global_seeds(strategy)
     return draw(seed)
+
+
+def _take_global_seeds(strategy: Any) -> None:
+    """On a replica in a loop of one's own, as before a step of Keras: all replicas draw from the strategy's seeds."""
+
+    def make(strategy: Any) -> None:
+        with tf.init_scope():
+            make_global_seeds(strategy)
+
+    own = strategy._global_seeds
+    if own is not None and global_seeds() is own:
+        return
+    if strategy.extended._use_merge_call():
+        # All replicas come here: where Keras would make a generator, each would make one of its own.
+        tf.distribute.get_replica_context().merge_call(make)
+    if strategy._global_seeds is not None:
+        share_global_seeds(strategy._global_seeds)
 
 
 def _warn_of_fixed_seed(seed: int) -> None:
@@ -300,21 +316,17 @@ def apply_gradients(apply: Callable, optimizer: Any, grads: Any, trainable_varia
     present = [i for i, gradient in enumerate(grads) if gradient is not None]
     for i, total in zip(present, all_reduce_sum([grads[i] for i in present], strategy._gradient_options), strict=True):
         grads[i] = total
-    # A LossScaleOptimizer calls its inner one in threads of their own.
-    inner = {(id(part), local_replica()) for part in parts_of(optimizer)}
-    _of_thread.summed = True
-    _given_sums.update(inner)
+    # A LossScaleOptimizer calls its inner one in other threads.
+    given = {(id(part), local_replica()) for part in [optimizer, *parts_of(optimizer)]}
+    _given_sums.update(given)
     try:
         return apply(optimizer, grads, trainable_variables)
     finally:
-        _of_thread.summed = False
-        _given_sums.difference_update(inner)
+        _given_sums.difference_update(given)
 
 
 def _is_given_sums(optimizer: Any) -> bool:
-    """Whether an optimizer is called by another one, in a loop of one's own, with gradients that were added up."""
-    if getattr(_of_thread, "summed", False):
-        return True
+    """Whether an optimizer has, in a loop of one's own, gradients that were added up here, for it or the one around."""
     is_on_replica = bool(_given_sums) and not tf.distribute.in_cross_replica_context()
     return is_on_replica and (id(optimizer), local_replica()) in _given_sums
 

@@ -90,7 +90,6 @@ class KerasStep:
         is_compiled: whether XLA compiles what the replicas compute between their exchanges.
         exchanged: what came of the last exchange, on all replicas of this process.
         purpose: a number, the same on all processes, and a text that tell the step from those of other models.
-        global_seeds: what `keras.random` functions draw from that are given no seed, for the replicas' threads.
         graph: where the replicas' steps are traced; `None` if they are run, or cannot exchange anything.
         batch: shapes and dtypes of a replica's rows, as specifications of types.
         is_of_all: whether all processes have the same global batch.
@@ -113,7 +112,6 @@ class KerasStep:
     is_compiled: bool = False
     exchanged: list[tf.Tensor] = dataclasses.field(default_factory=list)
     purpose: tuple[int, str] = (0, "")
-    global_seeds: keras.random.SeedGenerator | None = None
     batch: Any = None
     is_of_all: bool = False
     scalars: list[tuple[keras.Metric, Any, bool]] = dataclasses.field(default_factory=list)

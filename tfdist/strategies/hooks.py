@@ -138,6 +138,10 @@ class StrategyHooks(StrategyTraits):
         """Saves or exports a model."""
         return write(model, *args, **kwargs)
 
+    def save_or_ask(self, save: Callable, model: Any, *args: Any, **kwargs: Any) -> None:
+        """`model.save` and `save_weights`, which may ask before they overwrite a file."""
+        save(model, *args, **kwargs)
+
     def fits_into_memory(self, decide: Callable, model: Any) -> bool:
         """Whether Keras may keep a whole .keras file in memory while it writes or reads it."""
         return decide(model)
@@ -270,7 +274,7 @@ def build_for_steps(model: keras.Model, specification: Any) -> None:
         _log.debug("%s cannot be called (%s); its own steps build it", model.name, error)
         try:
             for name in own:
-                _trace(model, getattr(model, name), specification)
+                trace_step(model, getattr(model, name), specification)
         except Exception:
             # Of a model whose variables cannot be made, say: what has failed first tells why.
             raise error from None
@@ -299,7 +303,11 @@ def _warn_again(warned: list[warnings.WarningMessage]) -> None:
         warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
 
 
-def _trace(model: keras.Model, step: Callable, specification: Any) -> None:
+def trace_step(model: keras.Model, step: Callable, specification: Any) -> None:
+    """Builds what only a step of a model's own does: layers that its `call` does not reach, optimizers beside its own.
+
+    What the step raises is suppressed.
+    """
     batch = tf.nest.map_structure(
         lambda x: None if x is None else keras.KerasTensor(x.shape, keras.backend.standardize_dtype(x.dtype)),
         specification,

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import click
 
-from tfdist.launcher.arguments import TARGET, CountOrAuto, ScriptCommand, read_env
+from tfdist.launcher.arguments import TARGET, ScriptCommand, count_or_auto, read_env, refused
 
 
 @click.command(cls=ScriptCommand, short_help="Run a KerasTuner search with several tuners.")
@@ -23,8 +22,8 @@ from tfdist.launcher.arguments import TARGET, CountOrAuto, ScriptCommand, read_e
     metavar="INDEX",
     help="Run only this one of the -n tuners; the others run elsewhere, with the same --log-dir, the search's own.",
 )
-@click.option("--cpus-per-worker", type=CountOrAuto(1), default="auto", show_default=True, help="Cores of each one.")
-@click.option("--gpus-per-worker", type=CountOrAuto(0), default="auto", show_default=True, help="GPUs of each one.")
+@click.option("--cpus-per-worker", type=count_or_auto(1), default="auto", show_default=True, help="Cores of each one.")
+@click.option("--gpus-per-worker", type=count_or_auto(0), default="auto", show_default=True, help="GPUs of each one.")
 @click.option("--env", multiple=True, metavar="KEY=VALUE", callback=read_env, help="Set a variable (repeatable).")
 @click.option(
     "--log-dir",
@@ -60,14 +59,10 @@ def tune(ctx: click.Context, **options: Any) -> None:
     that is killed is started again, and takes up its trial. At the end, the best trials are shown. The exit code is 0
     when the script has ended well, otherwise that of the tuner that failed. 1: the script does not search.
     """
-    from tfdist.cluster.errors import ClusterError
     from tfdist.tuning.tune_run import run
 
     try:
-        code = run(ctx.meta[TARGET], **options)
+        with refused(OSError):
+            ctx.exit(run(ctx.meta[TARGET], **options))
     except ValueError as error:
         raise click.UsageError(str(error).replace("run -n 2 train.py", "tune -n 2 search.py")) from None
-    except (ClusterError, OSError) as error:
-        print(f"tfdist: {error}", file=sys.stderr)
-        code = 1
-    ctx.exit(code)

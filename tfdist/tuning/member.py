@@ -9,18 +9,7 @@ from dataclasses import dataclass
 
 from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.variables import RUN_ID
-from tfdist.launcher.plan import (
-    OF_CLUSTER,
-    STAGE_VARIABLES,
-    Machine,
-    PlanError,
-    ProcessPlan,
-    RunOptions,
-    runtime_defaults,
-    share_cpus,
-    share_gpus,
-    shares_gpus,
-)
+from tfdist.launcher.plan import Machine, PlanError, ProcessPlan, RunOptions, shared_out
 
 # Holds the JSON of a `Member` in the environment of each process.
 VARIABLE = "TFDIST_TUNE"
@@ -107,20 +96,12 @@ def plan_tuners(
     """
     if contradicted := {*_OF_KERAS_TUNER, VARIABLE} & {*shares.env}:
         raise PlanError(f"--env {contradicted.pop()}=...: tfdist tune sets it for every process itself. Leave it out.")
-    cpus, gpus = share_cpus(shares, machine), share_gpus(shares, machine)
-    shared_gpus = {"TF_FORCE_GPU_ALLOW_GROWTH": "true"} if shares_gpus(shares, machine) else {}
-    not_inherited = (*OF_CLUSTER, *STAGE_VARIABLES, *_OF_KERAS_TUNER)
-    inherited = {name: value for name, value in environ.items() if name not in not_inherited}
+    inherited = {name: value for name, value in environ.items() if name not in _OF_KERAS_TUNER}
     plans = {}
-    for task, tuner in zip(shares.tasks, here, strict=True):
-        own, pinned = dataclasses.replace(member, tuner=tuner), cpus.get(task, ())
+    for (pinned, shared), tuner in zip(shared_out(shares, machine, inherited).values(), here, strict=True):
+        own = dataclasses.replace(member, tuner=tuner)
         env = {
-            **runtime_defaults(len(pinned), len(machine.cores), ps_cluster=False),
-            **shared_gpus,
-            **inherited,
-            "PYTHONUNBUFFERED": "1",
-            **({"CUDA_VISIBLE_DEVICES": ",".join(gpus[task])} if task in gpus else {}),
-            **shares.env,
+            **shared,
             # It would ask Slurm, say, who the others are.
             "TFDIST_CLUSTER": ClusterConfig.single_process("tfdist tune").to_json(),
             RUN_ID: f"{member.search_id}-{tuner}",

@@ -142,7 +142,6 @@ class _TuneAttempt(Attempt):
     def __init__(self, group: ProcessGroup, inbox: SignalInbox, run: TuneRun) -> None:
         super().__init__(run, group, inbox)
         self._waiting = {number: plan for number, plan in run._plans.items() if number}
-        self._due: dict[Process, float] = {}
         # Who has begun a trial since it was started, and how often in a row the others were started in vain.
         self._begun: set[str] = set()
         # Since when this has known that a tuner is at work on a trial.
@@ -187,10 +186,7 @@ class _TuneAttempt(Attempt):
         elif self._waiting and now - self._begun_at > _LATEST:
             self._end(1, f"tuner 0 has not begun its search within {_LATEST / 60:.0f} minutes; nothing to do here")
         self._end_stopped(now)
-        for process, due in list(self._due.items()):
-            if process.is_over and now >= due:
-                del self._due[process]
-                self._group.replace(process, self._run._policy.used)
+        self._start_replacements()
 
     def _read(self) -> None:
         """Reads what the tuners have written."""
@@ -246,13 +242,8 @@ class _TuneAttempt(Attempt):
         policy.used += 1
         self._begun.discard(name)
         self._trials.pop(name, None)
-        delay = float(in_vain)
-        self._due[process] = time.monotonic() + delay
-        kind = "signal" if failure.status < 0 else "exit"
-        lost = {"task": name, "kind": kind, "cause": failure.cause, "exit_code": failure.exit_code}
-        self._run._events.write("replacement", **lost, log=failure.log_path, number=policy.used, delay=delay)
-        when = f" in {delay:g} s" if delay else ""
-        self._terminal.message(f"{failure.cause} ({failure.log_path}); started again{when}")
+        self._pending[process] = policy.used, time.monotonic() + in_vain
+        self._run._note_replacement(failure, policy.used, float(in_vain))
 
     def _ending(self) -> Ending:
         if self._interrupt is None:

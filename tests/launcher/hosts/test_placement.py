@@ -7,11 +7,11 @@ import json
 import pytest
 
 from tfdist.launcher.arguments import AUTO, Stages
-from tfdist.launcher.hosts.places import ListedHost, check_places, described, place, plan_hosts, slots_of
-from tfdist.launcher.plan import Machine, PlanError, RunOptions
+from tfdist.launcher.hosts.places import ListedHost, described, place, plan_hosts, slots_of
+from tfdist.launcher.plan import Machine, PlanError, RunOptions, shares
 
-SMALL = Machine((0, 1))
-LARGE = Machine(tuple(range(8)), ("0", "1", "2", "3"))
+SMALL = Machine((0, 1), host="small")
+LARGE = Machine(tuple(range(8)), ("0", "1", "2", "3"), "large")
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,8 @@ def test_addresses_belong_to_the_host_of_each_process() -> None:
     options = RunOptions(workers=2, ps=2)
     places = place(options, {"a": 1, "b": 1})
     addresses = {"a": ["a:1", "a:2", "a:3"], "b": ["b:1", "b:2"]}
-    plans = plan_hosts(options, places, {"a": SMALL, "b": SMALL}, addresses, ["python"], {}, "r", "/l")
+    machines = {name: Machine((0, 1), host=name) for name in places}
+    plans = plan_hosts(options, places, machines, addresses, ["python"], {}, "r", "/l")
     cluster = json.loads(plans[0].env["TF_CONFIG"])["cluster"]
     assert cluster == {"chief": ["a:1"], "worker": ["a:2", "b:1"], "ps": ["a:3", "b:2"]}
     assert [(plan.name, plan.host) for plan in plans] == [
@@ -92,9 +93,9 @@ def test_a_host_that_has_too_little_is_named(more: dict, words: str) -> None:
     options = RunOptions(workers=4, **more)
     places = place(options, {"large": 2, "small": 2})
     with pytest.raises(PlanError) as raised:
-        check_places(options, places, {"large": LARGE, "small": SMALL})
+        shares(options, SMALL, places["small"])
     assert words in str(raised.value) and str(raised.value).endswith("(host small)")
-    check_places(options, {"large": places["large"]}, {"large": LARGE})
+    shares(options, LARGE, places["large"])
 
 
 def test_where_what_runs() -> None:

@@ -16,6 +16,7 @@ from tfdist.launcher.hosts import run as module
 from tfdist.launcher.hosts.connection import HostsError, Reach, Reached
 from tfdist.launcher.hosts.places import ListedHost, plan_hosts
 from tfdist.launcher.hosts.run import HostsRun
+from tfdist.launcher.operating_system import SignalInbox
 from tfdist.launcher.output import Terminal
 from tfdist.launcher.plan import RunOptions
 from tfdist.launcher.policy import Restart, RestartPolicy
@@ -60,8 +61,15 @@ class Setting:
             return HostsRun(*self._asked, first, *of_run)
 
 
-def nothing() -> None:
-    """What is done again and again while hosts are waited for."""
+class Meanwhile(SignalInbox):
+    """Does something again and again while hosts are waited for."""
+
+    def __init__(self, do: Callable[[], object] = lambda: None) -> None:
+        super().__init__()
+        self._do = do
+
+    def check(self) -> None:
+        self._do()
 
 
 @pytest.fixture
@@ -82,7 +90,7 @@ def test_a_host_that_is_lost_while_it_gets_ready_is_tried_again(setting, monkeyp
 
     monkeypatch.setattr(Reached, "prepare", lose_once)
     of_run = setting(fewest)
-    reached, plans = of_run.run()._reach_again(Restart(1, 3, 0.0), nothing)
+    reached, plans = of_run.run()._reach_again(Restart(1, 3, 0.0), Meanwhile())
     with reached:
         assert [plan.host for plan in plans] == ["one", "one", "two"]
     lost = "host two is lost: its agent has ended with exit code -9"
@@ -97,7 +105,7 @@ def test_hosts_that_cannot_be_used_are_not_tried_again(setting, monkeypatch) -> 
 
     monkeypatch.setattr(Reached, "prepare", refuse)
     with pytest.raises(HostsError, match=r"^host two: no free ports$"):
-        setting(1).run()._reach_again(Restart(1, 3, 0.0), nothing)
+        setting(1).run()._reach_again(Restart(1, 3, 0.0), Meanwhile())
 
 
 def test_fewer_places_than_asked_for_are_waited_for(setting) -> None:
@@ -105,9 +113,8 @@ def test_fewer_places_than_asked_for_are_waited_for(setting) -> None:
     of_run = setting(3)
     run = of_run.run()
     of_run.set_gpus("one", "0")
-    reached, plans = run._reach_again(
-        Restart(1, 3, 0.0), lambda: of_run.set_gpus("one", "0,1") if of_run.said else None
-    )
+    inbox = Meanwhile(lambda: of_run.set_gpus("one", "0,1") if of_run.said else None)
+    reached, plans = run._reach_again(Restart(1, 3, 0.0), inbox)
     with reached:
         assert [plan.host for plan in plans] == ["one", "one", "two"]
     assert of_run.said == [f"host one has 1 place now, and had 2; trying again for {DEADLINE:g} s"]
@@ -118,7 +125,7 @@ def test_fewer_places_are_said_where_they_are_enough(setting) -> None:
     of_run = setting(2)
     run = of_run.run()
     of_run.set_gpus("one", "0")
-    reached, plans = run._reach_again(Restart(1, 3, 0.0), nothing)
+    reached, plans = run._reach_again(Restart(1, 3, 0.0), Meanwhile())
     with reached:
         assert [plan.host for plan in plans] == ["one", "two"]
     assert of_run.said == ["host one has 1 place now, and had 2; going on with 2 of 3 workers"]

@@ -22,7 +22,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tfdist.launcher import process, run, supervisor
+from tfdist.launcher import operating_system, process, run, supervisor
 from tfdist.launcher.command import main
 from tfdist.launcher.guardian import Guardian
 from tfdist.launcher.output import Terminal
@@ -255,9 +255,9 @@ def simulate(
     for seconds, number in signals:
         clock.after(seconds, functools.partial(_send, number))
     with pytest.MonkeyPatch.context() as patch:
-        for module in (supervisor, process, progress, events):
+        for module in (supervisor, process, operating_system, progress, events):
             patch.setattr(module, "time", clock)
-        for module in (supervisor, process):
+        for module in (operating_system, process):
             patch.setattr(module, "_TICK", TICK)
         patch.setattr(process, "Process", functools.partial(SimulatedProcess, world))
         patch.setattr(process, "selectors", SimpleNamespace(DefaultSelector=functools.partial(_Selector, clock)))

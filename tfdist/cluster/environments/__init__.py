@@ -5,7 +5,8 @@ otherwise a `Membership`, which the rendezvous completes. A launcher that sets r
 the table below; a system that needs code of its own is a module.
 
 The first whose `detect` is true is read: what a person has set, then what is closest to the process. mpirun and
-torchrun are started inside of Slurm's steps and Kubernetes' pods, so they come before these.
+torchrun are started inside of Slurm's steps and Kubernetes' pods, so they come before these. RANK and its relatives may
+be left over in a shell that starts tasks of Slurm's, but a manifest sets them on purpose.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 from tfdist.cluster.config import ClusterConfig, parse
 from tfdist.cluster.environments import kubernetes, single_process, slurm
 from tfdist.cluster.errors import ClusterError
+from tfdist.cluster.foreign_text import listed
 from tfdist.cluster.membership import Membership
 from tfdist.cluster.variables import number, optional_number, text
 
@@ -27,6 +30,8 @@ from tfdist.cluster.variables import number, optional_number, text
 _OWN, _TF_CONFIG, _SPEC = "TFDIST_CLUSTER", "TF_CONFIG", "CLUSTER_SPEC"
 # The jobs that Vertex AI's pools are.
 _JOBS = {"workerpool0": "chief", "workerpool1": "worker", "workerpool2": "ps", "workerpool3": "evaluator"}
+# What SageMaker itself tells a container; its training toolkit, which not all containers have, sets SM_HOSTS.
+_RESOURCES = Path("/opt/ml/input/config/resourceconfig.json")
 
 
 def read_tfdist_cluster(env: Mapping[str, str]) -> ClusterConfig:
@@ -84,8 +89,13 @@ def read_cluster_spec(env: Mapping[str, str]) -> ClusterConfig:
     return ClusterConfig(jobs, _JOBS.get(own, own), task.get("index", 0), _SPEC)  # type: ignore[arg-type]
 
 
+def is_sagemaker(env: Mapping[str, str]) -> bool:
+    """Whether this is an instance of a training job of Amazon SageMaker."""
+    return _set("SM_HOSTS", "SM_CURRENT_HOST")(env) or ("TRAINING_JOB_NAME" in env and _RESOURCES.is_file())
+
+
 def read_sagemaker(env: Mapping[str, str]) -> Membership:
-    """The position of the own host in Amazon SageMaker's SM_HOSTS, a list that is the same on all hosts.
+    """The position of the own host in Amazon SageMaker's list, which is the same on all hosts.
 
     Each host has one process.
 
@@ -96,13 +106,16 @@ def read_sagemaker(env: Mapping[str, str]) -> Membership:
         >>> str(read_sagemaker({"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2"}))
         'rank 1 of 2, from SageMaker'
     """
+    own, everyone = env.get("SM_CURRENT_HOST"), env.get("SM_HOSTS", "")
+    if not own:
+        told = json.loads(_RESOURCES.read_text())
+        own, everyone = told["current_host"], json.dumps(told["hosts"])
     try:
-        hosts = json.loads(env["SM_HOSTS"])
+        hosts = json.loads(everyone)
     except json.JSONDecodeError:
         hosts = None
-    own = env["SM_CURRENT_HOST"]
     if not isinstance(hosts, list) or own not in hosts:
-        raise ClusterError(f"SM_HOSTS is {env['SM_HOSTS']!r}; expected a JSON list with SM_CURRENT_HOST, {own!r}")
+        raise ClusterError(f"SM_HOSTS is {everyone!r}; expected a JSON list with SM_CURRENT_HOST, {own!r}")
     return Membership(
         rank=hosts.index(own),
         size=len(hosts),
@@ -113,6 +126,55 @@ def read_sagemaker(env: Mapping[str, str]) -> Membership:
         local_size=1,
         own_name=own,
     )
+
+
+def read_aws_batch(env: Mapping[str, str]) -> Membership:
+    """The own node of a multi-node parallel job of AWS Batch, counted from the main node, whose address others know.
+
+    Raises:
+        ClusterError: If a number is missing, or is none.
+
+    Example:
+        >>> env = {"AWS_BATCH_JOB_NUM_NODES": "3", "AWS_BATCH_JOB_NODE_INDEX": "0"}
+        >>> env |= {"AWS_BATCH_JOB_MAIN_NODE_INDEX": "2", "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS": "10.0.0.3"}
+        >>> read_aws_batch(env).rank, read_aws_batch(env).host
+        (1, '10.0.0.3')
+    """
+    size, main = number(env, "AWS_BATCH_JOB_NUM_NODES"), optional_number(env, "AWS_BATCH_JOB_MAIN_NODE_INDEX") or 0
+    return Membership(
+        rank=(number(env, "AWS_BATCH_JOB_NODE_INDEX") - main) % size,
+        size=size,
+        source="AWS Batch",
+        job=f"aws-batch-{env.get('AWS_BATCH_JOB_ID', '').partition('#')[0]}",
+        # The main node does not have it, and meets the others on its own host.
+        host=env.get("AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS", "localhost"),
+    )
+
+
+def _volcano_hosts(env: Mapping[str, str]) -> list[str]:
+    """All pods of a Volcano job with the plugin svc, which sets a list for each task, such as VC_WORKER_HOSTS."""
+    return [host for name in sorted(env) if re.fullmatch(r"VC_\w+_HOSTS", name) for host in env[name].split(",")]
+
+
+def read_volcano(env: Mapping[str, str]) -> Membership:
+    """The position of the own pod among those of a Volcano job; its tasks are in the order of their names.
+
+    Raises:
+        ClusterError: If this pod is none of them.
+
+    Example:
+        >>> env = {"VC_WORKER_HOSTS": "train-worker-0.train,train-worker-1.train", "HOSTNAME": "train-worker-1"}
+        >>> read_volcano(env).rank, read_volcano(env).host
+        (1, 'train-worker-0.train')
+    """
+    hosts, own = _volcano_hosts(env), kubernetes.pod_name(env)
+    names = [host.partition(".")[0] for host in hosts]
+    if own not in names:
+        raise ClusterError(
+            f"Received: the pod {own} of a Volcano job. Expected: one of {listed(names)}, which its plugin svc lists; "
+            "or TFDIST_RANK, TFDIST_SIZE and TFDIST_MEETING"
+        )
+    return Membership(names.index(own), len(hosts), "Volcano", f"volcano-{hosts[0]}", hosts[0])
 
 
 # --- Launchers that set rank and size in variables: a row for each ----------------------------------------------------
@@ -126,13 +188,13 @@ class Launcher:
         name: For messages.
         rank: The variable with the rank of the process.
         size: The variable with the number of processes.
-        local_rank: The variable with the rank among the processes of the host.
-        local_size: The variable with the number of processes on the host.
+        local_rank: The variable with the rank among the processes of the host; "" if there is none.
+        local_size: The variable with the number of processes on the host; "" if there is none.
         job: What tells its jobs apart and is the same on all hosts; `{A|B}` is the value of A, or of B if A has none.
         needs: The variables that have a value in its processes, by default those of rank and size; a blank one counts
             as not set.
         unless: Whether something else has set these variables.
-        host: The variable with the host of rank 0.
+        host: The variable with the host of rank 0: the first one, if it lists several; without a port after it.
         has_channel: Whether rank 0 tells the others its host by a channel: see `tfdist.cluster.rendezvous`.
         shared_home: Whether the processes usually have the same home folder.
 
@@ -152,7 +214,7 @@ class Launcher:
     job: str
     needs: tuple[str, ...] = ()
     unless: Callable[[Mapping[str, str]], bool] | None = None
-    host: str | None = None
+    host: str = ""
     has_channel: bool = False
     shared_home: bool = False
 
@@ -167,12 +229,13 @@ class Launcher:
         Raises:
             ClusterError: If a number is missing, or is none.
         """
+        first = _HOST.match(text(env, self.host))
         return Membership(
             rank=number(env, self.rank),
             size=number(env, self.size),
             source=self.name,
-            job=re.sub(r"\{(.+?)\}", lambda found: _first_value(env, found[1].split("|")), self.job),
-            host=text(env, self.host) if self.host else None,
+            job=re.sub(r"\{(.+?)\}", lambda found: next(filter(None, map(env.get, found[1].split("|"))), ""), self.job),
+            host=first[0] if first else None,
             has_channel=self.has_channel,
             local_rank=optional_number(env, self.local_rank),
             local_size=optional_number(env, self.local_size),
@@ -180,8 +243,8 @@ class Launcher:
         )
 
 
-def _first_value(env: Mapping[str, str], names: list[str]) -> str:
-    return next((env[name] for name in names if env.get(name)), "")
+# The first host of a list, or the one before a port.
+_HOST = re.compile(r"[^\s:]+(?=:\d+\Z)|\S+")
 
 
 # Set beside the variables that tfdist itself sets for Horovod; its value is the port that is one of these.
@@ -239,16 +302,26 @@ OPEN_MPI = Launcher(
     job="open-mpi-{PMIX_NAMESPACE|OMPI_MCA_orte_hnp_uri}",
     has_channel=True,
 )
-# mpirun_rsh; started by Hydra's mpiexec or by Slurm, MVAPICH looks like these.
-MVAPICH = Launcher(
-    "MVAPICH2",
-    *("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
-    job="mvapich-{MPIRUN_ID}",
-    has_channel=True,
-    shared_home=True,
+# mpirun_rsh of MVAPICH2 and, since version 3, of MVAPICH; started by Hydra's mpiexec or by Slurm, these look like them.
+MVAPICH = tuple(
+    Launcher(
+        name,
+        *(f"{prefix}_COMM_WORLD_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+        job="mvapich-{MPIRUN_ID}",
+        has_channel=True,
+        shared_home=True,
+    )
+    for name, prefix in (("MVAPICH2", "MV2"), ("MVAPICH", "MVP"))
 )
-# Hydra's mpiexec, and whatever else sets PMI_RANK and PMI_SIZE; `srun --mpi=pmi2` does, too. Nothing tells one job from
-# another on all hosts.
+# Azure Machine Learning's distribution "mpi": its nodes share no home folder, and rank 0 is on the first one.
+AZURE_ML = dataclasses.replace(
+    OPEN_MPI,
+    name="Azure ML",
+    needs=("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "AZ_BATCH_MASTER_NODE"),
+    host="AZ_BATCH_MASTER_NODE",
+    has_channel=False,
+)
+# Hydra's mpiexec, and whatever else sets PMI_RANK and PMI_SIZE. Nothing tells one job from another on all hosts.
 MPICH = Launcher(
     "MPICH",
     *("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
@@ -260,13 +333,46 @@ INTEL_MPI = tuple(
     dataclasses.replace(MPICH, name="Intel MPI", needs=("PMI_RANK", "PMI_SIZE", own))
     for own in ("I_MPI_ROOT", "I_MPI_HYDRA_BOOTSTRAP")
 )
-MPI = (OPEN_MPI, MVAPICH, *INTEL_MPI, MPICH)
+# `flux run`, which also sets PMI_RANK and those of PALS. An mpiexec of Hydra that it has started sets MPI_LOCALRANKID.
+FLUX = Launcher(
+    "Flux",
+    *("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", ""),
+    job="flux-{FLUX_ENCLOSING_ID}-{FLUX_JOB_ID}",
+    unless=lambda env: "MPI_LOCALRANKID" in env,
+    has_channel=True,
+)
+# HPE's mpiexec on Cray systems. Slurm's plugin cray_shasta sets the same variables.
+PALS = Launcher(
+    "PALS",
+    *("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PMI_LOCAL_SIZE"),
+    job="pals-{PALS_APID}",
+    unless=slurm.has_started,
+    has_channel=True,
+)
+MPI = (AZURE_ML, OPEN_MPI, *MVAPICH, FLUX, PALS, *INTEL_MPI, MPICH)
 # IBM LSF's launcher, by JSM. LSF without jsrun has no ranks, see `single_process`.
 JSRUN = Launcher(
     "LSF's jsrun",
     *("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE"),
     job="lsf-{LSB_JOBID}-{PMIX_NAMESPACE}",
     has_channel=True,
+)
+# A LeaderWorkerSet of Kubernetes: each group is a job.
+LEADER_WORKER_SET = Launcher(
+    "LeaderWorkerSet",
+    *("LWS_WORKER_INDEX", "LWS_GROUP_SIZE", "", ""),
+    job="lws-{LWS_LEADER_ADDRESS}",
+    needs=("LWS_WORKER_INDEX", "LWS_GROUP_SIZE", "LWS_LEADER_ADDRESS"),
+    host="LWS_LEADER_ADDRESS",
+)
+# The parallel universe, which does not tell where the others are.
+HTCONDOR = Launcher("HTCondor", *("_CONDOR_PROCNO", "_CONDOR_NPROCS", "", ""), job="condor")
+SKYPILOT = Launcher(
+    "SkyPilot",
+    *("SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", "", ""),
+    job="skypilot-{SKYPILOT_TASK_ID}",
+    needs=("SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_IPS"),
+    host="SKYPILOT_NODE_IPS",
 )
 
 
@@ -305,10 +411,15 @@ ENVIRONMENTS: tuple[Environment | Launcher, ...] = (
     *MPI,
     JSRUN,
     SLURM,
-    Environment("SageMaker", _set("SM_HOSTS", "SM_CURRENT_HOST"), read_sagemaker),
+    Environment("SageMaker", is_sagemaker, read_sagemaker),
     KUBEFLOW_TRAINER,
-    Environment(kubernetes.NAME, kubernetes.detect, kubernetes.read),
     RANK_VARIABLES,
+    Environment("AWS Batch", _set("AWS_BATCH_JOB_NUM_NODES", "AWS_BATCH_JOB_NODE_INDEX"), read_aws_batch),
+    SKYPILOT,
+    HTCONDOR,
+    LEADER_WORKER_SET,
+    Environment("Volcano", lambda env: "VC_TASK_INDEX" in env and bool(_volcano_hosts(env)), read_volcano),
+    Environment(kubernetes.NAME, kubernetes.detect, kubernetes.read),
     Environment("allocation", single_process.is_allocated, single_process.read),
     Environment(single_process.NAME, lambda env: True, single_process.read),
 )

@@ -30,7 +30,7 @@ def detect(env: Mapping[str, str]) -> bool:
     """Whether this is a pod of an Indexed Job or a JobSet, or a pod with a number that knows how many there are."""
     if "KUBERNETES_SERVICE_HOST" not in env:
         return False
-    return _INDEX in env or (_SIZE in env and _ORDINAL.search(_short(env)) is not None)
+    return _INDEX in env or (_SIZE in env and _ORDINAL.search(pod_name(env)) is not None)
 
 
 def read(env: Mapping[str, str]) -> Membership:
@@ -50,7 +50,7 @@ def read(env: Mapping[str, str]) -> Membership:
             f'not tell. Expected: the environment variable {_SIZE} with the value of "completions" in the manifest; '
             "1 to train alone. `tfdist submit --scheduler kubernetes --dry-run` prints a complete manifest"
         )
-    size, short = number(env, _SIZE), _short(env)
+    size, short = number(env, _SIZE), pod_name(env)
     if size == 1:
         return Membership(0, 1, NAME, "")  # each pod of the Job trains alone
     ordinal = _ORDINAL.search(short)
@@ -65,6 +65,6 @@ def read(env: Mapping[str, str]) -> Membership:
     return Membership(rank, size, NAME, f"kubernetes-{_ORDINAL.sub('', short)}", host=first, own_name=own)
 
 
-def _short(env: Mapping[str, str]) -> str:
+def pod_name(env: Mapping[str, str]) -> str:
     """The pod's host name: its name with the index, for the kinds above."""
     return (env.get("HOSTNAME") or socket.gethostname()).partition(".")[0]  # setHostnameAsFQDN

@@ -105,9 +105,11 @@ def _allocation(env: Mapping[str, str]) -> tuple[str, str, int, str] | None:
     """The job, "tasks" or "hosts", how many of them it has, and how to start a process on each."""
     program = program_of(sys.argv)
     if job := env.get("SLURM_JOB_ID"):
-        # A job that asks for nodes only has no number of tasks yet: srun starts one on each.
+        # A job that asks for nodes only has no number of tasks yet: srun starts one on each. In a heterogeneous job,
+        # these may be the numbers of its first component.
         count = optional_number(env, "SLURM_NTASKS") or optional_number(env, "SLURM_JOB_NUM_NODES") or 1
-        return f"Slurm job {job}", "tasks", count, f"`srun {program}`"
+        components = optional_number(env, "SLURM_HET_SIZE") or 1
+        return f"Slurm job {job}", "tasks", max(count, components), f"`srun {program}`"
     if job := env.get("LSB_JOBID"):
         hosts = env.get("LSB_MCPU_HOSTS", "").split()[::2]  # "host-1 4 host-2 4"
         return f"LSF job {job}", "hosts", len(hosts), f"`jsrun {program}` or `mpirun {program}`"
@@ -143,6 +145,6 @@ def _hosts(env: Mapping[str, str], name: str) -> set[str]:
     except OSError as error:
         raise ClusterError(
             f"Received: {name}={path}, which cannot be read ({error.strerror}). Expected: the file with the hosts of "
-            "the job. It is on the first host only: if this process was started on another one, it needs TFDIST_RANK, "
-            f"TFDIST_SIZE and TFDIST_MEETING; {_ALONE}"
+            "the job. It is on the first host only, and a container has to mount it: if this process was started on "
+            f"another host, it needs TFDIST_RANK, TFDIST_SIZE and TFDIST_MEETING; {_ALONE}"
         ) from None

@@ -23,9 +23,9 @@ from rich.text import Text
 from tfdist.folders import current_folder, default_log_dir
 from tfdist.launcher.arguments import Target
 from tfdist.launcher.drill.comparison import compare
-from tfdist.launcher.drill.faults import FEWEST_SAVES, Fault, Interrupted, Rhythm, Trial, TrialError, faults_for, rhythm
+from tfdist.launcher.drill.faults import FEWEST_SAVES, Fault, Rhythm, Trial, TrialError, faults_for, rhythm
 from tfdist.launcher.guardian import Guardian
-from tfdist.launcher.operating_system import SignalInbox
+from tfdist.launcher.operating_system import Interrupted, SignalInbox
 from tfdist.launcher.plan import PlanError
 from tfdist.launcher.policy import exit_code
 from tfdist.supervision.events import Event, of_kind

@@ -30,18 +30,6 @@ class TrialError(RuntimeError):
     """A run did not come as far as it should have; the text says why."""
 
 
-class Interrupted(Exception):
-    """The drill itself got a signal.
-
-    Attributes:
-        signal: which one.
-    """
-
-    def __init__(self, number: signal.Signals) -> None:
-        super().__init__(number.name)
-        self.signal = number
-
-
 class Trial:
     """A run of the script under `tfdist run`, which ends with the `with` block.
 
@@ -161,8 +149,7 @@ class Trial:
                 return
             if code is not None:
                 raise TrialError(f"the run ended with exit code {code} before {what}")
-            if (number := self._inbox.take_stop()) is not None:
-                raise Interrupted(number)
+            self._inbox.check()
             if time.monotonic() > self._deadline:
                 waited = self._deadline - self._started
                 raise TrialError(f"waited {waited:.0f} s (--timeout) in vain for {what}")

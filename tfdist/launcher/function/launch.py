@@ -38,9 +38,9 @@ from tfdist.launcher.plan import (
     PlanError,
     ProcessPlan,
     RunOptions,
-    check_shares,
     default_workers,
     plan_run,
+    shares,
 )
 from tfdist.launcher.policy import Failure, RestartPolicy
 from tfdist.launcher.process import StartProgram, start_unpinned
@@ -128,7 +128,7 @@ def launch(
             env=variables,
             host=own_loopback(),
         )
-        check_shares(options, machine)
+        shares(options, machine)
     except PlanError as error:
         raise ValueError(in_words_of_python(str(error))) from None
     if machine.gpus and gpus_per_worker != 0:

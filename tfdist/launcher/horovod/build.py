@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tfdist.atomic_files import write_atomically
+from tfdist.cluster.programs import output_of
 from tfdist.folders import user_cache
 from tfdist.supervision.process_folders import process_folder
 
@@ -90,7 +91,7 @@ def settings(path: str, env: Mapping[str, str]) -> dict[str, str]:
 
     NCCL is included only if CUDA's compiler has the major version of TensorFlow's CUDA: one process cannot have both.
     """
-    with_mpi = _output(["mpicxx", "-E", "-x", "c++", "-include", "mpi.h", os.devnull], path) is not None
+    with_mpi = output_of(["mpicxx", "-E", "-x", "c++", "-include", "mpi.h", os.devnull], path) is not None
     found = {
         "PATH": path,
         "HOROVOD_WITH_TENSORFLOW": "1",
@@ -103,8 +104,8 @@ def settings(path: str, env: Mapping[str, str]) -> dict[str, str]:
         "MAKEFLAGS": f"-j{len(os.sched_getaffinity(0))}",
     }
     nccl = nccl_home(env)
-    if nccl and (compiler := re.search(r"release (\d+)\.", _output(["nvcc", "--version"], path) or "")):
-        cuda = (_output([sys.executable, "-c", _CUDA], path) or "").strip()
+    if nccl and (compiler := re.search(r"release (\d+)\.", output_of(["nvcc", "--version"], path) or "")):
+        cuda = (output_of([sys.executable, "-c", _CUDA], path) or "").strip()
         if cuda.partition(".")[0] == compiler[1]:
             found |= {"HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_NCCL_HOME": nccl}
     return found
@@ -116,16 +117,6 @@ def nccl_home(env: Mapping[str, str]) -> str | None:
     packaged = [Path(folder, "nvidia", "nccl") for folder in sys.path if folder]
     places = (*named, *map(Path, _NCCL_PLACES), *packaged)
     return next((str(place) for place in places if (place / "include" / "nccl.h").is_file()), None)
-
-
-def _output(command: list[str], path: str) -> str | None:
-    """What a program prints; None if there is none in this PATH, or it fails."""
-    program = shutil.which(command[0], path=path)
-    if program is None:
-        return None
-    env = {**os.environ, "PATH": path}
-    done = subprocess.run([program, *command[1:]], env=env, capture_output=True, text=True, check=False)
-    return done.stdout if done.returncode == 0 else None
 
 
 def _pip(*words: str) -> None:

@@ -39,31 +39,8 @@ _MOST_UNSENT = 1 << 20
 _REPORT_PAUSE = 0.1
 
 
-class _Reporter:
-    """In the place of a terminal: tells the launcher."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-
-    @property
-    def is_behind(self) -> bool:
-        return len(self._channel.unsent) > _MOST_UNSENT
-
-    def columns_inside(self, name: str) -> None:
-        """The launcher has set that."""
-
-    def feed(self, name: str, data: bytes, final: bool = False) -> None:
-        if data:
-            self._channel.send(line(kind="output", name=name, data=base64.b64encode(data).decode()))
-        if final:
-            self._channel.send(line(kind="closed", name=name))
-
-    def message(self, text: str) -> None:
-        self._channel.send(line(kind="message", text=text))
-
-
 class Agent:
-    """Does what the launcher asks for.
+    """Does what the launcher asks for, and tells it what happens: to its processes it is the terminal.
 
     Args:
         channel: to the launcher.
@@ -71,7 +48,6 @@ class Agent:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._reporter = _Reporter(channel)
         self._processes: dict[str, Process] = {}
         self._reports: dict[str, int] = {}
         self._next_report = 0.0
@@ -86,7 +62,7 @@ class Agent:
             return
         with (
             Guardian() as guardian,
-            ProcessGroup([], None, self._reporter, guardian) as self._group,  # type: ignore[arg-type]
+            ProcessGroup([], None, self, guardian) as self._group,  # type: ignore[arg-type]
         ):
             while True:
                 for asked in self._channel.receive():
@@ -101,6 +77,25 @@ class Agent:
                 self._channel.beat()
         if self._reservation is not None:
             self._reservation.close()
+
+    @property
+    def is_behind(self) -> bool:
+        """As that of a `Terminal`, and so are the following."""
+        return len(self._channel.unsent) > _MOST_UNSENT
+
+    def columns_inside(self, name: str) -> None:
+        """The launcher has set that."""
+
+    def feed(self, name: str, data: bytes, final: bool = False) -> None:
+        """Tells what a process has printed."""
+        if data:
+            self._channel.send(line(kind="output", name=name, data=base64.b64encode(data).decode()))
+        if final:
+            self._channel.send(line(kind="closed", name=name))
+
+    def message(self, text: str) -> None:
+        """Tells something to the user."""
+        self._channel.send(line(kind="message", text=text))
 
     def _greet(self) -> bool:
         deadline = time.monotonic() + _HELLO_SECONDS
@@ -132,7 +127,7 @@ class Agent:
         try:
             log_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            self._reporter.message(f"no folder for events there: {error}; those of its processes are lost")
+            self.message(f"no folder for events there: {error}; those of its processes are lost")
         self._events = EventStream(log_dir)
         with contextlib.suppress(OSError):
             self._events.read()  # what is there already was told by another agent

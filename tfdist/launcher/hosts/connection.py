@@ -416,7 +416,7 @@ class Connection:
         self._process.stderr.close()
 
     def _meet(self, told: Message) -> None:
-        self.machine = Machine(tuple(told["cores"]), tuple(told["gpus"]))
+        self.machine = Machine(tuple(told["cores"]), tuple(told["gpus"]), self.name)
         self.identity = cleaned(told["machine"], 200)
         if (version := cleaned(told["version"], 100)) != tfdist.__version__:
             self.lose(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tfdist.cluster.foreign_text import cleaned
@@ -15,7 +14,6 @@ from tfdist.launcher.plan import (
     ProcessPlan,
     RunOptions,
     Task,
-    check_shares,
     default_workers,
     jobs_of,
     plan_run,
@@ -162,17 +160,6 @@ def place(options: RunOptions, slots: Mapping[str, int]) -> Places:
     return places
 
 
-def check_places(options: RunOptions, places: Places, machines: Mapping[str, Machine]) -> None:
-    """Makes sure that each host has the cores and GPUs that were asked for.
-
-    Raises:
-        PlanError: it has not.
-    """
-    for host, tasks in places.items():
-        with _named(host):
-            check_shares(options, machines[host], tasks)
-
-
 def plan_hosts(
     options: RunOptions,
     places: Places,
@@ -208,10 +195,7 @@ def plan_hosts(
     jobs = jobs_of(options, [address_of[task] for task in options.tasks])
     plans: list[ProcessPlan] = []
     for host, tasks in places.items():
-        with _named(host):
-            plans += plan_run(
-                options, command, machines[host], jobs, environ, run_id, log_dir, show_all, restart, tasks, host
-            )
+        plans += plan_run(options, command, machines[host], jobs, environ, run_id, log_dir, show_all, restart, tasks)
     order = {task: position for position, task in enumerate(options.tasks)}
     return sorted(plans, key=lambda plan: order[(plan.job, plan.index)])
 
@@ -236,12 +220,3 @@ def _numbers(indices: Sequence[int]) -> str:
     if len(indices) > 2 and indices[-1] - indices[0] == len(indices) - 1:
         return f"{indices[0]} to {indices[-1]}"
     return " and ".join(map(str, indices)) if len(indices) < 3 else ", ".join(map(str, indices))
-
-
-@contextmanager
-def _named(host: str) -> Iterator[None]:
-    """Names the host that has not what was asked for."""
-    try:
-        yield
-    except PlanError as error:
-        raise PlanError(f"{error} (host {host})") from None

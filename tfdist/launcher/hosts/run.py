@@ -7,7 +7,6 @@ import functools
 import os
 import secrets
 import shlex
-import signal
 import sys
 import threading
 import time
@@ -24,9 +23,9 @@ from tfdist.launcher.hosts import places as places_of
 from tfdist.launcher.hosts.connection import HostsError, Reach, Reached
 from tfdist.launcher.hosts.group import HostsGroup
 from tfdist.launcher.hosts.places import ListedHost, parse_hostfile, parse_hosts
-from tfdist.launcher.operating_system import SignalInbox
+from tfdist.launcher.operating_system import Interrupted, SignalInbox
 from tfdist.launcher.output import Terminal, hidden_lines
-from tfdist.launcher.plan import PlanError, ProcessPlan, RunOptions, shares_gpus
+from tfdist.launcher.plan import PlanError, ProcessPlan, RunOptions, shares, shares_gpus
 from tfdist.launcher.policy import Restart, RestartPolicy, counted, exit_code
 from tfdist.launcher.process import ProcessGroup
 from tfdist.launcher.supervisor import Ending, Patience, TrainingRun, announcement
@@ -35,15 +34,6 @@ from tfdist.supervision.exit_codes import HOST_LOST
 # Hosts, and what is to run there.
 _Prepared = tuple[Reached, list[ProcessPlan]]
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 15.0
-_TICK = 0.05
-
-
-class _Interrupted(Exception):
-    """A signal has come while the hosts were being reached."""
-
-    def __init__(self, number: signal.Signals) -> None:
-        super().__init__(f"{number.name} received: not started")
-        self.number, self.exit_code = number, exit_code(-number)
 
 
 def run_on_hosts(
@@ -92,10 +82,10 @@ def run_on_hosts(
     token = {} if text({**variables, **options.env}, TOKEN) else {TOKEN: secrets.token_hex(16)}
     with _made(folder), SignalInbox() as inbox:
         try:
-            first = Reached.reach(listed, reach, check=functools.partial(_check, inbox))
-        except _Interrupted as stop:
-            print(f"tfdist: {stop}", file=sys.stderr)
-            return stop.exit_code
+            first = Reached.reach(listed, reach, check=inbox.check)
+        except Interrupted as stop:
+            print(f"tfdist: {stop} received: not started", file=sys.stderr)
+            return exit_code(-stop.signal)
         with first:
             if first.problems:
                 raise HostsError("\ntfdist: ".join(first.problems.values()))
@@ -103,7 +93,8 @@ def run_on_hosts(
             options = replace(options, workers=sum(slots.values()) if most is None else most)
             _check_count(options, slots, "--hosts" if hosts is not None else "--hostfile")
             places = places_of.place(options, slots)
-            places_of.check_places(options, places, first.machines)
+            for name, tasks in places.items():
+                shares(options, first.machines[name], tasks)
             has_driver = any(machine.gpus for machine in first.machines.values())
             hidden = hidden_lines(show_all, {**os.environ, **options.env}, has_driver)
             terminal = Terminal.standard(live="{} {}".format(*options.tasks[0]), env=os.environ, hidden=hidden)
@@ -162,23 +153,22 @@ class HostsRun(TrainingRun):
     def _attempt(self, restart: Restart, inbox: SignalInbox, guardian: Guardian) -> Ending:
         try:
             return super()._attempt(restart, inbox, guardian)
-        except _Interrupted as stop:
-            self.terminal.message(str(stop))
-            return Ending(stop.exit_code, interrupt=stop.number)
+        except Interrupted as stop:
+            self.terminal.message(f"{stop} received: not started")
+            return Ending(exit_code(-stop.signal), interrupt=stop.signal)
         except (HostsError, PlanError) as error:
             is_lost = restart.number > 0 and isinstance(error, HostsError)
             return Ending(HOST_LOST if is_lost else 1, error=str(error))
 
     @contextmanager
     def _started(self, restart: Restart, inbox: SignalInbox, guardian: Guardian) -> Iterator[ProcessGroup]:
-        check = functools.partial(_check, inbox)
         first, self._first = self._first, None
-        reached, plans = self._prepared(first, restart, check) if first else self._reach_again(restart, check)
+        reached, plans = self._prepared(first, restart, inbox) if first else self._reach_again(restart, inbox)
         with reached, HostsGroup(plans, self._log_dir, self.terminal, guardian, restart.number, reached) as group:
             self._here = _slots(reached, self._options)
             yield group
 
-    def _prepared(self, reached: Reached, restart: Restart, check: Callable[[], object]) -> _Prepared:
+    def _prepared(self, reached: Reached, restart: Restart, inbox: SignalInbox) -> _Prepared:
         """Makes hosts ready for as many workers as there are places for, and plans these.
 
         Raises:
@@ -188,10 +178,10 @@ class HostsRun(TrainingRun):
         slots = _slots(reached, self._options)
         options = replace(self._options, workers=min(restart.workers, sum(slots.values())))
         places = places_of.place(options, slots)
-        addresses = reached.prepare({name: len(tasks) for name, tasks in places.items()}, check)
+        addresses = reached.prepare({name: len(tasks) for name, tasks in places.items()}, inbox.check)
         return reached, self._plan(options, places, reached.machines, addresses, restart=restart.number)
 
-    def _reach_again(self, restart: Restart, check: Callable[[], object]) -> _Prepared:
+    def _reach_again(self, restart: Restart, inbox: SignalInbox) -> _Prepared:
         """Connects to the hosts once more; waits for those that do not answer, unless it goes without them.
 
         Raises:
@@ -199,7 +189,7 @@ class HostsRun(TrainingRun):
         """
         deadline, pause = time.monotonic() + self._patience.start_timeout, _FIRST_PAUSE
         while True:
-            reached = Reached.reach(self._listed, self._reach, restart.number, check)
+            reached = Reached.reach(self._listed, self._reach, restart.number, inbox.check)
             slots = _slots(reached, self._options)
             count = sum(slots.values())
             # Those of GPUs, say.
@@ -208,7 +198,7 @@ class HostsRun(TrainingRun):
             problems = "; ".join([*reached.problems.values(), *shrunk])
             try:
                 if count >= self._fewest:
-                    prepared = self._prepared(reached, restart, check)
+                    prepared = self._prepared(reached, restart, inbox)
                     if count < restart.workers:
                         self._say(f"{problems}; going on with {count} of {restart.workers} workers")
                     return prepared
@@ -222,10 +212,7 @@ class HostsRun(TrainingRun):
                 raise HostsError(problems)
             if pause == _FIRST_PAUSE:
                 self._say(f"{problems}; trying again for {self._patience.start_timeout:g} s")
-            end = min(time.monotonic() + pause, deadline)
-            while time.monotonic() < end:
-                check()
-                time.sleep(_TICK)
+            inbox.wait(min(pause, deadline - time.monotonic()))
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _look_for_room(self) -> Future[int]:
@@ -255,12 +242,6 @@ def _slots(reached: Reached, options: RunOptions) -> dict[str, int]:
         name: places_of.slots_of(reached.connections[name].host, machine, options.gpus_per_worker)
         for name, machine in reached.machines.items()
     }
-
-
-def _check(inbox: SignalInbox) -> None:
-    """Raises _Interrupted if somebody has asked this process to end."""
-    if (number := inbox.take_stop()) is not None:
-        raise _Interrupted(number)
 
 
 def _listed(hosts: str | None, hostfile: str | None) -> list[ListedHost]:

@@ -250,6 +250,31 @@ class ReplicaBatchDataset(input_lib.DistributedDatasetsFromFunction):
         iterator._element_spec = self._element_spec
         return iterator
 
+    @property
+    def _type_spec(self) -> ReplicaBatchDatasetSpec:
+        return ReplicaBatchDatasetSpec(self._input_workers, self._element_spec, self._strategy, self._options)
+
+
+class ReplicaBatchDatasetSpec(input_lib.DistributedDatasetsFromFunctionSpec):
+    """Type specification that lets a `ReplicaBatchDataset` enter a `tf.function` and stay one: to be iterated over."""
+
+    @property
+    def value_type(self) -> type:
+        return ReplicaBatchDataset
+
+    def _from_components(self, components: Any) -> ReplicaBatchDataset:
+        dataset = ReplicaBatchDataset.__new__(ReplicaBatchDataset)
+        input_lib.DistributedDatasetsFromFunction.__init__(
+            dataset,
+            input_workers=self._input_workers,
+            strategy=self._strategy,
+            components=components,
+            element_spec=self._element_spec,
+            options=self._options,
+        )
+        dataset.source, dataset._enable_get_next_as_optional = components[0], False
+        return dataset
+
 
 class ReplicaBatchIterator(input_lib.DistributedIterator):
     """Iterator of `ReplicaBatchDataset`: all replicas of all workers run out of data at the same step.

@@ -53,7 +53,6 @@ from tfdist.inspection.model_state import (
     optimizers_of,
     parts_of,
     parts_of_variable,
-    share_global_seeds,
 )
 from tfdist.optimizers.in_parts import working_in_parts
 from tfdist.optimizers.sharded_optimizer import ShardedOptimizer, given_rows, scatter
@@ -85,7 +84,6 @@ def make_replica_function(step: KerasStep) -> Callable:
 
     @tf.autograph.experimental.do_not_convert
     def on_replica(data: Any, rows: Any, global_rows: Any, sample: Any = ()) -> Any:
-        share_global_seeds(step.global_seeds)
         step.is_of_all = global_rows is not None
         if tf.is_tensor(sample) and local_replica() == 0 and step.kind != "predict":
             hooks_of(step.model.distribute_strategy).rows_seen.note(step.kind, sample)

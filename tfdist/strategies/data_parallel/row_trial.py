@@ -38,6 +38,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat.deferred_captures import lent_step_lock
+from tfdist.compat.keras import with_state_of_caller
 from tfdist.compat.upstream import op_def_registry
 from tfdist.inspection.model_state import (
     is_kept_per_replica,
@@ -46,7 +47,6 @@ from tfdist.inspection.model_state import (
     own_copy,
     own_methods,
     seed_generators_of,
-    share_global_seeds,
 )
 from tfdist.layer_graph.chunk import CHANGING, UNSEEDED
 from tfdist.steps.attributes import kept, owners_of
@@ -130,7 +130,7 @@ def try_once(step: KerasStep, operations: int, said: Callable[[str], str] = str)
         warnings.simplefilter("ignore")
         # What the step puts on `self` is of the step, for whoever reads it later, not of its trial.
         stack.callback(kept(owners_of(model)))
-        messages = thread.submit(lent_step_lock()(trial)).result()
+        messages = thread.submit(with_state_of_caller(lent_step_lock()(trial))).result()
     known = {message for _, said in tried.values() for message in said or ()}
     object.__setattr__(model, _TRIED, {**tried, step.kind: (compiled, messages)})
     for message in messages or ():
@@ -433,8 +433,6 @@ def _run(step: KerasStep, rows: Any, share: float, whole: _Part | None) -> _Part
     part_step = KerasStep(step.kind, step.model, step.function)
     part_step.begin_shard(tf.constant(share))
     part_step.graph = part.graph
-    # Else Keras would make a generator for this thread.
-    share_global_seeds(step.global_seeds)
     with contextlib.ExitStack() as stack:
         # The program's own numbers stay those that it would get alone.
         stack.callback(random.setstate, random.getstate())

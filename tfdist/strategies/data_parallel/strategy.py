@@ -36,7 +36,7 @@ from tfdist.compat.upstream import (
 )
 from tfdist.compression import PowerSGD, TopK
 from tfdist.compression.compressor import Compressor
-from tfdist.inspection.model_state import global_seeds, make_global_seeds
+from tfdist.inspection.model_state import make_global_seeds
 from tfdist.memory.policy import MemoryPolicy, policy_of
 from tfdist.optimizers.sharded_optimizer import collect_slots
 from tfdist.runtime.agreement import Agreement, CommonStop, RowsSeen, restore_sigterm_handler
@@ -168,6 +168,15 @@ class DataParallelHooks(StrategyHooks):
             return save()
         with self.collected(model):
             return save()
+
+    def save_or_ask(
+        self, save: Callable, model: Any, filepath: Any, overwrite: bool = True, *args: Any, **kwargs: Any
+    ) -> None:
+        files = self._strategy._chief_io
+        if files is None or overwrite:
+            save(model, filepath, overwrite, *args, **kwargs)
+        else:
+            files.save_or_ask(filepath, lambda overwrite: save(model, filepath, overwrite, *args, **kwargs))
 
     @contextlib.contextmanager
     def collected(self, model: Any) -> Iterator[None]:
@@ -335,7 +344,8 @@ class DataParallel:
         if step is None:
             self._metric_totals.forget()
         if step is None or self.num_replicas_in_sync == 1:
-            return super().run(fn, _without_counts(args), kwargs, options)
+            with other_random_numbers(self.extended._input_position()[1]):
+                return super().run(fn, _without_counts(args), kwargs, options)
         batch = self._cut(step, *args)
         operations = _count_operations()
         with self._traced(step, batch):
@@ -375,7 +385,6 @@ class DataParallel:
                     step, options=self._gradient_options, global_batch_norm=self._global_batch_norm
                 )
                 stack.enter_context(shadows)
-            step.global_seeds = global_seeds()
             step.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
             stack.enter_context(traced(self, step))
             stack.enter_context(other_random_numbers(self.extended._input_position()[1]))
@@ -604,15 +613,16 @@ def _without_counts(args: tuple) -> tuple:
 @contextlib.contextmanager
 def other_random_numbers(worker: int) -> Iterator[None]:
     """Lets `tf.random` operations without a seed draw other numbers on each worker; worker 0 draws as one process."""
-    graph = tf.compat.v1.get_default_graph()
-    if worker == 0 or tf.executing_eagerly() or graph.seed is None:
+    owner, name = (context.context(), "_seed") if tf.executing_eagerly() else (tf.compat.v1.get_default_graph(), "seed")
+    before = getattr(owner, name)
+    if worker == 0 or before is None:
         yield
         return
-    before, graph.seed = graph.seed, (graph.seed + worker * _WORKER_SEED_STRIDE) % 2**31
+    setattr(owner, name, (before + worker * _WORKER_SEED_STRIDE) % 2**31)
     try:
         yield
     finally:
-        graph.seed = before
+        setattr(owner, name, before)
 
 
 def _local_mean(strategy: Any, value: Any) -> tf.Tensor:

@@ -1,8 +1,8 @@
 """The part of `HorovodStrategy` that `tf.distribute` calls, and Horovod's collectives, which it exchanges by.
 
 step of the one replica of this process, in one graph
-    gradients, sums of metrics ──> cast to a dtype that Horovod adds ──> matrix of unknown shape ──> hvd.allreduce
-    rows of predictions        ──> bits of a dtype that it carries   ──> matrix of unknown shape ──> hvd.allgather
+    gradients, sums of metrics ──> cast to a dtype that Horovod adds  ──> matrix of unknown shape ──> hvd.allreduce
+    rows of predictions        ──> a dtype that all collectives carry ──> matrix of unknown shape ──> hvd.allgather
 initial values of variables    ──> hvd.broadcast from rank 0
 """
 
@@ -20,17 +20,17 @@ from tfdist.compat.upstream import (
     func_graph,
     input_util,
     mirrored_strategy,
-    trackable,
     values,
 )
-from tfdist.steps.reduce import gathered_together
+from tfdist.steps.reduce import broadcast, from_carried, gathered_together, to_carried
 from tfdist.strategies.data_parallel.strategy import DataParallelExtended
 
-# What Horovod can add up, and what it can carry. All others travel as what is named here.
-_ADDED = (tf.uint8, tf.int8, tf.int32, tf.int64, tf.float16, tf.float32, tf.float64)
-_ADDED_AS = {tf.bfloat16: tf.float32, tf.bool: tf.int32, tf.int16: tf.int32, tf.uint16: tf.int32, tf.uint32: tf.int64}
-_CARRIED = (*_ADDED, tf.uint16, tf.int16, tf.bool)
-_CARRIED_AS = {tf.bfloat16: tf.uint16, tf.uint32: tf.int32, tf.uint64: tf.int64, tf.complex64: tf.int64}
+# As what each dtype is added up.
+_ADDED = {
+    **{dtype: dtype for dtype in (tf.uint8, tf.int8, tf.int32, tf.int64, tf.float16, tf.float32, tf.float64)},
+    **dict.fromkeys((tf.bool, tf.int16, tf.uint16), tf.int32),
+    **{tf.bfloat16: tf.float32, tf.uint32: tf.int64},
+}
 
 
 class Collectives:
@@ -52,7 +52,13 @@ class Collectives:
         if isinstance(value, tf.IndexedSlices):
             scaled = value.values / self.size if op == tf.distribute.ReduceOp.MEAN else value.values
             return tf.IndexedSlices(self.all_gather(scaled), self.all_gather(value.indices), value.dense_shape)
-        dtype = value.dtype if value.dtype in _ADDED else _carrying_dtype(_ADDED_AS, value.dtype, "added up")
+        dtype = _ADDED.get(value.dtype)
+        if dtype is None:
+            raise TypeError(
+                f"Received: a tensor of dtype {value.dtype.name}, to be added up by Horovod. Expected: one of "
+                f"{', '.join(sorted(known.name for known in _ADDED))}; convert it, or leave it out of what the step "
+                "returns."
+            )
         matrix = self._matrix(tf.cast(value, dtype), tf.size(value), 1)
         summed = self._horovod.allreduce(matrix, op=self._horovod.Sum, **_named("sum"))
         if op == tf.distribute.ReduceOp.MEAN:
@@ -60,25 +66,17 @@ class Collectives:
         return tf.cast(_shaped(summed, value), value.dtype)
 
     def all_gather(self, value: tf.Tensor) -> tf.Tensor:
-        """The rows of all processes, which may have differently many, by rank.
-
-        Raises:
-            TypeError: for a dtype that cannot be sent.
-        """
-        matrix = self._matrix(_as_carried(value), tf.shape(value)[0], tf.reduce_prod(tf.shape(value)[1:]))
+        """The rows of all processes, which may have differently many, by rank."""
+        sent = to_carried(value)
+        matrix = self._matrix(sent, tf.shape(sent)[0], tf.reduce_prod(tf.shape(sent)[1:]))
         gathered = self._horovod.allgather(matrix, **_named("rows"))
-        gathered = tf.reshape(gathered, tf.concat([tf.shape(gathered)[:1], tf.shape(value)[1:]], 0))
-        return tf.ensure_shape(_back(gathered, value.dtype), [None, *value.shape[1:]])
+        gathered = tf.reshape(gathered, tf.concat([tf.shape(gathered)[:1], tf.shape(sent)[1:]], 0))
+        return tf.ensure_shape(from_carried(gathered, value.dtype), [None, *value.shape[1:]])
 
     def broadcast(self, value: tf.Tensor) -> tf.Tensor:
-        """The value of the first process.
-
-        Raises:
-            TypeError: for a dtype that cannot be sent.
-        """
-        matrix = self._matrix(_as_carried(value), tf.size(value), 1)
-        sent = self._horovod.broadcast(matrix, root_rank=0, **_named("first"))
-        return _back(_shaped(sent, value), value.dtype)
+        """The value of the first process, of a dtype that Horovod carries."""
+        matrix = self._matrix(value, tf.size(value), 1)
+        return _shaped(self._horovod.broadcast(matrix, root_rank=0, **_named("first")), value)
 
     def _matrix(self, value: tf.Tensor, rows: tf.Tensor, columns: tf.Tensor | int) -> tf.Tensor:
         """Reshapes to a matrix whose shape TensorFlow does not know before it runs the graph.
@@ -107,24 +105,6 @@ def _named(kind: str) -> dict[str, Any]:
 
 def _shaped(matrix: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
     return tf.reshape(matrix, like.shape if like.shape.is_fully_defined() else tf.shape(like))
-
-
-def _as_carried(value: tf.Tensor) -> tf.Tensor:
-    return value if value.dtype in _CARRIED else tf.bitcast(value, _carrying_dtype(_CARRIED_AS, value.dtype, "sent"))
-
-
-def _back(value: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    return value if value.dtype == dtype else tf.bitcast(value, dtype)
-
-
-def _carrying_dtype(table: dict[tf.DType, tf.DType], dtype: tf.DType, what: str) -> tf.DType:
-    if dtype not in table:
-        raise TypeError(
-            f"Received: a tensor of dtype {dtype.name}, to be {what} by Horovod. Expected: one of "
-            f"{', '.join(sorted(known.name for known in (*_CARRIED, *table)))}; convert it, or leave it out of what "
-            "the step returns."
-        )
-    return table[dtype]
 
 
 class _OwnInput(mirrored_strategy.MirroredExtended):
@@ -209,16 +189,10 @@ class HorovodExtended(DataParallelExtended, _OwnInput):
         if self._collectives is None:
             return super()._get_variable_creator_initial_value(replica_id, device, primary_var, **kwargs)
 
-        def of_first_process() -> tf.Tensor:
-            value = kwargs["initial_value"]
-            value = value() if callable(value) else value
-            if isinstance(value, trackable.CheckpointInitialValue):
-                value = value.wrapped_value
-            value = tf.convert_to_tensor(value, dtype=kwargs.get("dtype"))
-            with tf.device(device):
-                return self._collectives.broadcast(value)
+        def make(initial_value: tf.Tensor, **_: Any) -> Callable[[], tf.Tensor]:
+            return functools.partial(self._collectives.broadcast, initial_value)
 
-        return of_first_process
+        return broadcast(make, device, **kwargs)
 
     def _experimental_distribute_values_from_function(self, value_fn: Callable) -> Any:
         context = distribute_lib.ValueContext(self._rank, self._size)

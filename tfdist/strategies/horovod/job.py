@@ -10,15 +10,14 @@ them, so they are set for this process as horovodrun would have set them for it.
 from __future__ import annotations
 
 import atexit
+import collections
 import contextlib
 import dataclasses
-import logging
 import os
 import secrets
 import socket
-import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
@@ -27,16 +26,14 @@ from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.discovery import find
 from tfdist.cluster.environments import HOROVODRUN, SET_FOR_HOROVOD
 from tfdist.cluster.errors import ClusterError
-from tfdist.cluster.meeting import meet, named, store_of
-from tfdist.cluster.server import Client, ProcessGoneError, Server, Store
+from tfdist.cluster.meeting import disagreements, meet, named, store_of
+from tfdist.cluster.server import Client, Server, Store
 from tfdist.runtime.chief import ChiefIO
 from tfdist.runtime.job import Job, enter, has_failed, introduction, joined
 from tfdist.runtime.peers import Peers
 from tfdist.strategies.horovod import installation
 from tfdist.strategies.horovod.extended import Collectives
 
-_log = logging.getLogger("tfdist")
-_POLL_SECONDS = 10.0
 _CONNECT_SECONDS = 30.0
 # How long rank 0 keeps the messages for those that have yet to read the last ones.
 _LAST_WORDS_SECONDS = 10.0
@@ -68,26 +65,15 @@ class HorovodJob(Job):
         """
         if not self.horovod.is_initialized():
             return
-        with contextlib.suppress(Exception):
-            if not self.failed and not has_failed():
-                self._wait_for_the_others()
+        if not self.failed and not has_failed():
+            self.peers.leave()
+            self.peers.wait_until_left(self.peers.timeout)
         with contextlib.suppress(Exception):
             self.horovod.shutdown()
         with contextlib.suppress(Exception):
             if isinstance(self.store, Server):
                 self.store.wait_until_left(_LAST_WORDS_SECONDS if not self.failed else 0.0)
             self.store.leave()
-
-    def _wait_for_the_others(self) -> None:
-        own = self.horovod.rank()
-        self.store.set(f"end/{own}", "reached")
-        deadline = time.monotonic() + self.peers.timeout
-        for rank in range(self.horovod.size()):
-            with contextlib.suppress(ProcessGoneError):
-                while rank != own and self.store.get(f"end/{rank}", _POLL_SECONDS, rank) is None:
-                    if time.monotonic() > deadline:
-                        return
-                    _log.info("rank %d has come to its end, and waits for rank %d", own, rank)
 
 
 def join(cluster: ClusterConfig, start_timeout: float, peer_timeout: float) -> HorovodJob | None:
@@ -107,7 +93,13 @@ def join(cluster: ClusterConfig, start_timeout: float, peer_timeout: float) -> H
         return None
     before = joined()
     if before is not None:
-        return _again(before, cluster, peer_timeout)
+        if not isinstance(before, HorovodJob) or (before.cluster is not None and before.cluster != cluster):
+            raise ClusterError(
+                f"Received: HorovodStrategy in {cluster}. Expected: {before}, which this process has joined already. "
+                "Use one kind of strategy and one cluster in a process, or start another process."
+            )
+        before.peers.timeout = peer_timeout
+        return before
     horovod = installation.load()
     if os.environ.get("HOROVOD_ELASTIC") == "1":
         raise ClusterError(
@@ -172,7 +164,9 @@ def _form(horovod: Any, cluster: ClusterConfig | None, device: str, peer_timeout
         store = Server(sockets.bind_everywhere(0, reuse=False), own["token"], horovod.size(), hello)
         own["port"] = store.port
     everyone = horovod.allgather_object(own)
-    _check_same(everyone)
+    told = [{"task": f"rank {number}", "fingerprint": "", "info": one} for number, one in enumerate(everyone)]
+    if problems := [problem for one in told for problem in disagreements(told[0], one)]:
+        raise ClusterError(problems)
     first = everyone[0]
     if store is None:
         local = len({one["host"] for one in everyone}) == 1
@@ -194,17 +188,6 @@ def _form(horovod: Any, cluster: ClusterConfig | None, device: str, peer_timeout
         device=device,
         store=store,
     )
-
-
-def _again(before: Job, cluster: ClusterConfig, peer_timeout: float) -> HorovodJob:
-    """The job of a former strategy of this process."""
-    if not isinstance(before, HorovodJob) or (before.cluster is not None and before.cluster != cluster):
-        raise ClusterError(
-            f"Received: HorovodStrategy in {cluster}. Expected: {before}, which this process has joined already. Use "
-            "one kind of strategy and one cluster in a process, or start another process."
-        )
-    before.peers.timeout = peer_timeout
-    return before
 
 
 def _meet(cluster: ClusterConfig, start_timeout: float) -> None:
@@ -231,14 +214,6 @@ def _initialize(horovod: Any, size: int, launcher: str) -> None:
             "one job of all, started by `tfdist run --transport horovod` or `horovodrun --gloo`, without "
             "HOROVOD_CONTROLLER and HOROVOD_CPU_OPERATIONS, and without hvd.init(), which the strategy calls"
         )
-
-
-def _check_same(everyone: list[dict]) -> None:
-    for key in (key for key in everyone[0] if key.startswith("same.")):
-        values = [one[key] for one in everyone]
-        if len(set(values)) > 1:
-            listing = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-            raise ClusterError(f"{key.removeprefix('same.')} differs: {listing}; make it the same on every rank")
 
 
 # By which a launcher's processes know how many they are.
@@ -323,10 +298,7 @@ def interface_of(host: str) -> str | None:
     """
     import psutil
 
-    try:
-        wanted = {info[4][0] for info in socket.getaddrinfo(host, None)}
-    except OSError:
-        return None
+    wanted = sockets.addresses_of(host)
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address.split("%")[0] in wanted for address in addresses):
             return name
@@ -335,30 +307,12 @@ def interface_of(host: str) -> str | None:
 
 def _hosts(cluster: ClusterConfig) -> list[str]:
     """The host of each rank, without its port."""
-    addresses = (cluster.jobs[job][index] for job, index in cluster.compute_tasks)
-    return [address.rpartition(":")[0].strip("[]") for address in addresses]
+    return [sockets.split_address(cluster.jobs[job][index])[0] for job, index in cluster.compute_tasks]
 
 
-class Place(NamedTuple):
-    """One rank among all.
-
-    Attributes:
-        hostname: its host.
-        rank: its number.
-        local_rank: its number among the ranks of its host.
-        cross_rank: its number among the ranks with this local rank on all hosts.
-        size: how many ranks there are.
-        local_size: how many on its host.
-        cross_size: how many hosts have this local rank.
-    """
-
-    hostname: str
-    rank: int
-    local_rank: int
-    cross_rank: int
-    size: int
-    local_size: int
-    cross_size: int
+# One rank among all: its host, its number, its number among the ranks of its host, and among those with this local rank
+# on all hosts; how many ranks there are, how many on its host, and how many hosts have this local rank.
+Place = collections.namedtuple("Place", "hostname rank local_rank cross_rank size local_size cross_size")
 
 
 def places(hosts: Sequence[str]) -> list[Place]:

@@ -78,7 +78,9 @@ class HorovodStrategy(MultiWorkerMirroredStrategy):
     ):
         install()
         check_seconds(start_timeout=start_timeout, peer_timeout=peer_timeout)
-        self._configure_data_parallel(compression, bucket_bytes, batch_norm, batch_shares, memory, NARROW)
+        # Horovod has no sums of bfloat16.
+        narrow = {None: None, "fp16": tf.float16}
+        self._configure_data_parallel(compression, bucket_bytes, batch_norm, batch_shares, memory, narrow)
         try:
             # Horovod draws the port of its server from the program's own generator, and on rank 0 only.
             with random_state_kept():
@@ -114,7 +116,3 @@ class _HorovodHooks(DataParallelHooks):
         history = super().fit(fit, model, *args, **kwargs)
         job.failed = False
         return history
-
-
-# The dtypes that gradients are cast to; Horovod has no sums of bfloat16.
-NARROW = {None: None, "fp16": tf.float16}

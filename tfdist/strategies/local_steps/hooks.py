@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -50,17 +50,8 @@ class LocalStepsHooks(DataParallelHooks):
         return found if self.peers is None or outer is None or found is not logs else self._of_all(outer, logs)
 
     def _of_all(self, outer: OuterModel, logs: Any) -> Any:
-        """Logs of which some are no metrics' results: the mean over the workers of what each has logged last."""
-        flat, origins = tf.nest.flatten(logs), outer.origins
-        own = [
-            None if origin else np.asarray(one, "float64").tolist() for one, origin in zip(flat, origins, strict=True)
-        ]
-        everyone = zip(*self.peers.gather("logs", own, "finish the epoch"), strict=True)
-        found = [
-            tf.nest.flatten(origin[0].result())[origin[1]] if origin else np.mean(values, 0)
-            for origin, values in zip(origins, everyone, strict=True)
-        ]
-        return tf.nest.pack_sequence_as(logs, found)
+        everyone = self.peers.gather("logs", own_logs(outer, logs), "finish the epoch")
+        return logs_of_all(outer, logs, everyone)
 
     def fit(self, fit: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
         before, self._strategy._is_fitting = self._strategy._is_fitting, True
@@ -117,3 +108,23 @@ class LocalStepsHooks(DataParallelHooks):
 
     def restored(self, model: Any, of_others: bool) -> None:
         self._strategy._outer_models[model].restored(of_others)
+
+
+def own_logs(outer: OuterModel, logs: Any) -> list[Any]:
+    """What this worker has logged last; `None` for results of metrics."""
+    pairs = zip(tf.nest.flatten(logs), outer.origins, strict=True)
+    return [None if origin else numbers(one) for one, origin in pairs]
+
+
+def logs_of_all(outer: OuterModel, logs: Any, everyone: Sequence[list[Any]]) -> Any:
+    """Logs of which some are no metrics' results: the mean over the workers of what each has logged last."""
+    found = [
+        tf.nest.flatten(origin[0].result())[origin[1]] if origin else np.mean(values, 0)
+        for origin, values in zip(outer.origins, zip(*everyone, strict=True), strict=True)
+    ]
+    return tf.nest.pack_sequence_as(logs, found)
+
+
+def numbers(value: Any) -> Any:
+    """A number, or an array of numbers, as JSON can hold it."""
+    return np.asarray(value, "float64").tolist()

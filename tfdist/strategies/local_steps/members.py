@@ -11,6 +11,7 @@ worker that the others have left out does the same.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Sequence
@@ -21,39 +22,28 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.arguments import is_new
+from tfdist.inspection.datasets import has_order, rows_of_arrays, seeds
 from tfdist.inspection.model_state import all_optimizers_of, held_variables, random_state, restore_random_state
-from tfdist.runtime.chief import Arranged, is_the_chiefs
+from tfdist.runtime.chief import Arranged, without_files
 from tfdist.runtime.rounds import FIRST, MEAN, Membership, Place, RoundError
 from tfdist.steps.reduce import values_of
-from tfdist.strategies.data_parallel.dataset import ReplicaBatch, cut_for_replica
+from tfdist.strategies.data_parallel.dataset import ReplicaBatch, array_source, cut_for_replica
 from tfdist.strategies.data_parallel.state import is_mirrored
 from tfdist.strategies.hooks import not_compiled_as_a_whole
-from tfdist.strategies.local_steps.hooks import LocalStepsHooks
+from tfdist.strategies.local_steps.hooks import LocalStepsHooks, logs_of_all, numbers, own_logs
 
 _log = logging.getLogger("tfdist")
+_NO_ORDER = (
+    "Received: data without an order of their own, under LocalStepsStrategy(min_workers=...). Each worker reads them "
+    "in another one, and takes its rows of other batches: some are trained on twice, others never. Expected: a seed "
+    "for what shuffles them, or a dataset made after the strategy; no deterministic=False."
+)
 # Instead of an epoch: after all of them.
 _END = 2**31
 
 
-class Pace(keras.callbacks.Callback):
-    """Where a fit is; what was done before a resumed one counts, too."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.number, self.epoch, self.step, self.evaluations = number, 0, 0, 0
-        self._begins = True
-
-    @property
-    def place(self) -> Place:
-        """Number of the fit, epoch, steps done of the epoch."""
-        return self.number, self.epoch, self.step
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self.epoch, self.step, self.evaluations, self._begins = epoch, 0, 0, True
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if self._begins:
-            self.step, self._begins = batch, False
+class _WithoutState(keras.callbacks.Callback):
+    """A callback of which a backup has nothing."""
 
     def get_state(self) -> dict[str, Any]:
         """Nothing: a backup knows where it is."""
@@ -63,23 +53,44 @@ class Pace(keras.callbacks.Callback):
         """Does nothing."""
 
 
-class _StopTogether(keras.callbacks.Callback):
+class Pace(_WithoutState):
+    """Where a fit is; what was done before a resumed one counts, too."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number, self.epoch, self.step, self.evaluations = number, -1, 0, 0
+        # Whether the fit has its data, and whether the workers have exchanged for the last time in this epoch, since
+        # one of them stops.
+        self.has_data = self.has_exchanged = False
+        self._begins = True
+
+    @property
+    def place(self) -> Place:
+        """Number of the fit, epoch (-1 before the first one), steps done of the epoch."""
+        return self.number, self.epoch, self.step
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.epoch, self.step, self.evaluations, self._begins = epoch, 0, 0, True
+        self.has_exchanged = False
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if self._begins:
+            self.step, self._begins = batch, False
+
+
+class _StopTogether(_WithoutState):
     """Comes last: all stop after an epoch after which one of them does."""
 
-    def __init__(self, hooks: MemberHooks) -> None:
+    def __init__(self, hooks: MemberHooks, restore: contextlib.ExitStack) -> None:
         super().__init__()
-        self._hooks = hooks
+        self._hooks, self._restore = hooks, restore
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if self._hooks.any_stops(bool(self.model.stop_training)):
             self.model.stop_training = True
 
-    def get_state(self) -> dict[str, Any]:
-        """Nothing."""
-        return {}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Does nothing."""
+    def on_train_end(self, logs: Any = None) -> None:
+        self._restore.close()
 
 
 class MemberHooks(LocalStepsHooks):
@@ -123,6 +134,28 @@ class MemberHooks(LocalStepsHooks):
                 "distribute_datasets_from_function), under LocalStepsStrategy(min_workers=...). Expected: a dataset of "
                 "global batches, the same on every process, of which each worker takes its rows."
             )
+        if self._strategy._is_fitting and not self._pace.has_data:
+            self._pace.has_data = True
+            self._check_data(source, rows_of_arrays(iterator))
+
+    def _check_data(self, dataset: tf.data.Dataset, rows: int | None) -> None:
+        """Compares the data of a fit with rank 0's."""
+        if not (array_source(dataset) or has_order(dataset)) and is_new(self, "order"):
+            _log.warning(_NO_ORDER)
+        own = {
+            "number of rows": rows,
+            "number of batches": int(dataset.cardinality()),
+            "components of a batch": str(dataset.element_spec),
+            "seeds of its shuffling": seeds(dataset),
+        }
+        first = self._membership.share(f"data of fit {self._pace.number}", own)[0]
+        for what, value in own.items():
+            if value != first[what]:
+                raise ValueError(
+                    f"The processes have different datasets. Received: {what}: {value}; on "
+                    f"{self._membership.names[0]}: {first[what]}. Expected: the same dataset of global batches on "
+                    "every process, with the same seeds; tfdist gives each its rows."
+                )
 
     def file_of_cache(self, path: str) -> str:
         return f"{path}.rank{self._membership.rank}"
@@ -130,16 +163,22 @@ class MemberHooks(LocalStepsHooks):
     def _arrange(self, callback_list: Any, callbacks: list, model: Any) -> list:
         if not self._strategy._is_fitting or self._pace in callbacks:
             return callbacks
+        restore = contextlib.ExitStack()
         if self._membership.rank:
             # Rank 0 writes, and goes on from its backup; the others take its state.
             kinds = (Arranged, keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore)
-            callbacks = [one for one in callbacks if not (is_the_chiefs(one) or isinstance(one, kinds))]
-        return [self._pace, *callbacks, _StopTogether(self)]
+            callbacks = [one for one in callbacks if not isinstance(one, kinds)]
+            callbacks, restore = without_files(callbacks)
+        return [self._pace, *callbacks, _StopTogether(self, restore)]
 
     def save(self, write: Callable, model: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
         if self._membership.rank:
             return None
         return super().save(write, model, path, *args, **kwargs)
+
+    def save_or_ask(self, save: Callable, model: Any, *args: Any, **kwargs: Any) -> None:
+        if not self._membership.rank:
+            save(model, *args, **kwargs)
 
     def make_function(self, make: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
         if args[:1] != (model.train_step,):
@@ -155,14 +194,18 @@ class MemberHooks(LocalStepsHooks):
             )
         if method.__name__ != "evaluate" or not self._strategy._is_fitting:
             return super().call(method, model, *args, **kwargs)
-        if self._known == self._pace.place[:2]:
-            return {}  # what was found is one of the epoch's logs
+        is_known = self._known == self._pace.place[:2]
+        if is_known and kwargs.get("_use_cached_eval_dataset"):
+            return {}  # what Keras has found is one of the epoch's logs
+        if is_known or (self._skips and self._pace.place < self._resumes_at):
+            return super().call(method, model, *args, **kwargs)  # nobody says what was found before this job
         self._pace.evaluations += 1
         name = f"evaluation {self._pace.evaluations} of fit {self._pace.number}, epoch {self._pace.epoch}"
         found = None if self._skips else super().call(method, model, *args, **kwargs)
-        everyone = self._membership.share(name, _numbers(found))
-        values = [one for one in everyone.values() if one is not None]
-        return tf.nest.map_structure(lambda *ones: float(np.mean(ones)), *values)
+        said = None if found is None else [_structure(found), list(map(numbers, tf.nest.flatten(found)))]
+        parts = [one for one in self._membership.share(name, said).values() if one is not None]
+        means = [np.mean(values, 0) for values in zip(*(flat for _, flat in parts), strict=True)]
+        return tf.nest.pack_sequence_as(parts[0][0], means)
 
     def read_metrics(self, read: Callable, model: Any, logs: Any) -> Any:
         if self._is_testing or not self._strategy._is_fitting:
@@ -171,24 +214,25 @@ class MemberHooks(LocalStepsHooks):
             self._try_to_join(model)
         elif not self._skips:
             outer = self._strategy._outer_models[model]
-            outer.end_epoch()
+            if outer.is_in_period or not self._pace.has_exchanged:
+                outer.end_epoch()
             self._strategy._say_that_periods_are_short(outer)
             self._after(model)
-        totals = [v.numpy().tolist() for v in model.metrics_variables]
-        said = None if self._skips else {"metrics": totals, "others": self._others(model, logs), "names": sorted(logs)}
-        everyone = self._said_of_epoch(said)
+        everyone = self._said_of_epoch(None if self._skips else self._own_part(model, logs))
         if "all" in everyone[0]:
             self._known = self._pace.place[:2]
             return everyone[0]["all"]
         parts = [one for one in everyone.values() if one is not None]
         for variable, *values in zip(model.metrics_variables, *(one["metrics"] for one in parts), strict=True):
             variable.assign(np.sum(values, 0))
-        found = dict(read(model, dict.fromkeys(parts[0]["names"], 0.0)))
-        means = {
-            name: float(np.mean([one["others"][name] for one in parts if name in one["others"]]))
-            for name in parts[0]["others"]
-        }
-        return {name: means.get(name, value) for name, value in found.items()}
+        logs = parts[0]["logs"]
+        found = read(model, logs)
+        # Keras has read the metrics, if there was nothing else.
+        if found is not logs or not logs:
+            return found
+        # One that was taken in here has trained no step of the epoch.
+        others = [one["others"] for one in parts if one["logs"] == logs]
+        return logs_of_all(self._strategy._outer_models[model], logs, others)
 
     def any_stops(self, stops: bool) -> bool:
         """Whether one of the workers stops after this epoch."""
@@ -200,13 +244,14 @@ class MemberHooks(LocalStepsHooks):
     def _said_of_epoch(self, said: Any = None) -> dict[int, Any]:
         return self._membership.share(f"logs of fit {self._pace.number}, epoch {self._pace.epoch}", said)
 
-    def _others(self, model: Any, logs: dict) -> dict[str, float]:
-        """Logs that are no metrics' results."""
-        origins = self._strategy._outer_models[model].origins
-        if len(origins) != len(logs):  # this worker has trained no step of the epoch
-            return {}
+    def _own_part(self, model: Any, logs: Any) -> dict[str, Any]:
+        """What this worker says of an epoch: its metrics' states, and what its last step has logged beside them."""
+        outer = self._strategy._outer_models[model]
+        has_trained = len(tf.nest.flatten(logs)) == len(outer.origins)
         return {
-            name: float(np.mean(logs[name])) for name, origin in zip(sorted(logs), origins, strict=True) if not origin
+            "metrics": [v.numpy().tolist() for v in model.metrics_variables],
+            "logs": _structure(logs),
+            "others": own_logs(outer, logs) if has_trained else [],
         }
 
     def _keep_history(self, history: keras.callbacks.History) -> None:
@@ -214,8 +259,11 @@ class MemberHooks(LocalStepsHooks):
         if self._membership.rank or history is None:
             return
         for number, epoch in enumerate(history.epoch):
-            whole = {name: values for name, values in history.history.items() if len(values) == len(history.epoch)}
-            found = {name: float(values[number]) for name, values in whole.items()}
+            whole = {
+                name: values[number] for name, values in history.history.items() if len(values) == len(history.epoch)
+            }
+            # A callback may add anything else.
+            found = {name: numbers(value) for name, value in whole.items() if _is_number(value)}
             self._membership.rounds.keep(f"logs of fit {self._pace.number}, epoch {epoch}", {"all": found})
 
     # Steps
@@ -313,6 +361,7 @@ class MemberHooks(LocalStepsHooks):
             self._resumes_at = (0, 0, 0)
         if outer.stops:
             outer.stops, model.stop_training = False, True
+            self._pace.has_exchanged = True
 
     def _give(self, model: Any, place: Place | None = None) -> None:
         with self._shown(model):
@@ -376,8 +425,16 @@ class MemberHooks(LocalStepsHooks):
         if found is None:
             return None
         outer.stops = found.stops and not stops
+        if not arrays:  # one that stops where a period has ended has nothing of the next one
+            return []
         return [one.astype(given.dtype) for one, given in zip(found.arrays, arrays, strict=True)]
 
 
-def _numbers(found: Any) -> Any:
-    return None if found is None else tf.nest.map_structure(float, found)
+def _is_number(value: Any) -> bool:
+    """Whether this is a number, or an array of numbers."""
+    return isinstance(value, (int, float, np.generic, np.ndarray)) and np.asarray(value).dtype.kind in "biuf"
+
+
+def _structure(found: Any) -> Any:
+    """The structure of logs, as JSON can hold it."""
+    return tf.nest.map_structure(lambda _: 0.0, found)

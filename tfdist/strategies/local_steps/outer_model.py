@@ -62,6 +62,8 @@ class OuterModel:
             self._sending = Sending(strategy, [[self._trainable[i] for i in part] for part in self._parts], make)
         self._longest = make(shape=(), dtype="int64", name="longest")
         optimizer.build(self._trainable)
+        if strategy._compressor is not None:
+            strategy._compressor.make_all(optimizer)
         # Ids of what optimizers have updated, and what else was written, with what it was when the period began.
         self._updated: set[int] = set()
         self._state: dict[int, tuple[Any, tf.Variable]] = {}
@@ -96,7 +98,9 @@ class OuterModel:
     def variables(self) -> list[keras.Variable]:
         """Its own state, for backups."""
         of_sending = self._sending.variables if self._sending else []
-        return [self._steps, self._rows, self._longest, *of_sending, *self._base, *self._optimizer.variables]
+        compressor = self._strategy._compressor
+        rests = compressor.variables_of(self._optimizer).values() if compressor else []
+        return [self._steps, self._rows, self._longest, *of_sending, *self._base, *self._optimizer.variables, *rests]
 
     @property
     def steps_in_period(self) -> int:
@@ -255,10 +259,15 @@ class OuterModel:
             own_copy(count).assign(tf.zeros_like(own_copy(count)))
 
     def _exchange(self) -> None:
-        strategy, model = self._strategy, self._model()
-        if strategy.membership is not None:
+        model, compressor = self._model(), self._strategy._compressor
+        if self._strategy.membership is not None:
             self._exchange_with_members(model)
             return
+        # The momentum of the outer optimizer may be the method's, until the step was taken.
+        with compressor.prepared(self._optimizer) if compressor else contextlib.nullcontext() as settings:
+            self._exchange_with_all(model, settings)
+
+    def _exchange_with_all(self, model: keras.Model, settings: Any) -> None:
         rows = tf.cast(own_copy(self._rows).read_value(), tf.float64)
         agreement = agreement_of(model)
         totals, *requests = all_reduce_sum([rows, *([agreement.read()] if agreement else [])])
@@ -272,11 +281,21 @@ class OuterModel:
             chosen = [i for i in part if self._is_trained(self._trainable[i])]
             pairs = [(own_copy(self._base[i]), own_copy(self._trainable[i])) for i in chosen]
             differences = [base.read_value() - weight.read_value() for base, weight in pairs]
-            means |= zip(chosen, all_reduce_sum(differences, strategy._gradient_options, share), strict=True)
+            means |= zip(chosen, self._mean(differences, chosen, share, settings), strict=True)
         self._average_state(model, share_of_all)
         for variable, base in self._trained:
             own_copy(variable).assign(own_copy(base).read_value())
         self._step(list(means.values()), [self._trainable[i] for i in means])
+
+    def _mean(self, differences: list[tf.Tensor], places: list[int], share: tf.Tensor, settings: Any) -> list:
+        """The mean difference of some weights over all workers."""
+        compressor, options = self._strategy._compressor, self._strategy._gradient_options
+        if compressor is None:
+            return all_reduce_sum(differences, options, share)
+        weights = [self._trainable[i] for i in places]
+        return compressor.all_reduce_sum(
+            self._optimizer, differences, weights, [], share, options.bucket_bytes, settings
+        )
 
     def _exchange_with_members(self, model: keras.Model) -> None:
         rows, options = own_copy(self._rows).read_value()[0], self._strategy._gradient_options

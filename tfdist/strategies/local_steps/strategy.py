@@ -35,6 +35,9 @@ from tfdist.arguments import check_count, check_seconds, is_new
 from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.errors import ClusterError
 from tfdist.cluster.variables import DIRECT
+from tfdist.compat.upstream import context
+from tfdist.compression import PowerSGD, TopK
+from tfdist.compression.compressor import Compressor
 from tfdist.inspection.model_state import metrics_of, optimizers_of, random_state, restore_random_state
 from tfdist.memory.policy import MemoryPolicy
 from tfdist.runtime.exchange import Exchange
@@ -67,6 +70,8 @@ _MADE_TOO_EARLY = (
     "Received: outer_optimizer=%r, an optimizer, whose variables were made before the strategy could connect the "
     "processes. Expected: a function that makes it, such as `lambda: keras.optimizers.SGD(0.7, momentum=0.9)`."
 )
+# Of a program that sets none, where workers come and go.
+_SEED = 1
 _DEFAULT = {"class_name": "SGD", "config": {"learning_rate": 0.7, "momentum": 0.9, "nesterov": True}}
 
 
@@ -123,7 +128,9 @@ class LocalStepsStrategy(MultiWorkerMirroredStrategy):
         fragments: into how many parts the weights are cut. With one, they are exchanged at once, while the workers
             wait. With k, one of them after each `sync_every / k` steps, in turn, and while the next steps are
             computed: what a worker learns of a part meanwhile is added to what it receives.
-        compression: `None`, or `"bf16"` or `"fp16"`, to which the differences are cast for the exchange.
+        compression: `None`, or `"bf16"` or `"fp16"`, to which the differences are cast for the exchange, or a method of
+            `tfdist.compression`, which sends less and keeps the rest for the next exchange. Its `start_step` counts
+            exchanges. Methods do not go together with `fragments` and `min_workers`.
         cluster: the cluster and this process' place in it; by default what `tfdist.discover()` finds. One process
             alone takes the outer steps, too.
         memory: what models keep for their backward pass, see `tfdist.memory.MemoryPolicy`.
@@ -138,8 +145,9 @@ class LocalStepsStrategy(MultiWorkerMirroredStrategy):
     Raises:
         tfdist.ClusterError: as in `MultiWorkerMirroredStrategy`.
         ValueError: for a `sync_every` below 1, `fragments` that do not divide it or are more than a model's weights,
-            another `compression`, `min_workers` with `fragments`, more `min_workers` than workers, or a process with
-            several devices: start one for each, as `tfdist run` does with GPUs.
+            another `compression`, two of a method of compression, `fragments` and `min_workers`, more `min_workers`
+            than workers, or a process with several devices: start one for each, as `tfdist run` does with GPUs; and in
+            the first step, for `TopK(momentum_correction=True)` with an outer optimizer that it does not know.
 
     Source: Douillard et al., "DiLoCo: distributed low-communication training of language models" (2023, arXiv
     2311.08105), "Streaming DiLoCo with overlapping communication" (2025, arXiv 2501.18512) for `fragments`; Stich,
@@ -166,7 +174,7 @@ class LocalStepsStrategy(MultiWorkerMirroredStrategy):
         *,
         outer_optimizer: Callable[[], keras.optimizers.Optimizer] | keras.optimizers.Optimizer | str | None = None,
         fragments: int = 1,
-        compression: str | None = None,
+        compression: str | PowerSGD | TopK | None = None,
         cluster: ClusterConfig | None = None,
         memory: MemoryPolicy | str | None = None,
         min_workers: int | None = None,
@@ -180,9 +188,18 @@ class LocalStepsStrategy(MultiWorkerMirroredStrategy):
             raise ValueError(
                 f"Received: fragments={fragments} with sync_every={sync_every}. Expected: a number that divides it."
             )
-        if compression not in (None, "bf16", "fp16"):
-            raise ValueError(f"Received: compression={compression!r}. Expected: None, 'bf16' or 'fp16'.")
+        # Of the differences, not of gradients: the outer optimizer's.
+        self._compressor = Compressor(compression) if isinstance(compression, (PowerSGD, TopK)) else None
+        if self._compressor is None and compression not in (None, "bf16", "fp16"):
+            raise ValueError(
+                f"Received: compression={compression!r}. Expected: None, 'bf16', 'fp16', or a method such as "
+                "tfdist.compression.PowerSGD(rank=4)."
+            )
+        if self._compressor is not None and (fragments > 1 or min_workers is not None):
+            other = f"fragments={fragments}" if fragments > 1 else f"min_workers={min_workers}"
+            raise ValueError(f"Received: compression={compression!r} with {other}. Expected: one of them.")
         self._sync_every, self._fragments, self._outer_optimizer = sync_every, fragments, outer_optimizer
+        self._compression = compression
         self._outer_models: weakref.WeakKeyDictionary[Any, OuterModel] = weakref.WeakKeyDictionary()
         self._is_fitting = False
         self._traced_outer: OuterModel | None = None
@@ -191,7 +208,7 @@ class LocalStepsStrategy(MultiWorkerMirroredStrategy):
         try:
             super().__init__(
                 cluster=cluster,
-                compression=compression,
+                compression=None if self._compressor else compression,
                 batch_norm="local",
                 memory=memory,
                 transport=DIRECT,
@@ -245,6 +262,7 @@ class LocalStepsStrategy(MultiWorkerMirroredStrategy):
             given if callable(given) else functools.partial(type(made).from_config, made.get_config())
         )
         self._arguments |= {
+            "compression": repr(self._compression),
             "sync_every": repr(self._sync_every),
             "fragments": repr(self._fragments),
             "outer_optimizer": config,
@@ -255,6 +273,10 @@ class LocalStepsStrategy(MultiWorkerMirroredStrategy):
 
     def _begin_like_rank_0(self, membership: Membership) -> None:
         """Takes over rank 0's random state, and compares the strategy's arguments."""
+        if context.global_seed() is None:
+            # Without one, each worker would shuffle rows in an order of its own. It is the same in each job: rank 0
+            # alone reads a backup, and goes on in the order that it had.
+            tf.random.set_seed(_SEED)
         own = [membership.names[membership.rank], self._arguments, random_state()]
         first, arguments, state = membership.share(f"strategy {membership.number('strategy')}", own)[0]
         for name, value in arguments.items():
@@ -325,6 +347,13 @@ class LocalStepsStrategy(MultiWorkerMirroredStrategy):
                 self._warn_of_own_loop(fn)
             return super()._run(fn, args, kwargs, options)
         outer, batch = self._outer_of(step.model), self._cut(step, *args)
+        if batch.rows is None and self._fragments > 1 and step.model.steps_per_execution > 1:
+            raise ValueError(
+                f"Received: fragments={self._fragments} and steps_per_execution={step.model.steps_per_execution}, with "
+                "data that each process has sharded for itself (AutoShardPolicy.OFF or FILE, "
+                "distribute_datasets_from_function). Expected: one of them, or a dataset of global batches: else the "
+                "workers ask each other for data while a part of the weights is sent, in any order."
+            )
         if self.membership is not None:
             batch = self._keras_hooks.own_rows(batch)
         parts = [values_of(one)[0] for one in tf.nest.flatten(batch)]

@@ -11,15 +11,16 @@ import contextlib
 import dataclasses
 import functools
 import math
+import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat.upstream import NoneTensorSpec, input_lib
+from tfdist.compat.upstream import NoneTensorSpec, graph_pb2, input_lib, op_def_registry
 from tfdist.compat.upstream import coordinator_values as upstream
-from tfdist.inspection.datasets import draws_seeds, has_order
+from tfdist.inspection.datasets import draws, draws_seeds, family_of, has_order, pipeline, seeds
 from tfdist.strategies.parameter_server.dispatcher import Worker
 
 COORDINATOR = "/job:chief/replica:0/task:0/device:CPU:0"
@@ -50,6 +51,21 @@ class CoordinatorDataset(input_lib.DistributedDatasetsFromFunction):
     @property
     def cardinality(self) -> int:
         return int(self.source.cardinality())
+
+    def map(self, function: Callable) -> CoordinatorDataset:
+        """What Keras does to a dataset for `class_weight`."""
+        return CoordinatorDataset(self.source.map(function), self._on_iterator)
+
+    def prefetch(self, size: int) -> CoordinatorDataset:
+        """The same."""
+        return CoordinatorDataset(self.source.prefetch(size), self._on_iterator)
+
+    def build(self) -> NoReturn:
+        """Called by `create_per_worker_dataset` of TensorFlow's coordinator."""
+        raise ValueError(
+            "Received: what strategy.experimental_distribute_dataset returns, for create_per_worker_dataset. Expected: "
+            "the tf.data.Dataset itself, or a function that returns one."
+        )
 
     def __iter__(self) -> BatchIterator:
         iterator = BatchIterator(self.source, self.steps)
@@ -301,6 +317,7 @@ class WorkerDataset(input_lib.DistributedDatasetsFromFunction):
     def __init__(self, shards: list[tf.data.Dataset], whole: CoordinatorDataset | None = None):
         self._datasets = shards
         self._cardinalities = [int(shard.cardinality()) for shard in shards]
+        self._built: list[dict[Worker, tuple[int, tf.data.Dataset]]] = [{} for _ in shards]
         self.whole, self._spec = whole, shards[0].element_spec
 
     @property
@@ -312,14 +329,30 @@ class WorkerDataset(input_lib.DistributedDatasetsFromFunction):
         unknown = [count for count in self._cardinalities if count < 0]
         return min(unknown) if unknown else sum(self._cardinalities)
 
+    def map(self, function: Callable) -> WorkerDataset:
+        """What Keras does to a dataset for `class_weight`."""
+        return WorkerDataset([shard.map(function) for shard in self._datasets], self.whole)
+
+    def prefetch(self, size: int) -> WorkerDataset:
+        """The same."""
+        return WorkerDataset([shard.prefetch(size) for shard in self._datasets], self.whole)
+
+    def build(self) -> NoReturn:
+        """Called by `create_per_worker_dataset` of TensorFlow's coordinator."""
+        raise ValueError(
+            "Received: what strategy.distribute_datasets_from_function returns, for create_per_worker_dataset. "
+            "Expected: a tf.function that calls strategy.distribute_datasets_from_function, or a function that returns "
+            "a tf.data.Dataset."
+        )
+
     def __iter__(self) -> WorkerIterator:
         return WorkerIterator(self)
 
     def shards(self) -> list[Shard]:
         """The shards, at their beginning."""
         return [
-            Shard(graph, self._spec, count if count >= 0 else None)
-            for graph, count in zip(self._graphs, self._cardinalities, strict=True)
+            Shard(graph, self._spec, count if count >= 0 else None, count == tf.data.INFINITE_CARDINALITY, built)
+            for graph, count, built in zip(self._graphs, self._cardinalities, self._built, strict=True)
         ]
 
     @functools.cached_property
@@ -360,7 +393,22 @@ def shards_of_function(function: Callable, workers: int) -> WorkerDataset:
                 f"Received: a dataset function that returns {type(shard).__name__}. Expected: a tf.data.Dataset, of "
                 "batches, for the worker number input_context.input_pipeline_id."
             )
+    _warn_of_order(shards)
     return WorkerDataset(shards)
+
+
+def _warn_of_order(shards: Sequence[tf.data.Dataset]) -> None:
+    """Warns of workers that take their parts of different orders."""
+    parts = [[part for part in pipeline(shard) if family_of(type(part).__name__) == "Shard"] for shard in shards]
+    before = [[seeds(source) for part in own for source in part._inputs()] for own in parts]
+    differ = any([0, 0] in drawn for own in before for drawn in own) or any(own != before[0] for own in before)
+    if differ and len(shards) > 1:
+        warnings.warn(
+            "Received: a dataset function that shards rows or files behind a shuffle without a seed (list_files "
+            "shuffles, too). Each worker takes its part of another order, so that some rows come twice in an epoch and "
+            "some never. Expected: the shard before the shuffle, list_files(..., shuffle=False), or a seed.",
+            stacklevel=2,
+        )
 
 
 @dataclasses.dataclass(eq=False)
@@ -371,6 +419,8 @@ class Shard:
         graph: the dataset, serialised.
         spec: the specification of its elements.
         remaining: how many of them have not been handed out; `None` if that is unknown.
+        is_endless: whether they have no end.
+        built: by worker, in which of its lives it has made the dataset, and the dataset.
         done: how many steps have been done.
         is_busy: whether a worker computes a step of it.
         is_exhausted: whether a worker has come to its end.
@@ -380,6 +430,8 @@ class Shard:
     graph: tf.Tensor
     spec: Any
     remaining: int | None
+    is_endless: bool = False
+    built: dict[Worker, tuple[int, tf.data.Dataset]] = dataclasses.field(default_factory=dict)
     done: int = 0
     is_busy: bool = False
     is_exhausted: bool = False
@@ -391,13 +443,24 @@ class Shard:
         """An iterator on a worker, at the first batch that has not been trained on.
 
         Another worker than before, or one that was lost, starts the pipeline again and skips what has been done; the
-        batches are the same if the pipeline is deterministic.
+        batches are the same if the pipeline is deterministic. Endless data begin again: to read once more all that a
+        long training has used may take as long as that.
         """
         if worker is not self.home or worker.lives != self._lives:
-            dataset = upstream.deserialize_dataset_from_graph(self.graph, self.spec)
-            self._iterator = iter(dataset.skip(local_constant(np.int64(self.done))) if self.done else dataset)
+            dataset = self._dataset_on(worker)
+            if self.done and not self.is_endless:
+                dataset = dataset.skip(local_constant(np.int64(self.done)))
+            self._iterator = iter(dataset)
             self.home, self._lives = worker, worker.lives
         return self._iterator
+
+    def _dataset_on(self, worker: Worker) -> tf.data.Dataset:
+        """The dataset, made once in a worker's life: epochs differ in how it shuffles, and share what it caches."""
+        lives, dataset = self.built.get(worker, (None, None))
+        if lives != worker.lives:
+            dataset = upstream.deserialize_dataset_from_graph(self.graph, self.spec)
+            self.built[worker] = worker.lives, dataset
+        return dataset
 
     @property
     def is_over(self) -> bool:
@@ -450,15 +513,41 @@ class WorkerIterator:
 
 
 def _serialised(dataset: tf.data.Dataset) -> tf.Tensor:
-    try:
+    def graph(policy: int) -> tf.Tensor:
         return tf.raw_ops.DatasetToGraphV2(
-            input_dataset=dataset._variant_tensor, external_state_policy=2, strip_device_assignment=True
+            input_dataset=dataset._variant_tensor, external_state_policy=policy, strip_device_assignment=True
         )
+
+    try:
+        return graph(_FAIL)
     except tf.errors.OpError as error:
-        raise ValueError(
-            "Received: a dataset that cannot be sent to the workers, because it uses something of this process: a "
-            f"Python function or generator, a lookup table, a variable ({error.message.splitlines()[0][:200]}). "
-            "Expected: a dataset of files or arrays with TensorFlow operations only; or ParameterServerStrategy("
-            "worker_input=False), which runs the pipeline in the coordinator's process, and this dataset passed to fit "
-            "as it is."
-        ) from None
+        reason = error.message.splitlines()[0][:200]
+    # Random numbers are a state, too, but each worker may draw its own.
+    with contextlib.suppress(tf.errors.OpError):
+        drawing = graph(_IGNORE)
+        if _only_draws(drawing):
+            return drawing
+    raise ValueError(
+        "Received: a dataset that cannot be sent to the workers, because it uses something of this process: a "
+        f"Python function or generator, a lookup table, a variable ({reason}). "
+        "Expected: a dataset of files or arrays with TensorFlow operations only; or ParameterServerStrategy("
+        "worker_input=False), which runs the pipeline in the coordinator's process, and this dataset passed to fit "
+        "as it is."
+    )
+
+
+# What TensorFlow does about a state in a function of a dataset.
+_IGNORE, _FAIL = 1, 2
+# Stateful by what they call, which is in the list itself; what shuffles and caches; tables, which are sent along.
+_HARMLESS = {
+    *("Case", "If", "StatefulPartitionedCall", "While", "Assert", "DummySeedGenerator", "DummyMemoryCache"),
+    *("LookupTableFindV2", "LookupTableSizeV2"),
+}
+
+
+def _only_draws(graph: tf.Tensor) -> bool:
+    """Whether random numbers are the only state that functions of a serialised dataset have."""
+    functions = graph_pb2.GraphDef.FromString(graph.numpy()).library.function
+    nodes = [node for function in functions for node in function.node_def if node.op not in _HARMLESS]
+    definitions = [(node, op_def_registry.get(node.op)) for node in nodes if not family_of(node.op)]
+    return all(draws(node) for node, known in definitions if known is not None and known.is_stateful)

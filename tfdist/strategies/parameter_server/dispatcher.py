@@ -136,9 +136,21 @@ class Dispatcher:
 
     def _do(self, task: Task, worker: Worker) -> None:
         is_mine = True
+        upstream = self._cluster.workers[worker.index]
+
+        def make_again() -> None:
+            # Tables, say, that the worker's earlier life has taken with it. TensorFlow's own thread of the worker does
+            # not notice a loss that it has not met itself.
+            with upstream._resource_tracking_lock:
+                resources = [reference() for reference in upstream._resource_remote_value_refs]
+            for resource in resources:
+                if resource is not None:
+                    resource._rebuild_on(upstream)
 
         def give_back(error: BaseException | None = None) -> None:
             nonlocal is_mine
+            if not is_mine:
+                return  # while the worker's resources are made again
             with self._changed:
                 self._waiting.appendleft(task)
                 self._running -= 1
@@ -150,7 +162,10 @@ class Dispatcher:
         try:
             # It returns after the worker has come back, or raises if a parameter server is lost as well.
             with self._cluster.failure_handler.wait_on_failure(
-                on_failure_fn=give_back, on_transient_failure_fn=give_back, worker_device_name=worker.device
+                on_failure_fn=give_back,
+                on_transient_failure_fn=give_back,
+                on_recovery_fn=make_again,
+                worker_device_name=worker.device,
             ):
                 result = task.run(worker)
                 with self._changed:

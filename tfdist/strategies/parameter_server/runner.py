@@ -28,7 +28,7 @@ from tfdist.strategies.parameter_server.data import (
     unflatten,
 )
 from tfdist.strategies.parameter_server.dispatcher import Dispatcher, Task, Worker
-from tfdist.strategies.parameter_server.step import StepFunction, StepOutcome, Trace
+from tfdist.strategies.parameter_server.step import StepFunction, StepOutcome, Trace, place_python
 
 # How often results of metrics are computed during an epoch: that takes as long as handing out a step.
 _LOG_SECONDS = 0.1
@@ -124,6 +124,10 @@ class Runner:
         self._arrived.clear()
         self._shards, self._missing = None, 0
         self._sums = self._logs = self._returned = None
+
+    def forget_logs(self) -> None:
+        """Drops the logs of an earlier fit: until a step is done, they would be those of the next one."""
+        self._previous = None
 
     def _wait(self, limit: int) -> None:
         """Waits until fewer than `limit` tasks are handed out, and something can be logged."""
@@ -346,6 +350,7 @@ class PredictRunner:
         def predict(*flat: tf.Tensor) -> list[tf.Tensor]:
             step = self._model.predict_step
             outputs = self._strategy._run_replica(lambda flat: step(unflatten(spec, flat)), list(flat))
+            place_python()
             traced.append(tf.nest.map_structure(tf.type_spec_from_value, outputs))
             return flatten(outputs)
 

@@ -26,9 +26,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.arguments import is_new
-from tfdist.compat.upstream import IteratorSpec, global_state, nest
+from tfdist.compat.upstream import IteratorSpec, get_read_write_resource_inputs, global_state, nest
 from tfdist.inspection.model_state import metrics_of, optimizers_of
-from tfdist.steps.derived_logs import DerivedLogs, marked_result, metric_of
+from tfdist.steps.derived_logs import DerivedLogs, marked_result, metric_of, results_before
 from tfdist.steps.keras_step import shadowed
 from tfdist.strategies.parameter_server.data import (
     COORDINATOR,
@@ -64,6 +64,7 @@ class CapturedState(keras.StatelessScope):
         super().__init__(list(zip(variables, values, strict=True)), collect_losses=True, initialize_variables=False)
         self._variables = list(variables)
         self._ids = {id(variable) for variable in variables}
+        self._graph = tf.compat.v1.get_default_graph()
 
     def holds(self, variable: keras.Variable) -> bool:
         """Whether a variable is one of those captured."""
@@ -80,6 +81,14 @@ class CapturedState(keras.StatelessScope):
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
         variable, value = update
         if self.holds(variable):
+            if tf.compat.v1.get_default_graph() is not self._graph:
+                raise NotImplementedError(
+                    f"Received: variable '{variable.path}', assigned in a branch (tf.cond), a loop or a tf.function of "
+                    "a step, under ParameterServerStrategy. What a step does to metrics, and with mode='sync' to other "
+                    "variables, leaves a worker as a result of the step. Expected: an assignment outside of these, of "
+                    "tf.where(condition, new, old), say; for a metric, update_state(..., sample_weight=0) for what "
+                    "is not to count."
+                )
             super().add_update(update)
         else:
             variable._direct_assign(value)
@@ -111,13 +120,13 @@ def only_adds(before: tf.Tensor, after: tf.Tensor, states: Iterable[tf.Tensor]) 
         if operation.type in _TRANSPARENT:
             return is_sum(inputs[0])
         if operation.type in ("Add", "AddV2"):
-            return any(is_sum(a) and not _depends(b, names, independent) for a, b in (inputs, inputs[::-1]))
-        return operation.type == "Sub" and is_sum(inputs[0]) and not _depends(inputs[1], names, independent)
+            return any(is_sum(a) and not depends(b, names, independent) for a, b in (inputs, inputs[::-1]))
+        return operation.type == "Sub" and is_sum(inputs[0]) and not depends(inputs[1], names, independent)
 
     return is_sum(after)
 
 
-def _depends(tensor: tf.Tensor, names: set[str], independent: set[str]) -> bool:
+def depends(tensor: tf.Tensor, names: set[str], independent: set[str]) -> bool:
     """Whether a tensor is computed from one of these names; fills in the operations that are known not to be."""
     waiting, seen = [tensor], set()
     while waiting:
@@ -228,15 +237,14 @@ class StepFunction:
 
     def __init__(self, strategy: Any, model: keras.Model, step: Callable):
         self._strategy, self._model, self._step = strategy, model, step
-        self._metrics = metrics_of(model)
-        self.variables = list({id(v): v for metric in self._metrics for v in metric.variables}.values())
-        self._packing = Packing([v.shape for v in self.variables], [v.dtype for v in self.variables])
         self._forwarded: list[keras.Metric] = []
         self._not_additive: list[keras.Variable] = []
         self._made: list[keras.Variable] = []
         self._traced_logs: Logs | None = None
         self._traced_updates: list[tuple[keras.Metric, Any]] = []
         self._traces: dict[str, Trace] = {}
+        self._named: tuple[Any, str] = None, repr(None)
+        self._find_metrics()
 
     @property
     def is_loopable(self) -> bool:
@@ -245,7 +253,7 @@ class StepFunction:
 
     def single(self, spec: Any) -> Trace:
         """The function of one step; it takes the dense tensors of a batch."""
-        key = repr(spec)
+        key = self._name_of(spec)
         if key not in self._traces:
             self._traces[key] = self._trace(spec)
         return self._traces[key]
@@ -256,7 +264,7 @@ class StepFunction:
         It takes the positions at which the batches begin (and the last one ends), and the concatenated batches: one
         transfer to the worker for all of them.
         """
-        key = f"several {spec!r}"
+        key = f"several {self._name_of(spec)}"
         if key not in self._traces:
             single, specs = self.single(spec).function, flatten_spec(spec)
 
@@ -283,7 +291,7 @@ class StepFunction:
         Raises:
             ValueError: if a metric is not additive.
         """
-        key = f"iterator {spec!r}"
+        key = f"iterator {self._name_of(spec)}"
         if key not in self._traces:
             single = self.single(spec).function
             if self._forwarded:
@@ -308,6 +316,12 @@ class StepFunction:
             self._traces[key] = Trace(function, self._traced_logs, [])
         return self._traces[key]
 
+    def _name_of(self, spec: Any) -> str:
+        """A specification as text. Of many components it takes a while; an iterator has one object for all steps."""
+        if self._named[0] is not spec:
+            self._named = spec, repr(spec)
+        return self._named[1]
+
     def outcome(self, trace: Trace, outputs: Sequence[tf.Tensor]) -> StepOutcome:
         """Fetches what a call of a function has returned."""
         vectors, logs, updates = outputs
@@ -329,6 +343,9 @@ class StepFunction:
         """
         rounds = 0
         while True:
+            if not self._traces:
+                # Some metrics make their variables when they are updated first: F1Score, AUC(multi_label=True).
+                self._find_metrics()
             self._not_additive = []
             try:
                 trace = self._trace_once(spec)
@@ -353,6 +370,11 @@ class StepFunction:
             else:
                 return trace
 
+    def _find_metrics(self) -> None:
+        self._metrics = metrics_of(self._model)
+        self.variables = list({id(v): v for metric in self._metrics for v in metric.variables}.values())
+        self._packing = Packing([v.shape for v in self.variables], [v.dtype for v in self.variables])
+
     def _trace_once(self, spec: Any) -> Trace:
         # TensorFlow reports the line of an error in the model's code only if the function has a plain name.
         def step(*flat: tf.Tensor) -> Any:
@@ -370,7 +392,26 @@ class StepFunction:
         before = [tf.identity(tf.zeros(v.shape, v.dtype)) for v in self.variables]
         after, logs, updates = self._run(spec, flat, before)
         self._check_additive(before, after)
+        operations = tf.compat.v1.get_default_graph().get_operations()
+        self._warn_of_results([x for one in operations if get_read_write_resource_inputs(one)[1] for x in one.inputs])
         return self._packing.pack(after), logs, updates
+
+    def _warn_of_results(self, tensors: Sequence[tf.Tensor]) -> None:
+        """Warns once of a metric by whose result a step changes variables: what others have added is not in it.
+
+        Args:
+            tensors: what the step changes variables by.
+        """
+        found, _ = results_before(tensors)
+        for metric in {id(metric): metric for metric, _ in found.values()}.values():
+            if is_new(metric, "gradients"):
+                warnings.warn(
+                    f"Received: a {self._step.__name__} of model '{self._model.name}' that changes variables by the "
+                    f"result of metric '{metric.name}'. A worker has there what its own rows have added in this call "
+                    "only, so that training differs from one process. Expected: a variable of the model that keeps the "
+                    "number, add_weight(trainable=False).",
+                    stacklevel=2,
+                )
 
     def _check_additive(self, before: list[tf.Tensor], after: list[tf.Tensor]) -> None:
         self._not_additive = [
@@ -455,6 +496,7 @@ class StepFunction:
                 return captured.values(), self._trace_logs(logs, state[: len(self.variables)])
 
         after, logs = self._strategy._run_replica(replica, flat)
+        place_python()
         self._traced_updates = [(metric, (args, kwargs)) for metric, args, kwargs in updates]
         arguments = [flatten(arguments) for _, arguments in self._traced_updates]
         return [tf.identity(value) for value in after], logs, arguments
@@ -467,7 +509,7 @@ class StepFunction:
     def _trace_logs(self, logs: Any, state: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         self._traced_logs = traced = Logs(logs)
         names = {tensor.name for tensor in state}
-        if any(_depends(value, names, set()) for value in traced.own) and is_new(self, "logs"):
+        if any(depends(value, names, set()) for value in traced.own) and is_new(self, "logs"):
             paths = [path for path, leaf in nest.flatten_with_joined_string_paths(logs) if not metric_of(leaf)]
             warnings.warn(
                 f"Received: a {self._step.__name__} of model '{self._model.name}' whose logs ({', '.join(paths)}) are "
@@ -490,6 +532,13 @@ class StepFunction:
                         "state cannot be put together. Expected: a metric whose update_state changes its state."
                     )
                 self._forwarded.append(metric)
+
+
+def place_python() -> None:
+    """Lets Python functions of a traced step (`tf.py_function`) run on the coordinator: workers do not have them."""
+    for operation in tf.compat.v1.get_default_graph().get_operations():
+        if operation.type in ("PyFunc", "PyFuncStateless", "EagerPyFunc"):
+            operation._set_device(COORDINATOR)
 
 
 @contextlib.contextmanager

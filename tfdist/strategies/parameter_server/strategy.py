@@ -14,6 +14,7 @@ import contextlib
 import functools
 import logging
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,7 +22,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.arguments import check_count, check_seconds
+from tfdist.arguments import check_count, check_seconds, is_new
 from tfdist.cluster.config import ClusterConfig
 from tfdist.cluster.discovery import discover
 from tfdist.cluster.errors import ClusterError
@@ -198,7 +199,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 
     def _run_replica(self, function: Callable, *arguments: Any) -> Any:
         """Traces a function in a replica's context, for a worker."""
-        return super().run(tf.autograph.experimental.do_not_convert(function), arguments)
+        with self._extended.scheduled():
+            return super().run(tf.autograph.experimental.do_not_convert(function), arguments)
 
 
 def check_arguments(mode: str, max_inflight: int | None, worker_input: bool) -> None:
@@ -307,6 +309,25 @@ class ParameterServerExtended(upstream.ParameterServerStrategyV2Extended):
         finally:
             self._variable_partitioner = partitioner
 
+    @contextlib.contextmanager
+    def scheduled(self) -> Iterator[None]:
+        """While it is entered, what is traced is for a worker, as in `schedule` of TensorFlow's coordinator."""
+        before, self._being_scheduled = self._being_scheduled, True
+        try:
+            yield
+        finally:
+            self._being_scheduled = before
+
+    def _call_for_each_replica(self, fn: Callable, args: tuple, kwargs: dict) -> Any:
+        if not self._being_scheduled and is_new(self, "alone"):
+            warnings.warn(
+                "Received: strategy.run outside of a function that strategy.coordinator.schedule was given. The chief "
+                "does this work alone. Expected: `strategy.coordinator.schedule(step, args=...)` of a tf.function in "
+                "which strategy.run is called; or model.fit.",
+                stacklevel=2,
+            )
+        return super()._call_for_each_replica(fn, args, kwargs)
+
     def _use_merge_call(self) -> bool:
         return False
 
@@ -361,8 +382,10 @@ class ServerVariable(keras.Variable):
         if self._is_held_by_scope():
             return getattr(keras.Variable, method)(self, value)
         value = self._convert_to_tensor(value, dtype=self._dtype)
-        getattr(self._value, method)(value)
-        return value
+        if value.shape != self.shape:
+            value = tf.broadcast_to(value, self.shape)  # as in Keras' sum
+        # The new value, as Keras returns it. In a graph nothing reads it that nobody takes.
+        return tf.convert_to_tensor(getattr(self._value, method)(value))
 
     def sparse_read(self, indices: Any, name: str | None = None) -> tf.Tensor:
         """The rows with these indices; `tf.gather` looks for this method."""
@@ -415,6 +438,20 @@ class ParameterServerHooks(StrategyHooks):
         self._strategy._dispatcher.join()
         _install_runners(self._strategy, model)
 
+    def fit(self, fit: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
+        for runner in _runners(model):
+            runner.forget_logs()
+        return super().fit(fit, model, *args, **kwargs)
+
+    def make_function(self, make: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
+        (step,) = args
+        kind = "test" if step == model.test_step else "train"
+        if not isinstance(getattr(model, f"{kind}_function"), Runner):
+            return make(model, *args, **kwargs)
+        # A callback that calls `make_train_function(force=True)`: the workers are to do the rest as well.
+        _finish(model)
+        return _runner(self._strategy, model, kind)
+
     def make_predict_function(self, make: Callable, model: Any, force: bool = False) -> Any:
         if force:
             model.predict_function = None
@@ -451,11 +488,9 @@ def _install_runners(strategy: Any, model: keras.Model) -> None:
         strategy: the strategy.
         model: a model that was created in its scope.
     """
-    make_trainer = SynchronousRunner if strategy._mode == "sync" else Runner
-    if not isinstance(model.train_function, Runner):
-        model.train_function = make_trainer(strategy, model)
-    if not isinstance(model.test_function, Runner):
-        model.test_function = Runner(strategy, model, "test")
+    for kind in ("train", "test"):
+        if not isinstance(getattr(model, f"{kind}_function"), Runner):
+            setattr(model, f"{kind}_function", _runner(strategy, model, kind))
 
     def get_metrics_result(model: keras.Model) -> Any:
         # Keras calls this at the end of an epoch, before anything else reads what was trained.
@@ -469,9 +504,24 @@ def _install_runners(strategy: Any, model: keras.Model) -> None:
             runner.forget()
         type(model).reset_metrics(model)
 
-    # Past Keras' attribute tracking.
-    object.__setattr__(model, "get_metrics_result", types.MethodType(get_metrics_result, model))
-    object.__setattr__(model, "reset_metrics", types.MethodType(reset_metrics, model))
+    def settled(name: str) -> Callable:
+        def method(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+            # Steps that were handed out have read the old weights, and would change the new ones.
+            strategy._dispatcher.join()
+            return getattr(type(model), name)(model, *args, **kwargs)
+
+        return method
+
+    own = {name: settled(name) for name in ("set_weights", "load_weights")}
+    own |= {"get_metrics_result": get_metrics_result, "reset_metrics": reset_metrics}
+    for name, method in own.items():
+        # Past Keras' attribute tracking.
+        object.__setattr__(model, name, types.MethodType(method, model))
+
+
+def _runner(strategy: Any, model: keras.Model, kind: str) -> Runner:
+    is_synchronous = kind == "train" and strategy._mode == "sync"
+    return SynchronousRunner(strategy, model) if is_synchronous else Runner(strategy, model, kind)
 
 
 def _finish(model: keras.Model) -> None:

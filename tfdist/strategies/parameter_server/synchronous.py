@@ -41,7 +41,7 @@ from tfdist.strategies.parameter_server.data import (
 )
 from tfdist.strategies.parameter_server.dispatcher import Task, Worker
 from tfdist.strategies.parameter_server.runner import Runner
-from tfdist.strategies.parameter_server.step import StepFunction, StepOutcome, Trace, mean, sparse_updates
+from tfdist.strategies.parameter_server.step import StepFunction, StepOutcome, Trace, depends, mean, sparse_updates
 
 _SHARD = tf.TensorSpec([], tf.int64)
 _WEIGHT = tf.TensorSpec([], tf.float64)
@@ -184,6 +184,9 @@ class GradientStep(StepFunction):
         self._traced_step: KerasStep | None = None
         # `tf.Variable`s that the step changes: known after a first trace.
         self._changed: list[tf.Variable] = []
+        # Ids of tables that no step changes: known after a first trace, too.
+        self._frozen: set[int] = set()
+        self._traced_tables: set[int] = set()
         self._traced_gradients: tuple[_Gradients | None, keras.optimizers.Optimizer | None] = None, None
         # Ids of the optimizers that have scaled the loss.
         self._scaled: set[int] = set()
@@ -221,6 +224,10 @@ class GradientStep(StepFunction):
 
     def _trace(self, spec: Any) -> ShardTrace:
         trace = super()._trace(spec)
+        if self._traced_tables:
+            # What is captured travels as a whole, though a frozen embedding is read by rows.
+            self._frozen |= self._traced_tables
+            trace = super()._trace(spec)
         while changed := changed_variables(trace.function, self._model):
             if again := [one.name for one in changed if any(one is before for before in self._changed)]:
                 raise NotImplementedError(
@@ -246,6 +253,18 @@ class GradientStep(StepFunction):
     def _shard_step(self, spec: Any, shard: tf.Tensor, weight: tf.Tensor, flat: list[tf.Tensor]) -> Any:
         captured: list[tuple[keras.optimizers.Optimizer, list, list]] = []
         copies: list[tf.Tensor] = []
+        graph = tf.compat.v1.get_default_graph()
+        # How many operations the graph has when gradients are applied.
+        applied_at: list[int] = []
+
+        def note_apply() -> None:
+            if tf.compat.v1.get_default_graph() is not graph:
+                raise NotImplementedError(
+                    f"Received: a train_step of model '{self._model.name}' that applies gradients in a branch (tf.cond)"
+                    " or loop under ParameterServerStrategy(mode='sync'), which applies them after the step. Expected: "
+                    "optimizer.apply in every step; or mode='async'."
+                )
+            applied_at.append(len(graph.get_operations()))
 
         def enter(stack: contextlib.ExitStack) -> None:
             # Tells Keras' losses and metrics the weight of this shard, so that sums and means are of the whole batch.
@@ -253,12 +272,12 @@ class GradientStep(StepFunction):
             step.note_batch(unflatten(spec, flat))
             step.begin_shard(weight)
             step.shard = shard
-            graph, variables = tf.compat.v1.get_default_graph(), [*self._model.variables, *held_variables(self._model)]
+            variables = [*self._model.variables, *held_variables(self._model)]
             same = [one for one in map(own_copy, variables) if one is not None]
             step.here.values = LocalValues(graph, [shard, weight, *flat], same=same, watched=[], others=[])
             stack.enter_context(traced(self._strategy, step))
             for optimizer in optimizers_of(self._model):
-                scale_loss, apply = self._weighting(optimizer, step), _recorder(optimizer, captured)
+                scale_loss, apply = self._weighting(optimizer, step), _recorder(optimizer, captured, note_apply)
                 stack.enter_context(shadowed(optimizer, scale_loss=scale_loss, apply=apply))
             for loss in losses_of(self._model):
                 stack.enter_context(shadowed(loss, call=noting_call(step, loss)))
@@ -266,17 +285,60 @@ class GradientStep(StepFunction):
 
         # Not only metrics but all variables that are not trained are captured, and optimizers only record their
         # gradients: the function changes nothing, so that a shard can be computed twice.
-        others = list(self._model.non_trainable_variables)
+        others = [one for one in self._model.non_trainable_variables if id(one) not in self._frozen]
         before = [tf.identity(tf.zeros(v.shape, v.dtype)) for v in self.variables]
         values = [tf.identity(v.value) for v in others]
         after, logs, updates = self._run(spec, flat, before + values, self.variables + others, enter)
         after, changed = after[: len(before)], after[len(before) :]
         self._check_additive(before, after)
         state = [(v, new) for v, old, new in zip(others, values, changed, strict=True) if not _is_same(old, new)]
+        same = [(v, old) for v, old, new in zip(others, values, changed, strict=True) if _is_same(old, new)]
+        self._traced_tables = {id(v) for v, old in same if _is_read_by_rows(old)}
         read = tf.raw_ops.ReadVariableOp
         state += [(v, read(resource=copy, dtype=v.dtype)) for v, copy in zip(self._changed, copies, strict=True)]
         self._traced_state = [variable for variable, _ in state]
-        return self._packing.pack(after), logs, updates, self._pack(captured), [new for _, new in state]
+        packed = self._pack(captured)
+        for optimizer, gradients, trained in captured:
+            self._warn_of_results([part for one in gradients for part in tf.nest.flatten(one, expand_composites=True)])
+            # What writes a copy takes the new value.
+            written = [(v, x) for v, copy in zip(self._changed, copies, strict=True) for x in _written_to(copy)]
+            updated = [*trained, *(one for one in optimizer.variables if one.name != "learning_rate")]
+            self._check_order([*state, *written], updated, graph.get_operations()[applied_at[0] :])
+        self._warn_of_results([new for _, new in state])
+        return self._packing.pack(after), logs, updates, packed, [new for _, new in state]
+
+    def _check_order(
+        self, state: Sequence[tuple[Any, tf.Tensor]], updated: Sequence[Any], late: Sequence[tf.Operation]
+    ) -> None:
+        """Refuses a step that computes state from what its gradients have updated: they do so after the step.
+
+        Args:
+            state: variables and what they become, or are computed from.
+            updated: the variables that gradients update.
+            late: operations of the step after it has applied its gradients.
+
+        Raises:
+            NotImplementedError: if one of these reads an updated variable for the state.
+        """
+        names = {id(own_copy(one).handle): getattr(one, "path", one.name) for one in updated}
+        graph = tf.compat.v1.get_default_graph()
+        handles = {inner.name: names[id(outer)] for outer, inner in graph.captures if id(outer) in names}
+        reads = {
+            read.name: handles[one.name]
+            for operation in late
+            for one in operation.inputs
+            if one.name in handles
+            for read in operation.outputs
+        }
+        for variable, value in state if reads else ():
+            for read, name in reads.items():
+                if depends(value, {read}, set()):
+                    raise NotImplementedError(
+                        f"Received: a train_step of model '{self._model.name}' that computes variable "
+                        f"'{getattr(variable, 'path', variable.name)}' from '{name}' after optimizer.apply, under "
+                        "ParameterServerStrategy(mode='sync'), which updates that one after the step. Expected: the "
+                        "same in on_train_batch_end of a callback; or mode='async'."
+                    )
 
     def _weighting(self, optimizer: keras.optimizers.Optimizer, step: KerasStep) -> Callable:
         scale_loss = optimizer.scale_loss
@@ -372,20 +434,35 @@ def _copied(variable: tf.Variable) -> Iterator[tf.Tensor]:
         yield copy
 
 
+def _is_read_by_rows(value: tf.Tensor) -> bool:
+    """Whether rows are taken of a variable's value."""
+    takers = value.consumers()
+    takers += [taker for one in takers if one.type == "Cast" for taker in one.outputs[0].consumers()]
+    return any(taker.type == "GatherV2" for taker in takers)
+
+
+def _written_to(handle: tf.Tensor) -> list[tf.Tensor]:
+    """What the operations take that have this handle of a variable."""
+    return [one for operation in handle.consumers() for one in operation.inputs if one.dtype != tf.resource]
+
+
 def _combined(
     variable: keras.Variable | tf.Variable, values: Sequence[np.ndarray], weights: Sequence[float]
 ) -> np.ndarray:
     """The new value of a variable that each shard has updated, as its `aggregation` says."""
-    if variable.aggregation == "sum":
-        old = np.asarray(variable.value)
+    # TensorFlow's variables have a number with a name.
+    aggregation = getattr(variable.aggregation, "name", variable.aggregation).lower()
+    if aggregation == "sum":
+        old = own_copy(variable).numpy()
         return old + sum(value - old for value in values)
-    if variable.aggregation == "only_first_replica" or not tf.as_dtype(variable.dtype).is_floating:
+    if aggregation == "only_first_replica" or not tf.as_dtype(variable.dtype).is_floating:
         return values[0]
     return mean(values, weights)
 
 
-def _recorder(optimizer: keras.optimizers.Optimizer, captured: list) -> Any:
+def _recorder(optimizer: keras.optimizers.Optimizer, captured: list, note: Callable[[], Any]) -> Any:
     def apply(grads: Any, trainable_variables: Any = None) -> None:
+        note()
         variables = optimizer._trainable_variables if trainable_variables is None else trainable_variables
         captured.append((optimizer, list(grads), list(variables)))
 
@@ -442,7 +519,7 @@ class _Gradients:
         self.destinations: list[str] = []
         self.specs: list[tf.TensorSpec] = []
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        places = {i: (variables[i].value.device, gradients[i].dtype) for i in present}
+        places = {i: (own_copy(variables[i]).device, gradients[i].dtype) for i in present}
         for place in dict.fromkeys(places.values()):
             own = [i for i in present if places[i] == place]
             sparse = [i for i in own if isinstance(gradients[i], tf.IndexedSlices)]

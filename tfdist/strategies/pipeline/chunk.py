@@ -1,13 +1,22 @@
 """The forward and the backward pass of a chunk as TensorFlow functions, traced once and called for each micro-batch.
 
     forward:   turn, trainable, state, inputs       ->  turn, outputs, new state, losses, kept inputs, residuals
-    backward:  turn, gradients of outputs,          ->  turn, gradients of trainable, gradients of inputs
+    backward:  turn, gradients of outputs,          ->  turn, gradients of inputs, gradients of trainable
                shared (weights, ...), kept (inputs, residuals)
+
+Where the schedule has weight gradients of its own, a third function computes them:
+
+    backward:  the same                             ->  turn, gradients of inputs, what the third function takes
+    weights:   turn, these                          ->  turn, gradients of trainable
 
 With one function for each pass, the graph of a training step stays small: it has two calls for every chunk and
 micro-batch, whatever is inside. The backward function is made from the forward graph, as `tf.function` does it under a
 `GradientTape`. But what is kept from one to the other (the residuals) is explicit here. A chunk that is recomputed
 keeps its inputs only.
+
+An output that nothing uses has no gradient, nor have the weights that it alone depends on: taken for zeros, these
+gradients would let optimizers update the weights, and be multiplied by derivatives that may be infinite. So there is a
+backward function for each set of outputs that have gradients; nearly always it is one.
 
 Nothing in a function has a device: it runs where it is called, so that the pipelines of several replicas share it.
 
@@ -27,8 +36,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -47,6 +56,7 @@ from tfdist.layer_graph.chunk import (
     pack,
     unpack,
 )
+from tfdist.memory.block import upstream
 from tfdist.steps.keras_step import marked_for_xla, xla_compiles
 
 _log = logging.getLogger("tfdist")
@@ -76,6 +86,68 @@ class Forward:
     turn: tf.Tensor
 
 
+class _Derivative(NamedTuple):
+    """A graph with gradients, before it is a function.
+
+    Attributes:
+        graph: the graph.
+        given: in it, the gradients of outputs.
+        gradients: in it, those of trainable variables and of inputs; `None` where there is none.
+        captures: pairs of a tensor of the forward graph, and what stands for it.
+    """
+
+    graph: func_graph.FuncGraph
+    given: list[tf.Tensor]
+    gradients: list[Any]
+    captures: list[tuple[tf.Tensor, tf.Tensor]]
+
+
+class _Backward(NamedTuple):
+    """A backward pass, for gradients of some of the outputs.
+
+    Attributes:
+        function: computes it.
+        given: for each output, and for the losses at the end, whether the function takes its gradient.
+        takes: which of the tensors that a forward pass has left it takes.
+        gradients: those of trainable variables and of inputs, as they are in its graph; `None` where there is none.
+        products: for each trainable variable, how the factors of its gradient are multiplied, if that is left for
+            later.
+        weights: computes the gradients of trainable variables of what `function` returns last; `None` if `function`
+            returns these gradients.
+    """
+
+    function: atomic_function.AtomicFunction
+    given: tuple[bool, ...]
+    takes: Sequence[int]
+    gradients: list[Any]
+    products: list[RowProduct | None]
+    weights: atomic_function.AtomicFunction | None
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightGradients:
+    """What the backward pass of one micro-batch has left of the gradients of a chunk's trainable variables.
+
+    Attributes:
+        gradients: as in `_Backward`, those of trainable variables.
+        products: as in `_Backward`.
+        tensors: the gradients, or what `function` takes.
+        function: computes the gradients, if the backward pass has not.
+    """
+
+    gradients: list[Any]
+    products: Sequence[RowProduct | None]
+    tensors: Sequence[tf.Tensor] = ()
+    function: atomic_function.AtomicFunction | None = None
+
+    def compute(self, turn: tf.Tensor) -> tuple[tf.Tensor, list[Any]]:
+        """Returns the turn, and for each variable a gradient, or the two factors of a `RowProduct`, or `None`."""
+        tensors = self.tensors
+        if self.function is not None:
+            turn, *tensors = self.function.call_flat(turn, *tensors)
+        return turn, _filled(self.gradients, iter(tensors))
+
+
 class Passes:
     """The forward and the backward pass of one chunk, for inputs of one kind.
 
@@ -86,12 +158,11 @@ class Passes:
         inherited: what layers to which it is not passed have from those before the chunk.
         recompute: whether the backward pass runs the forward pass again instead of keeping its residuals.
         split_weights: whether the backward pass leaves products over rows to be computed later.
+        apart: whether it leaves all gradients of weights to a function of their own.
         specs: shapes and dtypes of the chunk's inputs.
         differentiable: whether a backward pass may follow.
 
     Attributes:
-        products: for each trainable variable, how the factors of its gradient are multiplied, if that is left for
-            later.
         handed_on: what layers after the chunk have of it, as `inherited`.
         captures: tensors that the layers read, and are not passed.
     """
@@ -104,25 +175,27 @@ class Passes:
         inherited: bool | None,
         recompute: bool,
         split_weights: bool,
+        apart: bool,
         specs: Sequence[Value],
         differentiable: bool,
     ):
         self._chunk, self._model, self._training, self._specs = chunk, model, training, specs
-        self._recompute, self._split_weights, self._inherited = recompute, split_weights, inherited
+        self._recompute, self._split_weights, self._apart, self._inherited = recompute, split_weights, apart, inherited
         # Profiles show this name.
         self._name = f"stage_chunk_{chunk.index}_{'train' if training else 'infer'}"
         self._variables = [tf.TensorSpec(v.shape, v._value.dtype) for v in (*chunk.trainable, *chunk.state)]
         graph = self._forward_graph("forward")
         self._check_captures(graph)
         self.captures = list(graph.external_captures)
-        self._number_of_outputs = len(graph.outputs)
-        self.products: list[RowProduct | None] = [None] * len(chunk.trainable)
+        self._arguments, self._outputs = list(graph.inputs), list(graph.outputs)
+        # By which outputs have gradients.
+        self._backwards: dict[tuple[bool, ...], _Backward] = {}
         # Positions of the forward function's arguments that the backward function takes, too: those that all
         # micro-batches share, and those of one micro-batch.
         self._shared: list[int] = []
         self._kept: list[int] = []
         if differentiable:
-            residuals = self._differentiate(graph)
+            residuals = self._keep(graph)
             # The inputs that are kept come out again as outputs. So the backward pass takes tensors of this device.
             # Taking the inputs themselves, it would have the stage before send them a second time.
             with graph.as_default():
@@ -143,8 +216,8 @@ class Passes:
         """
         arguments = [*trainable, *state, *pack(inputs)[0], *self.captures]
         turn, *results = self._forward.call_flat(turn, *arguments)
-        kept = results[self._number_of_outputs :]
-        taken = iter(results[: self._number_of_outputs])
+        kept = results[len(self._outputs) :]
+        taken = iter(results[: len(self._outputs)])
         outputs = unpack(taken, self._layout)
         new_state = [next(taken) if changed else old for changed, old in zip(self._changed, state, strict=True)]
         loss = next(taken) if self._adds_losses else None
@@ -156,31 +229,41 @@ class Passes:
         forward: Forward,
         cotangents: Sequence[Gradients],
         loss_cotangent: tf.Tensor | None,
-    ) -> tuple[tf.Tensor, list[Gradients], list[Any]]:
+    ) -> tuple[tf.Tensor, list[Gradients], WeightGradients]:
         """Adds a call of the backward function to the graph.
 
         Args:
             turn: that of the call before it on the same device.
             forward: what the forward pass has left.
-            cotangents: gradients of the outputs; what is missing counts as zeros.
+            cotangents: gradients of the outputs.
             loss_cotangent: gradient of the losses that the layers have added.
 
         Returns:
-            What the next call on the same device waits for; the gradients of the chunk's inputs; for each trainable
-            variable a gradient (a tensor or `IndexedSlices`), or the two factors of a `RowProduct`, or `None`.
+            What the next call on the same device waits for; the gradients of the chunk's inputs; those of its weights.
         """
-        given = []
-        for value, cotangent in zip(forward.outputs, cotangents, strict=True):
-            pairs = zip(cotangent, differentiable_parts(value), strict=True)
-            given += [_zeros_like(part) if c is None else c for c, part in pairs if part is not None]
-        if self._adds_losses:
-            given.append(tf.zeros([], tf.float64) if loss_cotangent is None else loss_cotangent)
-        turn, *results = self._backward.call_flat(turn, *given, *forward.shared, *forward.kept)
-        taken = iter(results)
-        flat = [t if t is None else next(taken) for t in tf.nest.flatten(self._gradients, expand_composites=True)]
-        gradients = tf.nest.pack_sequence_as(self._gradients, flat, expand_composites=True)
+        pairs = [
+            (part, gradient)
+            for value, cotangent in zip(forward.outputs, cotangents, strict=True)
+            for part, gradient in zip(differentiable_parts(value), cotangent, strict=True)
+            if part is not None
+        ]
+        if forward.loss is not None:
+            pairs.append((forward.loss, loss_cotangent))
+        used = tuple(gradient is not None for _, gradient in pairs)
         count = len(self._chunk.trainable)
-        return turn, gradients_of(self._specs, gradients[count:]), gradients[:count]
+        if not any(used):
+            return turn, [Gradients() for _ in self._specs], WeightGradients([None] * count, [None] * count)
+        found = self._backward_of(used)
+        given = [
+            _zeros_like(part) if gradient is None else gradient
+            for (part, gradient), is_given in zip(pairs, found.given, strict=True)
+            if is_given
+        ]
+        left = [*forward.shared, *forward.kept]
+        turn, *results = found.function.call_flat(turn, *given, *(left[i] for i in found.takes))
+        rest = iter(results)
+        of_inputs = gradients_of(self._specs, _filled(found.gradients[count:], rest))
+        return turn, of_inputs, WeightGradients(found.gradients[:count], found.products, list(rest), found.weights)
 
     def _forward_graph(self, suffix: str) -> func_graph.FuncGraph:
         def run(*flat: tf.Tensor) -> list[tf.Tensor]:
@@ -204,8 +287,8 @@ class Passes:
             outputs.append(tf.add_n([tf.reduce_sum(tf.cast(loss, tf.float64)) for loss in result.losses]))
         return outputs
 
-    def _differentiate(self, graph: func_graph.FuncGraph) -> list[tf.Tensor]:
-        """Makes the backward function; returns what the forward function has to return for it besides its inputs.
+    def _keep(self, graph: func_graph.FuncGraph) -> list[tf.Tensor]:
+        """Decides what the backward pass takes; returns what the forward function returns for it besides its inputs.
 
         Kept residuals: the gradients go into a graph of their own. What they use of the forward graph, it captures.
 
@@ -226,49 +309,98 @@ class Passes:
                 self._name,
             )
             self._recompute = False
-        source = self._forward_graph("recompute") if self._recompute else graph
-        ys = differentiable(unpack(source.outputs, self._layout))
+        self._graph, taken, made = graph, self._arguments, None
+        every = (True,) * (len(differentiable(unpack(self._outputs, self._layout))) + self._adds_losses)
+        if not self._recompute:
+            made = self._differentiate(every)
+            taken = [outer for outer, _ in made.captures]
+        positions = {id(tensor): position for position, tensor in enumerate(self._arguments)}
+        passed = [positions[id(tensor)] for tensor in taken if id(tensor) in positions]
+        residuals = [tensor for tensor in taken if id(tensor) not in positions]
+        begin = len(self._variables)
+        own = range(begin, begin + len(pack(self._specs)[0]))
+        self._shared = [position for position in passed if position not in own]
+        self._kept = [position for position in passed if position in own]
+        # What a forward pass leaves, in the order of `Forward.shared` and `Forward.kept`.
+        self._left = [*(self._arguments[i] for i in (*self._shared, *self._kept)), *residuals]
+        if made is not None:
+            self._backwards[every] = self._finish(made, every)
+        return residuals
+
+    def _backward_of(self, used: tuple[bool, ...]) -> _Backward:
+        """The backward pass for gradients of these outputs."""
+        if used not in self._backwards:
+            # Without a device in it, a function runs where it is called.
+            with tf.device(None):
+                self._backwards[used] = self._finish(self._differentiate(used), used)
+        return self._backwards[used]
+
+    def _differentiate(self, used: tuple[bool, ...]) -> _Derivative:
+        """Adds the gradients of these outputs to a graph: one of their own, or one that computes the forward pass."""
+        if self._recompute:
+            source = graph = self._forward_graph("recompute")
+            arguments, outputs = source.inputs, source.outputs
+        else:
+            source, arguments, outputs = self._graph, self._arguments, self._outputs
+            with source.as_default():
+                graph = func_graph.FuncGraph(f"{self._name}_backward")
+        ys = differentiable(unpack(outputs, self._layout))
         if self._adds_losses:
-            ys.append(source.outputs[-1])
-        count, begin = len(self._chunk.trainable), len(self._variables)
-        inputs = unpack(source.inputs[begin:], pack(self._specs)[1])
-        xs = [*source.inputs[:count], *differentiable(inputs)]
-        with source.as_default():
-            backward = source if self._recompute else func_graph.FuncGraph(f"{self._name}_backward")
-        with backward.as_default(), marked_for_xla(xla_compiles(self._model)):
+            ys.append(outputs[-1])
+        ys = [y for y, is_used in zip(ys, used, strict=True) if is_used]
+        inputs = unpack(arguments[len(self._variables) :], pack(self._specs)[1])
+        xs = [*arguments[: len(self._chunk.trainable)], *differentiable(inputs)]
+        with graph.as_default(), marked_for_xla(xla_compiles(self._model)):
             given = [tf.compat.v1.placeholder(y.dtype, y.shape) for y in ys]
             gradients = gradients_util._GradientsHelper(
                 ys, xs, grad_ys=given, src_graph=None if self._recompute else source
             )
-            self._set_gradients(backward, gradients, count)
-        # What the backward function takes besides the gradients of the outputs: arguments of the forward function, by
-        # their positions, and residuals.
-        passed, residuals = dict(enumerate(source.inputs)), []
-        if not self._recompute:
-            arguments = {id(t): i for i, t in enumerate(source.inputs)}
-            captured = list(backward.captures)
-            passed = {arguments[id(outer)]: inner for outer, inner in captured if id(outer) in arguments}
-            residuals = [pair for pair in captured if id(pair[0]) not in arguments]
-        own = range(begin, begin + len(pack(self._specs)[0]))
-        self._shared = [position for position in passed if position not in own]
-        self._kept = [position for position in passed if position in own]
-        taken = [passed[position] for position in (*self._shared, *self._kept)]
-        backward.inputs = [*given, *taken, *(inner for _, inner in residuals)]
-        self._backward = define(f"{self._name}_backward", backward, with_turn=True)
-        return [outer for outer, _ in residuals]
+        captures = zip(self._arguments, arguments, strict=True) if self._recompute else graph.captures
+        return _Derivative(graph, given, list(gradients), list(captures))
 
-    def _set_gradients(self, graph: func_graph.FuncGraph, gradients: Sequence[Any], count: int) -> None:
-        """Makes the outputs of a backward graph. Functions return tensors only: each gradient becomes none to three."""
-        self._gradients = list(gradients)
+    def _finish(self, made: _Derivative, used: tuple[bool, ...]) -> _Backward:
+        """Makes the functions of a backward graph."""
+        graph, given, gradients, captures = made
+        places = {id(tensor): place for place, tensor in enumerate(self._left)}
+        if not all(used) and any(id(outer) not in places for outer, _ in captures):
+            # It takes what forward passes have not left: an operation with several results takes zeros for the
+            # gradients of some, in the shape of these. So it is the pass for all outputs, with zeros.
+            every = (True,) * len(used)
+            whole = self._differentiate(every)
+            there = [w if g is not None else None for g, w in zip(gradients, whole.gradients, strict=True)]
+            return self._finish(whole._replace(gradients=there), every)
+        count = len(self._chunk.trainable)
+        with graph.as_default():
+            gradients, products = self._as_results(gradients)
+            of_weights, of_inputs = (
+                [tf.identity(t) for t in tf.nest.flatten(part, expand_composites=True) if t is not None]
+                for part in (gradients[:count], gradients[count:])
+            )
+        weights = None
+        if self._apart and of_weights:
+            crossing, apart = _moved_apart(graph, of_inputs, of_weights, f"{self._name}_weights")
+            weights = define(f"{self._name}_weights", apart, with_turn=True)
+            with graph.as_default():
+                of_weights = [tf.identity(tensor) for tensor in crossing]
+        graph.inputs = [*given, *(inner for _, inner in captures)]
+        graph.outputs = [*of_inputs, *of_weights]
+        function = define(f"{self._name}_backward", graph, with_turn=True)
+        return _Backward(function, used, [places[id(outer)] for outer, _ in captures], gradients, products, weights)
+
+    def _as_results(self, gradients: Sequence[Any]) -> tuple[list[Any], list[RowProduct | None]]:
+        """What functions can return, as they return tensors only: each gradient becomes none to three."""
+        count, results = len(self._chunk.trainable), list(gradients)
+        products: list[RowProduct | None] = [None] * count
         for i, gradient in enumerate(gradients):
-            if isinstance(gradient, tf.IndexedSlices):
+            if isinstance(gradient, tf.IndexedSlices) and i < count:
                 shape = tf.constant(self._variables[i].shape.as_list(), gradient.indices.dtype)
-                self._gradients[i] = tf.IndexedSlices(gradient.values, gradient.indices, shape)
+                results[i] = tf.IndexedSlices(gradient.values, gradient.indices, shape)
+            elif isinstance(gradient, tf.IndexedSlices):
+                results[i] = tf.convert_to_tensor(gradient)
             elif i < count and self._split_weights and gradient is not None:
-                self.products[i] = product = as_row_product(gradient)
-                self._gradients[i] = gradient if product is None else (product.left, product.right)
-        flat = tf.nest.flatten(self._gradients, expand_composites=True)
-        graph.outputs = [tf.identity(t) for t in flat if t is not None]
+                products[i] = product = as_row_product(gradient)
+                results[i] = gradient if product is None else (product.left, product.right)
+        return results, products
 
     def _check_captures(self, graph: func_graph.FuncGraph) -> None:
         for tensor in graph.external_captures:
@@ -287,6 +419,51 @@ def _draws_unseeded(graph: func_graph.FuncGraph) -> bool:
     definition = graph.as_graph_def()
     nodes = [*definition.node, *(node for function in definition.library.function for node in function.node_def)]
     return any(node.op in UNSEEDED for node in nodes)
+
+
+def _filled(structure: Any, tensors: Iterator[tf.Tensor]) -> Any:
+    """The structure with the next of these tensors in the places of its own."""
+    flat = [t if t is None else next(tensors) for t in tf.nest.flatten(structure, expand_composites=True)]
+    return tf.nest.pack_sequence_as(structure, flat, expand_composites=True)
+
+
+def _moved_apart(
+    graph: func_graph.FuncGraph, first: Sequence[tf.Tensor], later: Sequence[tf.Tensor], name: str
+) -> tuple[list[tf.Tensor], func_graph.FuncGraph]:
+    """Copies into a graph of its own what only the tensors `later` need, and not the tensors `first`.
+
+    Returns:
+        The tensors of `graph` that the other graph takes, and that graph, with copies of `later` as its outputs.
+    """
+
+    def before(operation: tf.Operation) -> list[tf.Operation]:
+        return [tensor.op for tensor in operation.inputs]
+
+    moved = upstream([tensor.op for tensor in later], before) - upstream([tensor.op for tensor in first], before)
+    moved = {operation for operation in moved if operation.type != "Placeholder"}
+    # Constants are in both graphs: XLA, for one, wants to know the axes of a sum.
+    moved |= {operation for one in moved for operation in before(one) if operation.type == "Const"}
+    copies: dict[int, tf.Tensor] = {}
+    with graph.as_default():
+        apart = func_graph.FuncGraph(name)
+    for function in graph._functions.values():
+        apart._add_function_recursive(function)
+    with apart.as_default():
+        # In the order in which they were made, each comes after those whose results it takes.
+        for old in (operation for operation in graph.get_operations() if operation in moved):
+            new = apart._create_op_internal(
+                old.type,
+                [copies.get(id(tensor), tensor) for tensor in old.inputs],
+                [output.dtype for output in old.outputs],
+                attrs={key: value for key, value in old.node_def.attr.items() if key != "_class"},
+                op_def=old.op_def,
+            )
+            for output, copied in zip(old.outputs, new.outputs, strict=True):
+                copied.set_shape(output.shape)
+                copies[id(output)] = copied
+        apart.outputs = [copies[id(tensor)] for tensor in later]
+    apart.inputs = [inner for _, inner in apart.captures]
+    return [outer for outer, _ in apart.captures], apart
 
 
 def _zeros_like(tensor: tf.Tensor) -> tf.Tensor:

@@ -48,7 +48,7 @@ from tfdist.strategies.data_parallel.dataset import (
     static_rows,
     warn_of_other_rows,
 )
-from tfdist.strategies.pipeline.chunk import Forward, GradientSums, added
+from tfdist.strategies.pipeline.chunk import Forward, GradientSums, WeightGradients, added
 from tfdist.strategies.pipeline.plan import PipelinePlan
 from tfdist.strategies.pipeline.schedule import Instruction
 from tfdist.strategies.validation import warn_of_updates
@@ -186,6 +186,8 @@ class PipelineRun:
         self._sums = [
             GradientSums(plan.chunks, functools.partial(plan.device_of, replica=r)) for r in range(plan.replicas)
         ]
+        # By chunk and micro-batch: what backward passes have left of the gradients of weights.
+        self._weight_gradients: dict[tuple[int, int], WeightGradients] = {}
 
     def copy(self) -> PipelineRun:
         """The same forward pass, for another backward pass: with its own copy of what that changes."""
@@ -223,8 +225,12 @@ class PipelineRun:
                         if after_model and chunk == len(self._plan.chunks) - 1:
                             # The loss and its gradient come between the last forward and the first backward pass.
                             self._delay_turn(stage, after_model(index))
-                    else:
+                    elif kind == "backward":
                         self._backward(stage, chunk, index)
+                        if not self._plan.schedule.splits_backward:
+                            self._weights(stage, chunk, index)
+                    else:
+                        self._weights(stage, chunk, index)
 
     def _delay_turn(self, stage: tuple[int, int], tensors: Sequence[tf.Tensor | tf.Operation]) -> None:
         """Makes the next call of a stage wait for these tensors, by an `identity` of its turn with control inputs."""
@@ -238,9 +244,11 @@ class PipelineRun:
     #   turn of the stage ───────────┘         │        └─> turn of the stage
     #                                          └─ kept (on the device, or through the host) ──┐
     #   cotangents[outputs of the chunk] ─┐                   ┌─> cotangents[inputs]          │
-    #   turn of the stage ────────────────┼─> backward call ──┼─> sums of weight gradients    │
+    #   turn of the stage ────────────────┼─> backward call ──┼─> sums of weight gradients *  │
     #                                     └──────┬────────────┴─> turn of the stage           │
     #                                            └────────────────────────────────────────────┘
+    #
+    #   * or what a later weights call, which has its own turn, computes them of
     def _forward(self, stage: tuple[int, int], instruction: Instruction, index: int) -> None:
         (replica, _), number, values = stage, instruction.chunk, self._values[index]
         chunk, before = self._plan.chunks[number], self._state[replica][number]
@@ -269,10 +277,16 @@ class PipelineRun:
         inputs = [self._values[index][key] for key in chunk.inputs]
         given = [_total(cotangents.pop(key, [])) for key in chunk.outputs]
         passes = self._plan.passes(chunk, self._training, self._inherited[number], inputs, True)
-        loss_cotangent = self.loss_cotangents[index] if forward.loss is not None else None
+        # Nobody may use the losses that layers have added.
+        loss_cotangent = self.loss_cotangents[index] if self.loss_cotangents else None
         self._turns[stage], of_inputs, of_weights = passes.backward(self._turns[stage], forward, given, loss_cotangent)
         self.add_cotangents(index, chunk.inputs, of_inputs)
-        self._sums[stage[0]].add(chunk, of_weights, passes.products)
+        self._weight_gradients[number, index] = of_weights
+
+    def _weights(self, stage: tuple[int, int], number: int, index: int) -> None:
+        left = self._weight_gradients.pop((number, index))
+        self._turns[stage], gradients = left.compute(self._turns[stage])
+        self._sums[stage[0]].add(self._plan.chunks[number], gradients, left.products)
 
     def _inputs_of(self, kind: str, number: int, index: int) -> list[tf.Tensor]:
         chunk = self._plan.chunks[number]
@@ -326,6 +340,7 @@ class PipelineRun:
         """Writes the layers' state after the last micro-batches to the variables that layers have changed.
 
         Of several pipelines, statistics are averaged, weighted by rows; of whole numbers (seeds) the first one's count.
+        What they add to metrics of layers is added up.
         """
         replicas = range(self._plan.replicas)
         rows = [sum(self._micro_batches.weight(r * self._each + i) for i in range(self._each)) for r in replicas]
@@ -333,8 +348,12 @@ class PipelineRun:
         for chunk in self._plan.chunks:
             with tf.device(self._plan.device_of(chunk.index)):
                 for i, variable in enumerate(chunk.state):
-                    values = [self._state[r][chunk.index][i] for r in replicas]
-                    if values[0] is self._initial_state[0][chunk.index][i]:
+                    values, before = [self._state[r][chunk.index][i] for r in replicas], self._initial_state
+                    if values[0] is before[0][chunk.index][i]:
+                        continue
+                    if id(variable) in self._plan.metrics:
+                        added_to_it = [v - before[r][chunk.index][i] for r, v in enumerate(values)]
+                        variable._value.assign_add(tf.add_n(added_to_it))
                         continue
                     changed.append(variable)
                     if len(values) == 1 or not values[0].dtype.is_floating:

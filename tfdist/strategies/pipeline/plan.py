@@ -35,6 +35,7 @@ from tfdist.layer_graph.chunk import Chunk, Value, is_differentiable, make_chunk
 from tfdist.layer_graph.costs import costs_of, crossing, measured_costs, weights
 from tfdist.layer_graph.graph import Call, LayerGraph, flatten
 from tfdist.layer_graph.partition import Cost, balance
+from tfdist.memory.block import own_metrics
 from tfdist.memory.policy import MODES, MemoryPolicy, policy_of
 from tfdist.plain_text import plain_text
 from tfdist.strategies.pipeline.chunk import Passes
@@ -42,7 +43,7 @@ from tfdist.strategies.pipeline.schedule import Schedule, forward_only, make_sch
 
 _log = logging.getLogger("tfdist")
 
-SCHEDULES = ("auto", "gpipe", "1f1b", "eager-1f1b", "interleaved")
+SCHEDULES = ("auto", "gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1")
 BALANCES = ("flops", "memory", "time")
 WEIGHT_GRADIENTS = ("accumulate", "batched")
 
@@ -82,6 +83,11 @@ class PipelineOptions:
             raise ValueError(
                 f"Received: chunks_per_device={chunks_per_device} with schedule={schedule!r}. Expected: "
                 "schedule='interleaved', the only one that gives a device several chunks of the model."
+            )
+        if schedule == "zb-h1" and weight_gradients == "batched":
+            raise ValueError(
+                "Received: weight_gradients='batched' with schedule='zb-h1', which computes gradients of weights while "
+                "a stage would wait, not at the end. Expected: weight_gradients='accumulate', or another schedule."
             )
         self.pipelines, self.num_microbatches, self.schedule = pipelines, num_microbatches, schedule
         self.devices = pipelines[0]
@@ -169,6 +175,7 @@ class PipelinePlan:
         modes: for each chunk, the memory mode: what it keeps for the backward pass, and where.
         policy: to which host what is swapped goes, and when it comes back.
         decomposes: whether the compiled loss can be computed micro-batch by micro-batch.
+        metrics: the variables of metrics that layers have, by their ids.
 
     Raises:
         ValueError: if it cannot be cut into as many pieces, or not where the user wants.
@@ -192,6 +199,13 @@ class PipelinePlan:
     def refresh(self) -> None:
         """Forgets the traced functions and which variables are trainable: the model may have changed since."""
         self.chunks = make_chunks(self.graph, self._cuts)
+        # Of metrics that layers have as attributes, in the first chunk that has the layer.
+        self.metrics: dict[int, keras.Variable] = {}
+        for index, chunk in enumerate(self.chunks):
+            known = {id(variable) for variable in chunk.state} | self.metrics.keys()
+            new = [variable for variable in own_metrics(chunk.layers) if id(variable) not in known]
+            self.metrics |= {id(variable): variable for variable in new}
+            self.chunks[index] = dataclasses.replace(chunk, state=(*chunk.state, *new))
         self._passes: dict[Any, Passes] = {}
         # The chunk on whose device a variable is, by the variable's id: the first chunk that uses it.
         self.homes: dict[int, int] = {}
@@ -219,13 +233,14 @@ class PipelinePlan:
     ) -> Passes:
         """The traced passes of a chunk, for inputs of these shapes and dtypes."""
         specs = tuple(Value(*(None if t is None else tf.TensorSpec(t.shape, t.dtype) for t in v)) for v in inputs)
-        key = chunk.index, training, inherited, specs, differentiable, bool(self.model.jit_compile)
+        apart = self.schedule.splits_backward
+        key = chunk.index, training, inherited, specs, differentiable, apart, bool(self.model.jit_compile)
         if key not in self._passes:
             recompute, split = self.recompute[chunk.index], self._options.split_weights
             # Without a device in it, a function runs where it is called: several pipelines call it.
             with tf.device(None):
                 self._passes[key] = Passes(
-                    chunk, self.model, training, inherited, recompute, split, specs, differentiable
+                    chunk, self.model, training, inherited, recompute, split, apart, specs, differentiable
                 )
         return self._passes[key]
 
@@ -538,9 +553,9 @@ def _path(name: str, ends: dict[str, int]) -> str:
     )
 
 
-# Cost of a backward pass, in forward passes: it computes two products for each one of the forward pass, and one more if
-# it runs the forward pass again.
-_BACKWARD, _RECOMPUTE = 2.0, 3.0
+# Cost of a backward pass, in forward passes: it computes two products for each one of the forward pass, one of them for
+# weights, and one more if it runs the forward pass again.
+_BACKWARD, _WEIGHTS, _RECOMPUTE = 2.0, 1.0, 3.0
 _UNITS = ("", "K", "M", "G", "T", "P")
 
 
@@ -596,9 +611,12 @@ def _lines(plan: PipelinePlan, flops: list[float], rows: int | None) -> list[str
     useful = (1 + _BACKWARD) * sum(flops)
     predicted = "unknown"
     if useful:
-        speed = speed_up(simulate(schedule, flops, backward)) * useful / sum((*flops, *backward))
+        weights = [c * _WEIGHTS if schedule.splits_backward else 0.0 for c in flops]
+        of_inputs = [whole - part for whole, part in zip(backward, weights, strict=True)]
+        speed = speed_up(simulate(schedule, flops, of_inputs, 0.0, weights)) * useful / sum((*flops, *backward))
         predicted = f"{speed * replicas:.2f} x one device"
-    formula = "(K - 1) / (M + K - 1)" if chunks == 1 else "(K - 1) / (V M + K - 1)"
+    parts = "V M" if chunks > 1 else "3 M" if schedule.splits_backward else "M"
+    formula = f"(K - 1) / ({parts} + K - 1)"
     numbers = f"K = {devices} devices, M = {count}" + (f", V = {chunks} chunks" if chunks > 1 else "")
     copies = f"{replicas} replicas x " if replicas > 1 else ""
     of_rows, batch = "", f"the batch of fit, in {copies}{count} micro-batches"

@@ -13,12 +13,14 @@ from typing import Literal, NamedTuple
 class Instruction(NamedTuple):
     """One computation: the forward or the backward of one micro-batch through one chunk of the model.
 
+    Where a schedule has "weights", these are the gradients of weights, and its backwards are those of inputs alone.
+
     Example:
         >>> Instruction("forward", chunk=0, microbatch=3).kind
         'forward'
     """
 
-    kind: Literal["forward", "backward"]
+    kind: Literal["forward", "backward", "weights"]
     chunk: int
     microbatch: int
 
@@ -47,6 +49,11 @@ class Schedule:
     orders: tuple[tuple[Instruction, ...], ...]
 
     @property
+    def splits_backward(self) -> bool:
+        """Whether the gradients of weights are instructions of their own."""
+        return any(i.kind == "weights" for order in self.orders for i in order)
+
+    @property
     def chunks(self) -> int:
         """The number of chunks of the model."""
         return self.devices * self.chunks_per_device
@@ -65,6 +72,8 @@ class Schedule:
             [Instruction(kind='forward', chunk=0, microbatch=0), Instruction(kind='backward', chunk=1, microbatch=0)]
         """
         kind, chunk, microbatch = instruction
+        if kind == "weights":
+            return [Instruction("backward", chunk, microbatch)]
         if kind == "forward":
             return [Instruction("forward", chunk - 1, microbatch)] if chunk > 0 else []
         own = [Instruction("forward", chunk, microbatch)]
@@ -102,15 +111,17 @@ class Schedule:
     def in_flight(self) -> tuple[int, ...]:
         """For each chunk, the most micro-batches at a time between forward and backward: their activations need memory.
 
+        Where the gradients of weights come later than the backward, activations are needed until then.
         Micro-batches without a backward, as in `evaluate`, do not count: nothing has to be kept for them.
         """
         most = [0] * self.chunks
         now = [0] * self.chunks
         returning = {(i.chunk, i.microbatch) for order in self.orders for i in order if i.kind == "backward"}
+        changes = {"forward": 1, "weights" if self.splits_backward else "backward": -1}
         for order in self.orders:
             for kind, chunk, microbatch in order:
                 if (chunk, microbatch) in returning:
-                    now[chunk] += 1 if kind == "forward" else -1
+                    now[chunk] += changes.get(kind, 0)
                     most[chunk] = max(most[chunk], now[chunk])
         return tuple(most)
 
@@ -118,8 +129,11 @@ class Schedule:
         """The ideal idle share (K-1)/(V*M+K-1): for chunks that take equally long, and transfers that take no time.
 
         An interleaved schedule reaches it only if the number of micro-batches is a multiple of the number of devices.
+        Where the gradients of weights, of inputs and the forward take a third of the time each, they fill two thirds of
+        the bubble: then it is (K-1)/(3M+K-1).
         """
-        return (self.devices - 1) / (self.chunks_per_device * self.microbatches + self.devices - 1)
+        parts = (3 if self.splits_backward else 1) * self.chunks_per_device
+        return (self.devices - 1) / (parts * self.microbatches + self.devices - 1)
 
 
 # K devices, M micro-batches, V chunks (a, b, ...) on each device. A device begins with some forwards, then it takes one
@@ -147,17 +161,22 @@ class Schedule:
 #              stage 0 |F0a F1a F0b F1b F2a B0b F3a B1b F2b B0a F3b B1a     B2b     B3b B2a B3a
 #              stage 1 |    F0a F1a F0b B0b F1b B1b F2a B0a F3a B1a F2b B2b F3b B3b B2a B3a
 #
+# zb-h1        K-1-d; W0, the gradients of  K                stage 0 |F0 F1 F2       B0 W0 F3 B1 W1 B2 W2 B3 W3
+#              weights, comes after Bd                       stage 1 |   F0 F1    B0 F2 B1 W0 F3 B2 W1 B3 W2 W3
+#              arXiv 2401.10241                              stage 2 |      F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
+#
 # forward_only all, without backwards: for evaluate and predict
 _FORWARDS_FIRST = {
     "gpipe": lambda k, d, v, visits: visits,
     "1f1b": lambda k, d, v, visits: k - 1 - d,
+    "zb-h1": lambda k, d, v, visits: k - 1 - d,
     "eager-1f1b": lambda k, d, v, visits: 2 * (k - 1 - d),
     "interleaved": lambda k, d, v, visits: (2 if v > 1 else 1) * (k - 1 - d) + (v - 1) * k,
 }
 
 
 def make_schedule(name: str, devices: int, microbatches: int, chunks_per_device: int = 1) -> Schedule:
-    """The schedule of a name: "gpipe", "1f1b", "eager-1f1b" or "interleaved", drawn above.
+    """The schedule of a name: "gpipe", "1f1b", "zb-h1", "eager-1f1b" or "interleaved", drawn above.
 
     Example:
         >>> make_schedule("gpipe", 4, 8).bubble() == 3 / 11
@@ -170,8 +189,22 @@ def make_schedule(name: str, devices: int, microbatches: int, chunks_per_device:
         first = _FORWARDS_FIRST[name](devices, device, chunks_per_device, len(visits))
         in_turn = [i for pair in zip(forwards[first:], backwards, strict=False) for i in pair]
         order = [*forwards[:first], *in_turn, *backwards[len(forwards[first:]) :]]
+        if name == "zb-h1":
+            order = _with_weights(order, backwards, later=device)
         orders.append(tuple(i for i in order if i.microbatch < microbatches))
     return Schedule(name, devices, microbatches, chunks_per_device, tuple(orders))
+
+
+def _with_weights(order: list[Instruction], backwards: list[Instruction], later: int) -> list[Instruction]:
+    """Lets gradients of weights follow the backward that comes `later` backwards after their own, or at the end.
+
+    The stage before waits for a backward, and nobody for these. The later a stage is, the earlier its backwards begin,
+    and the more of these gradients it puts off until the end, where it would wait otherwise.
+    """
+    weights = [instruction._replace(kind="weights") for instruction in backwards]
+    following = dict(zip(backwards[later:], weights, strict=False))
+    result = [i for one in order for i in (one, following.get(one)) if i is not None]
+    return result + weights[len(following) :]
 
 
 def forward_only(devices: int, microbatches: int, chunks_per_device: int = 1) -> Schedule:
@@ -211,7 +244,11 @@ class Interval(NamedTuple):
 
 
 def simulate(
-    schedule: Schedule, forward: Sequence[float], backward: Sequence[float], transfer: float = 0.0
+    schedule: Schedule,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    transfer: float = 0.0,
+    weights: Sequence[float] = (),
 ) -> list[Interval]:
     """When each instruction begins and ends, if it begins as soon as its device is free and its inputs are there.
 
@@ -220,12 +257,13 @@ def simulate(
         forward: seconds of the forward of one micro-batch through each chunk.
         backward: the same for the backward.
         transfer: seconds that a result takes to another device; the devices go on computing meanwhile.
+        weights: the same for the gradients of weights, where these are no part of the backward; by default as long.
 
     Example:
         >>> makespan(simulate(make_schedule("gpipe", 2, 3), [1, 1], [2, 2]))
         12.0
     """
-    times = {"forward": forward, "backward": backward}
+    times = {"forward": forward, "backward": backward, "weights": weights or backward}
     free = [0.0] * schedule.devices
     ends: dict[Instruction, float] = {}
     intervals = []

@@ -33,7 +33,16 @@ from tfdist.compat.upstream import (
     record,
 )
 from tfdist.compat.upstream import losses as keras_losses
-from tfdist.layer_graph.chunk import Gradients, Value, attached, differentiable, gradients_of, pack, unpack
+from tfdist.layer_graph.chunk import (
+    Gradients,
+    Value,
+    as_one_operation,
+    attached,
+    differentiable,
+    gradients_of,
+    pack,
+    unpack,
+)
 from tfdist.strategies.data_parallel.dataset import static_rows
 from tfdist.strategies.pipeline.chunk import added, define
 from tfdist.strategies.pipeline.engine import MicroBatches, PipelineRun, read_trainable
@@ -134,7 +143,8 @@ def _regularized(
         with tf.device(device):
             with tf.GradientTape() as tape:
                 tape.watch(value)
-                loss = variable.regularizer(value)
+                # What has several elements counts as their sum, as in Keras.
+                loss = tf.reduce_sum(variable.regularizer(value))
             gradient = tape.gradient(loss, value)
             if gradient is not None:
                 gradient *= tf.cast(scale, gradient.dtype)
@@ -258,7 +268,7 @@ def _call_model(plan: PipelinePlan, flat: list[tf.Tensor], training: bool | None
         # Layers may draw random numbers in inference, too.
         run.assign_state()
         values = [run.output(key) for key in plan.graph.outputs]
-        # New tensors: the tape takes them for the outputs of the one operation, and masks are attached to them.
+        # New tensors: masks are attached to them.
         outputs = [Value(*(part if part is None else tf.identity(part) for part in value)) for value in values]
         tensors = differentiable(outputs)
         weights = [micro_batches.weight(i) for i in range(count)]
@@ -267,19 +277,19 @@ def _call_model(plan: PipelinePlan, flat: list[tf.Tensor], training: bool | None
 
     plan.check_captures()
 
-    def backward(*cotangents: tf.Tensor) -> list[Any]:
-        inputs = [*recorded, *cotangents]
+    def backward(cotangents: Sequence[Any]) -> list[Any]:
+        inputs = [*recorded, *(cotangent for cotangent in cotangents if cotangent is not None)]
         differentiated_again = record.should_record_backprop(inputs)
         with record.stop_recording():
             # A persistent tape comes here more than once, so each backward pass has a copy of the run.
             again = run.copy()
             of_outputs = cotangents[: len(tensors)]
-            if loss:
+            if loss and cotangents[-1] is not None:
                 again.loss_cotangents = [weight * tf.cast(cotangents[-1], tf.float64) for weight in weights]
-            pieces = [micro_batches.cut_gradient(cotangent) for cotangent in of_outputs]
+            pieces = [[None] * count if c is None else micro_batches.cut_gradient(c) for c in of_outputs]
             for index, own in enumerate(zip(*pieces, strict=True)):
                 again.add_cotangents(index, plan.graph.outputs, gradients_of(outputs, own))
-            again.execute([item for item in order if item[1].kind == "backward"])
+            again.execute([item for item in order if item[1].kind != "forward"])
             gradients = again.gradients_of_chunks()
             gradients += [again.gradient_of_input(key) for key in plan.graph.inputs]
         if differentiated_again:
@@ -287,8 +297,10 @@ def _call_model(plan: PipelinePlan, flat: list[tf.Tensor], training: bool | None
             record.record_operation("TfdistPipelineGradient", made, inputs, _refuse_second_order)
         return gradients
 
-    record.record_operation("TfdistPipeline", [*tensors, *loss], recorded, backward)
-    plan.model._losses.extend(loss)
+    passed = as_one_operation("TfdistPipeline", [*tensors, *loss], recorded, backward)
+    plan.model._losses.extend(passed[len(tensors) :])
+    new = {id(tensor): other for tensor, other in zip(tensors, passed, strict=False)}
+    outputs = [Value(*(new.get(id(part), part) for part in value)) for value in outputs]
     return plan.pack_outputs([attached(value) for value in outputs])
 
 

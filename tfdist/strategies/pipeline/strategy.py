@@ -114,8 +114,9 @@ class PipelineStrategy(tf.distribute.Strategy):
             for each row.
         schedule: "gpipe", "1f1b" (PipeDream-flush: keeps fewer micro-batches in memory), "eager-1f1b" (keeps up to
             twice as many as that, and hides the time that transfers take), "interleaved" (several chunks of the model
-            on a device, a smaller bubble), or "auto": 1F1B where the compiled loss is a mean over rows, in the eager
-            form between processes; GPipe where it may not be one.
+            on a device, a smaller bubble), "zb-h1" (Zero Bubble: computes the gradients of weights when a stage would
+            be idle), or "auto": 1F1B where the compiled loss is a mean over rows, in the eager form between processes;
+            GPipe where it may not be one.
         chunks_per_device: of the interleaved schedule; 2 by default.
         cuts: names of the layers after which the model is cut; by default it is balanced. `tfdist.stage(i)` around
             layer calls is another way to say it.
