@@ -67,7 +67,9 @@ def test_signals_to_the_whole_group_spare_the_guardian(launch) -> None:
 @pytest.mark.parametrize("code", [0, 3])
 def test_a_launcher_that_was_started_with_sigchld_ignored(launches, tmp_path: Path, code: int) -> None:
     """As some services do, to have no zombies: the kernel would forget how processes end."""
-    words = [sys.executable, "-m", "tfdist", "run", "-n", "2", "--", "sh", "-c", f"echo done; exit {code}"]
+    # The one that fails first would end the other, which may have said nothing yet.
+    both = f"touch {tmp_path}/$$.done; until [ $(ls {tmp_path}/*.done | wc -l) = 2 ]; do sleep 0.05; done"
+    words = [sys.executable, "-m", "tfdist", "run", "-n", "2", "--", "sh", "-c", f"echo done; {both}; exit {code}"]
     ignoring = (
         "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
     )

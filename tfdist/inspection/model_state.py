@@ -122,6 +122,11 @@ def is_sharded(variable: Any) -> bool:
     return getattr(type(getattr(variable, "_value", variable)), "is_sharded", False)
 
 
+def is_table(variable: Any) -> bool:
+    """Whether each replica keeps rows of a variable, and looks up those of others."""
+    return is_sharded(variable) and variable._value.is_table
+
+
 def gather(strategy: tf.distribute.Strategy, variables: Sequence[Any]) -> list[tf.Tensor]:
     """The values of all replicas of all workers; with several workers, one collective for each dtype.
 

@@ -1,4 +1,4 @@
-"""An embedding whose table is split over several variables, one for each parameter server.
+"""An embedding whose table is split: over several variables, one for each parameter server, or over replicas by rows.
 
 The shards' initial values need care. An initializer that is called once for each shard would be wrong twice: a Keras
 initializer with a seed returns the same numbers each time, so that all shards would begin with the same rows; and one
@@ -7,9 +7,10 @@ that scales by the shape (`"glorot_uniform"`) would see the shape of a shard.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -17,7 +18,14 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat.keras import save_as
-from tfdist.layers.sharded_table import ShardedTable, mark_shards, rows_of_shard, saved_form
+from tfdist.layers.sharded_table import (
+    ShardedTable,
+    TableInitializer,
+    making_table,
+    mark_shards,
+    rows_of_shard,
+    saved_form,
+)
 
 # The largest table that is drawn as a whole, in bytes. Larger ones are drawn shard by shard where that is possible.
 WHOLE_TABLE_LIMIT = 2**30
@@ -77,11 +85,16 @@ _BY_COLUMN = (keras.constraints.MaxNorm, keras.constraints.MinMaxNorm, keras.con
 
 @keras.saving.register_keras_serializable(package="tfdist", name="ShardedEmbedding")
 class ShardedEmbedding(keras.layers.Layer):
-    """`keras.layers.Embedding` with its table in several variables, which may live on different machines.
+    """`keras.layers.Embedding` with a table that may be spread over machines.
 
-    Row i of the table is row `i // shards` of variable number `i % shards`. A lookup reads only the rows that it needs,
-    and gradients are `tf.IndexedSlices` of the rows used. Results are those of `keras.layers.Embedding`, including
-    errors for ids outside the table (on a CPU; the message names the row of a shard, not the id).
+    Under `ParameterServerStrategy`, and with `shards=`, it has several variables: row i of the table is row `i //
+    shards` of variable number `i % shards`. Under `MultiWorkerMirroredStrategy` and `FullyShardedStrategy` it has one,
+    of which each replica keeps as many rows, with what the optimizer keeps for them; all rows, if it is built with
+    `trainable=False`. There a step sends ids, the rows that these name, and their gradients, each to all replicas.
+
+    A lookup reads only the rows that it needs, and gradients are `tf.IndexedSlices` of the rows used. Results are those
+    of `keras.layers.Embedding`, including errors for ids outside the table (on a CPU; the message may name the row of a
+    shard, not the id).
 
     Files (`.keras`, `.weights.h5`) hold the whole table and, for each of them, the whole table of what the optimizer
     keeps, so that they load into any number of shards and into `keras.layers.Embedding`, and the other way round.
@@ -163,6 +176,14 @@ class ShardedEmbedding(keras.layers.Layer):
         if shards > 1:
             self._check_row_wise()
         initializers = shard_initializers(self.embeddings_initializer, self.input_dim, self.output_dim, shards)
+        # What is one variable, a strategy may deal out by rows.
+        initializers = [TableInitializer(one) for one in initializers] if shards == 1 else initializers
+        with making_table() if shards == 1 else contextlib.nullcontext():
+            self._make(initializers)
+        self.built = True
+
+    def _make(self, initializers: Sequence[Callable]) -> None:
+        shards = len(initializers)
         variables = [
             self.add_weight(
                 shape=(rows_of_shard(self.input_dim, shards, shard), self.output_dim),
@@ -179,7 +200,6 @@ class ShardedEmbedding(keras.layers.Layer):
         if shards > 1:
             mark_shards(self._table)
             save_as(saved_form)
-        self.built = True
 
     def _check_row_wise(self) -> None:
         constraint, regularizer = self.embeddings_constraint, self.embeddings_regularizer

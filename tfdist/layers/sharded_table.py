@@ -12,8 +12,10 @@ A layer does not know the optimizers that will train it. So two methods of Keras
 from __future__ import annotations
 
 import collections
+import contextlib
+import contextvars
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -62,6 +64,34 @@ class ShardedTable:
             )
         for shard, variable in enumerate(self.variables):
             variable.assign(value[shard :: len(self.variables)])
+
+
+_is_making: contextvars.ContextVar[bool] = contextvars.ContextVar("is_making", default=False)
+
+
+class TableInitializer:
+    """The initializer of a variable that is a whole table, whose rows a strategy may deal out to its replicas."""
+
+    def __init__(self, initializer: Callable) -> None:
+        self._initializer = initializer
+
+    def __call__(self, shape: Sequence[int], dtype: Any = None) -> Any:
+        return self._initializer(shape, dtype=dtype)
+
+
+@contextlib.contextmanager
+def making_table() -> Iterator[None]:
+    """While the block runs, variables that are made are tables, unless Keras makes them later: `is_of_table`."""
+    token = _is_making.set(True)
+    try:
+        yield
+    finally:
+        _is_making.reset(token)
+
+
+def is_of_table(variable: keras.Variable) -> bool:
+    """Whether a Keras variable that is being made is a whole table."""
+    return _is_making.get() or isinstance(variable._initializer, TableInitializer)
 
 
 _TABLE = "_tfdist_table"

@@ -19,7 +19,7 @@ from keras import tree
 
 from tfdist.compat.keras import hooks_of
 from tfdist.compat.upstream import record, unpack_singleton
-from tfdist.inspection.model_state import is_sharded
+from tfdist.inspection.model_state import is_sharded, is_table
 from tfdist.layer_graph.chunk import NOT_DENSE, attached, is_traced, value_of
 from tfdist.layer_graph.graph import flatten, functional_of
 from tfdist.memory.block import GraphBlock, LayerBlock, RegularizerBlock, labelled, own_metrics
@@ -52,6 +52,8 @@ def _is_block(policy: MemoryPolicy, layers: Sequence[keras.layers.Layer]) -> boo
     if not policy.gathers:
         return True
     variables = [*(variable for layer in layers for variable in layer.variables), *own_metrics(layers)]
+    if any(map(is_table, variables)):
+        return False  # a table's rows are looked up where they are
     return any(map(is_sharded, variables)) and all(variable.aggregation != "sum" for variable in variables)
 
 

@@ -19,9 +19,10 @@ from typing import Any
 import keras
 
 from tfdist.compat.upstream import Functional
+from tfdist.inspection.model_state import is_table
 from tfdist.layer_graph.chunk import Chunk, make_chunks, uncuttable
 from tfdist.layer_graph.costs import costs_of, crossing, kept_bytes
-from tfdist.layer_graph.graph import LayerGraph, flatten
+from tfdist.layer_graph.graph import Call, LayerGraph, flatten
 from tfdist.memory.policy import MemoryPolicy
 
 _SHOWN = 8
@@ -144,10 +145,15 @@ def stream_cuts(graph: LayerGraph) -> tuple[int, ...]:
         >>> stream_cuts(flatten(keras.Sequential(layers)._functional))
         (1, 2, 3)
     """
-    counted = zip(costs_of(graph, _ROWS), kept_bytes(graph, _ROWS), strict=True)
-    needs = [cost.parameter_bytes + kept for cost, kept in counted]
+    counted = zip(graph.calls, costs_of(graph, _ROWS), kept_bytes(graph, _ROWS), strict=True)
+    # A table is never gathered.
+    needs = [kept + (0 if _has_table(call) else cost.parameter_bytes) for call, cost, kept in counted]
     cuts, _ = _within(graph, needs, _SLACK * max(needs))
     return cuts
+
+
+def _has_table(call: Call) -> bool:
+    return any(map(is_table, getattr(call.operation, "variables", ())))
 
 
 def _within(graph: LayerGraph, needs: Sequence[float], limit: float) -> tuple[tuple[int, ...], float]:

@@ -58,7 +58,8 @@ def are_finite(check: Callable, grads: Sequence[Any]) -> tf.Tensor:
 
 def _own_squares(grad: tf.Tensor, counts: bool) -> tf.Tensor:
     """What this replica adds to the squared norm."""
-    return tf.cast(tf.reduce_sum(tf.square(grad)), tf.float64) if counts else tf.zeros([], tf.float64)
+    values = grad.values if isinstance(grad, tf.IndexedSlices) else grad
+    return tf.cast(tf.reduce_sum(tf.square(values)), tf.float64) if counts else tf.zeros([], tf.float64)
 
 
 def clip_parts(optimizer: Any, clip: Callable, grads: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -80,4 +81,12 @@ def clip_parts(optimizer: Any, clip: Callable, grads: Sequence[tf.Tensor]) -> li
     factors = most / tf.maximum(norms, most)
     if optimizer.global_clipnorm:
         factors += norms - norms  # as Keras does it: nothing is finite any more, if the norm is not
-    return [grad * tf.cast(factor, grad.dtype) for grad, factor in zip(grads, tf.unstack(factors), strict=True)]
+    pairs = zip(grads, tf.unstack(factors), strict=True)
+    return [_times(grad, tf.cast(factor, grad.dtype), bool(optimizer.clipnorm)) for grad, factor in pairs]
+
+
+def _times(grad: Any, factor: tf.Tensor, keeps_slices: bool) -> Any:
+    """As Keras does it: slices that are clipped by the norm of all gradients are added up."""
+    if keeps_slices and isinstance(grad, tf.IndexedSlices):
+        return tf.IndexedSlices(grad.values * factor, grad.indices, grad.dense_shape)
+    return grad * factor

@@ -106,3 +106,22 @@ class FlatBucket:
         """The values of all variables, from all shards, one below the other."""
         padded = whole.shape[0] != self.begins[-1]
         return unpack(whole[: self.begins[-1]] if padded else whole, [tf.TensorSpec(shape) for shape in self.shapes])
+
+
+@dataclasses.dataclass(frozen=True)
+class RowLayout(FlatBucket):
+    """Where a table is, (rows, columns), whose rows are dealt out whole: a replica can look them up in its shard."""
+
+    @property
+    def width(self) -> int:
+        return self.shapes[0][1]
+
+    def cut(self, shard: int, value_of: Callable[[int], tf.Tensor]) -> tf.Tensor:
+        rows = value_of(0)[shard * self.shard_rows : (shard + 1) * self.shard_rows]
+        return tf.pad(rows, [[0, self.shard_rows - rows.shape[0]], [0, 0]])
+
+    def whole(self, value_of: Callable[[int], tf.Tensor]) -> tf.Tensor:
+        return tf.pad(value_of(0), [[0, self.shards * self.shard_rows - self.begins[-1]], [0, 0]])
+
+    def values(self, whole: tf.Tensor) -> list[tf.Tensor]:
+        return [whole[: self.begins[-1]]]

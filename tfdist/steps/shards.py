@@ -12,6 +12,9 @@ A `ShardedVariable` is what stands behind a Keras variable, in place of TensorFl
     in an optimizer  reading and assigning are about the part, slots of sharded variables are sharded: see `in_parts`
     elsewhere        reading gathers the parts of all processes, which all of them have to do; see `collecting`
 
+Parts of a table, with a `RowLayout`, are whole rows: `tf.gather` of it looks them up, and gathers no more
+(`looked_up`).
+
 So the gradient that a tape returns for such a variable is this replica's part: of the sum over the replicas, weighted
 by their rows.
 """
@@ -26,14 +29,16 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat.upstream import CondBranchFuncGraph, ControlFlowFuncGraph, DistributedVariable, distribute_lib
-from tfdist.steps.flat_bucket import FlatBucket
-from tfdist.steps.gradients import all_reduce_sum, own_rows_of_sums
-from tfdist.steps.keras_step import check_that_all_are_here, current_step, local_replica
+from tfdist.steps.flat_bucket import FlatBucket, RowLayout
+from tfdist.steps.gradients import all_reduce_sum, own_rows_of_sums, weighted
+from tfdist.steps.keras_step import check_that_all_are_here, current_step, global_replica, local_replica
 from tfdist.steps.local_values import Dependence
-from tfdist.steps.reduce import all_gather
+from tfdist.steps.reduce import all_gather, all_reduce
 
 # Operations that add up, and the one that takes a value for one of another shape.
 _SUMS = ("AddN", "AddV2", "Identity")
+# And those that put the gradients of a table's rows together.
+_OF_TABLES = (*_SUMS, "Reshape", "ConcatV2", "UnsortedSegmentSum")
 _TAKEN = "PlaceholderWithDefault"
 
 
@@ -78,25 +83,85 @@ def scattered(gradients: Sequence[Any], layouts: Sequence[FlatBucket]) -> list[A
         gradients: of the whole values, from the rows of this replica, on each replica of the same ones.
         layouts: of their variables.
     """
-    step = current_step()
-    if step is None:
-        raise NotImplementedError(
-            "Received: a training loop around strategy.run, under FullyShardedStrategy. Expected: model.fit or "
-            "model.train_on_batch, with a train_step of your own if you need one."
-        )
     # That of a loss which was divided by the number of replicas; others are divided where they are applied.
-    weight = step.relative_weight
+    weight = _training_step().relative_weight
     found: list = [None] * len(gradients)
     present = [i for i, gradient in enumerate(gradients) if gradient is not None]
     wholes = [layouts[i].whole(layouts[i].dense({0: gradients[i]})) for i in present]
-    # TensorFlow compares the shapes of gradients within a tf.function with those of what it has read.
-    is_within = tf.compat.v1.get_default_graph() is not step.graph
     options = tf.distribute.get_strategy()._gradient_options
     for i, own in zip(present, own_rows_of_sums(wholes, options, weight), strict=True):
-        found[i] = _taken_for(tf.TensorShape(None) if is_within else layouts[i].shapes[0], own)
-        step.here.scattered[id(found[i])] = found[i]
+        # That of a table is added to gradients of the rows that this replica has.
+        found[i] = _noted(own, own.shape if isinstance(layouts[i], RowLayout) else layouts[i].shapes[0])
         if isinstance(gradients[i], tf.IndexedSlices):
-            step.here.of_slices.add(id(found[i]))
+            current_step().here.of_slices.add(id(found[i]))
+    return found
+
+
+def _training_step() -> Any:
+    step = current_step()
+    if step is None:
+        raise NotImplementedError(
+            "Received: a training loop around strategy.run, with weights of which each replica has a part. Expected: "
+            "model.fit or model.train_on_batch, with a train_step of your own if you need one."
+        )
+    return step
+
+
+def _noted(part: tf.Tensor, shape: tf.TensorShape) -> tf.Tensor:
+    """A part of a gradient, which optimizers apply as it is, and which a graph takes for one of another shape."""
+    step = current_step()
+    # TensorFlow compares the shapes of gradients within a tf.function with those of what it has read.
+    is_within = tf.compat.v1.get_default_graph() is not step.graph
+    part = _taken_for(tf.TensorShape(None) if is_within else shape, part)
+    step.here.scattered[id(part)] = part
+    return part
+
+
+def looked_up(variable: ShardedVariable, ids: tf.Tensor) -> tf.Tensor:
+    """Rows of a table of which each replica has some; the gradient is that of this replica's part, as slices.
+
+        ids of all replicas -> each puts in the rows that it has, zeros for others' -> sum -> rows of own ids
+        gradients of all, with the ids -> each takes those of the rows that it has
+
+    Args:
+        variable: the table, with a `RowLayout`.
+        ids: numbers of rows, a tensor of integers of any shape.
+    """
+    layout, (rows, width) = variable.layout, variable.shape
+    first = (variable._distribute_strategy.first_part + local_replica()) * layout.shard_rows
+    flat = tf.reshape(tf.cast(ids, tf.int64), [-1])
+    problem = f"Received: ids for '{variable.name}', a table of {rows} rows. Expected: ids from 0 to {rows - 1}."
+    with tf.control_dependencies([tf.debugging.Assert(tf.reduce_all((flat >= 0) & (flat < rows)), [problem, flat])]):
+        # One more, which counts for nothing: collectives of no bytes end the process.
+        sent = tf.concat([flat, [0]], 0)
+
+    def of_all(values: tf.Tensor) -> tf.IndexedSlices:
+        """What all replicas have for their ids, by replica."""
+        shape = tf.constant([rows, values.shape[1]], tf.int64)
+        return all_reduce(tf.IndexedSlices(tf.pad(values, [[0, 1], [0, 0]]), sent, shape))
+
+    number = float(global_replica() + 1)
+    everyone = of_all(tf.fill([tf.size(flat), 1], number))
+    owners, places = everyone.values[:, 0], everyone.indices - first
+    is_here = (owners > 0) & (places >= 0) & (places < layout.shard_rows)
+    own, here = tf.where(tf.equal(owners, number)), tf.where(is_here)
+
+    @tf.custom_gradient
+    def exchanged(found: tf.Tensor) -> tuple[tf.Tensor, Callable]:
+        # Where hosts have copies, those of one count.
+        given = found if variable.is_first_copy else tf.zeros_like(found)
+        whole = tf.scatter_nd(here, given, tf.stack([tf.size(owners, tf.int64), width]))
+
+        def back(gradient: tf.Tensor) -> tf.Tensor:
+            (given,) = weighted(_training_step().relative_weight, [gradient])
+            return _noted(tf.gather_nd(of_all(given).values, here), tf.TensorShape([None, width]))
+
+        return tf.gather_nd(all_reduce(whole, differentiable=False), own), back
+
+    # The gradient of this is slices: of a row that is looked up twice, Keras' optimizers square each gradient.
+    found = exchanged(tf.gather(variable.part(), tf.gather_nd(places, here)))
+    found = tf.reshape(found, tf.concat([tf.shape(ids), [width]], 0))
+    found.set_shape([*ids.shape, width])
     return found
 
 
@@ -112,33 +177,38 @@ def _taken_for(shape: tf.TensorShape, value: tf.Tensor) -> tf.Tensor:
     return same
 
 
-def to_apply(gradient: tf.Tensor, variable: ShardedVariable) -> tf.Tensor | None:
+def to_apply(gradient: Any, variable: ShardedVariable) -> Any:
     """This replica's part of a gradient, for an optimizer; `None` if it is not what `scattered` returned."""
     # As where something is exchanged: what one replica applies, all apply.
     check_that_all_are_here()
     if tf.executing_eagerly():
         return gradient
-    here, graph = current_step().here, tf.compat.v1.get_default_graph()
-    if not _is_scattered(gradient, here.scattered):
+    here, within = current_step().here, tf.compat.v1.get_default_graph()
+    is_slices = isinstance(gradient, tf.IndexedSlices)
+    values = gradient.values if is_slices else gradient
+    if not _is_scattered(values, here.scattered, _OF_TABLES if variable.is_table else _SUMS):
         return None
-    within = graph.capture(gradient)
-    here.scattered[id(within)] = within
-    while graph is not gradient.graph:
+    captured, graph = within.capture(values), within
+    here.scattered[id(captured)] = captured
+    while graph is not values.graph:
         here.branches.add(graph.name)
         graph = graph.outer_graph
-    return _taken_for(variable.part().shape, within)
+    if not is_slices:
+        return _taken_for(variable.part().shape, captured)
+    shape = tf.constant(variable.part().shape.as_list(), tf.int64)
+    return tf.IndexedSlices(_taken_for(values.shape, captured), within.capture(gradient.indices), shape)
 
 
-def _is_scattered(gradient: Any, known: Container[int]) -> bool:
-    """Whether a gradient is among the known ones, or a sum of such."""
+def _is_scattered(gradient: Any, known: Container[int], kinds: Sequence[str] = _OF_TABLES) -> bool:
+    """Whether a gradient is among the known ones, or put together of such by these kinds of operations."""
     waiting = [gradient]
     while waiting:
         tensor = waiting.pop()
         if id(tensor) in known:
             continue
-        if not tf.is_symbolic_tensor(tensor) or tensor.op.type not in _SUMS:
+        if not tf.is_symbolic_tensor(tensor) or tensor.op.type not in kinds:
             return False
-        waiting += tensor.op.inputs
+        waiting += [one for one in tensor.op.inputs if one.dtype.is_floating]
     return True
 
 
@@ -150,7 +220,7 @@ def other_readers() -> list[str]:
         read = waiting.pop()
         for op in read.consumers():
             functions = [value.func.name for value in op.node_def.attr.values() if value.HasField("func")]
-            if op.type in _SUMS and _is_scattered(op.outputs[0], here.scattered):
+            if op.type in _OF_TABLES and _is_scattered(op.outputs[0], here.scattered):
                 waiting += op.outputs
             elif any(name.startswith(tuple(here.branches)) for name in functions):
                 # An optimizer applies it in one branch; the other one may read it, too.
@@ -223,6 +293,11 @@ class ShardedVariable(DistributedVariable):
         return self._layout.shapes[0]
 
     @property
+    def is_table(self) -> bool:
+        """Whether each replica has whole rows, which can be looked up."""
+        return isinstance(self._layout, RowLayout)
+
+    @property
     def is_first_copy(self) -> bool:
         """Whether no process before this one has the same parts."""
         return self._distribute_strategy.is_first_copy
@@ -274,6 +349,14 @@ class ShardedVariable(DistributedVariable):
         strategy = self._distribute_strategy
         strategy.meet_to_read(self)
         return self._layout.values(strategy.all_parts(self))[0]
+
+    def sparse_read(self, indices: tf.Tensor, name: str | None = None) -> tf.Tensor:
+        """Some rows, as `tf.gather` asks for them: those of a table are looked up where they are."""
+        with distribute_lib.enter_or_assert_strategy(self._distribute_strategy):
+            is_whole = tf.distribute.in_cross_replica_context() or self._own_index() is not None
+            if is_whole or not self.is_table:
+                return tf.gather(self.read_value(), indices, name=name)
+            return looked_up(self, indices)
 
     def _get_cross_replica(self) -> tf.Tensor:
         return self._get()

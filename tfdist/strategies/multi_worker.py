@@ -27,6 +27,7 @@ from tfdist.steps.keras_step import local_replica
 from tfdist.steps.reduce import DirectReduction, broadcast, exchanged_rows, scattered_together
 from tfdist.strategies.data_parallel.strategy import DataParallel, DataParallelExtended, DataParallelHooks
 from tfdist.strategies.hooks import install
+from tfdist.strategies.parts import KeepsParts, PartsExtended, PartsHooks
 from tfdist.strategies.validation import check_cluster
 
 # Collectives of different strategies need different keys; other kinds of strategies, of which the processes may have
@@ -42,7 +43,7 @@ _SHARED = (
 _log = logging.getLogger("tfdist")
 
 
-class MultiWorkerExtended(DataParallelExtended, collective_strategy.CollectiveAllReduceExtended):
+class MultiWorkerExtended(PartsExtended, DataParallelExtended, collective_strategy.CollectiveAllReduceExtended):
     """The part of `MultiWorkerMirroredStrategy` that `tf.distribute` calls."""
 
     # Read by upstream's initializer; true for the second strategy of a process and all further ones.
@@ -102,7 +103,7 @@ class MultiWorkerExtended(DataParallelExtended, collective_strategy.CollectiveAl
         self._host_cross_device_ops = DirectReduction(exchange, self._host_cross_device_ops)
 
 
-class MultiWorkerMirroredStrategy(DataParallel, tf.distribute.MultiWorkerMirroredStrategy):
+class MultiWorkerMirroredStrategy(KeepsParts, DataParallel, tf.distribute.MultiWorkerMirroredStrategy):
     """Data parallelism over the processes of a cluster, equal to one process on the same global batches.
 
     Every process runs the same script. Build and compile a Keras model in `strategy.scope()` and call `fit`,
@@ -153,7 +154,7 @@ class MultiWorkerMirroredStrategy(DataParallel, tf.distribute.MultiWorkerMirrore
     """
 
     _extended_class: type[MultiWorkerExtended] = MultiWorkerExtended
-    _hooks_class: type[DataParallelHooks] = DataParallelHooks
+    _hooks_class: type[DataParallelHooks] = PartsHooks
     # Whether the host adds up what GPUs send, too: a strategy that rarely exchanges sets it.
     _goes_through_host = False
 

@@ -375,9 +375,15 @@ def _all_reduce_gradients(
     reduced = iter(sums[: len(values)])
     whole = set(present)
     return [
-        next(reduced) if i in whole else gradient if gradient is None or scaled else gradient / step.replicas
+        next(reduced) if i in whole else gradient if gradient is None or scaled else _divided(gradient, step.replicas)
         for i, gradient in enumerate(grads)
     ]
+
+
+def _divided(gradient: Any, number: int) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(gradient.values / number, gradient.indices, gradient.dense_shape)
+    return gradient / number
 
 
 def _sharded_part(optimizer: Any) -> ShardedOptimizer | None:
