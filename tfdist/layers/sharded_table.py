@@ -66,7 +66,8 @@ class ShardedTable:
             variable.assign(value[shard :: len(self.variables)])
 
 
-_is_making: contextvars.ContextVar[bool] = contextvars.ContextVar("is_making", default=False)
+# Whether the variables that are made now are tables, unless Keras makes them later, from a `TableInitializer`.
+is_making_table: contextvars.ContextVar[bool] = contextvars.ContextVar("is_making_table", default=False)
 
 
 class TableInitializer:
@@ -81,17 +82,12 @@ class TableInitializer:
 
 @contextlib.contextmanager
 def making_table() -> Iterator[None]:
-    """While the block runs, variables that are made are tables, unless Keras makes them later: `is_of_table`."""
-    token = _is_making.set(True)
+    """While the block runs, variables that are made are tables."""
+    token = is_making_table.set(True)
     try:
         yield
     finally:
-        _is_making.reset(token)
-
-
-def is_of_table(variable: keras.Variable) -> bool:
-    """Whether a Keras variable that is being made is a whole table."""
-    return _is_making.get() or isinstance(variable._initializer, TableInitializer)
+        is_making_table.reset(token)
 
 
 _TABLE = "_tfdist_table"

@@ -22,7 +22,7 @@ from tfdist.compat.upstream import framework_config as config
 from tfdist.supervision.events import STANDARD_OUTPUT, VARIABLE, EventLog, own_name
 from tfdist.supervision.progress import DONE, SAVING, TRAINING, VALIDATING, ProgressWriter
 from tfdist.supervision.time_spent import BETWEEN, FIRST_STEP, PREPARING, STEPS, VALIDATION, time_spent
-from tfdist.supervision.trainjob_status import TrainJobStatus, status_of
+from tfdist.supervision.trainjob_status import URL, TrainJobStatus, status_of
 
 # A line in the log costs some 50 microseconds. Long trainings write fewer of them, so that a week's log stays small.
 _SHORTEST, _LONGEST = 1.0, 10.0
@@ -272,7 +272,7 @@ def add_reporter(callbacks: list[keras.callbacks.Callback], model: Any) -> None:
     events = EventLog(folder, name, path) if wanted else None
     # Of pods that train alone, side by side, the first one tells Kubeflow.
     tells = rank == 0 and (peers is not None or os.environ.get("JOB_COMPLETION_INDEX", "0") == "0")
-    trainjob = TrainJobStatus.from_environment() if tells else None
+    trainjob = TrainJobStatus.from_environment() if tells and URL in os.environ else None
     if writer is not None or events is not None or trainjob is not None:
         callbacks.insert(0, ProgressReporter(writer, events, rank=rank, size=size, trainjob=trainjob))
 

@@ -20,12 +20,17 @@ import tensorflow as tf
 
 from tfdist.cluster.server import ProcessGoneError
 from tfdist.inspection.model_state import all_optimizers_of, gather, is_sharded, own_methods, parts_of
-from tfdist.layers.sharded_table import is_of_table
+from tfdist.layers.sharded_table import TableInitializer, is_making_table
 from tfdist.optimizers.sharded_optimizer import ELEMENTWISE, ShardedOptimizer
 from tfdist.runtime.peers import PeerTimeoutError
 from tfdist.steps.flat_bucket import FlatBucket, RowLayout
 from tfdist.steps.shards import ShardedVariable, own_part
 from tfdist.strategies.data_parallel.strategy import DataParallelHooks
+
+
+def _is_of_table(variable: keras.Variable) -> bool:
+    """Whether a Keras variable that is being made is a whole table."""
+    return is_making_table.get() or isinstance(variable._initializer, TableInitializer)
 
 
 class PartsExtended:
@@ -46,7 +51,7 @@ class PartsExtended:
             value = given() if callable(given) else given
         if not value.dtype.is_floating:
             return super()._create_variable(next_creator, **{**kwargs, "initial_value": value})
-        kind = RowLayout if like is None and created is not None and is_of_table(created) else FlatBucket
+        kind = RowLayout if like is None and created is not None and _is_of_table(created) else FlatBucket
         if like is not None and value.shape == like.shape:
             kind = type(like.layout)
         layout = kind(value.dtype, (value.shape,), strategy.number_of_parts)
@@ -158,7 +163,7 @@ class KeepsParts:
 
     def shards(self, variable: keras.Variable | None) -> bool:
         """Whether a variable that is being made is split, if it is a weight; `None`: it is none of Keras'."""
-        return variable is not None and is_of_table(variable)
+        return variable is not None and _is_of_table(variable)
 
     def all_parts(self, variable: ShardedVariable) -> tf.Tensor:
         """All parts of a variable, one below the other; all processes call it."""
