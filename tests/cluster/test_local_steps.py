@@ -491,6 +491,7 @@ def in_the_middle(folder: str) -> dict[str, Any]:
     return {"begun": begun, **found}
 
 
+@pytest.mark.nightly
 def test_in_the_middle_of_a_period_files_have_its_beginning(tmp_path: Path) -> None:
     import keras
 

@@ -101,7 +101,6 @@ def assert_same(expected: list[Ended], received: list[Ended]) -> None:
             pytest.param(LIGHT.with_(strategy="local steps"), (1,), id="local steps"),
         ],
         "the chief",
-        "local steps",
         "fully sharded, another one",
     ),
 )

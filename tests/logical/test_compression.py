@@ -44,6 +44,7 @@ def low_rank(optimizer: Any = MOMENTUM) -> keras.Model:
     return by_hand(Low(RANK), optimizer)
 
 
+@pytest.mark.nightly
 def test_power_sgd_is_that_of_the_whole_gradient():
     """It depends on the sum of all gradients only: whatever the number of replicas, and with statistics of all rows."""
     strategy = mirrored(RANK, 3, bucket_bytes=9000)

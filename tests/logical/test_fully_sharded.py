@@ -714,6 +714,7 @@ def test_averages_are_swapped(sharded: tf.distribute.Strategy) -> None:
         np.testing.assert_allclose(one, other, atol=2e-6)
 
 
+@pytest.mark.nightly
 def test_a_model_around_one_that_was_trained_has_blocks(sharded: tf.distribute.Strategy) -> None:
     """An encoder is trained, then a model that consists of it and more layers."""
     with sharded.scope():

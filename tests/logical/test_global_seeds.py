@@ -34,6 +34,7 @@ def losses(strategy: tf.distribute.Strategy, build: object) -> list[float]:
     return model.fit(X, X[:, :1], batch_size=8, epochs=3, verbose=0).history["loss"]
 
 
+@pytest.mark.nightly
 def test_each_run_draws_the_same(mirrored):
     first, again = (losses(mirrored, noisy_layers) for _ in range(2))
     assert first == again

@@ -283,6 +283,7 @@ def test_models_that_cannot_be_streamed(strategy, build, arguments, message, met
         model.fit(x, y, verbose=0) if method == "fit" else model.predict(x, verbose=0)
 
 
+@pytest.mark.nightly
 def test_what_is_made_outside_of_the_scope_or_has_a_policy(strategy):
     x, y = data("dense", 8)
     optimizer = keras.optimizers.Adam()

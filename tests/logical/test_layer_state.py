@@ -181,6 +181,7 @@ def test_a_mean_behind_layers_that_keep_rows_apart_is_exact(mirrored, name):
         assert_transparent(mirrored, behind(BY_ROW[name], ops.mean), (x.reshape(-1, 4, 2), y), batch_size=4)
 
 
+@pytest.mark.nightly
 def test_a_maximum_behind_them_is_warned_of(mirrored):
     model = in_scope(mirrored, behind(BY_ROW["GRU"], ops.max))
     x, y = rows(8)
@@ -316,8 +317,10 @@ class KeepsCodes(keras.Model):
 
 
 @pytest.mark.usefixtures("four_devices")
-@pytest.mark.parametrize("notes", [pytest.param(lambda: None, id="on self"), pytest.param(Notes, id="elsewhere")])
-@pytest.mark.parametrize("eagerly", [pytest.param(False, id="graph"), pytest.param(True, id="eager")])
+@pytest.mark.parametrize(
+    "notes", daily([pytest.param(lambda: None, id="on self"), pytest.param(Notes, id="elsewhere")], "elsewhere")
+)
+@pytest.mark.parametrize("eagerly", daily([pytest.param(False, id="graph"), pytest.param(True, id="eager")], "graph"))
 @pytest.mark.parametrize(
     "strategy",
     daily(

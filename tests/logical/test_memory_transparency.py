@@ -101,7 +101,7 @@ def test_equal_to_plain_training(name, mode):
             for name in ("nested", "tied")
             for mode in ("recompute", "swap", "recompute+swap")
         ],
-        *("nested, swap", "tied, recompute", "tied, swap"),
+        *("nested, swap", "tied, swap"),
     ),
 )
 def test_blocks_in_blocks_and_weights_of_other_layers(name, mode):
@@ -116,7 +116,7 @@ def test_weights_of_other_layers_without_a_graph_and_compiled(arguments):
 
 
 @pytest.mark.parametrize("changes", daily([{}, {"memory": "recompute"}, {"reshard_after_forward": False}], "{}"))
-@pytest.mark.parametrize("name", daily(["nested", "tied"], "nested"))
+@pytest.mark.parametrize("name", daily(["nested", "tied"], "tied"))
 def test_blocks_whose_weights_are_in_parts(four_devices, name, changes):
     strategy = tfdist.FullyShardedStrategy(blocks=TIED if name == "tied" else "auto", **changes)
     found, expected = (train(name, used, None, optimizer="sgd") for used in (strategy, None))

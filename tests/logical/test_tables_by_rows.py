@@ -126,7 +126,7 @@ CASES = [(model, "Adam") for model in MODELS] + [("flat", optimizer) for optimiz
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize(
     ("model", "optimizer"),
-    daily([pytest.param(*case, id=", ".join(case)) for case in CASES], "masked, Adam", "flat, globally clipped"),
+    daily([pytest.param(*case, id=", ".join(case)) for case in CASES], "masked, Adam"),
 )
 def test_equals_one_process(strategy: tf.distribute.Strategy, model: str, optimizer: str) -> None:
     expected = trained(MODELS[model], keras.layers.Embedding, OPTIMIZERS[optimizer])
@@ -166,7 +166,9 @@ def shapes_of(strategy: tf.distribute.Strategy, table: Callable[..., Any]) -> se
     return found
 
 
-@pytest.mark.parametrize("kind", ["multi-worker", "fully sharded", "fully sharded, weights kept"])
+@pytest.mark.parametrize(
+    "kind", daily(["multi-worker", "fully sharded", "fully sharded, weights kept"], "multi-worker")
+)
 def test_nobody_has_the_whole_table(four_devices: list[str], kind: str) -> None:
     strategy = STRATEGIES[kind]()
     assert (ROWS, WIDTH) in shapes_of(strategy, keras.layers.Embedding)  # so it would be seen
@@ -201,7 +203,7 @@ def test_files_are_those_of_embedding(strategy: tf.distribute.Strategy, tmp_path
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("then", ["multi-worker", "one process"])
+@pytest.mark.parametrize("then", daily(["multi-worker", "one process"], "one process"))
 def test_a_backup_goes_on_elsewhere(four_devices: list[str], tmp_path: Path, then: str) -> None:
     def fit(epochs: int) -> keras.Model:
         keras.utils.set_random_seed(3)
@@ -223,6 +225,7 @@ def test_a_backup_goes_on_elsewhere(four_devices: list[str], tmp_path: Path, the
         np.testing.assert_allclose(one, other, atol=2e-6)
 
 
+@pytest.mark.nightly
 def test_gradients_without_their_weights_are_noticed(four_devices: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     expected = trained(flat, keras.layers.Embedding, OPTIMIZERS["momentum"])
     monkeypatch.setattr(shards, "weighted", lambda weight, values: list(values))
