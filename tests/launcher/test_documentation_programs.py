@@ -77,7 +77,7 @@ UNDER_THE_LAUNCHER = {
     "docs/moving/from-tf-distribute.md": (("-n", "2"), None),
     "docs/own-loops.md": (("-n", "2"), "trained for 3 epochs"),
     "docs/performance.md": (("-n", "2"), None),
-    "docs/quickstart.md": (("-n", "2"), "2 replicas, accuracy 0.93"),
+    "docs/quickstart.md": (("-n", "2"), "replicas: 2, accuracy: 0.93"),
 }
 
 
