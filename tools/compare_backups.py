@@ -44,12 +44,12 @@ def interruptions(backup: Callable[[dict], dict]) -> list[Case]:
     epochs, steps = backup(EVERY_EPOCH), backup(EVERY_SECOND_STEP)
     callbacks = PLAIN.with_(callbacks=("early", "plateau"), validation="arrays")
     return [
-        interrupted("weights and Adam, saved every epoch", PLAIN.with_(backup=epochs), MIDDLE),
+        interrupted("a plain model with Adam, saved every epoch", PLAIN.with_(backup=epochs), MIDDLE),
         interrupted("saved every 2 steps, killed in an epoch", PLAIN.with_(backup=steps), MIDDLE),
         interrupted("the same, killed twice", PLAIN.with_(backup=steps), MIDDLE, EARLIER),
         interrupted("Dropout", PLAIN.with_(model="replicated", backup=epochs), MIDDLE),
         interrupted(
-            "EarlyStopping, ReduceLROnPlateau; killed three times", callbacks.with_(backup=epochs), *[EARLIER] * 3
+            "EarlyStopping and ReduceLROnPlateau, killed three times", callbacks.with_(backup=epochs), *[EARLIER] * 3
         ),
         interrupted("arrays with `shuffle=True`", PLAIN.with_(fit={}, backup=epochs), MIDDLE),
         interrupted("`tf.data` with `shuffle`", PLAIN.with_(data="shuffle", fit={}, backup=epochs), MIDDLE),
@@ -78,7 +78,7 @@ def verdict(outcome: Outcome) -> str:
         return f"**cannot start again**: {_error(last)}"
     kinds = about(outcome.differences) - {"observer", "random"}
     different = [name for name in ("weights", "optimizer", "history", "epochs", "csv") if name in kinds]
-    return f"other {', '.join(different)}" if different else "identical"
+    return ", ".join(different) or "nothing"
 
 
 def _error(ended: Ended) -> str:
@@ -113,9 +113,13 @@ def finished_again(jobs: ForkedJobs, folder: Path, backup: dict) -> str:
 
 
 def table(rows: list[tuple[str, str, str]]) -> str:
-    """The table in Markdown."""
-    head = "| Killed and started again | `keras.callbacks.BackupAndRestore` | `tfdist.callbacks.BackupAndRestore` |"
-    return "\n".join([head, "|---|---|---|", *(f"| {' | '.join(row)} |" for row in rows)])
+    """The table in Markdown; jobs with the same outcome share a row."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for name, *outcome in rows:
+        names.setdefault(tuple(outcome), []).append(name)
+    head = "| Killed and started again | Differs in, with Keras' callback | Differs in, with tfdist's callback |"
+    lines = (f"| {'; '.join(joined)} | {' | '.join(outcome)} |" for outcome, joined in names.items())
+    return "\n".join([head, "|---|---|---|", *lines])
 
 
 def compare(folder: Path) -> list[tuple[str, str, str]]:

@@ -17,7 +17,7 @@ _PLACE = re.compile(
 
 
 def table_below(text: str, line: str, cell: str | None = None) -> str:
-    """The first table of a page below the line that begins with a text.
+    """The first table of a page below the line that begins with a text, without rows of what could not be measured.
 
     Args:
         text: of the page.
@@ -35,7 +35,8 @@ def table_below(text: str, line: str, cell: str | None = None) -> str:
     if not found:
         raise ValueError(f"Received: {line!r}. Expected: the beginning of a line above a table; correct the mark.")
     head, dashes, *rows = found[1].rstrip("\n").splitlines()
-    kept = [row for row in rows if cell is None or cell in [part.strip() for part in row.split("|")[1:3]]]
+    measured = [row for row in rows if "|  |  |" not in row]
+    kept = [row for row in measured if cell is None or cell in [part.strip() for part in row.split("|")[1:3]]]
     if not kept:
         raise ValueError(f"Received: {cell!r} for {line!r}. Expected: one of the first two cells of a row.")
     return "\n".join([head, dashes, *kept])

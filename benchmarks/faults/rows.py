@@ -190,7 +190,7 @@ ROWS = (
     ),
     Row(
         "shrink",
-        "`kill -9` of a worker with `-n 1:2`: the other one goes on alone",
+        "`kill -9` of a worker with `-n 1:2`: the other one continues alone",
         _signalled(signal.SIGKILL, 1),
         (RUN,),
         options=("-n", "1:2", "--regrow-after", "inf"),

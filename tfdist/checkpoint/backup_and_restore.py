@@ -87,12 +87,14 @@ class BackupAndRestore(Arranged):
     Args:
         backup_dir: folder of the backups: local, in a bucket that TensorFlow reaches (`gs://`), or one that fsspec
             reaches with a package that you install (`s3://` with s3fs, ...). Only the chief needs to reach it: the
-            others are sent what it reads; under `FullyShardedStrategy` all write their parts to it. Every fit needs a
-            folder of its own, except several in one script that each start makes in the same order.
+            others are sent what it reads. Where processes keep parts of weights (`FullyShardedStrategy`, or a
+            `ShardedEmbedding` without parameter servers), all write to it. Every fit needs a folder of its own, except
+            several in one script that each start makes in the same order.
         save_freq: `"epoch"`, a number of training steps, or a duration: `"30s"`, `"10min"`, `"2h"`.
         double_checkpoint: whether at least two backups stay, as in Keras; `max_to_keep` says how many.
         delete_checkpoint: whether the backups are deleted when the fit has finished. With `False`, a script that has
-            finished returns at once with its history when it is started again.
+            finished returns at once with its history when it is started again: `fit` calls `on_train_end` once more,
+            with the logs of the last epoch, and puts the model, the callbacks and the random states back.
         max_to_keep: how many backups stay; the newest one that is not damaged is used.
         asynchronous: whether backups are written while training goes on. Training waits only if the last one is not yet
             written at the end of an epoch; within an epoch, a backup is left out then.
