@@ -1,5 +1,6 @@
-"""The interface of all strategies, `StrategyHooks`: what Keras asks a strategy. A new strategy begins here.
+"""The interface of all strategies, `StrategyHooks`: what Keras asks a strategy.
 
+A new data-parallel strategy begins like strategies/mirrored.py, with `DataParallelHooks`; any other one begins here.
 compat/keras.py lists the functions of Keras, and which of these methods is called in place of each. Above it, in
 `StrategyTraits`, stands what tfdist itself asks. A strategy sets an object of its own subclass as its `_keras_hooks`:
 
