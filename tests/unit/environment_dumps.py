@@ -135,7 +135,8 @@ DUMPS = {
     ),
     "Vertex AI": Dump(
         {"CLUSTER_SPEC": _VERTEX_SPEC, "CLOUD_ML_PROJECT_ID": "7"},
-        *("Vertex AI", 2, 3, {"CLOUD_ML_PROJECT_ID": None}, "single process"),
+        # Another program's variable of that name.
+        *("Vertex AI", 2, 3, {"CLOUD_ML_PROJECT_ID": None, "CLUSTER_SPEC": "nodes: 3"}, "single process"),
     ),
     "torchrun in a Slurm step": Dump(
         {
@@ -402,7 +403,8 @@ DUMPS = {
             **{"VC_MASTER_HOSTS": "train-master-0.train", "VC_MASTER_NUM": "1"},
             **{"VC_WORKER_HOSTS": "train-worker-0.train,train-worker-1.train", "VC_WORKER_NUM": "2"},
         },
-        *("Volcano", 2, 3, {"VC_TASK_INDEX": None}, "single process"),
+        # Without the plugin.
+        *("Volcano", 2, 3, {"VC_MASTER_HOSTS": None, "VC_WORKER_HOSTS": None}, "single process"),
         host="train-master-0.train",
     ),
     "Kubernetes Indexed Job with PyTorch's variables": Dump(

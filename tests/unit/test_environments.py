@@ -49,6 +49,29 @@ def test_what_it_says(dump):
         assert (found.host, found.has_channel) == (dump.host, dump.has_channel)
 
 
+# What nothing else in these environments says: without it, they describe no cluster.
+_WHOLE = {"TF_CONFIG": "TF_CONFIG", "Vertex AI": "CLUSTER_SPEC"}
+
+
+@CASES
+def test_a_process_that_lacks_a_variable_is_not_alone_without_a_word(dump, monkeypatch):
+    monkeypatch.setattr("socket.getfqdn", str)  # which asks a name server
+    # mpiexec's daemon, too, is a task that Slurm describes, the only one of its step.
+    if dump.rank is None or dump.size == 1 or dump.env.get("SLURM_STEP_NUM_TASKS") == "1":
+        return
+    # A pod with a number of which the manifest says no more.
+    whole = "TFDIST_SIZE" if dump is DUMPS["Kubernetes StatefulSet"] else _WHOLE.get(dump.environment)
+    for name in dump.env.keys() - {whole}:
+        for value in (None, "", " ", "x", "99"):
+            changed = {key: text for key, text in {**dump.env, name: value}.items() if text is not None}
+            try:
+                found = find(changed)
+            except ClusterError as error:
+                assert "Expected" in str(error) or "expected" in str(error), (name, value)
+            else:
+                assert not (isinstance(found, ClusterConfig) and found.is_single_process), (name, value)
+
+
 def test_every_environment_has_a_dump():
     covered = {dump.environment for dump in DUMPS.values()}
     # That of `tfdist run` is tested with TF_CONFIG.
@@ -189,7 +212,23 @@ def test_allocated_but_not_started_as_a_task(env, said, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "env", [{"WORLD_SIZE": "1"}, {"RANK": "captain"}, {"TFDIST_PS": "0"}, {"MASTER_ADDR": "node-1"}]
+    "env",
+    [
+        {"WORLD_SIZE": "1"},
+        {"RANK": "captain"},
+        {"TFDIST_PS": "0"},
+        {"MASTER_ADDR": "node-1"},
+        {"PMI_SIZE": "1"},
+        {"SM_HOSTS": '["algo-1"]'},
+        {"SLURM_NTASKS": "2"},
+        # A batch script on one node, for which nobody has asked for a number of tasks.
+        {"SLURM_JOB_ID": "9", "SLURM_JOB_NUM_NODES": "1", "SLURM_PROCID": "0"},
+        # A batch script or a shell of Flux.
+        {"FLUX_URI": "local:///run/flux/local", "PALS_RANKID": "0"},
+        {"VC_TASK_INDEX": "1"},
+        {"SKYPILOT_SETUP_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2"},
+        {"CLUSTER_SPEC": "nodes: 2"},
+    ],
 )
 def test_what_says_nothing_of_several_processes(env):
     assert discover(env).is_single_process
@@ -209,9 +248,53 @@ def test_what_says_nothing_of_several_processes(env):
         (
             "nothing",
             {"RANK": "3"},
-            "Received: RANK=3 without WORLD_SIZE. Expected: WORLD_SIZE, the number of processes",
+            "Received: RANK=3 without WORLD_SIZE and MASTER_ADDR. Expected: WORLD_SIZE, the number of processes, and M",
         ),
         ("nothing", {"OMPI_COMM_WORLD_RANK": "3"}, "Received: OMPI_COMM_WORLD_RANK=3 without OMPI_COMM_WORLD_SIZE."),
+        ("nothing", {"RANK": "3", "WORLD_SIZE": "1"}, "Received: RANK=3 without MASTER_ADDR. Expected: MASTER_ADDR, t"),
+        (
+            "nothing",
+            {"PMI_SIZE": "2"},
+            "Received: PMI_SIZE=2 without PMI_RANK. Expected: PMI_RANK, from 0 to 1, as well, or TF_CONFIG instead; to "
+            "train in this process alone, unset PMI_SIZE, or set TFDIST_RANK=0 TFDIST_SIZE=1",
+        ),
+        ("nothing", {"PMI_SIZE": "two"}, "PMI_SIZE is 'two'; expected a whole number"),
+        ("nothing", {"PALS_RANKID": "0"}, "Received: PALS_RANKID=0 without PMI_SIZE."),
+        ("nothing", {"OMPI_COMM_WORLD_SIZE": "2"}, "Received: OMPI_COMM_WORLD_SIZE=2 without OMPI_COMM_WORLD_RANK."),
+        ("nothing", {"FLUX_JOB_SIZE": "2"}, "Received: FLUX_JOB_SIZE=2 without FLUX_TASK_RANK."),
+        ("nothing", {"HOROVOD_SIZE": "2"}, "Received: HOROVOD_SIZE=2 without HOROVOD_RANK."),
+        (
+            "nothing",
+            {"PET_NNODES": "2", "PET_NODE_RANK": "0"},
+            "Received: PET_NNODES=2 without PET_MASTER_ADDR. Expected: PET_MASTER_ADDR, the host of rank 0, as well",
+        ),
+        ("nothing", {"LWS_GROUP_SIZE": "2"}, "Received: LWS_GROUP_SIZE=2 without LWS_WORKER_INDEX and LWS_LEADER_ADD"),
+        (
+            "nothing",
+            {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"},
+            "Received: SLURM_NTASKS=2 without SLURM_JOB_ID. Expected: SLURM_JOB_ID as well, or TF_CONFIG instead",
+        ),
+        (
+            "nothing",
+            {"SM_HOSTS": '["algo-1","algo-2"]'},
+            'Received: SM_HOSTS=["algo-1","algo-2"] without SM_CURRENT_HOST. Expected: SM_CURRENT_HOST as well, or',
+        ),
+        (
+            "nothing",
+            {"SM_CURRENT_HOST": "algo-2"},
+            "SM_HOSTS is ''; expected a JSON list with SM_CURRENT_HOST, 'algo-2",
+        ),
+        ("nothing", {"AWS_BATCH_JOB_NUM_NODES": "2"}, "=2 without AWS_BATCH_JOB_NODE_INDEX. Expected: AWS_BATCH_JOB_N"),
+        (
+            "AWS Batch, a multi-node parallel job",
+            {"AWS_BATCH_JOB_NODE_INDEX": "3"},
+            "AWS Batch: received rank 3 of 3 processes",
+        ),
+        (
+            "LSF with jsrun",
+            {"JSM_NAMESPACE_RANK": ""},
+            "Received: JSM_NAMESPACE_SIZE=4 without JSM_NAMESPACE_RANK. Expected: JSM_NAMESPACE_RANK, from 0 to 3, as",
+        ),
         ("nothing", {"TFDIST_PS": "1"}, "Received: TFDIST_PS=1, in a process that is none of several"),
         ("Slurm, a batch script for one task", {"WORLD_SIZE": "4"}, "Received: WORLD_SIZE=4 without RANK and MASTER"),
         ("Slurm, a batch script for one task", {"TFDIST_PS": "1"}, "start it by srun or mpirun, or by `tfdist run"),
@@ -230,7 +313,17 @@ def test_what_says_nothing_of_several_processes(env):
         ("Volcano with the plugin svc", {"HOSTNAME": "mine"}, "Received: the pod mine of a Volcano job. Expected: one"),
         ("SageMaker", {"SM_HOSTS": "algo-1"}, "expected a JSON list with SM_CURRENT_HOST, 'algo-2'"),
         ("Kubernetes Indexed Job", {"TFDIST_SIZE": ""}, 'the value of "completions"'),
+        (
+            "Kubernetes StatefulSet",
+            {"TFDIST_SIZE": " "},
+            "received the pod train-1, one of several, without the number",
+        ),
         ("Vertex AI", {"CLUSTER_SPEC": "{}"}, '"cluster" or "task" is missing'),
+        (
+            "Vertex AI",
+            {"CLUSTER_SPEC": '{"cluster": {"workerpool0": ["a:1"]}, "task": {"type": "workerpool0"}}'},
+            "CLUSTER_SPEC: the task index is None; use a whole number from 0",
+        ),
     ],
 )
 def test_mistakes_are_named(name, changes, said):
@@ -253,6 +346,7 @@ def test_sagemaker_without_its_toolkit(tmp_path, monkeypatch):
     path.write_text('{"current_host": "algo-2", "hosts": ["algo-1", "algo-2"], "network_interface_name": "eth0"}')
     found = find(env)
     assert (found.rank, found.size, found.host, found.own_name) == (1, 2, "algo-1", "algo-2")
+    assert find({**env, "SM_CURRENT_HOST": "algo-2"}) == found
 
 
 def test_the_main_node_of_aws_batch_meets_the_others_on_its_host():

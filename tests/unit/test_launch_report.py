@@ -44,6 +44,12 @@ def test_secrets_are_hidden() -> None:
     }
 
 
+@pytest.mark.parametrize("name", ["Vertex AI", "HTCondor's parallel universe", "AWS Batch, a multi-node parallel job"])
+def test_what_describes_the_cluster_is_shown(name: str) -> None:
+    described = {key for key in DUMPS[name].env if key not in ("CLOUD_ML_PROJECT_ID", "_CONDOR_SCRATCH_DIR")}
+    assert report.relevant_variables(DUMPS[name].env).keys() == described
+
+
 def stub_tensorflow(folder: Path, text: str) -> dict[str, str]:
     (folder / "tensorflow.py").write_text(text)
     return {"PYTHONPATH": str(folder)}

@@ -1,4 +1,4 @@
-"""Finding the cluster that this process belongs to, and variables that contradict what was found."""
+"""Finding the cluster that this process belongs to, and variables that contradict what was found, or lack others."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import os
 from collections.abc import Mapping
 
 from tfdist.cluster.config import ClusterConfig
-from tfdist.cluster.environments import BY_HAND, ENVIRONMENTS, RANK_LAUNCHERS, TF_CONFIG
+from tfdist.cluster.environments import BY_HAND, ENVIRONMENTS, RANK_LAUNCHERS, TF_CONFIG, TOGETHER, single_process
 from tfdist.cluster.errors import ClusterError
 from tfdist.cluster.membership import Membership, roles
-from tfdist.cluster.variables import SERVERS, optional_number
+from tfdist.cluster.variables import SERVERS, optional_number, text
 
 _log = logging.getLogger("tfdist")
 # The cluster of a process that has met the others.
@@ -56,8 +56,10 @@ def find(env: Mapping[str, str] | None = None) -> ClusterConfig | Membership:
     env = os.environ if env is None else env
     environment = next(environment for environment in ENVIRONMENTS if environment.detect(env))
     found = environment.read(env)
-    if isinstance(found, ClusterConfig):
-        problems = left_over(found, env) if environment is TF_CONFIG else []
+    if environment is TF_CONFIG:
+        problems = left_over(found, env)
+    elif isinstance(found, ClusterConfig):
+        problems = incomplete(env) if environment.read is single_process.read else []
     else:
         # What a person has set for tfdist overrides everything.
         problems = contradictions(found, env) if environment is not BY_HAND else []
@@ -122,6 +124,42 @@ def left_over(config: ClusterConfig, env: Mapping[str, str]) -> list[str]:
         f"{found.size}. Expected: the same. Unset TF_CONFIG, without which tfdist asks the system; if it is right, "
         'pass cluster=tfdist.ClusterConfig.from_tf_config(os.environ["TF_CONFIG"]) to the strategy'
     ]
+
+
+def incomplete(env: Mapping[str, str]) -> list[str]:
+    """The variables of a single process by which it should be one of several: a line for each, with what to do.
+
+    Raises:
+        ClusterError: If one is no number.
+
+    Example:
+        >>> incomplete({"WORLD_SIZE": "1"})
+        []
+        >>> incomplete({"WORLD_SIZE": "4"})[0].partition(".")[0]
+        'Received: WORLD_SIZE=4 without RANK and MASTER_ADDR'
+    """
+    size, servers = (optional_number(env, name) or 0 for name in (BY_HAND.size, SERVERS))
+    by_variable: dict[str, str] = {}
+    for row in TOGETHER:
+        by_variable |= row.incomplete(env)
+    found = [
+        (
+            size > 1,
+            f"Received: TFDIST_SIZE={size}, in a process of which nothing tells the rank. Expected: TFDIST_RANK, from "
+            f"0 to {size - 1}; or a pod of an Indexed Job or a StatefulSet, whose name ends with it",
+        ),
+        (
+            "TF_CONFIG" in env and not text(env, "TF_CONFIG"),
+            "Received: TF_CONFIG, which is set, but blank. Expected: the cluster and this process' task in it, or "
+            "unset TF_CONFIG to train in this process alone",
+        ),
+        (
+            servers,
+            f"Received: {SERVERS}={servers}, in a process that is none of several. Expected: tasks, of which the last "
+            "ones are parameter servers: start it by srun or mpirun, or by `tfdist run --ps`; or unset TFDIST_PS",
+        ),
+    ]
+    return [*by_variable.values(), *(problem for is_wrong, problem in found if is_wrong)]
 
 
 def _complete(found: Membership, timeout: float, env: Mapping[str, str]) -> ClusterConfig:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from tfdist.cluster.config import ClusterConfig, parse
 from tfdist.cluster.environments import kubernetes, single_process, slurm
 from tfdist.cluster.errors import ClusterError
-from tfdist.cluster.foreign_text import listed
+from tfdist.cluster.foreign_text import cleaned, listed, whole_number
 from tfdist.cluster.membership import Membership
 from tfdist.cluster.variables import number, optional_number, text
 
@@ -86,12 +86,17 @@ def read_cluster_spec(env: Mapping[str, str]) -> ClusterConfig:
         raise ClusterError(f'{_SPEC}: "cluster" or "task" is missing')
     jobs = {_JOBS.get(pool, pool): addresses for pool, addresses in cluster.items() if pool != "workerpool3"}
     own = str(task.get("type"))
-    return ClusterConfig(jobs, _JOBS.get(own, own), task.get("index", 0), _SPEC)  # type: ignore[arg-type]
+    return ClusterConfig(jobs, _JOBS.get(own, own), task.get("index"), _SPEC)  # type: ignore[arg-type]
+
+
+def _is_vertex(env: Mapping[str, str]) -> bool:
+    """Whether Vertex AI has set CLUSTER_SPEC, a name that others may use as well."""
+    return bool(text(env, _SPEC)) and ("CLOUD_ML_PROJECT_ID" in env or '"workerpool0"' in env[_SPEC])
 
 
 def is_sagemaker(env: Mapping[str, str]) -> bool:
     """Whether this is an instance of a training job of Amazon SageMaker."""
-    return _set("SM_HOSTS", "SM_CURRENT_HOST")(env) or ("TRAINING_JOB_NAME" in env and _RESOURCES.is_file())
+    return bool(text(env, "SM_CURRENT_HOST")) or ("TRAINING_JOB_NAME" in env and _RESOURCES.is_file())
 
 
 def read_sagemaker(env: Mapping[str, str]) -> Membership:
@@ -107,7 +112,7 @@ def read_sagemaker(env: Mapping[str, str]) -> Membership:
         'rank 1 of 2, from SageMaker'
     """
     own, everyone = env.get("SM_CURRENT_HOST"), env.get("SM_HOSTS", "")
-    if not own:
+    if not (own and everyone) and _RESOURCES.is_file():
         told = json.loads(_RESOURCES.read_text())
         own, everyone = told["current_host"], json.dumps(told["hosts"])
     try:
@@ -115,7 +120,9 @@ def read_sagemaker(env: Mapping[str, str]) -> Membership:
     except json.JSONDecodeError:
         hosts = None
     if not isinstance(hosts, list) or own not in hosts:
-        raise ClusterError(f"SM_HOSTS is {everyone!r}; expected a JSON list with SM_CURRENT_HOST, {own!r}")
+        raise ClusterError(
+            f"SM_HOSTS is {everyone!r}; expected a JSON list with SM_CURRENT_HOST, {own!r}; {single_process.ALONE}"
+        )
     return Membership(
         rank=hosts.index(own),
         size=len(hosts),
@@ -132,7 +139,7 @@ def read_aws_batch(env: Mapping[str, str]) -> Membership:
     """The own node of a multi-node parallel job of AWS Batch, counted from the main node, whose address others know.
 
     Raises:
-        ClusterError: If a number is missing, or is none.
+        ClusterError: If a number is missing, is none, or is too large.
 
     Example:
         >>> env = {"AWS_BATCH_JOB_NUM_NODES": "3", "AWS_BATCH_JOB_NODE_INDEX": "0"}
@@ -140,11 +147,12 @@ def read_aws_batch(env: Mapping[str, str]) -> Membership:
         >>> read_aws_batch(env).rank, read_aws_batch(env).host
         (1, '10.0.0.3')
     """
-    size, main = number(env, "AWS_BATCH_JOB_NUM_NODES"), optional_number(env, "AWS_BATCH_JOB_MAIN_NODE_INDEX") or 0
+    node, size = number(env, AWS_BATCH.rank), number(env, AWS_BATCH.size)
+    main = optional_number(env, "AWS_BATCH_JOB_MAIN_NODE_INDEX") or 0
     return Membership(
-        rank=(number(env, "AWS_BATCH_JOB_NODE_INDEX") - main) % size,
+        rank=(node - main) % size if 0 <= node < size else node,
         size=size,
-        source="AWS Batch",
+        source=AWS_BATCH.name,
         job=f"aws-batch-{env.get('AWS_BATCH_JOB_ID', '').partition('#')[0]}",
         # The main node does not have it, and meets the others on its own host.
         host=env.get("AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS", "localhost"),
@@ -197,6 +205,7 @@ class Launcher:
         host: The variable with the host of rank 0: the first one, if it lists several; without a port after it.
         has_channel: Whether rank 0 tells the others its host by a channel: see `tfdist.cluster.rendezvous`.
         shared_home: Whether the processes usually have the same home folder.
+        count: How many processes the variable of the size says that there are.
 
     Example:
         >>> env = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "PMIX_NAMESPACE": "77"}
@@ -217,11 +226,41 @@ class Launcher:
     host: str = ""
     has_channel: bool = False
     shared_home: bool = False
+    count: Callable[[Mapping[str, str], str], int | None] = optional_number
 
     def detect(self, env: Mapping[str, str]) -> bool:
         """Whether it has started this process."""
-        has_all = all(text(env, name) for name in self.needs or (self.rank, self.size))
-        return has_all and (self.unless is None or not self.unless(env))
+        return not self._missing(env) and (self.unless is None or not self.unless(env))
+
+    def incomplete(self, env: Mapping[str, str]) -> dict[str, str]:
+        """What to do, by the variable that says that this process is one of several, where others are missing.
+
+        Raises:
+            ClusterError: If the size is no number.
+
+        Example:
+            >>> MPICH.incomplete({"PMI_SIZE": "2"})["PMI_SIZE"].partition(".")[0]
+            'Received: PMI_SIZE=2 without PMI_RANK'
+            >>> MPICH.incomplete({"PMI_SIZE": "1"}), MPICH.incomplete({"PMI_RANK": "0", "PMI_SIZE": "2"})
+            ({}, {})
+        """
+        missing, size = self._missing(env), self.count(env, self.size) or 0
+        # People have other uses for a variable of the name RANK.
+        rank = whole_number(text(env, self.rank))
+        said = self.size if size > 1 else self.rank if rank is not None and rank >= size else ""
+        if not (missing and said) or (self.unless is not None and self.unless(env)):
+            return {}
+        meanings = {self.rank: f", from 0 to {size - 1},", self.size: ", the number of processes,"}
+        meanings[self.host] = ", the host of rank 0,"
+        return {
+            said: f"Received: {said}={cleaned(text(env, said), 200)} without {' and '.join(missing)}. Expected: "
+            f"{' and '.join(name + meanings.get(name, '') for name in missing)} as well, or TF_CONFIG instead; to "
+            f"train in this process alone, unset {said}, or set TFDIST_RANK=0 TFDIST_SIZE=1"
+        }
+
+    def _missing(self, env: Mapping[str, str]) -> list[str]:
+        """The variables that its processes have, and this one has not."""
+        return [name for name in self.needs or (self.rank, self.size) if not text(env, name)]
 
     def read(self, env: Mapping[str, str]) -> Membership:
         """Rank and size, and the host of rank 0 or how the processes can learn it.
@@ -341,12 +380,13 @@ FLUX = Launcher(
     unless=lambda env: "MPI_LOCALRANKID" in env,
     has_channel=True,
 )
-# HPE's mpiexec on Cray systems. Slurm's plugin cray_shasta sets the same variables.
+# HPE's mpiexec on Cray systems. Slurm's plugin cray_shasta sets the same variables, and so does Flux, whose batch
+# scripts and shells keep the rank of its daemon.
 PALS = Launcher(
     "PALS",
     *("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PMI_LOCAL_SIZE"),
     job="pals-{PALS_APID}",
-    unless=slurm.has_started,
+    unless=lambda env: "FLUX_URI" in env or slurm.has_started(env),
     has_channel=True,
 )
 MPI = (AZURE_ML, OPEN_MPI, *MVAPICH, FLUX, PALS, *INTEL_MPI, MPICH)
@@ -367,13 +407,17 @@ LEADER_WORKER_SET = Launcher(
 )
 # The parallel universe, which does not tell where the others are.
 HTCONDOR = Launcher("HTCondor", *("_CONDOR_PROCNO", "_CONDOR_NPROCS", "", ""), job="condor")
+# The commands of `setup` prepare a node, each for itself, and may know the number of nodes.
 SKYPILOT = Launcher(
     "SkyPilot",
     *("SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", "", ""),
     job="skypilot-{SKYPILOT_TASK_ID}",
     needs=("SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_IPS"),
+    unless=lambda env: "SKYPILOT_SETUP_NODE_RANK" in env,
     host="SKYPILOT_NODE_IPS",
 )
+# By this it is detected; `read_aws_batch` counts ranks from the main node.
+AWS_BATCH = Launcher("AWS Batch", *("AWS_BATCH_JOB_NODE_INDEX", "AWS_BATCH_JOB_NUM_NODES", "", ""), job="")
 
 
 # --- All of them ------------------------------------------------------------------------------------------------------
@@ -393,9 +437,9 @@ class Environment(NamedTuple):
     read: Callable[[Mapping[str, str]], ClusterConfig | Membership]
 
 
-def _set(*names: str) -> Callable[[Mapping[str, str]], bool]:
-    """Whether all of these variables have a value; a blank one counts as not set."""
-    return lambda env: all(text(env, name) for name in names)
+def _set(name: str) -> Callable[[Mapping[str, str]], bool]:
+    """Whether this variable has a value; a blank one counts as not set."""
+    return lambda env: bool(text(env, name))
 
 
 TF_CONFIG = Environment("TF_CONFIG", _set("TF_CONFIG"), read_tf_config)
@@ -405,7 +449,7 @@ ENVIRONMENTS: tuple[Environment | Launcher, ...] = (
     Environment("TFDIST_CLUSTER", _set("TFDIST_CLUSTER"), read_tfdist_cluster),
     BY_HAND,
     TF_CONFIG,
-    Environment("Vertex AI", _set("CLUSTER_SPEC", "CLOUD_ML_PROJECT_ID"), read_cluster_spec),
+    Environment("Vertex AI", _is_vertex, read_cluster_spec),
     TORCHRUN,
     HOROVODRUN,
     *MPI,
@@ -414,11 +458,11 @@ ENVIRONMENTS: tuple[Environment | Launcher, ...] = (
     Environment("SageMaker", is_sagemaker, read_sagemaker),
     KUBEFLOW_TRAINER,
     RANK_VARIABLES,
-    Environment("AWS Batch", _set("AWS_BATCH_JOB_NUM_NODES", "AWS_BATCH_JOB_NODE_INDEX"), read_aws_batch),
+    Environment(AWS_BATCH.name, AWS_BATCH.detect, read_aws_batch),
     SKYPILOT,
     HTCONDOR,
     LEADER_WORKER_SET,
-    Environment("Volcano", lambda env: "VC_TASK_INDEX" in env and bool(_volcano_hosts(env)), read_volcano),
+    Environment("Volcano", lambda env: bool(_volcano_hosts(env)), read_volcano),
     Environment(kubernetes.NAME, kubernetes.detect, kubernetes.read),
     Environment("allocation", single_process.is_allocated, single_process.read),
     Environment(single_process.NAME, lambda env: True, single_process.read),
@@ -426,3 +470,27 @@ ENVIRONMENTS: tuple[Environment | Launcher, ...] = (
 
 # What starts processes by rank; other systems set TF_CONFIG themselves.
 RANK_LAUNCHERS = (*MPI, SLURM)
+
+# Variables that mean something only together: a process that has some of them would train alone, as all others would.
+# In ENVIRONMENTS' order, in which the most general row for a variable is the last. Not here: what a Slurm job sets for
+# its batch script and its shells, which `single_process` knows; SLURM_NTASKS alone, an option of srun that people set
+# in login shells; VC_TASK_INDEX without a list of pods, of which each may train alone.
+TOGETHER = (
+    *(row for row in ENVIRONMENTS if isinstance(row, Launcher) and row is not BY_HAND),
+    AWS_BATCH,
+    Launcher(
+        slurm.NAME,
+        *("SLURM_PROCID", "SLURM_NTASKS", "", ""),
+        job="",
+        needs=("SLURM_PROCID", "SLURM_NTASKS", "SLURM_JOB_ID"),
+        unless=lambda env: bool(text(env, "SLURM_JOB_ID")) or not text(env, "SLURM_PROCID"),
+    ),
+    Launcher(
+        "SageMaker",
+        *("", "SM_HOSTS", "", ""),
+        job="",
+        needs=("SM_HOSTS", "SM_CURRENT_HOST"),
+        # A JSON list of names, which have no commas.
+        count=lambda env, name: text(env, name).count(",") + 1,
+    ),
+)

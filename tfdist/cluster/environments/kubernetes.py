@@ -19,7 +19,7 @@ from collections.abc import Mapping
 
 from tfdist.cluster.errors import ClusterError
 from tfdist.cluster.membership import Membership
-from tfdist.cluster.variables import number
+from tfdist.cluster.variables import number, text
 
 NAME = "Kubernetes"
 _INDEX, _SIZE = "JOB_COMPLETION_INDEX", "TFDIST_SIZE"
@@ -44,11 +44,12 @@ def read(env: Mapping[str, str]) -> Membership:
         >>> read(env | {"HOSTNAME": "train-3", "TFDIST_HOST": "train-3.train"}).host
         'train-0.train'
     """
-    if not env.get(_SIZE):
+    if not text(env, _SIZE):
         raise ClusterError(
-            f"{NAME}: received pod {env[_INDEX]} of an Indexed Job, without the number of pods, which Kubernetes does "
-            f'not tell. Expected: the environment variable {_SIZE} with the value of "completions" in the manifest; '
-            "1 to train alone. `tfdist submit --scheduler kubernetes --dry-run` prints a complete manifest"
+            f"{NAME}: received the pod {pod_name(env)}, one of several, without the number of pods, which Kubernetes "
+            f'does not tell. Expected: the environment variable {_SIZE} with the value of "completions" (Indexed Job) '
+            'or "replicas" (StatefulSet) in the manifest; 1 to train alone. `tfdist submit --scheduler kubernetes '
+            "--dry-run` prints a complete manifest"
         )
     size, short = number(env, _SIZE), pod_name(env)
     if size == 1:
