@@ -42,7 +42,7 @@ with which the block begins that goes back `prefetch` blocks earlier.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, ClassVar
 
 import keras
@@ -62,6 +62,7 @@ from tfdist.layer_graph.chunk import (
 from tfdist.layer_graph.costs import NOT_COMPUTED
 from tfdist.memory.block import GraphBlock, LayerBlock, RegularizerBlock, labelled, record_operations, upstream
 from tfdist.memory.order import Keeping, gated, released_together, waiting_for
+from tfdist.steps.keras_step import shadowed
 from tfdist.steps.shards import gathered, scattered
 
 Block = GraphBlock | LayerBlock | RegularizerBlock
@@ -495,17 +496,13 @@ class Fetched(Recomputed):
         triples = zip(result.state, on_device, self.state, strict=True)
         return result._replace(state=[on_host if new is old else new for new, old, on_host in triples])
 
-    @contextlib.contextmanager
-    def _variables_on_device(self, gate: Sequence[Any]) -> Iterator[None]:
+    def _variables_on_device(self, gate: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
         """While the block runs, its variables' values are copies on the device, which leave the host after the gate."""
-        on_host = self.trainable, self.state
-        self.trainable, self.state = (
-            [from_host(value, self._device, self.keeping, gate) for value in values] for values in on_host
+        trainable, state = (
+            [from_host(value, self._device, self.keeping, gate) for value in values]
+            for values in (self.trainable, self.state)
         )
-        try:
-            yield
-        finally:
-            self.trainable, self.state = on_host
+        return shadowed(self, trainable=trainable, state=state)
 
     def _start_of_an_earlier_block(self) -> list[tf.Operation]:
         """The gate of the weights in the forward pass: the first operation of the block `prefetch` blocks before.

@@ -223,14 +223,9 @@ def step_of(strategy: Any) -> KerasStep | None:
     return getattr(strategy, "_keras_step", None)
 
 
-@contextlib.contextmanager
-def traced(strategy: Any, step: KerasStep) -> Iterator[None]:
+def traced(strategy: Any, step: KerasStep) -> contextlib.AbstractContextManager[None]:
     """While the block runs, a strategy's replicas trace this step."""
-    before, strategy._keras_step = step_of(strategy), step
-    try:
-        yield
-    finally:
-        strategy._keras_step = before
+    return shadowed(strategy, _keras_step=step)
 
 
 def xla_compiles(model: keras.Model, batch: Any = None) -> bool:
@@ -297,16 +292,16 @@ def global_replica() -> int:
 
 
 @contextlib.contextmanager
-def shadowed(owner: Any, **methods: Any) -> Iterator[None]:
+def shadowed(owner: Any, **attributes: Any) -> Iterator[None]:
     """Shadows attributes of one instance (never of its class) until the block ends. Another shadow comes back then."""
-    before = {name: vars(owner)[name] for name in methods if name in vars(owner)}
-    for name, method in methods.items():
-        # Past Keras' attribute tracking, which would record the functions as state of the object.
-        object.__setattr__(owner, name, method)
+    before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
+    for name, value in attributes.items():
+        # Past Keras' attribute tracking, which would record functions as state of the object.
+        object.__setattr__(owner, name, value)
     try:
         yield
     finally:
-        for name in methods:
+        for name in attributes:
             if name in before:
                 object.__setattr__(owner, name, before[name])
             else:

@@ -31,7 +31,7 @@ import tensorflow as tf
 from tfdist.compat.upstream import CondBranchFuncGraph, ControlFlowFuncGraph, DistributedVariable, distribute_lib
 from tfdist.steps.flat_bucket import FlatBucket, RowLayout
 from tfdist.steps.gradients import all_reduce_sum, own_rows_of_sums, weighted
-from tfdist.steps.keras_step import check_that_all_are_here, current_step, global_replica, local_replica
+from tfdist.steps.keras_step import check_that_all_are_here, current_step, global_replica, local_replica, shadowed
 from tfdist.steps.local_values import Dependence
 from tfdist.steps.reduce import all_gather, all_reduce
 
@@ -231,15 +231,9 @@ def other_readers() -> list[str]:
     return sorted(found)
 
 
-@contextlib.contextmanager
-def in_parts(weights: Sequence[Any]) -> Iterator[None]:
+def in_parts(weights: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
     """While an optimizer works on weights of this replica: sharded variables are their parts."""
-    here = current_step().here
-    before, here.in_parts = here.in_parts, weights
-    try:
-        yield
-    finally:
-        here.in_parts = before
+    return shadowed(current_step().here, in_parts=weights)
 
 
 def _of_the_batch(value: tf.Tensor) -> tf.Tensor:

@@ -21,7 +21,7 @@ import contextlib
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -217,17 +217,12 @@ def jit_compiles_by_itself(model: keras.Model) -> bool:
     return bool(tf.config.list_physical_devices("GPU")) and model_supports_jit(model)
 
 
-@contextlib.contextmanager
-def not_compiled_as_a_whole(model: keras.Model) -> Iterator[None]:
+def not_compiled_as_a_whole(model: keras.Model) -> contextlib.AbstractContextManager[None]:
     """While Keras makes the function of a step, keeps it from compiling the function as a whole.
 
     XLA would have to compile the collectives, and all devices. The strategy marks a replica's operations instead.
     """
-    before, model._jit_compile = model._jit_compile, False
-    try:
-        yield
-    finally:
-        model._jit_compile = before
+    return shadowed(model, _jit_compile=False)
 
 
 def is_checked(model: Any) -> bool:

@@ -24,6 +24,7 @@ from tfdist.layers.sharded_table import TableInitializer, is_making_table
 from tfdist.optimizers.sharded_optimizer import ELEMENTWISE, ShardedOptimizer
 from tfdist.runtime.peers import PeerTimeoutError
 from tfdist.steps.flat_bucket import FlatBucket, RowLayout
+from tfdist.steps.keras_step import shadowed
 from tfdist.steps.shards import ShardedVariable, own_part
 from tfdist.strategies.data_parallel.strategy import DataParallelHooks
 
@@ -111,11 +112,8 @@ class PartsHooks(DataParallelHooks):
 
     def initialize_variable(self, initialize: Callable, variable: Any, value: Any) -> None:
         # It may be made later than it was created, where the scope of its name is left already.
-        before, self._strategy._created = self._strategy._created, variable
-        try:
+        with shadowed(self._strategy, _created=variable):
             initialize(variable, value)
-        finally:
-            self._strategy._created = before
 
     def _arrange(self, callback_list: Any, callbacks: list, model: Any) -> list:
         for callback in callbacks if self.keeps_parts else ():

@@ -232,11 +232,8 @@ def _updating(step: KerasStep, optimizer: Any) -> Iterator[None]:
     """
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     count = len(graph.get_operations()) if graph else 0
-    step.here.is_updating = True
-    try:
+    with shadowed(step.here, is_updating=True):
         yield
-    finally:
-        step.here.is_updating = False
     made = graph.get_operations()[count:] if graph else []
     if any(draws(one) or one.type == "RngReadAndSkip" for one in made):
         raise NotImplementedError(

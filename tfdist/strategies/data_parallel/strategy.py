@@ -47,7 +47,7 @@ from tfdist.runtime.progress import InputMeter
 from tfdist.steps import reduce
 from tfdist.steps.derived_logs import metric_of
 from tfdist.steps.gradients import BUCKET_BYTES, NARROW_DTYPES, GradientOptions
-from tfdist.steps.keras_step import KerasStep, marked_for_xla, recognise_step, step_of, traced, xla_compiles
+from tfdist.steps.keras_step import KerasStep, marked_for_xla, recognise_step, shadowed, step_of, traced, xla_compiles
 from tfdist.steps.reduce import each, gathered, in_order_of_rows, of_any_size, values_of
 from tfdist.strategies import validation
 from tfdist.strategies.data_parallel import common_gradients, row_trial
@@ -320,12 +320,8 @@ class DataParallel:
         if self._peers:
             restore_sigterm_handler()
             self._peers.share_random_state()
-        with step_lock():
-            self._keras_asks_for_data, self._epoch_iterator = True, epoch_iterator
-            try:
-                yield
-            finally:
-                self._keras_asks_for_data, self._epoch_iterator = False, None
+        with step_lock(), shadowed(self, _keras_asks_for_data=True, _epoch_iterator=epoch_iterator):
+            yield
 
     def _say_that_shares_are_not_for_shards(self) -> None:
         has_shares = self._ends_of_pieces or self._automatic_shares

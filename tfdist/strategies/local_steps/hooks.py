@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfdist.inspection.model_state import all_optimizers_of
 from tfdist.optimizers.sharded_optimizer import ShardedOptimizer
+from tfdist.steps.keras_step import shadowed
 from tfdist.strategies.data_parallel.strategy import DataParallelHooks
 from tfdist.strategies.local_steps.outer_model import OuterModel
 
@@ -54,11 +55,8 @@ class LocalStepsHooks(DataParallelHooks):
         return logs_of_all(outer, logs, everyone)
 
     def fit(self, fit: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
-        before, self._strategy._is_fitting = self._strategy._is_fitting, True
-        try:
+        with shadowed(self._strategy, _is_fitting=True):
             return super().fit(fit, model, *args, **kwargs)
-        finally:
-            self._strategy._is_fitting = before
 
     def call(self, method: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
         trains, strategy = method.__name__ in ("fit", "train_on_batch"), self._strategy
@@ -73,12 +71,8 @@ class LocalStepsHooks(DataParallelHooks):
                 own.begin_fit()
         if trains:
             return super().call(method, model, *args, **kwargs)
-        before, self._is_testing = self._is_testing, True
-        try:
-            with self._shown(model):
-                return super().call(method, model, *args, **kwargs)
-        finally:
-            self._is_testing = before
+        with shadowed(self, _is_testing=True), self._shown(model):
+            return super().call(method, model, *args, **kwargs)
 
     def save(self, write: Callable, model: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
         if not self._strategy._is_fitting:

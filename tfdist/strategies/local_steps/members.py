@@ -26,6 +26,7 @@ from tfdist.inspection.datasets import has_order, rows_of_arrays, seeds
 from tfdist.inspection.model_state import all_optimizers_of, held_variables, random_state, restore_random_state
 from tfdist.runtime.chief import Arranged, without_files
 from tfdist.runtime.rounds import FIRST, MEAN, Membership, Place, RoundError
+from tfdist.steps.keras_step import shadowed
 from tfdist.steps.reduce import values_of
 from tfdist.strategies.data_parallel.dataset import ReplicaBatch, array_source, cut_for_replica
 from tfdist.strategies.data_parallel.state import is_mirrored
@@ -110,10 +111,7 @@ class MemberHooks(LocalStepsHooks):
 
     def fit(self, fit: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
         number = self._membership.number("fit")
-        before = self._pace, self._has_begun, self._skips
-        self._pace, self._has_begun = Pace(number), False
-        self._skips = False
-        try:
+        with shadowed(self, _pace=Pace(number), _has_begun=False, _skips=False):
             # What shuffles the data.
             everyone = self._membership.share(f"random state of fit {number}", random_state())
             restore_random_state(everyone[0])
@@ -121,8 +119,6 @@ class MemberHooks(LocalStepsHooks):
             self._keep_history(history)
             self._end(model)
             return history
-        finally:
-            self._pace, self._has_begun, self._skips = before
 
     def make_epoch_iterator(self, make: Callable, iterator: Any, **arguments: Any) -> None:
         super().make_epoch_iterator(make, iterator, **arguments)
@@ -218,7 +214,8 @@ class MemberHooks(LocalStepsHooks):
                 outer.end_epoch()
             self._strategy._say_that_periods_are_short(outer)
             self._after(model)
-        everyone = self._said_of_epoch(None if self._skips else self._own_part(model, logs))
+        said = None if self._skips else self._own_part(model, logs)
+        everyone = self._membership.share(f"logs of fit {self._pace.number}, epoch {self._pace.epoch}", said)
         if "all" in everyone[0]:
             self._known = self._pace.place[:2]
             return everyone[0]["all"]
@@ -240,9 +237,6 @@ class MemberHooks(LocalStepsHooks):
             return stops
         name = f"stop after epoch {self._pace.epoch} of fit {self._pace.number}"
         return any(self._membership.share(name, stops).values())
-
-    def _said_of_epoch(self, said: Any = None) -> dict[int, Any]:
-        return self._membership.share(f"logs of fit {self._pace.number}, epoch {self._pace.epoch}", said)
 
     def _own_part(self, model: Any, logs: Any) -> dict[str, Any]:
         """What this worker says of an epoch: its metrics' states, and what its last step has logged beside them."""

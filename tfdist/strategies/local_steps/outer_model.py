@@ -117,7 +117,6 @@ class OuterModel:
     @contextlib.contextmanager
     def noting(self, model: keras.Model) -> Iterator[None]:
         """While a step is traced, notes which weights of the model it writes; without rows it writes none."""
-        strategy = self._strategy
 
         def assign(variable: keras.Variable, original: Callable, value: Any) -> Any:
             self._note_state(variable)
@@ -129,11 +128,8 @@ class OuterModel:
             for variable in model.weights:
                 noting = functools.partial(assign, variable, variable._direct_assign)
                 stack.enter_context(shadowed(variable, _direct_assign=noting))
-            before, strategy._traced_outer, self.has_rows = strategy._traced_outer, self, None
-            try:
+            with shadowed(self._strategy, _traced_outer=self), shadowed(self, has_rows=None):
                 yield
-            finally:
-                strategy._traced_outer, self.has_rows = before, None
         for variable in filter(is_mirrored, held_variables(model)):
             self._note_state(variable)
 

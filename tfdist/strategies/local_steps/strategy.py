@@ -25,7 +25,7 @@ import json
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -330,14 +330,9 @@ class LocalStepsStrategy(MultiWorkerMirroredStrategy):
                 self._make_outer(model)
         return self._outer_models[model]
 
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _alone(self) -> contextlib.AbstractContextManager[None]:
         """While the block runs, the strategy is that of this process, which nothing is exchanged with."""
-        before, self.extended.is_alone = self.extended.is_alone, True
-        try:
-            yield
-        finally:
-            self.extended.is_alone = before
+        return shadowed(self.extended, is_alone=True)
 
     def _run(self, fn: Callable, args: tuple, kwargs: dict | None, options: Any) -> Any:
         """Gives a training step of Keras this worker's rows only."""

@@ -16,7 +16,7 @@ import logging
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -32,7 +32,7 @@ from tfdist.inspection.model_state import all_optimizers_of
 from tfdist.memory.policy import MemoryPolicy, policy_of
 from tfdist.runtime import servers
 from tfdist.runtime.job import say
-from tfdist.steps.keras_step import step_of
+from tfdist.steps.keras_step import shadowed, step_of
 from tfdist.strategies import validation
 from tfdist.strategies.hooks import StrategyHooks, install
 from tfdist.strategies.parameter_server.data import (
@@ -300,23 +300,13 @@ class ParameterServerExtended(upstream.ParameterServerStrategyV2Extended):
         self._allow_run_without_coordinator = True
         self._num_gpus_per_worker = min(self._num_gpus_per_worker, 1)
 
-    @contextlib.contextmanager
-    def unpartitioned(self) -> Iterator[None]:
+    def unpartitioned(self) -> contextlib.AbstractContextManager[None]:
         """Creates variables as they are: Keras has no variables in parts."""
-        partitioner, self._variable_partitioner = self._variable_partitioner, None
-        try:
-            yield
-        finally:
-            self._variable_partitioner = partitioner
+        return shadowed(self, _variable_partitioner=None)
 
-    @contextlib.contextmanager
-    def scheduled(self) -> Iterator[None]:
+    def scheduled(self) -> contextlib.AbstractContextManager[None]:
         """While it is entered, what is traced is for a worker, as in `schedule` of TensorFlow's coordinator."""
-        before, self._being_scheduled = self._being_scheduled, True
-        try:
-            yield
-        finally:
-            self._being_scheduled = before
+        return shadowed(self, _being_scheduled=True)
 
     def _call_for_each_replica(self, fn: Callable, args: tuple, kwargs: dict) -> Any:
         if not self._being_scheduled and is_new(self, "alone"):

@@ -221,10 +221,7 @@ def _with_scalars(optimizer: Any, extended: Any) -> Callable:
     original = optimizer._distributed_tf_update_step
 
     def update(distribution: Any, grads_and_vars: Sequence[Any], learning_rate: Any) -> None:
-        extended.scalars = LocalScalars(optimizer)
-        try:
+        with shadowed(extended, scalars=LocalScalars(optimizer)):
             original(distribution, grads_and_vars, learning_rate)
-        finally:
-            extended.scalars = None
 
     return update

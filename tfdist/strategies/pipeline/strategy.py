@@ -234,15 +234,11 @@ class PipelineStrategy(tf.distribute.Strategy):
             self._keep(variable)
         if step.kind == "train":
             self._learn_rows(plan, x)
-        previous, self._running = self._running, True
-        try:
-            # Where the loss does not decompose, Keras' own step runs, and its call of the model is pipelined.
-            if step.kind == "train" and plan.decomposes:
-                fn = self._train_step(plan, fn)
-            with near_inputs(), local_optimizers(plan.model, self.extended):
-                return super().run(fn, args, kwargs, options)
-        finally:
-            self._running = previous
+        # Where the loss does not decompose, Keras' own step runs, and its call of the model is pipelined.
+        if step.kind == "train" and plan.decomposes:
+            fn = self._train_step(plan, fn)
+        with shadowed(self, _running=True), near_inputs(), local_optimizers(plan.model, self.extended):
+            return super().run(fn, args, kwargs, options)
 
     def _prepare(self, model: keras.Model, x: Any = None) -> PipelinePlan:
         """Cuts a model into stages and moves its variables there, at the first call.
