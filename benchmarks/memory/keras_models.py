@@ -60,17 +60,6 @@ def _block(shape: ResidualMlp | Encoder, name: str) -> keras.Model:
     return keras.Model(inputs, layers.Add()([x, layers.Dense(shape.width)(y)]), name=name)
 
 
-class _Recomputed(layers.Layer):
-    """What one writes for `tf.recompute_grad` with Keras."""
-
-    def __init__(self, block: keras.Model):
-        super().__init__()
-        self._block = block
-
-    def call(self, inputs: Any, training: bool | None = None) -> Any:
-        return tf.recompute_grad(lambda x: self._block(x, training=training))(inputs)
-
-
 class _Whole(layers.Layer):
     """Hides the arguments of a block: `keras.RematScope` fails in a graph for layers that have more than tensors."""
 
@@ -80,6 +69,13 @@ class _Whole(layers.Layer):
 
     def call(self, inputs: Any) -> Any:
         return self._block(inputs)
+
+
+class _Recomputed(_Whole):
+    """What one writes for `tf.recompute_grad` with Keras."""
+
+    def call(self, inputs: Any, training: bool | None = None) -> Any:
+        return tf.recompute_grad(lambda x: self._block(x, training=training))(inputs)
 
 
 def _in_remat_scope(block: keras.Model) -> layers.Layer:

@@ -213,8 +213,8 @@ class DataPosition:
             "facts": self._facts,
             "array seed": self._array_seed,
             "global seed": context.global_seed(),
+            **self._data.order,
         }
-        state.update(self._data.order)
         if state["goes on"] and self._saves_iterator:
             tensors[_ITERATOR] = tf.raw_ops.SerializeIterator(
                 resource_handle=iterator._current_iterator._iterator_resource, external_state_policy=_FAIL

@@ -326,10 +326,12 @@ class MemoryReport:
             ("optimizer slots", [device.slots for device in self.devices]),
             ("batch", [device.batch for device in self.devices]),
             ("step, at its peak", [device.step for device in self.devices]),
+            *(
+                (f"  {label}", [device.at_peak.get(label, 0) for device in self.devices])
+                for label in (*self.blocks, GRADIENTS, OPTIMIZER, OTHER)
+            ),
+            ("all", [device.total for device in self.devices]),
         ]
-        for label in (*self.blocks, GRADIENTS, OPTIMIZER, OTHER):
-            sizes.append((f"  {label}", [device.at_peak.get(label, 0) for device in self.devices]))
-        sizes.append(("all", [device.total for device in self.devices]))
         rows = [[name, *(f"{size / 1e6:.2f}" for size in by_device)] for name, by_device in sizes]
         table = _table(["MB"], [device.device for device in self.devices], rows, self.layers)
         title = f"A training step of '{self.model}', {self.rows} rows, {_described(self.policy)}"

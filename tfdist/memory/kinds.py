@@ -114,6 +114,15 @@ class BlockCall:
         """
         raise NotImplementedError
 
+    def start_of_an_earlier_block(self) -> list[tf.Operation]:
+        """The gate of the weights in the forward pass: the first operation of the block `prefetch` blocks before.
+
+        Without it, the weights of all blocks would be sent, or gathered, at the beginning of the step.
+        """
+        place = self.place - self.keeping.prefetch
+        first = self.keeping.order.first[place] if place >= 0 else None
+        return [first] if first is not None else []
+
     def gradients(
         self, tape: tf.GradientTape, result: PureResult, trainable: list, tensors: list, cotangents: Sequence
     ) -> list[Any]:
@@ -489,7 +498,7 @@ class Fetched(Recomputed):
         self._device = self.tensors[0].device if self.tensors else ""
 
     def forward(self) -> PureResult:
-        with self._variables_on_device(self._start_of_an_earlier_block()):
+        with self._variables_on_device(self.start_of_an_earlier_block()):
             result = super().forward()
             on_device = self.state
         # A state that the block has not changed is still on the host: give that back, not the copy on the device.
@@ -503,15 +512,6 @@ class Fetched(Recomputed):
             for values in (self.trainable, self.state)
         )
         return shadowed(self, trainable=trainable, state=state)
-
-    def _start_of_an_earlier_block(self) -> list[tf.Operation]:
-        """The gate of the weights in the forward pass: the first operation of the block `prefetch` blocks before.
-
-        Without it, the weights of all blocks would be sent at the beginning of the step.
-        """
-        place = self.place - self.keeping.prefetch
-        first = self.keeping.order.first[place] if place >= 0 else None
-        return [first] if first is not None else []
 
 
 class Streamed(Fetched, SwappedInputs):
@@ -593,9 +593,7 @@ class _Gathering(BlockCall):
     def forward_values(self) -> tuple[list, list]:
         """What is gathered for the forward pass, not before an earlier block begins."""
         self.keeping.order.gathering[self.place] = self.gather_again
-        place = self.place - self.keeping.prefetch
-        first = self.keeping.order.first[place] if place >= 0 else None
-        self._first = self.gathered([] if first is None else [first])
+        self._first = self.gathered(self.start_of_an_earlier_block())
         return self._first
 
     def state_of(self, result: PureResult, state: list) -> PureResult:

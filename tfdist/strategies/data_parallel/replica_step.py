@@ -568,9 +568,7 @@ class MetricTotals:
 
         def total() -> Any:
             known = variable._tfdist_total
-            if known is None or known[0] != self._round or not tf.executing_eagerly():
-                return read()
-            return known[1]
+            return known[1] if known is not None and known[0] == self._round and tf.executing_eagerly() else read()
 
         def assign_without_reading(
             value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = False

@@ -34,7 +34,7 @@ class LocalStepsHooks(DataParallelHooks):
 
     def make_function(self, make: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
         if args[:1] == (model.train_step,):
-            self._strategy._make_outer(model)
+            self._strategy._outer_of(model)
         return super().make_function(make, model, *args, **kwargs)
 
     def note_update(self, variables: Any) -> None:

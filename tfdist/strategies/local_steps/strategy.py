@@ -306,29 +306,24 @@ class LocalStepsStrategy(MultiWorkerMirroredStrategy):
         weights = set(map(id, variables))
         return [outer for outer in list(self._outer_models.values()) if outer.trains_one_of(weights)]
 
-    def _make_outer(self, model: Any) -> None:
-        """Makes what is kept of a model beside its weights, unless it is there; all processes come here together."""
+    def _outer_of(self, model: Any) -> OuterModel:
+        """What is kept of a model beside its weights; where it has to be made, all processes come here together."""
+        outer = self._outer_models.get(model)
+        if outer is not None and outer.is_of(model):
+            return outer
+        if not model.built:
+            raise ValueError(
+                f"Received: a training step of model '{model.name}', which has no weights yet, under "
+                "LocalStepsStrategy. Expected: model.build(...) before, or model.fit."
+            )
         if self.is_chief and is_new(self, "another training"):
             _log.warning(_ANOTHER_TRAINING, self._sync_every)
-        outer = self._outer_models.get(model)
-        if outer is None or not outer.is_of(model):
+        with tf.init_scope():
             if outer is not None:
                 outer.end_period()
             with self.scope():
-                self._outer_models[model] = OuterModel(self, model, self._make_optimizer())
-
-    def _outer_of(self, model: Any) -> OuterModel:
-        """What is kept of a model; a step may be traced before Keras makes its train function."""
-        outer = self._outer_models.get(model)
-        if outer is None or not outer.is_of(model):
-            if not model.built:
-                raise ValueError(
-                    f"Received: a training step of model '{model.name}', which has no weights yet, under "
-                    "LocalStepsStrategy. Expected: model.build(...) before, or model.fit."
-                )
-            with tf.init_scope():
-                self._make_outer(model)
-        return self._outer_models[model]
+                made = self._outer_models[model] = OuterModel(self, model, self._make_optimizer())
+        return made
 
     def _alone(self) -> contextlib.AbstractContextManager[None]:
         """While the block runs, the strategy is that of this process, which nothing is exchanged with."""

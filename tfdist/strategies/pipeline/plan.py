@@ -308,17 +308,15 @@ class PipelinePlan:
 
     def choose_microbatches(self, rows: int | None) -> None:
         """Lets a training step have no more micro-batches than a batch has rows, where that number is known."""
-        count = self._options.num_microbatches
-        if rows is not None:
-            count = max(1, min(rows // self.replicas, count))
-        self.schedule = self._options.make_schedule(self.schedule.name, count)
+        self.schedule = self._options.make_schedule(self.schedule.name, self._microbatches_for(rows))
 
     def inference_of(self, rows: int | None) -> Schedule:
         """The order of the work where nothing is trained: with no more micro-batches than there are rows, if known."""
-        microbatches = self._options.num_microbatches
-        if rows is not None:
-            microbatches = max(1, min(rows // self.replicas, microbatches))
-        return forward_only(len(self.devices), microbatches, self.schedule.chunks_per_device)
+        return forward_only(len(self.devices), self._microbatches_for(rows), self.schedule.chunks_per_device)
+
+    def _microbatches_for(self, rows: int | None) -> int:
+        most = self._options.num_microbatches
+        return most if rows is None else max(1, min(rows // self.replicas, most))
 
     def choose_recompute(self, rows: int) -> None:
         """Without a memory policy, lets chunks recompute whose activations would fill over half of the memory.
