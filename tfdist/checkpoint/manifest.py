@@ -235,6 +235,4 @@ def drill_folder(backup_dir: str, env: Mapping[str, str]) -> str | None:
         '/tmp/drill/backup'
     """
     root = env.get(VARIABLE)
-    if not root:
-        return None
-    return os.path.join(root, os.path.basename(os.path.normpath(backup_dir)))
+    return os.path.join(root, os.path.basename(os.path.normpath(backup_dir))) if root else None

@@ -189,8 +189,7 @@ class ClusterConfig:
             >>> two.fingerprint() == two.with_task("worker", 1).fingerprint()
             True
         """
-        text = json.dumps(self._compact_jobs(), sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:12]
+        return hashlib.sha256(json.dumps(self._compact_jobs(), sort_keys=True).encode()).hexdigest()[:12]
 
     def _compact_jobs(self) -> dict[str, list[str] | dict[str, str]]:
         return {

@@ -69,8 +69,7 @@ def meet(
     """
     info = {} if info is None else info
     present = members(config, servers)
-    own = (config.task_type, config.task_index)
-    if own not in present:
+    if (config.task_type, config.task_index) not in present:
         raise ClusterError(
             f"{config.task_type} {config.task_index} takes no part in the barrier; only chief"
             f"{', worker and ps' if servers else ' and worker'} tasks do"

@@ -545,8 +545,7 @@ class Server(Listener, Store):
             ClusterError: If they do not fit together, which all hear.
         """
         coming = self._collected(name, timeout, names, check)
-        came = asyncio.run_coroutine_threadsafe(coming, loop()).result()
-        return {0: value, **came}
+        return {0: value, **asyncio.run_coroutine_threadsafe(coming, loop()).result()}
 
     def publish(self, name: str, result: Any) -> None:
         """Lets all go who have come to a gathering, with a result."""

@@ -592,8 +592,7 @@ class ClusterAttempt(Attempt):
             self._stop(signal.SIGTERM, min(self._grace, FAILURE_GRACE))
 
     def _training_has_ended(self) -> bool:
-        first = self._group.processes[0]
-        is_over = first.status == 0  # workers that come and go end with it
+        is_over = self._group.processes[0].status == 0  # workers that come and go end with it
         return all(
             process.status is not None or process.plan.serves or (is_over and process.plan.is_replaceable)
             for process in self._group.processes

@@ -43,8 +43,7 @@ class Call:
         args, kwargs = self.node.arguments.fill_in({kept: values[key] for kept, key in self.inputs.items()})
         if training is not None and isinstance(self.operation, keras.layers.Layer):
             kwargs = {**kwargs, "training": training}
-        results = self.operation(*args, **kwargs)
-        values.update(zip(self.outputs, tree.flatten(results), strict=True))
+        values.update(zip(self.outputs, tree.flatten(self.operation(*args, **kwargs)), strict=True))
 
 
 @dataclasses.dataclass(frozen=True)

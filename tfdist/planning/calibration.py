@@ -180,8 +180,7 @@ def _link_probe(tf: Any, strategy: Any) -> dict[str, float]:
         value = tf.ones([count])
 
         def on_replica() -> Any:
-            context = tf.distribute.get_replica_context()
-            return context.all_reduce(tf.distribute.ReduceOp.SUM, value)
+            return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, value)
 
         return tf.function(lambda: strategy.run(on_replica))
 

@@ -75,8 +75,7 @@ def plan(
         return
     best = made.best
     rows = [{**dataclasses.asdict(row), "code": row.code, "fits": row.fits, "best": row is best} for row in made.rows]
-    said = {"hardware": found.name, "reason": made.reason, "rows": rows}
-    print(json.dumps(said, indent=1))
+    print(json.dumps({"hardware": found.name, "reason": made.reason, "rows": rows}, indent=1))
 
 
 def numbers(text: str) -> list[int]:

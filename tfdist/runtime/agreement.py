@@ -259,8 +259,7 @@ def _weights(model: keras.Model) -> list:
 
 
 def _add_bits(before: int, variable: Any) -> int:
-    value = np.ascontiguousarray(variable.value)
-    return zlib.crc32(value.reshape(-1).view(np.uint8), before)
+    return zlib.crc32(np.ascontiguousarray(variable.value).reshape(-1).view(np.uint8), before)
 
 
 class RowsSeen:

@@ -159,9 +159,8 @@ class _Meeting:
         sees = self._peers.gather("exchange memory seen", memory is not None, _PURPOSE)
         if memory is not None:
             memory.hide()
-        found: list[list[int]] = []
-        for one in hosts:
-            found += [one] if all(sees[rank] for rank in one) else [[rank] for rank in one]
+        parts = ([one] if all(sees[rank] for rank in one) else [[rank] for rank in one] for one in hosts)
+        found = list(itertools.chain(*parts))
         return found, memory if ranks in found else None
 
     def _call(self, rank: int) -> Link:

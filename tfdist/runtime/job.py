@@ -365,8 +365,7 @@ def _show(
 
 
 def _ask(cluster: ClusterConfig) -> str:
-    own = (cluster.task_type, cluster.task_index)
-    others = [task for task in cluster.compute_tasks if task != own]
+    others = [task for task in cluster.compute_tasks if task != (cluster.task_type, cluster.task_index)]
     places = [cluster.jobs[job][index] for job, index in others]
     deadline = time.monotonic() + _DYING_SECONDS
     with ThreadPoolExecutor(max_workers=64) as pool:

@@ -321,8 +321,7 @@ class Peers:
         """
         own = random_state()
         digest = hashlib.sha256(json.dumps(own).encode()).hexdigest()
-        digests = self.gather("random-state", digest, purpose)
-        if len(set(digests)) == 1:
+        if len(set(self.gather("random-state", digest, purpose))) == 1:
             return
         key = f"random-state/{self._counts['random-state']}/chief"
         if self.rank == 0:

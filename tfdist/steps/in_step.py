@@ -186,8 +186,7 @@ def _weighted_share(value: Any, step: KerasStep) -> Any:
     value = tf.convert_to_tensor(value)
     if step.has_rows is not None:
         value *= tf.cast(step.has_rows, value.dtype)
-    total = all_reduce(value)
-    return tf.math.divide_no_nan(value, total * tf.cast(step.weight, value.dtype))
+    return tf.math.divide_no_nan(value, all_reduce(value) * tf.cast(step.weight, value.dtype))
 
 
 def global_sum(value: Any) -> tf.Tensor:
@@ -410,8 +409,7 @@ def _cond_with_threads(strategy: Any, step: KerasStep, make: Callable[..., Any])
             _, branches, of_keras = step.here.branch
             # The thread is another one: it goes on with the seeds, the dtypes and the call of the replica's.
             vars(global_state.GLOBAL_STATE_TRACKER).update(of_keras)
-            result = branches[number]()
-            return tf.nest.map_structure(_as_output, result)
+            return tf.nest.map_structure(_as_output, branches[number]())
 
         def on_all() -> list:
             results = strategy.extended.call_for_each_replica(on_replica)

@@ -213,9 +213,7 @@ def _predicting_model(function: Callable) -> keras.Model:
 
 def current_step() -> KerasStep | None:
     """The Keras step that is traced (or eagerly run) in this replica, or `None` outside of one."""
-    if tf.distribute.in_cross_replica_context():
-        return None
-    return step_of(tf.distribute.get_strategy())
+    return None if tf.distribute.in_cross_replica_context() else step_of(tf.distribute.get_strategy())
 
 
 def step_of(strategy: Any) -> KerasStep | None:

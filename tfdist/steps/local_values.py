@@ -151,8 +151,7 @@ class LocalValues:
                 if handle is not None and handle not in self._variables and self._is_more(self._captured[name]):
                     self._variables[handle] = Dependence.SAME
                     self._watched.add(handle)
-            outputs = self._outputs(operation, handles)
-            for output, dependence in zip(operation.outputs, outputs, strict=True):
+            for output, dependence in zip(operation.outputs, self._outputs(operation, handles), strict=True):
                 dependence = Dependence.DRAWN if output.name in self._drawn else dependence
                 if dependence is not Dependence.SAME and output.name not in names:
                     self._local[output.name] = dependence
@@ -371,8 +370,7 @@ def _moves_rows(operation: tf.Operation, given: list[Dependence]) -> bool:
     if kind in (*_SUMS, "Mul", "RealDiv", "BatchMatMulV2", "BatchMatMulV3", *_ELEMENTWISE.split()):
         # Broadcasting aligns the last axes.
         of_rows = [one for one, how in zip(operation.inputs, given, strict=True) if how is Dependence.ROWS]
-        ranks = [one.shape.rank for one in of_rows]
-        return any(rank != after.rank for rank in ranks)
+        return any(one.shape.rank != after.rank for one in of_rows)
     return False
 
 

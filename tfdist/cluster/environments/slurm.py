@@ -85,10 +85,8 @@ def tasks_per_node(counted: str) -> list[int]:
         >>> tasks_per_node("3,1(x2)")
         [3, 1, 1]
     """
-    counts = []
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counted):
-        counts += [int(count)] * int(times or 1)
-    return counts
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", counted)
+    return [int(count) for count, times in found for _ in range(int(times or 1))]
 
 
 def first_host(nodes: str, components: Sequence[str] = ()) -> str:

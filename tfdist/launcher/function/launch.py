@@ -406,9 +406,7 @@ class CallOutput(Terminal):
         return super()._label(name) if self._prefixed else ""
 
     def _erased(self) -> str:
-        if not self._in_cell:
-            return super()._erased()
-        return f"\r{' ' * len(plain(self._drawn))}\r"
+        return f"\r{' ' * len(plain(self._drawn))}\r" if self._in_cell else super()._erased()
 
     def _live_row(self) -> str:
         if not self._in_cell:

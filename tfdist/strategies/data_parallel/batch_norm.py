@@ -128,6 +128,5 @@ def _with_gradient_of_all_losses(gradient: tf.Tensor) -> tuple[tf.Tensor, Callab
 @tf.custom_gradient
 def _sum_over_replicas(values: tf.Tensor) -> tuple[tf.Tensor, Callable]:
     """The gradient of `_with_gradient_of_all_losses`: the sum over the replicas that have rows, by one all-reduce."""
-    has_rows = current_step().relative_weight > 0
-    values = tf.where(has_rows, values, tf.zeros_like(values))
+    values = tf.where(current_step().relative_weight > 0, values, tf.zeros_like(values))
     return all_reduce(values, differentiable=False), _with_gradient_of_all_losses

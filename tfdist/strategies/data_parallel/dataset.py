@@ -684,8 +684,7 @@ def with_stand_in(batch: Any) -> Any:
         if not any(leaf is one for one in leaves):
             return leaf
         if isinstance(leaf, tf.RaggedTensor):
-            end = leaf.row_splits[-1:]
-            splits = tf.concat([leaf.row_splits, tf.repeat(end, missing)], 0)
+            splits = tf.concat([leaf.row_splits, tf.repeat(leaf.row_splits[-1:], missing)], 0)
             return tf.RaggedTensor.from_row_splits(leaf.values, splits, validate=False)
         shape = tf.cast(leaf.dense_shape, tf.int32) if isinstance(leaf, tf.SparseTensor) else tf.shape(leaf)
         widths = tf.maximum(shape[1:], missing)
@@ -818,9 +817,7 @@ def count_rows(batch: Any) -> tf.Tensor:
 def _rows(leaf: Any) -> tf.Tensor:
     if isinstance(leaf, tf.RaggedTensor):
         return tf.cast(leaf.nrows(), tf.int32)
-    if isinstance(leaf, tf.SparseTensor):
-        return tf.cast(leaf.dense_shape[0], tf.int32)
-    return tf.shape(leaf)[0]
+    return tf.cast(leaf.dense_shape[0], tf.int32) if isinstance(leaf, tf.SparseTensor) else tf.shape(leaf)[0]
 
 
 def _known_rows(leaf: Any) -> Any:

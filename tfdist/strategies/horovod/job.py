@@ -110,8 +110,7 @@ def join(cluster: ClusterConfig, start_timeout: float, peer_timeout: float) -> H
         _meet(cluster, start_timeout)
     _initialize(horovod, size_of(os.environ) if launcher else cluster.num_workers, launcher or "tfdist")
     # Before anything makes TensorFlow take memory on all of them.
-    device = own_device(horovod.local_rank())
-    job = _form(horovod, None if launcher else cluster, device, peer_timeout)
+    job = _form(horovod, None if launcher else cluster, own_device(horovod.local_rank()), peer_timeout)
     enter(job)
     # Registered once more, so that it runs before Horovod's own exit handler, which each `init` registers.
     atexit.unregister(job.leave)

@@ -25,8 +25,7 @@ from tfdist.strategies.validation import check_float8
 def trainable_variables(model: keras.Model) -> list[keras.Variable]:
     """The weights that a model's optimizers may update, each once."""
     of_optimizers = [v for one in all_optimizers_of(model) for v in getattr(one, "_trainable_variables", None) or ()]
-    found = {id(v): v for v in (*model.trainable_variables, *of_optimizers)}
-    return list(found.values())
+    return list({id(v): v for v in (*model.trainable_variables, *of_optimizers)}.values())
 
 
 class OuterModel:

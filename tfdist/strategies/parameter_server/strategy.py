@@ -386,8 +386,7 @@ class ServerVariable(keras.Variable):
     def _is_held_by_scope(self) -> bool:
         if not in_stateless_scope():
             return False
-        scope = get_stateless_scope()
-        holds = getattr(scope, "holds", None)
+        holds = getattr(get_stateless_scope(), "holds", None)
         return holds is None or holds(self)
 
 

@@ -74,12 +74,7 @@ def pipeline_devices(
                 "in each of the inner lists, one a pipeline."
             )
         return rows
-    if devices is not None:
-        flat = [_checked(device) for device in devices]
-    elif found:
-        flat = found
-    else:
-        flat = own_devices()
+    flat = [_checked(device) for device in devices] if devices is not None else found or own_devices()
     if replicas < 1 or len(flat) % replicas or not flat:
         raise ValueError(
             f"Received: {len(flat)} devices for replicas={replicas}. Expected: a multiple of the number of "
@@ -192,8 +187,7 @@ class LocalScalars:
     @contextlib.contextmanager
     def on(self, device: str) -> Iterator[None]:
         """Within the block, reading the scalars gives their copies on this device, which is the current one."""
-        graph = tf.compat.v1.get_default_graph()
-        key = graph, device
+        key = tf.compat.v1.get_default_graph(), device
         if key not in self._copies:
             self._copies[key] = [tf.identity(v._value) for v in self._scalars]
         given = list(zip(self._scalars, self._copies[key], strict=True))

@@ -98,8 +98,7 @@ class PipelineOptions:
 
     def fitting(self, model: keras.Model, graph: LayerGraph) -> PipelineOptions:
         """These options, or, with a warning, with fewer stages: for a model that has fewer layers than stages."""
-        positions = set(range(1, len(graph.calls))) - uncuttable(graph)
-        pieces = len(positions) + 1
+        pieces = len(set(range(1, len(graph.calls))) - uncuttable(graph)) + 1
         if pieces >= self.chunks or self.cuts is not None or stages_of(graph) is not None:
             return self
         fitting = copy.copy(self)
