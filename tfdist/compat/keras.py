@@ -125,51 +125,38 @@ def asking(hook: str, whom: Callable[..., Any]) -> Callable[[Callable], Callable
 
     Args:
         hook: the name of the method.
-        whom: returns the strategy whose hooks are asked, given the function's arguments.
+        whom: returns the object that has the hook, given the function's arguments.
     """
 
     def make(original: Callable) -> Callable:
         @functools.wraps(original)
         def ask(*args: Any, **kwargs: Any) -> Any:
-            return getattr(hooks_of(whom(*args, **kwargs)), hook)(original, *args, **kwargs)
+            return getattr(whom(*args, **kwargs), hook)(original, *args, **kwargs)
 
         return ask
 
     return make
 
 
-def asking_step(hook: str) -> Callable[[Callable], Callable]:
-    """As `asking`, for what stands in a step, which is the same under all strategies."""
-
-    def make(original: Callable) -> Callable:
-        @functools.wraps(original)
-        def ask(*args: Any, **kwargs: Any) -> Any:
-            return getattr(_in_step, hook)(original, *args, **kwargs)
-
-        return ask
-
-    return make
+def _hooks_here(*_: Any, **__: Any) -> Any:
+    """Those of the strategy whose step is traced, or in whose scope the program is."""
+    return hooks_of(tf.distribute.get_strategy())
 
 
-def _strategy_here(*_: Any, **__: Any) -> Any:
-    """The strategy whose step is traced, or in whose scope the program is."""
-    return tf.distribute.get_strategy()
+def _hooks_of_model(model: Any, *_: Any, **__: Any) -> Any:
+    return hooks_of(getattr(model, "_distribute_strategy", None))
 
 
-def _strategy_of_model(model: Any, *_: Any, **__: Any) -> Any:
-    return getattr(model, "_distribute_strategy", None)
+def _hooks_of_callbacks(callback_list: Any, model: Any) -> Any:
+    return _hooks_of_model(model)
 
 
-def _strategy_of_callbacks(callback_list: Any, model: Any) -> Any:
-    return _strategy_of_model(model)
+def _hooks_of_input(iterator: Any, distribute_strategy: Any = None, **_: Any) -> Any:
+    return hooks_of(distribute_strategy)
 
 
-def _strategy_of_input(iterator: Any, distribute_strategy: Any = None, **_: Any) -> Any:
-    return distribute_strategy
-
-
-def _strategy_of_outputs(values: Any, strategy: Any) -> Any:
-    return strategy
+def _hooks_of_outputs(values: Any, strategy: Any) -> Any:
+    return hooks_of(strategy)
 
 
 def _asking(whom: Callable[..., Any], *rows: tuple[str, str, str]) -> list[Patch]:
@@ -187,7 +174,7 @@ _SEEDS = "no upstream issue: all replicas draw the same numbers"
 # The trainer: input, building, functions of steps, what a user calls.
 _TRAINING = [
     *_asking(
-        _strategy_of_input,
+        _hooks_of_input,
         (
             "make_epoch_iterator",
             f"{_TRAINER}:TFEpochIterator.__init__",
@@ -195,7 +182,7 @@ _TRAINING = [
         ),
     ),
     *_asking(
-        _strategy_of_model,
+        _hooks_of_model,
         ("build", inherited(keras.Model, "_maybe_symbolic_build"), "keras issue 20585"),
         (
             "make_predict_function",
@@ -224,7 +211,7 @@ _TRAINING = [
         ),
     ),
     *_asking(
-        _strategy_here,
+        _hooks_here,
         (
             "initialize_variable",
             inherited(keras.Variable, "_initialize"),
@@ -232,18 +219,18 @@ _TRAINING = [
         ),
     ),
     *_asking(
-        _strategy_of_outputs,
+        _hooks_of_outputs,
         (
             "concatenate",
             f"{_TRAINER}:_multi_worker_concat",
             "no upstream issue: rows of sparse tensors, and outputs without rows",
         ),
     ),
-    *_asking(_strategy_of_callbacks, ("set_model", "keras.src.callbacks.callback_list:CallbackList.set_model", _FILES)),
+    *_asking(_hooks_of_callbacks, ("set_model", "keras.src.callbacks.callback_list:CallbackList.set_model", _FILES)),
 ]
 
 _SAVING = _asking(
-    _strategy_of_model,
+    _hooks_of_model,
     ("save", "keras.src.saving.saving_lib:save_model", _FILES),
     ("save", "keras.src.saving.saving_lib:save_weights_only", _FILES),
     ("save", "keras.src.legacy.saving.legacy_h5_format:save_model_to_hdf5", _FILES),
@@ -261,7 +248,7 @@ _SAVING = _asking(
 
 # What stands in a step, which knows the shares of a batch.
 _IN_STEP = [
-    Patch(target, asking_step(hook), package, upstream)
+    Patch(target, asking(hook, lambda *_, **__: _in_step), package, upstream)
     for package, hook, target, upstream in (
         ("keras", "scale_loss", f"{_LOSSES}:scale_loss_for_distribution", _UNEVEN),
         ("keras", "scale_loss", f"{_LOSSES}:unscale_loss_for_distribution", _UNEVEN),

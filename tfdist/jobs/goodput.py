@@ -272,8 +272,10 @@ def as_tables(title: str, status: str, account: Account, interruptions: bool) ->
     """The report for people; with the table of what has interrupted the training."""
     shares, total = account.shares, account.end - account.begin
     goodput = f"goodput: {shares[TRAINING]:.1%} of {in_words(total)} went into new training steps"
-    rows = [(name, _clock(account.seconds[kind]), f"{shares[kind]:.1%}") for kind, name in KINDS.items()]
-    rows.append(("total", _clock(total), f"{sum(shares.values()):.1%}"))
+    rows = [
+        *((name, _clock(account.seconds[kind]), f"{shares[kind]:.1%}") for kind, name in KINDS.items()),
+        ("total", _clock(total), f"{sum(shares.values()):.1%}"),
+    ]
     parts: list[RenderableType] = [
         Text(f"{title}: {status}", "bold"),
         Text(f"  {goodput if account.has_trained else _NOTHING}"),

@@ -386,12 +386,15 @@ def batch_script(request: Request, folder: Path, cwd: str, token: str) -> str:
         terminated=128 + signal.SIGTERM,
         max_restarts=request.max_restarts,
     )
-    lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in options), ""]
-    # SBATCH_EXPORT=NONE, as some sites set it, would keep what follows from the processes.
-    lines.append("export SLURM_EXPORT_ENV=ALL")
-    lines += [f"export {name}=${{{name}:-{value}}}" for name, value in request.runtime_defaults.items()]
-    lines += [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
-    return "\n".join([*lines, f"folder={shlex.quote(str(folder))}"]) + body
+    lines = [
+        *("#!/bin/bash", *(f"#SBATCH {option}" for option in options), ""),
+        # SBATCH_EXPORT=NONE, as some sites set it, would keep what follows from the processes.
+        "export SLURM_EXPORT_ENV=ALL",
+        *(f"export {name}=${{{name}:-{value}}}" for name, value in request.runtime_defaults.items()),
+        *(f"export {name}={shlex.quote(value)}" for name, value in variables.items()),
+        f"folder={shlex.quote(str(folder))}",
+    ]
+    return "\n".join(lines) + body
 
 
 def _asked_for(options: dict[str, object]) -> list[str]:

@@ -68,9 +68,7 @@ def functional_of(model: keras.Model) -> Functional | None:
     if isinstance(model, keras.Sequential):
         usable = type(model).call is keras.Sequential.call and isinstance(model._functional, Functional)
         return model._functional if usable else None
-    if isinstance(model, Functional):
-        return model if type(model).call is Functional.call else None
-    return None
+    return model if isinstance(model, Functional) and type(model).call is Functional.call else None
 
 
 def flatten(functional: Functional) -> LayerGraph:

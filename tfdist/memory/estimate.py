@@ -368,10 +368,9 @@ def _inside(graph: tf.Graph, op: tf.Operation, default_device: str) -> int:
     """Bytes needed by the functions that an operation calls (branches, loop bodies): the largest number."""
     names = [op.get_attr(name).name for name in _FUNCTIONS.get(op.type, ())]
     bodies = [getattr(graph._get_function(name), "graph", None) for name in names]
-    peaks = [0]
-    for operations in (operations_of(body, default_device, lambda op: "") for body in bodies if body is not None):
-        peaks.append(sum(usage.peak for usage in simulate(operations, as_made(operations)).values()))
-    return max(peaks)
+    inside = (operations_of(body, default_device, lambda op: "") for body in bodies if body is not None)
+    usages = (simulate(operations, as_made(operations)).values() for operations in inside)
+    return max((sum(usage.peak for usage in of_body) for of_body in usages), default=0)
 
 
 # Operations that read or write at most this many bytes are cheap: the executor runs them at once, and gives the others

@@ -157,11 +157,11 @@ def applied(model: keras.Model) -> MemoryPolicy | None:
     automatic = automatic_of(model)
     if automatic is not None:
         return automatic.policy
-    for call in _calls(model):
-        # A model in it that was trained by itself has that of its strategy, which says nothing of the other layers.
-        if call.model is model or not (isinstance(call, GraphCall) and call.policy.streams):
-            return call.policy
-    return None
+    # A model in it that was trained by itself has that of its strategy, which says nothing of the other layers.
+    own = (
+        one for one in _calls(model) if one.model is model or not (isinstance(one, GraphCall) and one.policy.streams)
+    )
+    return next((call.policy for call in own), None)
 
 
 def automatic_of(model: keras.Model) -> Any | None:

@@ -193,9 +193,11 @@ def plan_hosts(
         task: address for host, tasks in places.items() for task, address in zip(tasks, addresses[host], strict=True)
     }
     jobs = jobs_of(options, [address_of[task] for task in options.tasks])
-    plans: list[ProcessPlan] = []
-    for host, tasks in places.items():
-        plans += plan_run(options, command, machines[host], jobs, environ, run_id, log_dir, show_all, restart, tasks)
+    plans = [
+        plan
+        for host, tasks in places.items()
+        for plan in plan_run(options, command, machines[host], jobs, environ, run_id, log_dir, show_all, restart, tasks)
+    ]
     order = {task: position for position, task in enumerate(options.tasks)}
     return sorted(plans, key=lambda plan: order[(plan.job, plan.index)])
 

@@ -292,10 +292,7 @@ class ReplicaBatchIterator(input_lib.DistributedIterator):
 
     def get_next_as_optional(self) -> tf.experimental.Optional:
         meter = self._strategy._input_meter
-        if meter.is_counting:
-            optionals, seconds = meter.timed(self._next_optionals)
-        else:
-            optionals, seconds = self._next_optionals(), None
+        optionals, seconds = meter.timed(self._next_optionals) if meter.is_counting else (self._next_optionals(), None)
 
         def value() -> tf.experimental.Optional:
             per_replica = self._make_per_replica([optional.get_value() for optional in optionals])

@@ -26,7 +26,6 @@ import functools
 import inspect
 import itertools
 import logging
-import random
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -46,6 +45,7 @@ from tfdist.inspection.model_state import (
     optimizers_of,
     own_copy,
     own_methods,
+    random_state_kept,
     seed_generators_of,
 )
 from tfdist.layer_graph.chunk import CHANGING, UNSEEDED
@@ -178,9 +178,10 @@ def _loss_mixes_rows(call: Callable, specs: Sequence[tf.TensorSpec]) -> bool:
         contextlib.suppress(Exception),
         shadowed(tf.distribute.get_replica_context(), all_reduce=_refuse, all_gather=_refuse, merge_call=_refuse),
     ):
-        for whole, off, size in _each_draw(trial, specs, may_read=False):
-            if _is_off(off, size, _DIGITS_ROUNDED if whole.dtype.itemsize < 4 else _DIGITS):
-                return True
+        return any(
+            _is_off(off, size, _DIGITS_ROUNDED if whole.dtype.itemsize < 4 else _DIGITS)
+            for whole, off, size in _each_draw(trial, specs, may_read=False)
+        )
     return False
 
 
@@ -435,8 +436,7 @@ def _run(step: KerasStep, rows: Any, share: float, whole: _Part | None) -> _Part
     part_step.graph = part.graph
     with contextlib.ExitStack() as stack:
         # The program's own numbers stay those that it would get alone.
-        stack.callback(random.setstate, random.getstate())
-        stack.callback(np.random.set_state, np.random.get_state())
+        stack.enter_context(random_state_kept())
         stack.enter_context(traced(context.strategy, part_step))
         stack.enter_context(
             shadowed(

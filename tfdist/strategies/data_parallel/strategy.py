@@ -341,7 +341,9 @@ class DataParallel:
             self._metric_totals.forget()
         if step is None or self.num_replicas_in_sync == 1:
             with other_random_numbers(self.extended._input_position()[1]):
-                return super().run(fn, _without_counts(args), kwargs, options)
+                # It is not Keras', and knows nothing of numbers of rows.
+                plain = tuple(a.data if isinstance(a, ReplicaBatch) else a for a in args)
+                return super().run(fn, plain, kwargs, options)
         batch = self._cut(step, *args)
         operations = _count_operations()
         with self._traced(step, batch):
@@ -599,11 +601,6 @@ def _tensors(nested: Any) -> list[tf.Tensor]:
 
 def _count_operations() -> int:
     return 0 if tf.executing_eagerly() else len(tf.compat.v1.get_default_graph().get_operations())
-
-
-def _without_counts(args: tuple) -> tuple:
-    """Arguments of a function that is not Keras', which knows nothing of numbers of rows."""
-    return tuple(a.data if isinstance(a, ReplicaBatch) else a for a in args)
 
 
 @contextlib.contextmanager

@@ -255,7 +255,8 @@ class Passes:
             return turn, [Gradients() for _ in self._specs], WeightGradients([None] * count, [None] * count)
         found = self._backward_of(used)
         given = [
-            _zeros_like(part) if gradient is None else gradient
+            # `tf.zeros_like` would keep the whole tensor for the backward pass; this keeps its shape only.
+            tf.zeros(tf.shape(part), part.dtype) if gradient is None else gradient
             for (part, gradient), is_given in zip(pairs, found.given, strict=True)
             if is_given
         ]
@@ -464,11 +465,6 @@ def _moved_apart(
         apart.outputs = [copies[id(tensor)] for tensor in later]
     apart.inputs = [inner for _, inner in apart.captures]
     return [outer for outer, _ in apart.captures], apart
-
-
-def _zeros_like(tensor: tf.Tensor) -> tf.Tensor:
-    # `tf.zeros_like` would keep the whole tensor for the backward pass; this keeps its shape only.
-    return tf.zeros(tf.shape(tensor), tensor.dtype)
 
 
 def define(name: str, graph: func_graph.FuncGraph, with_turn: bool = False) -> atomic_function.AtomicFunction:
