@@ -14,9 +14,8 @@ def main(settings: dict) -> dict | None:
     from benchmarks.data_parallel.keras_training import keras_layer
     from benchmarks.data_parallel.models import LEARNING_RATE, MODELS, MOMENTUM, make_batch
 
-    shape, is_alone = MODELS[settings["model"]], settings["processes"] == 1
-    local = settings["sync_every"]
-    if local:
+    shape = MODELS[settings["model"]]
+    if local := settings["sync_every"]:
         strategy = tfdist.LocalStepsStrategy(local, fragments=settings["fragments"])
     else:
         strategy = tfdist.MultiWorkerMirroredStrategy()
@@ -28,7 +27,5 @@ def main(settings: dict) -> dict | None:
         model = keras.Sequential([keras.Input(shape.input_shape), *layers])
         optimizer = keras.optimizers.SGD(LEARNING_RATE, momentum=MOMENTUM)
         model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
-    windows = Windows({**settings, "warmup": settings["steps"]}, is_alone)
-    timer = windows.callback()
-    history = model.fit(dataset, steps_per_epoch=windows.total, verbose=0, callbacks=[timer], shuffle=False).history
-    return windows.result(float(history["loss"][0])) if strategy.is_chief else None
+    found = Windows({**settings, "warmup": settings["steps"]}, settings["processes"] == 1).of_fit(model, dataset)
+    return found if strategy.is_chief else None

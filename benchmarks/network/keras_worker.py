@@ -16,16 +16,13 @@ def main(settings: dict) -> dict | None:
     from tfdist.compression import PowerSGD, TopK
 
     methods = {"default": None, "bf16": "bf16", "PowerSGD": PowerSGD(rank=4), "TopK": TopK(0.01)}
-    is_alone = settings["processes"] == 1
     strategy = tfdist.MultiWorkerMirroredStrategy(compression=methods[settings["method"]])
     keras.utils.set_random_seed(1)
     dataset = repeated_batch(SHAPE, BATCH * settings["processes"])
     with strategy.scope():
         model = build(SHAPE, keras.optimizers.SGD(LEARNING_RATE, momentum=MOMENTUM))
-    windows = Windows(settings, is_alone)
-    timer = windows.callback()
-    history = model.fit(dataset, steps_per_epoch=windows.total, verbose=0, callbacks=[timer], shuffle=False).history
-    return windows.result(float(history["loss"][0])) if strategy.is_chief else None
+    found = Windows(settings, settings["processes"] == 1).of_fit(model, dataset)
+    return found if strategy.is_chief else None
 
 
 def repeated_batch(shape: Shape, rows: int) -> Any:

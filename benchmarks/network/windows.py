@@ -27,11 +27,13 @@ class Windows:
         if done >= self._warmup and (done - self._warmup) % self._steps == 0:
             self._marks.append((time.perf_counter(), 0 if self._is_alone else sent_bytes()))
 
-    def callback(self) -> Any:
-        """What sees the steps of Keras."""
+    def of_fit(self, model: Any, dataset: Any) -> dict[str, Any]:
+        """The result of a training with Keras, whose steps are those of one epoch."""
         import keras
 
-        return keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: self.ended(batch + 1))
+        timer = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: self.ended(batch + 1))
+        fitted = model.fit(dataset, steps_per_epoch=self.total, verbose=0, callbacks=[timer], shuffle=False)
+        return self.result(float(fitted.history["loss"][0]))
 
     def result(self, loss: float) -> dict[str, Any]:
         """Milliseconds and bytes of a step, by window."""

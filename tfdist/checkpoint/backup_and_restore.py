@@ -541,8 +541,7 @@ class FitBackup:
 
     def validation_begins(self) -> None:
         """Before a validation."""
-        iterator = getattr(self._model, "_eval_epoch_iterator", None)
-        if iterator is not None:
+        if (iterator := getattr(self._model, "_eval_epoch_iterator", None)) is not None:
             self._prepare_validation(iterator)
             self._validations += 1
 

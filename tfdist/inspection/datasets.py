@@ -175,8 +175,7 @@ def batch_size(epoch_iterator: Any) -> int | None:
         return adapter.batch_size
     dataset = getattr(epoch_iterator, "_distributed_dataset", None)
     while dataset is not None:
-        size = getattr(dataset, "_batch_size", None)
-        if size is not None:
+        if (size := getattr(dataset, "_batch_size", None)) is not None:
             return tf.get_static_value(size)
         # Goes back through datasets that come after batching and do not change the rows.
         if hasattr(dataset, "_tfdist_order"):
@@ -215,8 +214,7 @@ def _operations(dataset: tf.data.Dataset) -> Iterator[tuple[Any, Scope]]:
 
 def _functions(dataset: tf.data.Dataset) -> Iterator[Scope]:
     """The functions that a transformation applies, nested ones included."""
-    order = getattr(dataset, "_tfdist_order", None)
-    if order is not None:
+    if (order := getattr(dataset, "_tfdist_order", None)) is not None:
         yield from order.functions.values()
     in_parallel = "Parallel" in type(dataset).__name__
     for wrapper in dataset._functions():
@@ -325,8 +323,7 @@ def order_of(dataset: tf.data.Dataset) -> Order | None:
 
 def seeds(dataset: tf.data.Dataset) -> list[list[int]]:
     """Seeds of all random transformations in a pipeline; tf.data fixes them when the pipeline is built."""
-    order = order_of(dataset)
-    if order is not None:
+    if (order := order_of(dataset)) is not None:
         return order.given
     return [[int(d._seed), int(d._seed2)] for d in pipeline(dataset) if hasattr(d, "_seed2")]
 

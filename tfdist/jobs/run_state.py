@@ -99,8 +99,7 @@ class RunState:
         if text is not None and text not in [known for _, known in list(self.notable)[-1:]]:
             self.notable.append((time, text))
         if kind == "progress":
-            progress = Progress.of(event)
-            if progress is not None:
+            if (progress := Progress.of(event)) is not None:
                 rank = self.ranks.setdefault(name, RankState(name))
                 rank.state = RUNNING if self.ending is None else rank.state
                 rank.progress, rank.last = progress, event

@@ -408,8 +408,7 @@ class RestartPolicy:
         """What to do about a failure."""
         previous, self._previous = self._previous, incident
         self._trains = self._trains or any(incident.progress.values())
-        reason = self._against(incident, previous)
-        if reason is not None:
+        if (reason := self._against(incident, previous)) is not None:
             return GiveUp(reason)
         if incident.asked:  # it does not save when it is asked to, so that it cannot grow
             self._regrow_after = math.inf

@@ -268,8 +268,7 @@ def _run(call: Call, values: dict[int, Any], graph: LayerGraph, training: bool =
 
 def _explain(call: Call, graph: LayerGraph, error: Exception) -> None:
     """Says what an error of a layer may come from, if the model leaves dimensions open."""
-    opened = [shape for shape, _ in (graph.shapes[key] for key in graph.inputs) if None in shape[1:]]
-    if opened:
+    if opened := [shape for shape, _ in (graph.shapes[key] for key in graph.inputs) if None in shape[1:]]:
         raise ValueError(
             f"The layer '{call.name}' cannot be called with {_OPEN_DIMENSION} for the dimensions that the model leaves "
             f"open. Received: inputs of shape {opened}. Expected: layers that take any size, or inputs of known shape. "

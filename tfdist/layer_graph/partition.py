@@ -102,8 +102,7 @@ def _gaps(costs: Sequence[float], crossing: Sequence[float], forbidden: Collecti
     gaps = []
     costly = [position for position, cost in enumerate(costs) if cost > 0]
     for before, after in pairwise(costly):
-        allowed = [position for position in range(before + 1, after + 1) if position not in forbidden]
-        if allowed:
+        if allowed := [position for position in range(before + 1, after + 1) if position not in forbidden]:
             # What costs nothing goes with the call that made its input, unless that sends more.
             gaps.append(min(allowed, key=lambda p: (crossing[p] if crossing else 0.0, -p)))
     return gaps

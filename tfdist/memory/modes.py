@@ -154,8 +154,7 @@ def regularization_losses(model: keras.Model) -> list[tf.Tensor]:
 
 def applied(model: keras.Model) -> MemoryPolicy | None:
     """The policy that is applied to a model, or to a part of it; `None` if there is none."""
-    automatic = automatic_of(model)
-    if automatic is not None:
+    if (automatic := automatic_of(model)) is not None:
         return automatic.policy
     # A model in it that was trained by itself has that of its strategy, which says nothing of the other layers.
     own = (
@@ -267,8 +266,7 @@ def remove_modes(model: keras.Model) -> None:
         if _has_call(layer):
             object.__delattr__(layer, "call")
             model.train_function = None
-    compiled = vars(model).pop(_WITHOUT_XLA, None)
-    if compiled is not None:
+    if (compiled := vars(model).pop(_WITHOUT_XLA, None)) is not None:
         model.supports_jit = True
         model.jit_compile = model.jit_compile or compiled
 

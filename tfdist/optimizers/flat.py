@@ -349,10 +349,8 @@ class FlatStep:
             grad = bucket.join(shard, parts)
             is_updated = {place: tf.ones_like(part) for place, part in parts.items()}
             mask = None if all(i in grads for i in inside) else bucket.join(shard, is_updated) > 0
-            if optimizer.gradient_accumulation_steps:
-                weights = self._accumulated(b, replica, shard, grad, weights, mask)
-            else:
-                weights = self._updated(b, replica, shard, grad, weights, mask)
+            apply = self._accumulated if optimizer.gradient_accumulation_steps else self._updated
+            weights = apply(b, replica, shard, grad, weights, mask)
         return self._averaged(b, replica, weights) if optimizer.use_ema else weights
 
     def _accumulated(

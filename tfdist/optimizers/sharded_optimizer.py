@@ -70,13 +70,12 @@ def check_strategy(strategy: tf.distribute.Strategy) -> None:
     Raises:
         ValueError: if it does not hold all weights on all replicas in step.
     """
-    if hooks_of(strategy).is_data_parallel or not tf.distribute.has_strategy():
-        return
-    raise ValueError(
-        f"Received: a ShardedOptimizer in the scope of a {type(strategy).__name__}. Expected: no scope, or that of a "
-        "tfdist.MirroredStrategy or tfdist.MultiWorkerMirroredStrategy, whose replicas hold all weights and could each "
-        "hold a part of the slots. Use the optimizer inside as it is."
-    )
+    if tf.distribute.has_strategy() and not hooks_of(strategy).is_data_parallel:
+        raise ValueError(
+            f"Received: a ShardedOptimizer in the scope of a {type(strategy).__name__}. Expected: no scope, or that "
+            "of a tfdist.MirroredStrategy or tfdist.MultiWorkerMirroredStrategy, whose replicas hold all weights and "
+            "could each hold a part of the slots. Use the optimizer inside as it is."
+        )
 
 
 def check_variables(variables: Sequence[Any]) -> None:
@@ -274,8 +273,7 @@ class ShardedOptimizer(keras.optimizers.Optimizer):
         by_index = {self._get_variable_index(v): grad for v, grad in zip(variables, grads, strict=True)}
         found: dict[int, tf.Tensor] = {}
         for bucket, indices in self._buckets:
-            given = {place: by_index[i] for place, i in enumerate(indices) if i in by_index}
-            if given:
+            if given := {place: by_index[i] for place, i in enumerate(indices) if i in by_index}:
                 found |= dict(zip(indices, bucket.split(self._place[1], rows_of(bucket, given)), strict=True))
         return [found[i] for i in by_index]
 

@@ -407,7 +407,6 @@ def restore_sigterm_handler() -> None:
     TensorFlow's preemption notifier, which comes with a multi-worker strategy, swallows the signal: a job could only be
     killed. It begins in a thread of its own, at some time after the strategy was made, so this is called again later.
     """
-    if threading.current_thread() is threading.main_thread():
-        handler = signal.getsignal(signal.SIGTERM)
-        if handler is not None:
-            signal.signal(signal.SIGTERM, handler)
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and (handler := signal.getsignal(signal.SIGTERM)) is not None:
+        signal.signal(signal.SIGTERM, handler)

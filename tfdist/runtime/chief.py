@@ -417,8 +417,7 @@ class SyncCallback(keras.callbacks.Callback):
     def _warn_of_other_files(self, names: Sequence[str], files: Sequence[list[str]]) -> None:
         """On the chief, whose output is what people read."""
         for name, theirs in zip(names, files, strict=True):
-            others = [file for file in theirs if file not in self._files]
-            if others:
+            if others := [file for file in theirs if file not in self._files]:
                 warnings.warn(
                     f"Received: {', '.join(others)}, on {name}, which does not write it: the chief alone does, and has "
                     f"{', '.join(self._files) or 'none'}. Expected: the same callbacks and paths on all processes.",

@@ -204,8 +204,7 @@ def _await(
     _meet(cluster, start_timeout, servers=tasks != cluster.compute_tasks)
     watches = {task: ServerWatch(cluster.jobs[task[0]][task[1]]) for task in tasks[1:]}
     # TensorFlow would wait for ever, in silence, for a server that does not come.
-    late = [task for task, watch in watches.items() if not _reach(watch, _name(cluster, task), deadline)]
-    if late:
+    if late := [task for task, watch in watches.items() if not _reach(watch, _name(cluster, task), deadline)]:
         raise BarrierTimeoutError(
             f"no TensorFlow server within start_timeout={start_timeout:g} s: "
             f"{', '.join(_name(cluster, task) for task in late)}; look into their output for why not"

@@ -429,8 +429,7 @@ def _sparse(value: Any, gather: Gather) -> Any:
     values = gathered(each(lambda one: one.values, value), 0, functools.partial(of_any_size, gather))
 
     def put_together(shapes: tf.Tensor, counts: tf.Tensor, indices: tf.Tensor, values: tf.Tensor) -> tf.SparseTensor:
-        before = tf.repeat(tf.cumsum(shapes[:, 0], exclusive=True), counts)
-        rows = indices[:, 0] + before
+        rows = indices[:, 0] + tf.repeat(tf.cumsum(shapes[:, 0], exclusive=True), counts)
         shape = tf.concat([[tf.reduce_sum(shapes[:, 0])], tf.reduce_max(shapes[:, 1:], 0)], 0)
         return tf.SparseTensor(tf.concat([rows[:, tf.newaxis], indices[:, 1:]], 1), values, shape)
 
@@ -517,7 +516,7 @@ class DirectReduction(cross_device_ops.CollectiveAllReduce):
         def of_one(one: Any) -> Any:
             if _is_dense(one):
                 return self._sum(reduce_op, [one])[0]
-            if _are_added_slices(reduce_op, one):
+            if isinstance(one, tf.IndexedSlices) and reduce_op == tf.distribute.ReduceOp.SUM:
                 return self._slices(one)
             return super(DirectReduction, self)._all_reduce(reduce_op, one, replica_id, options)
 
@@ -655,10 +654,6 @@ def _purpose() -> Purpose:
     """The step that is traced."""
     step = step_of(tf.distribute.get_strategy())
     return Purpose() if step is None else Purpose(*step.purpose)
-
-
-def _are_added_slices(reduce_op: Any, value: Any) -> bool:
-    return isinstance(value, tf.IndexedSlices) and reduce_op == tf.distribute.ReduceOp.SUM
 
 
 def _is_dense(value: Any) -> bool:

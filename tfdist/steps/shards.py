@@ -321,8 +321,7 @@ class ShardedVariable(DistributedVariable):
             return self._read()
 
     def _read(self) -> Any:
-        index = self._own_index()
-        if index is not None:
+        if (index := self._own_index()) is not None:
             return self._values[index]
         if tf.distribute.in_cross_replica_context():
             return self._of_all_processes()

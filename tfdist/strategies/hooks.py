@@ -96,8 +96,7 @@ class StrategyHooks(StrategyTraits):
         self.check(model)
         if self.memory is not None and applied(model) is None:
             apply(model, self.memory)
-            automatic = automatic_of(model)
-            if automatic is not None:
+            if (automatic := automatic_of(model)) is not None:
                 automatic.note_data(iterator, data_batch)
         self.prepare(model)
         note_checked(model)

@@ -476,7 +476,6 @@ def _of_hydra() -> str:
     with contextlib.suppress(psutil.Error):
         for parent in psutil.Process().parents():
             words = parent.cmdline()
-            found = [after for word, after in itertools.pairwise(words) if word in _HYDRA]
-            if found:
+            if found := [after for word, after in itertools.pairwise(words) if word in _HYDRA]:
                 return " ".join(["hydra", *found])
     return ""

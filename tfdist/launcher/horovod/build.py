@@ -152,8 +152,7 @@ def build(wheel_dir: str | None, force: bool, say: Callable[[str], object]) -> P
         return there
     # Tools that pip has installed beside this Python, CMake for one, count too.
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
-    missing = what_is_missing(path)
-    if missing:
+    if missing := what_is_missing(path):
         raise BuildError("cannot build Horovod without\n" + "\n".join(f"  {line}" for line in missing))
     with process_folder("horovod") as scratch:
         say(f"fetching horovod {VERSION}")

@@ -206,8 +206,7 @@ class Agent:
             return
         with contextlib.suppress(OSError):
             # Other hosts may write to the same file, and their agents tell of that.
-            own = [event for event in self._events.read() if event["name"] in self._processes]
-            if own:
+            if own := [event for event in self._events.read() if event["name"] in self._processes]:
                 self._channel.send(line(kind="events", text="".join(f"{json.dumps(event)}\n" for event in own)))
 
 

@@ -324,8 +324,7 @@ def _registered(pickler: type[CallPickler]) -> dict[str, bytes]:
 def _prepare(file: BinaryIO, setup: dict[str, Any]) -> None:
     for name, lines in setup["sources"].items():
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
-    registered = pickle.load(file)
-    if registered:
+    if registered := pickle.load(file):
         import keras
 
         for name, data in registered.items():

@@ -96,8 +96,7 @@ def _combine_moments(count: tf.Tensor, mean: tf.Tensor, squares: tf.Tensor) -> t
     """Mean and variance of the rows of all replicas, and how many there are, for each channel."""
     # Squared means are far larger than variances where data are far from zero: their difference would be lost.
     wide = tf.cast(tf.stack([tf.fill(mean.shape, count), mean, squares]), tf.float64)
-    has_rows = current_step().has_rows
-    if has_rows is not None:
+    if (has_rows := current_step().has_rows) is not None:
         wide = tf.where(has_rows, wide, tf.zeros_like(wide))
     count, wide_mean, wide_squares = tf.unstack(wide)
     if mean.dtype == tf.float64:

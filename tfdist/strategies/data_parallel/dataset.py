@@ -420,8 +420,7 @@ def cut_for_worker(
         A dataset with `replicas` elements for each element of `dataset`. Local replica `k` of worker `w` gets piece
         `k * num_workers + w`: the order in which Keras' `predict` puts the replicas' results together.
     """
-    source = array_source(dataset)
-    if source is not None:
+    if (source := array_source(dataset)) is not None:
         return _cut_arrays(source, dataset.options(), num_workers, worker, replicas, count, manual, pieces)
     pieces = pieces or num_workers * replicas
     is_tuple = _is_unpacked(dataset)

@@ -613,8 +613,7 @@ def _compare_rows(whole: tf.Tensor, *halves: tf.Tensor, other: float = 0.0) -> l
     wider = [tf.where(has_rows, np.inf, other), tf.zeros([])]
     if any(not whole.shape[1:].is_compatible_with(one.shape[1:]) for one in halves):
         return wider
-    static = tf.get_static_value(has_rows & has_widths)
-    if static is not None:
+    if (static := tf.get_static_value(has_rows & has_widths)) is not None:
         return differ() if static else uneven
     return tf.cond(has_rows & has_widths, differ, lambda: wider)
 

@@ -119,8 +119,7 @@ class ReplicaState:
         """At the end of the step, makes local values that it has written the same on all replicas."""
         if self.graph is None:
             self._pending += self._silent
-        averaged = self.take_averaged()
-        if averaged:
+        if averaged := self.take_averaged():
             assign(averaged, all_reduce_sum(values_of(averaged), weight=self._step.weight))
         firsts, self._pending = self._pending, []
         assign(firsts, [of_first_replica(value) for value in values_of(firsts)])

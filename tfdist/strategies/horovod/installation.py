@@ -31,8 +31,7 @@ def load() -> Any:
     """
     import tensorflow as tf
 
-    found = problem(tf.__version__)
-    if found is not None:
+    if (found := problem(tf.__version__)) is not None:
         raise ImportError(found)
     return importlib.import_module("horovod.tensorflow")
 

@@ -91,8 +91,7 @@ def join(cluster: ClusterConfig, start_timeout: float, peer_timeout: float) -> H
     launcher = launcher_of(os.environ) if cluster.is_single_process else None
     if launcher is None and cluster.num_workers == 1:
         return None
-    before = joined()
-    if before is not None:
+    if (before := joined()) is not None:
         if not isinstance(before, HorovodJob) or (before.cluster is not None and before.cluster != cluster):
             raise ClusterError(
                 f"Received: HorovodStrategy in {cluster}. Expected: {before}, which this process has joined already. "

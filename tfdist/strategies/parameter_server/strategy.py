@@ -233,8 +233,7 @@ def find_cluster(cluster: ClusterConfig | None, start_timeout: float) -> Cluster
             f"Received: no cluster ({config.source}). Expected: a chief, workers and parameter servers (jobs chief, "
             f"worker and ps in TF_CONFIG). {_START}."
         )
-    missing = [job for job in ("chief", "worker", "ps") if job not in config.jobs]
-    if missing:
+    if missing := [job for job in ("chief", "worker", "ps") if job not in config.jobs]:
         raise ClusterError(
             f"Received: a cluster without {' and '.join(missing)}: {config}. Expected: a chief, which runs the "
             f"program, at least one worker, which computes, and at least one ps, which holds variables. {_START}."

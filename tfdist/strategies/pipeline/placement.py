@@ -122,8 +122,7 @@ def move_slots(model: keras.Model, owners: dict[str, str], moved: dict[str, kera
     """
     for part in all_optimizers_of(model):
         for slot in part.variables:
-            variable = moved.get(owners.get(slot._value._unique_id))
-            if variable is not None:
+            if (variable := moved.get(owners.get(slot._value._unique_id))) is not None:
                 move(slot, variable._value.device)
 
 

@@ -148,8 +148,7 @@ class PipelineOptions:
                 f"Received: {len(positions)} cuts, which make {len(positions) + 1} pieces. Expected: {self.chunks - 1} "
                 f"cuts, for {len(self.devices)} devices with {self.chunks_per_device} piece(s) each."
             )
-        parted = sorted(uncuttable(graph) & set(positions))
-        if parted:
+        if parted := sorted(uncuttable(graph) & set(positions)):
             raise ValueError(
                 f"Received: a cut before layer '{graph.calls[parted[0]].name}', between two calls of a layer that has "
                 "a state (statistics, or seeds). Its calls have to be on one stage. Expected: a cut elsewhere."
@@ -483,8 +482,7 @@ def _let_nodes_note_stages() -> None:
 
     def init_with_stage(node: Node, *args: Any, **kwargs: Any) -> None:
         plain_init(node, *args, **kwargs)
-        index = _current.get()
-        if index is not None:
+        if (index := _current.get()) is not None:
             setattr(node, _STAGE, index)
 
     Node.__init__ = init_with_stage

@@ -145,8 +145,7 @@ def _regularized(
                 tape.watch(value)
                 # What has several elements counts as their sum, as in Keras.
                 loss = tf.reduce_sum(variable.regularizer(value))
-            gradient = tape.gradient(loss, value)
-            if gradient is not None:
+            if (gradient := tape.gradient(loss, value)) is not None:
                 gradient *= tf.cast(scale, gradient.dtype)
                 total[id(variable)] = added(total.get(id(variable)), gradient)
         losses.append(loss)
@@ -337,7 +336,6 @@ def why_not_decomposable(model: keras.Model, functional: Any) -> str | None:
         reduction = getattr(found, "reduction", "sum_over_batch_size")
         if reduction not in _ROWWISE_REDUCTIONS:
             return f"the loss '{name}' has reduction={reduction!r}"
-        ignored = getattr(found, "_fn_kwargs", {}).get("ignore_class")
-        if ignored is not None:
+        if (ignored := getattr(found, "_fn_kwargs", {}).get("ignore_class")) is not None:
             return f"the loss '{name}' has ignore_class={ignored!r}, and is divided by the number of all other labels"
     return None
