@@ -494,7 +494,9 @@ class RestartPolicy:
             exception = incident.failure.exception
             if exception and exception == previous.failure.exception and not incident.progressed:
                 return "not restarted: it failed with the same exception again, before a single step was done"
-        return f"not restarted: {used_up(self.used)}" if self.used >= self.limit and not incident.asked else None
+        if self.used >= self.limit and not incident.asked:
+            return f"not restarted: {used_up(self.used)}"
+        return None
 
     def _next_workers(self, incident: Incident) -> int:
         gone = incident.failure.status < 0 or incident.failure.hang or incident.failure.lost

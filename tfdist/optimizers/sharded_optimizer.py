@@ -70,12 +70,13 @@ def check_strategy(strategy: tf.distribute.Strategy) -> None:
     Raises:
         ValueError: if it does not hold all weights on all replicas in step.
     """
-    if tf.distribute.has_strategy() and not hooks_of(strategy).is_data_parallel:
-        raise ValueError(
-            f"Received: a ShardedOptimizer in the scope of a {type(strategy).__name__}. Expected: no scope, or that "
-            "of a tfdist.MirroredStrategy or tfdist.MultiWorkerMirroredStrategy, whose replicas hold all weights and "
-            "could each hold a part of the slots. Use the optimizer inside as it is."
-        )
+    if hooks_of(strategy).is_data_parallel or not tf.distribute.has_strategy():
+        return
+    raise ValueError(
+        f"Received: a ShardedOptimizer in the scope of a {type(strategy).__name__}. Expected: no scope, or that of a "
+        "tfdist.MirroredStrategy or tfdist.MultiWorkerMirroredStrategy, whose replicas hold all weights and could each "
+        "hold a part of the slots. Use the optimizer inside as it is."
+    )
 
 
 def check_variables(variables: Sequence[Any]) -> None:

@@ -309,21 +309,20 @@ class LocalStepsStrategy(MultiWorkerMirroredStrategy):
     def _outer_of(self, model: Any) -> OuterModel:
         """What is kept of a model beside its weights; where it has to be made, all processes come here together."""
         outer = self._outer_models.get(model)
-        if outer is not None and outer.is_of(model):
-            return outer
-        if not model.built:
-            raise ValueError(
-                f"Received: a training step of model '{model.name}', which has no weights yet, under "
-                "LocalStepsStrategy. Expected: model.build(...) before, or model.fit."
-            )
-        if self.is_chief and is_new(self, "another training"):
-            _log.warning(_ANOTHER_TRAINING, self._sync_every)
-        with tf.init_scope():
-            if outer is not None:
-                outer.end_period()
-            with self.scope():
-                made = self._outer_models[model] = OuterModel(self, model, self._make_optimizer())
-        return made
+        if outer is None or not outer.is_of(model):
+            if not model.built:
+                raise ValueError(
+                    f"Received: a training step of model '{model.name}', which has no weights yet, under "
+                    "LocalStepsStrategy. Expected: model.build(...) before, or model.fit."
+                )
+            if self.is_chief and is_new(self, "another training"):
+                _log.warning(_ANOTHER_TRAINING, self._sync_every)
+            with tf.init_scope():
+                if outer is not None:
+                    outer.end_period()
+                with self.scope():
+                    outer = self._outer_models[model] = OuterModel(self, model, self._make_optimizer())
+        return outer
 
     def _alone(self) -> contextlib.AbstractContextManager[None]:
         """While the block runs, the strategy is that of this process, which nothing is exchanged with."""
