@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from benchmarks.process_files import cpu_milliseconds
@@ -100,3 +100,10 @@ class FitWindows:
 
     def _fit(self, steps: int, *callbacks: Any) -> None:
         self._model.fit(self._data, steps_per_epoch=steps, shuffle=False, verbose=0, callbacks=list(callbacks))
+
+
+def take_turns(models: Iterable[FitWindows], samples: int) -> None:
+    """Measures so many windows of each model."""
+    for _ in range(samples):
+        for one in models:
+            one.run()

@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks.children import Children
 from benchmarks.data_parallel.processes import say
+from benchmarks.logical_cpus import logical_cpus
 
 MODEL = "ResNet50"
 ROWS = 8
@@ -36,9 +37,9 @@ def measure(children: Children, samples: int, quick: bool) -> list[dict]:
 
 def main(settings: dict) -> float:
     """Measures one case in this process and returns the seconds."""
-    from benchmarks.compiling.models import compiled, make_devices, repeated_batch
+    from benchmarks.compiling.models import compiled, repeated_batch
 
-    strategy = _strategy(settings["strategy"], make_devices(settings["devices"]))
+    strategy = _strategy(settings["strategy"], logical_cpus(settings["devices"]))
     # What TensorFlow does once in a process is in none.
     for name in ("CNN", MODEL):
         with strategy.scope():

@@ -59,12 +59,3 @@ def repeated_batch(model: Any, rows: int) -> Any:
 
     batch = tf.zeros([rows, *model.input_shape[1:]]), tf.zeros([rows], tf.int32)
     return tf.data.Dataset.from_tensors(batch).repeat()
-
-
-def make_devices(count: int) -> list[str]:
-    """Logical CPUs, before TensorFlow has begun."""
-    import tensorflow as tf
-
-    cpu = tf.config.list_physical_devices("CPU")[0]
-    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * count)
-    return [f"CPU:{i}" for i in range(count)]

@@ -6,6 +6,7 @@ import os
 
 from benchmarks.children import Children
 from benchmarks.data_parallel.processes import say
+from benchmarks.logical_cpus import logical_cpus
 
 MODELS = ("CNN", "Transformer block")
 ROWS = 32
@@ -27,19 +28,17 @@ def main(settings: dict) -> list[dict]:
     import tensorflow as tf
 
     import tfdist
-    from benchmarks.compiling.models import compiled, make_devices, repeated_batch
-    from benchmarks.windows import FitWindows
+    from benchmarks.compiling.models import compiled, repeated_batch
+    from benchmarks.windows import FitWindows, take_turns
 
-    strategies = {1: tf.distribute.get_strategy(), DEVICES: tfdist.MirroredStrategy(make_devices(DEVICES))}
+    strategies = {1: tf.distribute.get_strategy(), DEVICES: tfdist.MirroredStrategy(logical_cpus(DEVICES))}
     trials = {}
     for devices, strategy in strategies.items():
         for jit_compile in (False, True):
             with strategy.scope():
                 model = compiled(settings["model"], jit_compile)
             trials[devices, jit_compile] = FitWindows(model, repeated_batch(model, ROWS), [os.getpid()])
-    for _ in range(settings["samples"]):
-        for trial in trials.values():
-            trial.run()
+    take_turns(trials.values(), settings["samples"])
     return [
         {"model": settings["model"], "devices": devices, "jit_compile": jit_compile, **trial.record}
         for (devices, jit_compile), trial in trials.items()

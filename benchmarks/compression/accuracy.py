@@ -14,6 +14,7 @@ from typing import Any
 from benchmarks import markdown
 from benchmarks.children import Children
 from benchmarks.data_parallel.processes import say
+from benchmarks.logical_cpus import logical_cpus
 
 # By what is written into a script.
 METHODS = (
@@ -75,17 +76,15 @@ def table(records: Sequence[Mapping]) -> str:
 def main(settings: dict) -> dict:
     """Trains with a seed and a method, and returns the accuracy on what was not trained on."""
     import keras
-    import tensorflow as tf
 
     import tfdist
     from benchmarks.compression.exchanges import noted_exchanges
 
-    cpu = tf.config.list_physical_devices("CPU")[0]
-    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+    devices = logical_cpus(2)
     keras.utils.set_random_seed(settings["seed"])
     names = {"PowerSGD": tfdist.compression.PowerSGD, "TopK": tfdist.compression.TopK}
     method = eval(settings["method"], {"__builtins__": {}, "None": None, "True": True, **names})
-    strategy = tfdist.MirroredStrategy(["CPU:0", "CPU:1"], compression=method)
+    strategy = tfdist.MirroredStrategy(devices, compression=method)
     problem = settings["problem"]
     train, test = {"images": _images, "text": _text}[problem]()
     if settings["quick"]:

@@ -41,6 +41,15 @@ def build(shape: ModelShape) -> nn.Sequential:
     return nn.Sequential(*modules)
 
 
+def own_rows(shape: ModelShape, rows: int, rank: int, processes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A rank's part of the batch that all train on; images have their channels first."""
+    own = slice(rank * rows, (rank + 1) * rows)
+    examples, labels = (torch.from_numpy(part)[own] for part in make_batch(shape, rows * processes))
+    if examples.ndim == 4:
+        examples = examples.permute(0, 3, 1, 2).contiguous()
+    return examples, labels.long()
+
+
 def _modules(layer: Layer, size: tuple[int, ...]) -> list[nn.Module]:
     match layer:
         case Conv(filters, kernel):
@@ -62,11 +71,7 @@ def _as_keras_starts(module: nn.Conv2d | nn.Linear) -> nn.Module:
 
 def _train(workload: Workload, rank: int) -> dict:
     shape = MODELS[workload.model]
-    examples, labels = (torch.from_numpy(part) for part in make_batch(shape, workload.global_batch))
-    own = slice(rank * workload.batch, (rank + 1) * workload.batch)
-    examples, labels = examples[own], labels[own].long()
-    if examples.ndim == 4:
-        examples = examples.permute(0, 3, 1, 2).contiguous()
+    examples, labels = own_rows(shape, workload.batch, rank, workload.processes)
     torch.manual_seed(1)
     model: nn.Module = build(shape)
     if workload.processes > 1:

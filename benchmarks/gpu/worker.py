@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 from benchmarks.answering import answer_all
+from benchmarks.logical_cpus import logical_cpus
 
 # Rows of a batch, and what a row counts.
 _BATCH = {"resnet": 128, "transformer": 16}
@@ -82,8 +83,7 @@ def _devices(halves: bool, quick: bool) -> list[str]:
         half = [tf.config.LogicalDeviceConfiguration(memory_limit=10 << 10)] * 2
         tf.config.set_logical_device_configuration(gpus[0], half)
     elif not gpus:
-        cpu = tf.config.list_physical_devices("CPU")[0]
-        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 3)
+        logical_cpus(3)
     return [f"{'GPU' if gpus else 'CPU'}:{i}" for i in range(2 if halves else 1)]
 
 

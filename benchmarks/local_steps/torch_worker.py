@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
-from benchmarks.data_parallel.models import LEARNING_RATE, MODELS, MOMENTUM, make_batch
-from benchmarks.data_parallel.torch_worker import build
+from benchmarks.data_parallel.models import LEARNING_RATE, MODELS, MOMENTUM
+from benchmarks.data_parallel.torch_worker import build, own_rows
 from benchmarks.network.windows import Windows
 from benchmarks.torch_ranks import together
 
@@ -22,12 +22,8 @@ def main(settings: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _train(settings: dict[str, Any], rank: int, is_alone: bool) -> dict[str, Any]:
-    shape, rows = MODELS[settings["model"]], settings["batch"]
-    examples, labels = (torch.from_numpy(part) for part in make_batch(shape, rows * settings["processes"]))
-    own = slice(rank * rows, (rank + 1) * rows)
-    examples, labels = examples[own], labels[own].long()
-    if examples.ndim == 4:
-        examples = examples.permute(0, 3, 1, 2).contiguous()
+    shape = MODELS[settings["model"]]
+    examples, labels = own_rows(shape, settings["batch"], rank, settings["processes"])
     torch.manual_seed(1)
     model = build(shape)
     optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE, momentum=MOMENTUM)

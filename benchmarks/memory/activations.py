@@ -10,7 +10,7 @@ from benchmarks.children import Children
 from benchmarks.data_parallel.processes import say
 from benchmarks.memory.shapes import DEPTH_OF_XLA, DEPTHS, SHAPES
 from benchmarks.memory.variants import OFFLOAD, ON_DEVICE, WITH_HOST
-from benchmarks.windows import FitWindows
+from benchmarks.windows import FitWindows, take_turns
 
 ENVIRONMENT = {
     # TensorFlow counts what this allocator gives out; the usual one of CPUs is not counted.
@@ -24,12 +24,9 @@ _WORDS = 30
 
 def measure(children: Children, samples: int, quick: bool) -> list[dict]:
     """One record for each model, depth and variant, with or without XLA."""
-    records = []
-    for depth in DEPTHS[:1] if quick else DEPTHS:
-        for shape in SHAPES:
-            records += _of(children, samples, shape, depth, False)
-    records += _of(children, samples, next(iter(SHAPES)), DEPTHS[0] if quick else DEPTH_OF_XLA, True)
-    return records
+    cases = [(shape, depth, False) for depth in (DEPTHS[:1] if quick else DEPTHS) for shape in SHAPES]
+    cases.append((next(iter(SHAPES)), DEPTHS[0] if quick else DEPTH_OF_XLA, True))
+    return [record for case in cases for record in _of(children, samples, *case)]
 
 
 def _of(children: Children, samples: int, shape: str, depth: int, jit_compile: bool) -> Sequence[dict]:
@@ -70,9 +67,7 @@ def main(settings: dict) -> list[dict]:
             trials.append((record, FitWindows(model, data, [os.getpid()], settings["seconds"], settle=settle)))
         except Exception as error:  # a peer that fails is a result
             record["error"] = _words(error)
-    for _ in range(settings["samples"]):
-        for _, trial in trials:
-            trial.run()
+    take_turns([trial for _, trial in trials], settings["samples"])
     for record, trial in trials:
         record.update(trial.record)
     return records

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from benchmarks.children import Children
 from benchmarks.data_parallel.processes import say
+from benchmarks.logical_cpus import logical_cpus
 from benchmarks.memory.shapes import DEPTHS, SHAPES
 from benchmarks.memory.variants import OFFLOAD, PLAIN, RECOMPUTE, RECOMPUTE_SWAP, SWAP
 
@@ -24,13 +25,11 @@ def measure(children: Children, samples: int, quick: bool) -> list[dict]:
 def main(settings: dict) -> list[dict]:
     """Follows a step of each variant and depth, and returns a record of each."""
     import numpy as np
-    import tensorflow as tf
 
     from benchmarks.memory.keras_models import compiled
     from benchmarks.memory.liveness import held_in_step
 
-    cpu = tf.config.list_physical_devices("CPU")[0]
-    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+    logical_cpus(2)
     shape = SHAPES[settings["shape"]]
     x = np.ones(shape.batch_shape, "float32")
     records = []

@@ -9,8 +9,9 @@ from typing import Any
 
 from benchmarks.children import Children
 from benchmarks.data_parallel.processes import say
+from benchmarks.logical_cpus import logical_cpus
 from benchmarks.memory.shapes import SHARDED
-from benchmarks.windows import FitWindows
+from benchmarks.windows import FitWindows, take_turns
 
 MIRRORED, WORKERS = "MirroredStrategy, 2 logical CPUs", "MultiWorkerMirroredStrategy, 2 processes"
 
@@ -39,15 +40,12 @@ def _of(shape: str, strategy: str, found: Sequence[dict]) -> list[dict]:
 def main(settings: dict) -> list[dict] | None:
     """Measures both in turns; the chief returns a record of each."""
     import keras
-    import tensorflow as tf
 
     import tfdist
     from benchmarks.pipeline.keras_models import repeated_batch
 
     if settings["mirrored"]:
-        cpu = tf.config.list_physical_devices("CPU")[0]
-        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
-        strategy = tfdist.MirroredStrategy(["CPU:0", "CPU:1"])
+        strategy = tfdist.MirroredStrategy(logical_cpus(2))
     else:
         strategy = tfdist.MultiWorkerMirroredStrategy()
     shape = SHARDED[settings["shape"]]
@@ -67,9 +65,7 @@ def main(settings: dict) -> list[dict] | None:
         device = min(after)
         records.append({"sharded": sharded, "slot_bytes": after[device] - before.get(device, 0)})
         trials.append(FitWindows(model, data, [os.getpid()], steps=settings["steps"]))
-    for _ in range(settings["samples"]):
-        for trial in trials:
-            trial.run()
+    take_turns(trials, settings["samples"])
     found = [{**record, **trial.record} for record, trial in zip(records, trials, strict=True)]
     return found if settings["mirrored"] or strategy.is_chief else None
 

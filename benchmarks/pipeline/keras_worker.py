@@ -7,7 +7,7 @@ import os
 from benchmarks.pipeline.real_compute import STAGES
 from benchmarks.pipeline.shapes import SHAPES
 from benchmarks.process_files import announce, announced
-from benchmarks.windows import FitWindows
+from benchmarks.windows import FitWindows, take_turns
 
 
 def main(settings: dict) -> list[dict]:
@@ -30,7 +30,5 @@ def main(settings: dict) -> list[dict]:
         with strategy.scope():
             model = compiled(shape)
         trials.append(FitWindows(model, repeated_batch(shape), pids))
-    for _ in range(settings["samples"]):
-        for trial in trials:
-            trial.run()
+    take_turns(trials, settings["samples"])
     return [{"variant": v, **trial.record} for v, trial in zip(settings["variants"], trials, strict=True)]

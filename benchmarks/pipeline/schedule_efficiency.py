@@ -12,6 +12,7 @@ from typing import Any
 from benchmarks.children import Children
 from benchmarks.data_parallel.measure import StepClock
 from benchmarks.data_parallel.processes import say
+from benchmarks.logical_cpus import logical_cpus
 
 DEVICES = (2, 4, 8)
 MICROBATCHES = (4, 16, 32)
@@ -70,8 +71,7 @@ def _make_devices(count: int) -> None:
 
     # A thread for each stage that sleeps, and some for what is between.
     tf.config.threading.set_inter_op_parallelism_threads(2 * count + 8)
-    cpu = tf.config.list_physical_devices("CPU")[0]
-    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * count)
+    logical_cpus(count)
 
 
 def _step_seconds(devices: int, microbatches: int, schedule: str, samples: int) -> list[float]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.children import Children
 from benchmarks.data_parallel.processes import say
+from benchmarks.logical_cpus import logical_cpus
 
 DEVICES = (2, 4)
 MICROBATCHES = (4, 8, 16, 32)
@@ -25,7 +26,7 @@ def measure(children: Children, samples: int, quick: bool) -> list[dict]:
 
 def main(settings: dict) -> list[dict]:
     """Measures all combinations in this process; returns the records."""
-    _make_devices()
+    logical_cpus(max(DEVICES))
     combinations = [(1, 1), *((devices, count) for devices in DEVICES for count in MICROBATCHES)]
     # What TensorFlow does once in a process is in none.
     _first_step(2, 2)
@@ -35,13 +36,6 @@ def main(settings: dict) -> list[dict]:
             seconds, record["nodes"] = _first_step(*key)
             record["seconds"].append(seconds)
     return list(records.values())
-
-
-def _make_devices() -> None:
-    import tensorflow as tf
-
-    cpu = tf.config.list_physical_devices("CPU")[0]
-    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * max(DEVICES))
 
 
 def _first_step(devices: int, microbatches: int) -> tuple[float, int]:

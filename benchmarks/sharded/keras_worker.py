@@ -11,7 +11,7 @@ from benchmarks.memory.sharding import bytes_of_variables
 from benchmarks.network.keras_worker import build, repeated_batch
 from benchmarks.sharded import process
 from benchmarks.sharded.variants import KEPT, PLAIN, SHAPES, SHARDED
-from benchmarks.windows import FitWindows
+from benchmarks.windows import FitWindows, take_turns
 
 
 def main(settings: dict) -> list[dict] | None:
@@ -53,7 +53,5 @@ def _measure(settings: dict, strategies: list) -> list[dict]:
             process.memory(functools.partial(train, model), lambda: sum(bytes_of_variables().values()))
             for model in models
         ]
-    for _ in range(settings["windows"]):
-        for window in windows:
-            window.run()
+    take_turns(windows, settings["windows"])
     return [window.record for window in windows]
