@@ -205,14 +205,8 @@ class Compressor:
         def update_step(gradient: Any, variable: Any, learning_rate: Any) -> None:
             numbers = {int(name.partition("/")[0]) for name in self._kept.get(optimizer, {})}
             is_compressed = inner._get_variable_index(variable) in numbers
-            before = {name: getattr(inner, name) for name in attributes}
-            for name, value in attributes.items() if is_compressed else ():
-                setattr(inner, name, value)
-            try:
+            with shadowed(inner, **attributes) if is_compressed else contextlib.nullcontext():
                 original(gradient, variable, learning_rate)
-            finally:
-                for name, value in before.items():
-                    setattr(inner, name, value)
 
         with shadowed(inner, update_step=update_step) if attributes else contextlib.nullcontext():
             yield settings

@@ -154,9 +154,9 @@ def monitor(run: str | None, once: bool) -> None:
     source, console = find(run, Path(), os.environ), Console()
     if once or not console.is_terminal:
         click.echo(plain_text(Watch(source).view(), width=width()))
-        return
-    with contextlib.suppress(KeyboardInterrupt):
-        watch(source, console)
+    else:
+        with contextlib.suppress(KeyboardInterrupt):
+            watch(source, console)
 
 
 @click.command(short_help="Show what the wall time of a run went into: steps, restarts, waiting for data, ...")

@@ -308,10 +308,10 @@ class Peers:
         if self.rank == 0:
             for rank in range(1, len(self.names)):
                 self.hear(f"{topic}/{number}/{rank}", rank, purpose)
-            return
-        # Rank 0 may have heard it, and be gone, before it could say so.
-        with contextlib.suppress(ConnectionError):
-            self.tell(f"{topic}/{number}/{self.rank}", True)
+        else:
+            # Rank 0 may have heard it, and be gone, before it could say so.
+            with contextlib.suppress(ConnectionError):
+                self.tell(f"{topic}/{number}/{self.rank}", True)
 
     def share_random_state(self, purpose: str = "start fit, evaluate or predict") -> None:
         """Gives every process the chief's random state: TensorFlow's, Python's and NumPy's global generators.

@@ -428,11 +428,10 @@ class TrainingMeter:
 
     def step(self, batch: int) -> None:
         """Says that an execution is over. Its last batch had this number, from 0, in the epoch."""
-        if not self._has_begun:
-            self._has_begun, self._batch = True, batch + 1
-            self._base = self._now()
-            return
-        self._steps += max(batch + 1 - self._batch, 0)
+        if self._has_begun:
+            self._steps += max(batch + 1 - self._batch, 0)
+        else:
+            self._has_begun, self._base = True, self._now()
         self._batch = batch + 1
 
     def lap(self) -> Lap:

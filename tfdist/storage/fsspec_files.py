@@ -63,14 +63,12 @@ class FsspecStorage(Storage):
 
     def exists(self, path: str) -> bool:
         """Whether there is a file or a folder of this path."""
-        with _os_errors(path):
+        with contextlib.suppress(FileNotFoundError), _os_errors(path):
             self.files.invalidate_cache()
-            try:
-                # Its own `exists` answers no for whatever goes wrong.
-                self.files.info(self._path(path))
-            except FileNotFoundError:
-                return False
+            # Its own `exists` answers no for whatever goes wrong.
+            self.files.info(self._path(path))
             return True
+        return False
 
     def download(self, path: str, local: str) -> None:
         with _os_errors(path):

@@ -30,9 +30,9 @@ class LocalStorage(Storage):
     def upload(self, local: str, path: str) -> None:
         if os.path.abspath(local) == os.path.abspath(path):  # it was written in its place
             sync(path)
-            return
-        with open(local, "rb") as file:
-            self.write(path, file.read())
+        else:
+            with open(local, "rb") as file:
+                self.write(path, file.read())
 
     def remove(self, path: str) -> None:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):

@@ -50,11 +50,11 @@ class TensorFlowStorage(Storage):
             tf.io.gfile.remove(path)
 
     def remove_all(self, folder: str) -> None:
-        if not _has_folders(folder):
+        if _has_folders(folder):
+            with contextlib.suppress(FileNotFoundError), os_errors():
+                tf.io.gfile.rmtree(folder)
+        else:
             super().remove_all(folder)
-            return
-        with contextlib.suppress(FileNotFoundError), os_errors():
-            tf.io.gfile.rmtree(folder)
 
 
 def is_known(scheme: str) -> bool:

@@ -383,11 +383,11 @@ class CallOutput(Terminal):
     def message(self, text: str) -> None:
         """Writes a line of the launcher's own: in a cell between those of the processes, else to standard error."""
         text = in_words_of_python(text)
-        if not self._in_cell:
+        if self._in_cell:
+            self._put(f"tfdist: {text}\n")
+            self._show()
+        else:
             super().message(text)
-            return
-        self._put(f"tfdist: {text}\n")
-        self._show()
 
     def refresh(self) -> None:
         """Draws what has become due meanwhile. To be called again and again."""

@@ -304,10 +304,10 @@ def assign_part(step: KerasStep, variable: keras.Variable, value: Any) -> None:
     """Assigns to this replica's part of an optimizer's variable a value that it has computed as all replicas do."""
     if tf.distribute.in_cross_replica_context():
         type(variable)._direct_assign(variable, value)
-        return
-    _part(variable).assign(tf.cast(value, _part(variable).dtype))
-    if step.here.state is not None:
-        step.here.state.note(variable._value)
+    else:
+        _part(variable).assign(tf.cast(value, _part(variable).dtype))
+        if step.here.state is not None:
+            step.here.state.note(variable._value)
 
 
 def values_of(variables: Iterable[Any]) -> list[tf.Tensor]:
