@@ -194,6 +194,21 @@ def test_sigterm_goes_to_a_python_program_alone(
         one.close()
 
 
+def test_what_could_not_be_started_gets_no_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its group is 0: that of the launcher."""
+    sent: list[int] = []
+    terminal = Terminal(io.BytesIO(), is_tty=False)
+    with Guardian() as guardian, ProcessGroup([], tmp_path, terminal, guardian, 0, start_unpinned) as group:
+        with pytest.raises(FileNotFoundError):
+            group.add(ProcessPlan("worker", 0, ("/no/such/program",), os.environ))
+        with monkeypatch.context() as patch:
+            for name in ("kill", "killpg"):
+                patch.setattr(os, name, lambda pid, number: sent.append(pid))
+            group.signal(signal.SIGTERM)
+            group.processes[0].kill()
+        assert (group.running, group.is_over, sent) == ([], True, [])
+
+
 def test_processes_that_are_replaced_leave_no_descriptors(tmp_path: Path) -> None:
     """A search may replace a tuner a thousand times."""
     plan = ProcessPlan("worker", 0, ("/bin/true",), os.environ)

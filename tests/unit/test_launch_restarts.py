@@ -150,6 +150,18 @@ def test_a_silence_that_has_a_reason_does_not_count() -> None:
     assert watchdog.overdue(progress, 110.6) == Overdue("worker 0", pytest.approx(5.1), False)
 
 
+@pytest.mark.parametrize("reason", ["excused", "the launcher was stopped"])
+def test_a_silence_that_has_a_reason_is_not_usual_from_then_on(reason: str) -> None:
+    watchdog = Watchdog(None, 600.0)
+    for time in (100.0, 101.0, 300.0, 301.0):
+        if time == 300.0 and reason == "excused":
+            for now in range(102, 300):
+                watchdog.excuse(now)
+                watchdog.overdue({"worker 0": at(101.0)}, now)
+        assert watchdog.overdue({"worker 0": at(time)}, time) is None
+    assert watchdog.limit("training") == 30.0
+
+
 def test_time_in_which_the_launcher_was_stopped_does_not_count() -> None:
     watchdog = Watchdog(10.0, 600.0)
     seen = {"worker 0": at(100.0)}

@@ -210,9 +210,7 @@ class Watchdog:
         if self._looked_at is not None and now - self._looked_at > _OWN_PAUSE:
             self._awake_since = now
         self._looked_at = now
-        for name, progress in seen.items():
-            if progress is not None:
-                self._learn(name, progress)
+        self._learn({name: progress for name, progress in seen.items() if progress is not None})
         if self._due is not None and not any(seen.values()):
             waited = now - max(self._due, self._awake_since)
             return Overdue(next(iter(seen)), waited, True) if seen and waited > self._start_timeout else None
@@ -242,12 +240,15 @@ class Watchdog:
         usual = _OWN_PHASE_FACTOR * self._longest[phase]
         return max(_FLOOR, usual, _ANY_PHASE_FACTOR * max(self._longest.values()))
 
-    def _learn(self, name: str, progress: Progress) -> None:
-        before = self._last.get(name)
-        if before is not None and before.reports != progress.reports:
-            gap = progress.time - before.time
-            self._longest[before.phase] = max(gap, self._longest.get(before.phase, 0.0))
-        self._last[name] = progress
+    def _learn(self, reports: dict[str, Progress]) -> None:
+        for name, progress in reports.items():
+            before = self._last.get(name)
+            # A silence for which there was a reason says nothing about the phase.
+            if before is not None and before.reports != progress.reports and before.time >= self._awake_since:
+                gap = progress.time - before.time
+                self._longest[before.phase] = max(gap, self._longest.get(before.phase, 0.0))
+        # Who is replaced begins anew: until the new process has reported, it is not among them.
+        self._last = reports
 
 
 def suspect(overdue: Overdue, seen: Mapping[str, Progress | None], states: Mapping[str, str]) -> tuple[str, str]:
@@ -322,7 +323,7 @@ class Incident:
         progressed: whether a training step was done since the processes were started.
         workers: how many training processes there were.
         at: when it happened, on the clock of `time.monotonic`.
-        asked: whether the processes had been asked to save, so that more workers can start.
+        asked: whether the process ended as it was asked to save, so that more workers can start, and did not.
     """
 
     failure: Failure | None

@@ -202,11 +202,11 @@ class Process:
         return False
 
     def signal(self, number: int) -> None:
-        """Sends a signal to the whole group; nothing once the group has ended.
+        """Sends a signal to the whole group; nothing before it has started, and once the group has ended.
 
         SIGTERM goes to a Python program alone: its data loading processes would die of it before it has saved.
         """
-        if self.is_over:
+        if self.is_over or not self.group:  # 0 would be the launcher's own group
             return
         alone = number == signal.SIGTERM and self.status is None and self.plan.command[0] == sys.executable
         with contextlib.suppress(ProcessLookupError):
@@ -359,6 +359,8 @@ class ProcessGroup:
     def _made(self, plan: ProcessPlan, continues: str) -> Process:
         env = {**plan.env, **self._room_for(plan)}
         if not plan.serves:
+            if (before := self._progress_files.pop(plan.name, None)) is not None:
+                before.close()
             file = self._progress_files[plan.name] = ProgressFile()
             env[VARIABLE] = file.value
         return Process(dataclasses.replace(plan, env=env), self._log_dir, continues, self._start_program, self._files)
@@ -414,7 +416,7 @@ class ProcessGroup:
     @property
     def running(self) -> list[Process]:
         """The processes that have not ended."""
-        return [process for process in self.processes if process.status is None]
+        return [process for process in self._started if process.status is None]
 
     def tick(self) -> list[Process]:
         """Passes output on for a moment and returns the processes that were found to have ended."""
@@ -456,23 +458,25 @@ class ProcessGroup:
             OSError: it could not be started.
         """
         plan = dataclasses.replace(process.plan, env={**process.plan.env, REPLACEMENT: str(number)})
-        if plan.name in self._progress_files:
-            self._progress_files.pop(plan.name).close()
-        successor = self._made(plan, f"replacement {number}")
-        self.processes[self.processes.index(process)] = successor
-        self._started.remove(process)
-        process.close()
-        self._start(successor)
-        return successor
+        return self._put(plan, f"replacement {number}")
 
     def add(self, plan: ProcessPlan) -> Process:
-        """Starts one more process.
+        """Starts one more process, or one in the place of that with its name, which is over.
 
         Raises:
             OSError: it could not be started.
         """
-        process = self._made(plan, self._continues)
-        self.processes.append(process)
+        return self._put(plan, self._continues)
+
+    def _put(self, plan: ProcessPlan, continues: str) -> Process:
+        process, names = self._made(plan, continues), [one.plan.name for one in self.processes]
+        if plan.name in names:
+            at = names.index(plan.name)
+            before, self.processes[at] = self.processes[at], process
+            before.close()
+            self._started = [one for one in self._started if one is not before]
+        else:
+            self.processes.append(process)
         self._start(process)
         return process
 

@@ -50,6 +50,8 @@ _TOO_SOON = "ended before the training began again"
 _MOMENT = 2.0
 # Once a peer has failed nothing can be saved any more; TensorFlow swallows SIGTERM, so most of this is waiting.
 FAILURE_GRACE = 2.0
+# How a process ends that is asked to save, and does not: of the signal, also inside a shell, or as one that could not.
+_UNSAVED_ENDS = (exit_code(-signal.SIGTERM), UNSAVED)
 # Wrappers such as `uv run` pass the Ctrl-C on that we already got from the terminal.
 _SAME_KEY_PRESS = 0.3
 
@@ -507,6 +509,8 @@ class ClusterAttempt(Attempt):
         self._decision: Restart | GiveUp | None = None
         self._progressed = False
         self._grows_to = 0
+        # Processes that were killed and may take a while to end.
+        self._hung: set[Process] = set()
         self._preempted = False
         self._released = False
 
@@ -563,13 +567,14 @@ class ClusterAttempt(Attempt):
         """Looks for hangs, for workers that are due to be started again, and for room for more."""
         if not self._training_has_ended() and self._start_replacements():
             self._watchdog.excuse(time.monotonic())  # the others may have nobody to work with
-        alive = {process.plan.name: process for process in self._group.processes if process.status is None}
+        alive = {one.plan.name: one for one in self._group.processes if one.status is None and one not in self._hung}
         seen = {name: report for name, report in self._group.progress().items() if name in alive}
         overdue = self._watchdog.overdue(seen, time.monotonic())
         if overdue is not None:
             name, text = suspect(overdue, seen, {name: process.state for name, process in alive.items()})
             if not alive[name].plan.serves and alive[name].plan.is_replaceable:
                 self._terminal.message(f"{name} hangs: killed")
+                self._hung.add(alive[name])
                 alive[name].kill()
             else:
                 self._note_failure(self._group.failure(alive[name], HUNG, text))
@@ -615,7 +620,7 @@ class ClusterAttempt(Attempt):
             progressed=self._progressed,
             workers=self._group.workers,
             at=self._first_failure_at if failure else time.monotonic(),
-            asked=self._grows_to > 0,
+            asked=self._grows_to > 0 and failure is not None and failure.exit_code in _UNSAVED_ENDS,
         )
 
     def _ending(self) -> Ending:

@@ -151,6 +151,20 @@ def test_what_an_agent_tells_of_a_process_comes_in_order(tmp_path) -> None:
     assert kinds[-1] == "over"
 
 
+def test_a_process_in_the_place_of_another_one_is_a_new_one_to_an_agent(tmp_path) -> None:
+    """Its reports are told from the first one on, and nothing is left of the other one."""
+    report = "from tfdist.supervision.progress import ProgressWriter; ProgressWriter.from_environment().begin()"
+    descriptors = []
+    with agent(tmp_path) as (channel, process):
+        for _ in range(3):
+            told: list = []
+            start(channel, None, "-c", report, told=told)
+            heard(channel, "over", told)
+            assert [one["reports"] for one in told if one["kind"] == "progress"] == [1]
+            descriptors.append(psutil.Process(process.pid).num_fds())
+    assert len(set(descriptors)) == 1
+
+
 @pytest.mark.nightly
 def test_an_agent_hears_its_processes_only_as_fast_as_it_can_tell(tmp_path) -> None:
     """Nobody reads: what it keeps has a limit, and the process waits."""
@@ -280,6 +294,20 @@ def test_what_is_blamed_where_a_process_and_its_host_end_at_once(tmp_path, statu
         failure = group.failure(process, process.status)
         assert (failure.cause, failure.exit_code) == (cause, code)
         assert not group.tick()
+
+
+def test_what_is_started_in_the_place_of_another_process_has_not_reported(tmp_path) -> None:
+    with group_of_two(tmp_path) as (group, _, two):
+        report = {"time": 0.0, "reports": 9, "phase": "training", "step": 7, "resumed_step": None, "waits_to": ""}
+        ends = [{"kind": "end", "name": "worker 1", "status": 1}, {"kind": "over", "name": "worker 1"}]
+        two.told = [{"kind": "progress", "name": "worker 1", **report}, *ends]
+        (dead,) = group.tick()
+        assert group.progress()["worker 1"].step == 7
+        group.replace(dead, 1)
+        assert group.progress() == {"worker 0": None, "worker 1": None}
+        two.told = [{"kind": "started", "name": "worker 1", "pid": 3}]
+        group.tick()
+        assert [process.group for process in group.processes] == [1, 3]
 
 
 def test_the_guardian_forgets_ssh_of_a_host_that_is_lost(tmp_path) -> None:

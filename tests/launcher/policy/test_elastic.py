@@ -163,8 +163,35 @@ def _save_slowly(process: SimulatedProcess) -> Life:
     return 77
 
 
-def test_what_does_not_save_is_asked_once(simulate) -> None:
+@pytest.mark.parametrize(("end", "workers"), [(-9, 1), (3, 2)])
+def test_a_failure_while_it_saves_is_one(simulate, end: int, workers: int) -> None:
+    """The process was asked to end, but ended of something else: the run shrinks by it, and grows again later."""
+
+    def saves(process: SimulatedProcess) -> Life:
+        yield 1.0 if process.index == 1 else 5.0
+        return end if process.index == 1 else 77
+
     def program(process: SimulatedProcess) -> Life:
+        life = grows(process)
+        yield next(life)
+        if process.restart == 1:
+            process.handlers = {signal.SIGTERM: saves}
+        return (yield from life)
+
+    run = simulate(program, "-n", "1:3", "--regrow-after", "30", "--max-restarts", "2")
+    assert run.code == 0
+    assert [start["workers"] for start in run.of_kind("start")] == [3, 2, workers, 3]
+    how = "was killed by SIGKILL" if end < 0 else "failed with exit code 3"
+    assert run.messages[2:4] == [
+        "there is room for 3 workers; saving with 2 workers to start again",
+        f"worker 1 {how} at step 129; restart 2 of 2{' with 1 worker' if workers == 1 else ''}",
+    ]
+
+
+@pytest.mark.parametrize("end", [-signal.SIGTERM, 128 + signal.SIGTERM, 74], ids=["killed", "in a shell", "unsaved"])
+def test_what_does_not_save_is_asked_once(simulate, end: int) -> None:
+    def program(process: SimulatedProcess) -> Life:
+        process.handlers = {signal.SIGTERM: lambda process: end}
         if process.restart == 0:
             yield from process.train(10)
             yield 0.0 if process.index == process.workers - 1 else FOREVER

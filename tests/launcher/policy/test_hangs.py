@@ -31,6 +31,7 @@ def sleep(process: SimulatedProcess) -> Life:
 # The last report of worker 1 is that of step 9, of worker 0 that of step 10.
 LAST = 2.0
 WAITED = "no progress for 4.02 s (--hang-timeout)"
+KILLED = "worker 1 was killed by SIGKILL (logs/worker-1.log)"
 
 
 @pytest.mark.parametrize(
@@ -138,6 +139,31 @@ def test_what_comes_after_the_training_is_not_watched(simulate) -> None:
 def test_who_has_ended_is_not_watched(simulate) -> None:
     run = simulate(lambda process: process.train(3 + 40 * process.index), *HANG)
     assert (run.code, run.kinds) == (0, ["start", "complete"])
+
+
+def test_a_worker_in_the_place_of_another_one_is_judged_by_its_own_pauses(simulate) -> None:
+    """The other one's last report is long ago when this one makes its first."""
+
+    def program(process: SimulatedProcess) -> Life:
+        if process.index == 0:
+            return (yield from process.train(400))
+        if process.replacement == 0:
+            yield from process.train(4)
+            return -9
+        yield 20.0
+        # It takes a second to end.
+        process.kill = lambda: process.world.clock.after(1.0, lambda: SimulatedProcess.kill(process))
+        yield from process.train(40)
+        yield FOREVER
+
+    run = simulate(program, "--replace-workers")
+    assert run.code == 0
+    seen = 1.0 + TICK + 20.0 + 39 * 0.25 + 30.0 + TICK
+    assert run.said == [
+        (1.0, f"{KILLED}; started again (replacement 1 of 3), the others go on"),
+        (seen, "worker 1 hangs: killed"),
+        (seen + 1.0, f"{KILLED}; started again (replacement 2 of 3), the others go on"),
+    ]
 
 
 def test_a_failure_in_the_tick_of_a_hang_is_what_is_told(simulate) -> None:

@@ -169,6 +169,7 @@ class Agent:
         command = [sys.executable if word is None else word for word in asked["command"]]
         env, cpus = {**environ, **asked["env"]}, tuple(asked["cpus"])
         plan = ProcessPlan(asked["job"], asked["index"], tuple(command), env, cpus, shown=True, serves=asked["serves"])
+        self._reports.pop(name, None)  # one that it replaces may have made as many
         try:
             self._processes[name] = process = self._group.add(plan)
         except OSError as error:

@@ -146,7 +146,7 @@ class HostsGroup(ProcessGroup):
     def _made(self, plan: ProcessPlan, continues: str) -> Process:
         plan = dataclasses.replace(plan, env={**plan.env, **self._room_for(plan)})
         if not plan.serves:
-            self._progress.setdefault(plan.name, None)
+            self._progress[plan.name] = None
         assert self._log_dir is not None
         process = RemoteProcess(plan, self._log_dir, continues, self._files, self._connections[plan.host])
         self._remote[plan.host, plan.name] = process
