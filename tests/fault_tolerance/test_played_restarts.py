@@ -486,6 +486,24 @@ def test_a_signal_in_the_last_step_of_an_epoch(tmp_path: Path, received: list[in
     assert start(script, tmp_path, kind=OwnLogs) == start(script, None, kind=OwnLogs)
 
 
+@pytest.mark.parametrize("when", ["on_train_batch_end", "on_epoch_end"])
+def test_seeds_that_are_first_used_between_two_backups(when: str, tmp_path: Path, received: list[int]) -> None:
+    def script(model: keras.Model, fit: Callable[..., Any]) -> float:
+        def draw(number: int, logs: dict | None) -> None:
+            steps = int(model.optimizer.iterations)
+            if steps > 4:
+                keras.random.uniform([])
+            if steps == 6:
+                signal.raise_signal(signal.SIGUSR1)
+
+        fit(X, Y, batch_size=4, epochs=2, callbacks=[keras.callbacks.LambdaCallback(**{when: draw})])
+        return float(keras.random.uniform([]))
+
+    with pytest.raises(SystemExit):
+        start(script, tmp_path, preemption_signal=signal.SIGUSR1)
+    assert start(script, tmp_path) == start(script, None)
+
+
 def test_a_signal_at_the_end_of_a_fit(tmp_path: Path, received: list[int]) -> None:
     def script(model: keras.Model, fit: Callable[..., Any]) -> None:
         fit(X, Y, batch_size=8, epochs=2, callbacks=[Sends()])
@@ -729,7 +747,7 @@ def test_a_dataset_with_a_generator_of_the_script(tmp_path: Path) -> None:
     assert len(warned(lambda: start(script, tmp_path), text)) == 1
 
 
-class Counted(Pieces):
+class Tells(Pieces):
     """Knows how often it was read, and says so."""
 
     count = 0
@@ -744,8 +762,17 @@ class Counted(Pieces):
     def get_state(self) -> int:
         return self.count
 
+
+class Counted(Tells):
+    """It can be told, too."""
+
     def set_state(self, state: int) -> None:
         self.count = state
+
+
+def test_a_dataset_that_cannot_be_given_its_state(tmp_path: Path) -> None:
+    text = "saves at the ends of epochs only: Tells changes in on_epoch_begin or on_epoch_end; give it get_state() and "
+    assert len(warned(lambda: start(lambda model, fit: fit(Tells(), epochs=1), tmp_path), text)) == 1
 
 
 class ByNumPy(Pieces):

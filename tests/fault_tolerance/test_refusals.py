@@ -129,9 +129,10 @@ def test_refuses_what_does_not_fit_the_backup(case: Case, error: str, trials: Tr
     [
         (
             {"save_freq": 0},
-            "Received: save_freq=0. Expected 'epoch', a number of steps from 1, or a duration such as '10min', '30s' "
-            "or '2h'.",
+            "Received: save_freq=0. Expected 'epoch', a number of steps from 1, or a duration above 0, such as "
+            "'10min', '30s' or '2h'.",
         ),
+        ({"save_freq": "0s"}, "Received: save_freq='0s'. Expected 'epoch', a number of steps from 1, or a duration"),
         ({"delete_checkpoint": "no"}, "Received: delete_checkpoint='no'. Expected: True or False."),
         ({"max_to_keep": 0}, "Received: max_to_keep=0. Expected: an integer of at least 1, since the newest backup"),
         ({"backup_dir": ""}, "Received: backup_dir=''. Expected: the path of a folder, such as 'backup'."),

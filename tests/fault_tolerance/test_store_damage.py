@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.fault_tolerance.numbered import write_numbers
+from tests.fault_tolerance.test_store_read_errors import failing
 from tfdist.checkpoint.manifest import DamagedBackupsError, DamagedCheckpointError
 from tfdist.checkpoint.store import CheckpointStore
 
@@ -67,6 +69,33 @@ def test_damaged_checkpoints_are_not_counted_and_go_after_the_next_write(tmp_pat
     assert store.names() == [names[0], "checkpoint-00000004"]
 
 
+def test_a_damaged_checkpoint_that_cannot_be_removed_yet_is_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = write_numbers(CheckpointStore(tmp_path), 2)
+    store = CheckpointStore(tmp_path, max_to_keep=3)
+    empty(tmp_path / names[1] / "state.index")
+    with pytest.warns(UserWarning, match="is damaged"):
+        store.newest()
+    with monkeypatch.context() as patch, pytest.warns(UserWarning, match="cannot be removed now"):
+        fail = failing(os.remove, f"{tmp_path}/{names[1]}", float("inf"), PermissionError("Permission denied"))
+        patch.setattr(os, "remove", fail)
+        names.append(store.write({}, {}))
+    names.append(store.write({}, {}))
+    assert store.names() == [names[0], *names[2:]]
+
+
+def test_a_checkpoint_with_the_name_of_a_damaged_one_counts(tmp_path: Path) -> None:
+    names = write_numbers(CheckpointStore(tmp_path), 2)
+    store = CheckpointStore(tmp_path)
+    empty(tmp_path / names[1] / "state.index")
+    with pytest.warns(UserWarning, match="is damaged"):
+        store.newest()
+    shutil.rmtree(tmp_path / names[1])
+    assert [store.write({}, {}), store.write({}, {})] == [names[1], "checkpoint-00000003"]
+    assert store.names() == [*names, "checkpoint-00000003"]
+
+
 @pytest.mark.filterwarnings("error")
 def test_all_damaged_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
@@ -76,8 +105,8 @@ def test_all_damaged_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(DamagedBackupsError) as caught:
         store.newest()
     assert str(caught.value) == (
-        f"{tmp_path} holds 2 checkpoint(s), but none that is complete and unaltered:\n"
+        f"{tmp_path} holds no checkpoint that is complete and unaltered:\n"
         f"  {names[1]}: state.index is missing\n"
         f"  {names[0]}: manifest.json (0 bytes) is incomplete or is not a manifest\n"
-        f"To start over, move the folder away: mv {tmp_path} {tmp_path}.damaged"
+        "To start over, move the folder away, or use another one."
     )

@@ -50,7 +50,7 @@ from tfdist.inspection.model_state import own_methods, random_state, restore_ran
 from tfdist.runtime.agreement import CommonStop, Request
 from tfdist.runtime.chief import Arranged, is_the_chiefs
 from tfdist.steps.keras_step import shadowed
-from tfdist.storage.selection import check_remote_path, scheme_of
+from tfdist.storage.selection import absolute, check_remote_path, scheme_of
 from tfdist.strategies.data_parallel.shares import ShareBySpeed
 from tfdist.strategies.hooks import build_for_steps, install, trace_step
 from tfdist.supervision.events import EventLog
@@ -607,8 +607,6 @@ class FitBackup:
         self._stop_at_end = stop
         if stop and not is_last:
             self._preempt()
-        # Objects that were made since then belong to the backup as well, such as a seed generator that was used late.
-        self._state = TrainingState(self._model)
         due = self._at_epoch_end or self._schedule.due_after_step(self._place.total)
         if save or due or is_last or self._schedule.every_epoch:
             self._wait_for_writer()
@@ -629,8 +627,9 @@ class FitBackup:
             hooks_of(self._model._distribute_strategy).settle(self._model)
             self._note_what_is_trained()
             began = time.monotonic()
-            place = dataclasses.replace(self._place)
-            self._schedule.saved(place.total)
+            self._schedule.saved(self._place.total)
+            # Objects that were made since the last backup belong to this one, such as a seed generator used late.
+            self._state = TrainingState(self._model)
             tensors: dict[str, Any] = self._state.snapshot(with_metrics=mid_epoch, is_kept=self._is_chief)
             number = self._peers.count("backup part") if self._peers is not None and self._state.is_in_parts else None
             if not self._is_chief:
@@ -642,46 +641,49 @@ class FitBackup:
                     unless_written.callback(self._store.skip, number)
                 if self._writer.is_busy:
                     return
-                parts, validates = self._state.parts, self._validation_dataset
-                entries = callback_state.capture(self._others, self._settings, tensors, parts, self._began)
-                self._name_what_is_not_saved(entries)
-                self._name_what_changes()
-                meta = {
-                    **dataclasses.asdict(place),
-                    "done": done,
-                    "stopped": not mid_epoch and bool(self._model.stop_training),
-                    "validations": self._validations,
-                    "validation order": self._validation_order,
-                    _VALIDATION_DATA: None if validates is None else state_of(validates, tensors, _VALIDATION_DATA),
-                    "variables": self._state.description,
-                    "identity": self._identity,
-                    "epochs": self._epochs,
-                    "seed": get_random_seed(),
-                    "callbacks": entries,
-                    "csv": callback_state.csv_lengths(self._everyone),
-                    "logs": callback_state.encode_logs(self._logs, tensors),
-                    "position": self._position.state(tensors, mid_epoch),
-                    "random": random_state(),
-                    "shares": hooks_of(self._model.distribute_strategy).shares,
-                    "trains": self._trains,
-                }
+                meta = self._meta(tensors, mid_epoch, done)
                 unless_written.pop_all()
-            taken = _since(began)
+            self._writer.submit(functools.partial(self._write, meta, tensors, number, _since(began)))
 
-            def write() -> None:
-                began = time.monotonic()
-                name = self._store.write(meta, lambda: _take_copies(tensors), number)
-                self._kept, self._failure = f"{name}, of {place}", None
-                self._events.write(
-                    "saved",
-                    checkpoint=name,
-                    epoch=place.epoch,
-                    step=place.total,
-                    snapshot_seconds=taken,
-                    seconds=_since(began),
-                )
+    def _meta(self, tensors: dict[str, Any], mid_epoch: bool, done: bool) -> dict:
+        """What a backup says beside its tensors, among which is what this refers to. Warns of what it has not."""
+        parts, validates = self._state.parts, self._validation_dataset
+        entries = callback_state.capture(self._others, self._settings, tensors, parts, self._began)
+        self._name_what_is_not_saved(entries)
+        self._name_what_changes()
+        return {
+            **dataclasses.asdict(self._place),
+            "done": done,
+            "stopped": not mid_epoch and bool(self._model.stop_training),
+            "validations": self._validations,
+            "validation order": self._validation_order,
+            _VALIDATION_DATA: None if validates is None else state_of(validates, tensors, _VALIDATION_DATA),
+            "variables": self._state.description,
+            "identity": self._identity,
+            "epochs": self._epochs,
+            "seed": get_random_seed(),
+            "callbacks": entries,
+            "csv": callback_state.csv_lengths(self._everyone),
+            "logs": callback_state.encode_logs(self._logs, tensors),
+            "position": self._position.state(tensors, mid_epoch),
+            "random": random_state(),
+            "shares": hooks_of(self._model.distribute_strategy).shares,
+            "trains": self._trains,
+        }
 
-            self._writer.submit(write)
+    def _write(self, meta: dict, tensors: dict[str, Any], number: int | None, taken: float) -> None:
+        """Writes a snapshot, which took so long, beside the training."""
+        began, place = time.monotonic(), _Place(meta["epoch"], meta["steps"], meta["total"])
+        name = self._store.write(meta, lambda: _take_copies(tensors), number)
+        self._kept, self._failure = f"{name}, of {place}", None
+        self._events.write(
+            "saved",
+            checkpoint=name,
+            epoch=place.epoch,
+            step=place.total,
+            snapshot_seconds=taken,
+            seconds=_since(began),
+        )
 
     def _name_what_is_not_saved(self, entries: list[dict]) -> None:
         """Warns of callbacks' attributes that are in no backup, once."""
@@ -772,10 +774,10 @@ class FitBackup:
         self._store.release()
         if delete and self._is_chief:
             _remove_if_empty(self._options.backup_dir)
-        _taken.pop(_key(self._folder), None)
+        _taken.pop(absolute(self._folder), None)
         training_state.forget(self._model)
         callback_state.forget(self._others)
-        key = _key(self._options.backup_dir)
+        key = absolute(self._options.backup_dir)
         _finished[key] = _finished.get(key, 0) + 1
         if stop:
             self._leave("at the end of the fit", "is complete", self._failure)
@@ -823,7 +825,7 @@ _taken: dict[str, tuple[weakref.ref, int]] = {}
 
 def _take(folder: str, model: keras.Model) -> None:
     """Refuses a folder of a fit that goes on in this process, around this one or in another thread."""
-    reference, thread = _taken.get(_key(folder), (lambda: None, 0))
+    reference, thread = _taken.get(absolute(folder), (lambda: None, 0))
     other, here = reference(), threading.get_ident()
     is_another = other is not None and (other is not model or thread != here)
     if is_another and frame_of_fit(other, sys._current_frames().get(thread)) is not None:
@@ -833,7 +835,7 @@ def _take(folder: str, model: keras.Model) -> None:
                 "backups. Expected: one training at a time in a folder. Pass another backup_dir."
             )
         )
-    _taken[_key(folder)] = weakref.ref(model), here
+    _taken[absolute(folder)] = weakref.ref(model), here
 
 
 def _folder_of_fit(backup_dir: str) -> str:
@@ -841,7 +843,7 @@ def _folder_of_fit(backup_dir: str) -> str:
 
     A script that is started again makes the same fits in the same order, and finds the finished ones finished.
     """
-    number = _finished.get(_key(backup_dir), 0) + 1
+    number = _finished.get(absolute(backup_dir), 0) + 1
     return backup_dir if number == 1 else f"{backup_dir.rstrip('/')}/fit-{number}"
 
 
@@ -849,8 +851,4 @@ def _remove_if_empty(backup_dir: str) -> None:
     """Removes the folder of the fit that ends, if nothing is left in it. Call it before this one is counted."""
     for folder in dict.fromkeys([_folder_of_fit(backup_dir), backup_dir]):
         with contextlib.suppress(OSError):  # another job may write to it by now; remote stores have no folders
-            os.rmdir(folder)
-
-
-def _key(backup_dir: str) -> str:
-    return backup_dir if "://" in backup_dir else os.path.abspath(backup_dir)
+            os.rmdir(absolute(folder))

@@ -47,6 +47,7 @@ _log = logging.getLogger("tfdist")
 # Name of the iterator's state among the tensors of a backup. TensorFlow refuses iterators that have a state elsewhere.
 _ITERATOR = "iterator"
 _FAIL = 2
+_OWN = "dataset"
 _HOOKS = ("on_epoch_begin", "on_epoch_end")
 _GENERATORS = (
     *(np.random.Generator, np.random.RandomState, random.Random),
@@ -132,7 +133,7 @@ class DataPosition:
             )
             if self._py_dataset.num_batches is None:
                 return "a PyDataset without a length is a generator"
-            if changes and not hasattr(self._py_dataset, "get_state"):
+            if changes and _kind_of_state(self._py_dataset) != _OWN:
                 return (
                     f"{type(self._py_dataset).__name__} changes in on_epoch_begin or on_epoch_end; give it get_state() "
                     "and set_state(state), and that can be saved"
@@ -167,7 +168,7 @@ class DataPosition:
             return "a generator that the dataset keeps"
         if is_global:
             return "the global random state of Python, NumPy or TensorFlow"
-        if hasattr(self._py_dataset, "get_state"):
+        if _kind_of_state(self._py_dataset) == _OWN:
             return None
         differs = callback_state.content_of(item) != callback_state.content_of(self._py_dataset[0])
         return "a state to which no attribute leads" if differs else None
@@ -221,10 +222,9 @@ class DataPosition:
             )
         if self._py_dataset is not None:
             state["random at begin"] = self._random_at_begin
-            if hasattr(self._py_dataset, "get_state"):
-                state["dataset"] = callback_state.encode(self._py_dataset.get_state(), tensors, "dataset")
-            elif not mid_epoch:
-                state["generators"] = callback_state.encode(generators_in(self._py_dataset), tensors, "generators")
+            kind = _kind_of_state(self._py_dataset)
+            if kind == _OWN or not mid_epoch:
+                state[kind] = state_of(self._py_dataset, tensors, kind)
         return state
 
     @property
@@ -281,10 +281,8 @@ class DataPosition:
                 with _global_seed(state["global seed"]):
                     dataset = self._data.distribute(self._iterator.data_adapter.get_tf_dataset())
                     self._iterator._distributed_dataset = dataset
-        if "dataset" in state and hasattr(self._py_dataset, "set_state"):
-            self._py_dataset.set_state(callback_state.decode(state["dataset"], tensors))
-        elif "generators" in state and self._py_dataset is not None:
-            callback_state.decode(state["generators"], tensors, generators_in(self._py_dataset))
+        if self._py_dataset is not None and (kind := _kind_of_state(self._py_dataset)) in state:
+            give_back(self._py_dataset, state[kind], tensors)
 
     def pass_over(self) -> None:
         """Draws the seeds that a finished fit has drawn: a later fit may read the same pipeline.
@@ -323,12 +321,7 @@ class DataPosition:
         iterator, resumed = self._iterator, self._resumed
         self._resumed = None
         if self._py_dataset is not None:
-            # An iterator draws its order with its first batch, and may go on in the next epoch.
-            is_drawn = iterator._current_iterator is not None and iterator.steps_per_epoch and iterator._steps_seen
-            if resumed and (is_drawn := resumed["goes on"] and resumed["taken"]) and resumed.get("random at begin"):
-                restore_random_state(resumed["random at begin"])
-            if resumed or not is_drawn:
-                self._random_at_begin = random_state()
+            self._note_random_at_begin(resumed)
         iterator.data_adapter.on_epoch_begin()
         first = current = 0
         if resumed:
@@ -349,14 +342,28 @@ class DataPosition:
             yield from self._execution(step)
             step += iterator.steps_per_execution
         if iterator._num_batches and iterator._steps_seen >= iterator._num_batches:
-            if self._array_seed is not None and iterator.steps_per_epoch is None:
-                # Keras makes one that nobody uses. Making it takes as long as many steps: it is only counted.
-                self._made += 1
-                iterator._current_iterator = None
-            else:
-                iterator._current_iterator = self._make()
-            iterator._steps_seen = 0
+            self._begin_again()
         iterator.data_adapter.on_epoch_end()
+
+    def _note_random_at_begin(self, resumed: dict | None) -> None:
+        """An iterator over a PyDataset draws its order with its first batch, and may go on in the next epoch."""
+        iterator = self._iterator
+        is_drawn = iterator._current_iterator is not None and iterator.steps_per_epoch and iterator._steps_seen
+        if resumed and (is_drawn := resumed["goes on"] and resumed["taken"]) and resumed.get("random at begin"):
+            restore_random_state(resumed["random at begin"])
+        if resumed or not is_drawn:
+            self._random_at_begin = random_state()
+
+    def _begin_again(self) -> None:
+        """At the end of the data."""
+        iterator = self._iterator
+        if self._array_seed is not None and iterator.steps_per_epoch is None:
+            # Keras makes one that nobody uses. Making it takes as long as many steps: it is only counted.
+            self._made += 1
+            iterator._current_iterator = None
+        else:
+            iterator._current_iterator = self._make()
+        iterator._steps_seen = 0
 
     def _execution(self, step: int) -> Iterator:
         iterator = self._iterator
@@ -448,15 +455,20 @@ def generators_in(dataset: Any) -> list[Any]:
     return found
 
 
+def _kind_of_state(dataset: Any) -> str:
+    """What is saved of a PyDataset, as its name in a position: a state of its own, or its generators."""
+    return _OWN if hasattr(dataset, "get_state") and hasattr(dataset, "set_state") else "generators"
+
+
 def state_of(dataset: Any, arrays: dict[str, Any], prefix: str) -> Any:
     """What a PyDataset gets back in another process, as JSON: of its `get_state()`, or its generators."""
-    held = dataset.get_state() if hasattr(dataset, "get_state") else generators_in(dataset)
+    held = dataset.get_state() if _kind_of_state(dataset) == _OWN else generators_in(dataset)
     return callback_state.encode(held, arrays, prefix)
 
 
 def give_back(dataset: Any, state: Any, arrays: Mapping[str, Any]) -> None:
     """Gives a PyDataset what `state_of` has returned in another process."""
-    if hasattr(dataset, "set_state"):
+    if _kind_of_state(dataset) == _OWN:
         dataset.set_state(callback_state.decode(state, arrays))
     else:
         callback_state.decode(state, arrays, generators_in(dataset))

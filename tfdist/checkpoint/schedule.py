@@ -40,14 +40,14 @@ class SaveSchedule:
         self.every_epoch = save_freq == "epoch"
         self.every_steps: int | None = None
         self.every_seconds: float | None = None
-        if isinstance(save_freq, int) and not isinstance(save_freq, bool) and save_freq > 0:
+        if isinstance(save_freq, int) and not isinstance(save_freq, bool):
             self.every_steps = save_freq
         elif isinstance(save_freq, str) and (match := _DURATION.fullmatch(save_freq)) and match[2] in _UNITS:
             self.every_seconds = float(match[1]) * _UNITS[match[2]]
-        elif not self.every_epoch:
+        if not (self.every_epoch or (self.every_steps or 0) > 0 or (self.every_seconds or 0.0) > 0.0):
             raise ValueError(
-                f"Received: save_freq={save_freq!r}. Expected 'epoch', a number of steps from 1, or a duration such as "
-                "'10min', '30s' or '2h'."
+                f"Received: save_freq={save_freq!r}. Expected 'epoch', a number of steps from 1, or a duration above "
+                "0, such as '10min', '30s' or '2h'."
             )
         self.saved(0)
 

@@ -48,7 +48,7 @@ from tfdist.compat.keras import hooks_of
 from tfdist.runtime.servers import end
 from tfdist.steps.reduce import broadcast_bytes
 from tfdist.storage.base import check_writable, entries_of, is_there, patiently
-from tfdist.storage.selection import advice_for, scheme_of, storage_of
+from tfdist.storage.selection import absolute, advice_for, scheme_of, storage_of
 from tfdist.storage.tensorflow_files import os_errors
 from tfdist.supervision.events import EventLog
 from tfdist.supervision.exit_codes import REFUSED
@@ -118,10 +118,8 @@ class CheckpointStore:
     ) -> None:
         if max_to_keep < 1:
             raise ValueError(f"Received: max_to_keep={max_to_keep}. Expected: 1 or more: the newest one stays.")
-        path = os.fspath(directory).removeprefix("file://")
-        self._storage = storage_of(path)
-        # The process may change its working directory later.
-        self.directory = os.path.abspath(path) if self._storage.is_local else path.rstrip("/")
+        self.directory = absolute(directory)
+        self._storage = storage_of(self.directory)
         self.max_to_keep = max_to_keep
         self._guard = guard or (lambda: None)
         self._damaged: set[str] = set()
@@ -163,6 +161,7 @@ class CheckpointStore:
             values = {name: tf.convert_to_tensor(value) for name, value in tensors.items()}
         with self._writing:
             name = checkpoint_name(1 + max(map(checkpoint_number, self._look()), default=0))
+            self._damaged.discard(name)  # a user may have moved away the one of this name
             try:
                 self._write_folder(self._path(name), dict(meta), values, tell, hear)
             except BaseException as error:
@@ -211,9 +210,8 @@ class CheckpointStore:
             if set(names) <= set(self.names()):
                 lines = "".join(f"\n  {name}: {reason}" for name, reason in reasons.items())
                 raise DamagedBackupsError(
-                    f"{self.directory} holds {len(reasons)} checkpoint(s), but none that is complete and unaltered:"
-                    f"{lines}\nTo start over, move the folder away: mv {self.directory} "
-                    f"{self.directory}.damaged"
+                    f"{self.directory} holds no checkpoint that is complete and unaltered:{lines}\nTo start over, "
+                    "move the folder away, or use another one."
                 )
         return None
 
@@ -312,6 +310,11 @@ class CheckpointStore:
         hear: Callable[[], list[_Written]],
     ) -> None:
         self._guard()
+        if self._storage.is_local:
+            with os_errors():
+                tf.io.gfile.makedirs(self.directory)  # it may have been removed
+                # Another training, which has taken over the folder meanwhile, may be writing to one of this name.
+                tf.io.gfile.mkdir(folder)
         with self._staged(folder) as stage:
             tell(folder)
             written = [self._put_tensors(stage, folder, _TENSORS_PREFIX, tensors), *hear()]
@@ -321,7 +324,7 @@ class CheckpointStore:
             # The last file: with it, the checkpoint counts.
             self._put(lambda: self._storage.write(os.path.join(folder, MANIFEST_NAME), manifest))
 
-    def _put_tensors(self, stage: str, folder: str, name: str, tensors: Mapping[str, tf.Tensor]) -> _Written:
+    def _put_tensors(self, stage: str | Path, folder: str, name: str, tensors: Mapping[str, tf.Tensor]) -> _Written:
         """Writes tensors into files that begin with a name, and tells which files and which tensors."""
         # In a bucket, a process that has lost its lease may still be writing: to files of its own.
         prefix = name if self._storage.is_local else f"{name}-{secrets.token_hex(4)}"
@@ -335,18 +338,9 @@ class CheckpointStore:
                 self._put(lambda local=local, file=file: self._storage.upload(local, os.path.join(folder, file)))
         return files, {n: {"dtype": value.dtype.name, "shape": value.shape.as_list()} for n, value in tensors.items()}
 
-    @contextlib.contextmanager
-    def _staged(self, folder: str) -> Iterator[str]:
+    def _staged(self, folder: str) -> contextlib.AbstractContextManager[str | Path]:
         """Where the files of a checkpoint are made: in its folder, or for a remote one in a temporary one."""
-        if self._storage.is_local:
-            with os_errors():
-                tf.io.gfile.makedirs(self.directory)  # it may have been removed
-                # Another training, which has taken over the folder meanwhile, may be writing to one of this name.
-                tf.io.gfile.mkdir(folder)
-            yield folder
-        else:
-            with process_folder("backup") as stage:
-                yield os.fspath(stage)
+        return contextlib.nullcontext(folder) if self._storage.is_local else process_folder("backup")
 
     def _put(self, write: Callable[[], None]) -> None:
         """Writes or removes; again after a pause where a network may fail for a moment. A full disk stays full."""
@@ -364,7 +358,6 @@ class CheckpointStore:
                     self._remove(name)
         except OSError as error:  # the new checkpoint is complete nevertheless
             warnings.warn(f"Old checkpoints in {self.directory} cannot be removed now: {error}", stacklevel=3)
-        self._damaged.clear()
 
     def _warn(self, reasons: Mapping[str, str], used: str) -> None:
         present = self.names()
@@ -451,14 +444,8 @@ def _load_tensors(folder: str, manifest: Manifest) -> Mapping[str, np.ndarray | 
         for tensor, record in manifest.tensors.items():
             name = next((one for one, (dtypes, _) in known.items() if tensor in dtypes), names[0])
             reader, prefix, (dtypes, shapes) = readers[name], os.path.join(folder, name), known[name]
-            if (
-                tensor not in dtypes
-                or {
-                    "dtype": dtypes[tensor].name,
-                    "shape": list(shapes[tensor]),
-                }
-                != record
-            ):
+            found = {"dtype": dtypes[tensor].name, "shape": list(shapes[tensor])} if tensor in dtypes else None
+            if found != record:
                 raise ValueError(f"{MANIFEST_NAME} lists a tensor {ascii(tensor)[:60]}, which {name}.index has not")
             if tensor.startswith(ROWS):
                 later[tensor] = reader
@@ -491,8 +478,7 @@ class SharedStore:
         self._peers = peers = hooks_of(strategy).peers
         self._lock: FolderLock | FolderLease | None = None
         self._problem: OSError | FolderInUseError | None = None
-        is_remote = bool(scheme_of(directory))
-        self.directory = directory.rstrip("/") if is_remote else os.path.abspath(directory.removeprefix("file://"))
+        self.directory = absolute(directory)
         self._is_chief = peers is None or peers.rank == 0
         if not self._is_chief:
             return
@@ -502,7 +488,7 @@ class SharedStore:
         except FolderInUseError as error:
             self._problem = error
         except OSError as error:
-            expected = advice_for(directory) if is_remote else "Pass another backup_dir."
+            expected = advice_for(directory) if scheme_of(directory) else "Pass another backup_dir."
             self._problem = OSError(
                 f"BackupAndRestore cannot use its folder. Received: backup_dir {directory!r}: {error}. Expected: a "
                 f"folder that this process can make and write to. {expected}"
@@ -574,8 +560,8 @@ class SharedStore:
             store = CheckpointStore(os.path.dirname(folder), writer=False)
             if store._storage.is_local and not os.path.isdir(folder):
                 raise OSError(f"{folder} is not there. Expected: a folder that all processes share.")
-            with process_folder("backup") if not store._storage.is_local else contextlib.nullcontext(folder) as stage:
-                answer = store._put_tensors(os.fspath(stage), folder, f"rank-{self._peers.rank}", take())
+            with store._staged(folder) as stage:
+                answer = store._put_tensors(stage, folder, f"rank-{self._peers.rank}", take())
         except Exception as error:
             answer = str(error)
         self._peers.tell(f"{_PARTS}/{number}/{self._peers.rank}", answer)

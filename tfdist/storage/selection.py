@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 from tfdist.storage.base import Storage
@@ -26,6 +27,17 @@ def scheme_of(path: str) -> str:
     """
     match = _SCHEME.match(path)
     return match[1] if match and match[1] != "file" else ""
+
+
+def absolute(path: str | os.PathLike[str]) -> str:
+    """The path of a folder as it is also called in another working directory; a remote one has no / at its end.
+
+    Example:
+        >>> absolute("file:///tmp/run/"), absolute("gs://bucket/run/")
+        ('/tmp/run', 'gs://bucket/run')
+    """
+    path = os.fspath(path).removeprefix("file://")
+    return path.rstrip("/") if scheme_of(path) else os.path.abspath(path)
 
 
 def check_remote_path(name: str, path: str) -> None:
