@@ -202,7 +202,7 @@ def test_a_script_that_is_not_reproducible(drill) -> None:
     ("flaw", "words"),
     [
         ("never", ["saved no backup that tfdist knows of", 'tfdist.callbacks.BackupAndRestore("backup")']),
-        ("rarely", ["saved 1 backup(s) before the last step. Expected: at least 3", "smaller save_freq"]),
+        ("rarely", ["saved 1 backup before the last step. Expected: at least 3", "smaller save_freq"]),
         ("fails", ["the undisturbed run failed: exit code 3; see ", "logs/reference"]),
     ],
 )

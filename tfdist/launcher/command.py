@@ -107,7 +107,7 @@ def main() -> None:
 @click.option("--gpus-per-worker", type=count_or_auto(0), default="auto", show_default=True, help="GPUs of each one.")
 @click.option("--env", multiple=True, metavar="KEY=VALUE", callback=read_env, help="Set a variable (repeatable).")
 @click.option(
-    "--log-dir", metavar="DIR", type=FOLDER, help="Folder of the logs.  [default: tfdist-logs/<date-time>-<pid>]"
+    "--log-dir", metavar="DIR", type=FOLDER, help="Folder of the logs.  [default: tfdist-logs/<date-time>-<number>]"
 )
 @click.option("--grace", type=click.FloatRange(min=0), default=30, show_default=True, help="Seconds before SIGKILL.")
 @click.option("--output", type=click.Choice(["chief", "all"]), default="chief", help="Whose output to show.")

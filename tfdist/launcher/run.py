@@ -26,7 +26,7 @@ from tfdist.launcher.plan import (
     shares_gpus,
     versions,
 )
-from tfdist.launcher.policy import RestartPolicy
+from tfdist.launcher.policy import RestartPolicy, counted
 from tfdist.launcher.process import start_afresh
 from tfdist.launcher.supervisor import ClusterRun, Patience, announcement
 from tfdist.strategies.horovod import installation
@@ -158,7 +158,7 @@ def announce(options: RunOptions, machine: Machine, terminal: Terminal, log_dir:
     terminal.message(announcement(options, log_dir, show_all))
     if shares_gpus(options, machine):
         terminal.message(
-            f"{len(machine.gpus)} GPU(s) for {len(options.tasks_with_devices)} processes, which share them; "
+            f"{counted(len(machine.gpus), 'GPU')} for {len(options.tasks_with_devices)} processes, which share them; "
             f"-n {len(machine.gpus)} gives each process its own"
         )
 

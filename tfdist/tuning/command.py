@@ -28,7 +28,7 @@ from tfdist.launcher.arguments import TARGET, ScriptCommand, count_or_auto, read
 @click.option(
     "--log-dir",
     metavar="DIR",
-    help="Folder of the logs; with --only, one that all see.  [default: tfdist-logs/<date-time>-<pid>]",
+    help="Folder of the logs; with --only, one that all see.  [default: tfdist-logs/<date-time>-<number>]",
 )
 @click.option(
     "--grace",

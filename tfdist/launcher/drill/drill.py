@@ -27,7 +27,7 @@ from tfdist.launcher.drill.faults import FEWEST_SAVES, Fault, Rhythm, Trial, Tri
 from tfdist.launcher.guardian import Guardian
 from tfdist.launcher.operating_system import Interrupted, SignalInbox
 from tfdist.launcher.plan import PlanError
-from tfdist.launcher.policy import exit_code
+from tfdist.launcher.policy import counted, exit_code
 from tfdist.supervision.events import Event, of_kind
 from tfdist.supervision.exit_codes import PREEMPTED
 
@@ -291,9 +291,9 @@ class Drill:
         natural = rhythm(events)
         if natural.saves < FEWEST_SAVES:
             raise DrillError(
-                f"the script saved {natural.saves} backup(s) before the last step. Expected: at least {FEWEST_SAVES}, "
-                "so that faults can strike in between. Train for more epochs, or give BackupAndRestore a smaller "
-                "save_freq."
+                f"the script saved {counted(natural.saves, 'backup')} before the last step. Expected: at least "
+                f"{FEWEST_SAVES}, so that faults can strike in between. Train for more epochs, or give "
+                "BackupAndRestore a smaller save_freq."
             )
         return natural
 
@@ -392,5 +392,5 @@ def _summary(outcome: Outcome) -> str:
         return outcome.result
     return (
         f"{outcome.result}: detected after {seconds(outcome.detected)}, training again after "
-        f"{seconds(outcome.training_again)}, {outcome.steps_redone} step(s) redone"
+        f"{seconds(outcome.training_again)}, {counted(outcome.steps_redone, 'step')} redone"
     )

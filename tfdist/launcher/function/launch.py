@@ -85,7 +85,7 @@ def launch(
         cpus_per_worker: cores of each process; "auto" shares them all out.
         gpus_per_worker: GPUs of each process; "auto" shares them all out.
         output: "chief" shows what the first process prints, "all" what any prints.
-        log_dir: folder of the logs; by default `tfdist-logs/<date-time>-<pid>-<number>`.
+        log_dir: folder of the logs; by default `tfdist-logs/<date-time>-<number>-<call>`.
         timeout: seconds after which the processes are stopped, as by SIGTERM; None: never.
         max_restarts: how often to start all again after one failed while it trained; it pays if `fn` uses
             `tfdist.callbacks.BackupAndRestore`.

@@ -289,7 +289,7 @@ def _notices(options: RunOptions, places: places_of.Places, reached: Reached) ->
     for name, tasks in places.items():
         machine = reached.machines[name]
         if shares_gpus(options, machine, tasks):
-            yield f"{len(machine.gpus)} GPU(s) of {cleaned(name, 100)} are shared by its {len(tasks)} processes"
+            yield f"on {cleaned(name, 100)}, {len(tasks)} processes share {counted(len(machine.gpus), 'GPU')}"
 
 
 def _working_folder() -> str:
