@@ -108,8 +108,12 @@ class AutomaticShares:
         self._ends.assign(ends_of_pieces(self.shares, self._workers, self._devices))
 
     def note_rows(self, rows: tf.Tensor) -> None:
-        """Notes how many rows a global batch has; called in each step."""
+        """Notes how many rows a global batch has; called in each step that is timed."""
         self._most_rows.assign(tf.maximum(self._most_rows, rows))
+
+    def forget_rows(self) -> None:
+        """Forgets the batches so far: those of another fit may have other numbers of rows."""
+        self._most_rows.assign(0)
 
     def rows_of_workers(self) -> list[int]:
         """How many rows each worker has of the largest batch so far."""
@@ -147,6 +151,7 @@ class ShareBySpeed(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict | None = None) -> None:
         # Validation data may be others.
         self._cuts = self._automatic.cuts
+        self._automatic.forget_rows()
         # Keras would not wait for this callback before it begins the next step.
         self._callback_list._async_train = False
 

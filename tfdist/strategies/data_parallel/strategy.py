@@ -335,8 +335,8 @@ class DataParallel:
 
     def _run(self, fn: Callable, args: tuple, kwargs: dict | None, options: Any) -> Any:
         """Recognises Keras' step, cuts its batch, runs it on each replica, tries it once, and returns results."""
-        args = tuple(self._cut_whole(a) if isinstance(a, WholeBatch) else a for a in args)
         step = recognise_step(fn, args, kwargs)
+        args = tuple(self._cut_whole(step, a) if isinstance(a, WholeBatch) else a for a in args)
         if step is None:
             self._metric_totals.forget()
         if step is None or self.num_replicas_in_sync == 1:
@@ -357,10 +357,11 @@ class DataParallel:
         row_trial.try_once(step, (_count_operations() - operations) // len(self.extended.worker_devices))
         return self._outputs_for_keras(step, results) if step.kind == "predict" else self._logs_for_keras(results)
 
-    def _cut_whole(self, batch: WholeBatch) -> Any:
+    def _cut_whole(self, step: KerasStep | None, batch: WholeBatch) -> Any:
         """The rows of each replica, by the shares of this step."""
-        with tf.device("CPU:0"):
-            self._automatic_shares.note_rows(count_rows(batch.data))
+        if step is not None and step.kind == "train":
+            with tf.device("CPU:0"):
+                self._automatic_shares.note_rows(count_rows(batch.data))
         return split_over_replicas(self.extended, *batch)
 
     def _cut(self, step: KerasStep, batch: Any) -> Any:
