@@ -130,6 +130,14 @@ class Twice(Steps):
         self.optimizer.apply_gradients([*pairs, *((0.5 * g, v) for g, v in pairs)])
 
 
+class AppliesNothing(Steps):
+    """Applies no gradients at first."""
+
+    def apply(self, gradients: list) -> None:
+        self.optimizer.apply([], [])
+        self.optimizer.apply(gradients, self.trainable_variables)
+
+
 class InAFunction(Steps):
     """Applies them in a tf.function of its own."""
 
@@ -153,6 +161,7 @@ KINDS: dict[str, tuple[Callable[[], keras.Model], bool]] = {
     "one of two embeddings": (_between(lambda: Chooses(Tokens)), False),
     "an embedding for one": (lambda: keras.Sequential([keras.Input((6,)), Chooses(Tokens), layers.Dense(1)]), False),
     "a moving mean in each": (_between(lambda: Chooses(Moves)), False),
+    "a moving mean in each, and no gradients": (_between(lambda: Chooses(Moves), AppliesNothing), False),
     "gradients without None": (_between(Chooses, Filters), False),
     "each weight twice": (_between(lambda: layers.Dense(6, activation="tanh"), Twice), False),
     "each weight of one of two twice": (_between(Chooses, Twice), False),

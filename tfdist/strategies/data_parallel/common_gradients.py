@@ -117,7 +117,7 @@ def agree(step: KerasStep, optimizer: Any, grads: list, variables: list, state: 
         )
     mine = dict(zip(gradients, zip(grads, variables, strict=True), strict=True))
     pairs = [mine.get(key, (None, known[key[0]])) for key in agreed.gradients]
-    kinds, here.halves = zip(*agreed.gradients.values(), strict=True)
+    kinds, here.halves = ([one[i] for one in agreed.gradients.values()] for i in (0, 1))
     grads = [_of_kind(kind, gradient, variable) for kind, (gradient, variable) in zip(kinds, pairs, strict=True)]
     return grads, [variable for _, variable in pairs], [known[name] for name in agreed.state]
 
