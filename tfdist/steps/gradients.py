@@ -74,8 +74,10 @@ def all_reduce_sum(
     results: list = [None] * len(values)
     # A bucket: values -> pack -> x weight -> narrow dtype -> all-reduce -> own dtype -> unpack -> sums. The direct
     # transport needs no packing.
-    for indices in buckets(values, options.bucket_bytes):
-        bucket, add = [values[i] for i in indices], sum_of_each()
+    together = list(buckets(values, options.bucket_bytes))
+    add = sum_of_each() if together else None
+    for indices in together:
+        bucket = [values[i] for i in indices]
         sent = _as_sent(bucket if add else [pack(bucket)], options, weight)
         sums = add(sent) if add else [all_reduce(sent[0], differentiable=False)]
         sums = [tf.cast(one, bucket[0].dtype) for one in sums]

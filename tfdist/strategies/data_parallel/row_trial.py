@@ -432,7 +432,7 @@ def _can_be_run(graph: tf.Graph) -> bool:
 def _run(step: KerasStep, rows: Any, share: float, whole: _Part | None) -> _Part:
     part, context = _Part(whole), tf.distribute.get_replica_context()
     part_step = KerasStep(step.kind, step.model, step.function)
-    part_step.begin_shard(tf.constant(share))
+    part_step.begin_shard(tf.constant(share, tf.float64))
     part_step.graph = part.graph
     with contextlib.ExitStack() as stack:
         # The program's own numbers stay those that it would get alone.
