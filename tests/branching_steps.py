@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -90,6 +92,35 @@ class ReturnsNothing(LeavesOut):
         return {"loss": loss}
 
 
+class Decides(Linear):
+    """Applies its optimizer where a function of the rows and the loss says so."""
+
+    def __init__(self, decide: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.decide = decide
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        loss, gradients = self.of_loss(data)
+
+        def apply() -> bool:
+            self.optimizer.apply(gradients, self.trainable_variables)
+            return True
+
+        tf.cond(self.decide(data[0], loss), apply, lambda: False)
+        return {"loss": loss}
+
+
+# In some batches replicas would decide otherwise than one process does.
+DECISIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "a whole number of a mean": lambda x, loss: tf.cast(tf.reduce_mean(x[:, 0]) * 10, tf.int32) > 0,
+    "a sum of flags": lambda x, loss: tf.reduce_sum(tf.cast(x[:, 0] > 0.9, tf.float32)) > 1,
+    "a count": lambda x, loss: tf.math.count_nonzero(x[:, 0] > 0.9) >= 2,
+    "how many rows": lambda x, loss: tf.shape(x)[0] >= 8,
+    "the root of a mean": lambda x, loss: tf.sqrt(tf.reduce_mean(tf.square(x[:, 0]))) < 0.9,
+    "two": lambda x, loss: (tf.reduce_sum(x[:, 0]) > 0) & tf.reduce_all(tf.math.is_finite(x)) & tf.math.is_finite(loss),
+}
+
+
 class DrawsInBranch(Linear):
     """Draws random numbers in the branch without a seed; they count nothing."""
 
@@ -165,13 +196,14 @@ class Loops(Linear):
         return {"steps": tf.while_loop(lambda i: i < 2, body, [0])[0]}
 
 
-KINDS = {
+KINDS: dict[str, Callable[[], Linear]] = {
     kind.__name__: kind
     for kind in (
         *(Accumulates, LeavesOut, LeavesOutLarge, ReturnsNothing),
         *(DrawsInBranch, ChoosesAtRandom, TwoOptimizers),
     )
 }
+KINDS |= {name: functools.partial(Decides, decide) for name, decide in DECISIONS.items()}
 
 
 def train(strategy: tf.distribute.Strategy, name: str) -> list[float]:

@@ -57,6 +57,22 @@ OUTPUTS: dict[str, Callable[[tf.Tensor], Any]] = {
         tf.reduce_any(tf.constant([True, False])),
     ),
     "means and sums": lambda x: (x, tf.reduce_mean(x), tf.reduce_mean(x, 0), tf.reduce_sum(x, 0)),
+    # Fractions are cut off from the mean of all rows, not from that of each replica's.
+    "of means and sums": lambda x: (
+        x,
+        tf.cast(tf.reduce_mean(x) + 0.25, tf.int32),
+        tf.cast(tf.reduce_mean(x, 0) + 0.25, tf.int64),
+        tf.cast(tf.reduce_sum(x) / 3 + 0.1, tf.uint8),
+        tf.round(tf.reduce_mean(x / 3)),
+        tf.math.floor(tf.reduce_mean(x, 0) / 3 + 0.1),
+        tf.reduce_sum(tf.cast(x, tf.int64)) // 5,
+        tf.sqrt(tf.reduce_mean(tf.square(x))),
+        tf.reduce_mean(x) > 5,
+        tf.reduce_sum(x) + 1,
+        tf.reduce_max(tf.reduce_mean(x, 0)),
+        tf.stack([tf.sqrt(tf.reduce_sum(x)), 1.0]),
+        keras.ops.softplus(tf.reduce_mean(x, 0) - 5)[::-1],
+    ),
     # Of which the number of rows is no part.
     "sizes": lambda x: (
         x,
@@ -133,7 +149,7 @@ def assert_same(found: list, expected: list, name: str) -> None:
     """Asserts that two of `predictions` are equal, means and sums up to rounding."""
     for one, other in zip(found, expected, strict=True):
         for values, others in zip(one, other, strict=True):
-            if name == "means and sums":
+            if "means and sums" in name:
                 assert values[0] == others[0]
                 np.testing.assert_allclose(values[1], others[1], rtol=1e-6)
             else:

@@ -8,12 +8,14 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tests.branching_steps import KINDS, Loops, X, Y, train
+from tests.branching_steps import DECISIONS, KINDS, Loops, X, Y, train
 from tests.models import in_scope, ready, warned
 from tests.tiers import daily
 
 
-@pytest.mark.parametrize("name", daily(KINDS, "LeavesOut", "DrawsInBranch"))
+@pytest.mark.parametrize(
+    "name", daily(KINDS, "LeavesOut", "DrawsInBranch", "a whole number of a mean", "how many rows")
+)
 def test_equals_one_process(mirrored, name):
     if name == "DrawsInBranch":
         keras.utils.clear_session()  # as k-folds do: Keras replaces what it keeps of a thread
@@ -21,6 +23,8 @@ def test_equals_one_process(mirrored, name):
     np.testing.assert_allclose(train(mirrored, name), expected, atol=2e-6)
     if name.startswith(("LeavesOut", "Returns")):
         assert expected[-1] == 10  # of 12 batches
+    if name in DECISIONS:
+        assert 0 < expected[-1] < 12
 
 
 @pytest.mark.nightly

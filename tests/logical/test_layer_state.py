@@ -66,6 +66,10 @@ def gathered_queue(kept: keras.Variable, x: Any) -> None:
     queue(kept, tf.distribute.get_replica_context().all_gather(x, axis=0))
 
 
+def whole_number(kept: keras.Variable, x: Any) -> None:
+    kept.assign(kept + ops.cast(10 * ops.mean(x, 0), "int32"))
+
+
 def read_after(kept: keras.Variable, x: Any) -> None:
     moving_mean(kept, x)
     tf.print(kept.value, output_stream="file:///dev/null")
@@ -204,9 +208,12 @@ def test_the_first_replicas_value(mirrored):
     assert not messages
 
 
-@pytest.mark.parametrize(("update", "shape"), [(queue, (12, 8)), *daily([(running_total, (8,))])])
-def test_what_cannot_equal_one_process_is_warned_of_once(mirrored, update, shape):
-    model, (message,) = trained(mirrored, building(shape, update))
+@pytest.mark.parametrize(
+    ("update", "shape", "state"),
+    [(queue, (12, 8), {}), (whole_number, (8,), {"dtype": "int32"}), *daily([(running_total, (8,), {})])],
+)
+def test_what_cannot_equal_one_process_is_warned_of_once(mirrored, update, shape, state):
+    model, (message,) = trained(mirrored, building(shape, update, **state))
     assert message.startswith(f"Received: variable '{model.kept.path}', which each replica updates from its own rows")
     assert "not for queues of rows" in message
     assert "all_gather" in message

@@ -21,7 +21,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.steps.reduce import all_reduce, reduce_scatter, sum_of_each
+from tfdist.steps.keras_step import KerasStep
+from tfdist.steps.reduce import all_reduce, from_carried, reduce_scatter, sum_of_each, to_carried
 
 # Bytes to which TensorFlow aligns tensors (EIGEN_MAX_ALIGN_BYTES with AVX-512; a multiple of it with less).
 ALIGNMENT = 64
@@ -88,6 +89,13 @@ def all_reduce_sum(
             (rows,) = weighted(weight, [value.values])
             results[i] = all_reduce(tf.IndexedSlices(rows, value.indices, value.dense_shape))
     return results
+
+
+def sum_over_replicas(step: KerasStep, value: tf.Tensor) -> tf.Tensor:
+    """What the replicas' values add up to; a replica without rows computes on a stand-in, which does not count."""
+    if step.has_rows is not None:
+        value = tf.where(step.has_rows, value, tf.zeros_like(value))
+    return from_carried(all_reduce_sum([to_carried(value)])[0], value.dtype)
 
 
 def own_rows_of_sums(

@@ -40,7 +40,7 @@ from tfdist.compat.keras import has_hooks, hooks_of
 from tfdist.compat.scopes import outside_of_scope
 from tfdist.compat.upstream import distribute_utils, global_state, record
 from tfdist.inspection.model_state import global_seeds, is_here, make_global_seeds, parts_of, share_global_seeds
-from tfdist.steps.gradients import all_reduce_sum
+from tfdist.steps.gradients import all_reduce_sum, sum_over_replicas
 from tfdist.steps.keras_step import Exchanges, KerasStep, current_step, global_replica, local_replica, step_of
 from tfdist.steps.local_values import Dependence
 from tfdist.steps.reduce import all_reduce, of_first_replica
@@ -51,7 +51,8 @@ _MEANS = ("sum_over_batch_size", "mean")
 # Predicates that are computed again from what their inputs are in the global batch.
 _COMPUTED_AGAIN = (
     *("Less", "LessEqual", "Greater", "GreaterEqual", "Equal", "NotEqual", "LogicalAnd", "LogicalOr", "LogicalNot"),
-    *("IsFinite", "IsNan", "IsInf", "Abs", "Identity"),
+    *("IsFinite", "IsNan", "IsInf", "Abs", "Identity", "Cast", "Floor", "Ceil", "Round", "Rint", "Sign", "Sqrt"),
+    *("AddV2", "Sub", "Mul", "RealDiv", "DivNoNan", "Neg", "Square", "Maximum", "Minimum", "FloorDiv", "FloorMod"),
 )
 # Others are true if they are true on all replicas, or on any.
 _TRUE_ON_ALL, _TRUE_ON_ANY = ("All", "IsFinite"), ("Any", "IsNan", "IsInf")
@@ -224,8 +225,7 @@ def global_sum(value: Any) -> tf.Tensor:
             weight = tf.cast(step.weight, upstream.dtype)
             return tf.math.divide_no_nan(all_reduce(weight * upstream), weight)
 
-        # A replica without rows computes on a stand-in.
-        return all_reduce(own if step.has_rows is None else tf.where(step.has_rows, own, tf.zeros_like(own))), gradient
+        return sum_over_replicas(step, own), gradient
 
     return summed(value)
 
@@ -376,7 +376,7 @@ def cond(make: Callable, pred: Any, true_fn: Callable, false_fn: Callable, name:
             ) from None
         # Keras replaces the object when a session is cleared.
         of_keras = dict(vars(global_state.GLOBAL_STATE_TRACKER))
-        here.branch = _global_predicate(step, tf.convert_to_tensor(predicate)), branches, of_keras
+        here.branch = of_global_batch(step, tf.convert_to_tensor(predicate)), branches, of_keras
         return tf.distribute.get_replica_context().merge_call(lambda strategy: _cond_with_threads(strategy, step, make))
     finally:
         here.agreed = before
@@ -434,23 +434,49 @@ def _as_output(value: Any) -> Any:
     return None if value is None else tf.convert_to_tensor(value)
 
 
-def _global_predicate(step: KerasStep, value: tf.Tensor) -> Any:
-    """A value computed from all rows of the batch, as one process would; `None` for one that cannot be."""
-    dependence = step.here.state.dependence_of(value)
+def of_global_batch(step: KerasStep, value: tf.Tensor, found: dict[str, Any] | None = None) -> Any:
+    """A value as one process computes it, which has all rows of the batch; `None` for one that nobody can have.
+
+    Args:
+        step: the step that is traced.
+        value: what this replica has computed.
+        found: what is known by then, by the names of values.
+    """
+    found = {} if found is None else found
+    if value.name not in found:
+        found[value.name] = _of_global_batch(step, value, found)
+    return found[value.name]
+
+
+def _of_global_batch(step: KerasStep, value: tf.Tensor, found: dict[str, Any]) -> Any:
+    dependence = step.dependence_of(value)
     if dependence is Dependence.SAME:
         return value
     if dependence is Dependence.DRAWN:
         return of_first_replica(value)
     if dependence is Dependence.MEAN:
         return all_reduce_sum([value], weight=step.weight)[0]
-    kind = value.op.type if value.graph is step.here.state.graph else ""
-    if kind in _COMPUTED_AGAIN:
-        inputs = [_global_predicate(step, one) for one in value.op.inputs]
+    if dependence in (Dependence.SUM, Dependence.COUNT):
+        return sum_over_replicas(step, value)
+    kind = value.op.type if value.graph is step.graph else ""
+    if kind == "IdentityN":
+        return of_global_batch(step, value.op.inputs[value.value_index], found)
+    if dependence is Dependence.DERIVED or kind in _COMPUTED_AGAIN:
+        inputs = [of_global_batch(step, one, found) for one in value.op.inputs]
         if all(one is not None for one in inputs):
-            names = [argument.name for argument in value.op.op_def.input_arg]
-            return getattr(tf.raw_ops, kind)(**dict(zip(names, inputs, strict=True)))
-    if value.dtype != tf.bool:
-        return None
+            return _again(value.op, inputs)[value.value_index]
+    return _vote(step, value, kind) if value.dtype == tf.bool else None
+
+
+def _again(operation: tf.Operation, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
+    """What an operation makes of other inputs."""
+    attributes = {name: one for name, one in operation.node_def.attr.items() if not name.startswith("_")}
+    dtypes = [one.dtype for one in operation.outputs]
+    return operation.graph.create_op(operation.type, inputs, dtypes, attrs=attributes).outputs
+
+
+def _vote(step: KerasStep, value: tf.Tensor, kind: str) -> tf.Tensor:
+    """What replicas say of their own rows, if they agree; or whether all, or any of them say so."""
     has_rows = tf.constant(True) if step.has_rows is None else step.has_rows
     votes, voters = all_reduce_sum([tf.cast(value & has_rows, tf.float32), tf.cast(has_rows, tf.float32)])
     if kind in _TRUE_ON_ALL:

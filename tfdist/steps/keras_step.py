@@ -35,7 +35,7 @@ class ReplicaStep:
         relative_weight: these over the mean of all replicas.
         may_be_empty: whether it may have none.
         state: what it has written of its layers' state: a `ReplicaState`.
-        values: of a shard, how its values depend on its rows: `LocalValues`.
+        values: of a shard, and of `predict`, how values depend on its rows: `LocalValues`.
         scaled: by the id of an optimizer, what is known of the losses that it has scaled.
         halves: for each gradient that an optimizer applies, whether it was computed in float16.
         scattered: by id, parts of gradients that were computed.
@@ -181,8 +181,15 @@ class KerasStep:
 
     def adds_up(self, value: tf.Tensor) -> bool:
         """Whether the replicas' values of a traced step add up to that of the global batch."""
-        known = self.here.values if self.here.state is None else self.here.state
-        return known is not None and known.adds_up(value)
+        return self._known is not None and self._known.adds_up(value)
+
+    def dependence_of(self, value: tf.Tensor) -> Any:
+        """How a value of a traced step depends on the replica's rows: a `Dependence`."""
+        return self._known.dependence_of(value)
+
+    @property
+    def _known(self) -> Any:
+        return self.here.values if self.here.state is None else self.here.state
 
     @property
     def has_rows(self) -> tf.Tensor | None:

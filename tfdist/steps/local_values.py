@@ -30,6 +30,7 @@ class Dependence(enum.Enum):
     MEAN = "linear in means over the rows"
     SUM = "linear in sums over the rows"
     COUNT = "how many rows there are, or values"
+    DERIVED = "computed from one such mean or sum: to be computed again from that of the global batch"
     MIXED = "anything else"
 
 
@@ -73,11 +74,13 @@ _LINEAR = (
 _REDUCTIONS = ("Mean", "Sum", "Max", "Min", "Prod", "Any", "All")
 _PRODUCTS = ("MatMul", "BatchMatMulV2", "BatchMatMulV3", "Conv1D", "Conv2D", "Conv3D", "DepthwiseConv2dNative")
 _ELEMENTWISE = """
-    Abs Acos Ceil Cos Elu Equal Erf Exp Expm1 Floor Greater GreaterEqual LeakyRelu Less LessEqual Log Log1p
-    LogicalAnd LogicalNot LogicalOr Maximum Minimum NotEqual OnesLike Pow Reciprocal Relu Relu6 Rsqrt Selu SelectV2
-    Sigmoid Sign Sin Softplus Softsign Sqrt Square SquaredDifference Tanh ZerosLike OneHot Xdivy Xlogy MulNoNan
-    DivNoNan MaxPool AvgPool InTopKV2 Bitcast BitwiseAnd
+    Abs Acos Ceil Cos Elu Equal Erf Exp Expm1 Floor FloorDiv FloorMod Greater GreaterEqual IsFinite IsInf IsNan
+    LeakyRelu Less LessEqual Log Log1p LogicalAnd LogicalNot LogicalOr Maximum Minimum NotEqual OnesLike Pow
+    Reciprocal Relu Relu6 Rint Round Rsqrt Selu SelectV2 Sigmoid Sign Sin Softplus Softsign Sqrt Square
+    SquaredDifference Tanh ZerosLike OneHot Xdivy Xlogy MulNoNan DivNoNan MaxPool AvgPool InTopKV2 Bitcast BitwiseAnd
     """
+# Their results can be computed again from other inputs of the same shapes.
+_PURE = {*_CUTS, *_SUMS, *_LINEAR, *_REDUCTIONS, *_PRODUCTS, *_ELEMENTWISE.split(), "Mul", "RealDiv"} - {*_READS}
 
 
 class LocalValues:
@@ -204,7 +207,12 @@ class LocalValues:
             return [Dependence.ROWS] * count
         if kind in ("StridedSlice", "Unpack") and self._takes_shape_of_rows(operation):
             return _sizes(operation)
-        return [Dependence.SAME if _are_same(given) else _made_by(operation, given)] * count
+        if _are_same(given):
+            return [Dependence.SAME] * count
+        made = _made_by(operation, given)
+        if made in (Dependence.MIXED, Dependence.DERIVED):
+            made = Dependence.DERIVED if _can_be_computed_again(operation, given) else Dependence.MIXED
+        return [made] * count
 
     def _takes_shape_of_rows(self, operation: tf.Operation) -> bool:
         shape = operation.inputs[0].op
@@ -287,6 +295,8 @@ def _made_by(operation: tf.Operation, given: list[Dependence]) -> Dependence:
     by_row = all(one in (Dependence.SAME, Dependence.ROWS) for one in given)
     if Dependence.ROWS in given and operation.outputs and _moves_rows(operation, given):
         return Dependence.MIXED
+    if kind == "Cast" and first is not Dependence.ROWS and _loses_fractions(*operation.inputs, *operation.outputs):
+        return Dependence.MIXED
     if kind in (*_LINEAR, "ReadVariableOp"):
         return Dependence.MIXED if first is Dependence.SAME else first
     if kind in _SUMS:
@@ -323,6 +333,18 @@ def _made_by(operation: tf.Operation, given: list[Dependence]) -> Dependence:
     if by_row and (kind in ("Mul", "RealDiv") or kind in _ELEMENTWISE.split() or kind in _READS):
         return Dependence.ROWS
     return Dependence.MIXED
+
+
+def _loses_fractions(before: tf.Tensor, after: tf.Tensor) -> bool:
+    """Whether a cast is not linear."""
+    return after.dtype == tf.bool or (after.dtype.is_integer and not before.dtype.is_integer)
+
+
+def _can_be_computed_again(operation: tf.Operation, given: list[Dependence]) -> bool:
+    """Whether a single input would have to be replaced, wherever numbers of rows are known while tracing."""
+    (local, *others) = [one for one in zip(operation.inputs, given, strict=True) if one[1] is not Dependence.SAME]
+    is_known = local[1] in (Dependence.MEAN, Dependence.SUM, Dependence.DERIVED) and not local[0].dtype.is_complex
+    return operation.type in _PURE and is_known and not others
 
 
 def _is_tiny(value: tf.Tensor) -> bool:
@@ -403,14 +425,16 @@ def _join(given: Iterable[Dependence]) -> Dependence:
 
 
 def _reduction_of(operation: tf.Operation, dependence: Dependence) -> Dependence:
-    if dependence is Dependence.SAME:
+    # The mean of integers is one.
+    is_linear = operation.type == "Sum" or (operation.type == "Mean" and not operation.outputs[0].dtype.is_integer)
+    if dependence in (Dependence.SAME, Dependence.DERIVED):
         return Dependence.MIXED
     if dependence in (Dependence.MEAN, Dependence.SUM):
-        return dependence if operation.type in ("Mean", "Sum") else Dependence.MIXED
+        return dependence if is_linear else Dependence.MIXED
     if dependence is Dependence.COUNT:
         return dependence if operation.type == "Prod" else Dependence.MIXED
     axes, rank = tf.get_static_value(operation.inputs[1]), operation.inputs[0].shape.rank
     over_rows = axes is None or any(axis == 0 or axis == -(rank or 0) for axis in np.reshape(axes, -1))
     if not over_rows or dependence is Dependence.MIXED:
         return dependence
-    return {"Mean": Dependence.MEAN, "Sum": Dependence.SUM}.get(operation.type, Dependence.MIXED)
+    return Dependence[operation.type.upper()] if is_linear else Dependence.MIXED

@@ -60,7 +60,7 @@ from tfdist.runtime.agreement import Agreement
 from tfdist.steps.attributes import of_each_replica, reached_from
 from tfdist.steps.derived_logs import DerivedLogs, marked_result, metric_of, results_before
 from tfdist.steps.gradients import GradientOptions, all_reduce_sum, check_finite, scale
-from tfdist.steps.in_step import gather_with_weights
+from tfdist.steps.in_step import gather_with_weights, of_global_batch
 from tfdist.steps.keras_step import KerasStep, current_step, global_replica, local_replica, shadowed
 from tfdist.steps.local_values import Dependence, LocalValues, draws
 from tfdist.steps.shards import other_readers, to_apply
@@ -485,7 +485,7 @@ def all_reduce_logs(step: KerasStep, logs: Any) -> Any:
     others = [_weighted_log(leaf, step) for i, leaf in enumerate(leaves) if i not in derived.positions]
     sums = all_reduce_sum([_metric_summand(variable) for variable in variables] + others)
     states = zip(variables, sums[: len(variables)], strict=True)
-    with keras.StatelessScope(state_mapping=[(v, tf.cast(total, v.dtype)) for v, total in states]):
+    with keras.StatelessScope(state_mapping=[(v, _cast_average(total, tf.as_dtype(v.dtype))) for v, total in states]):
         results = {id(metric): tf.nest.flatten(metric.result()) for metric in metrics}
     found = derived.compute([results[id(metric)][i] for metric, i in derived.sources], derived.inputs)
     computed = dict(zip(derived.positions, found, strict=True))
@@ -631,15 +631,16 @@ def _predict(step: KerasStep, data: Any, rows: Any, global_rows: Any) -> Any:
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     count = len(graph.get_operations()) if graph else 0
     rows_of_batch = tf.nest.flatten(data, expand_composites=True)
-    values = graph and LocalValues(graph, rows_of_batch, same=[], watched=[], others=devices_of_others())
+    known = graph and LocalValues(graph, rows_of_batch, same=[], watched=[], others=devices_of_others())
     step.note_batch(data)
     outputs = step.function(data)
     flat = tf.nest.flatten(outputs)
-    if values:
+    if known:
         # Not before: the call may have built the model.
         for parts in map(parts_of_variable, step.model.variables):
-            values.take_for_same(id(parts[min(local_replica(), len(parts) - 1)].handle))
-        list(values.accesses())
+            known.take_for_same(id(parts[min(local_replica(), len(parts) - 1)].handle))
+        list(known.accesses())
+        step.here.values = known
     # Not by what is known of a shape: that may be known on some processes only, and all have to exchange the same.
     made = graph.get_operations()[count:] if graph else []
     is_sizeless = not graph or any(one.type.startswith(_SIZES) for one in made)
@@ -647,12 +648,13 @@ def _predict(step: KerasStep, data: Any, rows: Any, global_rows: Any) -> Any:
     for i, output in enumerate(flat):
         if not isinstance(output, tf.Tensor):
             continue
-        dependence = values.dependence_of(output) if values else Dependence.MIXED
+        dependence = known.dependence_of(output) if known else Dependence.MIXED
         if dependence is Dependence.SAME:
             step.constant_outputs.add(i)
-        is_sum = dependence in (Dependence.MEAN, Dependence.SUM)
+        is_sum = dependence in (Dependence.MEAN, Dependence.SUM, Dependence.DERIVED)
         if output.shape.rank == 0 or (is_sum and output.shape.rank and output.shape[0]):
-            step.begin_replica(own, count_rows(data) if rows is None else rows, global_rows)
+            if step.here.relative_weight is None:
+                step.begin_replica(own, count_rows(data) if rows is None else rows, global_rows)
             flat[i] = _combine_output(step, output, dependence)
             step.same_outputs.add(i)
             continue
@@ -674,6 +676,8 @@ def _combine_output(step: KerasStep, output: tf.Tensor, dependence: Dependence) 
         if dependence is not Dependence.SAME:
             _warn_of_output(step, output, "the first one's is returned")
         return output
+    if dependence is Dependence.DERIVED:
+        return of_global_batch(step, output)
     if output.dtype.is_complex:
         return tf.complex(
             *(_combine_output(step, part, dependence) for part in (tf.math.real(output), tf.math.imag(output)))
@@ -695,7 +699,12 @@ def _combine_output(step: KerasStep, output: tf.Tensor, dependence: Dependence) 
     high, low = all_reduce_sum(parts, weight=weight)
     if dependence in (Dependence.SUM, Dependence.COUNT, Dependence.SAME):
         return tf.cast(tf.cast(high, whole.dtype) * half + tf.cast(low, whole.dtype), output.dtype)
-    return tf.cast(high * 2.0**32 + low, output.dtype)
+    return _cast_average(high * 2.0**32 + low, output.dtype)
+
+
+def _cast_average(value: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    # The weights of replicas add up to 1 but for the last digit. A truth value is true if it is anywhere.
+    return tf.cast(tf.round(value) if dtype.is_integer else value, dtype)
 
 
 def _warn_of_output(step: KerasStep, output: tf.Tensor, outcome: str) -> None:

@@ -32,7 +32,7 @@ from tfdist.inspection.model_state import (
     seed_generators_of,
 )
 from tfdist.steps.attributes import reached_from
-from tfdist.steps.gradients import all_reduce_sum
+from tfdist.steps.gradients import all_reduce_sum, sum_over_replicas
 from tfdist.steps.keras_step import KerasStep, local_replica, shadowed
 from tfdist.steps.local_values import Dependence, LocalValues, only_updates
 from tfdist.steps.reduce import all_reduce, of_first_replica
@@ -134,7 +134,7 @@ class ReplicaState:
             self.note(variable)
             return
         if rule == "sum":
-            value = _sum_over_replicas(self._step, value)
+            value = sum_over_replicas(self._step, value)
         elif (dependence := self._dependence_for(variable, value)) is not Dependence.SAME:
             if _is_averaged(variable) and dependence is not Dependence.DRAWN:
                 (value,) = all_reduce_sum([value], weight=self._step.weight)
@@ -156,7 +156,7 @@ class ReplicaState:
         """Adds to a variable with `aggregation="sum"` what all replicas add."""
         part = _part(variable)
         value = tf.cast(tf.convert_to_tensor(value), part.dtype)
-        part.assign_add(_sum_over_replicas(self._step, value) if self._can_meet() else value)
+        part.assign_add(sum_over_replicas(self._step, value) if self._can_meet() else value)
 
     def adds_up(self, value: tf.Tensor) -> bool:
         """Whether the replicas' values add up to that of the global batch."""
@@ -408,9 +408,3 @@ def _is_of_keras(model: keras.Model, variable: Any) -> bool:
 
 def _variables_of(layer: keras.Layer) -> list[keras.Variable]:
     return [*layer._trainable_variables, *layer._non_trainable_variables]
-
-
-def _sum_over_replicas(step: KerasStep, value: tf.Tensor) -> tf.Tensor:
-    if step.has_rows is not None:
-        value = tf.cond(step.has_rows, lambda: value, lambda: tf.zeros_like(value))
-    return all_reduce_sum([value])[0]
