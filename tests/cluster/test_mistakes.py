@@ -40,6 +40,7 @@ def warned(call: Callable[[], Any]) -> list[str]:
 def wrong_data(finished: Path) -> dict[str, Any]:
     """Runs on every process: datasets that differ, shards of the user's own, a rank that does not come to `fit`."""
     import keras
+    import numpy as np
     import tensorflow as tf
     from keras import layers, ops
 
@@ -148,6 +149,65 @@ def wrong_data(finished: Path) -> dict[str, Any]:
         words = "batch_shares=[2.0, 1.0, 1.0] for 2 processes. Expected: a number for each"
         assert_error(error_of(tfdist.MultiWorkerMirroredStrategy, batch_shares=[2, 1, 1]), "ValueError", words)
 
+    class Power(keras.losses.Loss):
+        def __init__(self, power: int) -> None:
+            super().__init__()
+            self._power = power
+
+        def call(self, y_true: Any, y_pred: Any) -> Any:
+            return ops.mean(ops.abs(y_true - y_pred) ** self._power, -1)
+
+        def get_config(self) -> dict[str, Any]:
+            return {**super().get_config(), "power": self._power}
+
+    def train(own: tf.distribute.Strategy, **given: Any) -> None:
+        kinds = (("units", "activation"), ("loss", "loss_weights", "metrics", "optimizer"))
+        of_layer, of_compile = ({name: given.pop(name) for name in kind if name in given} for kind in kinds)
+        more, call = given.pop("more", []), given.pop("call", "fit")
+        with own.scope():
+            # It has no weights yet, in whose making all take part.
+            hidden = [layers.Dense(**{"units": 2, **of_layer}), *(make() for make in more)]
+            model = keras.Sequential([*hidden, layers.Dense(1)])
+            model.compile(**{"loss": "mse", "optimizer": "sgd", **of_compile})
+        getattr(model, call)(x, y, **{"batch_size": 16, "verbose": 0, **given})
+
+    def sgd(momentum: float) -> dict[str, Any]:
+        return {"class_name": "SGD", "config": {"momentum": momentum}}
+
+    def other_programs() -> None:
+        for what, values, shown in (
+            ("loss", ("mse", "mae"), "loss: {}: 'mse'; {}: 'mae'"),
+            ("loss", (Power(2), Power(3)), "power of loss: {}: 2; {}: 3"),
+            ("loss_weights", ([1.0], [0.5]), "loss_weights[0]: {}: 1.0; {}: 0.5"),
+            ("metrics", (None, ["mae"]), "metrics: {}: None; {}: ['mae']"),
+            ("optimizer", (sgd(0.5), sgd(0.9)), "momentum of optimizers[0]: {}: 0.5; {}: 0.9"),
+            ("optimizer", ("sgd", "adam"), "class of optimizers[0]: {}: 'SGD'; {}: 'Adam'"),
+            ("units", (2, 3), "units of layers[1]: {}: 2; {}: 3"),
+            ("activation", ("relu", "tanh"), "activation of layers[1]: {}: 'relu'; {}: 'tanh'"),
+            ("more", ([], [layers.ReLU]), "class of layers[2]: {}: 'Dense'; {}: 'ReLU'"),
+            ("epochs", (1, 2), "epochs: {}: 1; {}: 2"),
+            ("steps_per_epoch", (None, 2), "steps_per_epoch: {}: None; {}: 2"),
+            ("class_weight", ({0: 1, 1: 1}, {0: 1, 1: 2}), "1 of class_weight: {}: 1; {}: 2"),
+            ("call", ("fit", "evaluate"), "call: {}: 'fit'; {}: 'evaluate'"),
+        ):
+            words = f"The processes run different programs. Received: {shown.format(*names)}. Expected: the same model"
+            assert_error(error_of(train, strategy, **{what: values[rank]}), "ValueError", words)
+
+    def the_same_program_under_other_names() -> None:
+        for _ in range(rank):
+            keras.Sequential([keras.Input((8,)), layers.Dense(1)])  # Keras counts names
+        callbacks = [keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: None)][rank:]
+        given = {"loss": lambda y_true, y_pred: ops.mean((y_true - y_pred) ** 2, -1), "metrics": ["mae", Power(3)]}
+        more = [lambda: layers.Dropout(0.5), lambda: layers.Lambda(lambda x: x)]
+        more += [lambda: layers.Dense(2, name=f"of_{rank}")]
+        weights = {0: 1.0, 1: np.float32(2)}
+        train(strategy, more=more, callbacks=callbacks, verbose=2 * rank, class_weight=weights, **given)
+        # Each worker has an optimizer of its own; its settings are not compared.
+        local = tfdist.LocalStepsStrategy(sync_every=2)
+        train(local, optimizer=sgd([0.5, 0.9][rank]))
+        words = f"class of optimizers[0]: {names[0]}: 'SGD'; {names[1]}: 'Adam'"
+        assert_error(error_of(train, local, optimizer=["sgd", "adam"][rank]), "ValueError", words)
+
     def a_rank_that_does_not_come_to_fit() -> None:
         if rank == 1:
             while not finished.exists():
@@ -165,6 +225,7 @@ def wrong_data(finished: Path) -> dict[str, Any]:
     sections = [other_number_of_batches, other_components, other_number_of_rows, arrays_in_parts_of_equal_size]
     sections += [errors_leave_no_trace, a_model_without_a_scope, anchors_beside_rows, shards_of_the_users_own]
     sections += [shards_of_other_sizes, functions_of_other_sizes, strategies_with_other_arguments]
+    sections += [other_programs, the_same_program_under_other_names]
     sections += [a_rank_that_does_not_come_to_fit]
     return {section.__name__: attempt(section.__name__, section) for section in sections}
 
@@ -193,6 +254,29 @@ def test_processes_with_other_numbers_of_devices_are_told():
     with pytest.raises(LocalRunError) as raised:
         run_local(other_devices, 2, timeout=_DEADLINE)
     assert "number of CPU devices to train on is 2 on worker 0 but 1 on worker 1" in str(raised.value)
+
+
+def other_models() -> tuple[str, str]:
+    """In each process: a layer has as many units as the rank says."""
+    import keras
+
+    import tfdist
+
+    strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout=60)
+
+    def make() -> None:
+        with strategy.scope():
+            keras.Sequential([keras.Input((3,)), keras.layers.Dense(4 + strategy._peers.rank, name="own")])
+
+    return error_of(make)
+
+
+@pytest.mark.nightly
+def test_models_with_other_weights_are_named_where_these_are_made():
+    """TensorFlow tells the one which waits that the other is not healthy; it takes ten seconds."""
+    for error in run_local(other_models, 2, timeout=_DEADLINE):
+        words = ["own/kernel' of shape [3,5] on worker 1 (", "where another process creates one of shape [3,4]"]
+        assert_error(error, "ValueError", *words, "Expected: the same model and optimizer on every process")
 
 
 def evaluation_on(one: int) -> tuple[str, str]:

@@ -203,6 +203,10 @@ EVIDENCE = {
     ],
     "layers that exchange something": [f"{COMMON}::test_layers_that_exchange_statistics_are_refused"],
     "a metric's state that is assigned": ["tests/logical/test_metric_sums.py::test_no_count_is_lost"],
+    "another model, `compile` or `fit`": [
+        f"{MISTAKES}::other_programs",
+        f"{MISTAKES}::the_same_program_under_other_names",
+    ],
     "data that differ on a process": ["tests/cluster/test_same_data.py::other_rows"],
     "an optimizer that draws random numbers": [
         "tests/logical/test_global_seeds.py::test_an_optimizer_that_draws_with_tf_random_is_refused",

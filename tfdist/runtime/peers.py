@@ -22,6 +22,7 @@ import tensorflow as tf
 from tfdist.cluster.server import ProcessGoneError, Store
 from tfdist.inspection.datasets import seeds
 from tfdist.inspection.model_state import random_state, restore_random_state
+from tfdist.inspection.program import check_same_program
 from tfdist.supervision.progress import ProgressWriter
 
 _log = logging.getLogger("tfdist")
@@ -313,15 +314,29 @@ class Peers:
             with contextlib.suppress(ConnectionError):
                 self.tell(f"{topic}/{number}/{self.rank}", True)
 
-    def share_random_state(self, purpose: str = "start fit, evaluate or predict") -> None:
+    def share_random_state(
+        self, purpose: str = "start fit, evaluate or predict", program: Mapping[str, Any] | None = None
+    ) -> None:
         """Gives every process the chief's random state: TensorFlow's, Python's and NumPy's global generators.
 
         tf.data's and Keras' shuffling draws from these. Processes that shuffle differently would train on some rows
         twice and on others never.
+
+        Args:
+            purpose: what the others have to do for it; for messages.
+            program: what this process is about to do, as JSON can hold it; it travels along, as a digest.
+
+        Raises:
+            ValueError: on every process, if they are about to do different things.
         """
         own = random_state()
-        digest = hashlib.sha256(json.dumps(own).encode()).hexdigest()
-        if len(set(self.gather("random-state", digest, purpose))) == 1:
+        told = self.gather("random-state", [_digest(own), _digest(program)], purpose)
+        digests, programs = (set(of_all) for of_all in zip(*told, strict=True))
+        if len(programs) > 1:
+            everyone = self.gather("program", program, "compare its program")
+            self.acknowledge("programs compared", "compare its program")
+            check_same_program(self.names, everyone)
+        if len(digests) == 1:
             return
         key = f"random-state/{self._counts['random-state']}/chief"
         if self.rank == 0:
@@ -388,6 +403,10 @@ class Peers:
                 ", ".join(different),
                 self.names[0],
             )
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 def _of_any_rows(specification: Any) -> Any:

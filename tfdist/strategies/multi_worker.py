@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import logging
 import os
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +25,7 @@ from tfdist.compression import PowerSGD, TopK
 from tfdist.memory.policy import MemoryPolicy
 from tfdist.runtime.exchange import Exchange, ExchangeError
 from tfdist.runtime.job import Job, join
+from tfdist.runtime.peers import Peers
 from tfdist.steps.keras_step import local_replica
 from tfdist.steps.reduce import DirectReduction, broadcast, exchanged_rows, scattered_together
 from tfdist.strategies.data_parallel.strategy import DataParallel, DataParallelExtended, DataParallelHooks
@@ -40,6 +43,8 @@ _SHARED = (
     "Processes share a GPU, or have slices of one: they exchange gradients through the host's memory, as NCCL does not "
     "connect them. Without slices, one process for each GPU is faster; `tfdist run` starts as many if -n is left out."
 )
+# What TensorFlow says of the values that the chief sends.
+_OTHER_SHAPE = re.compile(r"expected shape (\[[^]]*\]) but another member in the group expected shape (\[[^]]*\])")
 _log = logging.getLogger("tfdist")
 
 
@@ -61,7 +66,11 @@ class MultiWorkerExtended(PartsExtended, DataParallelExtended, collective_strate
 
     def _get_variable_creator_initial_value(self, replica_id: int, device: str, primary_var: Any, **kwargs: Any) -> Any:
         make = functools.partial(super()._get_variable_creator_initial_value, replica_id, device, primary_var)
-        return broadcast(make, device, **kwargs) if replica_id == 0 else make(**kwargs)
+        if replica_id:
+            return make(**kwargs)
+        create, strategy = broadcast(make, device, **kwargs), self._container_strategy()
+        name = getattr(strategy._created, "path", kwargs.get("name"))
+        return functools.partial(_created_by_all, strategy._peers, create, name) if strategy._peers else create
 
     def _input_position(self) -> tuple[int, int]:
         return self._num_workers, self._id_in_cluster
@@ -211,6 +220,28 @@ class MultiWorkerMirroredStrategy(KeepsParts, DataParallel, tf.distribute.MultiW
                 self._gradient_options = dataclasses.replace(self._gradient_options, bucket_bytes=_BETWEEN_HOSTS)
         self._begin()
         self._keras_hooks = self._hooks_class(self)
+
+
+def _created_by_all(peers: Peers, create: Callable[[], tf.Tensor], name: str) -> tf.Tensor:
+    """The initial value of a variable.
+
+    Raises:
+        ValueError: if processes create variables of other shapes, of which TensorFlow tells one of them only.
+    """
+    try:
+        return create()
+    except tf.errors.OpError as error:
+        found = _OTHER_SHAPE.search(error.message)
+        own = found and (
+            f"The processes create different variables. Received: '{name}' of shape {found[1]} on "
+            f"{peers.names[peers.rank]}, where another process creates one of shape {found[2]}. Expected: the same "
+            "model and optimizer on every process. Look for what depends on the rank, on the host, or on a random "
+            "number."
+        )
+        with contextlib.suppress(ConnectionError):
+            if (text := peers.decide("other variables", own)) is not None:
+                raise ValueError(text) from error
+        raise
 
 
 def _cuts_a_gpu() -> bool:

@@ -37,6 +37,7 @@ from tfdist.compat.upstream import (
 from tfdist.compression import PowerSGD, TopK
 from tfdist.compression.compressor import Compressor
 from tfdist.inspection.model_state import make_global_seeds
+from tfdist.inspection.program import program_of
 from tfdist.memory.policy import MemoryPolicy, policy_of
 from tfdist.optimizers.sharded_optimizer import collect_slots
 from tfdist.runtime.agreement import Agreement, CommonStop, RowsSeen, restore_sigterm_handler
@@ -155,7 +156,10 @@ class DataParallelHooks(StrategyHooks):
 
     def call(self, method: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
         job = self._strategy._job
-        with contextlib.nullcontext() if job is None else job.alone(f"{method.__name__} of model '{model.name}'"):
+        if job is None:
+            return super().call(method, model, *args, **kwargs)
+        with job.alone(f"{method.__name__} of model '{model.name}'"):
+            self._strategy._program = program_of(method, model, args, kwargs, self.keeps_own)
             return super().call(method, model, *args, **kwargs)
 
     def save(self, write: Callable, model: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -225,6 +229,7 @@ class DataParallel:
     _variable_numbers: Iterator[int]  # all processes create variables in the same order, under names that may differ
     _global_seeds: keras.random.SeedGenerator | None = None  # of `make_global_seeds`
     _keras_step: KerasStep | None = None  # that is traced, see `step_of`
+    _program: dict[str, Any] | None = None  # of a call of Keras that has not asked for its data yet
     _keras_asks_for_data = False  # whether Keras makes its input now, of which this is the iterator:
     _epoch_iterator: Any = None
 
@@ -319,7 +324,8 @@ class DataParallel:
         """While Keras builds its input, makes distributed datasets carry the number of rows of each global batch."""
         if self._peers:
             restore_sigterm_handler()
-            self._peers.share_random_state()
+            program, self._program = self._program, None
+            self._peers.share_random_state(program=program)
         with step_lock(), shadowed(self, _keras_asks_for_data=True, _epoch_iterator=epoch_iterator):
             yield
 

@@ -24,6 +24,7 @@ import tensorflow as tf
 from tfdist.arguments import is_new
 from tfdist.inspection.datasets import has_order, rows_of_arrays, seeds
 from tfdist.inspection.model_state import all_optimizers_of, held_variables, random_state, restore_random_state
+from tfdist.inspection.program import check_same_program, program_of
 from tfdist.runtime.chief import Arranged, without_files
 from tfdist.runtime.rounds import FIRST, MEAN, Membership, Place, RoundError
 from tfdist.steps.keras_step import shadowed
@@ -112,9 +113,12 @@ class MemberHooks(LocalStepsHooks):
     def fit(self, fit: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
         number = self._membership.number("fit")
         with shadowed(self, _pace=Pace(number), _has_begun=False, _skips=False):
+            own = program_of(fit, model, args, kwargs, own_settings=True)
             # What shuffles the data.
-            everyone = self._membership.share(f"random state of fit {number}", random_state())
-            restore_random_state(everyone[0])
+            program, state = self._membership.share(f"begin of fit {number}", [own, random_state()])[0]
+            names = self._membership.names
+            check_same_program([names[0], names[self._membership.rank]], [program, own])
+            restore_random_state(state)
             history = super().fit(fit, model, *args, **kwargs)
             self._keep_history(history)
             self._end(model)

@@ -39,6 +39,7 @@ from tfdist.compat.upstream import context
 from tfdist.compression import PowerSGD, TopK
 from tfdist.compression.compressor import Compressor
 from tfdist.inspection.model_state import metrics_of, optimizers_of, random_state, restore_random_state
+from tfdist.inspection.program import described
 from tfdist.memory.policy import MemoryPolicy
 from tfdist.runtime.exchange import Exchange
 from tfdist.runtime.rounds import Membership, join_rounds
@@ -257,7 +258,6 @@ class LocalStepsStrategy(MultiWorkerMirroredStrategy):
         made = given() if callable(given) else keras.optimizers.get(given)
         if not isinstance(made, keras.optimizers.Optimizer):
             raise ValueError(f"Received: an outer_optimizer that makes {made!r}. Expected: a Keras optimizer.")
-        config = json.dumps([type(made).__name__, made.get_config()], default=str, sort_keys=True)
         self._make_optimizer = (
             given if callable(given) else functools.partial(type(made).from_config, made.get_config())
         )
@@ -265,7 +265,7 @@ class LocalStepsStrategy(MultiWorkerMirroredStrategy):
             "compression": repr(self._compression),
             "sync_every": repr(self._sync_every),
             "fragments": repr(self._fragments),
-            "outer_optimizer": config,
+            "outer_optimizer": json.dumps(described(made)),
         }
         super()._begin()
         if self.membership is not None:
