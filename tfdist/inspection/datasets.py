@@ -81,7 +81,7 @@ _NO_SEEDS = [0, 0]
 _PYTHON = ("PyFunc", "EagerPyFunc")
 # Operations with a generator that outlives an iterator; tf.random.Generator makes them.
 _SHARED_GENERATOR = ("StatefulUniform", "StatefulStandardNormal", "StatefulTruncatedNormal", "RngReadAndSkip")
-_GLANCE = 16  # rows at each end of an array
+_GLANCE = 16  # rows at each end of an array, and about as many between
 _NUMBERS = 4096  # of them, and not many more than twice as many, whatever the size of a row
 _KEEPS_BATCHES = {"Cache", "Options", "Prefetch", "Repeat", "Skip", "Take"}
 # Weak references on both sides: this table must keep neither a model nor its data alive.
@@ -130,7 +130,7 @@ def rows_of_arrays(epoch_iterator: Any) -> int | None:
 
 
 def glance_at_arrays(epoch_iterator: Any) -> list[float]:
-    """Sums over the first and the last rows of arrays; empty if the data are no arrays.
+    """Sums over the first, the last and some rows between of arrays; empty if the data are no arrays.
 
     Processes compare them to see whether they were given different rows.
     """
@@ -140,7 +140,7 @@ def glance_at_arrays(epoch_iterator: Any) -> list[float]:
     sums = []
     for array in tree.flatten(adapter._inputs):
         with contextlib.suppress(Exception):  # Keras takes anything that becomes an array; not all of it can be cut
-            for values in map(_as_numbers, _ends_of(array)):
+            for values in map(_as_numbers, _some_of(array)):
                 size = float(np.abs(values).sum())
                 # The second sum depends on signs and on the order of the rows, since the weights differ much.
                 weights = np.random.default_rng(0).uniform(-1, 1, values.size)
@@ -148,15 +148,15 @@ def glance_at_arrays(epoch_iterator: Any) -> list[float]:
     return sums
 
 
-def _ends_of(array: Any) -> list[np.ndarray]:
-    """Some values of the first and of the last rows of an array, a tensor or a frame."""
+def _some_of(array: Any) -> list[np.ndarray]:
+    """Some values of the first rows of an array, a tensor or a frame, of the last, and of some between."""
     if isinstance(array, tf.RaggedTensor):
         array = array.flat_values
     elif isinstance(array, tf.SparseTensor):
         array = array.values
     rows = getattr(array, "iloc", array)  # those of a frame go by its index otherwise
-    ends = (np.asarray(of).ravel() for of in (rows[:_GLANCE], rows[-_GLANCE:]))
-    return [values[:: max(1, values.size // _NUMBERS)] for values in ends]
+    parts = (rows[:_GLANCE], rows[-_GLANCE:], rows[:: max(1, array.shape[0] // _GLANCE)])
+    return [values[:: max(1, values.size // _NUMBERS)] for values in (np.asarray(part).ravel() for part in parts)]
 
 
 def _as_numbers(values: np.ndarray) -> np.ndarray:
