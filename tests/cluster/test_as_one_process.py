@@ -188,7 +188,7 @@ def values_that_are_predicted(strategy: Any, one: Any, folder: Path) -> None:
     """All dtypes, text, ragged and sparse tensors, no rows."""
     loops = ["bfloat16", "text", "ragged", "sparse", "no rows are kept"]
     names = ["bool", "text", "ragged without values", "sparse", "constants"]
-    names += ["moved rows", "no rows are kept"]
+    names += ["moved rows", "no rows are kept", "of means and sums"]
     found, expected = (predictions(each, names) for each in (strategy, one))
     for name in names:
         assert_same(found[name], expected[name], name)

@@ -528,7 +528,7 @@ class FitBackup:
         elif self._agreement is None and self._writer.is_busy:
             return  # still due after the next step
         else:
-            self._save(mid_epoch=True)
+            self._save(mid_epoch=True, renews=False)
 
     def _note_what_is_trained(self) -> None:
         """Notes which layers are trained: callbacks may freeze some, which acts once Keras makes another function."""
@@ -619,7 +619,7 @@ class FitBackup:
         with time_spent().during(SAVING):
             self._writer.wait()
 
-    def _save(self, mid_epoch: bool, done: bool = False) -> None:
+    def _save(self, mid_epoch: bool, done: bool = False, renews: bool = True) -> None:
         """Takes a snapshot, a collective with several workers; the chief writes it, and each process its own parts."""
         with time_spent().during(SAVING):
             if self._callback_list._async_train:
@@ -628,8 +628,10 @@ class FitBackup:
             self._note_what_is_trained()
             began = time.monotonic()
             self._schedule.saved(self._place.total)
-            # Objects that were made since the last backup belong to this one, such as a seed generator used late.
-            self._state = TrainingState(self._model)
+            if renews:
+                # Objects that were made since then belong to the backup as well, such as a seed generator that was used
+                # late. Finding them takes 10 ms for a small model: a backup after each step does without.
+                self._state = TrainingState(self._model)
             tensors: dict[str, Any] = self._state.snapshot(with_metrics=mid_epoch, is_kept=self._is_chief)
             number = self._peers.count("backup part") if self._peers is not None and self._state.is_in_parts else None
             if not self._is_chief:
