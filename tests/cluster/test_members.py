@@ -106,18 +106,15 @@ def other_arguments(done: str) -> list[tuple[str, str]]:
     rows = tf.data.Dataset.from_tensor_slices((x, x[:, :1]))
     for data in (rows.shuffle(8).batch(4), rows.take(8 - rank * 4).batch(4)):
         found.append(error_of(model.fit, data, callbacks=[keras.callbacks.LambdaCallback(on_train_begin=interrupt)]))
-    model.compile("sgd", ["mse", "mae"][rank])
-    found.append(error_of(model.fit, data, callbacks=[keras.callbacks.LambdaCallback(on_train_begin=interrupt)]))
     wait_for_the_other(rank, done)
     return found
 
 
 def test_other_arguments_and_data_are_refused(tmp_path: Path) -> None:
     first, second = run_local(other_arguments, 2, args=(str(tmp_path / "done"),), timeout=240)
-    assert [kind for kind, _ in first] == ["no error", *["InterruptedError"] * 3]
-    assert [kind for kind, _ in second] == ["ValueError"] * 4
-    expected = ("sync_every: 5", "seeds of its shuffling: ", "batches: 1; on", "different programs. Received: loss: ")
-    for (_, text), said in zip(second, expected, strict=True):
+    assert [kind for kind, _ in first] == ["no error", "InterruptedError", "InterruptedError"]
+    assert [kind for kind, _ in second] == ["ValueError"] * 3
+    for (_, text), said in zip(second, ("sync_every: 5", "seeds of its shuffling: ", "batches: 1; on"), strict=True):
         assert said in text
 
 
