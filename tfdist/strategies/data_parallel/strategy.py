@@ -168,8 +168,7 @@ class DataParallelHooks(StrategyHooks):
             return write(model, path, *args, **kwargs)
         asked = inspect.signature(write).bind(model, path, *args, **kwargs).arguments
         save = functools.partial(files.save, path, functools.partial(write, model, path, *args, **kwargs))
-        is_export = write.__name__ in ("export", "write_out")  # which never have the optimizer
-        if is_export or not asked.get("include_optimizer", True):
+        if write.__name__ == "export" or not asked.get("include_optimizer", True):  # an export never has the optimizer
             return save()
         with self.collected(model):
             return save()
