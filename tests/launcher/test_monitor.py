@@ -105,7 +105,7 @@ def test_a_training_whose_worker_is_killed(launch) -> None:
 WAIT = """
     writer.begin()
     writer.report("training", 1)
-    while not Path("go").exists(): time.sleep(0.02)
+    while not (Path("go").exists() and Path("go").read_text()): time.sleep(0.02)
     if index == 1: sys.exit(int(Path("go").read_text()))
 """
 

@@ -182,7 +182,7 @@ def batches_between_checks() -> int | None:
     Raises:
         ValueError: if TFDIST_CHECK_WEIGHTS is negative.
     """
-    batches = optional_number(os.environ, CHECK_WEIGHTS)
+    batches = optional_number(os.environ, CHECK_WEIGHTS) if CHECK_WEIGHTS in os.environ else None
     if batches is not None and batches < 0:
         raise ValueError(f"Received: {CHECK_WEIGHTS}={batches}. Expected: a number of batches, 0 for no comparison.")
     return batches
