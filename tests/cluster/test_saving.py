@@ -39,6 +39,7 @@ def all_formats(strategy: Any, folder: Path, writes: Writes) -> None:
     import tensorflow as tf
 
     x, y = rows(96)
+    exports = ("export", "tracked", "functions")
     model = built(strategy)
     model.fit(x, y, batch_size=16, epochs=1, verbose=0)
     expected = model.predict(x, verbose=0)
@@ -50,12 +51,19 @@ def all_formats(strategy: Any, folder: Path, writes: Writes) -> None:
     other.load_weights(folder / "only.weights.h5")
     assert gap([expected], [other(x)]) < 1e-5
     model.export(folder / "export", verbose=False)
+    for name in ("tracked", "functions"):
+        archive = keras.export.ExportArchive()
+        if name == "tracked":
+            archive.track(model)
+        archive.add_endpoint("serve", model.call, [tf.TensorSpec([None, 8])])
+        archive.write_out(folder / name, verbose=False)
     # TensorFlow runs what it loads in a scope on replicas only.
     with outside_of_scope():
-        exported = tf.saved_model.load(folder / "export")
-        assert gap([expected], [exported.serve(x)]) < 1e-5
+        for name in exports:
+            exported = tf.saved_model.load(folder / name)
+            assert gap([expected], [exported.serve(x)]) < 1e-5
     names = {path.removeprefix("all_formats/").partition("/")[0] for path in writes.paths}
-    assert names == ({"model.keras", "model.h5", "only.weights.h5", "export"} if strategy.is_chief else set())
+    assert names == ({"model.keras", "model.h5", "only.weights.h5", *exports} if strategy.is_chief else set())
     with strategy.scope():
         again = keras.models.load_model(folder / "model.keras")
     for one in (model, again):

@@ -5,20 +5,18 @@ from __future__ import annotations
 import os
 import sys
 
-import keras
-
 
 class Writes:
     """Notes which files below a folder this process opens for writing."""
 
     def __init__(self, folder: str):
         import h5py
+        from tensorflow.python.saved_model import save as saved_model
 
         self._folder = folder
         self.paths: list[str] = []
         sys.addaudithook(self._audit)
-        archive = type(keras.export.ExportArchive())
-        note, write_out = self._note, archive.write_out
+        note, save = self._note, saved_model.save_and_return_nodes
 
         class File(h5py.File):
             def __init__(self, name: object, mode: str = "r", **arguments: object):
@@ -26,11 +24,11 @@ class Writes:
                     note(name)
                 super().__init__(name, mode, **arguments)
 
-        def noted_write_out(self: object, filepath: object, *arguments: object, **more: object) -> None:
-            note(filepath)
-            write_out(self, filepath, *arguments, **more)
+        def noted_save(what: object, path: object, *arguments: object, **more: object) -> object:
+            note(path)
+            return save(what, path, *arguments, **more)
 
-        h5py.File, archive.write_out = File, noted_write_out
+        h5py.File, saved_model.save_and_return_nodes = File, noted_save
 
     def _audit(self, event: str, arguments: tuple) -> None:
         if event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR):

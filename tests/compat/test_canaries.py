@@ -26,6 +26,7 @@ from tfdist.testing import run_local
 pytestmark = pytest.mark.cluster
 
 _LOSSES = "keras.src.losses.loss"
+_ARCHIVE = inherited(type(keras.export.ExportArchive()), "write_out")
 _VALUES = "tensorflow.python.distribute.values:DistributedVariable"
 
 
@@ -280,6 +281,9 @@ def two_processes(folder_name: str) -> dict[str, Any]:
     writes("keras.src.saving.saving_lib:save_weights_only", "model.weights.h5", model.save_weights)
     writes("keras.src.legacy.saving.legacy_h5_format:save_model_to_hdf5", "model.h5", model.save)
     writes("keras.src.models.model:Model.export", "export", lambda path: model.export(path, verbose=False))
+    archive = keras.export.ExportArchive()
+    archive.track_and_add_endpoint("serve", model, [tf.TensorSpec([None, 4])])
+    writes(_ARCHIVE, "archive", lambda path: archive.write_out(path, verbose=False))
     with mock.patch("builtins.input", side_effect=EOFError):
         found["asks before it overwrites"] = [
             error_of(write, folder / name, overwrite=False)[0]
@@ -402,6 +406,7 @@ CANARIES: dict[str, tuple[str, Any]] = {
             "keras.src.saving.saving_lib:save_weights_only",
             "keras.src.legacy.saving.legacy_h5_format:save_model_to_hdf5",
             "keras.src.models.model:Model.export",
+            _ARCHIVE,
         )
     },
 }

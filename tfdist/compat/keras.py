@@ -10,6 +10,7 @@ called in a step is the same under all strategies: steps/in_step.py.
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -155,6 +156,14 @@ def _hooks_of_input(iterator: Any, distribute_strategy: Any = None, **_: Any) ->
     return hooks_of(distribute_strategy)
 
 
+def _hooks_of_archive(archive: Any, *_: Any, **__: Any) -> Any:
+    """Those of the models which an archive tracks, or whose variables its functions use."""
+    used = archive.variables or itertools.chain(*archive._get_variables_used_by_endpoints())
+    values = (one.value if isinstance(one, keras.Variable) else one for one in used)
+    found = (getattr(value, "_distribute_strategy", None) for value in values)
+    return hooks_of(next(filter(None, found), None))
+
+
 def _hooks_of_outputs(values: Any, strategy: Any) -> Any:
     return hooks_of(strategy)
 
@@ -245,6 +254,7 @@ _SAVING = _asking(
         "no upstream issue: Keras compares the whole model with the memory that is free, and may take twice as much",
     ),
 )
+_SAVING += _asking(_hooks_of_archive, ("save", inherited(type(keras.export.ExportArchive()), "write_out"), _FILES))
 
 # What stands in a step, which knows the shares of a batch.
 _IN_STEP = [

@@ -168,7 +168,8 @@ class DataParallelHooks(StrategyHooks):
             return write(model, path, *args, **kwargs)
         asked = inspect.signature(write).bind(model, path, *args, **kwargs).arguments
         save = functools.partial(files.save, path, functools.partial(write, model, path, *args, **kwargs))
-        if write.__name__ == "export" or not asked.get("include_optimizer", True):  # an export never has the optimizer
+        is_export = write.__name__ in ("export", "write_out")  # which never have the optimizer
+        if is_export or not asked.get("include_optimizer", True):
             return save()
         with self.collected(model):
             return save()

@@ -88,7 +88,7 @@ class LocalStepsHooks(DataParallelHooks):
     @contextlib.contextmanager
     def _shown(self, model: Any) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            for outer in self._strategy._outers_with(model.weights):
+            for outer in self._strategy._outers_with(model.variables):
                 stack.enter_context(outer.shown())
             yield
 

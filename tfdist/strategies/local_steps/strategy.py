@@ -371,12 +371,13 @@ class LocalStepsStrategy(MultiWorkerMirroredStrategy):
             _log.warning(_SHORT_PERIODS, outer.most_steps)
 
     def _warn_of_hidden_steps(self, model: Any) -> None:
-        is_hidden = any(outer.is_in_period for outer in self._outers_with(model.weights))
+        is_hidden = any(outer.is_in_period for outer in self._outers_with(model.variables))
         if not is_hidden or not is_new(self, "hidden steps"):
             return
         warnings.warn(
-            f"Received: model '{model.name}' to save, trained since the workers have exchanged last. The file has the "
-            "weights with which this period has begun. Expected: strategy.synchronize(model) before, on all processes.",
+            f"Received: model '{getattr(model, 'name', 'of an archive')}' to save, trained since the workers have "
+            "exchanged last. The file has the weights with which this period has begun. Expected: "
+            "strategy.synchronize(model) before, on all processes.",
             stacklevel=2,
         )
 

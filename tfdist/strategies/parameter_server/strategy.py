@@ -523,4 +523,6 @@ def _finish(model: keras.Model) -> None:
 
 
 def _runners(model: keras.Model) -> list[Runner]:
-    return [function for function in (model.train_function, model.test_function) if isinstance(function, Runner)]
+    # An archive for serving has none.
+    functions = (getattr(model, name, None) for name in ("train_function", "test_function"))
+    return [function for function in functions if isinstance(function, Runner)]
