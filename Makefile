@@ -19,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo "make demo    train a digits classifier with two workers on this machine"
-	@echo "make test    run the tests, 11 minutes on two cores; options for pytest: make test ARGS='-k ports -x'"
+	@echo "make test    run the tests, 15 to 20 minutes on two cores; options for pytest: make test ARGS='-k ports -x'"
 	@echo "make nightly everything else, in parts, 2 to 3 hours: PARTS='mutations soak' runs these"
 	@echo "make test-matrix the tests with other versions of TensorFlow and Keras, each in its own environment"
 	@echo "make test-slurm those on a real Slurm, MPI and networks, which it installs as root on Debian"
