@@ -219,12 +219,15 @@ def two_devices() -> dict[str, Any]:
     found["more slots of two shards"] = saved[1] - saved[0]
     with strategy.scope():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        adapted = keras.layers.Normalization()
+    adapted.adapt(np.ones((3, 4)))
     model.compile("adam", "mse")
     model.layers[0].enable_lora(2)
     config = model.get_compile_config()
     owners = [
         model.optimizer._distribution_strategy,
         getattr(model.layers[0].lora_kernel_a.value, "distribute_strategy", None),
+        getattr(adapted.adapt_mean.value, "distribute_strategy", None),
     ]
     model.compile_from_config(config)
     model.add(keras.layers.Dense(1))
@@ -372,6 +375,7 @@ CANARIES: dict[str, tuple[str, Any]] = {
             inherited(keras.Model, "compile"),
             inherited(keras.Model, "compile_from_config"),
             "keras.src.models.sequential:Sequential.build",
+            inherited(keras.Layer, "__init__"),
             inherited(keras.Layer, "add_weight"),
             inherited(keras.Layer, "_maybe_build"),
         ),

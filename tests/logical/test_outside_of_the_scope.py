@@ -77,6 +77,12 @@ def built(model: keras.Model) -> keras.Model:
     return model
 
 
+def adapted(model: keras.Model) -> keras.Model:
+    model.layers[0].adapt(X)
+    model.compile("adam", "mse")
+    return model
+
+
 WAYS: dict[str, tuple[Callable, Callable]] = {
     "names": (mlp, names),
     "again, after a fit": (compiled, again_after_a_fit),
@@ -86,6 +92,7 @@ WAYS: dict[str, tuple[Callable, Callable]] = {
     "quantize": (mlp, quantized),
     "a head": (mlp, head),
     "build": (lambda: keras.Sequential([layers.Dense(8), layers.Dense(1)]), built),
+    "adapt": (lambda: keras.Sequential([layers.Normalization(), layers.Dense(1)]), adapted),
 }
 
 
@@ -102,7 +109,7 @@ def trained(strategy: Any, name: str) -> list[np.ndarray]:
     return [*model.get_weights(), np.array([*history.values()]), model.predict(X, verbose=0)]
 
 
-@pytest.mark.parametrize("name", daily(WAYS, "names"))
+@pytest.mark.parametrize("name", daily(WAYS, "names", "adapt"))
 def test_equals_one_process(mirrored, name):
     for ours, theirs in zip(trained(mirrored, name), trained(None, name), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-6)

@@ -39,7 +39,8 @@ def outside_of_scope() -> Iterator[None]:
         graph._variable_creator_stack = creators
 
 
-# Under which tfdist strategy a layer has made weights. It may have none any longer: `quantize` replaces them.
+# Under which tfdist strategy a layer was made, or has made weights. It may have none yet, or none any longer:
+# `Normalization.adapt` makes them, `quantize` replaces them.
 _made_under: weakref.WeakKeyDictionary[Any, weakref.ref] = weakref.WeakKeyDictionary()
 
 
@@ -118,6 +119,7 @@ PATCHES = [
             (inherited(keras.Model, "compile"), _adopt),
             (inherited(keras.Model, "compile_from_config"), _nothing),
             ("keras.src.models.sequential:Sequential.build", _nothing),
+            (inherited(keras.Layer, "__init__"), _note),
             (inherited(keras.Layer, "add_weight"), _note),
         )
     ),

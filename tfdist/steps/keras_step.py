@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import inspect
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 import keras
@@ -38,6 +38,7 @@ class ReplicaStep:
         values: of a shard, and of `predict`, how values depend on its rows: `LocalValues`.
         scaled: by the id of an optimizer, what is known of the losses that it has scaled.
         halves: for each gradient that an optimizer applies, whether it was computed in float16.
+        common: the places of those of rows of a table that all replicas look up.
         scattered: by id, parts of gradients that were computed.
         of_slices: ids of those of weights of which some rows were used, perhaps several times.
         branches: names of the graphs of branches in which an optimizer has applied some.
@@ -58,6 +59,7 @@ class ReplicaStep:
     values: Any = None
     scaled: dict[int, Any] = dataclasses.field(default_factory=dict)
     halves: Sequence[bool] = ()
+    common: Set[int] = frozenset()
     scattered: dict[int, Any] = dataclasses.field(default_factory=dict)
     of_slices: set[int] = dataclasses.field(default_factory=set)
     branches: set[str] = dataclasses.field(default_factory=set)

@@ -128,6 +128,23 @@ class LocalValues:
         list(self.accesses())
         return self.dependence_of(value) in (Dependence.SUM, Dependence.COUNT)
 
+    def is_of_no_row(self, value: tf.Tensor) -> bool:
+        """Whether a tensor is made of nothing but what is the same on all replicas, and of the lengths of rows."""
+        waiting, seen = [value], set()
+        while waiting:
+            one = waiting.pop()
+            if one.name in seen or self.dependence_of(one) is Dependence.SAME:
+                continue
+            seen.add(one.name)
+            if one.op.type in ("StridedSlice", "Unpack") and self._takes_shape_of_rows(one.op):
+                if _sizes(one.op)[one.value_index] is Dependence.COUNT:
+                    return False
+            elif one.op.op_def.is_stateful or not one.op.inputs:
+                return False
+            else:
+                waiting += one.op.inputs
+        return True
+
     def take_for_same(self, handle: int) -> None:
         """Takes the value of a variable, by the id of its handle, for the same on all replicas from now on."""
         self._variables[handle] = Dependence.SAME

@@ -34,6 +34,7 @@ from tfdist.steps.gradients import is_half
 from tfdist.steps.keras_step import KerasStep
 
 _DENSE, _PART = "dense", "part"
+_NONE = "", False, False
 # Attributes of a model: what its replicas have agreed on, and whether it was warned of.
 _AGREED = "_tfdist_common_gradients"
 _REMEDY = (
@@ -50,14 +51,15 @@ class Listing:
         optimizer: its class, and how many have applied gradients in this step, with this one.
         meetings: the layers, by their places in the model, in which the replica has exchanged something.
         gradients: by variable (how all processes call it, and how often it was there before), of what kind its gradient
-            is ("" for none, "dense", the dtype of a sparse one's indices, "part" for that of a sharded weight), and
-            whether it was computed in float16. In the order of the optimizer's list.
+            is ("" for none, "dense", the dtype of a sparse one's indices, "part" for that of a sharded weight), whether
+            it was computed in float16, and whether all replicas have the same indices. In the order of the optimizer's
+            list.
         state: variables that have to be averaged.
     """
 
     optimizer: list
     meetings: list[int]
-    gradients: dict[tuple[str, int], tuple[str, bool]]
+    gradients: dict[tuple[str, int], tuple[str, bool, bool]]
     state: list[str]
 
     def to_json(self) -> str:
@@ -67,7 +69,7 @@ class Listing:
     @classmethod
     def from_json(cls, text: str) -> Listing:
         optimizer, meetings, gradients, state = json.loads(text)
-        return cls(optimizer, meetings, {(name, n): (kind, half) for name, n, kind, half in gradients}, state)
+        return cls(optimizer, meetings, {(name, n): tuple(kind) for name, n, *kind in gradients}, state)
 
     def is_as(self, other: Listing) -> bool:
         """Whether nothing has to be changed for the other one."""
@@ -75,7 +77,7 @@ class Listing:
 
 
 def agree(step: KerasStep, optimizer: Any, grads: list, variables: list, state: list) -> tuple[list, list, list]:
-    """Gradients, variables and state to average that all replicas have; notes which gradients were made in float16.
+    """Gradients, variables and state to average that all replicas have; notes how the gradients were made.
 
     Args:
         step: the step, on this replica.
@@ -90,15 +92,16 @@ def agree(step: KerasStep, optimizer: Any, grads: list, variables: list, state: 
     here = step.here
     here.applied += 1
     here.halves = list(map(is_half, grads))
+    here.common = {i for i, gradient in enumerate(grads) if _is_common(step, gradient)}
     # In a branch, or in a tf.function that the step calls, replicas are traced one after the other.
     if not step.can_meet():
         return grads, variables, state
     places = {id(layer): i for i, layer in enumerate(step.model._flatten_layers())}
     counts: collections.Counter = collections.Counter()
     gradients = {}
-    for gradient, variable, half in zip(grads, variables, here.halves, strict=True):
+    for i, (gradient, variable, half) in enumerate(zip(grads, variables, here.halves, strict=True)):
         name = _name(variable)
-        gradients[name, counts[name]] = _kind(gradient, variable), half
+        gradients[name, counts[name]] = _kind(gradient, variable), half, i in here.common
         counts[name] += 1
     own = here.listing = Listing(
         optimizer=[type(optimizer).__name__, here.applied],
@@ -117,7 +120,8 @@ def agree(step: KerasStep, optimizer: Any, grads: list, variables: list, state: 
         )
     mine = dict(zip(gradients, zip(grads, variables, strict=True), strict=True))
     pairs = [mine.get(key, (None, known[key[0]])) for key in agreed.gradients]
-    kinds, here.halves = ([one[i] for one in agreed.gradients.values()] for i in (0, 1))
+    kinds, here.halves, common = ([one[i] for one in agreed.gradients.values()] for i in range(3))
+    here.common = {i for i, is_common in enumerate(common) if is_common}
     grads = [_of_kind(kind, gradient, variable) for kind, (gradient, variable) in zip(kinds, pairs, strict=True)]
     return grads, [variable for _, variable in pairs], [known[name] for name in agreed.state]
 
@@ -191,21 +195,24 @@ def _union(step: KerasStep, listings: list[Listing], names: list[str]) -> Listin
         state = sorted({name for listing in listings for name in listing.state}, key=_order)
     gradients = {}
     for key in keys:
-        found = [listing.gradients.get(key, ("", False)) for listing in listings]
-        kinds = {kind for kind, _ in found if kind}
-        if _PART in kinds and ("", False) in found:
+        found = [listing.gradients.get(key, _NONE) for listing in listings]
+        having = [one for one in found if one[0]]
+        kinds = {kind for kind, _, _ in having}
+        if _PART in kinds and len(having) < len(found):
             raise NotImplementedError(
                 f"Received: a train_step of model '{step.model.name}' in which some replicas have a gradient of "
                 f"sharded weight '{_path(step, key[0])}', and others leave its layer out. {_REMEDY}"
             )
-        gradients[key] = kinds.pop() if len(kinds) == 1 else _DENSE if kinds else "", any(half for _, half in found)
+        is_common = len(kinds) == 1 and all(common for _, _, common in having)
+        kind = kinds.pop() if len(kinds) == 1 else _DENSE if kinds else ""
+        gradients[key] = kind, any(half for _, half, _ in having), is_common
     return Listing(first.optimizer, first.meetings, gradients, state)
 
 
 def _check_among(step: KerasStep, listing: Listing, agreed: Listing) -> None:
     """Refuses what the others did not agree on when this step was traced first."""
-    for key, (kind, _) in listing.gradients.items():
-        if kind and agreed.gradients.get(key, ("", False))[0] not in (kind, _DENSE):
+    for key, (kind, *_) in listing.gradients.items():
+        if kind and agreed.gradients.get(key, _NONE)[0] not in (kind, _DENSE):
             raise NotImplementedError(
                 f"Received: a train_step of model '{step.model.name}' that is traced once more, for a batch of "
                 f"another shape, and takes another branch of Python: it has a gradient of '{_path(step, key[0])}' now. "
@@ -220,7 +227,7 @@ def _check_among(step: KerasStep, listing: Listing, agreed: Listing) -> None:
 
 def _warn_of_branches(step: KerasStep, listings: list[Listing], names: list[str]) -> None:
     """Warns once of a choice that Python has made for good."""
-    having = [[key for key, (kind, _) in listing.gradients.items() if kind] for listing in listings]
+    having = [[key for key, (kind, *_) in listing.gradients.items() if kind] for listing in listings]
     apart = next((key for one in having for key in one if any(key not in other for other in having)), None)
     if apart is None or not is_new(step.model, "branches"):
         return
@@ -265,6 +272,10 @@ def _kind(gradient: Any, variable: Any) -> str:
     if is_sharded(variable):
         return _PART
     return gradient.indices.dtype.name if isinstance(gradient, tf.IndexedSlices) else _DENSE
+
+
+def _is_common(step: KerasStep, gradient: Any) -> bool:
+    return isinstance(gradient, tf.IndexedSlices) and step.here.state.is_of_no_row(gradient.indices)
 
 
 def _of_kind(kind: str, gradient: Any, variable: Any) -> Any:

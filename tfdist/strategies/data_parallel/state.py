@@ -115,6 +115,13 @@ class ReplicaState:
         self._look()
         return self._values.dependence_of(value)
 
+    def is_of_no_row(self, value: tf.Tensor) -> bool:
+        """Whether it is known of a tensor of the step that no row of the batch is in it."""
+        if self.graph is None or not self._can_meet():
+            return False
+        self._look()
+        return self._values.is_of_no_row(value)
+
     def synchronize(self) -> None:
         """At the end of the step, makes local values that it has written the same on all replicas."""
         if self.graph is None:
