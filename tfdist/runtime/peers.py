@@ -158,6 +158,11 @@ class Peers:
             poll = _POLL_SECONDS
             _log.warning("%s is waiting for %s to %s", self.names[self.rank], self.names[rank], purpose)
 
+    def glance(self, key: str) -> Any:
+        """What a process has told; `None` if none has, or rank 0 does not answer soon."""
+        text = self._store.glance(f"tfdist/{key}")
+        return None if text is None else json.loads(text)
+
     def forget(self, key: str) -> None:
         """Removes a value that was told, when all have heard it who need it."""
         self._store.delete(f"tfdist/{key}")
@@ -200,8 +205,7 @@ class Peers:
         Asked now and then, outside of `hear`. What the other one has exchanged before that may still be on its way: it
         has to be the same wait for some time.
         """
-        text = self._store.glance(f"tfdist/waits/{rank}")
-        count, other, key, purpose, is_main = [0, -1, "", "", False] if text is None else json.loads(text)
+        count, other, key, purpose, is_main = self.glance(f"waits/{rank}") or (0, -1, "", "", False)
         # A thread that writes a backup may wait while the main threads exchange.
         if other != self.rank or not is_main or self._has_told(key):
             return ""

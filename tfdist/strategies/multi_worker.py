@@ -231,17 +231,20 @@ def _created_by_all(peers: Peers, create: Callable[[], tf.Tensor], name: str) ->
     try:
         return create()
     except tf.errors.OpError as error:
-        found = _OTHER_SHAPE.search(error.message)
-        own = found and (
-            f"The processes create different variables. Received: '{name}' of shape {found[1]} on "
-            f"{peers.names[peers.rank]}, where another process creates one of shape {found[2]}. Expected: the same "
-            "model and optimizer on every process. Look for what depends on the rank, on the host, or on a random "
-            "number."
-        )
-        with contextlib.suppress(ConnectionError):
-            if (text := peers.decide("other variables", own)) is not None:
-                raise ValueError(text) from error
-        raise
+        if (found := _OTHER_SHAPE.search(error.message)) is None:
+            text = peers.glance("other variables")
+        else:
+            text = (
+                f"The processes create different variables. Received: '{name}' of shape {found[1]} on "
+                f"{peers.names[peers.rank]}, where another process creates one of shape {found[2]}. Expected: the same "
+                "model and optimizer on every process. Look for what depends on the rank, on the host, or on a random "
+                "number."
+            )
+            with contextlib.suppress(ConnectionError):
+                peers.tell("other variables", text)
+        if text is None:
+            raise
+        raise ValueError(text) from error
 
 
 def _cuts_a_gpu() -> bool:
