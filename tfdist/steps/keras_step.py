@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import inspect
 import types
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -37,15 +37,13 @@ class ReplicaStep:
         state: what it has written of its layers' state: a `ReplicaState`.
         values: of a shard, and of `predict`, how values depend on its rows: `LocalValues`.
         scaled: by the id of an optimizer, what is known of the losses that it has scaled.
-        halves: for each gradient that an optimizer applies, whether it was computed in float16.
-        common: the places of those of rows of a table that all replicas look up.
         scattered: by id, parts of gradients that were computed.
         of_slices: ids of those of weights of which some rows were used, perhaps several times.
         branches: names of the graphs of branches in which an optimizer has applied some.
         in_parts: the weights that an optimizer works on, of which it sees this replica's parts if they are sharded.
         meetings: the layers in which it has exchanged something; `None` outside of layers.
         applied: how often an optimizer has applied gradients.
-        listing: what it has for the last of them, then what all have (common_gradients.py).
+        listing: the gradients that it has for the last of them, then those that all have (common_gradients.py).
         agreed: in a branch of the step, whether all replicas take the same one; else `None`.
         is_updating: whether an optimizer updates weights, which all replicas do alike.
         reads_results: whether it has asked a metric for its result.
@@ -58,8 +56,6 @@ class ReplicaStep:
     state: Any = None
     values: Any = None
     scaled: dict[int, Any] = dataclasses.field(default_factory=dict)
-    halves: Sequence[bool] = ()
-    common: Set[int] = frozenset()
     scattered: dict[int, Any] = dataclasses.field(default_factory=dict)
     of_slices: set[int] = dataclasses.field(default_factory=set)
     branches: set[str] = dataclasses.field(default_factory=set)

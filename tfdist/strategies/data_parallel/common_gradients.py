@@ -71,13 +71,22 @@ class Listing:
         optimizer, meetings, gradients, state = json.loads(text)
         return cls(optimizer, meetings, {(name, n): tuple(kind) for name, n, *kind in gradients}, state)
 
+    @property
+    def halves(self) -> list[bool]:
+        return [half for _, half, _ in self.gradients.values()]
+
+    @property
+    def common(self) -> set[int]:
+        """The places of gradients of rows of a table that all replicas look up."""
+        return {i for i, (_, _, common) in enumerate(self.gradients.values()) if common}
+
     def is_as(self, other: Listing) -> bool:
         """Whether nothing has to be changed for the other one."""
         return self == other and list(self.gradients) == list(other.gradients)
 
 
 def agree(step: KerasStep, optimizer: Any, grads: list, variables: list, state: list) -> tuple[list, list, list]:
-    """Gradients, variables and state to average that all replicas have; notes how the gradients were made.
+    """Gradients, variables and state to average that all replicas have; notes how they were made, `here.listing`.
 
     Args:
         step: the step, on this replica.
@@ -91,17 +100,13 @@ def agree(step: KerasStep, optimizer: Any, grads: list, variables: list, state: 
     """
     here = step.here
     here.applied += 1
-    here.halves = list(map(is_half, grads))
-    here.common = {i for i, gradient in enumerate(grads) if _is_common(step, gradient)}
-    # In a branch, or in a tf.function that the step calls, replicas are traced one after the other.
-    if not step.can_meet():
-        return grads, variables, state
     places = {id(layer): i for i, layer in enumerate(step.model._flatten_layers())}
     counts: collections.Counter = collections.Counter()
     gradients = {}
-    for i, (gradient, variable, half) in enumerate(zip(grads, variables, here.halves, strict=True)):
+    for gradient, variable in zip(grads, variables, strict=True):
         name = _name(variable)
-        gradients[name, counts[name]] = _kind(gradient, variable), half, i in here.common
+        is_common = isinstance(gradient, tf.IndexedSlices) and here.state.is_of_no_row(gradient.indices)
+        gradients[name, counts[name]] = _kind(gradient, variable), is_half(gradient), is_common
         counts[name] += 1
     own = here.listing = Listing(
         optimizer=[type(optimizer).__name__, here.applied],
@@ -109,6 +114,9 @@ def agree(step: KerasStep, optimizer: Any, grads: list, variables: list, state: 
         gradients=gradients,
         state=list(map(_name, state)),
     )
+    # In a branch, or in a tf.function that the step calls, replicas are traced one after the other.
+    if not step.can_meet():
+        return grads, variables, state
     tf.distribute.get_replica_context().merge_call(_agree_with_all, args=(step, optimizer))
     agreed = here.listing
     if own.is_as(agreed):
@@ -120,8 +128,7 @@ def agree(step: KerasStep, optimizer: Any, grads: list, variables: list, state: 
         )
     mine = dict(zip(gradients, zip(grads, variables, strict=True), strict=True))
     pairs = [mine.get(key, (None, known[key[0]])) for key in agreed.gradients]
-    kinds, here.halves, common = ([one[i] for one in agreed.gradients.values()] for i in range(3))
-    here.common = {i for i, is_common in enumerate(common) if is_common}
+    kinds = [kind for kind, _, _ in agreed.gradients.values()]
     grads = [_of_kind(kind, gradient, variable) for kind, (gradient, variable) in zip(kinds, pairs, strict=True)]
     return grads, [variable for _, variable in pairs], [known[name] for name in agreed.state]
 
@@ -272,10 +279,6 @@ def _kind(gradient: Any, variable: Any) -> str:
     if is_sharded(variable):
         return _PART
     return gradient.indices.dtype.name if isinstance(gradient, tf.IndexedSlices) else _DENSE
-
-
-def _is_common(step: KerasStep, gradient: Any) -> bool:
-    return isinstance(gradient, tf.IndexedSlices) and step.here.state.is_of_no_row(gradient.indices)
 
 
 def _of_kind(kind: str, gradient: Any, variable: Any) -> Any:

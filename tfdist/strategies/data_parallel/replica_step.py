@@ -163,7 +163,7 @@ def _shadow_optimizer(stack: contextlib.ExitStack, step: KerasStep, optimizer: A
     settings = None if options.compressor is None else stack.enter_context(options.compressor.prepared(optimizer))
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         check = optimizer.check_finite
-        shadow = shadowed(optimizer, check_finite=lambda grads: check_finite(check, step.here.halves, grads))
+        shadow = shadowed(optimizer, check_finite=lambda grads: check_finite(check, step.here.listing.halves, grads))
         stack.enter_context(shadow)
     if options.compressor is None and (sharded := _sharded_part(optimizer)) is not None:
         stack.enter_context(given_rows(optimizer, sharded))
@@ -340,7 +340,7 @@ def _all_reduce_gradients(
     # Those of sharded weights are sums over the replicas already, of a loss that was divided by their number.
     present = [i for i, g in enumerate(grads) if g is not None and not is_sharded(variables[i])]
     sharded = _sharded_part(optimizer)  # which adds up all slices of a row
-    common = {i: grads[i].indices.dtype for i in present if sharded is None and i in step.here.common}
+    common = {i: grads[i].indices.dtype for i in present if sharded is None and i in step.here.listing.common}
     values = [_numbered(grads[i]) if i in common else grads[i] for i in present]
     state_values = layer_state.values_of(averaged)
     # All travel with one weight. If the loss has the number of replicas in it, the state needs it as well.
