@@ -324,15 +324,16 @@ class Noise(layers.Layer):
 
 
 class Measured(layers.Dense):
-    """Has a metric of its own."""
+    """Has metrics of its own: of values, and of one number for each batch."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.size = keras.metrics.Mean(name=f"size_of_{self.name}")
+        self.size, self.mean = (keras.metrics.Mean(name=f"{name}_of_{self.name}") for name in ("size", "mean"))
 
     def call(self, x: tf.Tensor) -> tf.Tensor:
         y = super().call(x)
         self.size.update_state(ops.abs(y))
+        self.mean.update_state(ops.mean(y))
         return y
 
 

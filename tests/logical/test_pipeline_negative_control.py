@@ -92,12 +92,12 @@ def test_factors_of_one_micro_batch_only(monkeypatch):
 
 def test_state_that_is_not_handed_on(monkeypatch):
     """Every micro-batch begins with the state that the step began with: masks are others."""
-    monkeypatch.setattr(MicroBatches, "kept", lambda self, index, new, old: old if index < self.count - 1 else new)
+    monkeypatch.setattr(MicroBatches, "kept", lambda self, index, new, old, *_: old if index < self.count - 1 else new)
     assert_noticed("Dropout", 16, "weight 0", stateful=True)
 
 
 @pytest.mark.nightly
 def test_state_of_stand_in_rows_that_counts(monkeypatch):
     """Three rows in four micro-batches: the fourth has none."""
-    monkeypatch.setattr(MicroBatches, "kept", lambda self, index, new, old: new)
+    monkeypatch.setattr(MicroBatches, "kept", lambda self, index, new, old, *_: new)
     assert_noticed("BatchNormalization", 19, "predict 0", stateful=True)

@@ -149,6 +149,26 @@ def test_a_first_predict_builds_it():
     assert_same(*both(lambda model: model.predict(REGRESSION[0], verbose=0), sgd(Net)))
 
 
+class Factored(Net):
+    factor = 1.0
+
+    def call(self, x: Any) -> Any:
+        return self.factor * self.last(self.second(self.first(x)))
+
+
+def test_an_attribute_that_changes_between_fits():
+    """It counts when a step is traced, as in one process."""
+
+    def train(model: keras.Model) -> list:
+        seen = [model.fit(*REGRESSION, batch_size=16, shuffle=False, verbose=0).history["loss"]]
+        model.factor = 3.0
+        seen.append(model.predict(REGRESSION[0], verbose=0))
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        return [*seen, model.fit(*REGRESSION, batch_size=16, shuffle=False, verbose=0).history["loss"]]
+
+    assert_same(*both(train, sgd(Factored)))
+
+
 class Branching(Net):
     def call(self, x: Any, training: bool = False) -> Any:
         hidden = self.first(x)

@@ -16,7 +16,13 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfdist.compat.upstream import CallContext, get_keras_mask, global_state, record, set_keras_mask
+from tfdist.compat.upstream import (
+    CallContext,
+    get_keras_mask,
+    global_state,
+    record,
+    set_keras_mask,
+)
 from tfdist.layer_graph.graph import Call, LayerGraph
 
 # Tensors that are made of several.
@@ -165,12 +171,14 @@ class PureResult(NamedTuple):
         state: new values of the non-trainable variables, in their order; the old value where one did not change.
         losses: scalars that the layers have added.
         others: trainable variables of other layers, which the function has read.
+        of_batch: metrics to which it has given one number for all rows.
     """
 
     result: Any
     state: list[tf.Tensor]
     losses: list[tf.Tensor]
     others: Sequence[keras.Variable] = ()
+    of_batch: Sequence[keras.Metric] = ()
 
 
 class ImpureError(ValueError):
@@ -178,11 +186,12 @@ class ImpureError(ValueError):
 
 
 class _Scope(keras.StatelessScope):
-    """Notes the trainable variables that are read, and for which it has no value."""
+    """Notes the trainable variables that are read, and for which it has no value; and metrics of whole batches."""
 
     def __init__(self) -> None:
         super().__init__(collect_losses=True)
         self.others: dict[int, keras.Variable] = {}
+        self.of_batch: list[keras.Metric] = []
 
     def get_current_value(self, variable: keras.Variable) -> Any:
         value = super().get_current_value(variable)
@@ -234,7 +243,7 @@ def call_purely(
             "Expected: layers change their own variables only; give keras.random functions a SeedGenerator that is an "
             "attribute of the layer."
         )
-    return PureResult(result, new_state, losses, list(scope.others.values()))
+    return PureResult(result, new_state, losses, list(scope.others.values()), scope.of_batch)
 
 
 _ATTRIBUTE = "current_call_ctx"

@@ -38,7 +38,7 @@ from keras import ops
 from tfdist.arguments import is_new
 from tfdist.compat.keras import has_hooks, hooks_of
 from tfdist.compat.scopes import outside_of_scope
-from tfdist.compat.upstream import distribute_utils, global_state, record
+from tfdist.compat.upstream import distribute_utils, get_stateless_scope, global_state, record
 from tfdist.inspection.model_state import global_seeds, is_here, make_global_seeds, parts_of, share_global_seeds
 from tfdist.steps.gradients import all_reduce_sum, sum_over_replicas
 from tfdist.steps.keras_step import Exchanges, KerasStep, current_step, global_replica, local_replica, step_of
@@ -270,6 +270,9 @@ def update_mean(update: Callable, metric: keras.Metric, values: Any, sample_weig
         is_averaged = sample_weight is None and not is_count
         step.scalars.append((metric, values, is_averaged))
         sample_weight = step.weight if is_averaged else sample_weight
+    elif sample_weight is None and isinstance(metric, keras.metrics.Mean) and not ops.shape(values):
+        # A pure call of a pipeline's layers notes it.
+        getattr(get_stateless_scope(), "of_batch", []).append(metric)
     return update(metric, values, sample_weight=sample_weight)
 
 

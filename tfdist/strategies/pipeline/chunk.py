@@ -164,6 +164,7 @@ class Passes:
 
     Attributes:
         handed_on: what layers after the chunk have of it, as `inherited`.
+        of_batch: for each variable of `Chunk.state`, whether it is of a metric that is given one number for all rows.
         captures: tensors that the layers read, and are not passed.
     """
 
@@ -281,6 +282,8 @@ class Passes:
             result = self._chunk.run(flat[:first], state, inputs, self._training, context_values())
             self.handed_on = context_values()["training"]
         self._changed = [new is not old for new, old in zip(result.state, state, strict=True)]
+        of_batch = {id(variable) for metric in result.of_batch for variable in metric.variables}
+        self.of_batch = [id(variable) in of_batch for variable in self._chunk.state]
         self._adds_losses = bool(result.losses)
         outputs, self._layout = pack(result.result)
         outputs += [new for new, changed in zip(result.state, self._changed, strict=True) if changed]

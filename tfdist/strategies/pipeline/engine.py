@@ -103,8 +103,10 @@ class MicroBatches:
             pieces = [rows_if(self.size(i) > 0, piece) for i, piece in enumerate(pieces)]
         return tf.concat(pieces, 0)
 
-    def kept(self, index: int, new: tf.Tensor, old: tf.Tensor) -> tf.Tensor:
-        """`new`, or `old` if the micro-batch has no rows."""
+    def kept(self, index: int, new: tf.Tensor, old: tf.Tensor, of_batch: bool) -> tf.Tensor:
+        """`new`, or `old` if the micro-batch has no rows; in between, by its rows, if `new` counts a batch as one."""
+        if of_batch:
+            new = old + tf.cast(self.weight(index), old.dtype) * (new - old)
         return tf.where(self.size(index) > 0, new, old) if self.may_be_empty else new
 
 
@@ -259,8 +261,8 @@ class PipelineRun:
         self._turns[stage] = forward.turn
         values.update(zip(chunk.outputs, forward.outputs, strict=True))
         self._state[replica][number] = [
-            new if new is old else self._micro_batches.kept(index, new, old)
-            for new, old in zip(forward.state, before, strict=True)
+            new if new is old else self._micro_batches.kept(index, new, old, of_batch)
+            for new, old, of_batch in zip(forward.state, before, passes.of_batch, strict=True)
         ]
         if forward.loss is not None:
             self.losses[index].append(forward.loss)

@@ -253,10 +253,11 @@ class PipelineStrategy(tf.distribute.Strategy):
         functional = functional_of(model)
         owner = model if functional is None else functional
         call = vars(owner).get("call")
-        if functional is None and isinstance(call, _PipelinedCall) and (x is None or takes(call.plan.functional, x)):
-            functional = call.plan.functional
-        elif functional is None and x is not None and (call is None or isinstance(call, _PipelinedCall)):
-            functional = functional_of_call(model, x)
+        if functional is None and (call is None or isinstance(call, _PipelinedCall)):
+            functional = known = None if call is None else call.plan.functional
+            if x is not None:
+                # Not what is known: `call` may ask for attributes that have changed since.
+                functional = functional_of_call(model, x, known)
         if functional is None:
             raise ValueError(
                 f"Received: model '{model.name}' of class {type(model).__name__}, which has a call method of its own "
