@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
+from collections.abc import Callable
 
 import keras
 import numpy as np
@@ -12,11 +13,14 @@ import tensorflow as tf
 
 import tfdist
 from tests.branching_steps import Accumulates, LeavesOut, ReturnsNothing
+from tests.logical import test_common_lookups
+from tests.logical.test_layer_state import Centre, Keeping, moving_mean, running_total, whole_number
 from tests.logical.test_row_trial import MinibatchDeviation, root
 from tests.models import ready, warned
 from tests.parameter_server.test_embedding_traffic import used_tables
 from tfdist.cluster import ClusterConfig, ClusterError
 from tfdist.compat.upstream import TFDatasetAdapter, coordinator_values
+from tfdist.steps.local_values import LocalValues
 from tfdist.strategies.hooks import install
 from tfdist.strategies.parameter_server import data, synchronous
 from tfdist.strategies.parameter_server.dispatcher import Worker
@@ -203,6 +207,64 @@ class TestShards:
         assert synchronous._combined(model.seen, [np.float32(5), np.float32(3)], [5 / 8, 3 / 8]) == 8
 
     @pytest.mark.parametrize(
+        ("make", "times"),
+        [
+            (lambda: Keeping((4,), moving_mean), 0),
+            (lambda: Keeping((4,), running_total), 1),
+            (lambda: Keeping((4,), running_total, aggregation="sum"), 0),
+            (lambda: Keeping((4,), whole_number, dtype="int32"), 1),
+            (lambda: behind_dropout(tf.reduce_mean), 0),
+            (lambda: behind_dropout(tf.reduce_max), 1),
+        ],
+    )
+    def test_state_that_is_no_mean_is_told(self, strategy, make, times):
+        model = ready(make(), keras.optimizers.SGD(0.1), "mse")
+        model.train_on_batch(*self.ROWS)
+        step = synchronous.GradientStep(strategy, model)
+        said = warned(lambda: [step.single(self.SPEC), step._trace(self.SPEC)], "Received: variable ")
+        assert len(said) == times
+        for message in said:
+            assert "/kept', which each worker updates from its own rows" in message
+            assert "not for queues of rows, counts or maxima" in message
+
+    def test_float8_is_refused(self, strategy):
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(16), keras.layers.Dense(1)])
+        model.layers[0].quantize("float8")
+        with pytest.raises(NotImplementedError, match=r"is overwritten with its gradient \(float8 scaling factors\)"):
+            synchronous.GradientStep(strategy, built(model)).single(self.SPEC)
+
+    @pytest.mark.usefixtures("in_float64", "on_this_device")
+    @pytest.mark.parametrize(
+        ("name", "is_known", "least"),
+        [
+            *((name, True, 0.0) for name in test_common_lookups.KINDS),
+            *((name, False, least) for name, least in test_common_lookups.UNKNOWN.items()),
+        ],
+    )
+    def test_rows_that_all_shards_look_up(self, strategy, monkeypatch, name, is_known, least):
+        """Keras squares slices one by one."""
+        if not is_known:
+            monkeypatch.setattr(LocalValues, "is_of_no_row", lambda self, value: False)
+        model, expected = (test_common_lookups.build(name, "adam") for _ in range(2))
+        x, y = test_common_lookups.X[:7], test_common_lookups.Y[:7]
+        for one in (model, expected):
+            one.train_on_batch(x, y)
+        step = synchronous.GradientStep(strategy, model)
+        trace = step.single((tf.TensorSpec([None, *model.input_shape[1:]], x.dtype), tf.TensorSpec([None, 1], y.dtype)))
+        weights = [4 / 7, 3 / 7]
+        for _ in range(3):
+            expected.train_on_batch(x, y)
+            done = []
+            for i, rows in enumerate((slice(4), slice(4, 7))):
+                shard = tf.constant(i, tf.int64), tf.constant(weights[i], tf.float64)
+                outputs = trace.function(*shard, tf.constant(x[rows]), tf.constant(y[rows]))
+                done.append(step.shard_outcome(trace, outputs))
+            step.apply(trace, done, weights)
+        pairs = zip(model.get_weights(), expected.get_weights(), strict=True)
+        gap = max(float(np.max(np.abs(one - other))) for one, other in pairs)
+        assert gap < 1e-9 if is_known else gap > least
+
+    @pytest.mark.parametrize(
         ("parts", "whole"),
         [
             ([[0.0, 1.0], [2.0]], [0.0, 1.0, 2.0]),
@@ -252,6 +314,10 @@ def built(model: keras.Model) -> keras.Model:
     model.build((None, 4))
     model.optimizer.build(model.trainable_variables)
     return model
+
+
+def behind_dropout(of_rows: Callable) -> keras.Model:
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dropout(0.5), Centre(of_rows), keras.layers.Dense(1)])
 
 
 class Following(keras.Model):

@@ -148,6 +148,7 @@ EVIDENCE = {
         f"{EQUALITY}::test_each_shard_has_its_own_dropout_mask",
         f"{EQUALITY}::test_a_variable_that_no_layer_has_is_refused",
         f"{EQUALITY}::test_rows_that_are_mixed_are_told",
+        "tests/logical/test_parameter_server_parts.py::test_state_that_is_no_mean_is_told",
         "tf.Variables that layers and a train_step assign",
         "tests/parameter_server/test_features.py::test_synchronous_training_equals_one_process",
     ],

@@ -7,15 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-
-def sum_duplicates(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
-    """Returns the same gradient with every row once.
-
-    Keras does not do this: it squares the parts of the gradient of a row that occurs several times one by one.
-    """
-    rows, positions = tf.unique(gradient.indices)
-    values = tf.math.unsorted_segment_sum(gradient.values, positions, tf.size(rows))
-    return tf.IndexedSlices(values, rows, gradient.dense_shape)
+from tfdist.steps.gradients import sum_duplicates
 
 
 @keras.saving.register_keras_serializable(package="tfdist")

@@ -188,6 +188,63 @@ def unpack(packed: tf.Tensor, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     return unpacked
 
 
+def sum_duplicates(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
+    """Returns the same gradient with every row once.
+
+    Keras does not do this: it squares the parts of the gradient of a row that occurs several times one by one.
+    """
+    rows, positions = tf.unique(gradient.indices)
+    values = tf.math.unsorted_segment_sum(gradient.values, positions, tf.size(rows))
+    return tf.IndexedSlices(values, rows, gradient.dense_shape)
+
+
+def _lookups(indices: tf.Tensor) -> list[tf.Tensor]:
+    """The indices of each lookup of a table, whose gradients back-propagation has concatenated."""
+    if not tf.is_symbolic_tensor(indices) or indices.op.type != "ConcatV2":
+        return [indices]
+    return [part for one in indices.op.inputs[:-1] for part in _lookups(one)]
+
+
+def is_common(gradient: Any, is_of_no_row: Callable[[tf.Tensor], bool]) -> bool:
+    """Whether a gradient is of rows of a table that each replica looks up, such as positions; see `numbered`."""
+    return isinstance(gradient, tf.IndexedSlices) and any(map(is_of_no_row, _lookups(gradient.indices)))
+
+
+def numbered(slices: tf.IndexedSlices, is_of_no_row: Callable[[tf.Tensor], bool]) -> tf.IndexedSlices:
+    """Slices of rows that each replica looks up, such as positions: with indices that say which of a row's it is.
+
+    One process has one slice where each replica has one. Keras squares slices one by one, so they have to be added up
+    before; but not those of a row that is looked up several times, nor those of lookups that depend on the batch.
+
+    Args:
+        slices: of a table; of one lookup or several.
+        is_of_no_row: whether the indices of a lookup do not depend on the rows of the batch.
+
+    Returns:
+        Slices with indices i, i + rows, i + 2 rows ... of the first, second, third ... slice of row i, and -1 - i of
+        one that is to stay apart.
+    """
+    apart = [tf.fill([tf.size(part)], not is_of_no_row(part)) for part in _lookups(slices.indices)]
+    is_apart, indices = tf.concat(apart, 0), tf.cast(slices.indices, tf.int64)
+    indices = tf.where(is_apart, -1 - indices, indices)
+    order = tf.argsort(indices, stable=True)
+    in_order = tf.gather(indices, order)
+    number = tf.range(tf.size(indices)) - tf.searchsorted(in_order, in_order)
+    number = tf.cast(tf.scatter_nd(order[:, tf.newaxis], number, tf.shape(indices)), tf.int64)
+    later = number * tf.cast(slices.dense_shape[0], tf.int64)
+    return tf.IndexedSlices(slices.values, tf.where(is_apart, indices, indices + later), slices.dense_shape)
+
+
+def added_by_number(slices: tf.IndexedSlices, dtype: tf.DType) -> tf.IndexedSlices:
+    """Adds up what all replicas have from `numbered`."""
+    rows, place = tf.cast(slices.dense_shape[0], tf.int64), tf.range(tf.size(slices.indices, tf.int64))
+    # What is to stay apart gets an index of its own.
+    indices = tf.where(slices.indices < 0, slices.indices - place * rows, slices.indices)
+    found = sum_duplicates(tf.IndexedSlices(slices.values, indices, slices.dense_shape))
+    indices = tf.where(found.indices < 0, -1 - found.indices, found.indices) % rows
+    return tf.IndexedSlices(found.values, tf.cast(indices, dtype), slices.dense_shape)
+
+
 def is_half(gradient: Any) -> bool:
     """Whether a traced gradient was computed in float16, as a whole, and then cast to the dtype of its variable."""
     if not tf.is_symbolic_tensor(gradient) or gradient.op.type != "Cast":

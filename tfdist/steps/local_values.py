@@ -130,6 +130,7 @@ class LocalValues:
 
     def is_of_no_row(self, value: tf.Tensor) -> bool:
         """Whether a tensor is made of nothing but what is the same on all replicas, and of the lengths of rows."""
+        list(self.accesses())
         waiting, seen = [value], set()
         while waiting:
             one = waiting.pop()

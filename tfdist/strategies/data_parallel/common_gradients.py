@@ -30,7 +30,7 @@ import tensorflow as tf
 from tfdist.arguments import is_new
 from tfdist.compat.keras import hooks_of
 from tfdist.inspection.model_state import is_sharded
-from tfdist.steps.gradients import is_half
+from tfdist.steps.gradients import is_common, is_half
 from tfdist.steps.keras_step import KerasStep
 
 _DENSE, _PART = "dense", "part"
@@ -52,8 +52,8 @@ class Listing:
         meetings: the layers, by their places in the model, in which the replica has exchanged something.
         gradients: by variable (how all processes call it, and how often it was there before), of what kind its gradient
             is ("" for none, "dense", the dtype of a sparse one's indices, "part" for that of a sharded weight), whether
-            it was computed in float16, and whether all replicas have the same indices. In the order of the optimizer's
-            list.
+            it was computed in float16, and whether all replicas have looked up the same rows, too. In the order of the
+            optimizer's list.
         state: variables that have to be averaged.
     """
 
@@ -105,8 +105,8 @@ def agree(step: KerasStep, optimizer: Any, grads: list, variables: list, state: 
     gradients = {}
     for gradient, variable in zip(grads, variables, strict=True):
         name = _name(variable)
-        is_common = isinstance(gradient, tf.IndexedSlices) and here.state.is_of_no_row(gradient.indices)
-        gradients[name, counts[name]] = _kind(gradient, variable), is_half(gradient), is_common
+        common = is_common(gradient, here.state.is_of_no_row)
+        gradients[name, counts[name]] = _kind(gradient, variable), is_half(gradient), common
         counts[name] += 1
     own = here.listing = Listing(
         optimizer=[type(optimizer).__name__, here.applied],
@@ -210,9 +210,9 @@ def _union(step: KerasStep, listings: list[Listing], names: list[str]) -> Listin
                 f"Received: a train_step of model '{step.model.name}' in which some replicas have a gradient of "
                 f"sharded weight '{_path(step, key[0])}', and others leave its layer out. {_REMEDY}"
             )
-        is_common = len(kinds) == 1 and all(common for _, _, common in having)
+        common = len(kinds) == 1 and all(one for _, _, one in having)
         kind = kinds.pop() if len(kinds) == 1 else _DENSE if kinds else ""
-        gradients[key] = kind, any(half for _, half, _ in having), is_common
+        gradients[key] = kind, any(half for _, half, _ in having), common
     return Listing(first.optimizer, first.meetings, gradients, state)
 
 

@@ -55,12 +55,11 @@ from tfdist.inspection.model_state import (
     parts_of_variable,
 )
 from tfdist.optimizers.in_parts import working_in_parts
-from tfdist.optimizers.lazy_adam import sum_duplicates
 from tfdist.optimizers.sharded_optimizer import ShardedOptimizer, given_rows, scatter
 from tfdist.runtime.agreement import Agreement
 from tfdist.steps.attributes import of_each_replica, reached_from
 from tfdist.steps.derived_logs import DerivedLogs, marked_result, metric_of, results_before
-from tfdist.steps.gradients import GradientOptions, all_reduce_sum, check_finite, scale
+from tfdist.steps.gradients import GradientOptions, added_by_number, all_reduce_sum, check_finite, numbered, scale
 from tfdist.steps.in_step import gather_with_weights, of_global_batch
 from tfdist.steps.keras_step import KerasStep, current_step, global_replica, local_replica, shadowed
 from tfdist.steps.local_values import Dependence, LocalValues, draws
@@ -341,7 +340,7 @@ def _all_reduce_gradients(
     present = [i for i, g in enumerate(grads) if g is not None and not is_sharded(variables[i])]
     sharded = _sharded_part(optimizer)  # which adds up all slices of a row
     common = {i: grads[i].indices.dtype for i in present if sharded is None and i in step.here.listing.common}
-    values = [_numbered(grads[i]) if i in common else grads[i] for i in present]
+    values = [numbered(grads[i], step.here.state.is_of_no_row) if i in common else grads[i] for i in present]
     state_values = layer_state.values_of(averaged)
     # All travel with one weight. If the loss has the number of replicas in it, the state needs it as well.
     weight = step.relative_weight if scaled else step.weight
@@ -373,34 +372,11 @@ def _all_reduce_gradients(
             agreement.keep_sum(total)
     layer_state.assign(averaged, sums[len(values) :])
     whole = dict(zip(present, sums[: len(values)], strict=True))
-    whole |= {i: _added_by_number(whole[i], dtype) for i, dtype in common.items()}
+    whole |= {i: added_by_number(whole[i], dtype) for i, dtype in common.items()}
     return [
         whole[i] if i in whole else gradient if gradient is None or scaled else _divided(gradient, step.replicas)
         for i, gradient in enumerate(grads)
     ]
-
-
-def _numbered(slices: tf.IndexedSlices) -> tf.IndexedSlices:
-    """Slices of rows that each replica looks up, such as positions: with indices that say which of a row's it is.
-
-    One process has one slice where each replica has one. Keras squares slices one by one, so they have to be added up
-    before; but not those of a row that is looked up several times. Index i, i + rows, i + 2 rows ... are a row's first,
-    second, third ... slice.
-    """
-    indices = tf.cast(slices.indices, tf.int64)
-    order = tf.argsort(indices, stable=True)
-    in_order = tf.gather(indices, order)
-    number = tf.range(tf.size(indices)) - tf.searchsorted(in_order, in_order)
-    number = tf.cast(tf.scatter_nd(order[:, tf.newaxis], number, tf.shape(indices)), tf.int64)
-    rows = tf.cast(slices.dense_shape[0], tf.int64)
-    return tf.IndexedSlices(slices.values, indices + number * rows, slices.dense_shape)
-
-
-def _added_by_number(slices: tf.IndexedSlices, dtype: tf.DType) -> tf.IndexedSlices:
-    """Adds up what all replicas have from `_numbered`."""
-    found = sum_duplicates(slices)
-    indices = tf.cast(found.indices % tf.cast(slices.dense_shape[0], tf.int64), dtype)
-    return tf.IndexedSlices(found.values, indices, slices.dense_shape)
 
 
 def _divided(gradient: Any, number: int) -> Any:

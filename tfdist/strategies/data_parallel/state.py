@@ -37,7 +37,7 @@ from tfdist.steps.keras_step import KerasStep, local_replica, shadowed
 from tfdist.steps.local_values import Dependence, LocalValues, only_updates
 from tfdist.steps.reduce import all_reduce, of_first_replica
 
-_NO_MEAN = (
+NO_MEAN = (
     "which equals one process only for updates that are linear in means over the rows: not for queues of rows, counts "
     "or maxima"
 )
@@ -85,7 +85,7 @@ class ReplicaState:
             same=[_part(v) for v in (*watched, *optimizers)],
             watched=[_part(v) for v in watched],
             others=devices_of_others(),
-            by_row=_scopes_by_row(step.model),
+            by_row=scopes_by_row(step.model),
             is_more=self._is_more,
         )
 
@@ -134,7 +134,7 @@ class ReplicaState:
 
     def assign(self, variable: keras.Variable, value: Any) -> None:
         """Assigns a variable in the step; what its `aggregation` says is done at once."""
-        part, rule = _part(variable), _rule(variable)
+        part, rule = _part(variable), rule_of(variable)
         value = tf.cast(tf.convert_to_tensor(value), part.dtype)
         if not self._can_meet() or rule == "none":
             part.assign(value)
@@ -182,7 +182,7 @@ class ReplicaState:
         self._look()
         dependence = self._values.dependence_of(value)
         if variable.trainable and dependence not in (Dependence.SAME, Dependence.DRAWN, Dependence.MEAN):
-            self._warn(variable, _NO_MEAN)
+            self._warn(variable, NO_MEAN)
         return dependence
 
     def _look(self) -> None:
@@ -227,7 +227,7 @@ class ReplicaState:
         self._drawn = [other for other in self._drawn if other is not variable]
         if dependence is Dependence.SAME:
             return
-        if _rule(variable) == "sum":
+        if rule_of(variable) == "sum":
             raise NotImplementedError(
                 f"Received: variable '{_path(variable)}' with aggregation='sum', assigned in a branch, a loop "
                 "or a function (tf.cond, tf.while_loop, tf.map_fn, tf.function), where replicas cannot meet. Expected: "
@@ -236,11 +236,11 @@ class ReplicaState:
         self._pending.append(variable)
         if dependence is Dependence.DRAWN:
             self._drawn.append(variable)
-        elif dependence is not Dependence.MEAN and (_rule(variable) == "none" or variable.trainable):
-            self._warn(variable, _NO_MEAN)
+        elif dependence is not Dependence.MEAN and (rule_of(variable) == "none" or variable.trainable):
+            self._warn(variable, NO_MEAN)
 
     def _warn(self, variable: Any, why: str) -> None:
-        if local_replica() or _is_of_keras(self._step.model, variable) or not is_new(variable, "state"):
+        if local_replica() or is_of_keras(self._step.model, variable) or not is_new(variable, "state"):
             return
         kept = "replicas' average is" if _is_averaged(variable) else "first replica's value is"
         self._unsafe.setdefault((kept, why), []).append(_path(variable))
@@ -353,7 +353,7 @@ def _learning_rates(model: keras.Model) -> list[tf.Variable]:
     return [rate._value for rate in rates if isinstance(rate, keras.Variable) and is_mirrored(rate)]
 
 
-def _scopes_by_row(model: keras.Model) -> re.Pattern | None:
+def scopes_by_row(model: keras.Model) -> re.Pattern | None:
     """Finds in the name of an operation a layer of Keras that computes each row by itself, in loops or at random.
 
     What such operations make of rows is not to be seen from one of them: the rows of a loop are along its second axis.
@@ -390,7 +390,8 @@ def _is_among(variable: Any, others: list[Any]) -> bool:
     return any(variable is other for other in others)
 
 
-def _rule(variable: Any) -> str:
+def rule_of(variable: Any) -> str:
+    """How replicas' values of a variable are brought together, as it says itself; "none" where it does not."""
     if not isinstance(variable, keras.Variable):
         return "none"
     # A weight has to be the same everywhere at once.
@@ -398,14 +399,14 @@ def _rule(variable: Any) -> str:
 
 
 def _is_averaged(variable: Any) -> bool:
-    return _part(variable).dtype.is_floating and _rule(variable) in ("none", "mean")
+    return _part(variable).dtype.is_floating and rule_of(variable) in ("none", "mean")
 
 
 def _path(variable: Any) -> str:
     return variable.path if isinstance(variable, keras.Variable) else variable.name
 
 
-def _is_of_keras(model: keras.Model, variable: Any) -> bool:
+def is_of_keras(model: keras.Model, variable: Any) -> bool:
     """Whether it belongs to a layer of Keras' own, such as BatchNormalization."""
     owners = (layer for layer in model._flatten_layers() if any(v is variable for v in _variables_of(layer)))
     # Subclasses of them, too, but not of the base class that all layers have.

@@ -14,20 +14,23 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.arguments import is_new
 from tfdist.compat.upstream import context, get_read_write_resource_inputs
 from tfdist.inspection.model_state import held_variables, optimizers_of, own_copy
-from tfdist.steps.gradients import check_finite, is_half
+from tfdist.steps.gradients import added_by_number, check_finite, is_common, is_half, numbered
 from tfdist.steps.keras_step import KerasStep, shadowed, traced
-from tfdist.steps.local_values import LocalValues
+from tfdist.steps.local_values import Dependence, LocalValues
 from tfdist.strategies.data_parallel import row_trial
 from tfdist.strategies.data_parallel.replica_step import losses_of, noting_call
+from tfdist.strategies.data_parallel.state import NO_MEAN, is_of_keras, rule_of, scopes_by_row
 from tfdist.strategies.parameter_server.data import (
     COORDINATOR,
     Packing,
@@ -42,6 +45,7 @@ from tfdist.strategies.parameter_server.data import (
 from tfdist.strategies.parameter_server.dispatcher import Task, Worker
 from tfdist.strategies.parameter_server.runner import Runner
 from tfdist.strategies.parameter_server.step import StepFunction, StepOutcome, Trace, depends, mean, sparse_updates
+from tfdist.strategies.validation import check_float8
 
 _SHARD = tf.TensorSpec([], tf.int64)
 _WEIGHT = tf.TensorSpec([], tf.float64)
@@ -272,9 +276,17 @@ class GradientStep(StepFunction):
             step.note_batch(unflatten(spec, flat))
             step.begin_shard(weight)
             step.shard = shard
-            variables = [*self._model.variables, *held_variables(self._model)]
+            of_optimizers = [one for optimizer in optimizers_of(self._model) for one in optimizer.variables]
+            variables = [*self._model.variables, *held_variables(self._model), *of_optimizers]
             same = [one for one in map(own_copy, variables) if one is not None]
-            step.here.values = LocalValues(graph, [shard, weight, *flat], same=same, watched=[], others=[])
+            step.here.values = LocalValues(
+                graph,
+                [shard, weight, *flat],
+                same=same,
+                watched=[],
+                others=[],
+                by_row=scopes_by_row(self._model),
+            )
             stack.enter_context(traced(self._strategy, step))
             for optimizer in optimizers_of(self._model):
                 scale_loss, apply = self._weighting(optimizer, step), _recorder(optimizer, captured, note_apply)
@@ -292,6 +304,8 @@ class GradientStep(StepFunction):
         after, changed = after[: len(before)], after[len(before) :]
         self._check_additive(before, after)
         state = [(v, new) for v, old, new in zip(others, values, changed, strict=True) if not _is_same(old, new)]
+        if self._strategy._num_workers > 1:
+            self._warn_of_state(state)
         same = [(v, old) for v, old, new in zip(others, values, changed, strict=True) if _is_same(old, new)]
         self._traced_tables = {id(v) for v, old in same if _is_read_by_rows(old)}
         read = tf.raw_ops.ReadVariableOp
@@ -306,6 +320,28 @@ class GradientStep(StepFunction):
             self._check_order([*state, *written], updated, graph.get_operations()[applied_at[0] :])
         self._warn_of_results([new for _, new in state])
         return self._packing.pack(after), logs, updates, packed, [new for _, new in state]
+
+    def _warn_of_state(self, state: Sequence[tuple[keras.Variable, tf.Tensor]]) -> None:
+        """Warns once of state that shards update in another way than by means over their rows."""
+        values = self._traced_step.parts[0].values
+        list(values.accesses())
+        unsafe = [
+            variable
+            for variable, new in state
+            if values.dependence_of(new) not in (Dependence.SAME, Dependence.MEAN)
+            and rule_of(variable) == "none"
+            and not is_of_keras(self._model, variable)
+            and is_new(variable, "state")
+        ]
+        if unsafe:
+            others = f" (and {len(unsafe) - 1} like it)" if len(unsafe) > 1 else ""
+            warnings.warn(
+                f"Received: variable '{unsafe[0].path}'{others}, which each worker updates from its own rows of the "
+                f"batch. The workers' average is kept, and of whole numbers the first one's, {NO_MEAN}. Expected: "
+                "add_weight(..., aggregation=) with 'mean', 'sum' or 'only_first_replica', where one of them is right; "
+                "or mode='async' with max_inflight=1, where each worker gets whole batches.",
+                stacklevel=2,
+            )
 
     def _check_order(
         self, state: Sequence[tuple[Any, tf.Tensor]], updated: Sequence[Any], late: Sequence[tf.Operation]
@@ -363,7 +399,11 @@ class GradientStep(StepFunction):
         if not captured:
             return []
         optimizer, gradients, variables = captured[0]
-        self._traced_gradients = _Gradients(gradients, variables, id(optimizer) in self._scaled), optimizer
+        check_float8(variables)
+        is_of_no_row = self._traced_step.parts[0].values.is_of_no_row
+        common = {i for i, gradient in enumerate(gradients) if is_common(gradient, is_of_no_row)}
+        gradients = [numbered(one, is_of_no_row) if i in common else one for i, one in enumerate(gradients)]
+        self._traced_gradients = _Gradients(gradients, variables, id(optimizer) in self._scaled, common), optimizer
         return self._traced_gradients[0].pack(gradients)
 
     def _apply_function(self, trace: ShardTrace, shards: int) -> tf.types.experimental.ConcreteFunction:
@@ -506,14 +546,17 @@ class _Gradients:
         gradients: of a traced step; `None` where there is none.
         variables: whose gradients they are.
         are_weighted: whether they have the weight of their shard already.
+        common: the places of those that are `numbered`.
 
     Attributes:
         destinations: the device that each tensor goes to.
         specs: the specification of each tensor.
     """
 
-    def __init__(self, gradients: Sequence[Any], variables: Sequence[keras.Variable], are_weighted: bool):
-        self._variables, self._are_weighted = variables, are_weighted
+    def __init__(
+        self, gradients: Sequence[Any], variables: Sequence[keras.Variable], are_weighted: bool, common: Set[int]
+    ):
+        self._variables, self._are_weighted, self._common = variables, are_weighted, common
         self._halves = list(map(is_half, gradients))
         self._groups: list[_Group] = []
         self.destinations: list[str] = []
@@ -568,15 +611,16 @@ class _Gradients:
         return shadowed(optimizer, check_finite=functools.partial(check_finite, optimizer.check_finite, self._halves))
 
     def _join_slices(self, group: _Group, vectors: list[tf.Tensor], indices: list[tf.Tensor], gradients: list) -> None:
-        """Unpacks sparse gradients, and joins the rows of all workers: adding them up is left to the optimizer."""
+        """Unpacks sparse gradients, and joins the rows of all workers: adding up most is left to the optimizer."""
         count = len(group.sparse)
         counts = [part[:count] for part in indices]
         rows = [tf.split(part[count:], own, num=count) for part, own in zip(indices, counts, strict=True)]
         values = [tf.split(v, own * group.widths, num=count) for v, own in zip(vectors, counts, strict=True)]
         for position, i in enumerate(group.sparse):
             shape = self._variables[i].shape
-            gradients[i] = tf.IndexedSlices(
+            joined = tf.IndexedSlices(
                 tf.concat([tf.reshape(own[position], [-1, *shape[1:]]) for own in values], 0),
                 tf.concat([own[position] for own in rows], 0),
                 tf.constant(list(shape), tf.int64),
             )
+            gradients[i] = added_by_number(joined, tf.int64) if i in self._common else joined
