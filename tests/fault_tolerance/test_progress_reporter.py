@@ -13,6 +13,7 @@ pytestmark = pytest.mark.cluster
 
 def reports() -> dict[str, Any]:
     """Runs in a process of its own: what can be read at each callback, over a fit, a prediction and a resumed fit."""
+    import contextlib
     import os
 
     import keras
@@ -67,6 +68,16 @@ def reports() -> dict[str, Any]:
     spy.resumes_at = 30
     found["resumed"] = fit(spy)
     found["anew"] = fit(Spy())
+
+    class Raises(Spy):
+        def on_train_batch_end(self, batch, logs=None):
+            raise KeyError
+
+    for name, raises in (("failed fit", lambda: fit(Raises())), ("failed predict", lambda: model.predict("text"))):
+        with contextlib.suppress(Exception):
+            raises()
+        look(name)
+        found[name] = seen[-1][1:3]
     return found
 
 
@@ -103,3 +114,7 @@ def test_a_resumed_fit_counts_on(found: dict[str, Any]) -> None:
         ("done", 33, 30),
     ]
     assert found["anew"][-1] == ("end", "done", 3, None)
+
+
+def test_a_fit_that_raises(found: dict[str, Any]) -> None:
+    assert found["failed fit"] == found["failed predict"] == ("failed", 1)

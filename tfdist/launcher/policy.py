@@ -15,7 +15,7 @@ import psutil
 
 from tfdist.cluster.foreign_text import listed
 from tfdist.supervision.exit_codes import REFUSED, UNSAVED
-from tfdist.supervision.progress import STARTING, Progress
+from tfdist.supervision.progress import FAILED, STARTING, Progress
 
 # What TensorFlow raises in the healthy processes once a peer is gone.
 _CONSEQUENCES = ("UnavailableError", "AbortedError", "CancelledError")
@@ -30,6 +30,8 @@ _OWN_PHASE_FACTOR = 10.0
 _ANY_PHASE_FACTOR = 2.0
 # The launcher looks many times a second; after a longer pause it was stopped itself, perhaps the processes with it.
 _OWN_PAUSE = 5.0
+# What a program does between its fits may take as long as what it does before the first step of one.
+_AS_AT_THE_START = (STARTING, FAILED)
 # Processes that work in step report nearly at the same moment.
 _TELLING_DIFFERENCE = 1.0
 
@@ -166,7 +168,7 @@ class Overdue:
     Attributes:
         name: the process.
         waited: seconds without a report.
-        starting: whether its first step is what is waited for.
+        starting: whether the limit is that of a start.
     """
 
     name: str
@@ -180,7 +182,8 @@ class Watchdog:
     Args:
         hang_timeout: seconds without a report that count as a hang. None: what is unusual for the phase, at least 30
             seconds and far longer than the longest pause that was seen.
-        start_timeout: seconds until the first step of a fit is done; also the limit of a phase that is new.
+        start_timeout: seconds until the first step of a fit is done; also the limit of a phase that is new, and after
+            an exception.
         due: when the first report is expected, if it is known that the program trains; one that may not train at all
             (None) is not watched before its first report.
 
@@ -218,7 +221,7 @@ class Watchdog:
             if progress is not None and not progress.has_ended:
                 waited = now - max(progress.time, self._awake_since)
                 if waited > self.limit(progress.phase):
-                    return Overdue(name, waited, progress.phase == STARTING)
+                    return Overdue(name, waited, progress.phase in _AS_AT_THE_START)
         return None
 
     def excuse(self, now: float) -> None:
@@ -231,7 +234,7 @@ class Watchdog:
 
     def limit(self, phase: str) -> float:
         """How long a process may be silent in a phase."""
-        if phase == STARTING:
+        if phase in _AS_AT_THE_START:
             return self._start_timeout
         if self._hang_timeout is not None:
             return self._hang_timeout

@@ -41,6 +41,7 @@ from tfdist.steps import in_step
 from tfdist.steps.attributes import built_quietly
 from tfdist.steps.keras_step import shadowed
 from tfdist.strategies import validation
+from tfdist.supervision.progress import ProgressWriter
 from tfdist.supervision.time_spent import time_spent
 
 _log = logging.getLogger("tfdist")
@@ -157,7 +158,12 @@ class StrategyHooks(StrategyTraits):
         """A method of a model that trains, evaluates or predicts."""
         if self._strategy is not None:
             validation.check_scope(self._strategy, model)
-        return method(model, *args, **kwargs)
+        try:
+            return method(model, *args, **kwargs)
+        except BaseException:
+            if (reporter := ProgressWriter.from_environment()) is not None:
+                reporter.failed()
+            raise
 
     def set_model(self, set_model: Callable, callback_list: Any, model: Any) -> None:
         """Keras gives its list of callbacks a model."""

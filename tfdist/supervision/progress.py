@@ -29,6 +29,8 @@ TRAINING = "training"
 VALIDATING = "validating"
 # Callbacks are at work at the end of an epoch, or a checkpoint is being written.
 SAVING = "saving"
+# `fit`, `evaluate` or `predict` has raised: the program is about to end, or does something else.
+FAILED = "failed"
 # `fit` has returned; whatever the program does now is not watched.
 DONE = "done"
 # The same, after a signal: what there is to save is saved, and the process is about to end with PREEMPTED.
@@ -133,6 +135,12 @@ class ProgressWriter:
         """
         with self._lock:
             self._write(phase, step)
+
+    def failed(self) -> None:
+        """Says that what was reported ends by an exception; nothing if nothing was, or it has ended before."""
+        with self._lock:
+            if self.phase not in ("", DONE, SAVED):
+                self._write(FAILED, self.step)
 
     def resumed(self, step: int) -> None:
         """Says that the training goes on after a step, from which later steps are counted.

@@ -136,6 +136,18 @@ def test_what_comes_after_the_training_is_not_watched(simulate) -> None:
     assert simulate(program, *HANG).code == 0
 
 
+@pytest.mark.parametrize(("seconds", "code"), [(4.5, 0), (5.5, 124)])
+def test_after_an_exception_there_is_as_much_time_as_for_a_start(simulate, seconds: float, code: int) -> None:
+    """A program may catch it and go on, or be about to end and stand still."""
+
+    def program(process: SimulatedProcess) -> Life:
+        yield from process.train(3)
+        process.writer.failed()
+        yield seconds
+
+    assert simulate(program, "--hang-timeout", "1", *START, "--max-restarts", "0").code == code
+
+
 def test_who_has_ended_is_not_watched(simulate) -> None:
     run = simulate(lambda process: process.train(3 + 40 * process.index), *HANG)
     assert (run.code, run.kinds) == (0, ["start", "complete"])
