@@ -12,7 +12,7 @@ import tensorflow as tf
 from tests.tiers import daily
 from tfdist.compat.upstream import ArrayDataAdapter
 from tfdist.inspection.datasets import glance_at_arrays
-from tfdist.runtime.peers import _near
+from tfdist.runtime.peers import near
 from tfdist.strategies.data_parallel import dataset as shares
 from tfdist.strategies.data_parallel.dataset import ReplicaBatch, array_source, cut_for_worker
 
@@ -40,12 +40,12 @@ def glance(x: Any, y: Any = None) -> list[float]:
 def test_a_glance_tells_other_rows_and_another_order():
     draw = np.random.default_rng(0)
     for x in (draw.normal(size=(12, 5)), draw.uniform(size=(40, 64, 64, 3)), draw.choice([-1.0, 1.0], size=(64, 1))):
-        assert _near(glance(x), glance(x * (1 + 1e-9)))
+        assert near(glance(x), glance(x * (1 + 1e-9)))
         between = np.concatenate([x[:16], -x[16:-16], x[-16:]])
         for other in (x[::-1], np.random.default_rng(1).permutation(x), x + 1, -x, *[between] * (len(x) > 32)):
-            assert not _near(glance(x), glance(other))
+            assert not near(glance(x), glance(other))
     labels = np.eye(10)[draw.integers(0, 10, 64)]
-    assert not _near(glance(labels), glance(labels[::-1]))
+    assert not near(glance(labels), glance(labels[::-1]))
 
 
 NUMBERS = np.random.default_rng(2).normal(size=40)
@@ -69,8 +69,8 @@ def test_a_glance_at_a_part_of_the_rows(make):
     frame = pytest.importorskip("pandas").DataFrame
     first, other, again = (make(frame, part) for part in (slice(0, 20), slice(20, 40), slice(0, 20)))
     same = np.zeros(20)
-    assert _near(glance(first, same), glance(again, same))
-    assert not _near(glance(first, same), glance(other, same))
+    assert near(glance(first, same), glance(again, same))
+    assert not near(glance(first, same), glance(other, same))
 
 
 @pytest.mark.parametrize("shuffle", daily([False, True, "batch"], "True"))

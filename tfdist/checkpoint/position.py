@@ -14,6 +14,8 @@ import contextlib
 import functools
 import logging
 import random
+import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -27,8 +29,11 @@ from tfdist.compat.upstream import ArrayDataAdapter, PyDatasetAdapter, TFDataset
 from tfdist.inspection.datasets import (
     NoOrderError,
     Order,
+    batch_sizes,
     can_save_iterator,
     draws_seeds,
+    glance_at_arrays,
+    glance_at_sources,
     goes_by_processors,
     in_order,
     order_of,
@@ -39,6 +44,7 @@ from tfdist.inspection.datasets import (
     why_not_repeatable,
 )
 from tfdist.inspection.model_state import items_of, random_state, restore_random_state
+from tfdist.runtime.peers import near
 from tfdist.steps.attributes import is_users
 from tfdist.strategies.data_parallel.dataset import ReplicaBatchDataset, in_common_order
 
@@ -48,6 +54,9 @@ _log = logging.getLogger("tfdist")
 _ITERATOR = "iterator"
 _FAIL = 2
 _OWN = "dataset"
+# Facts about data that are not always known; earlier versions have not saved all of them.
+_BATCHES, _SIZES = "number of batches", "rows of a batch"
+_LARGEST = 1e12
 _HOOKS = ("on_epoch_begin", "on_epoch_end")
 _GENERATORS = (
     *(np.random.Generator, np.random.RandomState, random.Random),
@@ -63,6 +72,8 @@ _REMEDIES = (
     ("in parallel", "use tf.random.stateless_*, or map without num_parallel_calls"),
     ("", "keras.utils.set_random_seed, called first, seeds all that has no seed"),
 )
+# Parts that draw, of pipelines that a fit has read which has not come to its end.
+_drawn: weakref.WeakSet[tf.data.Dataset] = weakref.WeakSet()
 # Those of finished fits whose pipelines were not read yet, which a later fit may need.
 _passed_over: list[DataPosition] = []
 
@@ -212,6 +223,7 @@ class DataPosition:
             "goes on": mid_epoch or (iterator.steps_per_epoch is not None and iterator._current_iterator is not None),
             "batches": iterator._num_batches,
             "facts": self._facts,
+            "glance": self._glance,
             "array seed": self._array_seed,
             "global seed": context.global_seed(),
             **self._data.order,
@@ -241,12 +253,24 @@ class DataPosition:
         source = self._data.source
         known = isinstance(source, tf.data.Dataset) and self._dataset_fn is None
         return {
-            "number of batches": None if self._dataset_fn else self._iterator.data_adapter.num_batches,
+            _BATCHES: None if self._dataset_fn else self._iterator.data_adapter.num_batches,
             "components of a batch": str(source.element_spec),
+            # All processes have to find the same: those with rows of their own may have batches of their own.
+            _SIZES: batch_sizes(source) if known and not (self._is_arrays or self._reads_own_rows) else None,
             "seeds of its shuffling": []
             if not known or self._is_arrays or self._data.seeds_are_drawn
             else seeds(source),
         }
+
+    @functools.cached_property
+    def _glance(self) -> list[float]:
+        """Numbers that tell whether the data are others than before; empty where that is not known."""
+        source = self._data.source
+        if self._is_arrays or self._dataset_fn is not None or not isinstance(source, tf.data.Dataset):
+            found = glance_at_arrays(self._iterator)
+        else:
+            found = glance_at_sources(source)
+        return [number if abs(number) < _LARGEST else 0.0 for number in found]  # JSON has no infinity
 
     def resume(self, meta: dict, tensors: Mapping[str, Any]) -> None:
         """Makes the first epoch begin at the position of a backup.
@@ -264,7 +288,7 @@ class DataPosition:
                 )
             for what, now in self._facts.items():
                 then = state["facts"].get(what)
-                if now != then and not (what == "number of batches" and None in (now, then)):
+                if now != then and not (what in (_BATCHES, _SIZES) and None in (now, then)):
                     raise ValueError(
                         f"The backup was made within an epoch of other data. Received: {what}: {now}. Expected, as "
                         f"saved: {then}. Pass the same data (with the same seeds) as before, or another backup_dir to "
@@ -272,6 +296,23 @@ class DataPosition:
                     )
         if self._dataset_fn is None:
             self._data.give(state)
+        peers = hooks_of(self._model.distribute_strategy).peers
+        if not (peers and peers.rank) and not near(self._glance, state.get("glance", self._glance)):
+            warnings.warn(
+                "Received: arrays, or names of files, that are others than when the backup was made, or in another "
+                "order. The fit goes on with them: it may train on rows that were for validation before, and in an "
+                "epoch that has begun some come twice, and others never. Expected: the same data at each start. Seed "
+                "what splits or shuffles them (keras.utils.set_random_seed, random_state=), and sort names of files.",
+                stacklevel=2,
+            )
+        if not _drawn.isdisjoint(self._drawing):
+            warnings.warn(
+                "Received: a dataset that shuffles, and that a fit of this process has read which has failed. What its "
+                "seeds have drawn cannot be drawn again: this fit goes on with rows in another order, and of an epoch "
+                "that has begun some come twice, and others never. Expected: a dataset that is made anew for each "
+                "attempt, or another process.",
+                stacklevel=2,
+            )
         self._resumed = {**state, _ITERATOR: tensors.get(_ITERATOR), "random": meta["random"]}
         self.epoch = meta["epoch"]
         if self._is_arrays:
@@ -283,6 +324,19 @@ class DataPosition:
                     self._iterator._distributed_dataset = dataset
         if self._py_dataset is not None and (kind := _kind_of_state(self._py_dataset)) in state:
             give_back(self._py_dataset, state[kind], tensors)
+
+    @property
+    def _drawing(self) -> list[tf.data.Dataset]:
+        """The parts of the program's pipeline that draw other seeds for each iterator; none if it was made anew."""
+        source = self._data.source
+        if self._dataset_fn is not None or self._is_arrays or not isinstance(source, tf.data.Dataset):
+            return []
+        parts = parts_that_draw(source) if order_of(source) is None else []
+        return [part for part in parts if getattr(part, "_reshuffle_each_iteration", True)]
+
+    def ended(self) -> None:
+        """When the fit has come to its end."""
+        _drawn.difference_update(self._drawing)
 
     def pass_over(self) -> None:
         """Draws the seeds that a finished fit has drawn: a later fit may read the same pipeline.
@@ -320,6 +374,7 @@ class DataPosition:
         """In place of `EpochIterator._enumerate_iterator`: begins at the position of the training."""
         iterator, resumed = self._iterator, self._resumed
         self._resumed = None
+        _drawn.update(self._drawing)
         if self._py_dataset is not None:
             self._note_random_at_begin(resumed)
         iterator.data_adapter.on_epoch_begin()
@@ -390,7 +445,8 @@ class DataPosition:
         iterator = self._iterator
         if self._dataset_fn is not None:
             return False
-        if iterator._num_batches is None:
+        then, now = state["facts"].get(_SIZES), self._facts.get(_SIZES)
+        if iterator._num_batches is None and (then == now or None in (then, now)):
             iterator._num_batches = state["batches"]  # learnt when the data ended for the first time
         goes_on = state["goes on"]
         before = state["made"] - int(goes_on)

@@ -449,7 +449,7 @@ _CALLBACK = {
 _POSITION = {
     **{"made": is_count, "taken": is_count, "steps": is_count, "goes on": bool, "batches": (NOTHING, is_count)},
     **{"facts": ANY_OBJECT, "array seed": _is_seed, "global seed": _is_seed, "used?": is_count, **_ORDER},
-    "random at begin?": (NOTHING, is_random_state),
+    **{"random at begin?": (NOTHING, is_random_state), "glance?": [float]},
 }
 
 

@@ -135,10 +135,17 @@ def glance_at_arrays(epoch_iterator: Any) -> list[float]:
     Processes compare them to see whether they were given different rows.
     """
     adapter = getattr(epoch_iterator, "data_adapter", None)
-    if not isinstance(adapter, ArrayDataAdapter):
-        return []
+    return _glance(tree.flatten(adapter._inputs)) if isinstance(adapter, ArrayDataAdapter) else []
+
+
+def glance_at_sources(dataset: tf.data.Dataset) -> list[float]:
+    """The same of the rows, or the names of files, that a pipeline begins with."""
+    return _glance([tensor for part in _parts(dataset) for tensor in getattr(part, "_tensors", ())])
+
+
+def _glance(arrays: Iterable[Any]) -> list[float]:
     sums = []
-    for array in tree.flatten(adapter._inputs):
+    for array in arrays:
         with contextlib.suppress(Exception):  # Keras takes anything that becomes an array; not all of it can be cut
             for values in map(_as_numbers, _some_of(array)):
                 size = float(np.abs(values).sum())
@@ -160,11 +167,11 @@ def _some_of(array: Any) -> list[np.ndarray]:
 
 
 def _as_numbers(values: np.ndarray) -> np.ndarray:
-    """Finite numbers, made of text where there are none."""
+    """Finite numbers, made of text where there are none; folders of files may differ between jobs and hosts."""
     try:
         numbers = (np.abs(values) if np.iscomplexobj(values) else values).astype("float64")
     except (TypeError, ValueError):
-        numbers = np.array([zlib.crc32(str(value).encode()) for value in values], "float64")
+        numbers = np.array([zlib.crc32(str(value).rpartition("/")[2].encode()) for value in values], "float64")
     return np.where(np.isfinite(numbers), numbers, 0.0)
 
 
@@ -183,6 +190,12 @@ def batch_size(epoch_iterator: Any) -> int | None:
         else:
             dataset = dataset._input_dataset if family_of(type(dataset).__name__) in _KEEPS_BATCHES else None
     return None
+
+
+def batch_sizes(dataset: tf.data.Dataset) -> list[int]:
+    """The number of rows that each part of a pipeline puts into a batch, as far as it is known."""
+    sizes = (tf.get_static_value(getattr(part, "_batch_size", None)) for part in _parts(dataset))
+    return [int(size) for size in sizes if size is not None]
 
 
 def batch_specification(epoch_iterator: Any) -> Any:

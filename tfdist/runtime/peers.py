@@ -396,9 +396,7 @@ class Peers:
                     f"The processes have different datasets. Received: {what}: {self._listing(values)}. Expected: the "
                     f"same dataset of global batches on every process; tfdist gives each its rows. {remedy}"
                 )
-        different = [
-            name for name, (_, numbers) in zip(self.names, told, strict=True) if not _near(numbers, told[0][1])
-        ]
+        different = [name for name, (_, numbers) in zip(self.names, told, strict=True) if not near(numbers, told[0][1])]
         if different and self.rank == 0:
             _log.warning(
                 "Received: arrays with other numbers on %s than on %s, as many rows. Expected: the same arrays, whole, "
@@ -423,6 +421,11 @@ def _of_any_rows(specification: Any) -> Any:
     return tf.nest.map_structure(of_any, specification)
 
 
-def _near(numbers: Sequence[float], others: Sequence[float]) -> bool:
-    """Machines may compute the same numbers with other last bits."""
+def near(numbers: Sequence[float], others: Sequence[float]) -> bool:
+    """Whether numbers tell of the same data. Machines may compute them with other last bits.
+
+    Args:
+        numbers: those of this process, say.
+        others: those of another one.
+    """
     return len(numbers) == len(others) and np.allclose(numbers, others, rtol=1e-3, atol=1e-3, equal_nan=True)
