@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import random
 import signal
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -22,6 +24,7 @@ from tests.models import ready, warned
 from tests.tiers import daily
 from tfdist.checkpoint import backup_and_restore, training_state
 from tfdist.checkpoint.lock import FolderInUseError
+from tfdist.checkpoint.schedule import BackgroundWriter
 from tfdist.checkpoint.store import CheckpointStore
 from tfdist.supervision.exit_codes import PREEMPTED
 
@@ -43,7 +46,7 @@ class Death(keras.callbacks.Callback):
 
     def __init__(self, step: int | None = None, when: str | None = None) -> None:
         super().__init__()
-        self._step = step
+        self._step, self.is_dead = step, False
         if when is not None:
             setattr(self, when, self._die)
 
@@ -52,6 +55,7 @@ class Death(keras.callbacks.Callback):
             self._die()
 
     def _die(self, *_: Any, **__: Any) -> None:
+        self.is_dead = True
         raise DeathError
 
     def get_state(self) -> dict[str, Any]:
@@ -574,24 +578,168 @@ class Slower(keras.callbacks.Callback):
         self.model.optimizer.learning_rate = 0.1 / self.step
 
 
-def test_a_failed_fit_that_is_tried_again(tmp_path: Path) -> None:
-    """By the same objects, in the same process: what the fit has changed of an argument is not the user's change."""
-    slower, death = Slower(), Death(7)
+def tried_again(death: Death, *steps: int, data: Callable[[], tuple] = lambda: (X, Y)) -> Script:
+    """A fit that dies at some steps, and is tried again by the same objects, in the same process."""
+    slower = Slower()
 
     def script(model: keras.Model, fit: Callable[..., Any]) -> int:
-        def attempt(callbacks: Any) -> None:
-            fit(X, Y, batch_size=4, epochs=2, callbacks=callbacks)
-
-        if death._step is not None:
-            with pytest.raises(DeathError):
-                attempt([slower])
-            death._step = None
-        attempt([slower])
+        for death._step in [*steps, None]:
+            with contextlib.nullcontext() if death._step is None else pytest.raises(DeathError):
+                rows = data()
+                fit(*rows, epochs=2, callbacks=[slower], **{"batch_size": 4} if len(rows) > 1 else {})
         return slower.step
 
-    found = start(script, tmp_path, death, save_freq=3)
-    slower = Slower()
+    return script
+
+
+@pytest.mark.parametrize("steps", [[7], [10, 11]])
+def test_a_failed_fit_that_is_tried_again(steps: list[int], tmp_path: Path) -> None:
+    """What the fit has changed of an argument is not the user's change. Two may die in one epoch."""
+    death = Death()
+    found = start(tried_again(death, *steps), tmp_path, death, save_freq=3)
+    assert found == start(tried_again(death), None)
+
+
+def test_what_a_failed_fit_is_still_writing_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one does not take it for a rest that a killed process has left."""
+    death, goes_on = Death(), threading.Event()
+    put, make, wait = CheckpointStore._put_tensors, CheckpointStore.__init__, BackgroundWriter.wait
+
+    def put_late(*arguments: Any) -> Any:
+        assert goes_on.wait(60)
+        return put(*arguments)
+
+    def make_it(*arguments: Any, **options: Any) -> None:
+        make(*arguments, **options)
+        note()
+
+    def wait_for_it(writer: BackgroundWriter) -> None:
+        note()
+        wait(writer)
+
+    def note() -> None:
+        if death.is_dead:
+            goes_on.set()
+
+    monkeypatch.setattr(CheckpointStore, "_put_tensors", put_late)
+    monkeypatch.setattr(CheckpointStore, "__init__", make_it)
+    monkeypatch.setattr(BackgroundWriter, "wait", wait_for_it)
+    found = start(tried_again(death, 5), tmp_path, death, save_freq=4, asynchronous=True)
+    assert found == start(tried_again(death), None)
+
+
+def test_a_shuffle_that_a_failed_fit_has_read(tmp_path: Path) -> None:
+    """It cannot draw again: that is said. One that is made anew can."""
+    words, rows, found = "a fit of this process has read which has failed", shuffled().batch(4), []
+    death = Death()
+    for data, number in ((lambda: (rows,), 1), (lambda: (shuffled().batch(4),), 0)):
+        folder = tmp_path / str(number)
+        script = tried_again(death, 9, data=data)
+        texts = warned(lambda folder=folder, script=script: found.append(start(script, folder, death)), words)
+        assert len(texts) == number
+    alone = start(tried_again(death, data=lambda: (shuffled().batch(4),)), None)
+    assert [one == alone for one in found] == [False, True]
+
+
+@pytest.mark.parametrize("save_freq", [2, "epoch"])
+def test_another_batch_size_of_data_of_unknown_length(save_freq: Any, tmp_path: Path) -> None:
+    """Within an epoch it is refused: other rows would follow. The next epochs have as many batches as there are."""
+
+    def script_of(size: int) -> Script:
+        def script(model: keras.Model, fit: Callable[..., Any]) -> int:
+            fit(tf.data.Dataset.from_tensor_slices((X, Y)).filter(lambda x, y: True).batch(size))
+            return int(model.optimizer.iterations)
+
+        return script
+
+    with pytest.raises(DeathError):
+        start(script_of(4), tmp_path, Death(9), save_freq=save_freq)
+    if save_freq == "epoch":
+        assert (
+            start(script_of(2), tmp_path, save_freq=save_freq)["result"] == 7 + 3 * 13
+        )  # Keras counts the step that finds no data
+    else:
+        with pytest.raises(ValueError, match=r"rows of a batch: \[2\]\. Expected, as saved: \[4\]\."):
+            start(script_of(2), tmp_path, save_freq=save_freq)
+
+
+def of_arrays(order: slice, folder: str) -> tuple:
+    return X[order], Y[order]
+
+
+def of_slices(order: slice, folder: str) -> tuple:
+    return (tf.data.Dataset.from_tensor_slices((X[order], Y[order])).batch(4),)
+
+
+def of_files(order: slice, folder: str) -> tuple:
+    names = [f"{folder}/{i}.png" for i in range(24)][order]
+    return (tf.data.Dataset.from_tensor_slices(names).map(lambda name: (tf.ones([3]), tf.ones([1]))).batch(4),)
+
+
+@pytest.mark.parametrize("data", [of_arrays, of_slices, of_files])
+def test_other_rows_than_before_are_told_of(data: Callable[[slice, str], tuple], tmp_path: Path) -> None:
+    """As a program has them that shuffles or splits them without a seed; a folder may have another name."""
+
+    def script_of(*arguments: Any) -> Script:
+        return lambda model, fit: fit(*data(*arguments))
+
+    same, reverse = slice(None), slice(None, None, -1)
+    with pytest.raises(DeathError):
+        start(script_of(same, "one"), tmp_path, Death(3))
+    words = "that are others than when the backup was made"
+    for order, number in ((same, 0), (reverse, 1)):
+        texts = warned(lambda order=order: died(script_of(order, "two"), tmp_path), words)
+        assert len(texts) == number
+
+
+def died(script: Script, folder: Path) -> None:
+    with pytest.raises(DeathError):
+        start(script, folder, Death(when="on_train_batch_begin"))
+
+
+class Late(keras.callbacks.Callback):
+    """Lets another callback see the later epochs."""
+
+    def __init__(self, held: list[keras.callbacks.Callback]) -> None:
+        super().__init__()
+        self.held = held
+
+    def on_train_begin(self, logs: dict | None = None) -> None:
+        for one in self.held:
+            one.set_model(self.model)
+            one.on_train_begin(logs)
+
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        for one in self.held if epoch else ():
+            one.on_epoch_end(epoch, logs)
+
+
+def test_callbacks_that_a_callback_holds(tmp_path: Path) -> None:
+    def script(model: keras.Model, fit: Callable[..., Any]) -> int:
+        early = keras.callbacks.EarlyStopping("loss", min_delta=9, patience=3)
+        fit(X, Y, batch_size=4, epochs=9, callbacks=[Late([early])])
+        return early.stopped_epoch
+
+    found = restarted(script, tmp_path, Death(21))
     assert found == start(script, None)
+    assert found["result"] == 4
+
+
+def test_a_folder_with_backups_of_later_fits(tmp_path: Path) -> None:
+    """A fit that has ended, and deleted its own, is trained again; one that is left out gives its place to another."""
+
+    def script(model: keras.Model, fit: Callable[..., Any]) -> None:
+        for _ in range(2):
+            fit(X, Y, batch_size=8, epochs=2)
+
+    with pytest.raises(DeathError):
+        start(script, tmp_path, Death(9), delete_checkpoint=True)
+    found: list[dict[str, Any]] = []
+    texts = warned(
+        lambda: found.append(start(script, tmp_path, delete_checkpoint=True)), "of later ones there: fit-2. It begins"
+    )
+    assert len(texts) == 1
+    assert found == [start(script, None)]
 
 
 class Freezes(keras.callbacks.Callback):

@@ -21,8 +21,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import glob
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -38,7 +40,7 @@ import tensorflow as tf
 from tfdist.arguments import check_path, is_new
 from tfdist.checkpoint import callback_state, training_state
 from tfdist.checkpoint.lock import FolderInUseError
-from tfdist.checkpoint.manifest import drill_folder
+from tfdist.checkpoint.manifest import MANIFEST_NAME, drill_folder
 from tfdist.checkpoint.position import DataPosition, ReadData, give_back, made_by_validation, state_of
 from tfdist.checkpoint.schedule import BackgroundWriter, PreemptionSignal, SaveSchedule, frame_of_fit
 from tfdist.checkpoint.store import Checkpoint, SharedStore, is_final
@@ -50,7 +52,7 @@ from tfdist.inspection.model_state import own_methods, random_state, restore_ran
 from tfdist.runtime.agreement import CommonStop, Request
 from tfdist.runtime.chief import Arranged, is_the_chiefs
 from tfdist.steps.keras_step import shadowed
-from tfdist.storage.selection import absolute, check_remote_path, scheme_of
+from tfdist.storage.selection import absolute, check_remote_path, scheme_of, storage_of
 from tfdist.strategies.data_parallel.shares import ShareBySpeed
 from tfdist.strategies.hooks import build_for_steps, install, trace_step
 from tfdist.supervision.events import EventLog
@@ -253,15 +255,15 @@ class FitBackup:
         self._callback_list = callback_list
         self._everyone = others
         # The others only show something, or agree with other processes: they change no result.
-        self._others = [c for c in others if not isinstance(c, _WITHOUT_STATE)]
+        self._others = [c for c in callback_state.with_held(others) if not isinstance(c, _WITHOUT_STATE)]
         strategy = model.distribute_strategy
         hooks = hooks_of(strategy)
         self._peers, self._agreement = hooks.peers, hooks.agreement
         self._is_chief = getattr(strategy, "is_chief", True)
         self._folder = _folder_of_fit(options.backup_dir)
-        _take(self._folder, model)
-        self._store = SharedStore(self._folder, options.max_to_keep, strategy)
         self._writer = BackgroundWriter(options.asynchronous, self._warn_not_written)
+        _take(self._folder, self)
+        self._store = SharedStore(self._folder, options.max_to_keep, strategy)
         self._schedule = SaveSchedule(options.save_freq)
         self._signal = PreemptionSignal(options.preemption_signal, model)
         self._stop_at_end = False
@@ -313,6 +315,13 @@ class FitBackup:
             self._events.write("not repeatable", reason=reason)
         if checkpoint is not None:
             self._resume(iterator, checkpoint)
+        elif self._is_chief and self._folder == self._options.backup_dir and (later := _later_fits(self._folder)):
+            _warn(
+                f"Received: no backup of this fit, the first one in {self._store.directory}, but of later ones there: "
+                f"{', '.join(later)}. It begins anew; the second fit in this folder goes on from fit-2, and so on. "
+                "Expected: the same fits in each start of a program. Give each one that may be left out a backup_dir "
+                "of its own; delete_checkpoint=False keeps those that are finished."
+            )
 
     def _resume(self, iterator: Any, checkpoint: Checkpoint) -> None:
         meta, model = checkpoint.meta, self._model
@@ -468,10 +477,12 @@ class FitBackup:
 
     def _show_metrics_of_empty_epoch(self) -> None:
         """Gives Keras the metrics of an epoch of which no step is left; it would take them from the logs of a step."""
-        original, saved = self._model._get_metrics_result_or_logs, self._logs
+        name = "_get_metrics_result_or_logs"
+        vars(self._model).pop(name, None)  # that of a fit that has failed in this epoch
+        original, saved = getattr(self._model, name), self._logs
 
         def result_or_logs(logs: Any) -> Any:
-            del self._model._get_metrics_result_or_logs
+            delattr(self._model, name)
             found = original(logs)  # where workers that train by themselves exchange
             if logs:
                 return found
@@ -479,7 +490,7 @@ class FitBackup:
             # A step of the user's may log something else.
             return metrics if not saved or saved.keys() == metrics.keys() else saved
 
-        object.__setattr__(self._model, "_get_metrics_result_or_logs", result_or_logs)
+        object.__setattr__(self._model, name, result_or_logs)
 
     def _end_with_logs(self) -> None:
         """Gives the callbacks the logs of the last epoch, as Keras does at the end of a fit that was not restarted."""
@@ -760,6 +771,7 @@ class FitBackup:
     def ended(self) -> None:
         """After all other callbacks have ended."""
         self._model._initial_epoch = None
+        self._position.ended()
         if self._done is not None:
             self._put_back(self._done)  # their `on_train_end` was called before it was saved
         self._wait_for_writer()
@@ -821,23 +833,25 @@ def _take_copies(tensors: dict[str, Any]) -> dict[str, Any]:
 _finished: dict[str, int] = {}
 
 
-# Which model each folder has backups of, and in which thread that is trained.
-_taken: dict[str, tuple[weakref.ref, int]] = {}
+# Which fit each folder has backups of, and in which thread that is called.
+_taken: dict[str, tuple[weakref.ref[FitBackup], int]] = {}
 
 
-def _take(folder: str, model: keras.Model) -> None:
+def _take(folder: str, fit: FitBackup) -> None:
     """Refuses a folder of a fit that goes on in this process, around this one or in another thread."""
     reference, thread = _taken.get(absolute(folder), (lambda: None, 0))
     other, here = reference(), threading.get_ident()
-    is_another = other is not None and (other is not model or thread != here)
-    if is_another and frame_of_fit(other, sys._current_frames().get(thread)) is not None:
+    is_another = other is not None and (other._model is not fit._model or thread != here)
+    if is_another and frame_of_fit(other._model, sys._current_frames().get(thread)) is not None:
         raise is_final(
             FolderInUseError(
                 f"Received: backup_dir {folder!r}, to which another fit of this process, which goes on, writes its "
                 "backups. Expected: one training at a time in a folder. Pass another backup_dir."
             )
         )
-    _taken[absolute(folder)] = weakref.ref(model), here
+    if other is not None:
+        other._writer.wait()  # it has failed: what it is still writing is not to be taken for a rest of it
+    _taken[absolute(folder)] = weakref.ref(fit), here
 
 
 def _folder_of_fit(backup_dir: str) -> str:
@@ -847,6 +861,17 @@ def _folder_of_fit(backup_dir: str) -> str:
     """
     number = _finished.get(absolute(backup_dir), 0) + 1
     return backup_dir if number == 1 else f"{backup_dir.rstrip('/')}/fit-{number}"
+
+
+def _later_fits(backup_dir: str) -> list[str]:
+    """Which of the folders of later fits have backups."""
+    folder, found = absolute(backup_dir), []
+    with contextlib.suppress(OSError):
+        if scheme_of(folder):
+            found = storage_of(folder).names(folder, levels=3)
+        else:
+            found = glob.glob(f"fit-*/*/{MANIFEST_NAME}", root_dir=folder)
+    return sorted({path.partition("/")[0] for path in found if re.fullmatch(rf"fit-\d+/.*/{MANIFEST_NAME}", path)})
 
 
 def _remove_if_empty(backup_dir: str) -> None:

@@ -54,7 +54,7 @@ from tfdist.inspection.model_state import (
     own_copy,
     parts_of_variable,
 )
-from tfdist.runtime.chief import is_the_chiefs
+from tfdist.runtime.chief import Arranged, is_the_chiefs
 from tfdist.steps.attributes import is_users
 
 # Passed in place of the object that this process has: there are none since only data are read (those of a
@@ -79,6 +79,19 @@ _OF_WRITERS = {"keys", "best", "_batches_seen_since_last_saving", "_last_batch_s
 _IN_PLACE = (list, dict, set, collections.deque, np.ndarray)
 # What tells whether an object has changed; longer containers would tell it too slowly.
 _PLAIN, _FILLED, _LONGEST = (bool, int, float, str, type(None)), (list, tuple, dict), 1000
+
+
+def with_held(callbacks: Sequence[keras.callbacks.Callback]) -> list[keras.callbacks.Callback]:
+    """Callbacks, and those that a user's own ones hold and call: an EarlyStopping that begins late, say."""
+    found = {id(one): one for one in callbacks}
+    waiting = list(callbacks)
+    for one in filter(is_users, waiting):  # which grows; tfdist's own refer to all of the fit
+        held = items_of([value for name, value in vars(one).items() if name not in _NOT_STATE])
+        new = [item for item in held if isinstance(item, keras.callbacks.Callback) and not isinstance(item, Arranged)]
+        new = [item for item in new if id(item) not in found]
+        found.update((id(item), item) for item in new)
+        waiting += new
+    return list(found.values())
 
 
 class NotRestoredError(ValueError):
