@@ -16,8 +16,9 @@ from keras import layers, ops
 from tests.features.reference import only_fit
 from tests.models import assert_arrays, in_scope, ready, warned
 from tests.tiers import daily
+from tfdist.steps.keras_step import KerasStep
 from tfdist.strategies.data_parallel import row_trial
-from tfdist.strategies.data_parallel.row_trial import _is_keras_own, _loss_mixes_rows
+from tfdist.strategies.data_parallel.row_trial import _is_keras_own, _loss_mixes_rows, _metric_mixes_rows
 from tfdist.testing import assert_transparent
 
 X = np.random.RandomState(0).randn(16, 8).astype("float32")
@@ -259,12 +260,151 @@ def r_squared(y_true: Any, y_pred: Any) -> Any:
     return 1 - ops.sum(ops.square(y_true - y_pred)) / ops.sum(ops.square(y_true - ops.mean(y_true)))
 
 
-def compiled(*hidden: type | Callable, loss: Any = "mse", metrics: tuple = ()) -> Callable[[], keras.Model]:
+def true_positives(y_true: Any, y_pred: Any) -> Any:
+    return ops.sum(ops.round(ops.clip(y_true * y_pred, 0, 1)))
+
+
+def positives(y: Any) -> Any:
+    return ops.sum(ops.round(ops.clip(y, 0, 1)))
+
+
+# As they have been copied since Keras 2.
+def recall_m(y_true: Any, y_pred: Any) -> Any:
+    return true_positives(y_true, y_pred) / (positives(y_true) + 1e-7)
+
+
+def precision_m(y_true: Any, y_pred: Any) -> Any:
+    return true_positives(y_true, y_pred) / (positives(y_pred) + 1e-7)
+
+
+def f1_m(y_true: Any, y_pred: Any) -> Any:
+    precision, recall = precision_m(y_true, y_pred), recall_m(y_true, y_pred)
+    return 2 * precision * recall / (precision + recall + 1e-7)
+
+
+def specificity(y_true: Any, y_pred: Any) -> Any:
+    return recall_m(1 - y_true, 1 - y_pred)
+
+
+def dice(y_true: Any, y_pred: Any, smooth: float = 1.0) -> Any:
+    shared = ops.sum(ops.reshape(y_true, (-1,)) * ops.reshape(y_pred, (-1,)))
+    return (2 * shared + smooth) / (ops.sum(y_true) + ops.sum(y_pred) + smooth)
+
+
+def iou(y_true: Any, y_pred: Any) -> Any:
+    y_true, y_pred = (ops.cast(one > 0.5, "float32") for one in (y_true, y_pred))
+    return ops.sum(y_true * y_pred) / (ops.sum(ops.maximum(y_true, y_pred)) + 1e-7)
+
+
+RATIOS = (recall_m, precision_m, f1_m, specificity, dice, iou)
+
+
+def macro_recall(y_true: Any, y_pred: Any) -> Any:
+    """Over the classes that there are."""
+    width = ops.shape(y_pred)[-1]
+    actual = ops.one_hot(ops.cast(ops.reshape(y_true, (-1,)), "int32"), width)
+    hits = ops.sum(actual * ops.one_hot(ops.argmax(y_pred, -1), width), 0)
+    there = ops.sum(actual, 0)
+    return ops.sum(hits / ops.maximum(there, 1)) / ops.sum(ops.cast(there > 0, "float32"))
+
+
+def right(y_true: Any, y_pred: Any) -> Any:
+    return ops.mean(ops.cast(ops.equal(y_true > 0.5, y_pred > 0.5), "float32"))
+
+
+def right_of_each_row(y_true: Any, y_pred: Any) -> Any:
+    return ops.mean(ops.cast(ops.equal(y_true > 0.5, y_pred > 0.5), "float32"), -1)
+
+
+def dice_of_each_row(y_true: Any, y_pred: Any) -> Any:
+    return 2 * ops.sum(y_true * y_pred, -1) / (ops.sum(y_true + y_pred, -1) + 1.0)
+
+
+class MeanOfRecalls(keras.metrics.Metric):
+    """The mean over the batches of their recalls."""
+
+    def __init__(self, name: str = "mean_of_recalls") -> None:
+        super().__init__(name=name)
+        self.total, self.count = (self.add_weight(initializer="zeros", name=one) for one in ("total", "count"))
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.total.assign_add(recall_m(y_true, y_pred))
+        self.count.assign_add(1.0)
+
+    def result(self) -> Any:
+        return self.total / (self.count + 1e-7)
+
+
+class HoldsMean(keras.metrics.Metric):
+    def __init__(self) -> None:
+        super().__init__(name="holds_mean")
+        self.mean = keras.metrics.Mean()
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.mean.update_state(recall_m(y_true, y_pred))
+
+    def result(self) -> Any:
+        return self.mean.result()
+
+
+class IsMean(keras.metrics.Mean):
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        super().update_state(f1_m(y_true, y_pred), sample_weight)
+
+
+class F1OfSums(keras.metrics.Metric):
+    """As it should be: of the true positives and the positives of all batches."""
+
+    def __init__(self) -> None:
+        super().__init__(name="f1_of_sums")
+        self.hits, self.all = (self.add_weight(initializer="zeros", name=one) for one in ("hits", "all"))
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.hits.assign_add(true_positives(y_true, y_pred))
+        self.all.assign_add(positives(y_true) + positives(y_pred))
+
+    def result(self) -> Any:
+        return 2 * self.hits / (self.all + 1e-7)
+
+
+class F1OfParts(keras.metrics.Metric):
+    def __init__(self) -> None:
+        super().__init__(name="f1_of_parts")
+        self.precision, self.recall = keras.metrics.Precision(), keras.metrics.Recall()
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        for one in (self.precision, self.recall):
+            one.update_state(y_true, y_pred, sample_weight)
+
+    def result(self) -> Any:
+        precision, recall = self.precision.result(), self.recall.result()
+        return 2 * precision * recall / (precision + recall + 1e-7)
+
+
+class ByHand(Own):
+    """Two ratios that the step computes."""
+
+    def __init__(self) -> None:
+        super().__init__(mean)
+        self.recall, self.missed = keras.metrics.Mean(name="recall"), keras.metrics.Mean(name="missed")
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        self.recall.update_state(recall_m(y, self(x)))
+        self.missed.update_state(specificity(y, self(x)))
+        return super().train_step(data)
+
+
+def compiled(*hidden: type | Callable, loss: Any = "mse", **metrics: tuple) -> Callable[[], keras.Model]:
+    """What makes a model; `metrics` and `weighted_metrics` as in `compile`."""
     return lambda: ready(
         keras.Sequential([keras.Input((8,)), layers.Dense(8), *(make() for make in hidden), layers.Dense(3)]),
         keras.optimizers.SGD(0.05),
         loss,
-        metrics=[one() if isinstance(one, type) or one.__name__ == "<lambda>" else one for one in metrics],
+        **{
+            key: [one() if isinstance(one, type) or getattr(one, "__name__", "") == "<lambda>" else one for one in of]
+            for key, of in metrics.items()
+        },
     )
 
 
@@ -430,6 +570,38 @@ CALLS = {
         ["fit"],
         ["Tracked.train_step, whose gradient"],
     ),
+    "ratios of counts": (
+        compiled(metrics=RATIOS),
+        ["fit", "evaluate"],
+        [f"'{one.__name__}' (MeanMetricWrapper), given one number a batch" for one in RATIOS],
+    ),
+    "one ratio beside what is exact": (
+        compiled(weighted_metrics=("accuracy", recall_m, right_of_each_row)),
+        ["evaluate", "fit"],
+        ["'recall_m' (MeanMetricWrapper), given one number a batch"],
+    ),
+    "means of ratios in a class": (
+        compiled(metrics=(MeanOfRecalls, HoldsMean), weighted_metrics=(IsMean,)),
+        ["fit", "evaluate"],
+        ["(MeanOfRecalls), whose state", "(HoldsMean), whose state", "(IsMean), given one number a batch"],
+    ),
+    "ratios beside a layer": (
+        compiled(MinibatchDeviation, metrics=(dice, right, F1OfSums)),
+        ["fit"],
+        ["(MinibatchDeviation), which mixes", "'dice' (MeanMetricWrapper), given one number a batch"],
+    ),
+    "ratios that a step computes": (own(kind=ByHand), ["fit"], ["'missed' (Mean), given", "'recall' (Mean), given"]),
+    "metrics that are exact": (
+        compiled(
+            metrics=(
+                *("accuracy", "mae", mean, right, right_of_each_row, dice_of_each_row, F1OfSums, F1OfParts),
+                *(keras.metrics.Recall, keras.metrics.Precision, keras.metrics.AUC, keras.metrics.BinaryAccuracy),
+            ),
+            weighted_metrics=(right_of_each_row, F1OfParts, keras.metrics.Recall),
+        ),
+        ["fit", "evaluate"],
+        [],
+    ),
     "metrics that are sums": (compiled(metrics=(RootOfSums,)), ["fit", "evaluate"], []),
     "whole numbers": (lambda: Outputs(lambda rows: tf.argsort(rows, axis=0)), ["predict"], ["(Outputs), which mixes"]),
     "other numbers of rows": (
@@ -574,7 +746,8 @@ def test_predictions_as_wide_as_the_longest_row(mirrored):
 
 def test_a_step_that_is_too_large_for_a_trial(mirrored, monkeypatch):
     monkeypatch.setattr(row_trial, "MOST_OPERATIONS", 0)
-    assert "'root', which mixes the rows" in "".join(said_of_fits(mirrored, compiled(loss=root)))
+    loss, metric = said_of_fits(mirrored, compiled(loss=root, metrics=(recall_m,)))
+    assert "'root', which mixes the rows" in loss and "'recall_m' (MeanMetricWrapper), given one number" in metric
 
 
 @pytest.mark.nightly
@@ -602,6 +775,29 @@ def test_targets_that_are_numbers_of_classes():
     classes, scores = tf.TensorSpec((4,), tf.int32), tf.TensorSpec((4, 5))
     assert not _loss_mixes_rows(keras.losses.sparse_categorical_crossentropy, [classes, scores])
     assert _loss_mixes_rows(keras.losses.circle, [classes, scores])
+
+
+@pytest.mark.parametrize(
+    ("metric", "shapes", "mixes"),
+    [
+        *((one, [(8, 1), (8, 1)], True) for one in RATIOS),
+        *((one, [(None, 16, 16, 1), (None, 16, 16, 1)], True) for one in RATIOS),
+        *((one, [(8, 10), (8, 10)], True) for one in RATIOS),
+        (macro_recall, [(8,), (8, 3)], True),
+        (macro_recall, [(8, 1), (8, 10)], True),
+        (right, [(8, 1), (8, 1)], False),
+        (right_of_each_row, [(8, 1), (8, 1), (8,)], False),
+        (dice_of_each_row, [(None, 16, 16, 1), (None, 16, 16, 1)], False),
+        (F1OfSums, [(None, 1), (None, 1)], False),
+        (F1OfParts, [(8, 3), (8, 3), (8,)], False),
+    ],
+)
+def test_metrics_by_themselves(mirrored, metric, shapes, mixes):
+    """Whatever a model predicts."""
+    with mirrored.scope():
+        metric = metric() if isinstance(metric, type) else keras.metrics.MeanMetricWrapper(metric)
+    given = tuple(tf.TensorSpec(shape) for shape in shapes), {}
+    assert _metric_mixes_rows(KerasStep("test", keras.Sequential(), print), metric, given) is mixes
 
 
 def test_what_cannot_be_tried_says_nothing():

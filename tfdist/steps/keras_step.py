@@ -93,7 +93,7 @@ class KerasStep:
         is_of_all: whether all processes have the same global batch.
         scalars: what a `Mean` or `Sum` was given for a batch: (metric, number, whether it is averaged over the
             replicas).
-        losses: by id, a compiled loss, and shapes and dtypes of what it was given.
+        given: by id, a compiled loss or a metric, and the specification of its arguments: `(args, kwargs)`.
         optimizers: ids of those whose gradients are those of the global batch, and of their parts.
         shard: the number of the part of a batch that the step is for, where one replica computes several; else `None`.
         parts: the step on each replica of this process, by its local index.
@@ -113,7 +113,7 @@ class KerasStep:
     batch: Any = None
     is_of_all: bool = False
     scalars: list[tuple[keras.Metric, Any, bool]] = dataclasses.field(default_factory=list)
-    losses: dict[int, tuple[keras.Loss, list[tf.TensorSpec]]] = dataclasses.field(default_factory=dict)
+    given: dict[int, tuple[keras.Loss | keras.Metric, tuple]] = dataclasses.field(default_factory=dict)
     graph: tf.Graph | None = None
     optimizers: set[int] = dataclasses.field(default_factory=set)
     shard: tf.Tensor | None = None
@@ -143,7 +143,7 @@ class KerasStep:
 
     def note_batch(self, data: Any) -> None:
         """Notes shapes and dtypes of this replica's rows."""
-        self.batch = tf.nest.map_structure(_specification, data)
+        self.batch = tf.nest.map_structure(specification, data)
 
     def begin_shard(self, weight: tf.Tensor) -> None:
         """Notes this replica's weight, where the one who has cut the batch knows it.
@@ -195,7 +195,8 @@ class KerasStep:
         return self.here.rows > 0 if self.here.may_be_empty else None
 
 
-def _specification(leaf: Any) -> tf.TypeSpec | None:
+def specification(leaf: Any) -> tf.TypeSpec | None:
+    """Shape and dtype of a tensor; `None` for `None`."""
     return None if leaf is None else tf.type_spec_from_value(leaf)
 
 

@@ -14,7 +14,7 @@ shadowed_for_step      the shadows of a train or test step, in this order:
   optimizer.check_finite tests the sum of gradients in float16 as one process tests its own
   Layer._losses          is another list for each replica
   BatchNormalization     uses the statistics of the global batch (batch_norm.py)
-  Loss.call              notes what it is given, for a trial (row_trial.py)
+  Loss.call              notes what it is given, for a trial (row_trial.py); so does Metric.update_state
   Variable.assign        does what the variable's `aggregation` says (state.py)
   Metric.result          marks what it returns, so that logs that are metrics' results are told from others
 all_reduce_logs        logs
@@ -61,7 +61,14 @@ from tfdist.steps.attributes import of_each_replica, reached_from
 from tfdist.steps.derived_logs import DerivedLogs, marked_result, metric_of, results_before
 from tfdist.steps.gradients import GradientOptions, added_by_number, all_reduce_sum, check_finite, numbered, scale
 from tfdist.steps.in_step import gather_with_weights, of_global_batch
-from tfdist.steps.keras_step import KerasStep, current_step, global_replica, local_replica, shadowed
+from tfdist.steps.keras_step import (
+    KerasStep,
+    current_step,
+    global_replica,
+    local_replica,
+    shadowed,
+    specification,
+)
 from tfdist.steps.local_values import Dependence, LocalValues, draws
 from tfdist.steps.shards import other_readers, to_apply
 from tfdist.strategies.data_parallel import state as layer_state
@@ -146,10 +153,11 @@ def shadowed_for_step(step: KerasStep, *, options: GradientOptions, global_batch
             if isinstance(layer, keras.layers.BatchNormalization) and (global_batch_norm or layer.synchronized):
                 stack.enter_context(shadowed(layer, _moments=global_moments(layer)))
         for loss in losses_of(step.model):
-            stack.enter_context(shadowed(loss, call=noting_call(step, loss)))
+            stack.enter_context(shadowed(loss, call=noting_arguments(step, loss, loss.call)))
         stack.enter_context(layer_state.assignments_aggregated(step))
         for metric in _metrics_of(step.model):
-            stack.enter_context(shadowed(metric, result=marked_result(metric)))
+            noting = noting_arguments(step, metric, metric.update_state)
+            stack.enter_context(shadowed(metric, result=marked_result(metric), update_state=noting))
         yield
 
 
@@ -458,14 +466,13 @@ def losses_of(model: keras.Model) -> list[keras.losses.Loss]:
     return [loss for _, loss, *_ in listed if isinstance(loss, keras.losses.Loss)]
 
 
-def noting_call(step: KerasStep, loss: keras.losses.Loss) -> Callable:
-    """The call of a compiled loss, which notes what it is given in a step."""
-    call = loss.call
+def noting_arguments(step: KerasStep, owner: Any, call: Callable) -> Callable:
+    """A method of a loss or metric, which notes what tensors it is given in a step."""
 
-    def noting(y_true: Any, y_pred: Any) -> Any:
-        if isinstance(y_true, tf.Tensor) and isinstance(y_pred, tf.Tensor):
-            step.losses.setdefault(id(loss), (loss, [tf.TensorSpec(one.shape, one.dtype) for one in (y_true, y_pred)]))
-        return call(y_true, y_pred)
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        if all(one is None or isinstance(one, tf.Tensor) for one in tf.nest.flatten((args, kwargs))):
+            step.given.setdefault(id(owner), (owner, tf.nest.map_structure(specification, (args, kwargs))))
+        return call(*args, **kwargs)
 
     return noting
 

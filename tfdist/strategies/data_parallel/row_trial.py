@@ -8,11 +8,13 @@ The gradients of a mean over the rows are the mean of the halves' gradients. Tho
 negatives within the batch, and of layers that normalise over the rows are not, and nothing fails. So what was traced is
 traced once more (`try_once`), in a graph that changes nothing, and a warning names what differs:
 
-_loss_mixes_rows  each compiled loss by itself, with its values: also where a step is too large to be traced once more
-_step_messages    the step. One that does not train has results instead of gradients: the losses of a test step, the
-                  outputs of a predict step, and what the model's layers return to either. And metrics of a user's own
-                  class: their results of the halves' states, added up, as Keras does with those of replicas
-_some, _compare_  the random rows; the comparisons; the messages
+_loss_mixes_rows    each compiled loss by itself, with its values: also where a step is too large to be traced once more
+_metric_mixes_rows  each metric of the user's own likewise: results of the halves' states, added up, as Keras does with
+                    those of replicas. A model's predictions might all be on the same side of a threshold
+_step_messages      the step. One that does not train has results instead of gradients: the losses of a test step, the
+                    outputs of a predict step, and what the model's layers return to either. And metrics that are given
+                    what the step makes of rows
+_some, _compare_    the random rows; the comparisons; the messages
 
 What tfdist makes exact counts as exact: the halves get the statistics of `BatchNormalization`, and what else replicas
 add up, of the whole; layers that draw random numbers pass on what they are given. What else draws gets the same number
@@ -28,9 +30,9 @@ import itertools
 import logging
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -68,6 +70,8 @@ _DRAWS: tuple[Callable[[np.random.RandomState, Any], np.ndarray], ...] = (
     lambda random, sizes: np.round(random.standard_normal(sizes.shape)),
     lambda random, sizes: random.standard_normal(sizes.shape),
 )
+# Of four rows, few may be counted, and the halves' counts may be alike by chance.
+_DRAWS_OF_METRICS = 4 * len(_DRAWS)
 # By so much of its size a value may differ; of a mean in 16 bits two or three digits are right.
 _DIGITS, _DIGITS_ROUNDED = 1e-3, 5e-2
 # Tracing a larger step once more takes too long; larger rows are not worth the memory.
@@ -114,11 +118,20 @@ def try_once(step: KerasStep, operations: int, said: Callable[[str], str] = str)
         return
 
     def trial() -> list[str] | None:
-        found = [_loss_message(loss) for loss, specs in step.losses.values() if _loss_mixes_rows(loss.call, specs)]
+        of_losses, of_metrics, alone = [], [], []
+        for one, (args, kwargs) in step.given.values():
+            if isinstance(one, keras.losses.Loss):
+                of_losses += [_loss_message(one)] * _loss_mixes_rows(one.call, args)
+            elif not all(map(_is_row_by_row, _with_function(one))):
+                with contextlib.suppress(Exception):  # what cannot be tried alone is tried in the step
+                    of_metrics += [_metric_message(one)] * _metric_mixes_rows(step, one, (args, kwargs))
+                    alone.append(one)
+        found = of_losses + of_metrics
         if operations > MOST_OPERATIONS:
             return found or None
         try:
-            return found if _is_keras_own(model) else found + _step_messages(step, bool(found))
+            of_step = [] if _is_keras_own(model, alone) else _step_messages(step, bool(of_losses), alone)
+            return of_losses + of_step + of_metrics
         except Exception as error:  # a step that takes no such rows fails here only
             *_, (frame, _) = traceback.walk_tb(error.__traceback__)
             if frame.f_code.co_filename == __file__ and not isinstance(error, NotImplementedError):
@@ -138,18 +151,22 @@ def try_once(step: KerasStep, operations: int, said: Callable[[str], str] = str)
             warnings.warn(said(message), stacklevel=2)
 
 
-def _is_keras_own(model: keras.Model) -> bool:
+def _is_keras_own(model: keras.Model, alone: Sequence[keras.Metric] = ()) -> bool:
     """Whether all of a model, and its step, is Keras' own: these compute each row by itself, and need no trial.
 
-    The few losses of Keras that do not are tried by themselves.
+    The few losses of Keras that do not are tried by themselves, and so are the metrics `alone`.
     """
     made_of: list[Any] = [model]
     for part in model._flatten_layers():
         made_of += [part, *getattr(part, "operations", ())]
     for one in (*losses_of(model), *metrics_of(model)):
-        made_of += [one, getattr(one, "fn", getattr(one, "_fn", one))]
+        made_of += [] if any(one is metric for metric in alone) else _with_function(one)
     made_of += [part.activation for part in made_of if hasattr(part, "activation")]
     return all(_is_row_by_row(part) for part in made_of)
+
+
+def _with_function(one: keras.losses.Loss | keras.Metric) -> list[Any]:
+    return [one, getattr(one, "fn", getattr(one, "_fn", one))]
 
 
 def _is_row_by_row(part: Any) -> bool:
@@ -174,10 +191,7 @@ def _loss_mixes_rows(call: Callable, specs: Sequence[tf.TensorSpec]) -> bool:
         return [whole, *(_compare_rows if whole.shape.rank else _compare_means)(whole, *halves)]
 
     # What cannot be tried says nothing: it keeps something, draws random numbers, or asks other replicas.
-    with (
-        contextlib.suppress(Exception),
-        shadowed(tf.distribute.get_replica_context(), all_reduce=_refuse, all_gather=_refuse, merge_call=_refuse),
-    ):
+    with contextlib.suppress(Exception), _exchanging(_refuse):
         return any(
             _is_off(off, size, _DIGITS_ROUNDED if whole.dtype.itemsize < 4 else _DIGITS)
             for whole, off, size in _each_draw(trial, specs, may_read=False)
@@ -185,13 +199,38 @@ def _loss_mixes_rows(call: Callable, specs: Sequence[tf.TensorSpec]) -> bool:
     return False
 
 
-def _each_draw(trial: Callable, batch: Any, may_read: bool = True) -> Iterator[Any]:
-    """Traces a trial once, and runs it with rows of each kind; yields what it returns, as arrays.
+def _metric_mixes_rows(step: KerasStep, metric: keras.Metric, given: Any) -> bool:
+    """Whether the result of a metric for a few rows is not that of the sum of its states for their halves.
+
+    Args:
+        step: the step.
+        metric: the metric.
+        given: the specification of its arguments.
+    """
+
+    def trial(given: Any) -> list[tf.Tensor]:
+        before = [tf.convert_to_tensor(own_copy(variable)) for variable in metric.variables]
+        states = []
+        for rows, share in zip(_PARTS, _SHARES, strict=True):
+            args, kwargs = _rows_of(given, rows)
+            with traced(tf.distribute.get_strategy(), _step_of_part(step, share)):
+                after = metric.stateless_update_state(before, *args, **kwargs)
+            states.append({id(v): new for v, new in zip(metric.variables, after, strict=True) if _is_sum(v)})
+        return _compare_states(step, metric, states)
+
+    with random_state_kept(), _exchanging(_refuse):
+        found = _each_draw(trial, given, draws=_DRAWS_OF_METRICS)
+        return any(_is_off(off, size, _digits(step.model)) for off, size in found)
+
+
+def _each_draw(trial: Callable, batch: Any, may_read: bool = True, draws: int = len(_DRAWS)) -> Iterator[Any]:
+    """Traces a trial once, and runs it with rows of one kind after the other; yields what it returns, as arrays.
 
     Args:
         trial: given a batch.
         batch: its specification.
         may_read: whether it may read variables.
+        draws: how often to run it.
 
     Raises:
         NotImplementedError: if it would change something.
@@ -206,7 +245,7 @@ def _each_draw(trial: Callable, batch: Any, may_read: bool = True) -> Iterator[A
     if not _can_be_run(traced.graph) or not (may_read or all(one.dtype != tf.resource for one in traced.inputs)):
         raise NotImplementedError("a step that changes something outside")
     run = _with_the_same_draws(function, traced)
-    for draw in range(len(_DRAWS)):
+    for draw in range(draws):
         rows = first if draw == 0 else _some(batch, draw)
         # What takes the first rows may refuse others.
         with contextlib.suppress(*[tf.errors.OpError][:draw]):
@@ -275,21 +314,29 @@ def _replace_draws(nodes: Any, output: str) -> int:
     return len(drawing)
 
 
+class _Noted(NamedTuple):
+    """A value of a run of the step.
+
+    Attributes:
+        kind: a gradient; a result, of steps that have no gradients; a constant, an output of a predict step that should
+            not depend on its rows; a value that a layer is given, or returns; a number that a metric is given.
+        value: the value.
+        owner: the layer to blame if this is what differs first; the metric.
+    """
+
+    kind: str
+    value: Any
+    owner: keras.Layer | keras.Metric | None = None
+
+
 class _Part:
     """One run of the step, on some of the rows; `whole` is the run on all rows, or `None` if this is it."""
 
     def __init__(self, whole: _Part | None) -> None:
         self.graph = tf.compat.v1.get_default_graph()
-        self.gradients: list[tf.Tensor] = []
-        # What layers are given, and what they return, with the layer to blame if this is what differs first.
-        self.values: list[tuple[keras.Layer | None, tf.Tensor]] = []
-        self.scalars: list[tuple[keras.Metric, Any, bool]] = []
+        self.noted: list[_Noted] = []
         # By the variable's id what metrics assign, where nothing but sums can be added up later.
         self.states: dict[int, tf.Tensor] = {}
-        # Of steps that have no gradients.
-        self.results: list[tf.Tensor] = []
-        # Outputs of a predict step that should not depend on its rows.
-        self.constants: list[tf.Tensor] = []
         self.running: list[keras.Layer] = []
         self._own: list[Any] = []
         self._of_all_rows = None if whole is None else iter(whole._own)
@@ -304,75 +351,76 @@ class _Part:
     def note_values(self, layer: keras.Layer | None, values: Any) -> None:
         """Notes what goes into a layer, or comes out; not in loops and branches, whose tensors are not seen outside."""
         if tf.compat.v1.get_default_graph() is self.graph:
-            self.values += [(layer, one) for one in _tensors(values)]
+            self.note("value", _tensors(values), layer)
+
+    def note(self, kind: str, values: Iterable[Any], owner: Any = None) -> None:
+        self.noted += [_Noted(kind, one, owner) for one in values]
 
 
-def _step_messages(step: KerasStep, loss_is_named: bool) -> list[str]:
-    """What mixes the rows of a batch, in words; `loss_is_named` tells that a compiled loss does."""
+def _step_messages(step: KerasStep, loss_is_named: bool, alone: Sequence[keras.Metric]) -> list[str]:
+    """What mixes the rows of a batch, in words.
+
+    Args:
+        step: the step.
+        loss_is_named: whether a compiled loss does.
+        alone: metrics that need no trial.
+    """
     parts: list[_Part] = []
 
     def trial(batch: Any) -> list[list[Any]]:
         for rows, share in zip(_PARTS, _SHARES, strict=True):
-            some = tf.nest.map_structure(lambda one, rows=rows: None if one is None else one[rows], batch)
-            parts.append(_run(step, some, share, parts[0] if parts else None))
+            parts.append(_run(step, _rows_of(batch, rows), share, parts[0] if parts else None, alone))
+        if len({tuple(one.kind for one in part.noted) for part in parts}) > 1:
+            raise NotImplementedError("a step that is another one each time")
+        noted = zip(*(part.noted for part in parts), strict=True)
+        states = [part.states for part in parts]
         return [
-            [_compare_means(*of) for of in _side_by_side(parts, "gradients")],
-            [_compare_rows(*of, other=np.inf) for of in _side_by_side(parts, "results")],
-            [_compare_constants(*of) for of in _side_by_side(parts, "constants")],
-            [_compare_rows(*(value for _, value in of)) for of in _side_by_side(parts, "values")],
-            [[tf.cast(value, tf.float32) for _, value, _ in of] for of in _side_by_side(parts, "scalars")],
-            [_compare_states(metric, parts) for metric in _own_metrics(step, parts)],
+            [_COMPARISONS[of[0].kind](*(one.value for one in of)) for of in noted],
+            [_compare_states(step, metric, states) for metric in _own_metrics(step, parts)],
         ]
 
-    messages: list[str] = []
-    of_states: dict[str, None] = {}
-    for *found, states in _each_draw(trial, step.batch):
-        messages += [one for one in _messages_of(step, parts, loss_is_named, *found) if one not in messages]
-        metrics = zip(_own_metrics(step, parts), states, strict=True)
-        of_states |= {
-            _state_message(one): None for one, (off, size) in metrics if _is_off(off, size, _digits(step.model))
-        }
-        if messages:
+    of_step: list[str] = []
+    of_metrics: dict[str, None] = {}
+    for found, states in _each_draw(trial, step.batch):
+        of_step, metrics = _messages_of(step, list(zip(parts[0].noted, found, strict=True)), loss_is_named)
+        off = [_is_off(*of, _digits(step.model)) for of in states]
+        metrics += itertools.compress(_own_metrics(step, parts), off)
+        of_metrics |= dict.fromkeys(map(_metric_message, metrics))
+        if of_step:
             break
-    return [*messages, *of_states]
+    return [*of_step, *of_metrics]
 
 
 def _messages_of(
-    step: KerasStep,
-    parts: Sequence[_Part],
-    loss_is_named: bool,
-    gradients: Any,
-    results: Any,
-    constants: Any,
-    values: Any,
-    scalars: Any,
-) -> list[str]:
-    """What one kind of rows has shown."""
-    model = step.model
-    digits = _digits(model)
-    largest = max((size for _, size in gradients), default=0.0)
-    numbers = [(metric, of) for (metric, *_), of in zip(parts[0].scalars, scalars, strict=True)]
-    is_off = any(_is_off(off, size, digits) and not off <= 1e-6 * largest for off, size in gradients)
-    is_off |= any(_is_off(off, size, digits) for off, size in results)
+    step: KerasStep, noted: Sequence[tuple[_Noted, Any]], loss_is_named: bool
+) -> tuple[list[str], list[keras.Metric]]:
+    """What one kind of rows has shown of the step, in words, and of which metrics' numbers."""
+    model, digits = step.model, _digits(step.model)
+
+    def of(kind: str) -> list[tuple[_Noted, Any]]:
+        return [one for one in noted if one[0].kind == kind]
+
+    largest = max((size for _, (_, size) in of("gradient")), default=0.0)
+    is_off = any(_is_off(off, size, digits) and not off <= 1e-6 * largest for _, (off, size) in of("gradient"))
+    is_off |= any(_is_off(*found, digits) for _, found in of("result"))
     if step.kind == "test":
-        is_off |= any(metric is model._loss_tracker and not _is_mean(of, digits) for metric, of in numbers)
+        is_off |= any(one.owner is model._loss_tracker and not _is_mean(found, digits) for one, found in of("number"))
     messages = [
-        output_message(model, output, "the first one's is returned")
-        for output, (off, size) in zip(parts[0].constants, constants, strict=True)
-        if _is_off(off, size, digits)
+        output_message(model, one.value, "the first one's is returned")
+        for one, found in of("constant")
+        if _is_off(*found, digits)
     ][:1]
     if is_off:
-        culprits = zip((layer for layer, _ in parts[0].values), values, strict=True)
-        layer, is_wider = next(
-            ((one, np.isinf(off) and size == 0) for one, (off, size) in culprits if _is_off(off, size, digits)),
-            (None, False),
+        culprits = (
+            (one.owner, np.isinf(off) and size == 0) for one, (off, size) in of("value") if _is_off(off, size, digits)
         )
+        layer, is_wider = next(culprits, (None, False))
         messages += _step_message(step, loss_is_named) if layer is None else [_layer_message(layer, is_wider)]
     averaged = {id(metric) for metric, _, is_averaged in step.scalars if is_averaged}
+    numbers = [(one.owner, found) for one, found in of("number") if id(one.owner) in averaged]
     # Where the loss differs, so do all numbers that are computed with it.
     known = is_off or loss_is_named
-    found = {id(metric): metric for metric, of in numbers if (_adds_up(*of) if known else not _is_mean(of, digits))}
-    return messages + [_metric_message(metric) for key, metric in found.items() if key in averaged]
+    return messages, [one for one, found in numbers if (_adds_up(*found) if known else not _is_mean(found, digits))]
 
 
 def _digits(model: keras.Model) -> float:
@@ -383,23 +431,26 @@ def _digits(model: keras.Model) -> float:
 def _own_metrics(step: KerasStep, parts: Sequence[_Part]) -> list[keras.Metric]:
     """Metrics of a user's own class whose state all runs of a step have changed."""
     known = functools.reduce(set.intersection, (set(part.states) for part in parts))
-    # What the step finds to add up over the replicas, the trial counts by rows.
-    added = {
-        id(variable) for metric, _, is_averaged in step.scalars if not is_averaged for variable in metric.variables
-    }
     own = [one for one in metrics_of(step.model) if not type(one).__module__.startswith(("keras.", "keras_hub."))]
     states = [{id(variable) for variable in metric.variables} for metric in own]
-    return [metric for metric, state in zip(own, states, strict=True) if state & known and not state & added]
+    return [metric for metric, state in zip(own, states, strict=True) if state & known]
 
 
-def _compare_states(metric: keras.Metric, parts: Sequence[_Part]) -> list[tf.Tensor]:
-    """By how much the results of a state, and of the sum of the halves' states, differ, and how large they are."""
+def _compare_states(step: KerasStep, metric: keras.Metric, states: Sequence[dict[int, tf.Tensor]]) -> list[tf.Tensor]:
+    """By how much the results of a state, and of the sum of the halves' states, differ, and how large they are.
+
+    Args:
+        step: the step.
+        metric: the metric.
+        states: of all rows, and of the halves: by id, what is assigned to those of its variables that are sums.
+    """
+    # What the step finds to add up over the replicas, the trial counts by rows.
+    sums = [one for one, _, is_averaged in step.scalars if isinstance(one, keras.metrics.Sum) and not is_averaged]
+    added = {id(variable) for one in sums for variable in one.variables}
     with contextlib.suppress(Exception):  # of a result that is no tensor, say: Keras may read it outside of the step
         before = [tf.cast(own_copy(variable), tf.float64) for variable in metric.variables]
-        whole, *halves = (
-            [tf.cast(part.states.get(id(v), old), tf.float64) for v, old in zip(metric.variables, before, strict=True)]
-            for part in parts
-        )
+        known = [(None if id(v) in added else id(v), old) for v, old in zip(metric.variables, before, strict=True)]
+        whole, *halves = ([tf.cast(state.get(key, old), tf.float64) for key, old in known] for state in states)
         together = [old + sum(one - old for one in of) for old, *of in zip(before, *halves, strict=True)]
         pairs = list(zip(_results(metric, whole), _results(metric, together), strict=True))
         off = [tf.reduce_max(tf.abs(one - other)) for one, other in pairs]
@@ -413,14 +464,6 @@ def _results(metric: keras.Metric, state: Sequence[tf.Tensor]) -> list[tf.Tensor
         return [tf.cast(one, tf.float32) for one in tf.nest.flatten(metric.result())]
 
 
-def _side_by_side(parts: Sequence[_Part], name: str) -> Iterator[tuple]:
-    """What the runs have noted, each with the same of the other runs."""
-    noted = [getattr(part, name) for part in parts]
-    if len({len(of_one) for of_one in noted}) > 1:
-        raise NotImplementedError("a step that is another one each time")
-    return zip(*noted, strict=True)
-
-
 def _can_be_run(graph: tf.Graph) -> bool:
     """Whether a graph changes nothing, and draws no random numbers that can differ."""
     definition = graph.as_graph_def()
@@ -429,23 +472,25 @@ def _can_be_run(graph: tf.Graph) -> bool:
     return not any(one.startswith(_NOT_TRIED) for one in types)
 
 
-def _run(step: KerasStep, rows: Any, share: float, whole: _Part | None) -> _Part:
-    part, context = _Part(whole), tf.distribute.get_replica_context()
-    part_step = KerasStep(step.kind, step.model, step.function)
+def _rows_of(batch: Any, rows: slice) -> Any:
+    return tf.nest.map_structure(lambda one: None if one is None else one[rows], batch)
+
+
+def _step_of_part(step: KerasStep, share: float) -> KerasStep:
+    part_step = KerasStep(step.kind, step.model, step.function, graph=tf.compat.v1.get_default_graph())
     part_step.begin_shard(tf.constant(share, tf.float64))
-    part_step.graph = part.graph
+    return part_step
+
+
+def _run(step: KerasStep, rows: Any, share: float, whole: _Part | None, alone: Sequence[keras.Metric]) -> _Part:
+    part, part_step = _Part(whole), _step_of_part(step, share)
     with contextlib.ExitStack() as stack:
         # The program's own numbers stay those that it would get alone.
         stack.enter_context(random_state_kept())
-        stack.enter_context(traced(context.strategy, part_step))
-        stack.enter_context(
-            shadowed(
-                context,
-                all_reduce=lambda _, value, options=None: part.exchanged(value),
-                all_gather=_refuse,
-                merge_call=_refuse,
-            )
-        )
+        stack.enter_context(traced(tf.distribute.get_strategy(), part_step))
+        stack.enter_context(_exchanging(lambda _, value, options=None: part.exchanged(value)))
+        for metric in alone:
+            stack.enter_context(shadowed(metric, update_state=lambda *_, **__: None))
         optimizers, metrics = optimizers_of(step.model), metrics_of(step.model)
         for optimizer in optimizers:
             stack.enter_context(shadowed(optimizer, apply=_noting_gradients(part), scale_loss=part_step.as_mean))
@@ -467,12 +512,19 @@ def _run(step: KerasStep, rows: Any, share: float, whole: _Part | None) -> _Part
             # Keras' function of it may be compiled: it would keep what is traced here.
             outputs = tf.nest.flatten(step.model.predict_step(rows))
             without_rows = step.same_outputs | step.constant_outputs
-            part.results += _tensors([one for i, one in enumerate(outputs) if i not in without_rows])
-            part.constants += [outputs[i] for i in sorted(step.constant_outputs)]
+            part.note("result", _tensors([one for i, one in enumerate(outputs) if i not in without_rows]))
+            part.note("constant", [outputs[i] for i in sorted(step.constant_outputs)])
         else:
             step.function(rows)
-    part.scalars = part_step.scalars
+    for metric, number, _ in part_step.scalars:
+        part.note("number", [number], metric)
     return part
+
+
+def _exchanging(all_reduce: Callable) -> contextlib.AbstractContextManager[None]:
+    """While the block runs, this replica adds up by another function, and cannot ask others in other ways."""
+    context = tf.distribute.get_replica_context()
+    return shadowed(context, all_reduce=all_reduce, all_gather=_refuse, merge_call=_refuse)
 
 
 def _refuse(*_: Any, **__: Any) -> Any:
@@ -481,7 +533,7 @@ def _refuse(*_: Any, **__: Any) -> Any:
 
 def _noting_gradients(part: _Part) -> Callable:
     def apply(grads: Any, trainable_variables: Any = None) -> None:
-        part.gradients += [tf.convert_to_tensor(one) for one in grads if one is not None]
+        part.note("gradient", [tf.convert_to_tensor(one) for one in grads if one is not None])
 
     return apply
 
@@ -489,16 +541,18 @@ def _noting_gradients(part: _Part) -> Callable:
 def _noting_assignment(variable: keras.Variable, part: _Part) -> Callable:
     """Nothing is assigned. Where a step moves weights by itself, it does so along its rows' gradients."""
 
-    is_sum = is_kept_per_replica(variable) and variable.aggregation == "sum"
-
     def assign(value: Any) -> None:
         if variable.trainable and tf.is_tensor(value):
-            part.gradients.append(value - tf.cast(variable.value, value.dtype))
+            part.note("gradient", [value - tf.cast(variable.value, value.dtype)])
         # Not in loops and branches, whose tensors are not seen outside.
-        if is_sum and tf.compat.v1.get_default_graph() is part.graph:
+        if _is_sum(variable) and tf.compat.v1.get_default_graph() is part.graph:
             part.states[id(variable)] = tf.convert_to_tensor(value)
 
     return assign
+
+
+def _is_sum(variable: keras.Variable) -> bool:
+    return is_kept_per_replica(variable) and variable.aggregation == "sum"
 
 
 def _noting_values(layer: keras.Layer, part: _Part, kind: str) -> Callable:
@@ -513,7 +567,7 @@ def _noting_values(layer: keras.Layer, part: _Part, kind: str) -> Callable:
             part.running.pop()
         part.note_values(layer, outputs)
         if not part.running and kind == "test":
-            part.results += _tensors(outputs)
+            part.note("result", _tensors(outputs))
         return outputs
 
     return noting
@@ -560,7 +614,7 @@ def _numbers(shape: Sequence[int], dtype: tf.DType, draw: int, seed: int) -> tf.
     random = np.random.RandomState(seed)
     if dtype.is_floating:
         sizes = _SIZES if shape[0] == len(_SIZES) else np.ones(shape[0])
-        numbers = _DRAWS[draw](random, np.ones(shape) * np.reshape(sizes, [-1, *[1] * (len(shape) - 1)]))
+        numbers = _DRAWS[draw % len(_DRAWS)](random, np.ones(shape) * np.reshape(sizes, [-1, *[1] * (len(shape) - 1)]))
     else:
         numbers = np.round(random.random_sample(shape))
     if len(shape) > (2 if dtype.is_floating else 1) and shape[0] == len(_LENGTHS) and shape[1] > 1:
@@ -618,6 +672,15 @@ def _compare_rows(whole: tf.Tensor, *halves: tf.Tensor, other: float = 0.0) -> l
     return tf.cond(has_rows & has_widths, differ, lambda: wider)
 
 
+_COMPARISONS: dict[str, Callable[..., list[tf.Tensor]]] = {
+    "gradient": _compare_means,
+    "result": functools.partial(_compare_rows, other=np.inf),
+    "constant": _compare_constants,
+    "value": _compare_rows,
+    "number": lambda *values: [tf.cast(one, tf.float32) for one in values],
+}
+
+
 def _is_off(off: float, size: float, digits: float) -> bool:
     """Also if only a half has no number, of a division by its longest length, say."""
     return bool(np.isfinite(size)) and not off <= digits * size
@@ -653,16 +716,6 @@ def _loss_message(loss: keras.losses.Loss) -> str:
     )
 
 
-def _state_message(metric: keras.Metric) -> str:
-    return (
-        f"Received: metric '{metric.name}' ({type(metric).__name__}), whose state for a batch is not the sum of its "
-        "states for parts of the batch: a maximum, or a moving average. Each replica updates it from its own rows, and "
-        "Keras adds up what they keep, so that the result differs from one process. Expected: states that are sums; or "
-        "add_variable(..., aggregation='only_first_replica') in the metric, and an update from all rows, by "
-        "tf.distribute.get_replica_context().all_gather(rows, axis=0), if each worker has rows in every step."
-    )
-
-
 def _step_message(step: KerasStep, loss_is_named: bool) -> Iterator[str]:
     model = step.model
     if loss_is_named:
@@ -691,9 +744,19 @@ def _step_message(step: KerasStep, loss_is_named: bool) -> Iterator[str]:
 
 
 def _metric_message(metric: keras.Metric) -> str:
+    received = f"Received: metric '{metric.name}' ({type(metric).__name__}), "
+    if isinstance(metric, (keras.metrics.Mean, keras.metrics.Sum)):
+        return (
+            f"{received}given one number a batch which is not the mean of such numbers for parts of the batch: a sum, "
+            "a count, a ratio of sums (recall, F1, Dice), or the root of a mean. tfdist averages these numbers over "
+            "the replicas, so that the result differs from one process (a sum is divided by the number of replicas). "
+            "Expected: a value for each row; of a ratio, a metric that keeps both sums, as keras.metrics.Recall does; "
+            "or keras.metrics.Sum, given an integer tensor."
+        )
     return (
-        f"Received: metric '{metric.name}' ({type(metric).__name__}), given one number a batch which is not the mean "
-        "of such numbers for parts of the batch: a sum, a count, or the root of a mean. tfdist averages these numbers "
-        "over the replicas, so that the result differs from one process (a sum is divided by the number of replicas). "
-        "Expected: a value for each row; or keras.metrics.Sum, given an integer tensor."
+        f"{received}whose state for a batch is not the sum of its states for parts of the batch: a maximum, a moving "
+        "average, or a mean of ratios. Each replica updates it from its own rows, and Keras adds up what they keep, so "
+        "that the result differs from one process. Expected: states that are sums; or add_variable(..., "
+        "aggregation='only_first_replica') in the metric, and an update from all rows, by "
+        "tf.distribute.get_replica_context().all_gather(rows, axis=0), if each worker has rows in every step."
     )

@@ -29,7 +29,7 @@ from tfdist.steps.gradients import added_by_number, check_finite, is_common, is_
 from tfdist.steps.keras_step import KerasStep, shadowed, traced
 from tfdist.steps.local_values import Dependence, LocalValues
 from tfdist.strategies.data_parallel import row_trial
-from tfdist.strategies.data_parallel.replica_step import losses_of, noting_call
+from tfdist.strategies.data_parallel.replica_step import losses_of, noting_arguments
 from tfdist.strategies.data_parallel.state import NO_MEAN, is_of_keras, rule_of, scopes_by_row
 from tfdist.strategies.parameter_server.data import (
     COORDINATOR,
@@ -292,7 +292,7 @@ class GradientStep(StepFunction):
                 scale_loss, apply = self._weighting(optimizer, step), _recorder(optimizer, captured, note_apply)
                 stack.enter_context(shadowed(optimizer, scale_loss=scale_loss, apply=apply))
             for loss in losses_of(self._model):
-                stack.enter_context(shadowed(loss, call=noting_call(step, loss)))
+                stack.enter_context(shadowed(loss, call=noting_arguments(step, loss, loss.call)))
             copies.extend(stack.enter_context(_copied(variable)) for variable in self._changed)
 
         # Not only metrics but all variables that are not trained are captured, and optimizers only record their
