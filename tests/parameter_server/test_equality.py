@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -18,7 +19,7 @@ _DEADLINE = 300
 SECTIONS = ("Adagrad", "dropout", "tied embedding")
 IN_SYNC = (
     *(*SECTIONS, "finished outside", "another variable", "loss scaling", "a vector of losses"),
-    *("sums of a step", "a moving average", "rows that are mixed"),
+    *("sums of a step", "a moving average", "rows that are mixed", "metrics that a callback resets"),
 )
 OUTSIDE = ("names", "a head")
 
@@ -99,6 +100,23 @@ def equality(mode: str, wanted: tuple[str, ...]) -> dict[str, Any]:
             model = dense_model("sgd", MinibatchDeviation())
         return warned(lambda: model.fit(*rows(64), batch_size=32, verbose=0), "Received: ")
 
+    def resetting() -> list[list[float]]:
+        def reset(batch: int, logs: Any) -> None:
+            if batch == 1:
+                for metric in model.metrics:
+                    metric.reset_state()
+
+        counts = []
+        for scope in (tf.distribute.get_strategy().scope(), strategy.scope()):
+            with scope:
+                model = dense_model("sgd")
+            after = keras.callbacks.LambdaCallback(on_train_batch_end=reset)
+            # Otherwise all logs are of the last batch.
+            with mock.patch.object(strategy, "_max_inflight", 4):
+                history = model.fit(*rows(138), batch_size=32, verbose=0, callbacks=[after]).history
+            counts.append(history["count"])
+        return counts
+
     def tied() -> keras.Model:
         # The table is read by rows and as a whole.
         ids, table = keras.Input((3,), dtype="int64"), keras.layers.ReversibleEmbedding(VOCABULARY, 4)
@@ -120,6 +138,7 @@ def equality(mode: str, wanted: tuple[str, ...]) -> dict[str, Any]:
         "sums of a step": lambda: gaps(strategy, counting, *rows(138)),
         "a moving average": lambda: gaps(strategy, lambda: dense_model("sgd", metrics=[Moving("moving")]), *rows(138)),
         "rows that are mixed": mixed_rows,
+        "metrics that a callback resets": resetting,
         "finished outside": lambda: {way: largest(trained(strategy, way), trained(None, way)) for way in OUTSIDE},
     }
     return run_sections({name: sections[name] for name in wanted})
@@ -161,6 +180,10 @@ def test_rows_that_are_mixed_are_told():
     (message,) = found(results("sync"), "rows that are mixed")
     assert "(MinibatchDeviation), which mixes the rows of a batch" in message
     assert "Each worker sees its own rows" in message
+
+
+def test_metrics_that_a_callback_resets():
+    assert found(results("sync"), "metrics that a callback resets") == [[74.0], [74.0]]
 
 
 def test_a_model_that_is_finished_outside_of_the_scope():

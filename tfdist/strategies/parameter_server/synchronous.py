@@ -84,6 +84,12 @@ class SynchronousRunner(Runner):
     def _wait(self, limit: int) -> None:
         """Does nothing: a step is done when its gradients are applied."""
 
+    def _current_logs(self, fresh: bool) -> Any:
+        logs = super()._current_logs(fresh)
+        # A callback may read or reset a metric after each step, as in one process.
+        self._write_metrics()
+        return logs
+
     def _compute(self, trace: ShardTrace, weights: list[float], shards: list[list[tf.Tensor]]) -> list[ShardOutcome]:
         done: list[ShardOutcome | None] = [None] * len(shards)
 
@@ -136,7 +142,11 @@ def _joined(parts: Sequence[Any], rows: Sequence[int | None], weights: Sequence[
     if len(parts) == 1 or parts[0] is None:
         return parts[0]
     if all(isinstance(one, tf.Tensor) for one in parts):
-        if all(one.shape.rank and one.shape[0] == count for one, count in zip(parts, rows, strict=True)):
+        # A row may have several, such as tokens.
+        sizes = [
+            one.shape[0] / count if one.shape.rank and count else 0.0 for one, count in zip(parts, rows, strict=True)
+        ]
+        if sizes[0] and sizes[0].is_integer() and len(set(sizes)) == 1:
             with tf.device(COORDINATOR):
                 return tf.concat(parts, 0)
         if parts[0].dtype.is_floating and not parts[0].shape.rank:
