@@ -726,21 +726,20 @@ def test_a_model_around_one_that_was_trained_has_blocks(sharded: tf.distribute.S
     assert all("call" in vars(model) for model in (inner, outer))
 
 
-def test_a_loop_around_run_is_refused(sharded: tf.distribute.Strategy) -> None:
+@pytest.mark.parametrize("how", ["around run", "without run", "without a graph", "in the scope"])
+def test_a_loop_of_ones_own_is_refused(sharded: tf.distribute.Strategy, how: str) -> None:
     with sharded.scope():
         model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(2)])
 
-    @tf.function
     def step() -> Any:
-        def on_replica() -> Any:
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_sum(model(tf.ones([2, 5])))
-            return tape.gradient(loss, model.trainable_variables)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(tf.ones([2, 5])))
+        return tape.gradient(loss, model.trainable_variables)
 
-        return sharded.run(on_replica)
-
-    with pytest.raises(NotImplementedError, match=r"around strategy\.run"):
-        step()
+    train = step if how == "without a graph" else tf.function((lambda: sharded.run(step)) if "around" in how else step)
+    refused = pytest.raises(NotImplementedError, match="Received: a training loop of your own, or gradients of weights")
+    with refused, sharded.scope() if how == "in the scope" else contextlib.nullcontext():
+        train()
 
 
 @pytest.mark.nightly

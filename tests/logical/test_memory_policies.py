@@ -171,6 +171,18 @@ def test_a_loop_of_ones_own():
     assert_arrays(*found, tolerance=1e-9)
 
 
+def test_features_that_the_model_does_not_take():
+    x, y = {name: np.ones((8, 4), "float32") for name in "abc"}, np.zeros((8, 1), "float32")
+    losses = []
+    for change in (lambda model: model, lambda model: apply(model, "recompute")):
+        keras.utils.set_random_seed(5)
+        inputs = {name: keras.Input((4,), name=name) for name in "ab"}
+        hidden = layers.Dense(4, "tanh")(inputs["a"]) + layers.Dense(4)(inputs["b"])
+        model = change(ready(keras.Model(inputs, layers.Dense(1)(hidden)), "sgd", "mse"))
+        losses.append(model.fit(tf.data.Dataset.from_tensors((x, y)), epochs=2, verbose=0).history["loss"])
+    assert losses[0] == losses[1]
+
+
 def test_graphs_are_given_back():
     x, _ = data("dense", 8)
     model = apply(small(), "recompute")

@@ -340,8 +340,11 @@ class Measured(layers.Dense):
 @pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_layers_with_metrics(replicas, recwarn):
     def build() -> keras.Model:
-        parts = [Measured(8, "tanh", name=name) for name in ("first", "second")]
-        return ready(keras.Sequential([keras.Input((8,)), *parts, layers.Dense(3)]), keras.optimizers.SGD(0.1), "mse")
+        first, second = (Measured(8, "tanh", name=name) for name in ("first", "second"))
+        inputs = keras.Input((8,))
+        # Both calls of a layer that has metrics are on one stage.
+        outputs = layers.Dense(3)(layers.Dense(8)(first(second(first(inputs)))))
+        return ready(keras.Model(inputs, outputs), keras.optimizers.SGD(0.1), "mse")
 
     strategy = tfdist.PipelineStrategy([f"CPU:{i}" for i in range(2 * replicas)], num_microbatches=3, replicas=replicas)
     assert_trains_equally(build, (X, Y), strategy, validation_data=(X[:11], Y[:11]))

@@ -345,11 +345,22 @@ def _variables(calls: Sequence[Call]) -> tuple[tuple[keras.Variable, ...], tuple
     return tuple(v for v in variables if v.trainable), tuple(v for v in variables if not v.trainable)
 
 
+def own_metrics(layers: Iterable[keras.layers.Layer]) -> list[keras.Variable]:
+    """The variables of metrics that layers have as attributes, which Keras does not count as theirs.
+
+    Those of a model that is compiled for itself are not updated when it is called.
+    """
+    every = (one for layer in layers for one in layer._flatten_layers() if not getattr(one, "compiled", False))
+    found = (variable for one in every for metric in one._metrics for variable in metric.variables)
+    return list({id(variable): variable for variable in found}.values())
+
+
 def uncuttable(graph: LayerGraph) -> set[int]:
     """Positions at which not to cut: between two calls of one layer with a state, such as a BatchNormalization."""
     calls_of: dict[int, list[int]] = {}
     for position, call in enumerate(graph.calls):
-        for variable in call.variables:
+        layers = [call.operation] if isinstance(call.operation, keras.layers.Layer) else []
+        for variable in (*call.variables, *own_metrics(layers)):
             # Frozen weights do not change, and several stages may read them.
             if not variable.trainable and not variable._value.trainable:
                 calls_of.setdefault(id(variable), []).append(position)

@@ -28,6 +28,7 @@ from tfdist.layer_graph.chunk import (
     call_purely,
     context_values,
     is_differentiable,
+    own_metrics,
     pack,
     tracing,
     unpack,
@@ -156,16 +157,6 @@ class RegularizerBlock:
     def run(self, trainable: Sequence[Any], state: Sequence[Any], tensors: Sequence[Any]) -> PureResult:
         """Computes with this value of the weight; what has several elements counts as their sum, as in Keras."""
         return PureResult([tensors[0] + tf.reduce_sum(self.trainable[0].regularizer(trainable[0]))], [], [])
-
-
-def own_metrics(layers: Iterable[keras.layers.Layer]) -> list[keras.Variable]:
-    """The variables of metrics that layers have as attributes, which Keras does not count as theirs.
-
-    Those of a model that is compiled for itself are not updated when it is called.
-    """
-    every = (one for layer in layers for one in layer._flatten_layers() if not getattr(one, "compiled", False))
-    found = (variable for one in every for metric in one._metrics for variable in metric.variables)
-    return list({id(variable): variable for variable in found}.values())
 
 
 def _filled_in(structure: Any, values: Sequence[Value]) -> Any:

@@ -20,9 +20,9 @@ from keras import tree
 from tfdist.compat.keras import hooks_of
 from tfdist.compat.upstream import record, unpack_singleton
 from tfdist.inspection.model_state import is_sharded, is_table
-from tfdist.layer_graph.chunk import NOT_DENSE, attached, is_traced, value_of
+from tfdist.layer_graph.chunk import NOT_DENSE, attached, is_traced, own_metrics, value_of
 from tfdist.layer_graph.graph import flatten, functional_of
-from tfdist.memory.block import GraphBlock, LayerBlock, RegularizerBlock, labelled, own_metrics
+from tfdist.memory.block import GraphBlock, LayerBlock, RegularizerBlock, labelled
 from tfdist.memory.kinds import KINDS, call_block
 from tfdist.memory.order import Keeping, current_order
 from tfdist.memory.plan import GraphPlan, LayerPlan, plan_graph, plan_layers
@@ -83,7 +83,8 @@ class GraphCall:
         tensors = plan.functional._standardize_inputs(inputs)
         values = {key: value_of(tensor) for key, tensor in zip(plan.graph.inputs, tensors, strict=True)}
         if mask is not None:
-            masks = zip(plan.graph.inputs, tree.flatten(mask), strict=True)
+            # As in Keras: a batch may have features that the model does not take.
+            masks = zip(plan.graph.inputs, tree.flatten(mask), strict=False)
             values.update({key: values[key]._replace(mask=given) for key, given in masks if given is not None})
         how = keeping(self.policy, self.model)
         for chunk, mode, name in zip(plan.chunks, plan.modes, plan.names, strict=True):

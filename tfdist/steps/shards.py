@@ -101,8 +101,9 @@ def _training_step() -> Any:
     step = current_step()
     if step is None:
         raise NotImplementedError(
-            "Received: a training loop around strategy.run, with weights of which each replica has a part. Expected: "
-            "model.fit or model.train_on_batch, with a train_step of your own if you need one."
+            "Received: a training loop of your own, or gradients of weights outside of fit, with weights of which each "
+            "replica has a part. Expected: model.fit or model.train_on_batch, with a train_step of your own if you "
+            "need one."
         )
     return step
 
@@ -295,6 +296,15 @@ class ShardedVariable(DistributedVariable):
     def is_first_copy(self) -> bool:
         """Whether no process before this one has the same parts."""
         return self._distribute_strategy.is_first_copy
+
+    @property
+    def handle(self) -> tf.Tensor:
+        """That of a part, on its replica. Elsewhere a tape asks for it, which would give the gradient of a part."""
+        context = tf.distribute.get_replica_context()
+        is_on_replica = context is not None and context.strategy is self._distribute_strategy
+        if not is_on_replica and distribute_lib.get_update_replica_id() is None:
+            _training_step()
+        return super().handle
 
     def part(self) -> tf.Tensor:
         """The part of this replica, in whose context it is called. A tape records it as a read of the variable."""

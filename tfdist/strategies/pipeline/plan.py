@@ -31,11 +31,10 @@ from rich.text import Text
 
 from tfdist.arguments import check_count, is_new
 from tfdist.compat.upstream import Functional, Node, device_lib, record, unpack_singleton
-from tfdist.layer_graph.chunk import Chunk, Value, is_differentiable, make_chunks, uncuttable
+from tfdist.layer_graph.chunk import Chunk, Value, is_differentiable, make_chunks, own_metrics, uncuttable
 from tfdist.layer_graph.costs import costs_of, crossing, measured_costs, weights
 from tfdist.layer_graph.graph import Call, LayerGraph, flatten
 from tfdist.layer_graph.partition import Cost, balance
-from tfdist.memory.block import own_metrics
 from tfdist.memory.policy import MODES, MemoryPolicy, policy_of
 from tfdist.plain_text import plain_text
 from tfdist.strategies.pipeline.chunk import Passes
